@@ -1,0 +1,306 @@
+"""The lowering interface: everything that a backend sees and gives back. Public and versioned.
+
+A backend subclasses :class:`Backend`. It is shown read-only value objects (`OpView`, `Region`, `TensorSpec`), never a node of
+torch's graph, and returns a :class:`Compiled`: an opaque callable, or a `Fragment` of instructions (`fusewright.plan.ir`).
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import torch
+
+INTERFACE: tuple[int, int] = (1, 0)
+"""(major, minor) of this interface. A minor only adds members with defaults."""
+
+OPSET = 1
+"""Version of the closed table of ops (names and semantics) in `fusewright.ops`."""
+
+
+class Why(enum.Enum):
+    """Reason codes. `OK` is the only one that means yes."""
+
+    OK = "ok"
+    NO_LOWERING = "no_lowering"
+    DTYPE = "dtype"
+    LAYOUT = "layout"
+    RANK = "rank"
+    DYNAMIC_SHAPE = "dynamic_shape"
+    ATTR = "attr"
+    DEVICE = "device"
+    DEVICE_FEATURE = "device_feature"
+    TOO_SMALL = "too_small"
+    UNPROFITABLE = "unprofitable"
+    DENIED = "denied"
+    DECLINED = "declined"
+    CRASHED = "crashed"
+    SUPPORTS_RAISED = "supports_raised"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An answer with its reason. Truthy exactly when `why` is `Why.OK`."""
+
+    why: Why
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return self.why is Why.OK
+
+    def __str__(self) -> str:
+        return f"{self.why.value}: {self.detail}" if self.detail else self.why.value
+
+
+YES = Verdict(Why.OK)
+
+
+class Decline(Exception):
+    """Raised by `Backend.compile` when a claimed region cannot be lowered after all. The host plans again without those ops.
+
+    `ops` names the ids that are to be denied; empty means every op of the region.
+    """
+
+    def __init__(self, detail: str, why: Why = Why.DECLINED, ops: Sequence[int] = ()) -> None:
+        super().__init__(detail)
+        self.why = why
+        self.detail = detail
+        self.ops = tuple(ops)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A symbolic size: `symbol` names it (an expression is a symbol too), `hint` is the size seen when tracing."""
+
+    symbol: str
+    hint: int
+    lo: int = 0
+    hi: int | None = None
+
+    def __str__(self) -> str:
+        return self.symbol
+
+
+Size: TypeAlias = int | Dim
+
+
+def is_static(sizes: Sequence[Size]) -> bool:
+    """True when no size is symbolic."""
+    return all(isinstance(s, int) for s in sizes)
+
+
+def hint(size: Size) -> int:
+    """The size seen when tracing, for cost estimates only."""
+    return size if isinstance(size, int) else size.hint
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor. `stride` counts elements. `const` marks a weight or buffer that no gradient flows to."""
+
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+    const: bool = False
+
+    @property
+    def static(self) -> bool:
+        return is_static(self.shape) and is_static(self.stride)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    def numel_hint(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= hint(s)
+        return n
+
+    def bytes_hint(self) -> int:
+        return self.numel_hint() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the graph: `id` is unique in the graph; `spec` is None for a scalar (a SymInt or a Python number)."""
+
+    id: int
+    spec: TensorSpec | None
+
+
+Scalar: TypeAlias = int | float | bool | complex | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format
+Arg: TypeAlias = "Value | Scalar | tuple[Arg, ...]"
+
+
+@dataclass(frozen=True)
+class OpView:
+    """One op of the graph, read-only. `op` is a row name of the opset, or the full ATen name of an opaque op.
+
+    `args` are all arguments in the order of the canonical schema, defaults filled in; `argnames` names them.
+    """
+
+    id: int
+    op: str
+    target: str
+    argnames: tuple[str, ...]
+    args: tuple[Arg, ...]
+    outs: tuple[Value, ...]
+    users: tuple[int, ...] = ()
+    source: str = ""
+
+    def arg(self, name: str) -> Any:
+        """The argument called `name`. KeyError when the op has none."""
+        try:
+            return self.args[self.argnames.index(name)]
+        except ValueError:
+            raise KeyError(f"{self.op} has no argument {name!r}; it has {', '.join(self.argnames)}") from None
+
+    def inputs(self) -> Iterator[Value]:
+        """Every value among the arguments, in order, repeats included."""
+        yield from _values(self.args)
+
+    @property
+    def out(self) -> Value:
+        return self.outs[0]
+
+
+def _values(args: tuple[Arg, ...]) -> Iterator[Value]:
+    for a in args:
+        if isinstance(a, Value):
+            yield a
+        elif isinstance(a, tuple):
+            yield from _values(a)
+
+
+Phase: TypeAlias = Literal["infer", "forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A convex group of ops in topological order. `inputs` come from outside it, `outputs` are used outside it."""
+
+    name: str
+    ops: tuple[OpView, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    phase: Phase = "infer"
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """A whole graph, read-only: ops in topological order and the values that the graph returns."""
+
+    ops: tuple[OpView, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    phase: Phase = "infer"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that answered the probe, e.g. ("cuda", "sm_90", {"bf16", "tma"}, "12.8")."""
+
+    type: str
+    arch: str
+    features: frozenset[str] = frozenset()
+    driver: str = ""
+    simulated: bool = False
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Why a backend cannot run here, and what would fix it."""
+
+    reason: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A compiled region as one callable: tensors of `Region.inputs` in, a tuple in the order of `Region.outputs` out.
+
+    It must not change or alias its inputs. It is one instruction of the plan and keeps that plan out of the disk cache.
+    """
+
+    fn: Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A compiled region as instructions (see `fusewright.plan.ir`) that the host splices into the flat plan.
+
+    `values` describes the temporary values that the backend made with `CompileContext.value`.
+    `notes` maps an op id to a few words on how it was lowered; `explain` shows them.
+    """
+
+    instructions: tuple[Any, ...]
+    notes: Mapping[int, str] = field(default_factory=dict)
+
+
+Compiled: TypeAlias = Opaque | Fragment
+
+
+class CompileContext(Protocol):
+    """What the host offers while a region is compiled."""
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    def value(self, spec: TensorSpec | None) -> Value:
+        """A fresh temporary value for a fragment."""
+        ...
+
+    def aten(self, op: OpView) -> Any:
+        """The instruction that runs `op` exactly as eager does."""
+        ...
+
+    def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
+        """The name of the fastest candidate, by a short measurement that is remembered under `key` across processes."""
+        ...
+
+
+class Backend(abc.ABC):
+    """One vendor's lowering. `name` is the name given to `torch.compile`; see docs/interface.md for a walk-through."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    interface: ClassVar[tuple[int, int]] = INTERFACE
+    opset: ClassVar[int] = OPSET
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the option."""
+
+    def __init__(self, device: Device | None = None) -> None:
+        self.device = device
+
+    @classmethod
+    @abc.abstractmethod
+    def probe(cls) -> Device | Unavailable:
+        """What this backend would run on here. Total and cheap; vendor libraries are imported here, not at import."""
+
+    def supports(self, op: OpView) -> Verdict:
+        """Whether this backend claims `op`. Pure, metadata only; anything but yes carries a reason."""
+        return Verdict(Why.NO_LOWERING)
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        """Lower a claimed region. Raises `Decline` to give it back; any other exception counts as a bug of the backend."""
+        raise Decline("this backend compiles nothing", Why.NO_LOWERING)
+
+    def profitable(self, region: Region) -> Verdict:
+        """Whether the region is worth taking from eager."""
+        return YES
+
+    def group(self, graph: GraphView, claimed: frozenset[int]) -> Sequence[frozenset[int]] | None:
+        """Regions as sets of op ids, or None for the host's own maximal convex ones. The host checks convexity."""
+        return None
+
+    def fingerprint(self) -> str:
+        """What compiled code depends on beside the graph; part of every cache key. Equal in every process."""
+        return f"{self.name}-{self.interface[0]}.{self.interface[1]}-{self.opset}-{self.device}"

@@ -1,0 +1,1 @@
+"""Plans: a compiled graph as slots and a flat list of instructions."""

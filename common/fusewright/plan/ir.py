@@ -1,0 +1,96 @@
+"""The instructions of a plan, as data. This is what fragments are made of, what the cache stores and what `explain` prints.
+
+Arguments of an instruction are `Ref` (a value by its id), plain Python literals, torch dtypes/devices/layouts/memory formats,
+and tuples or lists of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value, by the id that it has in the graph (or that `CompileContext.value` gave it)."""
+
+    id: int
+
+    def __repr__(self) -> str:
+        return f"%{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a torch op by its qualified name, e.g. "aten::add.Tensor" or "mkldnn::_linear_pointwise".
+
+    A name "py::operator.add" calls a function of Python's `operator` on scalars (sizes).
+    `once`: every input is a constant (a weight) or the output of another `once` instruction, and the host may keep the result.
+    `into`: an argument name through which the op writes its result ("out"), so that the result can live in the arena.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    outs: tuple[int, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    once: bool = False
+    packed: bool = False
+    """With several outs, True says that the op returns a tuple; with one out the value itself is taken."""
+    op_id: int | None = None
+    """The op of the graph that this instruction stands for, for reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Run a loop kernel: `kernel` is its structural hash (the code is in the plan's kernel table).
+
+    `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, or ("size", Ref, dim),
+    or a Ref to a scalar value. Output tensors are allocated by the host from `out_specs` (shape entries like `sizes`).
+    `inplace` maps an output position to the input position whose buffer it reuses.
+    """
+
+    kernel: str
+    inputs: tuple[Ref, ...]
+    outs: tuple[int, ...]
+    sizes: tuple[Any, ...] = ()
+    scalars: tuple[Any, ...] = ()
+    inplace: tuple[tuple[int, int], ...] = ()
+    op_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallPython:
+    """Call an opaque function of a backend: tensors in, a sequence of tensors out. Never cached on disk."""
+
+    fn: Callable[..., Sequence[Any]] = field(compare=False)
+    args: tuple[Any, ...]
+    outs: tuple[int, ...]
+    name: str = "region"
+    op_ids: tuple[int, ...] = ()
+
+
+Instruction: TypeAlias = Call | Launch | CallPython
+
+
+def refs(arg: Any) -> Iterator[int]:
+    """Ids of every value that `arg` mentions, in order, repeats included."""
+    if isinstance(arg, Ref):
+        yield arg.id
+    elif isinstance(arg, tuple | list):
+        for a in arg:
+            yield from refs(a)
+
+
+def reads(i: Instruction) -> Iterator[int]:
+    """Ids of every value that the instruction reads."""
+    match i:
+        case Call():
+            yield from refs(i.args)
+            yield from refs(tuple(v for _, v in i.kwargs))
+        case Launch():
+            yield from refs(i.inputs)
+            yield from refs(i.sizes)
+            yield from refs(i.scalars)
+        case CallPython():
+            yield from refs(i.args)
