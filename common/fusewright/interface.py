@@ -127,10 +127,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the graph: `id` is unique in the graph; `spec` is None for a scalar (a SymInt or a Python number)."""
+    """A value of the graph: `id` is unique in the graph; `spec` is None for a scalar, whose symbolic size is then in `dim`."""
 
     id: int
     spec: TensorSpec | None
+    dim: Dim | None = None
 
 
 Scalar: TypeAlias = int | float | bool | complex | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format

@@ -1,0 +1,125 @@
+"""Every private torch name that Fusewright uses, in one file. Checked against torch 2.10 to 2.13.
+
+Nothing here is imported before it is needed: `import fusewright` must not pull in Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+
+def aot_compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    backward: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    inference: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Hand a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+
+
+def static_input_indices() -> frozenset[int]:
+    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd compiles now; empty when unknown."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    meta = getattr(context, "fw_metadata", None)
+    return frozenset(getattr(meta, "static_input_indices", None) or ())
+
+
+def shape_env_of(gm: GraphModule) -> Any | None:
+    """The ShapeEnv of a traced graph, or None when every size is static."""
+    for node in gm.graph.nodes:
+        val = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(val, torch.SymInt):
+            return val.node.shape_env
+        if isinstance(val, torch.Tensor) and is_fake(val):
+            env = fake_mode_of(val).shape_env
+            if env is not None:
+                return env
+    return None
+
+
+def is_fake(t: object) -> bool:
+    """Whether `t` is a FakeTensor: metadata without storage."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+def fake_mode_of(t: Any) -> Any:
+    """The FakeTensorMode of a FakeTensor; running ops under it propagates metadata."""
+    return t.fake_mode
+
+
+def symbol_of(size: torch.SymInt) -> tuple[str, int, int, int | None]:
+    """(expression text, hint, lower bound, upper bound or None) of a symbolic size."""
+    node = size.node
+    text = str(node.expr)
+    size_hint = node.hint
+    lo, hi = 0, None
+    env = node.shape_env
+    if env is not None:
+        bounds = env.bound_sympy(node.expr)
+        lo = int(bounds.lower) if bounds.lower.is_integer and bounds.lower.is_finite else 0
+        if bounds.upper.is_integer and bounds.upper.is_finite:
+            hi = int(bounds.upper)
+    return text, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
+
+
+def statically_true(condition: Any) -> bool:
+    """Whether a (symbolic) condition holds for every size, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
+
+
+def bound_op(op: Any) -> Callable[..., Any]:
+    """The C++ entry of an OpOverload: skips one Python frame a call."""
+    return getattr(op, "_op", op)
+
+
+def is_overload(target: object) -> bool:
+    """Whether an FX target is an ATen-style operator overload."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether an FX target is a higher-order operator (cond, while_loop, ...)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def dynamo_reset() -> None:
+    """Forget all compiled code, for tests and benchmarks."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+
+
+def compile_counters() -> dict[str, int]:
+    """Dynamo's counters of captured graphs and graph breaks in this process."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": int(counters["stats"]["unique_graphs"]), "breaks": sum(counters["graph_break"].values())}
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the structured trace (TORCH_TRACE), where tlparse shows it beside Dynamo's own."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -1,0 +1,172 @@
+"""Read-only views of the graph for backends: nodes become `OpView`s, their results `Value`s with stable ids."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph import spec
+from fusewright.interface import Dim, GraphView, OpView, Phase, Value
+
+
+def is_op(node: Node) -> bool:
+    """A node that computes tensors by a torch operator: what backends may claim."""
+    return node.op == "call_function" and compat.is_overload(node.target)
+
+
+def is_projection(node: Node) -> bool:
+    """A getitem that picks one result of a multi-output op."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], Node)
+        and isinstance(spec.value_of(node.args[0]), tuple | list)
+    )
+
+
+class GraphIndex:
+    """Ids for every value of one graph, and the views made from them. Built once per graph; the graph must not change after."""
+
+    def __init__(self, graph: Graph, const: frozenset[Node], phase: Phase) -> None:
+        self.graph = graph
+        self.phase: Phase = phase
+        self._const = const
+        self._values: dict[Node, tuple[Value, ...]] = {}
+        self._by_id: dict[int, Node] = {}
+        self._next = 0
+        for node in graph.nodes:
+            if node.op != "output":
+                self._values[node] = self._number(node)
+
+    def _number(self, node: Node) -> tuple[Value, ...]:
+        if is_projection(node):
+            source, index = node.args
+            return (self._values[source][index],)  # type: ignore[index]
+        val = spec.value_of(node)
+        vals = tuple(val) if isinstance(val, tuple | list) else (val,)
+        return tuple(self._fresh(v, node) for v in vals)
+
+    def _fresh(self, val: Any, node: Node) -> Value:
+        self._next += 1
+        self._by_id[self._next] = node
+        if isinstance(val, torch.Tensor):
+            return Value(self._next, spec.tensor_spec(val, node in self._const))
+        if isinstance(val, torch.SymInt):
+            s = spec.size(val)
+            return Value(self._next, None, s if isinstance(s, Dim) else None)
+        return Value(self._next, None)
+
+    def new_id(self) -> int:
+        """A fresh id, for a temporary value of a fragment."""
+        self._next += 1
+        return self._next
+
+    def values(self, node: Node) -> tuple[Value, ...]:
+        """The results of `node`: one, or one per output of a multi-output op."""
+        return self._values[node]
+
+    def id(self, node: Node) -> int:
+        """The id of a single-result node."""
+        return self._values[node][0].id
+
+    def op_id(self, node: Node) -> int:
+        """The id of an op: that of its first result (ops without results get one of their own)."""
+        values = self._values[node]
+        return values[0].id if values else self._no_result[node]
+
+    @cached_property
+    def _no_result(self) -> dict[Node, int]:
+        return {n: self.new_id() for n, values in self._values.items() if not values}
+
+    def arg(self, a: Any) -> Any:
+        """An FX argument as the interface shows it."""
+        if isinstance(a, Node):
+            return self._values[a][0]
+        if isinstance(a, tuple | list):
+            return tuple(self.arg(x) for x in a)
+        return a
+
+    @cached_property
+    def ops(self) -> dict[Node, OpView]:
+        """The view of every op, in topological order."""
+        return {n: self._view(n) for n in self.graph.nodes if is_op(n)}
+
+    @cached_property
+    def node_of(self) -> dict[int, Node]:
+        """Op id -> node."""
+        return {view.id: node for node, view in self.ops.items()}
+
+    def _view(self, node: Node) -> OpView:
+        target: Any = node.target
+        row = ops.find(target)
+        names, args = _all_arguments(target, node)
+        return OpView(
+            id=self.op_id(node),
+            op=row.name if row else f"aten.{target.__name__}" if target.namespace == "aten" else str(target),
+            target=qualified_name(target),
+            argnames=names,
+            args=tuple(self.arg(a) for a in args),
+            outs=self.values(node),
+            users=tuple(self.op_id(u) for u in real_users(node) if is_op(u)),
+            source=source_line(node),
+        )
+
+    def graph_view(self, nodes: Iterable[Node]) -> GraphView:
+        """A view of the given op nodes (in order) as a whole graph."""
+        inputs = tuple(v for n in self.graph.nodes if n.op == "placeholder" for v in self.values(n))
+        return GraphView(tuple(self.ops[n] for n in nodes), inputs, tuple(self.output_values()), self.phase)
+
+    def output_values(self) -> list[Value]:
+        """The values that the graph returns; None outputs are left out."""
+        (output,) = self.graph.find_nodes(op="output")
+        return [self._values[n][0] for n in output.all_input_nodes]
+
+
+def real_users(node: Node) -> list[Node]:
+    """Users of a node, seen through projections, in graph order and without repeats."""
+    found: dict[Node, None] = {}
+    for user in node.users:
+        if is_projection(user):
+            found.update(dict.fromkeys(user.users))
+        else:
+            found[user] = None
+    return list(found)
+
+
+def qualified_name(target: Any) -> str:
+    """ "aten::add.Tensor" of an OpOverload."""
+    name = target.name()
+    return name if "." in name.split("::", 1)[1] else f"{name}.default"
+
+
+def _all_arguments(target: Any, node: Node) -> tuple[tuple[str, ...], list[Any]]:
+    names, args = [], []
+    for i, formal in enumerate(target._schema.arguments):
+        names.append(formal.name)
+        if i < len(node.args):
+            args.append(node.args[i])
+        elif formal.name in node.kwargs:
+            args.append(node.kwargs[formal.name])
+        else:
+            args.append(formal.default_value)
+    return tuple(names), args
+
+
+def source_line(node: Node) -> str:
+    """The last line of user code that made this node, as "file.py:12", or ""."""
+    trace = node.meta.get("stack_trace") or ""
+    last = ""
+    for line in trace.splitlines():
+        line = line.strip()
+        if line.startswith('File "'):
+            path, _, rest = line[6:].partition('"')
+            number = rest.split("line ")[-1].split(",")[0].strip()
+            last = f"{path.rsplit('/', 1)[-1]}:{number}"
+    return last
