@@ -277,6 +277,8 @@ class Backend(abc.ABC):
     opset: ClassVar[int] = OPSET
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the option."""
+    priority: ClassVar[int] = 0
+    """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked, only used by name."""
 
     def __init__(self, device: Device | None = None) -> None:
         self.device = device
@@ -285,6 +287,11 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def probe(cls) -> Device | Unavailable:
         """What this backend would run on here. Total and cheap; vendor libraries are imported here, not at import."""
+
+    @classmethod
+    def lowers(cls) -> Sequence[str] | None:
+        """Row names of the opset that this backend has a lowering for, for reports; None when it cannot say."""
+        return () if cls.supports is Backend.supports else None
 
     def supports(self, op: OpView) -> Verdict:
         """Whether this backend claims `op`. Pure, metadata only; anything but yes carries a reason."""

@@ -1,0 +1,5 @@
+"""Fusewright backend `graviton_acl`: Arm Compute Library and bf16 on aarch64."""
+
+from fusewright.dynamo import entry
+
+graviton_acl = entry("graviton_acl")

@@ -1,0 +1,173 @@
+"""Options of `torch.compile(..., options={...})` and the environment variables that set their defaults.
+
+One dataclass holds the options, one table the variables. An explicit option wins over its variable, and the
+variable over the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fusewright.errors import OptionError, nearest
+from fusewright.interface import Backend
+
+PREFIX = "FUSEWRIGHT_"
+
+
+def _option(default: Any, text: str, env: str | None = None, compiled: bool = False) -> Any:
+    """A field of `Options`. `compiled`: its value changes what is compiled, so it is part of cache keys."""
+    return field(default=default, metadata={"help": text, "env": env, "compiled": compiled})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user can ask for. `parse` checks names and types; `backend` holds the backend's own options."""
+
+    fallback: Literal["allow", "warn", "error"] = _option(
+        "warn", "what to do when ops run in eager: nothing, one line per graph, or raise", "FALLBACK"
+    )
+    strict: bool = _option(
+        False, "raise on a crash inside a backend instead of planning again without it", "STRICT"
+    )
+    verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
+    cache: bool = _option(True, "keep plans on disk and reuse them", "CACHE")
+    fuel: int | None = _option(
+        None, "how many rewrites may be applied at most, to bisect a wrong result", "FUEL", compiled=True
+    )
+    disable_rules: tuple[str, ...] = _option(
+        (), "ids of rewrite rules that are switched off", "DISABLE_RULE", compiled=True
+    )
+    simulate: bool = _option(
+        False, "run the backend's simulated device on CPU tensors", "SIMULATE", compiled=True
+    )
+    dump: tuple[str, ...] = _option((), "stages whose output is printed, or 'all'", "DUMP")
+    backend: Mapping[str, Any] = field(default_factory=dict, metadata={"compiled": True})
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any] | None, backend: type[Backend] | None = None) -> Options:
+        """Check what the user gave against the common options and `backend`'s own. Raises `OptionError`."""
+        hints = typing.get_type_hints(cls)
+        common = {f.name: f for f in dataclasses.fields(cls) if f.name != "backend"}
+        own = dict(backend.options) if backend else {}
+        values: dict[str, Any] = {}
+        for name, f in common.items():
+            text = os.environ.get(PREFIX + f.metadata["env"])
+            if text is not None:
+                values[name] = _parse_text(PREFIX + f.metadata["env"], text, hints[name])
+        for name, value in (raw or {}).items():
+            if name in common:
+                values[name] = _check(f"option {name!r}", value, hints[name])
+            elif name in own:
+                own[name] = _check(f"option {name!r} of {backend.name}", value, type(own[name]))  # type: ignore[union-attr]
+            else:
+                raise OptionError(f"there is no option {name!r}; {nearest(name, [*common, *own])}")
+        return cls(**values, backend=own)
+
+    def key(self) -> str:
+        """The part of a cache key that options make: those that change what is compiled, in a fixed order."""
+        named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["compiled"]]
+        return repr([(n, sorted(v.items()) if isinstance(v, Mapping) else v) for n, v in named])
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """An environment variable: its full name, type, default and one line of help."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+def _table() -> dict[str, EnvVar]:
+    hints = typing.get_type_hints(Options)
+    of_options = [
+        EnvVar(PREFIX + f.metadata["env"], hints[f.name], f.default, f.metadata["help"])
+        for f in dataclasses.fields(Options)
+        if f.metadata.get("env")
+    ]
+    others = [
+        EnvVar(PREFIX + "BACKEND", str, "", "what backend='fusewright' uses, instead of the best one"),
+        EnvVar(PREFIX + "CACHE_DIR", str, "", "where plans are kept; default: the user's cache directory"),
+        EnvVar(PREFIX + "CACHE_MB", int, 512, "the size that the cache is kept under"),
+    ]
+    return {v.name: v for v in [*of_options, *others]}
+
+
+ENV: dict[str, EnvVar] = _table()
+"""Every environment variable that Fusewright reads, by full name."""
+
+
+def env(name: str) -> Any:
+    """The value of a variable of the table, e.g. `env("CACHE_MB")`: from the environment or its default."""
+    var = ENV[PREFIX + name]
+    text = os.environ.get(var.name)
+    return var.default if text is None else _parse_text(var.name, text, var.type)
+
+
+def unknown_env() -> dict[str, str]:
+    """Variables that carry the prefix but are not in the table, each with a hint: likely typing errors."""
+    return {
+        name: nearest(name, ENV) for name in sorted(os.environ) if name.startswith(PREFIX) and name not in ENV
+    }
+
+
+_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def _parse_text(name: str, text: str, kind: Any) -> Any:
+    """A variable's text as `kind`. Empty text means the empty value where there is one."""
+    kind = _without_none(kind)
+    if kind is bool:
+        if text.lower() not in _BOOLS:
+            raise OptionError(f"{name}={text!r} is not a truth value; use 1 or 0")
+        return _BOOLS[text.lower()]
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise OptionError(f"{name}={text!r} is not a whole number") from None
+    if typing.get_origin(kind) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return _check(name, text, kind)
+
+
+def _check(what: str, value: Any, kind: Any) -> Any:
+    """`value` when it is of type `kind` (lists count as tuples, ints as floats), else an `OptionError`."""
+    if value is None and type(None) in typing.get_args(kind):
+        return None
+    kind = _without_none(kind)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value in choices:
+            return value
+        raise OptionError(f"{what} is {value!r}; use one of {', '.join(map(repr, choices))}")
+    if typing.get_origin(kind) is tuple or kind is tuple:
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        raise OptionError(f"{what} is {value!r}; give a list of names, e.g. ['a']")
+    if kind is float and type(value) is int:
+        return float(value)
+    # bool is an int to Python, but "fuel": True is a mistake.
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise OptionError(f"{what} is {value!r} ({type(value).__name__}); give {_spelled(kind)}")
+
+
+def _without_none(kind: Any) -> Any:
+    """`int` for `int | None`; anything else as it is."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind
+    (only,) = (k for k in typing.get_args(kind) if k is not type(None))
+    return only
+
+
+def _spelled(kind: Any) -> str:
+    words = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+    return words.get(kind, kind.__name__)

@@ -1,0 +1,35 @@
+"""Errors that users can meet. Each message says what was wrong and what would put it right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FusewrightError(Exception):
+    """Base class of every error that Fusewright raises on purpose."""
+
+
+class OptionError(FusewrightError, ValueError):
+    """An option or environment variable that does not exist, or a value that it cannot have."""
+
+
+class UnknownBackendError(FusewrightError, LookupError):
+    """No installed package provides a backend of that name."""
+
+
+class BackendUnavailableError(FusewrightError, RuntimeError):
+    """The backend is installed but cannot be used here: it did not load, or its device is missing."""
+
+
+class FallbackError(FusewrightError, RuntimeError):
+    """Ops would run in eager although the options say `fallback="error"`."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint that ends an error message: the closest valid name, or all of them."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"valid names: {', '.join(names)}" if names else "there are none"

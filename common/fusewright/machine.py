@@ -1,0 +1,68 @@
+"""Facts about the machine at hand that more than one backend needs: CPU features, cores, CPU quota."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+# Where they differ: torch's name on the left, the kernel's name in /proc/cpuinfo on the right.
+_KERNEL_NAMES = {
+    "avx512_f": "avx512f", "avx512_bw": "avx512bw", "avx512_vl": "avx512vl", "avx512_dq": "avx512dq",
+    "fma3": "fma", "neon": "asimd", "fp16_arith": "asimdhp", "dot": "asimddp", "sve_bf16": "svebf16",
+}  # fmt: skip
+
+
+def arch() -> str:
+    """The machine's architecture in one spelling: "x86_64", "aarch64", or what the system says."""
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Instruction-set features by the names of `torch.cpu.get_capabilities`, e.g. "avx512_vnni", "bf16"."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+    return features_of(_CPUINFO.read_text()) if _CPUINFO.exists() else frozenset()
+
+
+def features_of(cpuinfo: str) -> frozenset[str]:
+    """The features that a text in the form of /proc/cpuinfo lists, torch's names included."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    flags = set(found.group(1).split()) if found else set()
+    return frozenset(flags | {ours for ours, theirs in _KERNEL_NAMES.items() if theirs in flags})
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's name as its maker gives it, or the architecture where the system does not say."""
+    if _CPUINFO.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or arch()
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs that the control group grants (1.5 is one and a half), cgroup v2 or v1; None without a limit."""
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)

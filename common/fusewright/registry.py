@@ -1,0 +1,160 @@
+"""Which backends are installed, and which of them work here.
+
+Backends are found through the entry-point group `fusewright.backends`. Nothing of a plugin is imported until
+somebody asks for it, and a plugin that is broken, too old or too new is `Unavailable` with a reason: it harms
+nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+
+from fusewright.errors import BackendUnavailableError, UnknownBackendError, nearest
+from fusewright.interface import INTERFACE, OPSET, Backend, Device, Unavailable
+
+GROUP = "fusewright.backends"
+HOST = "fusewright"
+"""The host's own distribution: what it registers are the reference backends."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An entry point, not yet imported. `clashes`: distributions that offer the same name and are ignored."""
+
+    name: str
+    value: str
+    dist: str
+    version: str
+    clashes: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> bool:
+        """Whether this is one of the host's own reference backends."""
+        return self.dist == HOST
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """A plugin after loading and probing. `cls` is None when loading failed; then `device` says why."""
+
+    plugin: Plugin
+    cls: type[Backend] | None
+    device: Device | Unavailable
+
+    @property
+    def name(self) -> str:
+        return self.plugin.name
+
+    @property
+    def available(self) -> bool:
+        return self.cls is not None and isinstance(self.device, Device)
+
+    @property
+    def lowers(self) -> tuple[str, ...] | None:
+        """Row names of the opset that it lowers; () for none, None when it cannot say."""
+        if self.cls is None:
+            return ()
+        names = self.cls.lowers()
+        return None if names is None else tuple(names)
+
+
+@functools.cache
+def plugins() -> dict[str, Plugin]:
+    """Every registered backend by name, from package metadata alone.
+
+    Of two with one name the first on `sys.path` wins, as in torch's own lookup.
+    """
+    found: dict[str, list[Plugin]] = {}
+    for e in importlib.metadata.entry_points(group=GROUP):
+        dist, version = (e.dist.name, e.dist.version) if e.dist else ("unknown", "")
+        found.setdefault(e.name, []).append(Plugin(e.name, e.value, dist, version))
+    return {
+        name: Plugin(name, same[0].value, same[0].dist, same[0].version, tuple(p.dist for p in same[1:]))
+        for name, same in sorted(found.items())
+    }
+
+
+def refresh() -> None:
+    """Forget what was found, loaded and probed: a package was installed into the running process."""
+    plugins.cache_clear()
+    info.cache_clear()
+
+
+@functools.cache
+def info(name: str) -> BackendInfo:
+    """Load and probe one backend. Raises `UnknownBackendError`, with the nearest name."""
+    plugin = plugins().get(name)
+    if plugin is None:
+        raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, plugins())}")
+    cls = _load(plugin)
+    if isinstance(cls, Unavailable):
+        return BackendInfo(plugin, None, cls)
+    return BackendInfo(plugin, cls, _probe(cls))
+
+
+def backends() -> list[BackendInfo]:
+    """Every registered backend, loaded and probed, in the order of their names."""
+    return [info(name) for name in plugins()]
+
+
+def get(name: str) -> type[Backend]:
+    """The class of a backend that works here. Raises `UnknownBackendError` or `BackendUnavailableError`."""
+    found = info(name)
+    if found.cls is None or isinstance(found.device, Unavailable):
+        assert isinstance(found.device, Unavailable)
+        fix = f" Fix: {found.device.fix}." if found.device.fix else ""
+        raise BackendUnavailableError(f"backend {name!r} is unavailable: {found.device.reason}.{fix}")
+    return found.cls
+
+
+def best(device_type: str | None = None) -> str | None:
+    """The name that `backend="fusewright"` stands for, or None when no backend can do anything here.
+
+    Candidates work on this machine, declare a priority and lower something; the highest priority wins, then
+    the name. `device_type` ("cpu", "cuda", "mps") limits them to the kind of device of the tensors at hand.
+    """
+    candidates = [
+        (-i.cls.priority, i.name)
+        for i in backends()
+        if i.cls is not None
+        and i.available
+        and i.cls.priority > 0
+        and i.lowers != ()
+        and device_type in (None, i.cls.device_type)
+    ]
+    return min(candidates)[1] if candidates else None
+
+
+def _load(plugin: Plugin) -> type[Backend] | Unavailable:
+    """Import the class and check what it was written against."""
+    entry = importlib.metadata.EntryPoint(plugin.name, plugin.value, GROUP)
+    update = f"install a {plugin.dist} that matches this fusewright"
+    try:
+        cls = entry.load()
+    except (Exception, SystemExit) as e:  # a plugin may fail in any way, even by leaving: its own problem
+        what = f"{plugin.value} does not load: {type(e).__name__}: {e}"
+        return Unavailable(what, f"reinstall or remove {plugin.dist}")
+    if not (inspect.isclass(cls) and issubclass(cls, Backend)):
+        return Unavailable(f"{plugin.value} is not a subclass of fusewright.interface.Backend", update)
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        return Unavailable(f"{plugin.value} lacks {missing}", update)
+    if cls.name != plugin.name:
+        return Unavailable(f"{plugin.value} is called {cls.name!r} but registered as {plugin.name!r}", update)
+    if cls.interface[0] != INTERFACE[0] or cls.interface[1] > INTERFACE[1]:
+        theirs, ours = (".".join(map(str, v)) for v in (cls.interface, INTERFACE))
+        return Unavailable(f"written for interface {theirs}; this host has {ours}", update)
+    if cls.opset > OPSET:
+        return Unavailable(f"written for opset {cls.opset}; this host has {OPSET}", "update fusewright")
+    return cls
+
+
+def _probe(cls: type[Backend]) -> Device | Unavailable:
+    """A probe is meant to be total; one that raises is reported like any other reason."""
+    try:
+        return cls.probe()
+    except (Exception, SystemExit) as e:  # as in _load
+        return Unavailable(f"its probe raised {type(e).__name__}: {e}", "report this to its authors")
