@@ -123,3 +123,13 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def may_return_alias(op: Any) -> bool:
+    """Whether a result of the operator may share memory with an argument.
+
+    True when the schema says so, and for composite operators, whose schema says nothing about what they call.
+    """
+    if any(r.alias_info is not None for r in op._schema.returns):
+        return True
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))

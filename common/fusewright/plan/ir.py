@@ -27,7 +27,6 @@ class Call:
 
     A name "py::operator.add" calls a function of Python's `operator` on scalars (sizes).
     `once`: every input is a constant (a weight) or the output of another `once` instruction, and the host may keep the result.
-    `into`: an argument name through which the op writes its result ("out"), so that the result can live in the arena.
     """
 
     target: str

@@ -1,0 +1,196 @@
+"""Claims and regions: ask the backend about every op, group what it claims into convex regions, keep those that pay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from fusewright import ops
+from fusewright.cost import work
+from fusewright.graph.view import GraphIndex, is_projection
+from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Partition:
+    """Regions (op nodes in order) and the verdict on every op, claimed or not."""
+
+    regions: list[Region]
+    members: list[tuple[Node, ...]]
+    verdicts: dict[int, Verdict]
+    bugs: list[str] = field(default_factory=list)
+
+
+def ask(backend: Backend, op: OpView, target: object) -> Verdict:
+    """The backend's verdict on one op. Total: what the host must keep is denied here, a raise counts as no."""
+    if ops.is_mutating(target):
+        return Verdict(Why.NO_LOWERING, "writes its input in place: eager keeps the order of effects")
+    if ops.is_random(target):
+        return Verdict(Why.NO_LOWERING, "draws random numbers: eager keeps torch's generator order")
+    for v in (*op.inputs(), *op.outs):
+        if isinstance(v.spec, TensorSpec) and v.spec.rank and not v.spec.stride:
+            return Verdict(Why.LAYOUT, "a sparse or opaque layout")
+    try:
+        verdict = backend.supports(op)
+    except Exception as e:  # a backend's bug must not take the user's model down; it is reported
+        return Verdict(Why.SUPPORTS_RAISED, f"{type(e).__name__}: {e}")
+    if not isinstance(verdict, Verdict):
+        return Verdict(Why.SUPPORTS_RAISED, f"supports() returned {verdict!r}, not a Verdict")
+    return verdict
+
+
+def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]) -> Partition:
+    """Split the graph. `denied` maps node names to the reason that an earlier round gave them back."""
+    verdicts: dict[int, Verdict] = {}
+    bugs: list[str] = []
+    for node, view in index.ops.items():
+        verdict = denied.get(node.meta.get("origin", node.name)) or ask(backend, view, node.target)
+        verdicts[view.id] = verdict
+        if verdict.why is Why.SUPPORTS_RAISED:
+            bugs.append(f"{backend.name}.supports({view.op}) raised {verdict.detail}")
+    claimed = [n for n, view in index.ops.items() if verdicts[view.id]]
+    regions, members = [], []
+    for group in _groups(backend, index, claimed, verdicts, bugs):
+        region = make_region(index, group, f"region{len(regions)}")
+        verdict = _worth(backend, region)
+        if verdict:
+            regions.append(region)
+            members.append(group)
+        else:
+            verdicts.update(dict.fromkeys((op.id for op in region.ops), verdict))
+    return Partition(regions, members, verdicts, bugs)
+
+
+def _worth(backend: Backend, region: Region) -> Verdict:
+    if all(work(op).kind == "view" for op in region.ops):
+        return Verdict(Why.UNPROFITABLE, "only views, which cost nothing in eager")
+    return backend.profitable(region)
+
+
+def _groups(
+    backend: Backend, index: GraphIndex, claimed: Sequence[Node], verdicts: dict[int, Verdict], bugs: list[str]
+) -> list[tuple[Node, ...]]:
+    asked = backend.group(index.graph_view(index.ops), frozenset(index.op_id(n) for n in claimed))
+    if asked is None:
+        return convex_groups(index, claimed)
+    known = set(claimed)
+    groups, taken = [], set()
+    for ids in asked:
+        nodes = {index.node_of[i] for i in ids}
+        if not nodes <= known or nodes & taken or not is_convex(index, nodes):
+            bugs.append(f"{backend.name}.group() gave a group that overlaps, is not convex or was not claimed: {sorted(ids)}")
+            continue
+        taken |= nodes
+        groups.append(tuple(n for n in index.ops if n in nodes))
+    for n in known - taken:
+        verdicts[index.op_id(n)] = Verdict(Why.UNPROFITABLE, "claimed, but in no group of the backend")
+    return groups
+
+
+def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node, ...]]:
+    """Maximal convex groups of claimed nodes, greedily in topological order. Effects (writes in place) are borders.
+
+    Each node carries the set of groups that it depends on, as a bit mask. A node may join a group when none of its
+    inputs from outside the group depends on that group: otherwise the group would wait for itself.
+    """
+    wanted = set(claimed)
+    group_of: dict[Node, int] = {}
+    members: list[list[Node]] = []
+    needs: list[int] = []  # group -> mask of the groups it depends on (transitively closed when read)
+    reach: dict[Node, int] = {}
+    first_open = 0
+    for node in index.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_projection(node):
+            source = node.args[0]
+            reach[node] = reach.get(source, 0)
+            if source in group_of:
+                group_of[node] = group_of[source]
+            continue
+        if ops.is_mutating(node.target):
+            first_open = len(members)
+        inputs = node.all_input_nodes
+        mask = 0
+        for i in inputs:
+            mask |= reach.get(i, 0)
+        if node in wanted:
+            g = _joinable(inputs, group_of, reach, needs, first_open)
+            if g is None:
+                g = len(members)
+                members.append([])
+                needs.append(0)
+            members[g].append(node)
+            group_of[node] = g
+            needs[g] |= mask & ~(1 << g)
+            mask |= 1 << g
+        reach[node] = mask
+    return [tuple(m) for m in members if m]
+
+
+def _closure(mask: int, needs: Sequence[int]) -> int:
+    """All groups that those in `mask` depend on, themselves included."""
+    done = 0
+    while todo := mask & ~done:
+        low = (todo & -todo).bit_length() - 1
+        done |= 1 << low
+        mask |= needs[low]
+    return done
+
+
+def _joinable(
+    inputs: Sequence[Node], group_of: Mapping[Node, int], reach: Mapping[Node, int], needs: Sequence[int], first_open: int
+) -> int | None:
+    candidates = sorted({group_of[i] for i in inputs if i in group_of and group_of[i] >= first_open}, reverse=True)
+    for g in candidates:
+        outside = 0
+        for i in inputs:
+            if group_of.get(i) != g:
+                outside |= reach.get(i, 0)
+        if not _closure(outside, needs) >> g & 1:
+            return g
+    return None
+
+
+def is_convex(index: GraphIndex, nodes: Iterable[Node]) -> bool:
+    """No path leaves the group and comes back."""
+    inside = set(nodes)
+    tainted: set[Node] = set()
+    for node in index.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        from_group = any(i in inside or (is_projection(i) and i.args[0] in inside) for i in node.all_input_nodes)
+        from_taint = any(i in tainted for i in node.all_input_nodes)
+        if node in inside:
+            if from_taint:
+                return False
+        elif not (is_projection(node) and node.args[0] in inside) and (from_group or from_taint):
+            tainted.add(node)
+    return True
+
+
+def make_region(index: GraphIndex, nodes: Sequence[Node], name: str) -> Region:
+    """The read-only region of some op nodes (in order)."""
+    views = tuple(index.ops[n] for n in nodes)
+    made = {v.id for op in views for v in op.outs}
+    inputs: dict[int, Value] = {}
+    for op in views:
+        for v in op.inputs():
+            if v.id not in made:
+                inputs.setdefault(v.id, v)
+    used_outside: set[int] = set()
+    inside = set(nodes)
+    for node in nodes:
+        for user in node.users:
+            if is_projection(user) and user.args[0] is node:
+                if any(u not in inside for u in user.users):
+                    used_outside.update(v.id for v in index.values(user))
+            elif user not in inside:
+                used_outside.update(v.id for v in index.values(node))
+    outputs = tuple(v for op in views for v in op.outs if v.id in used_outside)
+    return Region(name, views, tuple(inputs.values()), outputs, index.phase)

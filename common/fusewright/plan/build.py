@@ -1,0 +1,289 @@
+"""From a partitioned graph to a plan: fragments and ATen calls in one flat list, constants apart, lifetimes known."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
+from fusewright.interface import Compiled, Fragment, Region, TensorSpec, is_static
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+
+FOLD_LIMIT = 1 << 20
+"""Largest result in bytes of an op without inputs (arange, full) that is computed once and kept."""
+
+
+@dataclass
+class Plan:
+    """A compiled graph. `inputs` are value ids in calling order; `outputs` are Refs or plain values.
+
+    `once` runs when a weight is first seen or has changed; it reads `once_inputs` and makes `once_outputs`.
+    `attributes` are tensors that the traced graph holds itself.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
+    instructions: list[Instruction]
+    once: list[Instruction]
+    once_inputs: tuple[int, ...]
+    once_outputs: tuple[int, ...]
+    specs: dict[int, TensorSpec]
+    attributes: dict[int, Any] = field(default_factory=dict)
+    comments: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Item:
+    """What must stay together in the order: one node, or one region."""
+
+    position: int
+    nodes: tuple[Node, ...]
+    instructions: tuple[Instruction, ...]
+
+
+def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequence[tuple[Region, Compiled]]) -> Plan:
+    """Assemble the plan of one graph."""
+    ordered = _order(index, _items(index, members, compiled))
+    flat = [i for item in ordered for i in item.instructions]
+    graph = index.graph
+    (output,) = graph.find_nodes(op="output")
+    outputs = _outputs(index, output.args[0])
+    inputs = tuple(index.id(n) for n in graph.nodes if n.op == "placeholder")
+    specs = {v.id: v.spec for n in graph.nodes if n.op != "output" for v in index.values(n) if v.spec is not None}
+    once, main = _split_once(index, flat, outputs, specs)
+    once, leaves, kept = _needed(once, main, inputs)
+    attributes = {index.id(n): _attribute(graph.owning_module, n) for n in graph.nodes if n.op == "get_attr"}
+    comments = {view.id: source_line(n) for n, view in index.ops.items()}
+    return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments)
+
+
+def _attribute(module: Any, node: Node) -> Any:
+    for part in str(node.target).split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _outputs(index: GraphIndex, returned: Any) -> tuple[Any, ...]:
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    return tuple(Ref(index.id(v)) if isinstance(v, Node) else v for v in values)
+
+
+def to_refs(index: GraphIndex, arg: Any) -> Any:
+    """An FX argument as an instruction's argument."""
+    if isinstance(arg, Node):
+        return Ref(index.id(arg))
+    if isinstance(arg, tuple | list):
+        return tuple(to_refs(index, a) for a in arg)
+    return arg
+
+
+def aten_call(index: GraphIndex, node: Node) -> Call:
+    """The instruction that runs an op node exactly as eager does. Trailing default arguments are left out: fewer to parse."""
+    target: Any = node.target
+    args = list(node.args)
+    formals = target._schema.arguments
+    while args and formals[len(args) - 1].default_value == args[-1] and _has_default(formals[len(args) - 1]):
+        args.pop()
+    outs = index.values(node)
+    packed = isinstance(node.meta.get("val"), tuple | list)
+    kwargs = tuple((k, to_refs(index, v)) for k, v in node.kwargs.items() if v is not None)
+    return Call(
+        qualified_name(target), to_refs(index, tuple(args)), tuple(v.id for v in outs), kwargs,
+        packed=packed, op_id=index.op_id(node),
+    )  # fmt: skip
+
+
+def _has_default(formal: Any) -> bool:
+    return bool(formal.has_default_value())
+
+
+def _python_call(index: GraphIndex, node: Node) -> Instruction:
+    """A node that is no torch operator: size arithmetic, or a higher-order op that eager runs."""
+    outs = tuple(v.id for v in index.values(node))
+    target: Any = node.target
+    module = {"_operator": "operator", "operator": "operator", "math": "math", "builtins": "builtins"}.get(
+        getattr(target, "__module__", ""), ""
+    )
+    if module and not node.kwargs:
+        return Call(f"py::{module}.{target.__name__}", to_refs(index, node.args), outs)
+    spec_args, tree = torch.utils._pytree.tree_flatten((node.args, dict(node.kwargs)))
+    many = isinstance(node.meta.get("val"), tuple | list)
+
+    def run(*flat: Any) -> Sequence[Any]:
+        args, kwargs = torch.utils._pytree.tree_unflatten(flat, tree)
+        result = target(*args, **kwargs)
+        return result if many else (result,)
+
+    return CallPython(run, tuple(to_refs(index, a) for a in spec_args), outs, name=str(target))
+
+
+def _items(
+    index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequence[tuple[Region, Compiled]]
+) -> list[_Item]:
+    position = {n: i for i, n in enumerate(index.graph.nodes)}
+    in_region = {n for m in members for n in m}
+    items = [
+        _Item(position[nodes[0]], tuple(nodes), _region_instructions(region, result))
+        for nodes, (region, result) in zip(members, compiled, strict=True)
+    ]
+    for node in index.graph.nodes:
+        if node.op == "call_function" and node not in in_region and not is_projection(node):
+            instruction = aten_call(index, node) if is_op(node) else _python_call(index, node)
+            items.append(_Item(position[node], (node,), (instruction,)))
+        elif node.op in ("call_module", "call_method"):
+            raise NotImplementedError(f"a traced graph holds a {node.op} node: {node.format_node()}")
+    return items
+
+
+def _region_instructions(region: Region, result: Compiled) -> tuple[Instruction, ...]:
+    if isinstance(result, Fragment):
+        return result.instructions
+    ids = tuple(op.id for op in region.ops)
+    inputs = tuple(Ref(v.id) for v in region.inputs)
+    return (CallPython(result.fn, inputs, tuple(v.id for v in region.outputs), region.name, ids),)
+
+
+def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
+    """Topological order of the items, as near to the graph's own order as regions allow; effects keep their order."""
+    items.sort(key=lambda i: i.position)
+    owner = {n: k for k, item in enumerate(items) for n in item.nodes}
+    waits: list[set[int]] = [set() for _ in items]
+    effects: list[int] = []
+    last_random: int | None = None
+    for k, item in enumerate(items):
+        for node in item.nodes:
+            waits[k].update(_owners(node.all_input_nodes, owner))
+            if is_op(node) and ops.is_mutating(node.target):
+                effects.append(k)
+            elif is_op(node) and ops.is_random(node.target):
+                waits[k].update({last_random} - {None})  # type: ignore[arg-type]
+                last_random = k
+        waits[k].discard(k)
+    for k in effects:  # a write waits for everything before it, and everything after waits for the write
+        waits[k].update(j for j in range(len(items)) if items[j].position < items[k].position)
+        for j in range(len(items)):
+            if items[j].position > items[k].position:
+                waits[j].add(k)
+    return _topological(items, waits)
+
+
+def _owners(nodes: Iterable[Node], owner: Mapping[Node, int]) -> Iterable[int]:
+    for n in nodes:
+        source = n.args[0] if is_projection(n) else n
+        if source in owner:
+            yield owner[source]  # type: ignore[index]
+
+
+def _topological(items: list[_Item], waits: list[set[int]]) -> list[_Item]:
+    releases: list[list[int]] = [[] for _ in items]
+    for k, needs in enumerate(waits):
+        for j in needs:
+            releases[j].append(k)
+    left = [len(w) for w in waits]
+    ready = [k for k, n in enumerate(left) if n == 0]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        k = heapq.heappop(ready)
+        ordered.append(items[k])
+        for j in releases[k]:
+            left[j] -= 1
+            if left[j] == 0:
+                heapq.heappush(ready, j)
+    if len(ordered) != len(items):
+        raise AssertionError("regions of the plan wait for each other: a group was not convex")
+    return ordered
+
+
+def operator_of(target: str) -> Any | None:
+    """The OpOverload of "aten::add.Tensor"; None for a Python function."""
+    namespace, _, rest = target.partition("::")
+    if namespace == "py":
+        return None
+    name, _, overload = rest.rpartition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _foldable(call: Call, specs: Mapping[int, TensorSpec]) -> bool:
+    """An op without inputs whose result is small, fixed and the same every time."""
+    operator = operator_of(call.target)
+    row = ops.find(operator) if operator is not None else None
+    if row is None or row.kind is not ops.Kind.CREATION or "empty" in row.name:
+        return False
+    spec = specs.get(call.outs[0])
+    return spec is not None and is_static(spec.shape) and spec.bytes_hint() <= FOLD_LIMIT
+
+
+def _pure(call: Call) -> bool:
+    operator = operator_of(call.target)
+    return operator is not None and not (ops.is_random(operator) or ops.is_mutating(operator))
+
+
+def _split_once(
+    index: GraphIndex, flat: Sequence[Instruction], outputs: tuple[Any, ...], specs: dict[int, TensorSpec]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Calls that depend on constants only are computed once, unless the caller could see (and change) their result."""
+    const = {i for i, s in specs.items() if s.const}
+    escapes = _escaping(flat, outputs)
+    once: list[Instruction] = []
+    main: list[Instruction] = []
+    for i in flat:
+        needed = list(reads(i))
+        constant = isinstance(i, Call) and index.phase == "infer" and _pure(i) and all(r in const for r in needed)
+        if constant and (needed or _foldable(i, specs)) and not escapes & set(i.outs):  # type: ignore[arg-type]
+            once.append(i)
+            const.update(i.outs)
+        else:
+            main.append(replace(i, once=False) if isinstance(i, Call) else i)
+    return once, main
+
+
+def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
+    """Ids whose memory the caller gets: the outputs, and what they may be views of."""
+    escapes = {r.id for r in outputs if isinstance(r, Ref)}
+    for i in reversed(flat):
+        if escapes & set(i.outs) and may_alias(i):
+            escapes.update(reads(i))
+    return escapes
+
+
+def may_alias(i: Instruction) -> bool:
+    """Whether a result of the instruction may share memory with an input. Unknown ops may."""
+    if isinstance(i, Launch):
+        return bool(i.inplace)
+    if isinstance(i, CallPython):
+        return True
+    operator = operator_of(i.target)
+    if operator is None:
+        return False
+    if operator.namespace == "mkldnn":
+        return False
+    row = ops.find(operator)
+    if row is not None and row.kind in (ops.Kind.POINTWISE, ops.Kind.REDUCTION, ops.Kind.CONTRACTION, ops.Kind.CREATION):
+        return False
+    return compat.may_return_alias(operator)
+
+
+def _needed(
+    once: list[Instruction], main: Sequence[Instruction], inputs: tuple[int, ...]
+) -> tuple[list[Instruction], tuple[int, ...], tuple[int, ...]]:
+    """Drop once-instructions that nobody reads; the weights they start from, and the results that the plan reads."""
+    wanted = {r for i in main for r in reads(i)}
+    kept: list[Instruction] = []
+    for i in reversed(once):
+        if wanted & set(i.outs):
+            kept.append(i)
+            wanted.update(reads(i))
+    kept.reverse()
+    made = {o for i in kept for o in i.outs}
+    used_by_main = {r for i in main for r in reads(i)}
+    read_once = {r for i in kept for r in reads(i)}
+    leaves = tuple(i for i in inputs if i in read_once)
+    return kept, leaves, tuple(sorted(made & used_by_main))

@@ -1,0 +1,1 @@
+"""Rewriting: an engine for rules as data, and the rules."""

@@ -1,0 +1,185 @@
+"""The host's own rules. All are exact (same bits), so they run before anybody claims anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph.spec import value_of
+from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    return tuple(value_of(node).shape)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(compat.statically_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def _same_layout(a: Node, b: Node) -> bool:
+    x, y = value_of(a), value_of(b)
+    return x.dtype == y.dtype and x.device == y.device and _same(x.shape, y.shape) and _same(x.stride(), y.stride())
+
+
+def _weight(w: Any) -> bool:
+    return isinstance(w, Node) and value_of(w).dim() == 2
+
+
+def _linear(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """addmm/mm on a transposed weight, flattened or not, is the linear that the user wrote."""
+    x, w, bias = env["x"], env["w"], env.get("bias")
+    flat = _shape(env["flat"])
+    if not _weight(w) or (bias is not None and value_of(bias).dim() != 1):
+        return None
+    if bias is not None and value_of(bias).dtype != value_of(x).dtype:
+        return None
+    out = _shape(node)
+    if not _same(_shape(x)[:-1], out[:-1]) or not _same(_shape(x)[-1:], flat[-1:]) or not _same_layout_rows(x):
+        return None
+    return r.call("linear", (x, w, bias), like=node)
+
+
+def _same_layout_rows(x: Node) -> bool:
+    return value_of(x).dim() == 2 or value_of(x).is_contiguous()
+
+
+_T = ("t", "permute", "transpose")
+_VIEW = ("view", "reshape", "unsafe_view")
+
+
+def _is_transpose(node: Node) -> bool:
+    """t(w), permute(w, [1, 0]) or transpose(w, 0, 1) of a matrix."""
+    rest = tuple(node.args[1:])
+    row = ops.find(node.target)
+    return row is not None and (
+        row.name == "t"
+        or (row.name == "permute" and list(rest[0]) in ([1, 0], [-1, -2]))  # type: ignore[arg-type]
+        or (row.name == "transpose" and {int(d) % 2 for d in rest} == {0, 1})  # type: ignore[arg-type]
+    )
+
+
+def _linear_addmm(r: Rewriter, node: Node, env: Env) -> Node | None:
+    mm = env["mm"]
+    if not _is_transpose(env["wt"]) or mm.kwargs.get("beta", 1) != 1 or mm.kwargs.get("alpha", 1) != 1:
+        return None
+    return _linear(r, node, env)
+
+
+def _linear_mm(r: Rewriter, node: Node, env: Env) -> Node | None:
+    return _linear(r, node, env) if _is_transpose(env["wt"]) else None
+
+
+def _identity_view(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """A view that changes nothing. An output must stay its own tensor object."""
+    x = env["x"]
+    if node in r.returned or not isinstance(x, Node) or not _same_layout(x, node):
+        return None
+    return x
+
+
+def _view_view(r: Rewriter, node: Node, env: Env) -> Node | None:
+    x = env["x"]
+    return r.call("view", (x, node.args[1]), like=node) if value_of(x).is_contiguous() else None
+
+
+def _permute_permute(r: Rewriter, node: Node, env: Env) -> Node | None:
+    inner, outer = list(env["inner"]), list(env["outer"])
+    n = len(inner)
+    return r.call("permute", (env["x"], [inner[d % n] % n for d in outer]), like=node)
+
+
+def _t_t(r: Rewriter, node: Node, env: Env) -> Node | None:
+    return env["x"] if node not in r.returned else None
+
+
+def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
+    x, one = env["x"], env["one"]
+    if isinstance(one, Node) or isinstance(one, bool) or one != 1 or not isinstance(x, Node):
+        return None
+    return _identity_view(r, node, env)
+
+
+def _same_cast(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """A cast or copy to what the tensor already is. Kept where inputs are mutated, because the copy may be the point."""
+    return _identity_view(r, node, env) if not _has_mutation(r.graph) else None
+
+
+def _has_mutation(graph: Graph) -> bool:
+    return any(n.op == "call_function" and ops.is_mutating(n.target) for n in graph.nodes)
+
+
+_MM_T = p("mm", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
+_ADDMM_T = p("addmm", "bias", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
+
+RULES: tuple[Rule, ...] = (
+    Rule("linear.addmm_flat", p(_VIEW, _ADDMM_T), _linear_addmm, "view(addmm(b, view(x), w.T)) = linear(x, w, b)"),
+    Rule("linear.mm_flat", p(_VIEW, _MM_T), _linear_mm, "view(mm(view(x), w.T)) = linear(x, w)"),
+    Rule(
+        "linear.addmm",
+        p("addmm", "bias", "x", p(_T, "w", capture="wt"), capture="mm"),
+        lambda r, n, e: _linear_addmm(r, n, {**e, "flat": e["x"]}),
+        "addmm(b, x, w.T) = linear(x, w, b)",
+    ),
+    Rule(
+        "linear.mm",
+        p("mm", "x", p(_T, "w", capture="wt")),
+        lambda r, n, e: _linear_mm(r, n, {**e, "flat": e["x"]}),
+        "mm(x, w.T) = linear(x, w)",
+    ),
+    Rule("view.view", p("view", p("view", "x")), _view_view, "view(view(x, a), b) = view(x, b)"),
+    Rule("view.same", p("view", "x"), _identity_view, "view(x, x.shape) = x"),
+    Rule("expand.same", p("expand", "x"), _identity_view, "expand(x, x.shape) = x"),
+    Rule("permute.permute", p("permute", p("permute", "x", "inner"), "outer"), _permute_permute, "permutations compose"),
+    Rule("t.t", p("t", p("t", "x")), _t_t, "x.T.T = x"),
+    Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
+    Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
+    Rule("cast.same", p("cast", "x"), _same_cast, "cast(x, x.dtype) = x"),
+    Rule("clone.same", p("clone", "x"), _same_cast, "clone(x) = x where nothing is written in place"),
+)
+
+
+def merge_common(graph: Graph) -> int:
+    """Common subexpression elimination over pure ops. Values that are returned keep a tensor of their own."""
+    (output,) = graph.find_nodes(op="output")
+    returned = frozenset(output.all_input_nodes)
+    seen: dict[Any, Node] = {}
+    merged = 0
+    mutation = _has_mutation(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in returned or not _pure(node, mutation):
+            continue
+        key = _key(node)
+        first = seen.setdefault(key, node) if key is not None else node
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+def _pure(node: Node, mutation: bool) -> bool:
+    target = node.target
+    if not compat.is_overload(target):
+        return getattr(target, "__module__", "") in ("_operator", "operator", "math")
+    return not (ops.is_random(target) or ops.is_mutating(target) or (mutation and ops.is_view(target)))
+
+
+def _key(node: Node) -> Any:
+    def freeze(a: Any) -> Any:
+        if isinstance(a, list | tuple):
+            return tuple(freeze(x) for x in a)
+        if isinstance(a, dict):
+            return tuple(sorted((k, freeze(v)) for k, v in a.items()))
+        # 1, 1.0 and True are equal in Python but not to an op; -0.0 == 0.0 likewise
+        return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float) else a)
+
+    key = (node.target, freeze(node.args), freeze(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
