@@ -1,0 +1,195 @@
+"""What `doctor` finds out, as plain data: about the machine, the cache, the environment and every backend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusewright import __version__, cachedir, config, machine, registry
+from fusewright.interface import INTERFACE, OPSET, Unavailable
+
+SCHEMA = 1
+SMOKE_SECONDS = 180
+# Instruction sets that decide which code runs; the CPU has many more.
+_TELLING = (
+    "avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
+    "neon", "fp16_arith", "dot", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One backend. Four questions, kept apart: installed, loads, has a device, runs."""
+
+    name: str
+    dist: str
+    version: str
+    reference: bool
+    loads: bool
+    device: str | None
+    simulated: bool
+    lowers: int | None
+    runs: bool | None = None
+    ms: float | None = None
+    first_ms: float | None = None
+    chosen: bool = False
+    reason: str = ""
+    fix: str = ""
+    broken: bool = False
+    clashes: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """Everything that `doctor` prints. A broken backend and any of `problems` make it exit with 1."""
+
+    machine: dict[str, Any]
+    rows: list[Row]
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not any(r.broken for r in self.rows)
+
+    def as_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, "ok": self.ok, **asdict(self)}, indent=2)
+
+
+def collect(smoke: bool = True) -> Report:
+    """Find out everything. With `smoke`, every backend that has a device computes something."""
+    rows = [_row(i) for i in registry.backends()]
+    report = Report(machine_facts(), rows)
+    if smoke:
+        _run_smoke([r for r in rows if r.device and not r.reference])
+    _judge(report)
+    return report
+
+
+def _row(info: registry.BackendInfo) -> Row:
+    plugin, device = info.plugin, info.device
+    lowers = info.lowers
+    row = Row(
+        name=plugin.name, dist=plugin.dist, version=plugin.version, reference=plugin.reference,
+        loads=info.cls is not None, device=None, simulated=False,
+        lowers=None if lowers is None else len(lowers), clashes=plugin.clashes,
+    )  # fmt: skip
+    if isinstance(device, Unavailable):
+        row.reason, row.fix, row.broken = device.reason, device.fix, info.cls is None
+        return row
+    row.device = f"{device.type} {device.arch}" if device.type != device.arch else device.type
+    row.simulated = device.simulated
+    row.chosen = info.cls is not None and registry.best(info.cls.device_type) == row.name
+    if lowers == ():
+        row.reason = "lowers nothing yet: everything runs in eager"
+    return row
+
+
+def _run_smoke(rows: Sequence[Row]) -> None:
+    """Fill in `runs`. A child that dies costs the backend that was running; a new one takes the rest."""
+    todo = {r.name: r for r in rows}
+    while todo:
+        events, ending = _child(list(todo))
+        running = None
+        for e in events:
+            if e["event"] == "start":
+                running = e["name"]
+                continue
+            row = todo.pop(e["name"])
+            row.runs, row.ms, row.first_ms = e["ok"], e.get("ms"), e.get("first_ms")
+            row.broken, row.reason = not e["ok"], e["error"] or row.reason
+            running = None
+        if running is None and todo:
+            running = next(iter(todo))
+        if running is not None:
+            row = todo.pop(running)
+            row.runs, row.broken, row.reason = False, True, f"the computation did not end well: {ending}"
+    for row in rows:
+        if row.runs is False:
+            row.fix = f"see the whole error: python -m fusewright.cli.smoke --raise {row.name}"
+
+
+def _child(names: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """Events of one child process, and in words how it ended."""
+    command = [sys.executable, "-m", "fusewright.cli.smoke", *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
+        out, code = done.stdout, done.returncode
+        last = done.stderr.strip().splitlines()[-1:] or [""]
+        ending = f"killed by signal {-code}" if code < 0 else f"exit code {code} {last[0]}".rstrip()
+    except subprocess.TimeoutExpired as e:
+        out = e.stdout.decode() if isinstance(e.stdout, bytes) else e.stdout or ""
+        ending = f"no answer within {SMOKE_SECONDS} s"
+    return [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')], ending
+
+
+def machine_facts() -> dict[str, Any]:
+    """Versions, CPU, threads, cache and environment, as JSON types."""
+    features = machine.cpu_features()
+    return {
+        "fusewright": __version__,
+        "interface": ".".join(map(str, INTERFACE)),
+        "opset": OPSET,
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {machine.arch()}",
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": _version("triton"),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "cpu": machine.cpu_name(),
+        "features": [f for f in _TELLING if f in features],
+        "threads": torch.get_num_threads(),
+        "cores": machine.cores(),
+        "quota": machine.cpu_quota(),
+        "cache": cache_facts(cachedir.path()),
+        "env": {n: v for n, v in sorted(os.environ.items()) if n.startswith(config.PREFIX)},
+        "unknown_env": config.unknown_env(),
+    }
+
+
+def cache_facts(folder: Path) -> dict[str, Any]:
+    """Where the cache is, its size in bytes and whether this user can write it (or could make it)."""
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) if folder.exists() else 0
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
+    return {"path": str(folder), "bytes": size, "writable": writable}
+
+
+def _version(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # ROCm ships triton under another distribution's name
+        return "present"
+
+
+def _judge(report: Report) -> None:
+    """What of the facts is a problem, and what only worth a line."""
+    facts, rows = report.machine, report.rows
+    for row in rows:
+        if row.clashes:
+            others = ", ".join(row.clashes)
+            report.problems.append(f"{row.name} is offered by {row.dist}, which is used, and by {others}")
+    if not facts["cache"]["writable"]:
+        report.problems.append("the cache cannot be written; set FUSEWRIGHT_CACHE_DIR")
+    for name, hint in facts["unknown_env"].items():
+        report.warnings.append(f"{name} is not read by anything; {hint}")
+    if not any(r.chosen for r in rows):
+        report.warnings.append("no backend works here: backend='fusewright' runs everything in eager")
+    granted = min(facts["cores"], facts["quota"] or facts["cores"])
+    if facts["threads"] > granted:
+        crowd = f"{facts['threads']} threads on {granted:g} granted cores"
+        report.warnings.append(f"{crowd}: timings will be noisy; set OMP_NUM_THREADS")

@@ -1,0 +1,28 @@
+"""`fusewright config`: every option and environment variable, with its value here."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import click
+
+from fusewright.config import ENV, PREFIX, env, unknown_env
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def config(as_json: bool) -> None:
+    """List the options and environment variables with their values."""
+    rows = [
+        {"name": name, "value": env(name.removeprefix(PREFIX)), "set": name in os.environ, "help": v.help}
+        for name, v in ENV.items()
+    ]
+    if as_json:
+        click.echo(json.dumps({"version": 1, "variables": rows, "unknown": unknown_env()}, indent=2))
+        return
+    for row in rows:
+        mark = "*" if row["set"] else " "
+        click.echo(f"{mark} {row['name']} = {row['value']!r}\n      {row['help']}")
+    for name, fix in unknown_env().items():
+        click.echo(f"! {name} is not read by anything; {fix}")
