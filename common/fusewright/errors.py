@@ -26,6 +26,14 @@ class FallbackError(FusewrightError, RuntimeError):
     """Ops would run in eager although the options say `fallback="error"`."""
 
 
+class BackendContractError(FusewrightError, RuntimeError):
+    """A backend broke the interface's contract: a wrong shape, a changed input, a result that is missing."""
+
+
+class BackendCrashError(FusewrightError, RuntimeError):
+    """A backend crashed while compiling, in strict mode."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint that ends an error message: the closest valid name, or all of them."""
     names = sorted(valid)

@@ -280,8 +280,10 @@ class Backend(abc.ABC):
     priority: ClassVar[int] = 0
     """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked, only used by name."""
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
+        """`options` are the checked values of this class's own options."""
         self.device = device
+        self.values: Mapping[str, Any] = {**type(self).options, **(options or {})}
 
     @classmethod
     @abc.abstractmethod

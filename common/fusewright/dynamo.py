@@ -1,0 +1,82 @@
+"""The door that `torch.compile` comes through: one plain function per backend name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusewright.errors import BackendUnavailableError, OptionError
+
+log = logging.getLogger("fusewright")
+
+Entry = Callable[..., Callable[..., Any]]
+
+
+def entry(name: str) -> Entry:
+    """The function that a package registers under `torch_dynamo_backends`, for the backend `name` of its own."""
+
+    def backend(
+        gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+    ) -> Callable[..., Any]:
+        if mode is not None:
+            raise OptionError(f"backend {name!r} has no modes; mode={mode!r} is Inductor's. Use options={{...}}.")
+        return compile_dynamo(name, gm, example_inputs, options)
+
+    backend.__name__ = backend.__qualname__ = name
+    return backend
+
+
+def compile_dynamo(
+    name: str, gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why."""
+    from fusewright import capture, pipeline, registry
+    from fusewright.config import Options
+
+    try:
+        cls = registry.get(name)
+    except BackendUnavailableError as e:
+        _warn_once(f"{e} Eager runs this model.")
+        return gm.forward
+    parsed = Options.parse(options, cls)
+    device = registry.info(name).device
+    backend = cls(device, parsed.backend)  # type: ignore[arg-type]
+    return capture.through_aot(
+        gm,
+        example_inputs,
+        lambda aten, phase, const: pipeline.compile_graph(backend, parsed, aten, phase, const, "aot"),
+    )
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    """The device that most of the graph runs on: the first tensor that is not on the CPU, else the CPU."""
+    devices = [x.device.type for x in example_inputs if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d != "cpu"), "cpu")
+
+
+def fusewright(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """`backend="fusewright"`: the best backend that works for the model's device on this machine."""
+    from fusewright import registry
+    from fusewright.config import env
+
+    device = _device_type(example_inputs)
+    name = env("BACKEND") or registry.best(device)
+    if name is None:
+        _warn_once(f"no installed backend works for {device} here; eager runs this model. See: fusewright doctor")
+        return gm.forward
+    return entry(name)(gm, example_inputs, options=options, mode=mode)
+
+
+_said: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        log.warning("fusewright: %s", message)

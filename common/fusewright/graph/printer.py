@@ -1,0 +1,78 @@
+"""The graph as text: one line per node, `%3: f32[8,128] = linear(%1, %2, None)  # model.py:41`. `parser` reads it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright import ops
+from fusewright.graph.spec import size, value_of
+from fusewright.graph.view import is_op, qualified_name, source_line
+
+SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def type_text(val: Any) -> str:
+    """The type of a value: `f32[2,3]`, with `{strides}` when not contiguous and `@device` when not the CPU."""
+    if isinstance(val, torch.Tensor):
+        text = f"{dtype_name(val.dtype)}[{','.join(str(size(s)) for s in val.shape)}]"
+        if val.layout is torch.strided and not _is_contiguous(val):
+            text += "{" + ",".join(str(size(s)) for s in val.stride()) + "}"
+        return text if val.device.type == "cpu" else f"{text}@{val.device.type}"
+    if isinstance(val, torch.SymInt):
+        return f"sym({size(val)})"
+    if isinstance(val, tuple | list):
+        return "(" + ", ".join(type_text(v) for v in val) + ")"
+    return "none" if val is None else type(val).__name__
+
+
+def _is_contiguous(t: torch.Tensor) -> bool:
+    expected: Any = 1
+    for n, s in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if str(size(n)) != "1" and str(size(s)) != str(size(expected)):
+            return False
+        expected = expected * n
+    return True
+
+
+def _arg(a: Any, number: dict[Node, int]) -> str:
+    if isinstance(a, Node):
+        return f"%{number[a]}"
+    if isinstance(a, tuple | list):
+        return "[" + ", ".join(_arg(x, number) for x in a) + "]"
+    return repr(a) if isinstance(a, str) else str(a)
+
+
+def _name(node: Node) -> str:
+    if not is_op(node):
+        return f"py.{getattr(node.target, '__name__', node.target)}"
+    row = ops.find(node.target)
+    return row.name if row else qualified_name(node.target).replace("::", ".")
+
+
+def to_text(graph: Graph) -> str:
+    """Print every node in order. Numbers are positions, so equal graphs print equally."""
+    number = {n: i for i, n in enumerate(graph.nodes)}
+    lines = []
+    for node, i in number.items():
+        if node.op == "output":
+            lines.append(f"return {_arg(node.args[0], number)}")
+            continue
+        left = f"%{i}: {type_text(value_of(node))}"
+        if node.op in ("placeholder", "get_attr"):
+            lines.append(f"{left} = {'input' if node.op == 'placeholder' else 'attribute'}({node.target!r})")
+            continue
+        args = [_arg(a, number) for a in node.args] + [f"{k}={_arg(v, number)}" for k, v in node.kwargs.items()]
+        where = source_line(node)
+        lines.append(f"{left} = {_name(node)}({', '.join(args)})" + (f"  # {where}" if where else ""))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,227 @@
+"""The path of one graph, stage by stage. This file is the place to learn the order from; each stage lives in its own module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright import _torch_compat as compat
+from fusewright.config import Options
+from fusewright.cost import work
+from fusewright.errors import BackendCrashError, FallbackError
+from fusewright.graph import printer, verify
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.view import GraphIndex
+from fusewright.interface import (
+    Backend, Compiled, Decline, Device, Fragment, Opaque, OpView, Phase, Region, TensorSpec, Unavailable, Value, Verdict, Why,
+)  # fmt: skip
+from fusewright.partition import Partition, partition
+from fusewright.plan import build as plan_build
+from fusewright.plan import codegen
+from fusewright.plan.opaque import guarded
+from fusewright.report import GraphReport, OpRecord, is_recording, publish
+from fusewright.rewrite import expand
+from fusewright.rewrite.engine import Rewriter
+from fusewright.rewrite.rules import RULES, merge_common
+from fusewright.tune import Tuner
+
+log = logging.getLogger("fusewright")
+
+MAX_ROUNDS = 32
+"""Rounds of planning again after declines, before the rest of the graph is left to eager."""
+
+
+@dataclass
+class Compilation:
+    """One graph on its way through the stages. `graph` is the traced graph; `working` the one that was lowered."""
+
+    backend: Backend
+    options: Options
+    gm: GraphModule
+    phase: Phase
+    const: frozenset[Node]
+    report: GraphReport
+    tuner: Tuner
+    working: Graph = field(init=False)
+    index: GraphIndex = field(init=False)
+    partition: Partition = field(init=False)
+    compiled: list[tuple[Region, Compiled]] = field(default_factory=list)
+    plan: plan_build.Plan = field(init=False)
+    run: Callable[[list[Any]], Any] = field(init=False)
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+
+def _canonicalize(c: Compilation) -> None:
+    canonicalize(c.graph)
+
+
+def _simplify(c: Compilation) -> None:
+    rewriter = Rewriter(c.graph, c.options.disable_rules, c.options.fuel)
+    rewriter.run(RULES)
+    if "cse" not in c.options.disable_rules:
+        rewriter.hits["cse"] += merge_common(c.graph)
+    c.report.rules = rewriter.hits
+
+
+def _lower(c: Compilation) -> None:
+    """Partition and compile; plan again without what a backend gives back, until nothing new is given back."""
+    denied: dict[str, Verdict] = {}
+    for _ in range(MAX_ROUNDS):
+        c.working, const = expand.on_claim(c.graph, c.const, c.backend, denied, c.phase)
+        c.index = GraphIndex(c.working, const, c.phase)
+        c.partition = partition(c.backend, c.index, denied)
+        c.compiled, new = _compile_regions(c)
+        c.report.bugs += c.partition.bugs
+        if not new:
+            return
+        denied.update(new)
+    raise BackendCrashError(f"backend {c.backend.name!r} still declines after {MAX_ROUNDS} rounds of planning")
+
+
+def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dict[str, Verdict]]:
+    context = Context(c)
+    results: list[tuple[Region, Compiled]] = []
+    denied: dict[str, Verdict] = {}
+    for region in c.partition.regions:
+        ids: tuple[int, ...] = tuple(op.id for op in region.ops)
+        try:
+            result = _checked(c.backend, region, c.backend.compile(region, context))
+        except Decline as d:
+            verdict, ids = Verdict(d.why, d.detail), d.ops or ids
+        except Exception as e:
+            if c.options.strict:
+                raise BackendCrashError(f"backend {c.backend.name!r} crashed on {region.name}: {e}") from e
+            verdict = Verdict(Why.CRASHED, f"{type(e).__name__}: {e}")
+            c.report.bugs.append(f"{c.backend.name}.compile crashed: {verdict.detail}")
+            log.warning("fusewright: backend %s crashed while compiling; eager runs those ops. %s", c.backend.name, verdict)
+        else:
+            results.append((region, result))
+            continue
+        denied.update({_origin(c.index.node_of[i]): verdict for i in ids})
+    return results, denied
+
+
+def _origin(node: Node) -> str:
+    """The name of the node of the unexpanded graph that this node came from."""
+    return str(node.meta.get("origin", node.name))
+
+
+def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
+    """A backend's answer, held to the interface."""
+    if isinstance(result, Opaque):
+        return Opaque(guarded(backend.name, region, result.fn))
+    if not isinstance(result, Fragment):
+        raise TypeError(f"compile() returned {type(result).__name__}, not Fragment or Opaque")
+    made = {o for i in result.instructions for o in i.outs} | {v.id for v in region.inputs}
+    missing = [v.id for v in region.outputs if v.id not in made]
+    if missing:
+        raise ValueError(f"the fragment of {region.name} does not make the values {missing}")
+    return result
+
+
+def _plan(c: Compilation) -> None:
+    c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
+    c.run, c.report.texts["plan"] = codegen.load(c.plan)
+
+
+STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (
+    ("canonicalize", _canonicalize),  # ATen overloads -> opset rows
+    ("simplify", _simplify),  # exact rewrite rules, CSE, dead code
+    ("lower", _lower),  # claims, regions, fragments; plans again after a decline
+    ("plan", _plan),  # one flat list of instructions, constants apart, as Python
+)
+
+
+def compile_graph(
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], road: str
+) -> Callable[[list[Any]], Any]:
+    """Run every stage on one ATen graph. Returns a callable that takes (and empties) a list of inputs."""
+    report = GraphReport(backend.name, phase, road)
+    c = Compilation(backend, options, gm, phase, const, report, Tuner(backend.fingerprint(), options.cache))
+    for name, stage in STAGES:
+        start = time.perf_counter()
+        stage(c)
+        report.stages[name] = time.perf_counter() - start
+        _after(c, name)
+    c.tuner.save()
+    _account(c)
+    return c.run
+
+
+def _after(c: Compilation, stage: str) -> None:
+    graph = c.working if stage in ("lower", "plan") else c.graph
+    if c.options.verify and stage != "plan":
+        verify.check(graph, stage)
+    wanted = stage in c.options.dump or "all" in c.options.dump
+    if wanted or is_recording():
+        report_text = c.report.texts.get("plan", "") if stage == "plan" else printer.to_text(graph)
+        c.report.texts[stage] = report_text
+        if wanted:
+            print(f"# {c.backend.name}: {c.phase} graph after {stage}\n{report_text}")
+    compat.trace_artifact(f"fusewright_{stage}", lambda: c.report.texts.get(stage) or printer.to_text(graph))
+
+
+def _account(c: Compilation) -> None:
+    """Fill the report; say in one line what runs in eager, or raise, as the options ask."""
+    r = c.report
+    notes: dict[int, str] = {}
+    for _, result in c.compiled:
+        notes.update(result.notes if isinstance(result, Fragment) else {})
+    lowered = {op.id for region, _ in c.compiled for op in region.ops}
+    for op in c.index.ops.values():
+        estimate = work(op)
+        where = "backend" if op.id in lowered else "view" if estimate.kind == "view" else "eager"
+        shape = str(_shape(op.outs[0].spec)) if op.outs else ""
+        verdict = c.partition.verdicts[op.id]
+        r.ops.append(OpRecord(op.op, where, verdict, notes.get(op.id, ""), op.source, shape, estimate.seconds))
+    r.regions = len(c.compiled)
+    publish(r)
+    if r.fallbacks and c.options.fallback == "error":
+        lines = "\n".join(f"  {f.op} {f.shape} at {f.source or '?'}: {f.verdict}" for f in r.fallbacks[:20])
+        raise FallbackError(f"{r.summary()}\n{lines}")
+    if r.fallbacks and c.options.fallback == "warn":
+        log.warning("fusewright: %s", r.summary())
+
+
+def _shape(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return ""
+    return f"{str(spec.dtype).removeprefix('torch.')}[{', '.join(map(str, spec.shape))}]"
+
+
+class Context:
+    """The `CompileContext` of one compilation."""
+
+    def __init__(self, c: Compilation) -> None:
+        self._c = c
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._c.options.backend
+
+    @property
+    def device(self) -> Device:
+        device = self._c.backend.device
+        if device is None:
+            found = type(self._c.backend).probe()
+            if isinstance(found, Unavailable):
+                raise Decline(found.reason, Why.DEVICE)
+            device = found
+        return device
+
+    def value(self, spec: TensorSpec | None) -> Value:
+        return Value(self._c.index.new_id(), spec)
+
+    def aten(self, op: OpView) -> Any:
+        return plan_build.aten_call(self._c.index, self._c.index.node_of[op.id])
+
+    def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
+        return self._c.tuner.choose(key, candidates)

@@ -1,0 +1,50 @@
+"""Opaque callables of backends, held to their contract: right shapes and dtypes, inputs untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusewright.errors import BackendContractError
+from fusewright.interface import Region, TensorSpec
+
+
+def guarded(backend: str, region: Region, fn: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+    """`fn` with its results compared with the region's outputs at every call. Raises `BackendContractError`."""
+    specs = [v.spec for v in region.outputs]
+    ops = ", ".join(dict.fromkeys(op.op for op in region.ops))
+
+    def complain(what: str) -> None:
+        raise BackendContractError(f"backend {backend!r}, {region.name} ({ops}): {what}. This is a bug of the backend.")
+
+    def run(*args: Any) -> Sequence[torch.Tensor]:
+        tensors = [a for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
+        versions = [t._version for t in tensors]
+        results = tuple(fn(*args))
+        if [t._version for t in tensors] != versions:
+            complain("it changed one of its inputs in place")
+        if len(results) != len(specs):
+            complain(f"it returned {len(results)} results where {len(specs)} were expected")
+        for k, (result, spec) in enumerate(zip(results, specs, strict=True)):
+            if spec is not None and (reason := mismatch(result, spec)):
+                complain(f"result {k} {reason}")
+        return results
+
+    return run
+
+
+def mismatch(t: object, spec: TensorSpec) -> str:
+    """Why a tensor is not what the spec says, or "". Symbolic sizes and strides of size-1 dimensions are not compared."""
+    if not isinstance(t, torch.Tensor):
+        return f"is {type(t).__name__}, not a tensor"
+    if t.dtype != spec.dtype:
+        return f"has dtype {t.dtype}, expected {spec.dtype}"
+    if t.dim() != spec.rank or any(isinstance(e, int) and e != s for s, e in zip(t.shape, spec.shape, strict=True)):
+        return f"has shape {tuple(t.shape)}, expected {tuple(map(str, spec.shape))}"
+    if spec.static and t.numel():
+        wanted = [(n, s) for n, s in zip(spec.shape, spec.stride, strict=True) if n != 1]
+        if [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1] != wanted:
+            return f"has strides {t.stride()}, expected {spec.stride}"
+    return ""

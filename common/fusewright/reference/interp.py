@@ -1,0 +1,75 @@
+"""The backend that computes every op from the opset table's own reference, in fp64. Slow, and the oracle in code form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusewright import ops
+from fusewright.interface import (
+    YES, Backend, CompileContext, Compiled, Device, Opaque, OpView, Region, TensorSpec, Value, Verdict, Why,
+)  # fmt: skip
+from fusewright.ops import oracle
+
+
+class Interp(Backend):
+    """Claims every row of the table. Each region is one callable."""
+
+    name = "fusewright_interp"
+    device_type = "cpu"
+
+    @classmethod
+    def probe(cls) -> Device:
+        return Device("cpu", "any")
+
+    @classmethod
+    def lowers(cls) -> Sequence[str]:
+        return tuple(ops.OPS)
+
+    def supports(self, op: OpView) -> Verdict:
+        row = ops.OPS.get(op.op)
+        if row is None:
+            return Verdict(Why.NO_LOWERING, "not in the opset")
+        if "empty" in row.name:
+            return Verdict(Why.NO_LOWERING, "its values are not defined")
+        if not op.outs or any(v.spec is None for v in op.outs):
+            return Verdict(Why.NO_LOWERING, "gives no tensor")
+        return YES
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            env: dict[int, Any] = {v.id: t for v, t in zip(region.inputs, inputs, strict=True)}
+            for op in region.ops:
+                env.update(_evaluate(op, env))
+            return tuple(env[v.id] for v in region.outputs)
+
+        return Opaque(run)
+
+
+def _evaluate(op: OpView, env: dict[int, Any]) -> dict[int, torch.Tensor]:
+    """One op by its reference; results get the dtype and the strides that the graph says."""
+    row = ops.OPS[op.op]
+    args = [_read(a, env) for a in op.args]
+    results = oracle.evaluate(row, args)
+    found = {}
+    for v, r in zip(op.outs, results, strict=False):
+        if v.spec is not None and isinstance(r, torch.Tensor):
+            found[v.id] = _like(r, v.spec)
+    return found
+
+
+def _read(a: Any, env: dict[int, Any]) -> Any:
+    if isinstance(a, Value):
+        return env[a.id]
+    return [_read(x, env) for x in a] if isinstance(a, tuple) else a
+
+
+def _like(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """`t` as a fresh tensor with the dtype of `spec`, and its strides where they are fixed."""
+    t = t.to(spec.dtype)
+    if not spec.static or any(s == 0 for s in spec.stride):
+        return t.clone()
+    out = torch.empty_strided(tuple(t.shape), spec.stride, dtype=spec.dtype, device=t.device)  # type: ignore[arg-type]
+    return out.copy_(t)

@@ -1,0 +1,84 @@
+"""What happened to each graph: the record that `explain` shows. The compile path itself fills it, so the two cannot differ."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fusewright.interface import Verdict
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op of the final graph. `where` is "backend", "eager" or "view" (free in both)."""
+
+    op: str
+    where: str
+    verdict: Verdict
+    note: str
+    source: str
+    shape: str
+    seconds: float
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph."""
+
+    backend: str
+    phase: str
+    road: str = ""
+    ops: list[OpRecord] = field(default_factory=list)
+    regions: int = 0
+    rules: Counter[str] = field(default_factory=Counter)
+    stages: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    bugs: list[str] = field(default_factory=list)
+    cached: bool = False
+
+    def count(self, where: str) -> int:
+        return sum(1 for r in self.ops if r.where == where)
+
+    def seconds(self, where: str) -> float:
+        """Estimated seconds a call spends there (a roofline, not a measurement)."""
+        return sum(r.seconds for r in self.ops if r.where == where)
+
+    @property
+    def fallbacks(self) -> list[OpRecord]:
+        return [r for r in self.ops if r.where == "eager"]
+
+    def summary(self) -> str:
+        """The one line that a user sees when something runs in eager."""
+        total = self.count("backend") + self.count("eager")
+        reasons = len({(r.verdict.why, r.verdict.detail) for r in self.fallbacks})
+        eager = self.count("eager")
+        return (
+            f"{self.backend}: {eager} of {total} ops of this {self.phase} graph run in eager "
+            f'({reasons} reason{"s" if reasons != 1 else ""}); see "fusewright explain"'
+        )
+
+
+_recorders: list[list[GraphReport]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[GraphReport]]:
+    """Collect the reports of every graph that is compiled inside the `with` block."""
+    reports: list[GraphReport] = []
+    _recorders.append(reports)
+    try:
+        yield reports
+    finally:
+        _recorders.remove(reports)
+
+
+def is_recording() -> bool:
+    return bool(_recorders)
+
+
+def publish(report: GraphReport) -> None:
+    """Hand a finished report to whoever records."""
+    for r in _recorders:
+        r.append(report)

@@ -1,0 +1,109 @@
+"""Composites are opened only on claim: when a backend does not take the whole but takes every primitive in it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.spec import value_of
+from fusewright.graph.view import GraphIndex, is_op, is_projection
+from fusewright.interface import Backend, Phase, Verdict, Why
+from fusewright.partition import ask
+
+
+def on_claim(
+    graph: Graph, const: frozenset[Node], backend: Backend, denied: Mapping[str, Verdict], phase: Phase
+) -> tuple[Graph, frozenset[Node]]:
+    """`graph`, or a copy in which some composites are replaced by their primitives; and the constants of what is returned."""
+    chosen = _openable(graph, const, backend, denied, phase)
+    if not chosen:
+        return graph, const
+    copy = Graph(graph.owning_module)
+    mapping: dict[Node, Node] = {}
+    output = copy.graph_copy(graph, mapping)
+    (original,) = graph.find_nodes(op="output")
+    copy.output(output).meta.update(original.meta)
+    for node, inside in chosen.items():
+        _splice(copy, mapping[node], inside)
+    copy.eliminate_dead_code()
+    return copy, frozenset(mapping[n] for n in const)
+
+
+def _openable(
+    graph: Graph, const: frozenset[Node], backend: Backend, denied: Mapping[str, Verdict], phase: Phase
+) -> dict[Node, Graph]:
+    """Composites that the backend wants open, with what is in them. Equal composites are traced once."""
+    candidates = [
+        n for n in graph.nodes
+        if is_op(n) and n.name not in denied and (row := ops.find(n.target)) is not None and row.decompose is not None
+    ]  # fmt: skip
+    if not candidates:
+        return {}
+    views = GraphIndex(graph, const, phase).ops
+    chosen: dict[Node, Graph] = {}
+    traced: dict[Any, Graph | None] = {}
+    for node in candidates:
+        view = views[node]
+        if ask(backend, view, node.target).why is not Why.NO_LOWERING:
+            continue
+        key = (view.op, tuple(v.spec for v in view.inputs()), repr([a for a in node.args if not isinstance(a, Node)]))
+        if key not in traced:
+            traced[key] = _traced_if_claimed(node, backend, phase)
+        inside = traced[key]
+        if inside is not None:
+            chosen[node] = inside
+    return chosen
+
+
+def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | None:
+    row = ops.find(node.target)
+    assert row is not None and row.decompose is not None
+    nodes = list(node.all_input_nodes)
+    fakes = [value_of(n) for n in nodes]
+    tensors = [f for f in fakes if isinstance(f, torch.Tensor)]
+    if not tensors:
+        return None
+    decompose = row.decompose
+
+    def body(*values: Any) -> Any:
+        env = dict(zip(nodes, values, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        return decompose(*args, **kwargs)
+
+    with compat.fake_mode_of(tensors[0]):
+        inside = make_fx(body)(*fakes).graph
+    canonicalize(inside)
+    inside.eliminate_dead_code()
+    views = GraphIndex(inside, frozenset(), phase).ops
+    if any(n.target is node.target for n in views):
+        return None
+    return inside if views and all(ask(backend, v, n.target) for n, v in views.items()) else None
+
+
+def _splice(graph: Graph, node: Node, inside: Graph) -> None:
+    """Put the nodes of `inside` in the place of `node`."""
+    env: dict[Node, Any] = dict(zip(inside.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    (output,) = inside.find_nodes(op="output")
+    with graph.inserting_before(node):
+        for n in inside.nodes:
+            if n.op in ("call_function", "get_attr"):
+                env[n] = graph.node_copy(n, env.__getitem__)
+                env[n].meta = dict(n.meta, origin=node.name, stack_trace=node.meta.get("stack_trace"))
+    results = torch.fx.node.map_arg(output.args[0], env.__getitem__)
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            if not (is_projection(user) and user.target is operator.getitem):
+                raise AssertionError(f"{node.format_node()} has a use that is no projection: {user.format_node()}")
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            graph.erase_node(user)
+    graph.erase_node(node)
