@@ -1,0 +1,49 @@
+"""What every test shares: an own cache, a fair share of the cores, and skips that say what is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from fusewright import machine, registry
+from fusewright.interface import Unavailable
+
+hypothesis.settings.register_profile("fusewright", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("fusewright")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers that each use every core wait for one another in OpenMP's spin loops.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, machine.cores() // workers))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("hardware"):
+        device = registry.info(mark.args[0]).device
+        if isinstance(device, Unavailable):
+            pytest.skip(f"{mark.args[0]}: {device.reason}; runs where: {device.fix}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's cache is neither read nor written."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n.startswith("FUSEWRIGHT_")]:
+            patch.delenv(name)
+        patch.setenv("FUSEWRIGHT_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code from earlier tests, and none left for later ones."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
