@@ -1,0 +1,1 @@
+"""What backends share: loop kernels, emitters, the fused backend."""
