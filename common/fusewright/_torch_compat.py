@@ -133,3 +133,43 @@ def may_return_alias(op: Any) -> bool:
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def decomposition(target: Any) -> Callable[..., Any]:
+    """Torch's own decomposition of an ATen overload into simpler ones. LookupError when it has none."""
+    from torch._decomp import decomposition_table
+
+    if target not in decomposition_table:
+        raise LookupError(f"torch has no decomposition of {target}")
+    return decomposition_table[target]
+
+
+MODE_SWITCHES = frozenset(
+    ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode", "_saved_tensors_hooks_disable")
+)
+"""Names of functions in Dynamo graphs that switch a mode which decides about gradients."""
+
+METADATA_OPS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "dim", "is_contiguous")
+    if hasattr(getattr(torch.ops.aten, name, None), "default")
+)
+"""ATen overloads that only read metadata."""
+
+
+def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and autocast."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handler(func, args, kwargs or {})
+
+    return Mode()
+
+
+def is_module_state(node: torch.fx.Node, example: Any) -> bool:
+    """Whether an input of a Dynamo graph is a parameter or buffer of the module that is compiled."""
+    if isinstance(example, torch.nn.Parameter):
+        return True
+    return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None

@@ -1,0 +1,129 @@
+"""The opset: a closed, versioned table of ops (`OPSET` in `fusewright.interface`), and how ATen overloads map to its rows.
+
+    >>> op, args, kwargs = canonical(torch.ops.aten.sum.default, (x,), {})
+    >>> op.name, args, kwargs
+    ('sum', (x, None, False), {'dtype': None})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import backward, composite, contraction, creation, gather, pointwise, reduction, view
+from .aliases import ALIASES, Adapter
+from .core import Args, Kind, Op, Overload, Param, Shape, bind, params_of, unbind
+
+__all__ = ["OPS", "ROWS", "Args", "Kind", "Op", "Shape", "canonical", "draws", "find", "is_mutating", "is_random", "is_view"]
+
+ROWS: tuple[Op, ...] = (
+    *pointwise.ROWS, *reduction.ROWS, *view.ROWS, *contraction.ROWS, *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS,
+)  # fmt: skip
+"""Every row that this opset version has, whether or not this torch has the overload."""
+
+
+class _Table(Mapping[str, Op]):
+    """Rows by name. Iteration skips rows whose overload this torch lacks; a package imported later may bring it."""
+
+    def __init__(self, rows: Sequence[Op]) -> None:
+        self._rows = {op.name: op for op in rows}
+        if len(self._rows) != len(rows):
+            raise ValueError("two rows of the opset have one name")
+
+    def __getitem__(self, name: str) -> Op:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, op in self._rows.items() if op.available)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+OPS: Mapping[str, Op] = _Table(ROWS)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is known of one overload: its own schema, its row, and the adapter when it is an alias."""
+
+    op: Op
+    params: tuple[Param, ...]
+    adapter: Adapter | None = None
+
+
+def _key(target: Overload) -> str:
+    """"aten::add.Tensor", "aten::mm"."""
+    name = target.name() if isinstance(target, torch._ops.OpOverload) else ""
+    return name.removesuffix(".default")
+
+
+_BY_NAME: dict[str, tuple[Op, Adapter | None]] = {a.qualname: (OPS[a.op], a.adapter) for a in ALIASES}
+_BY_NAME.update({op.qualname: (op, None) for op in ROWS})
+_ENTRIES: dict[Overload, _Entry | None] = {}
+
+
+def _entry(target: Overload) -> _Entry | None:
+    if target not in _ENTRIES:
+        found = _BY_NAME.get(_key(target))
+        _ENTRIES[target] = _Entry(found[0], params_of(target), found[1]) if found and found[0].available else None
+    return _ENTRIES[target]
+
+
+def find(target: Overload) -> Op | None:
+    """The row whose canonical overload is `target`."""
+    entry = _entry(target)
+    return entry.op if entry is not None and entry.adapter is None else None
+
+
+def canonical(target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]] | None:
+    """The call as its row's canonical overload takes it, bit for bit the same; None when it is outside the opset.
+
+    All arguments are positional, in schema order, defaults filled in; keyword-only ones are in the dict, filled in too.
+    Arguments may be anything: tensors, fx nodes, symbols. A lone int where the schema has `int[N]` becomes a list.
+    """
+    entry = _entry(target)
+    if entry is None:
+        return None
+    bound: dict[str, Any] | None = bind(entry.params, args, kwargs)
+    op = entry.op
+    if entry.adapter is not None:
+        bound = entry.adapter(bound or {})
+        if bound is None:
+            return None
+        bound = bind(op.params, (), bound)
+    assert bound is not None
+    return op, *unbind(op.params, bound)
+
+
+def is_view(target: Overload) -> bool:
+    """Whether an output may share memory with an input without being written through this call (by the schema)."""
+    infos = [r.alias_info for r in target._schema.returns]
+    return any(i is not None and not i.is_write for i in infos)
+
+
+def is_mutating(target: Overload) -> bool:
+    """Whether the call writes to one of its arguments (by the schema)."""
+    return bool(target._schema.is_mutable)
+
+
+def is_random(target: Overload) -> bool:
+    """Whether a call may draw from a random generator. See `draws` for one given call."""
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+_CHANCE = ("dropout_p", "p")
+
+
+def draws(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this canonical call draws random numbers: an attention or dropout of probability 0 does not."""
+    if not is_random(op.target):
+        return False
+    if op.kind is Kind.RANDOM and op.name != "dropout":
+        return True
+    bound = op.bind(args, kwargs)
+    chance = next((bound[n] for n in _CHANCE if n in bound), 1.0)
+    return bool(chance) and bound.get("train") is not False

@@ -1,0 +1,142 @@
+"""Other overloads that mean exactly what a row means: argument adapters to the canonical schema. Bitwise, or not here.
+
+An adapter takes the alias's arguments by name and gives the canonical ones by name (missing ones take their defaults),
+or None when this very call is outside the opset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .core import Args
+
+Adapter = Callable[[Args], dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """`qualname` is the row `op` after `adapter`."""
+
+    qualname: str
+    op: str
+    adapter: Adapter = field(compare=False)
+
+
+def alias(qualname: str, op: str, adapter: Adapter | None = None, **constants: Any) -> Alias:
+    """An alias whose arguments have the canonical names, with `constants` beside them; or one with an adapter."""
+    return Alias(f"aten::{qualname}", op, adapter or (lambda a: {**a, **constants}))
+
+
+def _swap(a: Args) -> dict[str, Any]:
+    return {"self": a["other"], "other": a["self"], "alpha": a["alpha"]}
+
+
+def _correction(a: Args) -> dict[str, Any]:
+    return {"self": a["self"], "dim": a.get("dim"), "correction": int(a["unbiased"]), "keepdim": a.get("keepdim", False)}
+
+
+def _softmax(a: Args) -> dict[str, Any] | None:
+    return None if a["dtype"] is not None else {"self": a["self"], "dim": a["dim"], "half_to_float": False}
+
+
+def _conv(a: Args) -> dict[str, Any] | None:
+    if isinstance(a["padding"], str):
+        return None
+    zeros = [0] * len(a["stride"])
+    return {**a, "transposed": False, "output_padding": zeros}
+
+
+def _conv_transpose(a: Args) -> dict[str, Any]:
+    return {**a, "transposed": True}
+
+
+def _one_dim(a: Args) -> dict[str, Any]:
+    return {**a, "dim": [a["dim"]]}
+
+
+def _with_default_dtype(a: Args, **constants: Any) -> dict[str, Any]:
+    return {**a, **constants, "dtype": a["dtype"] or torch.get_default_dtype()}
+
+
+def _unsafe_view(a: Args) -> dict[str, Any]:
+    return dict(a)
+
+
+def _sort(a: Args) -> dict[str, Any]:
+    return {**a, "stable": False}
+
+
+def _square(a: Args) -> dict[str, Any]:
+    return {"self": a["self"], "exponent": 2}
+
+
+_BINARY = ("add", "sub", "mul", "div", "fmod", "remainder", "copysign", "eq", "ne", "lt", "le", "gt", "ge")
+_BITWISE = tuple(f"bitwise_{n}" for n in ("and", "or", "xor", "left_shift", "right_shift"))
+
+ALIASES: tuple[Alias, ...] = (
+    # a Python number where the canonical overload has a tensor
+    *(alias(f"{n}.Scalar", n) for n in _BINARY),
+    *(alias(f"{n}.Tensor_Scalar" if n.endswith("shift") else f"{n}.Scalar", n) for n in _BITWISE),
+    alias("rsub.Tensor", "sub", _swap),
+    alias("div.Scalar_mode", "div_rounded"),
+    alias("floor_divide", "div_rounded", rounding_mode="floor"),
+    alias("floor_divide.Scalar", "div_rounded", rounding_mode="floor"),
+    alias("true_divide.Tensor", "div"),
+    alias("where.ScalarOther", "where"),
+    alias("where.ScalarSelf", "where"),
+    alias("masked_fill.Scalar", "masked_fill"),
+    alias("maximum", "maximum"),
+    alias("max.other", "maximum"),
+    alias("min.other", "minimum"),
+    alias("clamp_min", "clamp", max=None),
+    alias("clamp_max", "clamp", min=None),
+    alias("clamp_min.Tensor", "clamp_tensor", max=None),
+    alias("clamp_max.Tensor", "clamp_tensor", min=None),
+    alias("hardtanh", "clamp", lambda a: {"self": a["self"], "min": a["min_val"], "max": a["max_val"]}),
+    alias("relu6", "clamp", min=0, max=6),
+    alias("square", "pow_scalar", _square),
+    alias("special_erf", "erf"),
+    alias("special_expit", "sigmoid"),
+    alias("lift_fresh_copy", "clone"),
+    alias("detach", "alias"),
+    # reductions over everything
+    alias("sum", "sum", dim=None),
+    alias("mean", "mean", dim=None),
+    alias("max", "amax"),
+    alias("min", "amin"),
+    alias("any", "any"),
+    alias("all", "all"),
+    alias("any.dim", "any", _one_dim),
+    alias("all.dim", "all", _one_dim),
+    *(alias(f"{n}{o}", n, _correction) for n in ("var", "std", "var_mean") for o in ("", ".dim")),
+    alias("sort", "sort", _sort),
+    # softmax, convolutions, pads
+    alias("softmax.int", "softmax", _softmax),
+    alias("log_softmax.int", "log_softmax", _softmax),
+    *(alias(f"conv{n}d", "conv", _conv) for n in (1, 2, 3)),
+    alias("conv_transpose1d", "conv", _conv_transpose),
+    alias("conv_transpose2d.input", "conv", _conv_transpose),
+    # views
+    alias("_unsafe_view", "reshape", lambda a: {"self": a["self"], "shape": a["size"]}),
+    alias("squeeze.dim", "squeeze", _one_dim),
+    alias("swapaxes", "transpose", lambda a: {"self": a["self"], "dim0": a["axis0"], "dim1": a["axis1"]}),
+    alias("narrow", "slice", lambda a: {"self": a["self"], "dim": a["dim"], "start": a["start"], "end": a["start"] + a["length"]}),
+    # creation
+    alias("arange", "arange", start=0),
+    alias("arange.start", "arange"),
+    alias("zeros", "full", lambda a: _with_default_dtype(a, fill_value=0)),
+    alias("ones", "full", lambda a: _with_default_dtype(a, fill_value=1)),
+    alias("zeros_like", "full_like", fill_value=0),
+    alias("ones_like", "full_like", fill_value=1),
+    alias("new_zeros", "new_full", fill_value=0),
+    alias("new_ones", "new_full", fill_value=1),
+    alias("eye", "eye", lambda a: {**a, "m": a["n"]}),
+    alias("randint", "randint", low=0),
+    # indexing
+    alias("_unsafe_index.Tensor", "index"),
+    alias("_unsafe_index_put", "index_put"),
+)

@@ -1,0 +1,122 @@
+"""Gather and scatter rows: elements are read from or written to places that indices name; joins and layout copies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from . import rules as r
+from .core import Kind, Op, row
+
+_op = partial(row, Kind.GATHER)
+_scatter = partial(row, Kind.SCATTER)
+_OUT_DTYPE = r.promote("tensors")
+
+
+def gather_ref(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    return torch.gather(x, dim, index)
+
+
+def index_ref(x: Any, indices: Any) -> Any:
+    return x[tuple(slice(None) if i is None else i for i in indices)]
+
+
+def index_put_ref(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    dims = [i for i, t in enumerate(indices) if t is not None]
+    moved = torch.movedim(x, dims, list(range(len(dims)))) if dims == sorted(dims) and dims[-1] != len(dims) - 1 else x
+    given = [t for t in indices if t is not None]
+    if moved is x:
+        return torch.index_put(x, given, values.to(x.dtype), accumulate)
+    spread = values.expand(index_ref(x, indices).shape)
+    lead = given[0].dim() if len(given) == 1 else len(r.broadcast_shapes([tuple(t.shape) for t in given]))
+    at = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    spread = torch.movedim(spread, list(range(at, at + lead)), list(range(lead)))
+    out = torch.index_put(moved, given, spread.to(x.dtype), accumulate)
+    return torch.movedim(out, list(range(len(dims))), dims)
+
+
+def index_add_ref(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+    return torch.index_add(x, dim, index, alpha * source)
+
+
+def scatter_ref(x: Any, dim: int, index: Any, src: Any) -> Any:
+    return torch.scatter(x, dim, index, src)
+
+
+def scatter_value_ref(x: Any, dim: int, index: Any, value: Any) -> Any:
+    return torch.scatter(x, dim, index, value)
+
+
+def scatter_reduce_ref(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+    return torch.scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
+
+
+def slice_scatter_ref(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    out = x.clone()
+    out[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)] = src.to(x.dtype)
+    return out
+
+
+def select_scatter_ref(x: Any, src: Any, dim: int, index: Any) -> Any:
+    out = x.clone()
+    out.select(dim, index).copy_(src)
+    return out
+
+
+def diagonal_scatter_ref(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    out = x.clone()
+    out.diagonal(offset, dim1, dim2).copy_(src)
+    return out
+
+
+def masked_scatter_ref(x: Any, mask: Any, source: Any) -> Any:
+    out, hits = x.clone().expand(torch.broadcast_shapes(x.shape, mask.shape)).clone(), mask.expand_as(x)
+    out[hits] = source.flatten()[: int(hits.sum())]
+    return out
+
+
+def pad_ref(x: Any, pad: Any, value: Any = 0) -> Any:
+    return F.pad(x, list(pad), value=value)
+
+
+def roll_ref(x: Any, shifts: Any, dims: Any = ()) -> Any:
+    return torch.roll(x, tuple(shifts), tuple(dims) or None)
+
+
+ROWS: tuple[Op, ...] = (
+    _op("gather", "aten::gather", r.SELF, r.shape_of("index"), gather_ref, "self[i][index[i][j]] along dim", "ONNX GatherElements"),
+    _op("index", "aten::index.Tensor", r.SELF, r.indexed, index_ref, "self[indices], as NumPy's advanced indexing"),
+    _op("index_select", "aten::index_select", r.SELF, r.index_selected, torch.index_select, "listed indices of dim", "ONNX Gather"),
+    _op("cat", "aten::cat", _OUT_DTYPE, r.concatenated, lambda ts, dim=0: torch.cat(list(ts), dim), "joined along dim"),
+    _op("stack", "aten::stack", _OUT_DTYPE, r.stacked, lambda ts, dim=0: torch.stack(list(ts), dim), "joined along a new dim"),
+    _op("constant_pad_nd", "aten::constant_pad_nd", r.SELF, r.padded, pad_ref, "padded with a value; negative pads cut", "ONNX Pad"),
+    _op("reflection_pad2d", "aten::reflection_pad2d", r.SELF, lambda a: r.padded({**a, "pad": a["padding"]}),
+        lambda x, padding: F.pad(x, list(padding), mode="reflect"), "padded by mirroring, the edge not repeated"),
+    _op("replication_pad2d", "aten::replication_pad2d", r.SELF, lambda a: r.padded({**a, "pad": a["padding"]}),
+        lambda x, padding: F.pad(x, list(padding), mode="replicate"), "padded by repeating the edge"),
+    _op("roll", "aten::roll", r.SELF, r.SAME, roll_ref, "shifted around dims"),
+    _op("flip", "aten::flip", r.SELF, r.SAME, torch.flip, "dims reversed"),
+    _op("repeat", "aten::repeat", r.SELF, r.repeated, lambda x, repeats: x.repeat(*repeats), "tiled", "ONNX Tile"),
+    _op("tril", "aten::tril", r.SELF, r.SAME, torch.tril, "zero above a diagonal"),
+    _op("triu", "aten::triu", r.SELF, r.SAME, torch.triu, "zero below a diagonal"),
+    _op("bucketize", "aten::bucketize.Tensor", lambda a: (torch.int32 if a["out_int32"] else torch.int64,), r.SAME,
+        torch.bucketize, "which interval of sorted boundaries each element falls in"),
+    _scatter("scatter", "aten::scatter.src", r.SELF, r.SAME, scatter_ref, "out[index[i][j]] = src[i][j] along dim",
+             "ONNX ScatterElements"),
+    _scatter("scatter_value", "aten::scatter.value", r.SELF, r.SAME, scatter_value_ref, "out[index[i][j]] = value along dim"),
+    _scatter("scatter_add", "aten::scatter_add", r.SELF, r.SAME, torch.scatter_add, "out[index[i][j]] += src[i][j] along dim"),
+    _scatter("scatter_reduce", "aten::scatter_reduce.two", r.SELF, r.SAME, scatter_reduce_ref,
+             "scatter that folds by sum, prod, mean, amax or amin"),
+    _scatter("index_put", "aten::index_put", r.SELF, r.SAME, index_put_ref, "out[indices] = values, or += when accumulate"),
+    _scatter("index_add", "aten::index_add", r.SELF, r.SAME, index_add_ref, "out[index] += alpha * source along dim"),
+    _scatter("index_copy", "aten::index_copy", r.SELF, r.SAME, torch.index_copy, "out[index] = source along dim"),
+    _scatter("index_fill", "aten::index_fill.int_Scalar", r.SELF, r.SAME, torch.index_fill, "out[index] = value along dim"),
+    _scatter("slice_scatter", "aten::slice_scatter", r.SELF, r.SAME, slice_scatter_ref, "a copy with src at start:end:step of dim"),
+    _scatter("select_scatter", "aten::select_scatter", r.SELF, r.SAME, select_scatter_ref, "a copy with src at one index of dim"),
+    _scatter("diagonal_scatter", "aten::diagonal_scatter", r.SELF, r.SAME, diagonal_scatter_ref, "a copy with src on a diagonal"),
+    _scatter("masked_scatter", "aten::masked_scatter", r.SELF, r.broadcast("self", "mask"), masked_scatter_ref,
+             "a copy with the next element of source at every hit of mask"),
+)

@@ -1,0 +1,157 @@
+"""Pointwise rows: every element of the output depends on one element of each (broadcast) input."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import rules as r
+from .core import Args, Kind, Op, row
+
+_op = partial(row, Kind.POINTWISE)
+
+
+def _unary(name: str, doc: str, dtype_rule: Any = r.FLOAT, reference: Any = None, aten: str = "") -> Op:
+    return _op(name, f"aten::{aten or name}", dtype_rule, r.SAME, reference or getattr(torch, name), doc)
+
+
+def _binary(name: str, doc: str, dtype_rule: Any = r.PROMOTE, reference: Any = None, overload: str = ".Tensor") -> Op:
+    return _op(name, f"aten::{name}{overload}", dtype_rule, r.BROADCAST, reference or getattr(torch, name), doc)
+
+
+def wide(dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a reference computes in where an op names `dtype`."""
+    if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+        return dtype
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def clamp_dtype(a: Args) -> tuple[torch.dtype]:
+    """The promoted dtype of self, min and max, where given."""
+    return (r.result_type([a["self"], a["min"], a["max"]]),)
+
+
+def cast_ref(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """The value as the new dtype's kind sees it; the rounding to a float of fewer bits is the caller's."""
+    return x.to(wide(dtype) or x.dtype).clone()
+
+
+def clone_ref(x: Any, *, memory_format: Any = None) -> Any:
+    return x.clone()
+
+
+def copy_ref(x: Any, src: Any, non_blocking: bool = False) -> Any:
+    return src.to(x.dtype).expand(x.shape).clone()
+
+
+def rsub_ref(x: Any, other: Any, alpha: Any = 1) -> Any:
+    return other - alpha * x
+
+
+def div_rounded_ref(x: Any, other: Any, *, rounding_mode: str | None) -> Any:
+    return torch.div(x, other, rounding_mode=rounding_mode)
+
+
+def addcmul_ref(x: Any, t1: Any, t2: Any, *, value: Any = 1) -> Any:
+    return x + value * t1 * t2
+
+
+def addcdiv_ref(x: Any, t1: Any, t2: Any, *, value: Any = 1) -> Any:
+    return x + value * t1 / t2
+
+
+def lerp_ref(x: Any, end: Any, weight: Any) -> Any:
+    return x + weight * (end - x)
+
+
+ROWS: tuple[Op, ...] = (
+    # arithmetic
+    _binary("add", "self + alpha * other"),
+    _binary("sub", "self - alpha * other"),
+    _op("rsub", "aten::rsub.Scalar", r.PROMOTE, r.SAME, rsub_ref, "other - alpha * self, other a number"),
+    _binary("mul", "self * other"),
+    _binary("div", "self / other, true division", r.promote_float("self", "other")),
+    _op("div_rounded", "aten::div.Tensor_mode", r.PROMOTE, r.BROADCAST, div_rounded_ref,
+        "self / other rounded by rounding_mode: trunc or floor"),
+    _binary("fmod", "remainder with the sign of self"),
+    _binary("remainder", "remainder with the sign of other, as Python's %"),
+    _op("pow", "aten::pow.Tensor_Tensor", r.promote("self", "exponent"), r.broadcast("self", "exponent"), torch.pow,
+        "self ** exponent, both tensors"),
+    _op("pow_scalar", "aten::pow.Tensor_Scalar", r.promote("self", "exponent"), r.SAME, torch.pow,
+        "self ** exponent, exponent a number"),
+    _op("scalar_pow", "aten::pow.Scalar", r.promote("self", "exponent"), r.shape_of("exponent"), torch.pow,
+        "self ** exponent, self a number"),
+    _binary("maximum", "the larger; NaN wins", overload=""),
+    _binary("minimum", "the smaller; NaN wins", overload=""),
+    _binary("fmax", "the larger; NaN loses", overload=""),
+    _binary("fmin", "the smaller; NaN loses", overload=""),
+    _op("clamp", "aten::clamp", clamp_dtype, r.SAME, torch.clamp, "limited to min and max, numbers; NaN stays"),
+    _op("clamp_tensor", "aten::clamp.Tensor", clamp_dtype, r.broadcast("self", "min", "max"), torch.clamp,
+        "limited to min and max, tensors; NaN wins"),
+    _binary("atan2", "angle of the point (other, self)", r.promote_float("self", "other"), overload=""),
+    _binary("hypot", "sqrt(self^2 + other^2)", overload=""),
+    _binary("copysign", "size of self, sign of other", r.promote_float("self", "other")),
+    _binary("logaddexp", "log(exp(self) + exp(other))", overload=""),
+    _op("addcmul", "aten::addcmul", r.promote("self", "tensor1", "tensor2"), r.broadcast("self", "tensor1", "tensor2"),
+        addcmul_ref, "self + value * tensor1 * tensor2"),
+    _op("addcdiv", "aten::addcdiv", r.promote("self", "tensor1", "tensor2"), r.broadcast("self", "tensor1", "tensor2"),
+        addcdiv_ref, "self + value * tensor1 / tensor2"),
+    _op("lerp", "aten::lerp.Tensor", r.SELF, r.broadcast("self", "end", "weight"), lerp_ref, "self + weight * (end - self)"),
+    _op("lerp_scalar", "aten::lerp.Scalar", r.SELF, r.broadcast("self", "end"), lerp_ref,
+        "self + weight * (end - self), weight a number"),
+    # unary
+    _unary("abs", "absolute value", r.magnitude),
+    _unary("neg", "-self", r.SELF),
+    _unary("sign", "-1, 0 or 1", r.SELF),
+    _unary("sgn", "sign; for complex numbers the direction", r.SELF),
+    _unary("ceil", "rounded up", r.SELF),
+    _unary("floor", "rounded down", r.SELF),
+    _unary("round", "rounded to nearest, half to even", r.SELF),
+    _unary("trunc", "rounded to zero", r.SELF),
+    _unary("frac", "self - trunc(self)", r.SELF),
+    _unary("sqrt", "square root"),
+    _unary("rsqrt", "1 / sqrt(self)"),
+    _unary("reciprocal", "1 / self"),
+    _unary("exp", "e ** self"),
+    _unary("exp2", "2 ** self"),
+    _unary("expm1", "exp(self) - 1"),
+    _unary("log", "natural logarithm"),
+    _unary("log2", "logarithm to base 2"),
+    _unary("log10", "logarithm to base 10"),
+    _unary("log1p", "log(1 + self)"),
+    *(_unary(n, d) for n, d in (("sin", "sine"), ("cos", "cosine"), ("tan", "tangent"), ("asin", "inverse sine"),
+                                ("acos", "inverse cosine"), ("atan", "inverse tangent"), ("sinh", "hyperbolic sine"),
+                                ("cosh", "hyperbolic cosine"), ("tanh", "hyperbolic tangent"))),
+    *(_unary(n, d) for n, d in (("asinh", "inverse hyperbolic sine"), ("acosh", "inverse hyperbolic cosine"),
+                                ("atanh", "inverse hyperbolic tangent"))),
+    _unary("sigmoid", "1 / (1 + exp(-self))"),
+    _unary("erf", "error function"),
+    _unary("erfc", "1 - erf(self)"),
+    _unary("erfinv", "inverse of erf"),
+    _unary("lgamma", "log of the absolute gamma function"),
+    _unary("digamma", "derivative of lgamma"),
+    _unary("relu", "max(self, 0); NaN stays", r.SELF),
+    # comparisons and logic
+    *(_binary(n, f"self {s} other", r.BOOL) for n, s in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="),
+                                                         ("gt", ">"), ("ge", ">="))),
+    _unary("isnan", "is not a number", r.BOOL),
+    _unary("isinf", "is infinite", r.BOOL),
+    _unary("signbit", "has its sign bit set", r.BOOL),
+    _unary("logical_not", "is zero", r.BOOL),
+    *(_binary(f"logical_{n}", f"{n} of the truth values", r.BOOL, overload="") for n in ("and", "or", "xor")),
+    _unary("bitwise_not", "every bit flipped; logical for bool", r.SELF),
+    *(_binary(f"bitwise_{n}", f"{n} of the bits") for n in ("and", "or", "xor")),
+    _binary("bitwise_left_shift", "self << other"),
+    _binary("bitwise_right_shift", "self >> other, the sign is kept"),
+    # selection
+    _op("where", "aten::where.self", r.PROMOTE, r.broadcast("condition", "self", "other"), torch.where,
+        "self where condition, else other"),
+    _op("masked_fill", "aten::masked_fill.Tensor", r.SELF, r.broadcast("self", "mask"), torch.masked_fill,
+        "value (0-dim or a number) where mask, else self"),
+    # dtype and memory
+    _op("cast", "aten::_to_copy", r.attr_or_self, r.SAME, cast_ref, "a copy with another dtype, device or memory format"),
+    _op("clone", "aten::clone", r.SELF, r.SAME, clone_ref, "a copy"),
+    _op("copy", "aten::copy", r.SELF, r.SAME, copy_ref, "src broadcast and cast to self, whose values are not read"),
+)

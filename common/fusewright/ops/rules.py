@@ -1,0 +1,585 @@
+"""Dtype and shape rules: small named functions from a call to the dtypes and shapes of its outputs.
+
+Names with an underscore at the end of the factories' argument lists are argument names of the op's schema. Sizes may be SymInts;
+a rule never asks whether a symbolic size equals something, because that would add a guard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .core import Args, DtypeRule, Shape, ShapeRule
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def named(rule: F, name: str) -> F:
+    """Give a made rule the name that the docs page shows."""
+    rule.__name__ = rule.__qualname__ = name
+    return rule
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether `x` describes a tensor (see `core.Args`)."""
+    return hasattr(x, "dtype") and hasattr(x, "shape")
+
+
+def tensors(x: Any) -> Iterator[Any]:
+    """Every tensor in `x`, in order."""
+    if is_tensor(x):
+        yield x
+    elif isinstance(x, list | tuple):
+        for y in x:
+            yield from tensors(y)
+
+
+def device_type(t: Any) -> str:
+    """"cpu", "cuda" ... of a tensor or a spec."""
+    return str(t.device).partition(":")[0]
+
+
+def wrap(dim: int, rank: int) -> int:
+    """A dimension counted from the front."""
+    return dim + max(rank, 1) if dim < 0 else dim
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is known to be one, without asking a symbol."""
+    return isinstance(size, int) and size == 1
+
+
+# ---- dtypes ------------------------------------------------------------------------------------------------------------------
+
+
+def scalar_dtype(x: Any) -> torch.dtype:
+    """The dtype that a Python number counts as in promotion."""
+    if isinstance(x, bool | torch.SymBool):
+        return torch.bool
+    if isinstance(x, int | torch.SymInt):
+        return torch.int64
+    return torch.complex64 if isinstance(x, complex) else torch.get_default_dtype()
+
+
+def _combine(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype | None:
+    if high is None or low is None:
+        return high or low
+    if high.is_complex or (high.is_floating_point and not low.is_complex):
+        return high
+    if high == torch.bool or low.is_floating_point or low.is_complex:
+        return torch.promote_types(high, low)
+    return high
+
+
+def result_type(values: Sequence[Any]) -> torch.dtype:
+    """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher category only yields to a
+    lower rank's dtype of a higher kind (docs: torch tensor attributes, "type promotion")."""
+    ranks: list[torch.dtype | None] = [None, None, None]
+    for v in values:
+        if v is None:
+            continue
+        rank, dtype = (0 if len(v.shape) else 1, v.dtype) if is_tensor(v) else (2, scalar_dtype(v))
+        held = ranks[rank]
+        ranks[rank] = dtype if held is None else torch.promote_types(held, dtype)
+    out = _combine(_combine(ranks[0], ranks[1]), ranks[2])
+    if out is None:
+        raise TypeError("promotion needs at least one tensor or number")
+    return out
+
+
+def _floating(d: torch.dtype) -> torch.dtype:
+    return d if d.is_floating_point or d.is_complex else torch.get_default_dtype()
+
+
+def promote(*args_: str) -> DtypeRule:
+    """The promoted dtype of these arguments."""
+    return named(lambda a: (result_type(_given(a, args_)),), f"promote({', '.join(args_)})")
+
+
+def promote_float(*args_: str) -> DtypeRule:
+    """As `promote`; integers become the default float."""
+    return named(lambda a: (_floating(result_type(_given(a, args_))),), f"promote_float({', '.join(args_)})")
+
+
+def _given(a: Args, names: Sequence[str]) -> list[Any]:
+    out: list[Any] = []
+    for n in names:
+        out.extend(a[n] if isinstance(a[n], list | tuple) else [a[n]])
+    return out
+
+
+def dtype_of(arg_: str, outputs: int = 1) -> DtypeRule:
+    """The dtype of one argument, for every output."""
+    return named(lambda a: (next(tensors(a[arg_])).dtype,) * outputs, f"dtype_of({arg_})" + _times(outputs))
+
+
+def dtypes(*parts: DtypeRule) -> DtypeRule:
+    """One rule per output, side by side."""
+    return named(lambda a: tuple(d for p in parts for d in p(a)), ", ".join(p.__name__ for p in parts))
+
+
+def fixed(dtype: torch.dtype) -> DtypeRule:
+    """Always this dtype."""
+    return named(lambda a: (dtype,), str(dtype).removeprefix("torch."))
+
+
+def _times(n: int) -> str:
+    return f" x{n}" if n > 1 else ""
+
+
+BOOL = fixed(torch.bool)
+INT64 = fixed(torch.int64)
+SELF = dtype_of("self")
+INPUT = dtype_of("input")
+PROMOTE = promote("self", "other")
+FLOAT = promote_float("self")
+
+
+def attr_or_self(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else the dtype of `self`."""
+    return (a["dtype"] or a["self"].dtype,)
+
+
+def attr_or_default(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else the default float."""
+    return (a["dtype"] or torch.get_default_dtype(),)
+
+
+def accumulated(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else the dtype of `self` with integers and bool widened to int64."""
+    d = a["self"].dtype
+    return (a["dtype"] or (d if d.is_floating_point or d.is_complex else torch.int64),)
+
+
+def magnitude(a: Args) -> tuple[torch.dtype]:
+    """The dtype of `self`; its real part's dtype when complex."""
+    d = a["self"].dtype
+    return (d.to_real() if d.is_complex else d,)
+
+
+def truth(a: Args) -> tuple[torch.dtype]:
+    """bool, except that uint8 stays uint8 (ATen any and all)."""
+    return (torch.uint8 if a["self"].dtype == torch.uint8 else torch.bool,)
+
+
+def fill_dtype(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else what the fill value is."""
+    return (a["dtype"] or scalar_dtype(a["fill_value"]),)
+
+
+def range_dtype(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else int64 when start, end and step are integers, else the default float."""
+    whole = all(isinstance(a[n], int | torch.SymInt) for n in ("start", "end", "step"))
+    return (a["dtype"] or (torch.int64 if whole else torch.get_default_dtype()),)
+
+
+def norm_stats(input_: str = "input", weight_: str = "weight") -> DtypeRule:
+    """Mean and reciprocal deviation of a norm: fp32 for half inputs, except on a CPU with weights of the input's own dtype."""
+
+    def rule(a: Args) -> tuple[torch.dtype, torch.dtype]:
+        x, w = a[input_], a[weight_]
+        if device_type(x) == "cpu":
+            d = x.dtype if w is None else w.dtype
+        else:
+            d = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        return d, d
+
+    return named(rule, "norm_stats")
+
+
+def masked(rule: DtypeRule) -> DtypeRule:
+    """Outputs that `output_mask` turns off are absent."""
+    return named(lambda a: _mask(rule(a), a["output_mask"]), rule.__name__)
+
+
+def _mask(outs: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(o if m else None for o, m in zip(outs, mask, strict=True))
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------------------
+
+
+def shape(t: Any) -> Shape:
+    return tuple(t.shape)
+
+
+def shape_of(arg_: str, outputs: int = 1) -> ShapeRule:
+    """The shape of one argument, for every output."""
+    return named(lambda a: (shape(next(tensors(a[arg_]))),) * outputs, f"shape_of({arg_})" + _times(outputs))
+
+
+def shapes(*parts: ShapeRule) -> ShapeRule:
+    """One rule per output, side by side."""
+    return named(lambda a: tuple(s for p in parts for s in p(a)), ", ".join(p.__name__ for p in parts))
+
+
+def broadcast_shapes(items: Sequence[Shape]) -> Shape:
+    """NumPy broadcasting. A size that is not known to be one wins; a known size wins over a symbol."""
+    rank = max((len(s) for s in items), default=0)
+    out: list[Any] = [1] * rank
+    for s in items:
+        for i, n in enumerate(s, start=rank - len(s)):
+            if is_one(out[i]) or (isinstance(n, int) and n != 1):
+                out[i] = n
+    return tuple(out)
+
+
+def broadcast(*args_: str) -> ShapeRule:
+    """These arguments broadcast together; numbers and absent ones do not count."""
+
+    def rule(a: Args) -> tuple[Shape]:
+        return (broadcast_shapes([shape(t) for n in args_ for t in tensors(a[n])]),)
+
+    return named(rule, f"broadcast({', '.join(args_)})")
+
+
+SAME = shape_of("self")
+SAME_INPUT = shape_of("input")
+BROADCAST = broadcast("self", "other")
+
+
+def scalar_shape(a: Args) -> tuple[Shape]:
+    """0-dim."""
+    return ((),)
+
+
+def attr_shape(arg_: str = "size") -> ShapeRule:
+    """The sizes that an argument lists."""
+    return named(lambda a: (tuple(a[arg_]),), arg_)
+
+
+def drop_dims(s: Shape, dim: Any, keepdim: bool) -> Shape:
+    """`s` reduced over `dim`: an int, a list, or None or [] for all."""
+    listed = [dim] if isinstance(dim, int) else list(dim or [])
+    gone = {wrap(d, len(s)) for d in listed} if listed else set(range(len(s)))
+    return tuple(1 if i in gone else n for i, n in enumerate(s) if keepdim or i not in gone)
+
+
+def reduced(outputs: int = 1) -> ShapeRule:
+    """`self` without the dimensions of `dim`, or with ones there when `keepdim`."""
+
+    def rule(a: Args) -> tuple[Shape, ...]:
+        return (drop_dims(shape(a["self"]), a["dim"], a["keepdim"]),) * outputs
+
+    return named(rule, "reduced" + _times(outputs))
+
+
+def all_any_dims(a: Args) -> tuple[Shape]:
+    """As `reduced`, but an empty `dim` reduces nothing (ATen any.dims and all.dims)."""
+    s = shape(a["self"])
+    return (s if a["dim"] is not None and len(a["dim"]) == 0 else drop_dims(s, a["dim"], a["keepdim"]),)
+
+
+def mm(a: Args) -> tuple[Shape]:
+    """[n, k] x [k, m] -> [n, m]."""
+    x, y = _pair(a)
+    return ((x[0], y[1]),)
+
+
+def bmm(a: Args) -> tuple[Shape]:
+    """[b, n, k] x [b, k, m] -> [b, n, m]."""
+    x, y = _pair(a)
+    return ((x[0], x[1], y[2]),)
+
+
+def _pair(a: Args) -> tuple[Shape, Shape]:
+    for left, right in (("self", "mat2"), ("mat1", "mat2"), ("batch1", "batch2")):
+        if left in a and right in a:
+            return shape(a[left]), shape(a[right])
+    raise KeyError("no pair of matrices among the arguments")
+
+
+def matvec(a: Args) -> tuple[Shape]:
+    """[n, k] x [k] -> [n]."""
+    return (shape(a["self" if "vec" in a and "mat" not in a else "mat"])[:1],)
+
+
+def matmul(a: Args) -> tuple[Shape]:
+    """Batched matrix product; a vector on either side loses its dimension; batch dimensions broadcast."""
+    x, y = shape(a["self"]), shape(a["other"])
+    rows = x[-2:-1] if len(x) > 1 else ()
+    cols = y[-1:] if len(y) > 1 else ()
+    return (broadcast_shapes([x[:-2], y[:-2]]) + rows + cols,)
+
+
+def linear(a: Args) -> tuple[Shape]:
+    """[..., k] x [n, k] -> [..., n]; a weight of one dimension gives [...]."""
+    return (shape(a["input"])[:-1] + shape(a["weight"])[:-1],)
+
+
+def conv(a: Args) -> tuple[Shape]:
+    """[n, c, ...] x [k, c / groups, ...] -> [n, k, ...]; transposed weights are [c, k / groups, ...]."""
+    x, w = shape(a["input"]), shape(a["weight"])
+    lead = x[: len(x) - (len(w) - 2) - 1]
+    spatial = []
+    for i, (n, k) in enumerate(zip(x[len(lead) + 1 :], w[2:], strict=True)):
+        s, p, d, extra = (_at(a[f], i) for f in ("stride", "padding", "dilation", "output_padding"))
+        if a["transposed"]:
+            spatial.append((n - 1) * s - 2 * p + d * (k - 1) + extra + 1)
+        else:
+            spatial.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
+    channels = w[1] * a["groups"] if a["transposed"] else w[0]
+    return ((*lead, channels, *spatial),)
+
+
+def _at(values: Sequence[Any], i: int) -> Any:
+    return values[i] if len(values) > 1 else values[0]
+
+
+def pooled(outputs: int, spatial: int) -> ShapeRule:
+    """Windows over the last `spatial` dimensions; stride defaults to the kernel size; ceil mode drops windows that start in padding."""
+
+    def rule(a: Args) -> tuple[Shape, ...]:
+        x = shape(a["self"])
+        sizes = [_window(a, n, i) for i, n in enumerate(x[-spatial:])]
+        return ((*x[:-spatial], *sizes),) * outputs
+
+    return named(rule, f"pooled{spatial}d" + _times(outputs))
+
+
+def _window(a: Args, n: Any, i: int) -> Any:
+    k, p = _at(a["kernel_size"], i), _at(a["padding"], i)
+    s = _at(a["stride"], i) if a["stride"] else k
+    d = _at(a["dilation"], i) if "dilation" in a else 1
+    span = n + 2 * p - d * (k - 1) - 1
+    if not a["ceil_mode"]:
+        return span // s + 1
+    out = (span + s - 1) // s + 1
+    return out - 1 if (out - 1) * s >= n + p else out
+
+
+def resized(spatial: int) -> ShapeRule:
+    """`output_size` in place of the last `spatial` dimensions."""
+    return named(lambda a: ((*shape(a["self"])[:-spatial], *a["output_size"]),), f"resized{spatial}d")
+
+
+def viewed(a: Args) -> tuple[Shape]:
+    """The listed sizes, with -1 standing for what is left."""
+    s, size = shape(a["self"]), tuple(a["size" if "size" in a else "shape"])
+    known = [n for n in size if not (isinstance(n, int) and n == -1)]
+    if len(known) == len(size):
+        return (size,)
+    rest = math.prod(s) // math.prod(known) if known else math.prod(s)
+    return (tuple(rest if isinstance(n, int) and n == -1 else n for n in size),)
+
+
+def expanded(a: Args) -> tuple[Shape]:
+    """The listed sizes, with -1 standing for the size that is there."""
+    s, size = shape(a["self"]), tuple(a["size"])
+    old = (None,) * (len(size) - len(s)) + s
+    return (tuple(o if isinstance(n, int) and n == -1 else n for o, n in zip(old, size, strict=True)),)
+
+
+def permuted(a: Args) -> tuple[Shape]:
+    """The dimensions in the listed order."""
+    s = shape(a["self"])
+    return (tuple(s[d] for d in a["dims"]),)
+
+
+def transposed(a: Args) -> tuple[Shape]:
+    """Two dimensions swapped."""
+    s = list(a["self"].shape)
+    if s:
+        i, j = a["dim0"], a["dim1"]
+        s[i], s[j] = s[j], s[i]
+    return (tuple(s),)
+
+
+def reversed_dims(a: Args) -> tuple[Shape]:
+    """The dimensions in reverse."""
+    return (shape(a["self"])[::-1],)
+
+
+def squeezed(a: Args) -> tuple[Shape]:
+    """Without the listed dimensions whose size is one."""
+    s = shape(a["self"])
+    dims = {wrap(d, len(s)) for d in a["dim"]}
+    return (tuple(n for i, n in enumerate(s) if not (i in dims and is_one(n))),)
+
+
+def unsqueezed(a: Args) -> tuple[Shape]:
+    """With a size of one at `dim`."""
+    s = shape(a["self"])
+    d = wrap(a["dim"], len(s) + 1)
+    return ((*s[:d], 1, *s[d:]),)
+
+
+def replace(s: Shape, dim: int, size: Any) -> Shape:
+    """`s` with another size at `dim`."""
+    d = wrap(dim, len(s))
+    return (*s[:d], size, *s[d + 1 :])
+
+
+def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
+    """How many elements `start:end:step` takes of `n`. Symbols are clamped by min and max expressions."""
+    start = _clamp(0 if start is None else start, n)
+    end = n if end is None or (isinstance(end, int) and end >= 2**63 - 1) else _clamp(end, n)
+    if all(isinstance(v, int) for v in (n, start, end, step)):
+        return max(0, -((start - end) // step))
+    return end - start if is_one(step) else (end - start + step - 1) // step
+
+
+def _clamp(i: Any, n: Any) -> Any:
+    if isinstance(i, int) and i < 0:
+        i = n + i
+    if isinstance(i, int) and isinstance(n, int):
+        return min(max(i, 0), n)
+    return i if isinstance(i, int) and i == 0 else torch.sym_min(i, n)
+
+
+def sliced(a: Args) -> tuple[Shape]:
+    """`dim` cut to start:end:step."""
+    s, d = shape(a["self"]), a["dim"]
+    return (replace(s, d, slice_length(s[d], a["start"], a["end"], a["step"])),)
+
+
+def without_dim(a: Args) -> tuple[Shape]:
+    """Without `dim`."""
+    s = shape(a["self"])
+    d = wrap(a["dim"], len(s))
+    return (s[:d] + s[d + 1 :],)
+
+
+def diagonal(a: Args) -> tuple[Shape]:
+    """Without the two dimensions, with the diagonal's length at the end."""
+    s, k = shape(a["self"]), a["offset"]
+    i, j = wrap(a["dim1"], len(s)), wrap(a["dim2"], len(s))
+    rows, cols = (s[i], s[j] - k) if k >= 0 else (s[i] + k, s[j])
+    length = max(0, min(rows, cols)) if isinstance(rows, int) and isinstance(cols, int) else torch.sym_min(rows, cols)
+    return ((*(n for d, n in enumerate(s) if d not in (i, j)), length),)
+
+
+def unfolded(a: Args) -> tuple[Shape]:
+    """`dim` becomes the number of windows; the window is the last dimension."""
+    s, d = shape(a["self"]), a["dimension"]
+    if not s:
+        return ((a["size"],),)
+    return ((*replace(s, d, (s[d] - a["size"]) // a["step"] + 1), a["size"]),)
+
+
+def split_sizes(a: Args) -> tuple[Shape, ...]:
+    """One output per listed size along `dim`."""
+    return tuple(replace(shape(a["self"]), a["dim"], n) for n in a["split_sizes"])
+
+
+def split_even(a: Args) -> tuple[Shape, ...]:
+    """Outputs of `split_size` along `dim`, the last one smaller."""
+    s, d, k = shape(a["self"]), a["dim"], a["split_size"]
+    n = int(s[d])
+    count = max(1, -(-n // k)) if k else 1
+    return tuple(replace(s, d, min(k, n - i * k) if k else n) for i in range(count))
+
+
+def unbound(a: Args) -> tuple[Shape, ...]:
+    """One output per index of `dim`."""
+    return without_dim(a) * int(a["self"].shape[a["dim"]])
+
+
+def unbound_dtypes(a: Args) -> tuple[torch.dtype, ...]:
+    """The dtype of `self`, for every piece."""
+    pieces = unbound(a) if "split_sizes" not in a and "split_size" not in a else _pieces(a)
+    return (a["self"].dtype,) * len(pieces)
+
+
+def _pieces(a: Args) -> tuple[Shape, ...]:
+    return split_sizes(a) if "split_sizes" in a else split_even(a)
+
+
+def concatenated(a: Args) -> tuple[Shape]:
+    """Sizes added along `dim`; 1-dim empty tensors do not count (ATen cat)."""
+    every = [shape(t) for t in a["tensors"]]
+    items = [s for s in every if not (len(s) == 1 and isinstance(s[0], int) and s[0] == 0)] or every
+    return (replace(items[0], a["dim"], sum(s[a["dim"]] for s in items)),)
+
+
+def stacked(a: Args) -> tuple[Shape]:
+    """A new dimension at `dim`, one entry per tensor."""
+    s = shape(a["tensors"][0])
+    d = wrap(a["dim"], len(s) + 1)
+    return ((*s[:d], len(a["tensors"]), *s[d:]),)
+
+
+def padded(a: Args) -> tuple[Shape]:
+    """`pad` lists (before, after) from the last dimension on."""
+    s, pad = list(a["self"].shape), a["pad"]
+    for i in range(len(pad) // 2):
+        s[-1 - i] = s[-1 - i] + pad[2 * i] + pad[2 * i + 1]
+    return (tuple(s),)
+
+
+def repeated(a: Args) -> tuple[Shape]:
+    """Every size times its repeat; missing leading sizes are one."""
+    s, r = shape(a["self"]), a["repeats"]
+    return (tuple(n * k for n, k in zip((1,) * (len(r) - len(s)) + s, r, strict=True)),)
+
+
+def embedded(a: Args) -> tuple[Shape]:
+    """[n, d] at indices [...] -> [..., d]."""
+    return (shape(a["indices"]) + shape(a["weight"])[1:],)
+
+
+def index_selected(a: Args) -> tuple[Shape]:
+    """`dim` gets the length of the index."""
+    s, index = shape(a["self"]), shape(a["index"])
+    return (replace(s, a["dim"], index[0] if index else 1) if s else s,)
+
+
+def indexed(a: Args) -> tuple[Shape]:
+    """Advanced indexing: the indices broadcast; their shape replaces the indexed dimensions, in front when those are not adjacent.
+
+    A boolean mask has as many dimensions as it covers and a number of hits that only data tells: not supported here.
+    """
+    s, indices = shape(a["self"]), list(a["indices"])
+    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
+        raise NotImplementedError("the size of a masked selection depends on data")
+    hit = [i for i, t in enumerate(indices) if t is not None]
+    new = broadcast_shapes([shape(indices[i]) for i in hit])
+    rest = [n for i, n in enumerate(s) if i not in hit]
+    at = hit[0] if hit == list(range(hit[0], hit[0] + len(hit))) else 0
+    return ((*rest[:at], *new, *rest[at:]),)
+
+
+def top_k(a: Args) -> tuple[Shape, Shape]:
+    """`dim` cut to k, for values and indices."""
+    s = shape(a["self"])
+    out = replace(s, a["dim"], a["k"]) if s else s
+    return out, out
+
+
+def range_length(a: Args) -> tuple[Shape]:
+    """ceil((end - start) / step)."""
+    start, end, step = a["start"], a["end"], a["step"]
+    if all(isinstance(v, int) for v in (start, end, step)):
+        return ((max(0, -((start - end) // step)),),)
+    if any(isinstance(v, float) for v in (start, end, step)):
+        return ((math.ceil((end - start) / step),),)
+    return (((end - start) if is_one(step) else (end - start + step - 1) // step,),)
+
+
+def norm_shapes(a: Args) -> tuple[Shape, Shape, Shape]:
+    """The input's shape, and twice the shape of a statistic: ones in place of `normalized_shape`."""
+    s, n = shape(a["input"]), len(a["normalized_shape"])
+    stat = s[: len(s) - n] + (1,) * n
+    return s, stat, stat
+
+
+def group_norm_shapes(a: Args) -> tuple[Shape, Shape, Shape]:
+    """The input's shape, and [N, groups] twice."""
+    stat = (a["N"], a["group"])
+    return shape(a["input"]), stat, stat
+
+
+def channel_stats(a: Args) -> tuple[Shape, Shape, Shape]:
+    """The input's shape, and [C] twice."""
+    s = shape(a["input"])
+    return s, s[1:2], s[1:2]
+
+
+def masked_shapes(rule: ShapeRule) -> ShapeRule:
+    """Outputs that `output_mask` turns off are absent."""
+    return named(lambda a: _mask(rule(a), a["output_mask"]), rule.__name__)
