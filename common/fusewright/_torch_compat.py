@@ -173,3 +173,13 @@ def is_module_state(node: torch.fx.Node, example: Any) -> bool:
     if isinstance(example, torch.nn.Parameter):
         return True
     return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+
+
+def autocast_enabled() -> bool:
+    """Whether autocast is on for any device type."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def disable_autocast() -> Any:
+    """A context manager that switches autocast off for every device type."""
+    return torch._C._DisableAutocast()

@@ -1,4 +1,4 @@
-"""Capture: Dynamo's graph through AOTAutograd to ATen graphs, one for inference or one each for forward and backward."""
+"""Capture: Dynamo's graph to ATen graphs, by the direct road or through AOTAutograd (one graph each for forward and backward)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,39 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
-from fusewright import ops
+from fusewright import direct
+from fusewright.graph.effects import writes
 from fusewright.interface import Phase
 
-Compile = Callable[[GraphModule, Phase, frozenset[Node]], Callable[[list[Any]], Any]]
-"""(ATen graph, phase, constant placeholders) -> a callable that takes and empties a list of inputs."""
+Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
+"""(ATen graph, phase, constant placeholders, road) -> a callable that takes and empties a list of inputs."""
 
 
-def through_aot(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+    """Compile a Dynamo graph: directly where that is certainly right, else through AOTAutograd."""
+    try:
+        aten, constants = direct.capture(gm, example_inputs)
+    except direct.Doubt as doubt:
+        return through_aot(gm, example_inputs, compile_graph, f"aot ({doubt})")
+    run = compile_graph(aten, "infer", constants, "direct")
+    if not compat.autocast_enabled():
+        return lambda *args: run(list(args))
+
+    def without_autocast(*args: Any) -> Any:  # its casts are ops of the graph already
+        with compat.disable_autocast():
+            return run(list(args))
+
+    return without_autocast
+
+
+def through_aot(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, road: str) -> Callable[..., Any]:
     """The long road: right for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
 
     def compiler(phase: Phase) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_aten(aten: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             constants = constant_placeholders(aten) if phase == "infer" and trackable else frozenset()
-            run = compile_graph(aten, phase, constants)
+            run = compile_graph(aten, phase, constants, road)
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
@@ -40,7 +58,7 @@ def constant_placeholders(aten: GraphModule) -> frozenset[Node]:
     written = {
         n.args[0]
         for n in aten.graph.nodes
-        if n.op == "call_function" and compat.is_overload(n.target) and ops.is_mutating(n.target)
+        if writes(n)
     }
     placeholders = [n for n in aten.graph.nodes if n.op == "placeholder"]
     return frozenset(n for i, n in enumerate(placeholders) if i in static and n not in written)

@@ -45,10 +45,10 @@ def compile_dynamo(
     parsed = Options.parse(options, cls)
     device = registry.info(name).device
     backend = cls(device, parsed.backend)  # type: ignore[arg-type]
-    return capture.through_aot(
+    return capture.capture(
         gm,
         example_inputs,
-        lambda aten, phase, const: pipeline.compile_graph(backend, parsed, aten, phase, const, "aot"),
+        lambda aten, phase, const, road: pipeline.compile_graph(backend, parsed, aten, phase, const, road),
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from fusewright import ops
 from fusewright.cost import work
+from fusewright.graph.effects import draws, writes
 from fusewright.graph.view import GraphIndex, is_projection
 from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
 
@@ -26,11 +26,11 @@ class Partition:
     bugs: list[str] = field(default_factory=list)
 
 
-def ask(backend: Backend, op: OpView, target: object) -> Verdict:
+def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
     """The backend's verdict on one op. Total: what the host must keep is denied here, a raise counts as no."""
-    if ops.is_mutating(target):
+    if writes(node):
         return Verdict(Why.NO_LOWERING, "writes its input in place: eager keeps the order of effects")
-    if ops.is_random(target):
+    if draws(node):
         return Verdict(Why.NO_LOWERING, "draws random numbers: eager keeps torch's generator order")
     for v in (*op.inputs(), *op.outs):
         if isinstance(v.spec, TensorSpec) and v.spec.rank and not v.spec.stride:
@@ -49,7 +49,7 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     verdicts: dict[int, Verdict] = {}
     bugs: list[str] = []
     for node, view in index.ops.items():
-        verdict = denied.get(node.meta.get("origin", node.name)) or ask(backend, view, node.target)
+        verdict = denied.get(node.meta.get("origin", node.name)) or ask(backend, view, node)
         verdicts[view.id] = verdict
         if verdict.why is Why.SUPPORTS_RAISED:
             bugs.append(f"{backend.name}.supports({view.op}) raised {verdict.detail}")
@@ -113,7 +113,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
             if source in group_of:
                 group_of[node] = group_of[source]
             continue
-        if ops.is_mutating(node.target):
+        if writes(node):
             first_open = len(members)
         inputs = node.all_input_nodes
         mask = 0

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph.effects import draws, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, Region, TensorSpec, is_static
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
@@ -160,9 +161,9 @@ def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
     for k, item in enumerate(items):
         for node in item.nodes:
             waits[k].update(_owners(node.all_input_nodes, owner))
-            if is_op(node) and ops.is_mutating(node.target):
+            if writes(node):
                 effects.append(k)
-            elif is_op(node) and ops.is_random(node.target):
+            elif draws(node):
                 waits[k].update({last_random} - {None})  # type: ignore[arg-type]
                 last_random = k
         waits[k].discard(k)

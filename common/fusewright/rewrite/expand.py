@@ -52,7 +52,7 @@ def _openable(
     traced: dict[Any, Graph | None] = {}
     for node in candidates:
         view = views[node]
-        if ask(backend, view, node.target).why is not Why.NO_LOWERING:
+        if ask(backend, view, node).why is not Why.NO_LOWERING:
             continue
         key = (view.op, tuple(v.spec for v in view.inputs()), repr([a for a in node.args if not isinstance(a, Node)]))
         if key not in traced:
@@ -85,7 +85,7 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     views = GraphIndex(inside, frozenset(), phase).ops
     if any(n.target is node.target for n in views):
         return None
-    return inside if views and all(ask(backend, v, n.target) for n, v in views.items()) else None
+    return inside if views and all(ask(backend, v, n) for n, v in views.items()) else None
 
 
 def _splice(graph: Graph, node: Node, inside: Graph) -> None:

@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph.effects import draws, has_writes, writes
 from fusewright.graph.spec import value_of
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
 
@@ -105,11 +106,7 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 def _same_cast(r: Rewriter, node: Node, env: Env) -> Node | None:
     """A cast or copy to what the tensor already is. Kept where inputs are mutated, because the copy may be the point."""
-    return _identity_view(r, node, env) if not _has_mutation(r.graph) else None
-
-
-def _has_mutation(graph: Graph) -> bool:
-    return any(n.op == "call_function" and ops.is_mutating(n.target) for n in graph.nodes)
+    return _identity_view(r, node, env) if not has_writes(r.graph) else None
 
 
 _MM_T = p("mm", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
@@ -148,7 +145,7 @@ def merge_common(graph: Graph) -> int:
     returned = frozenset(output.all_input_nodes)
     seen: dict[Any, Node] = {}
     merged = 0
-    mutation = _has_mutation(graph)
+    mutation = has_writes(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or node in returned or not _pure(node, mutation):
             continue
@@ -165,7 +162,7 @@ def _pure(node: Node, mutation: bool) -> bool:
     target = node.target
     if not compat.is_overload(target):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math")
-    return not (ops.is_random(target) or ops.is_mutating(target) or (mutation and ops.is_view(target)))
+    return not (draws(node) or writes(node) or (mutation and ops.is_view(target)))
 
 
 def _key(node: Node) -> Any:

@@ -1,0 +1,169 @@
+"""The direct road: a Dynamo graph without gradients, mutation or symbolic sizes becomes an ATen graph in one recording run.
+
+AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op is run once on FakeTensors and written
+down. Anything doubtful raises `Doubt`, and the long road takes the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+
+
+class Doubt(Exception):
+    """Why the direct road might be wrong for a graph."""
+
+
+def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule, frozenset[Node]]:
+    """Record `gm` as an ATen graph; also its constant placeholders. Raises `Doubt`."""
+    _check_inputs(gm, example_inputs)
+    recorder = _Recorder(gm, example_inputs)
+    return recorder.record(), recorder.constants()
+
+
+def _check_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    grad = torch.is_grad_enabled()
+    for x in example_inputs:
+        if not isinstance(x, torch.Tensor):
+            raise Doubt(f"an input is {type(x).__name__}, not a tensor")
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) and not compat.is_fake(x):
+            raise Doubt(f"an input is of the subclass {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg() or x.is_quantized:
+            raise Doubt("an input is sparse, quantized or lazily conjugated")
+        if grad and x.requires_grad:
+            raise Doubt("gradients are needed")
+    for node in gm.graph.nodes:
+        if node.op == "call_module" or compat.is_higher_order(node.target):
+            raise Doubt(f"the graph calls {node.target}")
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in compat.MODE_SWITCHES:
+            raise Doubt(f"the graph switches a mode: {node.target.__name__}")
+
+
+class _Recorder(Interpreter):
+    """Runs Dynamo's graph on its own FakeTensors under a dispatch mode that appends each ATen call to a new graph."""
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.out = Graph()
+        self.root = torch.nn.Module()
+        self.node_of: dict[int, Node] = {}
+        self.alive: list[torch.Tensor] = []  # ids are only unique while their objects live
+        self.here: Node | None = None
+        self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.examples = list(example_inputs)
+        self.fake_mode = self._mode()
+
+    def _mode(self) -> Any:
+        for n in self.inputs:
+            val = n.meta.get("example_value")
+            if compat.is_fake(val):
+                return compat.fake_mode_of(val)
+        raise Doubt("no input has traced metadata")
+
+    def record(self) -> GraphModule:
+        fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
+        with self.fake_mode, compat.dispatch_mode(self._dispatch):
+            returned = self.run(*fakes)
+        flat = returned if isinstance(returned, tuple | list) else (returned,)
+        self.out.output(tuple(self._result(v) for v in flat))
+        return GraphModule(self.root, self.out)
+
+    def constants(self) -> frozenset[Node]:
+        """Parameters and module buffers, whose values last from call to call."""
+        nodes = self.out.find_nodes(op="placeholder")
+        return frozenset(
+            new for new, old, x in zip(nodes, self.inputs, self.examples, strict=True)
+            if compat.is_module_state(old, x) and not x.is_inference()
+        )  # fmt: skip
+
+    def _input(self, node: Node, example: torch.Tensor) -> torch.Tensor:
+        val = node.meta.get("example_value")
+        if not compat.is_fake(val):
+            val = self.fake_mode.from_tensor(example, static_shapes=True)
+        if any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride())):
+            raise Doubt("sizes are symbolic")
+        if id(val) in self.node_of:
+            raise Doubt("two inputs are one tensor")
+        new = self.out.placeholder(node.name)
+        new.meta.update(val=val, stack_trace=node.meta.get("stack_trace"))
+        self._know(val, new)
+        return val
+
+    def _know(self, t: torch.Tensor, node: Node) -> None:
+        self.node_of[id(t)] = node
+        self.alive.append(t)
+
+    def _result(self, v: Any) -> Any:
+        if isinstance(v, torch.Tensor):
+            return self._node(v)
+        if v is None or isinstance(v, int | float | bool | str):
+            return v
+        raise Doubt(f"the graph returns {type(v).__name__}")
+
+    def _node(self, t: torch.Tensor) -> Node:
+        node = self.node_of.get(id(t))
+        if node is None:
+            raise Doubt("a tensor comes from outside the graph")
+        return node
+
+    def run_node(self, n: Node) -> Any:
+        self.here = n
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor that the traced module holds becomes an attribute of the new graph's root."""
+        real = super().get_attr(target, args, kwargs)
+        if not isinstance(real, torch.Tensor):
+            return real
+        if real.requires_grad and torch.is_grad_enabled():
+            raise Doubt("gradients are needed")
+        name = f"constant{len(self.alive)}"
+        setattr(self.root, name, torch.nn.Buffer(real, persistent=False) if not isinstance(real, torch.nn.Parameter) else real)
+        fake = self.fake_mode.from_tensor(real, static_shapes=True)
+        node = self.out.get_attr(name)
+        node.meta["val"] = fake
+        self._know(fake, node)
+        return fake
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not compat.is_overload(func):
+            raise Doubt(f"the graph calls {func}")
+        if ops.is_mutating(func):
+            raise Doubt(f"{func} writes in place")
+        result = func(*args, **kwargs)
+        if func.namespace == "prim" or func in compat.METADATA_OPS:
+            return result
+        new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)  # type: ignore[misc]
+        node = self.out.call_function(func, new_args, new_kwargs)
+        node.meta["val"] = result
+        if self.here is not None:
+            node.meta["stack_trace"] = self.here.meta.get("stack_trace")
+        self._remember(result, node)
+        return result
+
+    def _as_argument(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._node(a)
+        if isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise Doubt("sizes are symbolic")
+        return a
+
+    def _remember(self, result: Any, node: Node) -> None:
+        if isinstance(result, torch.Tensor):
+            self._know(result, node)
+        elif isinstance(result, tuple | list):
+            for k, r in enumerate(result):
+                if isinstance(r, torch.Tensor):
+                    item = self.out.call_function(operator.getitem, (node, k))
+                    item.meta.update(val=r, stack_trace=node.meta.get("stack_trace"))
+                    self._know(r, item)
+        elif result is not None:
+            raise Doubt(f"{node.target} gives {type(result).__name__}, which depends on data")
+
