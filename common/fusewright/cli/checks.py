@@ -20,6 +20,7 @@ from fusewright import __version__, cachedir, config, machine, registry
 from fusewright.interface import INTERFACE, OPSET, Unavailable
 
 SCHEMA = 1
+SMOKE = (sys.executable, "-m", "fusewright.cli.smoke")
 SMOKE_SECONDS = 180
 # Instruction sets that decide which code runs; the CPU has many more.
 _TELLING = (
@@ -72,8 +73,8 @@ def collect(smoke: bool = True) -> Report:
     rows = [_row(i) for i in registry.backends()]
     report = Report(machine_facts(), rows)
     if smoke:
-        _run_smoke([r for r in rows if r.device and not r.reference])
-    _judge(report)
+        run_smoke([r for r in rows if r.device and not r.reference])
+    judge(report)
     return report
 
 
@@ -96,7 +97,7 @@ def _row(info: registry.BackendInfo) -> Row:
     return row
 
 
-def _run_smoke(rows: Sequence[Row]) -> None:
+def run_smoke(rows: Sequence[Row]) -> None:
     """Fill in `runs`. A child that dies costs the backend that was running; a new one takes the rest."""
     todo = {r.name: r for r in rows}
     while todo:
@@ -122,9 +123,10 @@ def _run_smoke(rows: Sequence[Row]) -> None:
 
 def _child(names: list[str]) -> tuple[list[dict[str, Any]], str]:
     """Events of one child process, and in words how it ended."""
-    command = [sys.executable, "-m", "fusewright.cli.smoke", *names]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
+        done = subprocess.run(
+            [*SMOKE, *names], capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False
+        )
         out, code = done.stdout, done.returncode
         last = done.stderr.strip().splitlines()[-1:] or [""]
         ending = f"killed by signal {-code}" if code < 0 else f"exit code {code} {last[0]}".rstrip()
@@ -176,7 +178,7 @@ def _version(package: str) -> str | None:
         return "present"
 
 
-def _judge(report: Report) -> None:
+def judge(report: Report) -> None:
     """What of the facts is a problem, and what only worth a line."""
     facts, rows = report.machine, report.rows
     for row in rows:

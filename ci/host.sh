@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Job "host": everything that needs no device. Also the part of CI that decides whether a change may land.
+set -euo pipefail
+PYTHON=${PYTHON:-python}
+"$PYTHON" -m ruff check .
+"$PYTHON" -m mypy
+"$PYTHON" ci/check_tree.py
+"$PYTHON" -m pytest -n 2 -q tests </dev/null

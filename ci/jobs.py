@@ -1,0 +1,163 @@
+"""The vendor matrix: which jobs this machine can run, and running them.
+
+    python ci/jobs.py list [--json]      every job, and whether this machine meets its needs
+    python ci/jobs.py run [NAME...]      the named jobs, or all that fit; exit code 1 when one fails
+    python ci/jobs.py table              the matrix as a table for the docs
+    python ci/jobs.py cells              one JSON object per job, torch version and Python, for a CI service
+
+It uses only the standard library, so that it runs before anything is installed; torch is asked if there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MATRIX = ROOT / "ci" / "matrix.toml"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the matrix. `minutes` is the limit after which the job counts as failed."""
+
+    name: str
+    backend: str
+    kind: str
+    hardware: str
+    script: str
+    needs: tuple[str, ...]
+    minutes: int
+
+    def missing(self) -> list[str]:
+        """The needs that this machine does not meet."""
+        return [n for n in self.needs if not FACTS[n]()]
+
+
+def _torch_says(question: Callable[[Any], object]) -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(question(torch))
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+
+
+FACTS: dict[str, Callable[[], bool]] = {
+    "linux": lambda: sys.platform == "linux",
+    "darwin": lambda: sys.platform == "darwin",
+    "x86_64": lambda: platform.machine().lower() in ("x86_64", "amd64"),
+    "aarch64": lambda: platform.machine().lower() in ("aarch64", "arm64"),
+    "avx2": lambda: "avx2" in _cpu_flags(),
+    "vnni": lambda: bool({"avx512_vnni", "avx_vnni"} & _cpu_flags()),
+    "cuda": lambda: _torch_says(lambda t: t.version.cuda and t.cuda.is_available()),
+    "hip": lambda: _torch_says(lambda t: t.version.hip and t.cuda.is_available()),
+}
+
+
+def read(path: Path = MATRIX) -> tuple[list[Job], dict[str, list[str]]]:
+    """The jobs and the versions of the matrix file. Raises ValueError when a row is wrong."""
+    data = tomllib.loads(path.read_text())
+    jobs = []
+    for row in data["job"]:
+        job = Job(**{**row, "needs": tuple(row["needs"])})
+        unknown = set(job.needs) - set(FACTS)
+        if unknown:
+            raise ValueError(f"{job.name}: nobody knows how to ask for {', '.join(sorted(unknown))}")
+        if job.kind not in ("real", "simulated"):
+            raise ValueError(f"{job.name}: kind is {job.kind!r}, not real or simulated")
+        if not (ROOT / job.script).is_file():
+            raise ValueError(f"{job.name}: there is no {job.script}")
+        jobs.append(job)
+    return jobs, data["torch"]
+
+
+def run(job: Job) -> bool:
+    """Run one job; its output goes straight through. True when it passed."""
+    missing = job.missing()
+    if missing:
+        print(f"-- {job.name}: skipped, this machine lacks: {', '.join(missing)}", flush=True)
+        return True
+    print(f"-- {job.name} ({job.kind}: {job.hardware})", flush=True)
+    start = time.monotonic()
+    env = {
+        **os.environ,
+        "PYTHON": os.environ.get("PYTHON", sys.executable),
+        "FUSEWRIGHT_JOB_BACKEND": job.backend,
+    }
+    try:
+        command = ["bash", job.script, job.backend]
+        code = subprocess.run(command, cwd=ROOT, env=env, timeout=job.minutes * 60, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"-- {job.name}: not done after {job.minutes} minutes", flush=True)
+        return False
+    print(
+        f"-- {job.name}: {'passed' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
+    return code == 0
+
+
+def table(jobs: list[Job]) -> str:
+    """The matrix in Markdown."""
+    rows = [f"| `{j.name}` | {j.kind} | {j.hardware} | `{j.script} {j.backend}` |" for j in jobs]
+    return "\n".join(["| job | kind | hardware | script |", "|---|---|---|---|", *rows])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list").add_argument("--json", action="store_true")
+    commands.add_parser("run").add_argument("names", nargs="*")
+    commands.add_parser("table")
+    commands.add_parser("cells")
+    args = parser.parse_args(argv)
+    jobs, versions = read()
+    if args.command == "list":
+        if args.json:
+            print(json.dumps([{**asdict(j), "missing": j.missing()} for j in jobs], indent=2))
+        else:
+            for j in jobs:
+                lacks = j.missing()
+                print(
+                    f"{j.name:15} {j.kind:10} {'can run here' if not lacks else 'lacks ' + ', '.join(lacks)}"
+                )
+    elif args.command == "table":
+        print(table(jobs))
+    elif args.command == "cells":
+        for j, torch_version, python in itertools.product(jobs, versions["versions"], versions["python"]):
+            print(json.dumps({"job": j.name, "kind": j.kind, "torch": torch_version, "python": python}))
+    else:
+        unknown = set(args.names) - {j.name for j in jobs}
+        if unknown:
+            parser.error(
+                f"no job is called {', '.join(sorted(unknown))}; jobs: {', '.join(j.name for j in jobs)}"
+            )
+        results = [run(j) for j in jobs if not args.names or j.name in args.names]
+        return 0 if all(results) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
