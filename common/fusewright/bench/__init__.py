@@ -1,0 +1,5 @@
+"""Measuring: the suite of models, honest timing beside other compilers, accuracy against fp64, and the bars.
+
+Nothing here is imported by the library proper; `transformers`, `rich` and `click` are needed only by what
+uses them.
+"""

@@ -1,0 +1,152 @@
+"""Error against an fp64 run of the same call, judged relative to eager's own error at that dtype."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fusewright.bench.suite import Built, TrainStep, cast_inputs, flatten_outputs
+
+LIMIT = 2.0
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_EPS = {
+    "fp32": torch.finfo(torch.float32).eps,
+    "bf16": torch.finfo(torch.bfloat16).eps,
+    "amp": torch.finfo(torch.bfloat16).eps,
+}
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Worst output of a call. `ratio_*` = our error / eager's error; errors are absolute, against fp64.
+
+    `passed` means every output has error <= 2x eager's + one epsilon of the dtype at the output's scale, in
+    max and rms norm, has eager's dtype and shape, and NaN and Inf exactly where eager has them.
+    """
+
+    passed: bool
+    ratio_max: float
+    ratio_rms: float
+    err_max: float
+    err_rms: float
+    eager_err_max: float
+    eager_err_rms: float
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Widen(TorchFunctionMode):
+    """Models cast to fp32 by name (`x.float()`, `softmax(dtype=torch.float32)`): in the reference those casts
+    go to fp64.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
+            func = torch.Tensor.double
+        args = tuple(self._widen(arg) for arg in args)
+        return func(*args, **{key: self._widen(value) for key, value in (kwargs or {}).items()})
+
+    @staticmethod
+    def _widen(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+def reference(built: Built) -> list[torch.Tensor]:
+    """Outputs of the call in fp64: the weights and inputs as rounded to the dtype, in wider arithmetic."""
+    fn = copy.deepcopy(built.module).double() if built.module is not None else built.fn
+    wide = replace(cast_inputs(built, torch.float64), fn=fn, dtype="fp32")
+    with torch.no_grad(), _wide_arithmetic():
+        return flatten_outputs(wide.run())
+
+
+def train_reference(step: TrainStep) -> list[torch.Tensor]:
+    """Loss and gradients of the step in fp64."""
+    batch = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in step.batch.items()
+    }
+    with _wide_arithmetic():
+        return TrainStep(step.name, copy.deepcopy(step.module).double(), batch, "fp32").loss_and_grads()
+
+
+class _wide_arithmetic:
+    def __enter__(self) -> None:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        self._mode = _Widen()
+        self._mode.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._mode.__exit__(*exc)
+        torch.set_default_dtype(self._default)
+
+
+def compare(
+    wide: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], ours: Sequence[torch.Tensor], dtype: str
+) -> Accuracy:
+    """Judges `ours` beside `eager`, output by output; the worst output (a failed one first, then the highest
+    ratio) is returned.
+    """
+    if not len(wide) == len(eager) == len(ours):
+        return _failed(f"{len(ours)} outputs, eager has {len(eager)}")
+    leaves = [
+        _compare_leaf(w, e, o, dtype, f"output {i}")
+        for i, (w, e, o) in enumerate(zip(wide, eager, ours, strict=True))
+    ]
+    if not leaves:
+        return _failed("no outputs to compare")
+    return max(leaves, key=lambda leaf: (not leaf.passed, max(leaf.ratio_max, leaf.ratio_rms)))
+
+
+def _failed(reason: str) -> Accuracy:
+    return Accuracy(False, math.inf, math.inf, math.inf, math.inf, math.nan, math.nan, reason)
+
+
+def _compare_leaf(
+    wide: torch.Tensor, eager: torch.Tensor, ours: torch.Tensor, dtype: str, name: str
+) -> Accuracy:
+    if ours.shape != eager.shape or ours.dtype != eager.dtype:
+        return _failed(
+            f"{name}: {ours.dtype} {tuple(ours.shape)}, eager has {eager.dtype} {tuple(eager.shape)}"
+        )
+    if not eager.dtype.is_floating_point:
+        equal = torch.equal(ours, eager)
+        return (
+            Accuracy(True, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+            if equal
+            else _failed(f"{name}: {eager.dtype} values differ from eager's")
+        )
+    finite = eager.isfinite()
+    if not torch.equal(finite, ours.isfinite()) or not torch.equal(
+        eager[~finite].nan_to_num(nan=0.0), ours[~finite].nan_to_num(nan=0.0)
+    ):
+        return _failed(f"{name}: NaN or Inf where eager has none, or the other way round")
+    finite &= wide.isfinite()
+    if not finite.any():
+        return Accuracy(True, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    exact = wide[finite].double()
+    eager_max, eager_rms = _norms(eager[finite].double() - exact)
+    ours_max, ours_rms = _norms(ours[finite].double() - exact)
+    scale_max, scale_rms = _norms(exact)
+    eps = _EPS[dtype]
+    passed = (
+        ours_max <= LIMIT * eager_max + eps * scale_max and ours_rms <= LIMIT * eager_rms + eps * scale_rms
+    )
+    reason = "" if passed else f"{name}: error {ours_max:.3g} against eager's {eager_max:.3g}"
+    # The ratio of two errors far below the floor says nothing: the floor's hundredth bounds the denominator.
+    ratio_max = ours_max / max(eager_max, 0.01 * eps * scale_max, 1e-300)
+    ratio_rms = ours_rms / max(eager_rms, 0.01 * eps * scale_rms, 1e-300)
+    return Accuracy(passed, ratio_max, ratio_rms, ours_max, ours_rms, eager_max, eager_rms, reason)
+
+
+def _norms(values: torch.Tensor) -> tuple[float, float]:
+    """(max, root mean square) of the absolute values."""
+    return float(values.abs().max()), float(values.square().mean().sqrt())

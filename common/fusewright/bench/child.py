@@ -1,0 +1,221 @@
+"""The measuring process: `python -m fusewright.bench.child` reads one JSON request a line on stdin and
+answers likewise.
+
+A process of its own per model keeps memory, compiler state and crashes apart; fresh ones time the first call.
+The parent decides what runs when (`fusewright.bench.measure`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from fusewright.bench import accuracy
+from fusewright.bench.contenders import EAGER, Contender, from_backend
+from fusewright.bench.suite import Built, TrainStep, build, flatten_outputs, train_step
+
+STABLE = 0.05
+"""Warm-up ends when three calls in a row are within this share of the fastest seen."""
+
+
+class Server:
+    """The state of one measuring process: one loaded model, and contenders that are ready to be called."""
+
+    def __init__(self) -> None:
+        self.built: Built | None = None
+        self.step: TrainStep | None = None
+        self.ready: dict[str, Callable[[], Any]] = {}
+        self.wide: list[torch.Tensor] | None = None
+        self.eager: list[torch.Tensor] = []
+        self.notes = _Notes()
+
+    # Every public method is one request; its keyword arguments are the request's fields.
+
+    def load(self, model: str, dtype: str, size: str, train: bool, threads: int) -> dict[str, Any]:
+        """Builds a model, forgetting the one before."""
+        if self.ready:  # only then: reset imports Dynamo, which is part of a first call
+            torch.compiler.reset()
+        self.ready, self.wide, self.eager = {}, None, []
+        self.built = self.step = None
+        torch.set_num_threads(threads)
+        if train:
+            self.step = train_step(model, size, dtype)  # type: ignore[arg-type]
+        else:
+            self.built = _resolve(model, size, dtype)
+        return {"extra": dict(self.built.extra) if self.built else {}}
+
+    def first(self, contender: str) -> dict[str, Any]:
+        """Compiles and calls once; seconds from `torch.compile` to the first result, imports of the compiler
+        included.
+        """
+        start = time.perf_counter()
+        call = self._compile(_contender(contender))
+        with self._grad_mode():
+            call()
+        seconds = time.perf_counter() - start
+        self.ready[contender] = call
+        return {"seconds": seconds, "notes": self.notes.take()}
+
+    def warm_up(self, contender: str, seconds: float) -> dict[str, Any]:
+        """Calls until times are stable or `seconds` are over (three calls at least)."""
+        call, start = self.ready[contender], time.perf_counter()
+        times: list[float] = []
+        with self._grad_mode():
+            while len(times) < 3 or (time.perf_counter() - start < seconds and not _stable(times)):
+                times.append(_timed(call))
+        return {"call_s": min(times[-3:])}
+
+    def block(self, contender: str, calls: int, discard: int) -> dict[str, Any]:
+        """Times `calls` calls in a row after `discard` untimed ones (which bring the caches back to this
+        contender).
+        """
+        call = self.ready[contender]
+        with self._grad_mode():
+            for _ in range(discard):
+                call()
+            return {"times": [_timed(call) for _ in range(calls)]}
+
+    def accuracy(self, contender: str) -> dict[str, Any]:
+        """Error of the contender against fp64 beside eager's. Training compares loss and gradients at the
+        initial weights.
+        """
+        if self.wide is None:
+            self._make_reference()
+        assert self.wide is not None
+        if self.step is not None:
+            step = self.step.fork()
+            step.compiled = _contender(contender).compile(step.module)
+            outputs, dtype = step.loss_and_grads(), step.dtype
+        else:
+            assert self.built is not None
+            with torch.no_grad():
+                outputs, dtype = flatten_outputs(self.ready[contender]()), self.built.dtype
+        return accuracy.compare(self.wide, self.eager, outputs, dtype).as_json()
+
+    def memory(self, contender: str, calls: int) -> dict[str, Any]:
+        """Resident memory (bytes) around steady calls: before, and the peak during them."""
+        call = self.ready[contender]
+        with self._grad_mode():
+            for _ in range(3):
+                call()
+            before = _status("VmRSS")
+            Path("/proc/self/clear_refs").write_text(
+                "5"
+            )  # resets the high-water mark to what is resident now
+            for _ in range(calls):
+                call()
+        return {"resident": before, "peak": _status("VmHWM")}
+
+    def _make_reference(self) -> None:
+        if self.step is not None:
+            self.wide, self.eager = accuracy.train_reference(self.step), self.step.fork().loss_and_grads()
+        else:
+            assert self.built is not None
+            self.wide = accuracy.reference(self.built)
+            with torch.no_grad():
+                self.eager = flatten_outputs(self.built.run())
+
+    def _compile(self, contender: Contender) -> Callable[[], Any]:
+        if self.step is not None:
+            step = self.step.fork()
+            step.compiled = contender.compile(step.module)
+            return step
+        if self.built is None:
+            raise RuntimeError("no model is loaded")
+        if contender.name == "copy":
+            source = torch.empty(self.built.extra["bytes"] // 2, dtype=torch.uint8).fill_(1)
+            return source.clone
+        return self.built.bind(contender.compile(self.built.fn))
+
+    def _grad_mode(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self.step is not None)
+
+
+class _Notes(logging.Handler):
+    """Warnings that the project's own code logs while it compiles: they belong beside the figures."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+        logging.getLogger("fusewright").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        lines, self._lines = list(dict.fromkeys(self._lines)), []
+        return lines
+
+
+def _contender(name: str) -> Contender:
+    if name == "copy":
+        return Contender("copy", None)
+    return EAGER if name == "eager" else from_backend(name)
+
+
+def _resolve(model: str, size: str, dtype: str) -> Built:
+    if model.startswith("kernel:"):
+        from fusewright.bench.kernels import build_kernel
+
+        return build_kernel(model, dtype)
+    return build(model, size, dtype)  # type: ignore[arg-type]
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _stable(times: list[float]) -> bool:
+    return max(times[-3:]) <= (1 + STABLE) * min(times)
+
+
+def _status(key: str) -> int:
+    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {key}")
+    return int(match[1]) * 1024
+
+
+REQUESTS = ("load", "first", "warm_up", "block", "accuracy", "memory")
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answers requests until stdin ends. A request that raises is answered with `error`, and the process goes
+    on.
+    """
+    server = Server()
+    for line in requests:
+        request = json.loads(line)
+        name = request.pop("do")
+        if name not in REQUESTS:
+            raise ValueError(f"unknown request {name!r}")
+        try:
+            answer = getattr(server, name)(**request)
+        except Exception as error:  # the parent shows it as this contender's failure
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    # Libraries print to stdout: answers keep a descriptor of their own, and descriptor 1 becomes stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Who runs in a measurement: eager, Inductor in its variants, other installed backends, ours. By name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusewright.errors import FusewrightError, nearest
+
+
+class UnknownContender(FusewrightError, LookupError):
+    """No backend of this name is registered; the text names the nearest."""
+
+
+class Unavailable(RuntimeError):
+    """The contender is known but cannot run here; the text says why and how to get it."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How to compile for one column of the table. `backend=None` is plain eager.
+
+    `package` is imported first (it registers the backend); `env` is set in the process that runs it; an
+    `isolated` contender gets a process of its own with its own eager beside it, because importing its package
+    changes torch for everyone.
+    """
+
+    name: str
+    backend: str | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    package: str = ""
+    install: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    isolated: bool = False
+    trains: bool = True
+
+    def check_available(self) -> None:
+        """Raises `Unavailable` when the package is missing. Imports nothing."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            raise Unavailable(f"{self.package} is not installed: {self.install}")
+
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` under this contender. Nothing is compiled before the first call."""
+        if self.backend is None:
+            return fn
+        if self.package:
+            self.check_available()
+            importlib.import_module(self.package)
+        compiled: Callable[..., Any] = torch.compile(
+            fn, backend=self.backend, options=dict(self.options) or None
+        )
+        return compiled
+
+
+KNOWN: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender("eager", None),
+        Contender("dynamo-eager", "eager"),
+        Contender("aot_eager", "aot_eager"),
+        Contender("inductor", "inductor"),
+        Contender("inductor-freezing", "inductor", options={"freezing": True}, trains=False),
+        Contender(
+            "zentorch",
+            "zentorch",
+            package="zentorch",
+            install="pip install --no-deps zentorch==2.13.0.2 deprecated wrapt",
+            env={"TORCHINDUCTOR_FREEZING": "1"},
+            isolated=True,
+            trains=False,
+        ),
+    )
+}
+
+EAGER = KNOWN["eager"]
+
+
+def from_backend(name: str) -> Contender:
+    """The contender for a backend name as `torch.compile` takes it, or for one of `KNOWN`.
+
+    The backend that torch calls `eager` (Dynamo alone) is the contender `dynamo-eager`. Raises
+    `UnknownContender`.
+    """
+    if name == "eager":
+        return KNOWN["dynamo-eager"]
+    if name in KNOWN:
+        return KNOWN[name]
+    registered = tuple(torch.compiler.list_backends(exclude_tags=()))
+    if name not in registered:
+        among = tuple(dict.fromkeys((*KNOWN, *registered)))
+        raise UnknownContender(f"there is no backend {name!r}; {nearest(name, among)}")
+    return Contender(name, name)

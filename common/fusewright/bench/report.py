@@ -1,0 +1,128 @@
+"""The document of a run: schema, versions, machine, rows and bars; and the comparison with an earlier one."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusewright
+from fusewright import machine
+from fusewright.bench.bars import judge
+from fusewright.errors import FusewrightError
+
+SCHEMA = "fusewright.bench"
+SCHEMA_VERSION = 1
+TOLERANCE = 0.07
+"""A speed-up over eager that falls by more than this share, in runs that are not noisy, is a regression."""
+
+Row = dict[str, Any]
+
+
+class BadDocument(FusewrightError, ValueError):
+    """The file is no document of this schema version."""
+
+
+def new_document(command: Sequence[str], ours: str, settings: Row) -> Row:
+    """A document with no rows yet."""
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(command),
+        "versions": _versions(),
+        "machine": _machine(),
+        "backend": ours,
+        "settings": settings,
+        "rows": [],
+        "bars": [],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "python": platform.python_version(),
+        "fusewright": fusewright.__version__,
+        "torch": torch.__version__,
+    }
+    for name in ("transformers", "zentorch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> Row:
+    """The CPU, and how busy it was at the start."""
+    return {
+        "cpu": machine.cpu_name(),
+        "arch": platform.machine(),
+        "cores": machine.cores(),
+        "features": sorted(machine.cpu_features()),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def put(document: Row, row: Row) -> None:
+    """Adds a row, in place of one of the same model, dtype and mode; and judges the bars anew."""
+    key = _key(row)
+    document["rows"] = [*(old for old in document["rows"] if _key(old) != key), row]
+    document["bars"] = judge(document["rows"], document["backend"])
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["model"], row["dtype"], row["mode"]
+
+
+def load(path: Path) -> Row:
+    """Reads a document. Raises `BadDocument` for anything else."""
+    try:
+        document: Row = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadDocument(f"{path}: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise BadDocument(f"{path} is no {SCHEMA} document")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise BadDocument(
+            f"{path} has schema version {document.get('schema_version')}, this is version {SCHEMA_VERSION}"
+        )
+    return document
+
+
+def save(document: Row, path: Path) -> None:
+    """Writes the document whole or not at all, so that an interrupted run leaves the last good one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.replace(path)
+
+
+def regressions(document: Row, baseline: Row) -> list[str]:
+    """One line for each row whose speed-up over eager fell by more than `TOLERANCE`, or that fails now and
+    did not then.
+
+    Speed-ups and not times are compared: a baseline may come from another day's, or another, machine. Noisy
+    rows are left out.
+    """
+    before = {_key(row): row for row in baseline["rows"]}
+    lines = []
+    for row in document["rows"]:
+        old = before.get(_key(row), {}).get("contenders", {}).get(baseline["backend"], {})
+        new = row["contenders"].get(document["backend"], {})
+        name = f"{row['model']} {row['dtype']}"
+        if old.get("status") != "ok" or not new:
+            continue
+        if new.get("status") != "ok":
+            lines.append(f"{name}: {new.get('reason', 'failed')}; it ran in the baseline")
+        elif "high" not in (row["noise"], before[_key(row)]["noise"]) and new["speedup"] < old["speedup"] * (
+            1 - TOLERANCE
+        ):
+            lines.append(f"{name}: {new['speedup']:.2f}x over eager, {old['speedup']:.2f}x in the baseline")
+    return lines

@@ -1,0 +1,73 @@
+"""Statistics of timings: summaries, paired ratios, geometric means and the noise verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Upper bounds of the coefficient of variation for each verdict; beyond the last one figures are not to be
+# trusted.
+NOISE = ((0.03, "low"), (0.08, "some"), (math.inf, "high"))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Times of one contender in milliseconds. `cv` is over the medians of rounds, so one late call in a round
+    does not count.
+    """
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    cv: float
+    calls: int
+    rounds_ms: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0..1) with linear interpolation. Raises `ValueError` when empty."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
+    """Summary of the calls (seconds) of each round."""
+    calls = [seconds * 1e3 for block in rounds for seconds in block]
+    medians = [statistics.median(block) * 1e3 for block in rounds]
+    cv = statistics.stdev(medians) / statistics.fmean(medians) if len(medians) > 1 else math.nan
+    return Summary(
+        statistics.median(calls), quantile(calls, 0.1), quantile(calls, 0.9), cv, len(calls), tuple(medians)
+    )
+
+
+def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
+    """How many times faster `other` is than `base`: the median of the ratios round by round.
+
+    Each holds one time per round. The two of one round ran next to each other, so slow drift of the machine
+    cancels.
+    """
+    return statistics.median(b / o for b, o in zip(base, other, strict=True))
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean of positive values; NaN when there is none."""
+    return math.exp(statistics.fmean(math.log(value) for value in values)) if values else math.nan
+
+
+def noise_verdict(cvs: Sequence[float]) -> str:
+    """`low`, `some` or `high` for the worst coefficient of variation; `unknown` when there is none."""
+    known = [cv for cv in cvs if not math.isnan(cv)]
+    if not known:
+        return "unknown"
+    return next(word for bound, word in NOISE if max(known) <= bound)

@@ -1,0 +1,240 @@
+"""From a name to something that can be run: suite models, `file.py:function`, dtypes, training steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from fusewright.bench.models import MODELS, Size, instantiate
+from fusewright.errors import FusewrightError, nearest
+
+DType: TypeAlias = Literal["fp32", "bf16", "amp"]
+"""fp32; bf16 (module and inputs cast); amp (fp32 weights under bf16 autocast)."""
+
+SUITE: tuple[str, ...] = tuple(name for name, spec in MODELS.items() if spec.in_suite)
+TRAINABLE: tuple[str, ...] = tuple(name for name, spec in MODELS.items() if spec.labels is not None)
+
+
+class UnknownModel(FusewrightError, LookupError):
+    """The name is no model of the suite and no `file.py:function`; the text names the nearest."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A callable with example inputs. `run(fn)` calls `fn` (by default `fn` itself) as a user would at this
+    dtype.
+
+    `extra` holds what a builder wants to tell (a kernel's bytes, for one).
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "fp32"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        return self.fn if isinstance(self.fn, torch.nn.Module) else None
+
+    def run(self, fn: Callable[..., Any] | None = None) -> Any:
+        return self.bind(self.fn if fn is None else fn)()
+
+    def bind(self, fn: Callable[..., Any]) -> Callable[[], Any]:
+        """A zero-argument call of `fn` on the inputs. Autocast is entered per call: its weight cache must not
+        outlive one.
+        """
+        args, kwargs = self.args, dict(self.kwargs)
+        if self.dtype != "amp":
+            return (lambda: fn(*args, **kwargs)) if kwargs else (lambda: fn(*args))
+
+        def call() -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return fn(*args, **kwargs)
+
+        return call
+
+
+def build(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0) -> Built:
+    """Builds `model` for inference: a name of the suite, or `file.py:function` (for which `size` and `seed`
+    say nothing).
+
+    The module is in eval mode. Raises `UnknownModel`, or `ImportError` when transformers is missing.
+    """
+    if ":" in model:
+        return cast(_from_file(model), dtype)
+    spec = MODELS.get(model)
+    if spec is None:
+        raise UnknownModel(_unknown(model))
+    module, inputs, _ = instantiate(spec, size, seed)
+    return cast(Built(model, module, (), inputs), dtype)
+
+
+def check_name(model: str, train: bool = False) -> None:
+    """Raises `UnknownModel` for a name that `build` (or `train_step`) would refuse, without building
+    anything.
+    """
+    if model.startswith("kernel:"):
+        return
+    if ":" in model:
+        path = Path(model.rpartition(":")[0])
+        if not path.is_file():
+            raise UnknownModel(f"{model!r}: there is no file {str(path)!r}")
+        if train:
+            raise UnknownModel(f"{model!r}: --train takes names of the suite: {', '.join(TRAINABLE)}")
+    elif model not in (TRAINABLE if train else MODELS):
+        raise UnknownModel(_unknown(model, TRAINABLE if train else tuple(MODELS)))
+
+
+def _unknown(model: str, among: tuple[str, ...] = tuple(MODELS)) -> str:
+    if model.endswith(".py"):
+        return f"{model!r} is a file: name its function too, {model}:function"
+    return f"there is no model {model!r}; {nearest(model, among)} A model of your own is file.py:function"
+
+
+def _from_file(ref: str) -> Built:
+    """`function()` of the file returns (module or fn, args) or (module or fn, args, kwargs)."""
+    check_name(ref)
+    path_text, _, name = ref.rpartition(":")
+    path = Path(path_text).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UnknownModel(f"{ref!r}: {path.name} is not a Python file")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    sys.modules[path.stem] = loaded
+    spec.loader.exec_module(loaded)
+    function = getattr(loaded, name, None)
+    if not callable(function):
+        found = tuple(
+            key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_")
+        )
+        raise UnknownModel(f"{ref!r}: {path.name} has no function {name!r}; {nearest(name, found)}")
+    made = function()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
+        raise UnknownModel(f"{ref!r}: {name}() must return (module or function, args) or (..., args, kwargs)")
+    args = made[1] if isinstance(made[1], tuple) else (made[1],)
+    return Built(ref, made[0], args, made[2] if len(made) == 3 else {})
+
+
+def cast(built: Built, dtype: str) -> Built:
+    """`built` at `dtype`: the module is cast in place, floating inputs are cast; amp leaves both and runs
+    under autocast.
+    """
+    if dtype not in get_args(DType):
+        raise ValueError(f"there is no dtype {dtype!r}; {nearest(dtype, get_args(DType))}")
+    if dtype == "bf16":
+        if built.module is not None:
+            built.module.to(torch.bfloat16)
+        built = cast_inputs(built, torch.bfloat16)
+    return replace(built, dtype=dtype)
+
+
+def cast_inputs(built: Built, dtype: torch.dtype) -> Built:
+    """The same call with its floating-point inputs at `dtype`."""
+    args = tuple(_cast_value(value, dtype) for value in built.args)
+    return replace(
+        built, args=args, kwargs={key: _cast_value(value, dtype) for key, value in built.kwargs.items()}
+    )
+
+
+def _cast_value(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast_value(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast_value(item, dtype) for key, item in value.items()}
+    return value
+
+
+def flatten_outputs(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output in order: tensors, numbers, tuples, lists and mappings are walked, None is
+    skipped.
+
+    Raises `TypeError` for anything else, so that no output goes unchecked.
+    """
+    return list(_leaves(output))
+
+
+def _leaves(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (bool, int, float, complex)):
+        yield torch.tensor(output)
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from _leaves(item)
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from _leaves(item)
+    elif output is not None:
+        raise TypeError(f"an output of type {type(output).__name__} cannot be compared")
+
+
+@dataclass
+class TrainStep:
+    """One training step: forward, loss, backward, AdamW. The batch is fixed, so that losses of contenders
+    compare.
+    """
+
+    name: str
+    module: torch.nn.Module
+    batch: dict[str, Any]
+    dtype: str
+    compiled: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
+
+    def fork(self) -> TrainStep:
+        """An independent copy at the same weights."""
+        return TrainStep(self.name, copy.deepcopy(self.module), self.batch, self.dtype)
+
+    def backward(self) -> torch.Tensor:
+        """Forward and backward; gradients are left in `.grad`. Returns the loss (scalar)."""
+        self.optimizer.zero_grad(set_to_none=True)
+        amp = torch.autocast("cpu", dtype=torch.bfloat16) if self.dtype == "amp" else contextlib.nullcontext()
+        with amp:
+            loss: torch.Tensor = (self.compiled or self.module)(**self.batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def __call__(self) -> torch.Tensor:
+        loss = self.backward()
+        self.optimizer.step()
+        return loss
+
+    def loss_and_grads(self) -> list[torch.Tensor]:
+        """The loss and every gradient (zeros where a parameter got none), without a step."""
+        loss = self.backward()
+        grads = [
+            p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in self.module.parameters()
+        ]
+        self.optimizer.zero_grad(set_to_none=True)
+        return [loss.clone(), *grads]
+
+
+def train_step(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0) -> TrainStep:
+    """The training step of one of `TRAINABLE`, with dropout off. Raises `UnknownModel`."""
+    check_name(model, train=True)
+    spec = MODELS[model]
+    module, inputs, labels = instantiate(spec, size, seed)
+    batch = spec.train_batch if size == "full" else 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + 1)
+        for _ in range(1, batch):
+            more, labels_of_more = spec.inputs(module.config, size), spec.labels(module.config, size)  # type: ignore[misc]
+            inputs = {k: torch.cat([v, more[k]]) if k in more else v for k, v in inputs.items()}
+            labels = {k: torch.cat([v, labels_of_more[k]]) for k, v in labels.items()}
+    built = cast(Built(model, module.train(), (), {**inputs, **labels}), dtype)
+    return TrainStep(model, module, dict(built.kwargs), dtype)

@@ -1,0 +1,237 @@
+"""Tables of a document for the terminal (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fusewright.bench.bars import over, speedups
+from fusewright.bench.kernels import PREFIX, bandwidth
+from fusewright.bench.stats import geomean
+
+Row = dict[str, Any]
+DETAIL_MODELS = 2
+"""Up to this many models each gets a table of its own with a line for every contender."""
+_VERDICT_STYLE = {"goal": "bold green", "pass": "green", "miss": "bold red", "not measured": "dim"}
+
+
+def render(document: Row) -> Iterator[RenderableType]:
+    """Everything that a run prints: tables of models or kernels, failures, bars."""
+    ours = document["backend"]
+    rows = [row for row in document["rows"] if not row["model"].startswith(f"{PREFIX}:")]
+    kernels = [row for row in document["rows"] if row["model"].startswith(f"{PREFIX}:")]
+    detailed = len({row["model"] for row in rows}) <= DETAIL_MODELS
+    if detailed:
+        yield from (_detail(row) for row in rows)
+    else:
+        for mode, dtype in dict.fromkeys((row["mode"], row["dtype"]) for row in rows):
+            yield _overview(
+                [r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype)], ours, f"{dtype} {mode}"
+            )
+    if kernels:
+        yield _kernels(kernels, ours)
+    yield from _remarks(document["rows"])
+    if rows:
+        yield _bars(document["bars"])
+
+
+def _new(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
+    )
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _detail(row: Row) -> Table:
+    title = f"{row['model']} {row['dtype']} {row['mode']}, noise: {row['noise']}"
+    columns = ["", "median ms", "p10..p90", "speed-up"]
+    first, memory = row.get("first_call", {}), row.get("memory", {})
+    columns += ["first call s cold / warm"] * bool(first) + ["error/eager's"]
+    columns += ["call peak MB", "total RSS MB"] * bool(memory)
+    table = _new(title, *columns)
+    for name in dict.fromkeys((*row["contenders"], *first)):
+        entry = row["contenders"].get(name, {"status": "first call only"})
+        own = entry.get("own_eager")
+        for label, summary, speedup in [
+            (name, entry.get("steady"), entry.get("speedup")),
+            ("  eager beside it", own, 1.0),
+        ]:
+            if label != name and summary is None:
+                continue
+            cells = [
+                label,
+                *(_steady(summary) if summary else (entry["status"], "")),
+                f"{speedup:.2f}x" if speedup else "",
+            ]
+            mine = label == name
+            cells += [_first_cell(first.get(name, {})) if mine else ""] * bool(first) + [
+                _error(entry) if mine else ""
+            ]
+            cells += _memory_cells(memory.get(name, {}) if mine else {}) if memory else []
+            table.add_row(*cells)
+    return table
+
+
+def _steady(summary: Row) -> tuple[str, str]:
+    return _ms(summary["median_ms"]), f"{_ms(summary['p10_ms'])}..{_ms(summary['p90_ms'])}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def _first_cell(entry: Row) -> str:
+    if "cold_s" not in entry:
+        return "failed" if "reason" in entry else ""
+    return f"{_ms(entry['cold_s'])} / {_ms(entry['warm_s']) if 'warm_s' in entry else '-'}"
+
+
+def _error(entry: Row) -> str:
+    found = entry.get("accuracy")
+    if not found:
+        return ""
+    if "ratio_max" not in found:
+        return "not compared"
+    ratio = f"{max(found['ratio_max'], found['ratio_rms']):.2f}x"
+    return ratio if found["passed"] else f"{ratio} FAILS"
+
+
+def _memory_cells(entry: Row) -> list[str]:
+    return [f"{entry[key] / 2**20:.0f}" if key in entry else "" for key in ("call_peak", "total_peak")]
+
+
+def _overview(rows: Sequence[Row], ours: str, title: str) -> Table:
+    others = list(dict.fromkeys(name for row in rows for name in row["contenders"] if name != ours))
+    first = any("first_call" in row for row in rows)
+    columns = [
+        "model",
+        *(f"{name} ms" for name in others),
+        f"{ours} ms",
+        *(f"over {name}" for name in others),
+    ]
+    columns += ["first call s", "Inductor's"] * first + ["error/eager's", "noise"]
+    table = _new(title, *columns)
+    for row in rows:
+        cells = [row["model"], *(_median(row, name) for name in (*others, ours))]
+        cells += [_times(over(row, ours, name)) for name in others]
+        if first:
+            calls = row.get("first_call", {})
+            cells += [_first_cell(calls.get(ours, {})), _first_cell(calls.get("inductor", {}))]
+        table.add_row(*cells, _error(row["contenders"].get(ours, {})), row["noise"])
+    dtype, mode = rows[0]["dtype"], rows[0]["mode"]
+    means = {name: speedups(rows, ours, name, [dtype], mode) for name in others}
+    own = [_mean_over_eager(rows, name) for name in (*others, ours)]
+    table.add_section()
+    table.add_row(
+        "geomean",
+        *own,
+        *(_times(geomean(found) if found else None) for found in means.values()),
+        style="bold",
+    )
+    return table
+
+
+def _median(row: Row, name: str) -> str:
+    entry = row["contenders"].get(name)
+    if entry is None:
+        return ""
+    return _ms(entry["steady"]["median_ms"]) if entry["status"] == "ok" else entry["status"]
+
+
+def _mean_over_eager(rows: Sequence[Row], name: str) -> str:
+    found = [
+        row["contenders"][name]["speedup"]
+        for row in rows
+        if row["contenders"].get(name, {}).get("status") == "ok"
+    ]
+    return f"({geomean(found):.2f}x)" if found else ""
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def _kernels(rows: Sequence[Row], ours: str) -> Table:
+    others = list(
+        dict.fromkeys(name for row in rows for name in row["contenders"] if name not in (ours, "copy"))
+    )
+    names = (*others, ours)
+    columns = ["kernel", "size", "dtype", *(f"{n} us" for n in names), f"over {others[-1]}"]
+    table = _new(
+        "memory-bound kernels", *columns, *(f"{n} GB/s" for n in (*names, "copy")), "error/eager's", "noise"
+    )
+    ratios = []
+    for row in rows:
+        _, kernel, size = row["model"].split(":")
+        times = [row["contenders"].get(name, {}) for name in names]
+        ratio = over(row, ours, others[-1])
+        if ratio is not None:
+            ratios.append(ratio)
+        rates = [bandwidth(row, name) for name in (*names, "copy")]
+        table.add_row(
+            kernel, size, row["dtype"],
+            *(_microseconds(entry) for entry in times),
+            _times(ratio), *("" if rate is None else f"{rate:.1f}" for rate in rates),
+            _error(row["contenders"].get(ours, {})), row["noise"],
+        )  # fmt: skip
+    if ratios:
+        table.add_section()
+        summary = f"geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x over {others[-1]}"
+        table.add_row(summary, style="bold")
+    return table
+
+
+def _microseconds(entry: Row) -> str:
+    return (
+        f"{entry['steady']['median_ms'] * 1e3:.1f}"
+        if entry.get("status") == "ok"
+        else entry.get("status", "")
+    )
+
+
+def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
+    """One line for everything that did not go well."""
+    for row in rows:
+        where = f"{row['model']} {row['dtype']}"
+        for name, entry in row["contenders"].items():
+            if entry["status"] != "ok":
+                yield Text(f"! {where}: {name} {entry['status']}: {entry['reason']}", style="yellow")
+            elif not entry.get("accuracy", {}).get("passed", True):
+                yield Text(f"! {where}: {name} is not accurate: {entry['accuracy']['reason']}", style="red")
+            for note in entry.get("notes", ()):
+                yield Text(f"  {where}: {note}", style="dim")
+        for part in ("first_call", "memory"):
+            for name, entry in row.get(part, {}).items():
+                if "reason" in entry:
+                    yield Text(
+                        f"! {where}: {part.replace('_', ' ')} of {name}: {entry['reason']}", style="yellow"
+                    )
+        if row["noise"] == "high":
+            yield Text(f"! {where}: times vary too much to be trusted; is the machine busy?", style="yellow")
+
+
+def _bars(bars: Sequence[Row]) -> Table:
+    table = _new("bars", "", "what", "measured", "first bar", "goal", "models", "verdict", "")
+    for bar in bars:
+        value = bar.get("value")
+        shown = "" if "value" not in bar else "no share left" if value is None else f"{value:.3g}"
+        models = str(bar.get("models", ""))
+        verdict = Text(bar["verdict"], style=_VERDICT_STYLE[bar["verdict"]])
+        table.add_row(
+            bar["id"],
+            bar["what"],
+            shown,
+            f"{bar['first']:g}",
+            f"{bar['goal']:g}",
+            models,
+            verdict,
+            bar.get("detail", ""),
+        )
+    return table

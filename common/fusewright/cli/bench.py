@@ -1,0 +1,208 @@
+"""`fusewright bench`: what is measured is in `fusewright.bench`; here are the options, the order of work and
+the exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from fusewright import machine
+from fusewright.bench import kernels, report
+from fusewright.bench.contenders import EAGER, Contender, from_backend
+from fusewright.bench.measure import ModelFailed, Settings, measure
+from fusewright.bench.suite import SUITE, TRAINABLE, DType, check_name
+from fusewright.errors import nearest
+
+Case = tuple[str, str]
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_COPY = Contender("copy", None)
+
+
+def _list(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else [item.strip() for item in value.split(",") if item.strip()]
+
+
+@click.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--suite", is_flag=True, help=f"All of: {', '.join(SUITE)}.")
+@click.option("--train", is_flag=True, help=f"Training steps (default models: {', '.join(TRAINABLE)}).")
+@click.option("--kernels", "only_kernels", is_flag=True, help="Memory-bound kernels and their bandwidth.")
+@click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
+@click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend.")
+@click.option("--against", callback=_list, help="Backends beside it  [default: inductor,inductor-freezing]")
+@click.option("--first-call/--no-first-call", default=True, show_default=True, help="In fresh processes.")
+@click.option("--memory", is_flag=True, help="Peak memory of a steady call, in fresh processes.")
+@click.option("--threads", type=click.IntRange(1), help="Default: the cores of this machine.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Timing per model."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="For one compile."
+)
+@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
+@click.option("--json", "json_file", type=_FILE, help="Write the document here, row by row.")
+@click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
+@click.option("--show", type=_FILE, help="Print the tables of a saved document; measure nothing.")
+@click.option(
+    "--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document."
+)
+@click.option("--verbose", "-v", is_flag=True, help="Say what is being measured.")
+def bench(
+    models: tuple[str, ...],
+    suite: bool,
+    train: bool,
+    only_kernels: bool,
+    dtypes: list[str] | None,
+    backend: str,
+    against: list[str] | None,
+    first_call: bool,
+    memory: bool,
+    threads: int | None,
+    seconds: float,
+    timeout: float,
+    size: str,
+    json_file: Path | None,
+    append: bool,
+    show: Path | None,
+    baseline: Path | None,
+    verbose: bool,
+) -> None:
+    """Time MODELs (names of the suite, or file.py:function) in eager, Inductor and ours, interleaved in one
+    process.
+
+    A function of a file returns (module, args) or (module, args, kwargs). Prints medians, speed-ups, errors
+    against fp64 relative to eager's, first calls, and the bars of the project. Exits with 0 unless nothing
+    ran or --baseline regressed.
+    """
+    console = _console()
+    if show is not None:
+        _print(console, report.load(show))
+        return
+    cases = list(_cases(models, suite, train, only_kernels, dtypes))
+    contenders = _contenders(backend, against, train, only_kernels)
+    before = report.load(baseline) if baseline is not None else None
+    settings = Settings(
+        size=size, train=train, threads=threads or machine.cores(), seconds=seconds, timeout=timeout,
+        first_call=first_call and not only_kernels, memory=memory and not only_kernels,
+    )  # fmt: skip
+    document = _document(contenders[-1 - only_kernels].name, settings, json_file if append else None)
+    ran, failures = _measure_all(console, document, cases, contenders, settings, json_file, verbose)
+    _print(console, document)
+    for line in failures:
+        console.print(f"! {line}", style="red", markup=False)
+    worse = report.regressions(document, before) if before is not None else []
+    for line in worse:
+        console.print(f"regressed: {line}", style="bold red", markup=False)
+    sys.exit(1 if worse or not ran else 0)
+
+
+def _console() -> Console:
+    console = Console(highlight=False, soft_wrap=False)
+    # A log file or pipe has no width of its own, and a table cut at 80 columns loses figures.
+    return console if console.is_terminal else Console(highlight=False, width=220)
+
+
+def _cases(
+    models: Sequence[str], suite: bool, train: bool, only_kernels: bool, dtypes: Sequence[str] | None
+) -> Iterator[Case]:
+    """Pairs of model and dtype, a model's dtypes in a row. Every name is checked before anything runs."""
+    chosen = [*models, *(SUITE if suite else ())]
+    if only_kernels:
+        if chosen or train:
+            raise click.UsageError("--kernels takes no models and no --train")
+        chosen = kernels.names()
+    elif train and not chosen:
+        chosen = list(TRAINABLE)
+    elif not chosen:
+        raise click.UsageError("name a MODEL, or give --suite, --train or --kernels")
+    default = ["fp32", "bf16"] if suite or only_kernels else ["fp32", "amp"] if train else ["fp32"]
+    for dtype in dtypes or ():
+        if dtype not in get_args(DType):
+            raise click.UsageError(f"there is no dtype {dtype!r}; {nearest(dtype, get_args(DType))}")
+        if only_kernels and dtype not in kernels.DTYPES:
+            raise click.UsageError(f"kernels are measured in {', '.join(kernels.DTYPES)}, not {dtype}")
+    for model in dict.fromkeys(chosen):
+        check_name(model, train)
+        for dtype in dtypes or default:
+            yield model, dtype
+
+
+def _contenders(
+    backend: str, against: Sequence[str] | None, train: bool, only_kernels: bool
+) -> list[Contender]:
+    """Eager first, ours last (before the copy that kernels are held against)."""
+    if against is None:
+        against = ["inductor"] if train or only_kernels else ["inductor", "inductor-freezing"]
+    ours = from_backend(backend)
+    others = [from_backend(name) for name in dict.fromkeys(against)]
+    return [EAGER, *(c for c in others if c.name != ours.name), ours, *([_COPY] if only_kernels else ())]
+
+
+def _document(ours: str, settings: Settings, file: Path | None) -> dict[str, Any]:
+    command = ["fusewright", *sys.argv[1:]]
+    if file is None or not file.exists():
+        return report.new_document(command, ours, asdict(settings))
+    document = report.load(file)
+    document["command"] += f"; {' '.join(command)}"
+    document["backend"] = ours
+    return document
+
+
+def _measure_all(
+    console: Console,
+    document: dict[str, Any],
+    cases: Sequence[Case],
+    contenders: Sequence[Contender],
+    settings: Settings,
+    file: Path | None,
+    verbose: bool,
+) -> tuple[int, list[str]]:
+    """How many cases ran, and a line for each that could not. Ctrl-C ends the measuring, not the report."""
+    ran, failures = 0, []
+    show_status = console.is_terminal
+    with console.status("") as status:
+        for index, (model, dtype) in enumerate(cases, 1):
+            head = f"[{index}/{len(cases)}] {model} {dtype}"
+
+            def progress(text: str, head: str = head) -> None:
+                if show_status:
+                    status.update(f"{escape(head)}: {text}")
+                elif verbose:
+                    click.echo(f"{head}: {text}", err=True)
+
+            try:
+                row = measure(model, dtype, contenders, settings, progress)
+            except ModelFailed as error:
+                failures.append(f"{model} {dtype}: {error}")
+                continue
+            except KeyboardInterrupt:
+                failures.append(
+                    f"interrupted at {model} {dtype}; {len(cases) - index} more were not measured"
+                )
+                break
+            ran += 1
+            report.put(document, row)
+            if file is not None:
+                report.save(document, file)
+    return ran, failures
+
+
+def _print(console: Console, document: dict[str, Any]) -> None:
+    from fusewright.bench.tables import render
+
+    where, threads = document["machine"], document["settings"]["threads"]
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    head = (
+        f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
+    )
+    console.print(head, style="dim", markup=False)
+    for part in render(document):
+        console.print(part)
