@@ -1,0 +1,127 @@
+"""`fusewright bench` from end to end on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fusewright.bench.measure import ModelFailed
+from fusewright.cli.bench import bench
+from fusewright.errors import FusewrightError
+
+TOYS = Path(__file__).with_name("toy_models.py")
+
+
+def call(*args):
+    return CliRunner().invoke(bench, [str(arg) for arg in args])
+
+
+def entry(*times, **more):
+    times_ms = {"median_ms": times[0], "p10_ms": times[0], "p90_ms": times[0], "cv": 0.01, "rounds_ms": times}
+    return {"status": "ok", "steady": times_ms, "speedup": 10 / times[0], **more}
+
+
+def fake_row(model, dtype, mode):
+    accuracy = {"passed": True, "ratio_max": 1.2, "ratio_rms": 1.0, "reason": ""}
+    contenders = {
+        "eager": entry(10.0), "inductor": {"status": "failed", "reason": "no compiler"},
+        "dynamo-eager": entry(5.0, accuracy=accuracy),
+    }  # fmt: skip
+    if model.startswith("kernel:"):
+        contenders |= {"inductor": entry(6.0), "copy": entry(4.0)}
+    row = {"model": model, "dtype": dtype, "mode": mode, "noise": "low", "contenders": contenders}
+    return {**row, "extra": {"bytes": 1_000_000}}
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """Measuring answers at once, and remembers what it was asked for."""
+    asked = []
+
+    def measure(model, dtype, contenders, settings, progress):
+        asked.append((model, dtype, [c.name for c in contenders], settings))
+        if model == "vit":
+            raise ModelFailed("eager: out of memory")
+        return fake_row(model, dtype, "train" if settings.train else "inference")
+
+    monkeypatch.setattr("fusewright.cli.bench.measure", measure)
+    return asked
+
+
+def test_a_real_run_prints_a_table_and_writes_the_document(tmp_path):
+    file = tmp_path / "run.json"
+    options = ("--backend", "eager", "--against", "zentorch", "--seconds", "0.1", "--no-first-call")
+    done = call(f"{TOYS}:mlp", *options, "--threads", "1", "--json", file)
+    assert done.exit_code == 0, done.output
+    for text in ("median ms", "dynamo-eager", "1.00x", "C1", "not measured", "zentorch"):
+        assert text in done.output
+    document = json.loads(file.read_text())
+    assert document["backend"] == "dynamo-eager"
+    assert document["rows"][0]["contenders"]["dynamo-eager"]["accuracy"]["passed"]
+    again = call("--show", file)
+    assert again.exit_code == 0
+    assert "dynamo-eager" in again.output
+
+
+def test_the_suite_in_both_dtypes_goes_on_after_a_failure(faked, tmp_path):
+    file = tmp_path / "run.json"
+    done = call("--suite", "--backend", "eager", "--against", "inductor", "--json", file)
+    assert done.exit_code == 0, done.output
+    assert len(faked) == 22
+    assert "vit fp32: eager: out of memory" in done.output
+    assert "bert fp32: inductor failed: no compiler" in done.output
+    assert "geomean" in done.output
+    assert len(json.loads(file.read_text())["rows"]) == 20
+
+
+def test_training_and_kernels_choose_their_own_cases(faked):
+    assert call("--train", "--backend", "eager").exit_code == 0
+    assert {(model, dtype) for model, dtype, _, _ in faked} >= {("resnet18", "amp"), ("bert_small", "fp32")}
+    assert faked[0][2] == ["eager", "inductor", "dynamo-eager"]
+    faked.clear()
+    done = call("--kernels", "--backend", "eager", "--dtype", "bf16")
+    assert done.exit_code == 0, done.output
+    assert faked[0][2] == ["eager", "inductor", "dynamo-eager", "copy"]
+    assert "geomean 1.20x, worst 1.20x over inductor" in done.output
+
+
+def test_pieces_can_be_measured_into_one_file(faked, tmp_path):
+    file = tmp_path / "run.json"
+    for model in ("bert", "gpt2"):
+        assert call(model, "--backend", "eager", "--json", file, "--append").exit_code == 0
+    assert [row["model"] for row in json.loads(file.read_text())["rows"]] == ["bert", "gpt2"]
+
+
+def test_a_regression_or_nothing_measured_is_exit_code_1(faked, tmp_path):
+    file = tmp_path / "run.json"
+    assert call("bert", "--backend", "eager", "--json", file).exit_code == 0
+    assert call("bert", "--backend", "eager", "--baseline", file).exit_code == 0
+    better = json.loads(file.read_text())
+    better["rows"][0]["contenders"]["dynamo-eager"]["speedup"] = 4.0
+    file.write_text(json.dumps(better))
+    done = call("bert", "--backend", "eager", "--baseline", file)
+    assert done.exit_code == 1
+    assert "regressed: bert fp32: 2.00x over eager, 4.00x in the baseline" in done.output
+    assert call("vit", "--backend", "eager").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("brt",), "no model 'brt'; did you mean 'bert'"),
+        (("bert", "--backend", "inductr"), "no backend 'inductr'; did you mean 'inductor'"),
+        (("bert", "--against", "inductr"), "no backend 'inductr'"),
+        (("bert", "--dtype", "fp31"), "no dtype 'fp31'; did you mean 'fp32'"),
+        (("--kernels", "--dtype", "amp"), "kernels are measured in fp32, bf16"),
+        (("--kernels", "bert"), "takes no models"),
+        ((), "name a MODEL"),
+        (("bert", "--baseline", "missing.json"), "missing.json"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_runs(faked, args, says):
+    done = call(*(args if "--backend" in args or not args else (*args, "--backend", "eager")))
+    assert done.exit_code != 0
+    assert faked == []
+    text = str(done.exception) if isinstance(done.exception, FusewrightError) else done.output
+    assert says in text

@@ -1,0 +1,93 @@
+"""Measuring in child processes: order of rounds, failures of one contender, crashes."""
+
+from pathlib import Path
+
+import pytest
+
+from fusewright.bench import measure as m
+from fusewright.bench.contenders import EAGER, KNOWN, UnknownContender, from_backend
+from fusewright.bench.measure import ModelFailed, Settings, measure
+from fusewright.bench.worker import Worker, WorkerError
+
+TOYS = Path(__file__).with_name("toy_models.py")
+QUICK = Settings(seconds=0.05, warm_seconds=0.05, min_rounds=2, max_rounds=3, timeout=60)
+DYNAMO = KNOWN["dynamo-eager"]
+
+
+def run(name, *contenders, settings=QUICK):
+    return measure(f"{TOYS}:{name}", "fp32", contenders, settings, lambda text: None)
+
+
+def test_a_row_has_times_accuracy_and_a_noise_verdict():
+    row = run("mlp", EAGER, DYNAMO)
+    assert list(row["contenders"]) == ["eager", "dynamo-eager"]
+    for entry in row["contenders"].values():
+        assert entry["status"] == "ok"
+        assert 0 < entry["steady"]["p10_ms"] <= entry["steady"]["median_ms"] <= entry["steady"]["p90_ms"]
+        assert 2 <= len(entry["steady"]["rounds_ms"]) <= 3
+    assert row["contenders"]["dynamo-eager"]["accuracy"]["passed"]
+    assert row["noise"] in ("low", "some", "high")
+
+
+def test_a_crash_costs_only_the_contender_that_crashed():
+    row = run("crashes_when_compiled", EAGER, DYNAMO)
+    assert row["contenders"]["eager"]["status"] == "ok"
+    assert row["contenders"]["dynamo-eager"] == {"status": "failed", "reason": "process ended with code 7"}
+
+
+def test_a_wrong_answer_is_shown_as_one():
+    found = run("wrong_when_compiled", EAGER, DYNAMO)["contenders"]["dynamo-eager"]["accuracy"]
+    assert not found["passed"]
+    assert "error 0.5" in found["reason"]
+
+
+def test_a_model_that_eager_cannot_run_is_an_error():
+    with pytest.raises(ModelFailed, match="eager: RuntimeError: shapes do not fit"):
+        run("broken", EAGER)
+
+
+def test_first_calls_and_memory_come_from_fresh_processes():
+    settings = Settings(seconds=0.05, warm_seconds=0.05, min_rounds=2, max_rounds=2, timeout=60, memory=True)
+    row = run("mlp", EAGER, settings=settings)
+    assert row["memory"]["eager"]["total_peak"] > 50 * 2**20
+    assert 0 <= row["memory"]["eager"]["call_peak"] < row["memory"]["eager"]["total_peak"]
+    load = {"model": f"{TOYS}:mlp", "dtype": "fp32", "size": "full", "train": False, "threads": 1}
+    first = m._first_calls(load, [EAGER], settings, lambda text: None)["eager"]
+    assert first["cold_s"] > 0
+    assert "warm_s" not in first  # eager keeps nothing between processes
+
+
+def test_a_contender_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("fusewright.bench.contenders.importlib.util.find_spec", lambda name: None)
+    row = run("mlp", EAGER, KNOWN["zentorch"])
+    assert row["contenders"]["zentorch"]["status"] == "unavailable"
+    assert "pip install --no-deps zentorch" in row["contenders"]["zentorch"]["reason"]
+
+
+def test_every_round_starts_with_another_contender(monkeypatch):
+    order = []
+
+    class Echo:
+        def ask(self, do, timeout, contender, calls, discard):
+            order.append(contender)
+            return {"times": [0.01] * calls}
+
+    lanes = [m._Lane(n, KNOWN[n], Echo(), 2, 0, 0.0, [], []) for n in ("eager", "aot_eager", "inductor")]
+    m._rounds(lanes, Settings(seconds=0.0, min_rounds=3))
+    first, second, third = "eager", "aot_eager", "inductor"
+    assert order == [first, second, third, second, third, first, third, first, second]
+    assert all(lane.blocks == [[0.01, 0.01]] * 3 for lane in lanes)
+
+
+def test_a_request_that_takes_too_long_stops_the_process():
+    with Worker({}, 1) as worker:
+        with pytest.raises(WorkerError, match=r"no answer within 0 s") as caught:
+            worker.ask("first", 0.0, contender="eager")
+        assert caught.value.fatal
+
+
+def test_a_backend_that_nobody_registered():
+    with pytest.raises(UnknownContender, match="did you mean 'inductor'"):
+        from_backend("inductr")
+    assert from_backend("eager").name == "dynamo-eager"
+    assert from_backend("inductor-freezing").options == {"freezing": True}
