@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -14,7 +15,11 @@ VENDORS = {
     "triton": "fusewright_triton", "onednn": "fusewright_onednn", "acl": "fusewright_acl",
     "mps": "fusewright_mps", "int8": "fusewright_int8",
 }  # fmt: skip
-_IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
+# What a partner may use is what the vendors here may use.
+PUBLIC = (
+    "fusewright.interface", "fusewright.toolkit", "fusewright.plan.ir", "fusewright.machine",
+    "fusewright.dynamo.entry",
+)  # fmt: skip
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
 COMPAT = "common/fusewright/_torch_compat.py"
@@ -37,14 +42,29 @@ def findings(path: str, text: str) -> Iterator[str]:
         yield f"has {lines} lines; the limit is {LIMIT}"
     if path.startswith(("common/", "backends/")) and path != COMPAT and _PRIVATE.search(text):
         yield f"uses a private part of torch; those live in {COMPAT}"
-    imported = {m.group(1).split(".")[0] for m in _IMPORT.finditer(text)}
+    if path.endswith(".py"):
+        yield from _layering(path, set(imports(text)))
+
+
+def _layering(path: str, imported: set[str]) -> Iterator[str]:
+    vendors = sorted({m.split(".")[0] for m in imported} & set(VENDORS.values()))
     if path.startswith("common/"):
-        for vendor in sorted(imported & set(VENDORS.values())):
-            yield f"imports {vendor}: the host imports no vendor"
+        yield from (f"imports {v}: the host imports no vendor" for v in vendors)
     if path.startswith("backends/"):
         own = VENDORS.get(path.split("/")[1], "")
-        for vendor in sorted((imported & set(VENDORS.values())) - {own}):
-            yield f"imports {vendor}: a vendor imports no other vendor"
+        yield from (f"imports {v}: a vendor imports no other vendor" for v in vendors if v != own)
+        for module in sorted(m for m in imported if m.split(".")[0] == "fusewright"):
+            if not any(f"{module}.".startswith(f"{p}.") for p in PUBLIC):
+                yield f"imports {module}: a vendor uses only {', '.join(PUBLIC)}"
+
+
+def imports(source: str) -> Iterator[str]:
+    """Full names of what a module imports: `from a import b` gives "a.b"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def main() -> int:

@@ -36,15 +36,12 @@ class Options:
         False, "raise on a crash inside a backend instead of planning again without it", "STRICT"
     )
     verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
-    cache: bool = _option(True, "keep plans on disk and reuse them", "CACHE")
+    cache: bool = _option(True, "remember measured choices on disk", "CACHE")
     fuel: int | None = _option(
         None, "how many rewrites may be applied at most, to bisect a wrong result", "FUEL", compiled=True
     )
     disable_rules: tuple[str, ...] = _option(
         (), "ids of rewrite rules that are switched off", "DISABLE_RULE", compiled=True
-    )
-    simulate: bool = _option(
-        False, "run the backend's simulated device on CPU tensors", "SIMULATE", compiled=True
     )
     dump: tuple[str, ...] = _option((), "stages whose output is printed, or 'all'", "DUMP")
     backend: Mapping[str, Any] = field(default_factory=dict, metadata={"compiled": True})
@@ -94,8 +91,7 @@ def _table() -> dict[str, EnvVar]:
     ]
     others = [
         EnvVar(PREFIX + "BACKEND", str, "", "what backend='fusewright' uses, instead of the best one"),
-        EnvVar(PREFIX + "CACHE_DIR", str, "", "where plans are kept; default: the user's cache directory"),
-        EnvVar(PREFIX + "CACHE_MB", int, 512, "the size that the cache is kept under"),
+        EnvVar(PREFIX + "CACHE_DIR", str, "", "where the cache is; default: the user's cache directory"),
     ]
     return {v.name: v for v in [*of_options, *others]}
 
@@ -105,7 +101,7 @@ ENV: dict[str, EnvVar] = _table()
 
 
 def env(name: str) -> Any:
-    """The value of a variable of the table, e.g. `env("CACHE_MB")`: from the environment or its default."""
+    """The value of a variable of the table, e.g. `env("BACKEND")`: from the environment or its default."""
     var = ENV[PREFIX + name]
     text = os.environ.get(var.name)
     return var.default if text is None else _parse_text(var.name, text, var.type)

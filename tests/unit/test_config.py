@@ -70,9 +70,9 @@ def test_a_bad_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name
 
 
 def test_variables_outside_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert env("CACHE_MB") == ENV["FUSEWRIGHT_CACHE_MB"].default
-    monkeypatch.setenv("FUSEWRIGHT_CACHE_MB", "64")
-    assert env("CACHE_MB") == 64
+    assert env("BACKEND") == ENV["FUSEWRIGHT_BACKEND"].default == ""
+    monkeypatch.setenv("FUSEWRIGHT_BACKEND", "x86_onednn")
+    assert env("BACKEND") == "x86_onednn"
     monkeypatch.setenv("FUSEWRIGHT_STRIKT", "1")
     assert unknown_env() == {"FUSEWRIGHT_STRIKT": "did you mean 'FUSEWRIGHT_STRICT'?"}
 

@@ -68,6 +68,11 @@ def test_every_backend_has_a_job_and_ci_runs_the_command_of_the_readme() -> None
         ("common/fusewright/a.py", "import torch._dynamo\n", "private part of torch"),
         ("common/fusewright/a.py", "from fusewright_mps import target\n", "the host imports no vendor"),
         ("backends/mps/fusewright_mps/a.py", "import fusewright_acl\n", "no other vendor"),
+        (
+            "backends/mps/fusewright_mps/a.py",
+            "from fusewright import pipeline\n",
+            "imports fusewright.pipeline",
+        ),
         ("docs/a.md", "see /" + "home/someone/file\n", "path of one machine"),
     ],
 )

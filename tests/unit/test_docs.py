@@ -1,0 +1,34 @@
+"""The docs say what the code says: links lead somewhere, shown code is real code, tables are generated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ci import docs_tables
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLE = ROOT / "tests/plugin_example"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_walk_through_shows_the_code_of_the_example() -> None:
+    text = (ROOT / "docs/interface.md").read_text()
+    sources = "\n".join(p.read_text() for p in EXAMPLE.rglob("*") if p.suffix in (".py", ".toml"))
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 6
+    for block in blocks:
+        assert block in sources, block
+
+
+@pytest.mark.parametrize("page", docs_tables.GENERATED, ids=lambda p: p.name)
+def test_generated_tables_are_up_to_date(page: Path) -> None:
+    assert docs_tables.updated(page) == page.read_text(), "run: python -m ci.docs_tables"
