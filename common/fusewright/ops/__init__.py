@@ -1,8 +1,9 @@
-"""The opset: a closed, versioned table of ops (`OPSET` in `fusewright.interface`), and how ATen overloads map to its rows.
+"""The opset: a closed, versioned table of ops (`OPSET` in `fusewright.interface`), and how ATen overloads
+map to its rows.
 
-    >>> op, args, kwargs = canonical(torch.ops.aten.sum.default, (x,), {})
-    >>> op.name, args, kwargs
-    ('sum', (x, None, False), {'dtype': None})
+>>> op, args, kwargs = canonical(torch.ops.aten.sum.default, (x,), {})
+>>> op.name, args, kwargs
+('sum', (x, None, False), {'dtype': None})
 """
 
 from __future__ import annotations
@@ -17,16 +18,31 @@ from . import backward, composite, contraction, creation, gather, pointwise, red
 from .aliases import ALIASES, Adapter
 from .core import Args, Kind, Op, Overload, Param, Shape, bind, params_of, unbind
 
-__all__ = ["OPS", "ROWS", "Args", "Kind", "Op", "Shape", "canonical", "draws", "find", "is_mutating", "is_random", "is_view"]
+__all__ = [
+    "OPS",
+    "ROWS",
+    "Args",
+    "Kind",
+    "Op",
+    "Shape",
+    "canonical",
+    "draws",
+    "find",
+    "is_mutating",
+    "is_random",
+    "is_view",
+]
 
 ROWS: tuple[Op, ...] = (
-    *pointwise.ROWS, *reduction.ROWS, *view.ROWS, *contraction.ROWS, *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS,
+    *pointwise.ROWS, *reduction.ROWS, *view.ROWS, *contraction.ROWS,
+    *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS,
 )  # fmt: skip
 """Every row that this opset version has, whether or not this torch has the overload."""
 
 
 class _Table(Mapping[str, Op]):
-    """Rows by name. Iteration skips rows whose overload this torch lacks; a package imported later may bring it."""
+    """Rows by name. Iteration skips rows whose overload this torch lacks; a package imported later may
+    bring it."""
 
     def __init__(self, rows: Sequence[Op]) -> None:
         self._rows = {op.name: op for op in rows}
@@ -56,7 +72,7 @@ class _Entry:
 
 
 def _key(target: Overload) -> str:
-    """"aten::add.Tensor", "aten::mm"."""
+    """ "aten::add.Tensor", "aten::mm"."""
     name = target.name() if isinstance(target, torch._ops.OpOverload) else ""
     return name.removesuffix(".default")
 
@@ -69,7 +85,9 @@ _ENTRIES: dict[Overload, _Entry | None] = {}
 def _entry(target: Overload) -> _Entry | None:
     if target not in _ENTRIES:
         found = _BY_NAME.get(_key(target))
-        _ENTRIES[target] = _Entry(found[0], params_of(target), found[1]) if found and found[0].available else None
+        _ENTRIES[target] = (
+            _Entry(found[0], params_of(target), found[1]) if found and found[0].available else None
+        )
     return _ENTRIES[target]
 
 
@@ -79,11 +97,14 @@ def find(target: Overload) -> Op | None:
     return entry.op if entry is not None and entry.adapter is None else None
 
 
-def canonical(target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]] | None:
-    """The call as its row's canonical overload takes it, bit for bit the same; None when it is outside the opset.
+def canonical(
+    target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Op, tuple[Any, ...], dict[str, Any]] | None:
+    """The call as its row's canonical overload takes it, bit for bit the same; None when it is outside the
+    opset.
 
-    All arguments are positional, in schema order, defaults filled in; keyword-only ones are in the dict, filled in too.
-    Arguments may be anything: tensors, fx nodes, symbols. A lone int where the schema has `int[N]` becomes a list.
+    All arguments are positional, in schema order, defaults filled in; keyword-only ones are in the dict,
+    filled in too. Arguments may be anything: tensors, fx nodes, symbols. A lone int where the schema has `int[N]` becomes a list.
     """
     entry = _entry(target)
     if entry is None:
@@ -100,7 +121,8 @@ def canonical(target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def is_view(target: Overload) -> bool:
-    """Whether an output may share memory with an input without being written through this call (by the schema)."""
+    """Whether an output may share memory with an input without being written through this call (by the
+    schema)."""
     infos = [r.alias_info for r in target._schema.returns]
     return any(i is not None and not i.is_write for i in infos)
 

@@ -1,7 +1,8 @@
-"""Other overloads that mean exactly what a row means: argument adapters to the canonical schema. Bitwise, or not here.
+"""Other overloads that mean exactly what a row means: argument adapters to the canonical schema. Bitwise,
+or not here.
 
-An adapter takes the alias's arguments by name and gives the canonical ones by name (missing ones take their defaults),
-or None when this very call is outside the opset.
+An adapter takes the alias's arguments by name and gives the canonical ones by name (missing ones take their
+defaults), or None when this very call is outside the opset.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ class Alias:
 
 
 def alias(qualname: str, op: str, adapter: Adapter | None = None, **constants: Any) -> Alias:
-    """An alias whose arguments have the canonical names, with `constants` beside them; or one with an adapter."""
-    return Alias(f"aten::{qualname}", op, adapter or (lambda a: {**a, **constants}))
+    """An alias whose arguments have the canonical names, with `constants` beside them; or one with an
+    adapter."""
+    return Alias(
+        qualname if "::" in qualname else f"aten::{qualname}", op, adapter or (lambda a: {**a, **constants})
+    )
 
 
 def _swap(a: Args) -> dict[str, Any]:
@@ -36,7 +40,12 @@ def _swap(a: Args) -> dict[str, Any]:
 
 
 def _correction(a: Args) -> dict[str, Any]:
-    return {"self": a["self"], "dim": a.get("dim"), "correction": int(a["unbiased"]), "keepdim": a.get("keepdim", False)}
+    return {
+        "self": a["self"],
+        "dim": a.get("dim"),
+        "correction": int(a["unbiased"]),
+        "keepdim": a.get("keepdim", False),
+    }
 
 
 def _softmax(a: Args) -> dict[str, Any] | None:
@@ -62,10 +71,6 @@ def _with_default_dtype(a: Args, **constants: Any) -> dict[str, Any]:
     return {**a, **constants, "dtype": a["dtype"] or torch.get_default_dtype()}
 
 
-def _unsafe_view(a: Args) -> dict[str, Any]:
-    return dict(a)
-
-
 def _sort(a: Args) -> dict[str, Any]:
     return {**a, "stable": False}
 
@@ -77,6 +82,7 @@ def _square(a: Args) -> dict[str, Any]:
 _BINARY = ("add", "sub", "mul", "div", "fmod", "remainder", "copysign", "eq", "ne", "lt", "le", "gt", "ge")
 _BITWISE = tuple(f"bitwise_{n}" for n in ("and", "or", "xor", "left_shift", "right_shift"))
 
+# fmt: off
 ALIASES: tuple[Alias, ...] = (
     # a Python number where the canonical overload has a tensor
     *(alias(f"{n}.Scalar", n) for n in _BINARY),
@@ -89,7 +95,6 @@ ALIASES: tuple[Alias, ...] = (
     alias("where.ScalarOther", "where"),
     alias("where.ScalarSelf", "where"),
     alias("masked_fill.Scalar", "masked_fill"),
-    alias("maximum", "maximum"),
     alias("max.other", "maximum"),
     alias("min.other", "minimum"),
     alias("clamp_min", "clamp", max=None),
@@ -102,6 +107,7 @@ ALIASES: tuple[Alias, ...] = (
     alias("special_erf", "erf"),
     alias("special_expit", "sigmoid"),
     alias("lift_fresh_copy", "clone"),
+    alias("prims::convert_element_type", "cast", lambda a: {"self": a["a"], "dtype": a["dtype"]}),
     alias("detach", "alias"),
     # reductions over everything
     alias("sum", "sum", dim=None),
@@ -124,7 +130,8 @@ ALIASES: tuple[Alias, ...] = (
     alias("_unsafe_view", "reshape", lambda a: {"self": a["self"], "shape": a["size"]}),
     alias("squeeze.dim", "squeeze", _one_dim),
     alias("swapaxes", "transpose", lambda a: {"self": a["self"], "dim0": a["axis0"], "dim1": a["axis1"]}),
-    alias("narrow", "slice", lambda a: {"self": a["self"], "dim": a["dim"], "start": a["start"], "end": a["start"] + a["length"]}),
+    alias("narrow", "slice",
+        lambda a: {"self": a["self"], "dim": a["dim"], "start": a["start"], "end": a["start"] + a["length"]}),
     # creation
     alias("arange", "arange", start=0),
     alias("arange.start", "arange"),
@@ -140,3 +147,4 @@ ALIASES: tuple[Alias, ...] = (
     alias("_unsafe_index.Tensor", "index"),
     alias("_unsafe_index_put", "index_put"),
 )
+# fmt: on

@@ -1,4 +1,5 @@
-"""What the backward rows compute. Short derivatives are written out; long ones are autograd of the forward formula in fp64."""
+"""What the backward rows compute. Short derivatives are written out; long ones are autograd of the forward
+formula in fp64."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 from . import composite_math as m
 
 
-def grads(forward: Callable[..., Any], inputs: Sequence[Any], grad: Any, mask: Sequence[bool] | None = None) -> tuple[Any, ...]:
+def grads(
+    forward: Callable[..., Any], inputs: Sequence[Any], grad: Any, mask: Sequence[bool] | None = None
+) -> tuple[Any, ...]:
     """Gradients of `forward(*inputs)` by autograd; None for an input that is absent or masked off."""
     mask = [True] * len(inputs) if mask is None else mask
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
@@ -68,7 +71,11 @@ def leaky_relu_backward(grad: Any, x: Any, negative_slope: Any, self_is_result: 
 
 
 def elu_backward(grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any) -> Any:
-    slope = input_scale * (x + alpha * scale) if is_result else input_scale * alpha * scale * torch.exp(x * input_scale)
+    slope = (
+        input_scale * (x + alpha * scale)
+        if is_result
+        else input_scale * alpha * scale * torch.exp(x * input_scale)
+    )
     return torch.where(x <= 0, grad * slope, grad * scale)
 
 
@@ -96,8 +103,16 @@ def _with_default(weight: Any, like: Any, shape: Sequence[int], value: float) ->
     return torch.full(tuple(shape), value, dtype=like.dtype) if weight is None else weight
 
 
-def layer_norm_backward(grad: Any, x: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any,
-                        output_mask: Sequence[bool]) -> tuple[Any, ...]:
+def layer_norm_backward(
+    grad: Any,
+    x: Any,
+    normalized_shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Sequence[bool],
+) -> tuple[Any, ...]:
     w = _with_default(weight, x, normalized_shape, 1.0)
     inner, outer = list(range(-len(normalized_shape), 0)), list(range(x.dim() - len(normalized_shape)))
     xhat, g = (x - mean) * rstd, grad * w
@@ -106,8 +121,9 @@ def layer_norm_backward(grad: Any, x: Any, normalized_shape: Sequence[int], mean
     return tuple(t if on else None for t, on in zip((dx, dw, db), output_mask, strict=True))
 
 
-def rms_norm_backward(grad: Any, x: Any, normalized_shape: Sequence[int], rstd: Any, weight: Any,
-                      output_mask: Sequence[bool]) -> tuple[Any, ...]:
+def rms_norm_backward(
+    grad: Any, x: Any, normalized_shape: Sequence[int], rstd: Any, weight: Any, output_mask: Sequence[bool]
+) -> tuple[Any, ...]:
     w = _with_default(weight, x, normalized_shape, 1.0)
     inner, outer = list(range(-len(normalized_shape), 0)), list(range(x.dim() - len(normalized_shape)))
     xhat, g = x * rstd, grad * w
@@ -116,22 +132,49 @@ def rms_norm_backward(grad: Any, x: Any, normalized_shape: Sequence[int], rstd: 
     return tuple(t if on else None for t, on in zip((dx, dw), output_mask, strict=True))
 
 
-def group_norm_backward(grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, N: int, C: int, HxW: int, group: int,
-                        output_mask: Sequence[bool]) -> tuple[Any, ...]:
+def group_norm_backward(
+    grad: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, ...]:
     # eps is not among the arguments: the one that gives rstd from the input's own variance is used.
     g = x.reshape(N, group, -1)
     eps = (1 / rstd**2 - g.var(-1, correction=0)).reshape(N, group)
 
     def forward(t: Any, w: Any, b: Any) -> Any:
         z = t.reshape(N, group, -1)
-        z = (z - z.mean(-1, keepdim=True)) / torch.sqrt(z.var(-1, correction=0, keepdim=True) + eps.unsqueeze(-1))
+        z = (z - z.mean(-1, keepdim=True)) / torch.sqrt(
+            z.var(-1, correction=0, keepdim=True) + eps.unsqueeze(-1)
+        )
         return m._affine(z.reshape(t.shape), m._per_channel(w, t.dim()), m._per_channel(b, t.dim()))
 
-    return grads(forward, [x, _with_default(weight, x, (C,), 1.0), _with_default(None, x, (C,), 0.0)], grad, output_mask)
+    return grads(
+        forward,
+        [x, _with_default(weight, x, (C,), 1.0), _with_default(None, x, (C,), 0.0)],
+        grad,
+        output_mask,
+    )
 
 
-def batch_norm_backward(grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_invstd: Any,
-                        train: bool, eps: float, output_mask: Sequence[bool]) -> tuple[Any, ...]:
+def batch_norm_backward(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Any, ...]:
     dims = [d for d in range(x.dim()) if d != 1]
 
     def forward(t: Any, w: Any, b: Any) -> Any:
@@ -139,11 +182,24 @@ def batch_norm_backward(grad: Any, x: Any, weight: Any, running_mean: Any, runni
         return m.batch_norm_ref(t, w, b, mean, var, 0.0, eps)[0]
 
     c = x.shape[1:2]
-    return grads(forward, [x, _with_default(weight, x, c, 1.0), _with_default(None, x, c, 0.0)], grad, output_mask)
+    return grads(
+        forward, [x, _with_default(weight, x, c, 1.0), _with_default(None, x, c, 0.0)], grad, output_mask
+    )
 
 
-def conv_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-                  output_padding: Any, groups: int, output_mask: Sequence[bool]) -> tuple[Any, ...]:
+def conv_backward(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, ...]:
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     bias = torch.zeros(channels, dtype=x.dtype)
 
@@ -153,7 +209,9 @@ def conv_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, 
     return grads(forward, [x, weight, bias], grad, output_mask)
 
 
-def embedding_backward(grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:
+def embedding_backward(
+    grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
     rows, at = grad.reshape(-1, grad.shape[-1]), indices.reshape(-1)
     if scale_grad_by_freq:
         rows = rows / torch.bincount(at, minlength=num_weights)[at].unsqueeze(1)
@@ -161,15 +219,28 @@ def embedding_backward(grad: Any, indices: Any, num_weights: int, padding_idx: i
     return torch.zeros(num_weights, grad.shape[-1], dtype=grad.dtype).index_add(0, at, rows)
 
 
-def sdpa_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dropout_p: float, is_causal: bool, *,
-                  attn_mask: Any = None, scale: float | None = None) -> tuple[Any, ...]:
+def sdpa_backward(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
     def forward(a: Any, b: Any, c: Any) -> Any:
         return m.sdpa_ref(a, b, c, attn_mask, dropout_p, is_causal, scale=scale)
 
     return grads(forward, [q, k, v], grad)
 
 
-def nll_loss_backward(grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any) -> Any:
+def nll_loss_backward(
+    grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> Any:
     return _one(lambda t: m.nll_loss_ref(t, target, weight, reduction, ignore_index)[0], x, grad)
 
 
@@ -183,8 +254,20 @@ def smooth_l1_backward(grad: Any, x: Any, target: Any, reduction: int, beta: flo
     return slope * grad / (x.numel() if reduction == 1 else 1)
 
 
-def max_pool2d_backward(grad: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
-                        indices: Any) -> Any:
+def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, ...]:
+    return grads(lambda a, b: m.weight_norm_ref(a, b, dim)[0], [v, g], grad)
+
+
+def max_pool2d_backward(
+    grad: Any,
+    x: Any,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: Any,
+) -> Any:
     out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-2)
     return out.scatter_add(-1, indices.flatten(-2), grad.flatten(-2)).reshape(x.shape)
 
@@ -199,7 +282,9 @@ def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
 
 def resize_backward(name: str) -> Callable[..., Any]:
     """Gradient of the linear resize `name` without its suffix, by autograd of the forward reference."""
-    forward = {"nearest2d": m.nearest2d_ref, "bilinear2d": m.bilinear2d_ref, "bicubic2d": m.bicubic2d_ref}[name.split("_")[1]]
+    forward = {"nearest2d": m.nearest2d_ref, "bilinear2d": m.bilinear2d_ref, "bicubic2d": m.bicubic2d_ref}[
+        name.split("_")[1]
+    ]
 
     def reference(grad: Any, output_size: Any, input_size: Any, *args: Any) -> Any:
         x = torch.zeros(tuple(input_size), dtype=grad.dtype)

@@ -1,6 +1,7 @@
 """What the composites compute: a formula for each (the fp64 oracle), and its decomposition into primitives.
 
-A decomposition computes at the dtype that eager computes in: half inputs are widened to fp32 and rounded once at the end.
+A decomposition computes at the dtype that eager computes in: half inputs are widened to fp32 and rounded
+once at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def torch_decomposition(qualname: str) -> Callable[..., Any]:
     return decompose
 
 
-# ---- products ----------------------------------------------------------------------------------------------------------------
+# ---- products ----
 
 
 def linear_ref(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -77,9 +78,11 @@ def _scores(q: Any, k: Any, attn_mask: Any, is_causal: bool, scale: float | None
 
 
 def _grouped(q: Any, k: Any, v: Any, enable_gqa: bool) -> tuple[Any, Any]:
-    if not enable_gqa:
+    if not enable_gqa or q.shape[-3] == k.shape[-3]:
         return k, v
-    return k.repeat_interleave(q.shape[-3] // k.shape[-3], -3), v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    return k.repeat_interleave(q.shape[-3] // k.shape[-3], -3), v.repeat_interleave(
+        q.shape[-3] // v.shape[-3], -3
+    )
 
 
 def _attend(q: Any, k: Any, v: Any, s: Any) -> tuple[Any, Any]:
@@ -97,34 +100,71 @@ def _no_dropout(p: float) -> None:
         raise NotImplementedError("attention with dropout draws random numbers: it has no formula")
 
 
-def sdpa_ref(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-             scale: float | None = None, enable_gqa: bool = False) -> Any:
+def sdpa_ref(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     _no_dropout(dropout_p)
     k, v = _grouped(q, k, v, enable_gqa)
     return _attend(q, k, v, _scores(q, k, attn_mask, is_causal, scale))[0]
 
 
-def sdpa(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-         scale: float | None = None, enable_gqa: bool = False) -> Any:
+def sdpa(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else widened(attn_mask)
     wide = (widened(q), widened(k), widened(v))
     return sdpa_ref(*wide, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).to(q.dtype)
 
 
-def sdpa_lse_ref(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None,
-                 scale: float | None = None) -> tuple[Any, Any]:
+def sdpa_lse_ref(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Any, Any]:
     _no_dropout(dropout_p)
+    k, v = _grouped(q, k, v, True)
     return _attend(q, k, v, _scores(q, k, attn_mask, is_causal, scale))
 
 
-def sdpa_lse(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None,
-             scale: float | None = None) -> tuple[Any, Any]:
+def sdpa_lse(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Any, Any]:
     mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else widened(attn_mask)
-    out, lse = sdpa_lse_ref(widened(q), widened(k), widened(v), dropout_p, is_causal, attn_mask=mask, scale=scale)
+    out, lse = sdpa_lse_ref(
+        widened(q), widened(k), widened(v), dropout_p, is_causal, attn_mask=mask, scale=scale
+    )
     return out.to(q.dtype), lse
 
 
-# ---- normalisation -----------------------------------------------------------------------------------------------------------
+# ---- normalisation ----
 
 
 def softmax_ref(x: Any, dim: int, half_to_float: bool = False) -> Any:
@@ -138,6 +178,16 @@ def softmax(x: Any, dim: int, half_to_float: bool) -> Any:
     return (e / torch.sum(e, dim, keepdim=True)).to(torch.float32 if half_to_float else x.dtype)
 
 
+def safe_softmax_ref(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    return torch.where((x == -math.inf).all(dim, keepdim=True), 0.0, softmax_ref(x, dim))
+
+
+def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    out = x.dtype if dtype is None else dtype
+    x = x.to(out)
+    return torch.where((x == -math.inf).all(dim, keepdim=True), 0.0, softmax(x, dim, False)).to(out)
+
+
 def log_softmax_ref(x: Any, dim: int, half_to_float: bool = False) -> Any:
     s = x - x.amax(dim, keepdim=True) if x.numel() else x
     return s - torch.log(torch.exp(s).sum(dim, keepdim=True))
@@ -146,7 +196,16 @@ def log_softmax_ref(x: Any, dim: int, half_to_float: bool = False) -> Any:
 def log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
     w = widened(x)
     s = w - torch.amax(w, dim, keepdim=True)
-    return (s - torch.log(torch.sum(torch.exp(s), dim, keepdim=True))).to(torch.float32 if half_to_float else x.dtype)
+    return (s - torch.log(torch.sum(torch.exp(s), dim, keepdim=True))).to(
+        torch.float32 if half_to_float else x.dtype
+    )
+
+
+def _stats_dtype(x: Any, weight: Any) -> torch.dtype:
+    """The dtype in which eager saves a norm's mean and reciprocal deviation (`rules.norm_stats`)."""
+    if x.device.type != "cpu":
+        return widened(x).dtype
+    return x.dtype if weight is None else weight.dtype
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
@@ -154,19 +213,22 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return x if bias is None else x + bias
 
 
-def layer_norm_ref(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+def layer_norm_ref(
+    x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
     dims = list(range(-len(normalized_shape), 0))
     mean = x.mean(dims, keepdim=True)
     rstd = 1 / torch.sqrt(((x - mean) ** 2).mean(dims, keepdim=True) + eps)
     return _affine((x - mean) * rstd, weight, bias), mean, rstd
 
 
-def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+def layer_norm(
+    x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
     w = widened(x)
     var, mean = torch.var_mean(w, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
-    stats = x.dtype if weight is None else weight.dtype
-    stats = stats if x.device.type == "cpu" else w.dtype
+    stats = _stats_dtype(x, weight)
     return _affine((w - mean) * rstd, weight, bias).to(x.dtype), mean.to(stats), rstd.to(stats)
 
 
@@ -190,7 +252,9 @@ def _per_channel(t: Any, rank: int) -> Any:
     return None if t is None else t.reshape(-1, *(1,) * (rank - 2))
 
 
-def group_norm_ref(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> tuple[Any, Any, Any]:
+def group_norm_ref(
+    x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[Any, Any, Any]:
     g = x.reshape(N, group, -1)
     mean = g.mean(-1)
     rstd = 1 / torch.sqrt(((g - mean.unsqueeze(-1)) ** 2).mean(-1) + eps)
@@ -198,32 +262,51 @@ def group_norm_ref(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, gro
     return _affine(out, _per_channel(weight, x.dim()), _per_channel(bias, x.dim())), mean, rstd
 
 
-def group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> tuple[Any, Any, Any]:
+def group_norm(
+    x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[Any, Any, Any]:
     g = widened(x).reshape(N, group, C // group * HxW)
     var, mean = torch.var_mean(g, [-1], correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
-    out = _affine(((g - mean) * rstd).reshape(x.shape), _per_channel(weight, x.dim()), _per_channel(bias, x.dim()))
-    stats = x.dtype if weight is None else weight.dtype
-    stats = stats if x.device.type == "cpu" else g.dtype
+    out = _affine(
+        ((g - mean) * rstd).reshape(x.shape), _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
+    )
+    stats = _stats_dtype(x, weight)
     return out.to(x.dtype), mean.squeeze(-1).to(stats), rstd.squeeze(-1).to(stats)
 
 
-def batch_norm_ref(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> tuple[Any, Any, Any]:
+def batch_norm_ref(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
     rank = max(x.dim(), 2)
     out = (x - _per_channel(mean, rank)) / torch.sqrt(_per_channel(var, rank) + eps)
     return _affine(out, _per_channel(weight, rank), _per_channel(bias, rank)), x.new_empty(0), x.new_empty(0)
 
 
-def batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> tuple[Any, Any, Any]:
+def batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
     w, rank = widened(x), max(x.dim(), 2)
     rstd = torch.rsqrt(widened(var) + eps)
     out = (w - _per_channel(widened(mean), rank)) * _per_channel(rstd, rank)
-    empty = torch.empty(0, dtype=x.dtype if weight is None else weight.dtype, device=x.device)
-    return _affine(out, _per_channel(weight, rank), _per_channel(bias, rank)).to(x.dtype), empty, empty.clone()
+    empty = torch.empty(0, dtype=_stats_dtype(x, mean), device=x.device)
+    return (
+        _affine(out, _per_channel(weight, rank), _per_channel(bias, rank)).to(x.dtype),
+        empty,
+        empty.clone(),
+    )
 
 
-def batch_norm_train_ref(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
-                         eps: float) -> tuple[Any, ...]:
+def batch_norm_train_ref(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     if not training:
         out = batch_norm_ref(x, weight, bias, running_mean, running_var, momentum, eps)[0]
         return out, x.new_empty(0), x.new_empty(0), running_mean.clone(), running_var.clone()
@@ -231,23 +314,58 @@ def batch_norm_train_ref(x: Any, weight: Any, bias: Any, running_mean: Any, runn
     mean = x.mean(dims)
     var = ((x - _per_channel(mean, rank)) ** 2).mean(dims)
     rstd = 1 / torch.sqrt(var + eps)
-    out = _affine((x - _per_channel(mean, rank)) * _per_channel(rstd, rank), _per_channel(weight, rank), _per_channel(bias, rank))
+    out = _affine(
+        (x - _per_channel(mean, rank)) * _per_channel(rstd, rank),
+        _per_channel(weight, rank),
+        _per_channel(bias, rank),
+    )
     count = x.numel() // x.shape[1]
     new_mean = running_mean + momentum * (mean - running_mean)
     new_var = running_var + momentum * (var * count / (count - 1) - running_var)
     return out, mean, rstd, new_mean, new_var
 
 
-def batch_norm_train(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
-                     eps: float) -> tuple[Any, ...]:
+def batch_norm_train(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     wide = batch_norm_train_ref(widened(x), weight, bias, running_mean, running_var, training, momentum, eps)
-    stats = x.dtype if weight is None else weight.dtype
-    stats = stats if x.device.type == "cpu" else widened(x).dtype
+    stats = _stats_dtype(x, running_mean)
     dtypes = (x.dtype, stats, stats, running_mean.dtype, running_var.dtype)
     return tuple(t.to(d) for t, d in zip(wide, dtypes, strict=True))
 
 
-# ---- activations -------------------------------------------------------------------------------------------------------------
+def weight_norm_ref(v: Any, g: Any, dim: int = 0) -> tuple[Any, Any]:
+    norms = torch.sqrt((v * v).sum([d for d in range(v.dim()) if d != dim], keepdim=True))
+    return v * (g / norms), norms
+
+
+def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Any, Any]:
+    out, norms = weight_norm_ref(widened(v), widened(g), dim)
+    return out.to(v.dtype), norms.to(norm_dtype(v, g))
+
+
+def norm_dtype(v: Any, g: Any) -> torch.dtype:
+    return torch.float32 if g.dtype == torch.bfloat16 else g.dtype
+
+
+def weight_norm_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of v; norms are fp32 for bf16."""
+    return a["v"].dtype, norm_dtype(a["v"], a["g"])
+
+
+def weight_norm_shapes(a: Args) -> tuple[Shape, Shape]:
+    """The shapes of v and of g."""
+    return tuple(a["v"].shape), tuple(a["g"].shape)
+
+
+# ---- activations ----
 
 
 def gelu_ref(x: Any, *, approximate: str = "none") -> Any:
@@ -336,28 +454,51 @@ def log_sigmoid_shapes(a: Args) -> tuple[Shape, Shape]:
     return s, s if str(a["self"].device).startswith("cpu") else (0,)
 
 
-# ---- lookups, pooling, resizing ----------------------------------------------------------------------------------------------
+# ---- lookups, pooling, resizing ----
 
 
-def embedding_ref(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+def embedding_ref(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
     return weight[indices]
 
 
-def embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+def embedding(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
     return torch.index_select(weight, 0, indices.reshape(-1)).reshape(*indices.shape, *weight.shape[1:])
 
 
-def max_pool2d_ref(x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
-    return F.max_pool2d(x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True)
+def max_pool2d_ref(
+    x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
+    return F.max_pool2d(
+        x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True
+    )
 
 
-def avg_pool2d_ref(x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
-                   count_include_pad: bool = True, divisor_override: int | None = None) -> Any:
-    return F.avg_pool2d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
+def avg_pool2d_ref(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    return F.avg_pool2d(
+        x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override
+    )
 
 
-def avg_pool1d_ref(x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
-                   count_include_pad: bool = True) -> Any:
+def avg_pool1d_ref(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Any:
     return F.avg_pool1d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad)
 
 
@@ -374,7 +515,9 @@ def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
     return F.adaptive_max_pool2d(x, tuple(output_size), return_indices=True)
 
 
-def nearest2d_ref(x: Any, output_size: Any, scales_h: float | None = None, scales_w: float | None = None) -> Any:
+def nearest2d_ref(
+    x: Any, output_size: Any, scales_h: float | None = None, scales_w: float | None = None
+) -> Any:
     def source(n: int, out: int, scale: float | None) -> Any:
         ratio = 1 / scale if scale else n / out
         return (torch.arange(out) * ratio).floor().to(torch.int64).clamp(max=n - 1)
@@ -383,11 +526,23 @@ def nearest2d_ref(x: Any, output_size: Any, scales_h: float | None = None, scale
     return x[..., rows[:, None], cols]
 
 
-def bilinear2d_ref(x: Any, output_size: Any, align_corners: bool, scales_h: float | None = None, scales_w: float | None = None) -> Any:
+def bilinear2d_ref(
+    x: Any,
+    output_size: Any,
+    align_corners: bool,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Any:
     return torch.ops.aten.upsample_bilinear2d.default(x, output_size, align_corners, scales_h, scales_w)
 
 
-def bicubic2d_ref(x: Any, output_size: Any, align_corners: bool, scales_h: float | None = None, scales_w: float | None = None) -> Any:
+def bicubic2d_ref(
+    x: Any,
+    output_size: Any,
+    align_corners: bool,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Any:
     return torch.ops.aten.upsample_bicubic2d.default(x, output_size, align_corners, scales_h, scales_w)
 
 
@@ -396,7 +551,9 @@ def pixel_shuffle_ref(x: Any, upscale_factor: int) -> Any:
     r = upscale_factor
     blocks = x.reshape(*lead, c // (r * r), r, r, h, w)
     n = len(lead)
-    return blocks.permute(*range(n + 1), n + 3, n + 1, n + 4, n + 2).reshape(*lead, c // (r * r), h * r, w * r)
+    return blocks.permute(*range(n + 1), n + 3, n + 1, n + 4, n + 2).reshape(
+        *lead, c // (r * r), h * r, w * r
+    )
 
 
 pixel_shuffle = pixel_shuffle_ref
@@ -409,7 +566,7 @@ def pixel_shuffle_shape(a: Args) -> tuple[Shape]:
     return ((*lead, c // (r * r), h * r, w * r),)
 
 
-# ---- losses ------------------------------------------------------------------------------------------------------------------
+# ---- losses ----
 
 
 def _reduce(loss: Any, reduction: int) -> Any:
@@ -448,15 +605,21 @@ def smooth_l1_ref(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) ->
 
 
 def smooth_l1(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
-    return smooth_l1_ref(widened(x), widened(target), reduction, beta).to(torch.promote_types(x.dtype, target.dtype))
+    return smooth_l1_ref(widened(x), widened(target), reduction, beta).to(
+        torch.promote_types(x.dtype, target.dtype)
+    )
 
 
-def bce_with_logits_ref(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
+def bce_with_logits_ref(
+    x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
+) -> Any:
     softplus_neg = torch.log1p(torch.exp(-x.abs())) + torch.relu(-x)
     factor = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     loss = (1 - target) * x + factor * softplus_neg
     return _reduce(loss if weight is None else loss * weight, reduction)
 
 
-def bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
+def bce_with_logits(
+    x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
+) -> Any:
     return bce_with_logits_ref(widened(x), widened(target), weight, pos_weight, reduction).to(x.dtype)

@@ -1,4 +1,5 @@
-"""Contraction rows: matrix products and convolution, with fp64 formulas that do not call the op itself where that is short."""
+"""Contraction rows: matrix products and convolution, with fp64 formulas that do not call the op itself
+where that is short."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ def addmm_ref(x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) ->
     return product if beta == 0 else beta * x + product
 
 
+# fmt: off
 ROWS: tuple[Op, ...] = (
     _op("mm", "aten::mm", r.SELF, r.mm, lambda x, y: torch.einsum("nk,km->nm", x, y), "matrix product"),
-    _op("bmm", "aten::bmm", r.SELF, r.bmm, lambda x, y: torch.einsum("bnk,bkm->bnm", x, y), "batch of matrix products"),
-    _op("addmm", "aten::addmm", r.SELF, r.mm, addmm_ref, "beta * self + alpha * (mat1 @ mat2); self is not read when beta is 0"),
+    _op("bmm", "aten::bmm", r.SELF, r.bmm, lambda x, y: torch.einsum("bnk,bkm->bnm", x, y),
+        "batch of matrix products"),
+    _op("addmm", "aten::addmm", r.SELF, r.mm, addmm_ref,
+        "beta * self + alpha * (mat1 @ mat2); self is not read when beta is 0"),
     _op("baddbmm", "aten::baddbmm", r.SELF, r.bmm, addmm_ref, "beta * self + alpha * (batch1 @ batch2)"),
     _op("addbmm", "aten::addbmm", r.SELF, lambda a: (r.bmm(a)[0][1:],),
         lambda x, b1, b2, *, beta=1, alpha=1: beta * x + alpha * torch.einsum("bnk,bkm->nm", b1, b2),
@@ -32,3 +36,4 @@ ROWS: tuple[Op, ...] = (
     _op("conv", "aten::convolution", r.INPUT, r.conv, torch.convolution,
         "1-3d convolution with bias, groups, dilation, transposed", "ONNX Conv, ConvTranspose"),
 )
+# fmt: on

@@ -1,6 +1,7 @@
 """The row type of the opset table, and how a row is bound to a call.
 
-A row is data: names, rules and plain functions. Rules and references see a call as `Args`, a mapping from argument name to value.
+A row is data: names, rules and plain functions. Rules and references see a call as `Args`, a mapping from
+argument name to value.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any, TypeAlias
 import torch
 
 Args: TypeAlias = Mapping[str, Any]
-"""One call by argument name. A tensor is anything with `shape` and `dtype`: a Tensor, a FakeTensor or a `TensorSpec`."""
+"""One call by argument name. A tensor is anything with `shape` and `dtype`: a Tensor, a FakeTensor or a
+`TensorSpec`."""
 
 Shape: TypeAlias = tuple[Any, ...]
 """Sizes: ints or SymInts."""
 
 DtypeRule: TypeAlias = Callable[[Args], tuple[torch.dtype | None, ...]]
 ShapeRule: TypeAlias = Callable[[Args], tuple[Shape | None, ...]]
-"""Rules give one entry per output, lists of outputs flattened; None stands for an output that is not computed."""
+"""Rules give one entry per output, lists of outputs flattened; None stands for an output that is not
+computed."""
 
 Overload: TypeAlias = Any
 """A torch operator overload, such as `torch.ops.aten.add.Tensor`."""
@@ -62,9 +65,9 @@ class Param:
 class Op:
     """One row of the opset. Equality is by name: a row is unique in its table.
 
-    `reference` takes the canonical arguments with every floating tensor in fp64 and gives fp64 (see `oracle.evaluate`);
-    `decompose` takes the canonical arguments and computes in primitives, at the dtype that eager computes in.
-    The overload is looked up on first use, so that the table costs nothing to import and knows ops that are registered later.
+    `reference` takes the canonical arguments with every floating tensor in fp64 and gives fp64 (see
+    `oracle.evaluate`); `decompose` takes the canonical arguments and computes in primitives, at the dtype
+    that eager computes in. The overload is looked up on first use, so that the table costs nothing to import and knows ops that are registered later.
     """
 
     name: str
@@ -101,14 +104,19 @@ class Op:
         return tuple(p.name for p in self.params)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The call by argument name, in schema order, defaults filled in. TypeError when it does not fit the schema."""
+        """The call by argument name, in schema order, defaults filled in. TypeError when it does not fit
+        the schema."""
         return bind(self.params, args, kwargs or {})
 
-    def dtypes(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.dtype | None, ...]:
+    def dtypes(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[torch.dtype | None, ...]:
         """The dtype of every output."""
         return self.dtype_rule(self.bind(args, kwargs))
 
-    def shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Shape | None, ...]:
+    def shapes(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[Shape | None, ...]:
         """The shape of every output. Symbolic sizes may come out unsimplified."""
         return self.shape_rule(self.bind(args, kwargs))
 

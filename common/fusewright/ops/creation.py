@@ -1,4 +1,5 @@
-"""Creation and random rows: outputs that depend on no tensor's values. Random rows draw from torch's generator in eager's order."""
+"""Creation and random rows: outputs that depend on no tensor's values. Random rows draw from torch's
+generator in eager's order."""
 
 from __future__ import annotations
 
@@ -69,34 +70,47 @@ def _drawn(name: str, qualname: str, dtype_rule: Any, shape_rule: Any, doc: str,
 _UNDEFINED = "values undefined; the reference has zeros"
 _DROPOUT = r.dtypes(r.INPUT, r.BOOL)
 
+# fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("arange", "aten::arange.start_step", r.range_dtype, r.range_length, arange_ref, "start, start + step, ... below end"),
+    _op("arange", "aten::arange.start_step", r.range_dtype, r.range_length, arange_ref,
+        "start, start + step, ... below end"),
     _op("full", "aten::full", r.fill_dtype, r.attr_shape(), full_ref, "filled with a number"),
-    _op("full_like", "aten::full_like", r.attr_or_self, r.SAME, full_like_ref, "filled with a number, shaped and laid out as self"),
+    _op("full_like", "aten::full_like", r.attr_or_self, r.SAME, full_like_ref,
+        "filled with a number, shaped and laid out as self"),
     _op("fill", "aten::fill.Scalar", r.SELF, r.SAME, fill_ref, "filled with a number, shaped as self"),
-    _op("fill_tensor", "aten::fill.Tensor", r.SELF, r.SAME, fill_ref, "filled with a 0-dim tensor, shaped as self"),
-    _op("new_full", "aten::new_full", r.attr_or_self, r.attr_shape(), new_full_ref, "filled with a number, dtype and device of self"),
+    _op("fill_tensor", "aten::fill.Tensor", r.SELF, r.SAME, fill_ref,
+        "filled with a 0-dim tensor, shaped as self"),
+    _op("new_full", "aten::new_full", r.attr_or_self, r.attr_shape(), new_full_ref,
+        "filled with a number, dtype and device of self"),
     _op("empty", "aten::empty.memory_format", r.attr_or_default, r.attr_shape(), empty_ref, _UNDEFINED),
     _op("empty_like", "aten::empty_like", r.attr_or_self, r.SAME, empty_like_ref, _UNDEFINED),
     _op("empty_strided", "aten::empty_strided", r.attr_or_default, r.attr_shape(), empty_ref, _UNDEFINED),
     _op("new_empty", "aten::new_empty", r.attr_or_self, r.attr_shape(), new_empty_ref, _UNDEFINED),
-    _op("new_empty_strided", "aten::new_empty_strided", r.attr_or_self, r.attr_shape(), new_empty_ref, _UNDEFINED),
-    _op("scalar_tensor", "aten::scalar_tensor", r.attr_or_default, r.scalar_shape, scalar_tensor_ref, "a number as a 0-dim tensor"),
-    _op("linspace", "aten::linspace", r.attr_or_default, lambda a: ((a["steps"],),), linspace_ref, "steps numbers from start to end"),
-    _op("eye", "aten::eye.m", r.attr_or_default, lambda a: ((a["n"], a["m"]),), eye_ref, "ones on the diagonal"),
+    _op("new_empty_strided", "aten::new_empty_strided", r.attr_or_self, r.attr_shape(), new_empty_ref,
+        _UNDEFINED),
+    _op("scalar_tensor", "aten::scalar_tensor", r.attr_or_default, r.scalar_shape, scalar_tensor_ref,
+        "a number as a 0-dim tensor"),
+    _op("linspace", "aten::linspace", r.attr_or_default, lambda a: ((a["steps"],),), linspace_ref,
+        "steps numbers from start to end"),
+    _op("eye", "aten::eye.m", r.attr_or_default, lambda a: ((a["n"], a["m"]),), eye_ref,
+        "ones on the diagonal"),
     _drawn("rand", "aten::rand", r.attr_or_default, r.attr_shape(), "uniform in [0, 1)"),
     _drawn("randn", "aten::randn", r.attr_or_default, r.attr_shape(), "standard normal"),
     _drawn("rand_like", "aten::rand_like", r.attr_or_self, r.SAME, "uniform in [0, 1), shaped as self"),
     _drawn("randn_like", "aten::randn_like", r.attr_or_self, r.SAME, "standard normal, shaped as self"),
-    _drawn("randint", "aten::randint.low", lambda a: (a["dtype"] or torch.int64,), r.attr_shape(), "integers in [low, high)"),
-    _drawn("randperm", "aten::randperm", lambda a: (a["dtype"] or torch.int64,), lambda a: ((a["n"],),), "0..n-1 shuffled"),
+    _drawn("randint", "aten::randint.low", lambda a: (a["dtype"] or torch.int64,), r.attr_shape(),
+        "integers in [low, high)"),
+    _drawn("randperm", "aten::randperm", lambda a: (a["dtype"] or torch.int64,), lambda a: ((a["n"],),),
+        "0..n-1 shuffled"),
     _drawn("bernoulli", "aten::bernoulli", r.SELF, r.SAME, "one with the probability that self gives"),
     _drawn("bernoulli_p", "aten::bernoulli.p", r.SELF, r.SAME, "one with probability p, shaped as self"),
     _drawn("uniform", "aten::uniform", r.SELF, r.SAME, "uniform in [from, to), shaped as self"),
     _drawn("normal", "aten::normal_functional", r.SELF, r.SAME, "normal with mean and std, shaped as self"),
     _drawn("exponential", "aten::exponential", r.SELF, r.SAME, "exponential with rate lambd, shaped as self"),
-    _drawn("multinomial", "aten::multinomial", r.INT64, lambda a: ((*a["self"].shape[:-1], a["num_samples"]),),
-           "indices drawn with the weights that self gives"),
+    _drawn("multinomial", "aten::multinomial", r.INT64,
+        lambda a: ((*a["self"].shape[:-1], a["num_samples"]),),
+        "indices drawn with the weights that self gives"),
     _drawn("dropout", "aten::native_dropout", _DROPOUT, r.shape_of("input", 2),
-           "zero with probability p, else input / (1 - p); and the mask", "Srivastava et al., JMLR 15 (2014)"),
+        "zero with probability p, else input / (1 - p); and the mask", "Srivastava et al., JMLR 15 (2014)"),
 )
+# fmt: on

@@ -1,4 +1,5 @@
-"""Gather and scatter rows: elements are read from or written to places that indices name; joins and layout copies."""
+"""Gather and scatter rows: elements are read from or written to places that indices name; joins and layout
+copies."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def index_ref(x: Any, indices: Any) -> Any:
 
 def index_put_ref(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     dims = [i for i, t in enumerate(indices) if t is not None]
-    moved = torch.movedim(x, dims, list(range(len(dims)))) if dims == sorted(dims) and dims[-1] != len(dims) - 1 else x
+    moved = (
+        torch.movedim(x, dims, list(range(len(dims))))
+        if dims == sorted(dims) and dims[-1] != len(dims) - 1
+        else x
+    )
     given = [t for t in indices if t is not None]
     if moved is x:
         return torch.index_put(x, given, values.to(x.dtype), accumulate)
@@ -50,11 +55,15 @@ def scatter_value_ref(x: Any, dim: int, index: Any, value: Any) -> Any:
     return torch.scatter(x, dim, index, value)
 
 
-def scatter_reduce_ref(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+def scatter_reduce_ref(
+    x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+) -> Any:
     return torch.scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
 
 
-def slice_scatter_ref(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+def slice_scatter_ref(
+    x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
     out = x.clone()
     out[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)] = src.to(x.dtype)
     return out
@@ -72,6 +81,12 @@ def diagonal_scatter_ref(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
     return out
 
 
+def as_strided_scatter_ref(x: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    out = x.clone(memory_format=torch.preserve_format)
+    torch.as_strided(out, size, stride, storage_offset).copy_(src)
+    return out
+
+
 def masked_scatter_ref(x: Any, mask: Any, source: Any) -> Any:
     out, hits = x.clone().expand(torch.broadcast_shapes(x.shape, mask.shape)).clone(), mask.expand_as(x)
     out[hits] = source.flatten()[: int(hits.sum())]
@@ -86,37 +101,59 @@ def roll_ref(x: Any, shifts: Any, dims: Any = ()) -> Any:
     return torch.roll(x, tuple(shifts), tuple(dims) or None)
 
 
+# fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("gather", "aten::gather", r.SELF, r.shape_of("index"), gather_ref, "self[i][index[i][j]] along dim", "ONNX GatherElements"),
-    _op("index", "aten::index.Tensor", r.SELF, r.indexed, index_ref, "self[indices], as NumPy's advanced indexing"),
-    _op("index_select", "aten::index_select", r.SELF, r.index_selected, torch.index_select, "listed indices of dim", "ONNX Gather"),
-    _op("cat", "aten::cat", _OUT_DTYPE, r.concatenated, lambda ts, dim=0: torch.cat(list(ts), dim), "joined along dim"),
-    _op("stack", "aten::stack", _OUT_DTYPE, r.stacked, lambda ts, dim=0: torch.stack(list(ts), dim), "joined along a new dim"),
-    _op("constant_pad_nd", "aten::constant_pad_nd", r.SELF, r.padded, pad_ref, "padded with a value; negative pads cut", "ONNX Pad"),
+    _op("gather", "aten::gather", r.SELF, r.shape_of("index"), gather_ref, "self[i][index[i][j]] along dim",
+        "ONNX GatherElements"),
+    _op("index", "aten::index.Tensor", r.SELF, r.indexed, index_ref,
+        "self[indices], as NumPy's advanced indexing"),
+    _op("index_select", "aten::index_select", r.SELF, r.index_selected, torch.index_select,
+        "listed indices of dim", "ONNX Gather"),
+    _op("cat", "aten::cat", _OUT_DTYPE, r.concatenated, lambda ts, dim=0: torch.cat(list(ts), dim),
+        "joined along dim"),
+    _op("stack", "aten::stack", _OUT_DTYPE, r.stacked, lambda ts, dim=0: torch.stack(list(ts), dim),
+        "joined along a new dim"),
+    _op("constant_pad_nd", "aten::constant_pad_nd", r.SELF, r.padded, pad_ref,
+        "padded with a value; negative pads cut", "ONNX Pad"),
     _op("reflection_pad2d", "aten::reflection_pad2d", r.SELF, lambda a: r.padded({**a, "pad": a["padding"]}),
-        lambda x, padding: F.pad(x, list(padding), mode="reflect"), "padded by mirroring, the edge not repeated"),
-    _op("replication_pad2d", "aten::replication_pad2d", r.SELF, lambda a: r.padded({**a, "pad": a["padding"]}),
-        lambda x, padding: F.pad(x, list(padding), mode="replicate"), "padded by repeating the edge"),
+        lambda x, padding: F.pad(x, list(padding), mode="reflect"),
+        "padded by mirroring, the edge not repeated"),
+    _op("replication_pad2d", "aten::replication_pad2d", r.SELF,
+        lambda a: r.padded({**a, "pad": a["padding"]}), lambda x,
+        padding: F.pad(x, list(padding), mode="replicate"), "padded by repeating the edge"),
     _op("roll", "aten::roll", r.SELF, r.SAME, roll_ref, "shifted around dims"),
     _op("flip", "aten::flip", r.SELF, r.SAME, torch.flip, "dims reversed"),
-    _op("repeat", "aten::repeat", r.SELF, r.repeated, lambda x, repeats: x.repeat(*repeats), "tiled", "ONNX Tile"),
+    _op("repeat", "aten::repeat", r.SELF, r.repeated, lambda x, repeats: x.repeat(*repeats), "tiled",
+        "ONNX Tile"),
     _op("tril", "aten::tril", r.SELF, r.SAME, torch.tril, "zero above a diagonal"),
     _op("triu", "aten::triu", r.SELF, r.SAME, torch.triu, "zero below a diagonal"),
-    _op("bucketize", "aten::bucketize.Tensor", lambda a: (torch.int32 if a["out_int32"] else torch.int64,), r.SAME,
-        torch.bucketize, "which interval of sorted boundaries each element falls in"),
-    _scatter("scatter", "aten::scatter.src", r.SELF, r.SAME, scatter_ref, "out[index[i][j]] = src[i][j] along dim",
-             "ONNX ScatterElements"),
-    _scatter("scatter_value", "aten::scatter.value", r.SELF, r.SAME, scatter_value_ref, "out[index[i][j]] = value along dim"),
-    _scatter("scatter_add", "aten::scatter_add", r.SELF, r.SAME, torch.scatter_add, "out[index[i][j]] += src[i][j] along dim"),
+    _op("bucketize", "aten::bucketize.Tensor", lambda a: (torch.int32 if a["out_int32"] else torch.int64,),
+        r.SAME, torch.bucketize, "which interval of sorted boundaries each element falls in"),
+    _scatter("scatter", "aten::scatter.src", r.SELF, r.SAME, scatter_ref,
+        "out[index[i][j]] = src[i][j] along dim", "ONNX ScatterElements"),
+    _scatter("scatter_value", "aten::scatter.value", r.SELF, r.SAME, scatter_value_ref,
+        "out[index[i][j]] = value along dim"),
+    _scatter("scatter_add", "aten::scatter_add", r.SELF, r.SAME, torch.scatter_add,
+        "out[index[i][j]] += src[i][j] along dim"),
     _scatter("scatter_reduce", "aten::scatter_reduce.two", r.SELF, r.SAME, scatter_reduce_ref,
              "scatter that folds by sum, prod, mean, amax or amin"),
-    _scatter("index_put", "aten::index_put", r.SELF, r.SAME, index_put_ref, "out[indices] = values, or += when accumulate"),
-    _scatter("index_add", "aten::index_add", r.SELF, r.SAME, index_add_ref, "out[index] += alpha * source along dim"),
-    _scatter("index_copy", "aten::index_copy", r.SELF, r.SAME, torch.index_copy, "out[index] = source along dim"),
-    _scatter("index_fill", "aten::index_fill.int_Scalar", r.SELF, r.SAME, torch.index_fill, "out[index] = value along dim"),
-    _scatter("slice_scatter", "aten::slice_scatter", r.SELF, r.SAME, slice_scatter_ref, "a copy with src at start:end:step of dim"),
-    _scatter("select_scatter", "aten::select_scatter", r.SELF, r.SAME, select_scatter_ref, "a copy with src at one index of dim"),
-    _scatter("diagonal_scatter", "aten::diagonal_scatter", r.SELF, r.SAME, diagonal_scatter_ref, "a copy with src on a diagonal"),
-    _scatter("masked_scatter", "aten::masked_scatter", r.SELF, r.broadcast("self", "mask"), masked_scatter_ref,
-             "a copy with the next element of source at every hit of mask"),
+    _scatter("index_put", "aten::index_put", r.SELF, r.SAME, index_put_ref,
+        "out[indices] = values, or += when accumulate"),
+    _scatter("index_add", "aten::index_add", r.SELF, r.SAME, index_add_ref,
+        "out[index] += alpha * source along dim"),
+    _scatter("index_copy", "aten::index_copy", r.SELF, r.SAME, torch.index_copy,
+        "out[index] = source along dim"),
+    _scatter("index_fill", "aten::index_fill.int_Scalar", r.SELF, r.SAME, torch.index_fill,
+        "out[index] = value along dim"),
+    _scatter("slice_scatter", "aten::slice_scatter", r.SELF, r.SAME, slice_scatter_ref,
+        "a copy with src at start:end:step of dim"),
+    _scatter("select_scatter", "aten::select_scatter", r.SELF, r.SAME, select_scatter_ref,
+        "a copy with src at one index of dim"),
+    _scatter("as_strided_scatter", "aten::as_strided_scatter", r.SELF, r.SAME, as_strided_scatter_ref,
+             "a copy with src at given sizes, strides and offset"),
+    _scatter("diagonal_scatter", "aten::diagonal_scatter", r.SELF, r.SAME, diagonal_scatter_ref,
+        "a copy with src on a diagonal"),
+    _scatter("masked_scatter", "aten::masked_scatter", r.SELF, r.broadcast("self", "mask"),
+        masked_scatter_ref, "a copy with the next element of source at every hit of mask"),
 )
+# fmt: on

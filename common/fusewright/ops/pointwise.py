@@ -17,8 +17,12 @@ def _unary(name: str, doc: str, dtype_rule: Any = r.FLOAT, reference: Any = None
     return _op(name, f"aten::{aten or name}", dtype_rule, r.SAME, reference or getattr(torch, name), doc)
 
 
-def _binary(name: str, doc: str, dtype_rule: Any = r.PROMOTE, reference: Any = None, overload: str = ".Tensor") -> Op:
-    return _op(name, f"aten::{name}{overload}", dtype_rule, r.BROADCAST, reference or getattr(torch, name), doc)
+def _binary(
+    name: str, doc: str, dtype_rule: Any = r.PROMOTE, reference: Any = None, overload: str = ".Tensor"
+) -> Op:
+    return _op(
+        name, f"aten::{name}{overload}", dtype_rule, r.BROADCAST, reference or getattr(torch, name), doc
+    )
 
 
 def wide(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -66,6 +70,7 @@ def lerp_ref(x: Any, end: Any, weight: Any) -> Any:
     return x + weight * (end - x)
 
 
+# fmt: off
 ROWS: tuple[Op, ...] = (
     # arithmetic
     _binary("add", "self + alpha * other"),
@@ -77,8 +82,8 @@ ROWS: tuple[Op, ...] = (
         "self / other rounded by rounding_mode: trunc or floor"),
     _binary("fmod", "remainder with the sign of self"),
     _binary("remainder", "remainder with the sign of other, as Python's %"),
-    _op("pow", "aten::pow.Tensor_Tensor", r.promote("self", "exponent"), r.broadcast("self", "exponent"), torch.pow,
-        "self ** exponent, both tensors"),
+    _op("pow", "aten::pow.Tensor_Tensor", r.promote("self", "exponent"), r.broadcast("self", "exponent"),
+        torch.pow, "self ** exponent, both tensors"),
     _op("pow_scalar", "aten::pow.Tensor_Scalar", r.promote("self", "exponent"), r.SAME, torch.pow,
         "self ** exponent, exponent a number"),
     _op("scalar_pow", "aten::pow.Scalar", r.promote("self", "exponent"), r.shape_of("exponent"), torch.pow,
@@ -87,18 +92,20 @@ ROWS: tuple[Op, ...] = (
     _binary("minimum", "the smaller; NaN wins", overload=""),
     _binary("fmax", "the larger; NaN loses", overload=""),
     _binary("fmin", "the smaller; NaN loses", overload=""),
-    _op("clamp", "aten::clamp", clamp_dtype, r.SAME, torch.clamp, "limited to min and max, numbers; NaN stays"),
+    _op("clamp", "aten::clamp", clamp_dtype, r.SAME, torch.clamp,
+        "limited to min and max, numbers; NaN stays"),
     _op("clamp_tensor", "aten::clamp.Tensor", clamp_dtype, r.broadcast("self", "min", "max"), torch.clamp,
         "limited to min and max, tensors; NaN wins"),
     _binary("atan2", "angle of the point (other, self)", r.promote_float("self", "other"), overload=""),
     _binary("hypot", "sqrt(self^2 + other^2)", overload=""),
     _binary("copysign", "size of self, sign of other", r.promote_float("self", "other")),
     _binary("logaddexp", "log(exp(self) + exp(other))", overload=""),
-    _op("addcmul", "aten::addcmul", r.promote("self", "tensor1", "tensor2"), r.broadcast("self", "tensor1", "tensor2"),
-        addcmul_ref, "self + value * tensor1 * tensor2"),
-    _op("addcdiv", "aten::addcdiv", r.promote("self", "tensor1", "tensor2"), r.broadcast("self", "tensor1", "tensor2"),
-        addcdiv_ref, "self + value * tensor1 / tensor2"),
-    _op("lerp", "aten::lerp.Tensor", r.SELF, r.broadcast("self", "end", "weight"), lerp_ref, "self + weight * (end - self)"),
+    _op("addcmul", "aten::addcmul", r.promote("self", "tensor1", "tensor2"),
+        r.broadcast("self", "tensor1", "tensor2"), addcmul_ref, "self + value * tensor1 * tensor2"),
+    _op("addcdiv", "aten::addcdiv", r.promote("self", "tensor1", "tensor2"),
+        r.broadcast("self", "tensor1", "tensor2"), addcdiv_ref, "self + value * tensor1 / tensor2"),
+    _op("lerp", "aten::lerp.Tensor", r.SELF, r.broadcast("self", "end", "weight"), lerp_ref,
+        "self + weight * (end - self)"),
     _op("lerp_scalar", "aten::lerp.Scalar", r.SELF, r.broadcast("self", "end"), lerp_ref,
         "self + weight * (end - self), weight a number"),
     # unary
@@ -121,11 +128,18 @@ ROWS: tuple[Op, ...] = (
     _unary("log2", "logarithm to base 2"),
     _unary("log10", "logarithm to base 10"),
     _unary("log1p", "log(1 + self)"),
-    *(_unary(n, d) for n, d in (("sin", "sine"), ("cos", "cosine"), ("tan", "tangent"), ("asin", "inverse sine"),
-                                ("acos", "inverse cosine"), ("atan", "inverse tangent"), ("sinh", "hyperbolic sine"),
-                                ("cosh", "hyperbolic cosine"), ("tanh", "hyperbolic tangent"))),
-    *(_unary(n, d) for n, d in (("asinh", "inverse hyperbolic sine"), ("acosh", "inverse hyperbolic cosine"),
-                                ("atanh", "inverse hyperbolic tangent"))),
+    _unary("sin", "sine"),
+    _unary("cos", "cosine"),
+    _unary("tan", "tangent"),
+    _unary("asin", "inverse sine"),
+    _unary("acos", "inverse cosine"),
+    _unary("atan", "inverse tangent"),
+    _unary("sinh", "hyperbolic sine"),
+    _unary("cosh", "hyperbolic cosine"),
+    _unary("tanh", "hyperbolic tangent"),
+    _unary("asinh", "inverse hyperbolic sine"),
+    _unary("acosh", "inverse hyperbolic cosine"),
+    _unary("atanh", "inverse hyperbolic tangent"),
     _unary("sigmoid", "1 / (1 + exp(-self))"),
     _unary("erf", "error function"),
     _unary("erfc", "1 - erf(self)"),
@@ -134,15 +148,23 @@ ROWS: tuple[Op, ...] = (
     _unary("digamma", "derivative of lgamma"),
     _unary("relu", "max(self, 0); NaN stays", r.SELF),
     # comparisons and logic
-    *(_binary(n, f"self {s} other", r.BOOL) for n, s in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="),
-                                                         ("gt", ">"), ("ge", ">="))),
+    _binary("eq", "self == other", r.BOOL),
+    _binary("ne", "self != other", r.BOOL),
+    _binary("lt", "self < other", r.BOOL),
+    _binary("le", "self <= other", r.BOOL),
+    _binary("gt", "self > other", r.BOOL),
+    _binary("ge", "self >= other", r.BOOL),
     _unary("isnan", "is not a number", r.BOOL),
     _unary("isinf", "is infinite", r.BOOL),
     _unary("signbit", "has its sign bit set", r.BOOL),
     _unary("logical_not", "is zero", r.BOOL),
-    *(_binary(f"logical_{n}", f"{n} of the truth values", r.BOOL, overload="") for n in ("and", "or", "xor")),
+    _binary("logical_and", "and of the truth values", r.BOOL, overload=""),
+    _binary("logical_or", "or of the truth values", r.BOOL, overload=""),
+    _binary("logical_xor", "xor of the truth values", r.BOOL, overload=""),
     _unary("bitwise_not", "every bit flipped; logical for bool", r.SELF),
-    *(_binary(f"bitwise_{n}", f"{n} of the bits") for n in ("and", "or", "xor")),
+    _binary("bitwise_and", "and of the bits"),
+    _binary("bitwise_or", "or of the bits"),
+    _binary("bitwise_xor", "xor of the bits"),
     _binary("bitwise_left_shift", "self << other"),
     _binary("bitwise_right_shift", "self >> other, the sign is kept"),
     # selection
@@ -151,7 +173,10 @@ ROWS: tuple[Op, ...] = (
     _op("masked_fill", "aten::masked_fill.Tensor", r.SELF, r.broadcast("self", "mask"), torch.masked_fill,
         "value (0-dim or a number) where mask, else self"),
     # dtype and memory
-    _op("cast", "aten::_to_copy", r.attr_or_self, r.SAME, cast_ref, "a copy with another dtype, device or memory format"),
+    _op("cast", "aten::_to_copy", r.attr_or_self, r.SAME, cast_ref,
+        "a copy with another dtype, device or memory format"),
     _op("clone", "aten::clone", r.SELF, r.SAME, clone_ref, "a copy"),
-    _op("copy", "aten::copy", r.SELF, r.SAME, copy_ref, "src broadcast and cast to self, whose values are not read"),
+    _op("copy", "aten::copy", r.SELF, r.SAME, copy_ref,
+        "src broadcast and cast to self, whose values are not read"),
 )
+# fmt: on

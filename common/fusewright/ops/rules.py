@@ -1,7 +1,7 @@
 """Dtype and shape rules: small named functions from a call to the dtypes and shapes of its outputs.
 
-Names with an underscore at the end of the factories' argument lists are argument names of the op's schema. Sizes may be SymInts;
-a rule never asks whether a symbolic size equals something, because that would add a guard.
+Factories take argument names of the op's schema (their parameters end in an underscore). Sizes may be
+SymInts; a rule never asks whether a symbolic size equals something, because that would add a guard.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+
+from fusewright import _torch_compat as compat
 
 from .core import Args, DtypeRule, Shape, ShapeRule
 
@@ -40,7 +42,7 @@ def tensors(x: Any) -> Iterator[Any]:
 
 
 def device_type(t: Any) -> str:
-    """"cpu", "cuda" ... of a tensor or a spec."""
+    """ "cpu", "cuda" ... of a tensor or a spec."""
     return str(t.device).partition(":")[0]
 
 
@@ -54,7 +56,7 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-# ---- dtypes ------------------------------------------------------------------------------------------------------------------
+# ---- dtypes ----
 
 
 def scalar_dtype(x: Any) -> torch.dtype:
@@ -77,8 +79,8 @@ def _combine(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype |
 
 
 def result_type(values: Sequence[Any]) -> torch.dtype:
-    """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher category only yields to a
-    lower rank's dtype of a higher kind (docs: torch tensor attributes, "type promotion")."""
+    """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher
+    rank yields only to a lower one's dtype of a higher kind, as a float to a complex (torch docs, "tensor attributes")."""
     ranks: list[torch.dtype | None] = [None, None, None]
     for v in values:
         if v is None:
@@ -116,6 +118,11 @@ def _given(a: Args, names: Sequence[str]) -> list[Any]:
 def dtype_of(arg_: str, outputs: int = 1) -> DtypeRule:
     """The dtype of one argument, for every output."""
     return named(lambda a: (next(tensors(a[arg_])).dtype,) * outputs, f"dtype_of({arg_})" + _times(outputs))
+
+
+def dtype_per_piece(pieces: ShapeRule) -> DtypeRule:
+    """The dtype of `self`, for as many outputs as the shape rule gives."""
+    return named(lambda a: (a["self"].dtype,) * len(pieces(a)), "dtype_of(self), each")
 
 
 def dtypes(*parts: DtypeRule) -> DtypeRule:
@@ -179,7 +186,8 @@ def range_dtype(a: Args) -> tuple[torch.dtype]:
 
 
 def norm_stats(input_: str = "input", weight_: str = "weight") -> DtypeRule:
-    """Mean and reciprocal deviation of a norm: fp32 for half inputs, except on a CPU with weights of the input's own dtype."""
+    """Mean and reciprocal deviation of a norm: fp32 for half inputs, except on a CPU with weights of the
+    input's own dtype."""
 
     def rule(a: Args) -> tuple[torch.dtype, torch.dtype]:
         x, w = a[input_], a[weight_]
@@ -201,7 +209,7 @@ def _mask(outs: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(o if m else None for o, m in zip(outs, mask, strict=True))
 
 
-# ---- shapes ------------------------------------------------------------------------------------------------------------------
+# ---- shapes ----
 
 
 def shape(t: Any) -> Shape:
@@ -288,7 +296,7 @@ def bmm(a: Args) -> tuple[Shape]:
 
 
 def _pair(a: Args) -> tuple[Shape, Shape]:
-    for left, right in (("self", "mat2"), ("mat1", "mat2"), ("batch1", "batch2")):
+    for left, right in (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2")):
         if left in a and right in a:
             return shape(a[left]), shape(a[right])
     raise KeyError("no pair of matrices among the arguments")
@@ -332,7 +340,8 @@ def _at(values: Sequence[Any], i: int) -> Any:
 
 
 def pooled(outputs: int, spatial: int) -> ShapeRule:
-    """Windows over the last `spatial` dimensions; stride defaults to the kernel size; ceil mode drops windows that start in padding."""
+    """Windows over the last `spatial` dimensions. The stride defaults to the kernel size; ceil mode drops
+    windows that would start in the padding."""
 
     def rule(a: Args) -> tuple[Shape, ...]:
         x = shape(a["self"])
@@ -429,7 +438,7 @@ def _clamp(i: Any, n: Any) -> Any:
         i = n + i
     if isinstance(i, int) and isinstance(n, int):
         return min(max(i, 0), n)
-    return i if isinstance(i, int) and i == 0 else torch.sym_min(i, n)
+    return i if compat.statically_true(i <= n) else torch.sym_min(i, n)
 
 
 def sliced(a: Args) -> tuple[Shape]:
@@ -450,7 +459,8 @@ def diagonal(a: Args) -> tuple[Shape]:
     s, k = shape(a["self"]), a["offset"]
     i, j = wrap(a["dim1"], len(s)), wrap(a["dim2"], len(s))
     rows, cols = (s[i], s[j] - k) if k >= 0 else (s[i] + k, s[j])
-    length = max(0, min(rows, cols)) if isinstance(rows, int) and isinstance(cols, int) else torch.sym_min(rows, cols)
+    static = isinstance(rows, int) and isinstance(cols, int)
+    length = max(0, min(rows, cols)) if static else torch.sym_min(rows, cols)
     return ((*(n for d, n in enumerate(s) if d not in (i, j)), length),)
 
 
@@ -478,16 +488,6 @@ def split_even(a: Args) -> tuple[Shape, ...]:
 def unbound(a: Args) -> tuple[Shape, ...]:
     """One output per index of `dim`."""
     return without_dim(a) * int(a["self"].shape[a["dim"]])
-
-
-def unbound_dtypes(a: Args) -> tuple[torch.dtype, ...]:
-    """The dtype of `self`, for every piece."""
-    pieces = unbound(a) if "split_sizes" not in a and "split_size" not in a else _pieces(a)
-    return (a["self"].dtype,) * len(pieces)
-
-
-def _pieces(a: Args) -> tuple[Shape, ...]:
-    return split_sizes(a) if "split_sizes" in a else split_even(a)
 
 
 def concatenated(a: Args) -> tuple[Shape]:
@@ -530,10 +530,8 @@ def index_selected(a: Args) -> tuple[Shape]:
 
 
 def indexed(a: Args) -> tuple[Shape]:
-    """Advanced indexing: the indices broadcast; their shape replaces the indexed dimensions, in front when those are not adjacent.
-
-    A boolean mask has as many dimensions as it covers and a number of hits that only data tells: not supported here.
-    """
+    """Advanced indexing: the shape that the indices broadcast to replaces the indexed dimensions, in front
+    when those are not adjacent. NotImplementedError for a boolean mask, whose number of hits only data tells."""
     s, indices = shape(a["self"]), list(a["indices"])
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
         raise NotImplementedError("the size of a masked selection depends on data")

@@ -17,6 +17,10 @@ def _view(name: str, qualname: str, shape_rule: Any, reference: Any, doc: str) -
     return _op(name, f"aten::{qualname}", r.SELF, shape_rule, reference, doc)
 
 
+def _pieces(name: str, qualname: str, shape_rule: Any, reference: Any, doc: str) -> Op:
+    return _op(name, f"aten::{qualname}", r.dtype_per_piece(shape_rule), shape_rule, reference, doc)
+
+
 def view_dtype_shape(a: Args) -> tuple[Shape]:
     """The last size scaled by the ratio of the element sizes."""
     s = tuple(a["self"].shape)
@@ -43,14 +47,23 @@ def view_ref(x: Any, size: Any) -> Any:
     return x.reshape(size)
 
 
+def expand_ref(x: Any, size: Any, *, implicit: bool = False) -> Any:
+    return x.expand(size)
+
+
+def unfold_ref(x: Any, dimension: int, size: int, step: int) -> Any:
+    return x.unfold(dimension, size, step)
+
+
 def slice_ref(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
     return x[(slice(None),) * (dim % max(x.dim(), 1)) + (slice(start, end, step),)]
 
 
+# fmt: off
 ROWS: tuple[Op, ...] = (
     _view("view", "view", r.viewed, view_ref, "same elements in another shape; one size may be -1"),
     _view("reshape", "reshape", r.viewed, torch.reshape, "as view; a copy where no view exists"),
-    _view("expand", "expand", r.expanded, lambda x, size, *, implicit=False: x.expand(size), "sizes of one repeated by a stride of 0"),
+    _view("expand", "expand", r.expanded, expand_ref, "sizes of one repeated by a stride of 0"),
     _view("permute", "permute", r.permuted, torch.permute, "dimensions reordered"),
     _view("transpose", "transpose.int", r.transposed, torch.transpose, "two dimensions swapped"),
     _view("t", "t", r.reversed_dims, torch.t, "matrix transpose; vectors stay"),
@@ -58,16 +71,20 @@ ROWS: tuple[Op, ...] = (
     _view("unsqueeze", "unsqueeze", r.unsqueezed, torch.unsqueeze, "a dimension of size one added"),
     _view("slice", "slice.Tensor", r.sliced, slice_ref, "start:end:step of dim"),
     _view("select", "select.int", r.without_dim, torch.select, "one index of dim"),
-    _view("split", "split.Tensor", r.split_even, torch.split, "pieces of split_size along dim"),
-    _view("split_with_sizes", "split_with_sizes", r.split_sizes, torch.split, "pieces of the listed sizes along dim"),
-    _view("unbind", "unbind.int", r.unbound, torch.unbind, "every index of dim"),
+    _pieces("split", "split.Tensor", r.split_even, torch.split, "pieces of split_size along dim"),
+    _pieces("split_with_sizes", "split_with_sizes", r.split_sizes, torch.split,
+        "pieces of the listed sizes along dim"),
+    _pieces("unbind", "unbind.int", r.unbound, torch.unbind, "every index of dim"),
     _view("diagonal", "diagonal", r.diagonal, torch.diagonal, "a diagonal of two dimensions, put last"),
-    _view("unfold", "unfold", r.unfolded, lambda x, dimension, size, step: x.unfold(dimension, size, step), "sliding windows of dim"),
-    _view("as_strided", "as_strided", r.attr_shape(), torch.as_strided, "given sizes, strides and offset into the storage"),
+    _view("unfold", "unfold", r.unfolded, unfold_ref, "sliding windows of dim"),
+    _view("as_strided", "as_strided", r.attr_shape(), torch.as_strided,
+        "given sizes, strides and offset into the storage"),
     _view("alias", "alias", r.SAME, lambda x: x, "the same tensor"),
-    _op("view_dtype", "aten::view.dtype", lambda a: (a["dtype"],), view_dtype_shape, lambda x, dtype: x.view(dtype),
-        "the same bits as another dtype"),
-    _op("view_as_real", "aten::view_as_real", r.magnitude, view_as_real_shape, torch.view_as_real, "complex as pairs"),
-    _op("view_as_complex", "aten::view_as_complex", complex_dtype, view_as_complex_shape, torch.view_as_complex,
-        "pairs as complex"),
+    _op("view_dtype", "aten::view.dtype", lambda a: (a["dtype"],), view_dtype_shape, lambda x,
+        dtype: x.view(dtype), "the same bits as another dtype"),
+    _op("view_as_real", "aten::view_as_real", r.magnitude, view_as_real_shape, torch.view_as_real,
+        "complex as pairs"),
+    _op("view_as_complex", "aten::view_as_complex", complex_dtype, view_as_complex_shape,
+        torch.view_as_complex, "pairs as complex"),
 )
+# fmt: on
