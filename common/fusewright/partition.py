@@ -49,7 +49,9 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     verdicts: dict[int, Verdict] = {}
     bugs: list[str] = []
     for node, view in index.ops.items():
-        verdict = denied.get(node.meta.get("origin", node.name)) or ask(backend, view, node)
+        verdict = denied.get(node.meta.get("origin", node.name))
+        if verdict is None:  # not `or`: a denial is falsy
+            verdict = ask(backend, view, node)
         verdicts[view.id] = verdict
         if verdict.why is Why.SUPPORTS_RAISED:
             bugs.append(f"{backend.name}.supports({view.op}) raised {verdict.detail}")

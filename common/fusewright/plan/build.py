@@ -86,11 +86,11 @@ def to_refs(index: GraphIndex, arg: Any) -> Any:
 
 
 def aten_call(index: GraphIndex, node: Node) -> Call:
-    """The instruction that runs an op node exactly as eager does. Trailing default arguments are left out: fewer to parse."""
+    """The instruction that runs an op node exactly as eager does. Trailing defaults are left out: fewer to parse."""
     target: Any = node.target
     args = list(node.args)
     formals = target._schema.arguments
-    while args and formals[len(args) - 1].default_value == args[-1] and _has_default(formals[len(args) - 1]):
+    while args and _is_default(formals[len(args) - 1], args[-1]):
         args.pop()
     outs = index.values(node)
     packed = isinstance(node.meta.get("val"), tuple | list)
@@ -101,8 +101,13 @@ def aten_call(index: GraphIndex, node: Node) -> Call:
     )  # fmt: skip
 
 
-def _has_default(formal: Any) -> bool:
-    return bool(formal.has_default_value())
+def _is_default(formal: Any, given: Any) -> bool:
+    """Whether leaving the argument out means the same. 0, False, 0.0 and -0.0 are equal to Python but not to an op."""
+    if isinstance(given, Node) or not formal.has_default_value():
+        return False
+    default = formal.default_value
+    given = list(given) if isinstance(given, tuple) else given
+    return type(default) is type(given) and repr(default) == repr(given)
 
 
 def _python_call(index: GraphIndex, node: Node) -> Instruction:
@@ -204,12 +209,12 @@ def _topological(items: list[_Item], waits: list[set[int]]) -> list[_Item]:
 
 
 def operator_of(target: str) -> Any | None:
-    """The OpOverload of "aten::add.Tensor"; None for a Python function."""
+    """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function."""
     namespace, _, rest = target.partition("::")
     if namespace == "py":
         return None
-    name, _, overload = rest.rpartition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    name, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
 def _foldable(call: Call, specs: Mapping[int, TensorSpec]) -> bool:
