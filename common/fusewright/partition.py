@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fusewright.cost import work
-from fusewright.graph.effects import draws, writes
+from fusewright.graph.effects import draws, shared_views, writes
 from fusewright.graph.view import GraphIndex, is_projection
 from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
 
@@ -24,6 +24,9 @@ class Partition:
     members: list[tuple[Node, ...]]
     verdicts: dict[int, Verdict]
     bugs: list[str] = field(default_factory=list)
+
+
+_SHARED = Verdict(Why.NO_LOWERING, "a view of an input or of another output: eager makes it, so that memory stays shared")
 
 
 def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
@@ -48,8 +51,9 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     """Split the graph. `denied` maps node names to the reason that an earlier round gave them back."""
     verdicts: dict[int, Verdict] = {}
     bugs: list[str] = []
+    shared = shared_views(index.graph)
     for node, view in index.ops.items():
-        verdict = denied.get(node.meta.get("origin", node.name))
+        verdict = _SHARED if node in shared else denied.get(node.meta.get("origin", node.name))
         if verdict is None:  # not `or`: a denial is falsy
             verdict = ask(backend, view, node)
         verdicts[view.id] = verdict

@@ -1,11 +1,15 @@
-"""What a node does besides computing its result: write in place, draw random numbers. Total over every kind of node."""
+"""What a node does besides computing its result: write in place, draw random numbers, share memory. Total over every kind of node."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch.fx import Graph, Node
 
+from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.view import is_op
+from fusewright.graph.view import is_op, is_projection
 
 
 def writes(node: Node) -> bool:
@@ -24,3 +28,70 @@ def draws(node: Node) -> bool:
 def has_writes(graph: Graph) -> bool:
     """Whether anything in the graph is written in place."""
     return any(writes(n) for n in graph.nodes)
+
+
+def may_share(node: Node) -> bool:
+    """Whether a result of the node may share memory with one of its inputs. Unknown kinds of nodes may."""
+    return overload_may_share(node.target) if is_op(node) else node.op == "call_function"
+
+
+def overload_may_share(target: Any) -> bool:
+    """Whether a result of an operator may share memory with an input; of the opset, only views do."""
+    row = ops.find(target)
+    return (row is None or row.kind is ops.Kind.VIEW) and compat.may_return_alias(target)
+
+
+def exposed(graph: Graph) -> frozenset[Node]:
+    """Nodes whose memory is seen from outside or changes: returned, written in place, or the source of such a view.
+
+    A rewrite must not make one of these share memory with anything that it did not share memory with before.
+    """
+    found: set[Node] = set()
+    todo = list(_returned(graph))
+    for node in graph.nodes:
+        if writes(node):
+            todo.extend(_written(node))
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if may_share(node) or is_projection(node):
+                todo.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def shared_views(graph: Graph) -> frozenset[Node]:
+    """Views through which the caller sees memory that it also sees another way: as an input or as another output.
+
+    They must really be views of the same memory, so eager makes them.
+    """
+    chains = [list(_chain(n)) for n in dict.fromkeys(_returned(graph))]
+    roots = [chain[-1] for chain in chains]
+    found: set[Node] = set()
+    for chain, root in zip(chains, roots, strict=True):
+        if root.op != "call_function" or roots.count(root) > 1:
+            found.update(n for n in chain if may_share(n) and is_op(n))
+    return frozenset(found)
+
+
+def _chain(node: Node) -> Iterator[Node]:
+    """`node`, what it is a view of, and so on to the tensor that owns the memory."""
+    yield node
+    while (may_share(node) or is_projection(node)) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _returned(graph: Graph) -> list[Node]:
+    (output,) = graph.find_nodes(op="output")
+    return list(output.all_input_nodes)
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """The arguments that a mutating node writes."""
+    formals = node.target._schema.arguments  # type: ignore[union-attr]
+    for i, formal in enumerate(formals):
+        if formal.alias_info is None or not formal.alias_info.is_write:
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(formal.name)
+        yield from (n for n in (given if isinstance(given, tuple | list) else (given,)) if isinstance(n, Node))

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import draws, writes
+from fusewright.graph.effects import draws, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, Region, TensorSpec, is_static
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
@@ -87,7 +86,7 @@ def to_refs(index: GraphIndex, arg: Any) -> Any:
 
 def aten_call(index: GraphIndex, node: Node) -> Call:
     """The instruction that runs an op node exactly as eager does. Trailing defaults are left out: fewer to parse."""
-    target: Any = node.target
+    target: Any = concrete(node.target, node.args)
     args = list(node.args)
     formals = target._schema.arguments
     while args and _is_default(formals[len(args) - 1], args[-1]):
@@ -271,10 +270,7 @@ def may_alias(i: Instruction) -> bool:
         return False
     if operator.namespace == "mkldnn":
         return False
-    row = ops.find(operator)
-    if row is not None and row.kind in (ops.Kind.POINTWISE, ops.Kind.REDUCTION, ops.Kind.CONTRACTION, ops.Kind.CREATION):
-        return False
-    return compat.may_return_alias(operator)
+    return overload_may_share(operator)
 
 
 def _needed(

@@ -61,7 +61,7 @@ class Names:
             case float():
                 return repr(x)
             case complex():
-                return repr(x)
+                return f"complex({x.real!r}, {x.imag!r})"  # repr() of one with NaN or Inf is no Python
         return self.object("const", x)
 
 

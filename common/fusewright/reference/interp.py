@@ -12,6 +12,7 @@ from fusewright.interface import (
     YES, Backend, CompileContext, Compiled, Device, Opaque, OpView, Region, TensorSpec, Value, Verdict, Why,
 )  # fmt: skip
 from fusewright.ops import oracle
+from fusewright.ops.core import unbind
 
 
 class Interp(Backend):
@@ -51,8 +52,8 @@ class Interp(Backend):
 def _evaluate(op: OpView, env: dict[int, Any]) -> dict[int, torch.Tensor]:
     """One op by its reference; results get the dtype and the strides that the graph says."""
     row = ops.OPS[op.op]
-    args = [_read(a, env) for a in op.args]
-    results = oracle.evaluate(row, args)
+    bound = {name: _read(a, env) for name, a in zip(op.argnames, op.args, strict=True)}
+    results = oracle.evaluate(row, *unbind(row.params, bound))
     found = {}
     for v, r in zip(op.outs, results, strict=False):
         if v.spec is not None and isinstance(r, torch.Tensor):

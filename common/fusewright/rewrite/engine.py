@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph.effects import exposed
 from fusewright.graph.spec import value_of
 
 
@@ -98,6 +99,7 @@ class Rewriter:
     def __post_init__(self) -> None:
         (output,) = self.graph.find_nodes(op="output")
         self.returned = frozenset(output.all_input_nodes)
+        self.exposed = exposed(self.graph)
 
     def call(self, name: str, args: tuple[Any, ...], like: Node | None = None, kwargs: dict[str, Any] | None = None) -> Node:
         """A new node before the current insertion point. `like` gives the metadata when it is known to be the same."""
@@ -144,6 +146,8 @@ class Rewriter:
             node.replace_all_uses_with(new)
             if node in self.returned:
                 self.returned = self.returned - {node} | {new}
+            if node in self.exposed:
+                self.exposed = self.exposed - {node} | {new}
             self.graph.erase_node(node)
             return new
         return None

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import draws, has_writes, writes
+from fusewright.graph.effects import draws, exposed, has_writes, writes
 from fusewright.graph.spec import value_of
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
 
@@ -65,13 +65,19 @@ def _is_transpose(node: Node) -> bool:
 
 def _linear_addmm(r: Rewriter, node: Node, env: Env) -> Node | None:
     mm = env["mm"]
-    if not _is_transpose(env["wt"]) or mm.kwargs.get("beta", 1) != 1 or mm.kwargs.get("alpha", 1) != 1:
+    if not _is_transpose(env["wt"]) or _used_beside(mm, node) or mm.kwargs.get("beta", 1) != 1 or mm.kwargs.get("alpha", 1) != 1:
         return None
     return _linear(r, node, env)
 
 
 def _linear_mm(r: Rewriter, node: Node, env: Env) -> Node | None:
-    return _linear(r, node, env) if _is_transpose(env["wt"]) else None
+    mm = env.get("mm", node)
+    return _linear(r, node, env) if _is_transpose(env["wt"]) and not _used_beside(mm, node) else None
+
+
+def _used_beside(mm: Node, node: Node) -> bool:
+    """Whether somebody else reads the product too: then a linear would compute it a second time."""
+    return mm is not node and len(mm.users) > 1
 
 
 def _identity_view(r: Rewriter, node: Node, env: Env) -> Node | None:
@@ -97,16 +103,18 @@ def _t_t(r: Rewriter, node: Node, env: Env) -> Node | None:
     return env["x"] if node not in r.returned else None
 
 
-def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
-    x, one = env["x"], env["one"]
-    if isinstance(one, Node) or isinstance(one, bool) or one != 1 or not isinstance(x, Node):
+def _needless_copy(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """A copy that changes nothing. Kept where its memory is seen from outside, and where anything is written in place."""
+    if node in r.exposed or has_writes(r.graph):
         return None
     return _identity_view(r, node, env)
 
 
-def _same_cast(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """A cast or copy to what the tensor already is. Kept where inputs are mutated, because the copy may be the point."""
-    return _identity_view(r, node, env) if not has_writes(r.graph) else None
+def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
+    one = env["one"]
+    if isinstance(one, Node) or isinstance(one, bool) or one != 1:
+        return None
+    return _needless_copy(r, node, env)
 
 
 _MM_T = p("mm", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
@@ -134,20 +142,20 @@ RULES: tuple[Rule, ...] = (
     Rule("t.t", p("t", p("t", "x")), _t_t, "x.T.T = x"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
-    Rule("cast.same", p("cast", "x"), _same_cast, "cast(x, x.dtype) = x"),
-    Rule("clone.same", p("clone", "x"), _same_cast, "clone(x) = x where nothing is written in place"),
+    Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),
+    Rule("clone.same", p("clone", "x"), _needless_copy, "clone(x) = x where nothing is written in place"),
 )
 
 
 def merge_common(graph: Graph) -> int:
-    """Common subexpression elimination over pure ops. Values that are returned keep a tensor of their own."""
-    (output,) = graph.find_nodes(op="output")
-    returned = frozenset(output.all_input_nodes)
+    """Common subexpression elimination over pure ops. Memory that is seen from outside or written keeps its own tensor."""
+    kept = exposed(graph)
     seen: dict[Any, Node] = {}
     merged = 0
-    mutation = has_writes(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or node in returned or not _pure(node, mutation):
+        if writes(node):
+            seen.clear()  # what is computed after a write may differ from the same before it
+        if node.op != "call_function" or node in kept or not _pure(node):
             continue
         key = _key(node)
         first = seen.setdefault(key, node) if key is not None else node
@@ -158,11 +166,10 @@ def merge_common(graph: Graph) -> int:
     return merged
 
 
-def _pure(node: Node, mutation: bool) -> bool:
-    target = node.target
-    if not compat.is_overload(target):
-        return getattr(target, "__module__", "") in ("_operator", "operator", "math")
-    return not (draws(node) or writes(node) or (mutation and ops.is_view(target)))
+def _pure(node: Node) -> bool:
+    if not compat.is_overload(node.target):
+        return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
+    return not (draws(node) or writes(node))
 
 
 def _key(node: Node) -> Any:
@@ -172,7 +179,7 @@ def _key(node: Node) -> Any:
         if isinstance(a, dict):
             return tuple(sorted((k, freeze(v)) for k, v in a.items()))
         # 1, 1.0 and True are equal in Python but not to an op; -0.0 == 0.0 likewise
-        return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float) else a)
+        return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float | complex) else a)
 
     key = (node.target, freeze(node.args), freeze(node.kwargs))
     try:
