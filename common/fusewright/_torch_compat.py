@@ -183,3 +183,36 @@ def autocast_enabled() -> bool:
 def disable_autocast() -> Any:
     """A context manager that switches autocast off for every device type."""
     return torch._C._DisableAutocast()
+
+
+def onednn_fusion() -> Any:
+    """A context manager that switches TorchScript's oneDNN Graph fuser on, and back to what it was after."""
+    import contextlib
+
+    @contextlib.contextmanager
+    def switched_on() -> Any:
+        before = torch._C._jit_llga_enabled()
+        torch.jit.enable_onednn_fusion(True)
+        try:
+            yield
+        finally:
+            torch.jit.enable_onednn_fusion(before)
+
+    return switched_on()
+
+
+def out_of_place(op: Any) -> Any | None:
+    """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of writing ops (out=, copy_, set_, random ones)."""
+    base, _, overload = op._schema.name.partition("::")[2], "", op._overloadname
+    if op.namespace != "aten" or not base.endswith("_") or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if base in ("copy_", "set_", "as_strided_", "resize_", "resize_as_", "detach_", "requires_grad_", "t_", "transpose_", "unsqueeze_", "squeeze_"):
+        return None
+    found = getattr(getattr(torch.ops.aten, base[:-1], None), overload, None)
+    same = found is not None and [a.name for a in found._schema.arguments] == [a.name for a in op._schema.arguments]
+    return found if same else None
+
+
+def storage_id(t: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake) tensor: equal for a tensor and its views."""
+    return int(t.untyped_storage()._cdata)

@@ -22,7 +22,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compi
     try:
         aten, constants = direct.capture(gm, example_inputs)
     except direct.Doubt as doubt:
-        return through_aot(gm, example_inputs, compile_graph, f"aot ({doubt})")
+        return through_aot(gm, example_inputs, compile_graph, f"aot ({str(doubt).splitlines()[0]})")
     run = compile_graph(aten, "infer", constants, "direct")
     if not compat.autocast_enabled():
         return lambda *args: run(list(args))

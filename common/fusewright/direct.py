@@ -7,6 +7,7 @@ down. Anything doubtful raises `Doubt`, and the long road takes the graph.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class _Recorder(Interpreter):
         self.root = torch.nn.Module()
         self.node_of: dict[int, Node] = {}
         self.alive: list[torch.Tensor] = []  # ids are only unique while their objects live
+        self.sharers: Counter[int] = Counter()
         self.here: Node | None = None
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.examples = list(example_inputs)
@@ -97,8 +99,10 @@ class _Recorder(Interpreter):
         return val
 
     def _know(self, t: torch.Tensor, node: Node) -> None:
+        if id(t) not in self.node_of:
+            self.sharers[_storage(t)] += 1
+            self.alive.append(t)
         self.node_of[id(t)] = node
-        self.alive.append(t)
 
     def _result(self, v: Any) -> Any:
         if isinstance(v, torch.Tensor):
@@ -135,9 +139,12 @@ class _Recorder(Interpreter):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not compat.is_overload(func):
             raise Doubt(f"the graph calls {func}")
-        if ops.is_mutating(func):
-            raise Doubt(f"{func} writes in place")
+        written = args[0] if ops.is_mutating(func) else None
+        if written is not None:
+            func = self._functional(func, written)
         result = func(*args, **kwargs)
+        if written is not None and not _same_type(result, written):
+            raise Doubt(f"{func} in place would change a type")
         if func.namespace == "prim" or func in compat.METADATA_OPS:
             return result
         new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)  # type: ignore[misc]
@@ -145,8 +152,20 @@ class _Recorder(Interpreter):
         node.meta["val"] = result
         if self.here is not None:
             node.meta["stack_trace"] = self.here.meta.get("stack_trace")
+        if written is not None:
+            self.node_of[id(written)] = node
+            return written
         self._remember(result, node)
         return result
+
+    def _functional(self, func: Any, written: Any) -> Any:
+        """The out-of-place form of `add_` and its like, where nobody else can see the write."""
+        op = compat.out_of_place(func)
+        if op is None or not isinstance(written, torch.Tensor) or self._node(written).op != "call_function":
+            raise Doubt(f"{func} writes in place")
+        if self.sharers[_storage(written)] != 1:
+            raise Doubt(f"{func} writes into a tensor that has views")
+        return op
 
     def _as_argument(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -167,3 +186,12 @@ class _Recorder(Interpreter):
         elif result is not None:
             raise Doubt(f"{node.target} gives {type(result).__name__}, which depends on data")
 
+
+
+def _storage(t: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake) tensor."""
+    return compat.storage_id(t)
+
+
+def _same_type(a: Any, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())

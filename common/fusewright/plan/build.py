@@ -109,6 +109,26 @@ def _is_default(formal: Any, given: Any) -> bool:
     return type(default) is type(given) and repr(default) == repr(given)
 
 
+def concrete(target: Any, args: Sequence[Any]) -> Any:
+    """The overload that takes these arguments: canonical rows write numbers where the schema has tensors (`ge.Tensor(x, 0)`)."""
+    formals = target._schema.arguments
+    numbers = [_is_number(a) and "Tensor" in str(f.type) for a, f in zip(args, formals, strict=False)]
+    if not any(numbers):
+        return target
+    names = [f.name for f in formals]
+    for name in target.overloadpacket.overloads():
+        other = getattr(target.overloadpacket, name)
+        theirs = other._schema.arguments
+        fits = [n == ("Tensor" not in str(t.type)) for n, f, t in zip(numbers, formals, theirs, strict=False) if "Tensor" in str(f.type)]
+        if [t.name for t in theirs] == names and all(fits):
+            return other
+    return target
+
+
+def _is_number(a: Any) -> bool:
+    return isinstance(a, int | float | bool | complex)
+
+
 def _python_call(index: GraphIndex, node: Node) -> Instruction:
     """A node that is no torch operator: size arithmetic, or a higher-order op that eager runs."""
     outs = tuple(v.id for v in index.values(node))

@@ -23,7 +23,8 @@ def on_claim(
     graph: Graph, const: frozenset[Node], backend: Backend, denied: Mapping[str, Verdict], phase: Phase
 ) -> tuple[Graph, frozenset[Node]]:
     """`graph`, or a copy in which some composites are replaced by their primitives; and the constants of what is returned."""
-    chosen = _openable(graph, const, backend, denied, phase)
+    claims_nothing = type(backend).supports is Backend.supports
+    chosen = {} if claims_nothing else _openable(graph, const, backend, denied, phase)
     if not chosen:
         return graph, const
     copy = Graph(graph.owning_module)
