@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fusewright.bench.kernels import is_kernel
 from fusewright.bench.stats import geomean, paired_ratio
 
 Row = dict[str, Any]
@@ -160,5 +161,6 @@ BARS: tuple[Bar, ...] = (
 
 
 def judge(rows: Sequence[Row], ours: str) -> list[Row]:
-    """Every bar's verdict on the rows."""
-    return [bar.judge(rows, ours) for bar in BARS]
+    """Every bar's verdict on the rows of models; kernels have no part in them."""
+    models = [row for row in rows if not is_kernel(row["model"])]
+    return [bar.judge(models, ours) for bar in BARS]

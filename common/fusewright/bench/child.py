@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 
 from fusewright.bench import accuracy
-from fusewright.bench.contenders import EAGER, Contender, from_backend
+from fusewright.bench.contenders import COPY, EAGER, Contender, from_backend
 from fusewright.bench.suite import Built, TrainStep, build, flatten_outputs, train_step
 
 STABLE = 0.05
@@ -132,7 +132,7 @@ class Server:
             return step
         if self.built is None:
             raise RuntimeError("no model is loaded")
-        if contender.name == "copy":
+        if contender.copies:
             source = torch.empty(self.built.extra["bytes"] // 2, dtype=torch.uint8).fill_(1)
             return source.clone
         return self.built.bind(contender.compile(self.built.fn))
@@ -158,9 +158,8 @@ class _Notes(logging.Handler):
 
 
 def _contender(name: str) -> Contender:
-    if name == "copy":
-        return Contender("copy", None)
-    return EAGER if name == "eager" else from_backend(name)
+    plain = {contender.name: contender for contender in (EAGER, COPY)}
+    return plain[name] if name in plain else from_backend(name)
 
 
 def _resolve(model: str, size: str, dtype: str) -> Built:

@@ -27,7 +27,7 @@ class Contender:
 
     `package` is imported first (it registers the backend); `env` is set in the process that runs it; an
     `isolated` contender gets a process of its own with its own eager beside it, because importing its package
-    changes torch for everyone.
+    changes torch for everyone; one that `copies` runs no model but a copy of as many bytes.
     """
 
     name: str
@@ -38,6 +38,12 @@ class Contender:
     env: Mapping[str, str] = field(default_factory=dict)
     isolated: bool = False
     trains: bool = True
+    copies: bool = False
+
+    @property
+    def checked(self) -> bool:
+        """Whether its answers are compared: eager's are what others are held against, a copy has none."""
+        return self.backend is not None
 
     def check_available(self) -> None:
         """Raises `Unavailable` when the package is missing. Imports nothing."""
@@ -78,6 +84,8 @@ KNOWN: dict[str, Contender] = {
 }
 
 EAGER = KNOWN["eager"]
+COPY = Contender("copy", None, copies=True)
+"""The bandwidth to hold a kernel against: a clone, which allocates its result as kernels do."""
 
 
 def from_backend(name: str) -> Contender:

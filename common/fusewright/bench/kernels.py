@@ -64,6 +64,11 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
+def is_kernel(model: str) -> bool:
+    """Whether a model's name is a kernel's."""
+    return model.startswith(f"{PREFIX}:")
+
+
 def names() -> list[str]:
     """`kernel:NAME:SIZE` for every kernel and size, as `build_kernel` takes them."""
     return [f"{PREFIX}:{kernel}:{size}" for kernel in KERNELS for size in SIZES]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusewright.bench.bars import over, speedups
-from fusewright.bench.kernels import PREFIX, bandwidth
+from fusewright.bench.kernels import bandwidth, is_kernel
 from fusewright.bench.stats import geomean
 
 Row = dict[str, Any]
@@ -22,8 +22,8 @@ _VERDICT_STYLE = {"goal": "bold green", "pass": "green", "miss": "bold red", "no
 def render(document: Row) -> Iterator[RenderableType]:
     """Everything that a run prints: tables of models or kernels, failures, bars."""
     ours = document["backend"]
-    rows = [row for row in document["rows"] if not row["model"].startswith(f"{PREFIX}:")]
-    kernels = [row for row in document["rows"] if row["model"].startswith(f"{PREFIX}:")]
+    rows = [row for row in document["rows"] if not is_kernel(row["model"])]
+    kernels = [row for row in document["rows"] if is_kernel(row["model"])]
     detailed = len({row["model"] for row in rows}) <= DETAIL_MODELS
     if detailed:
         yield from (_detail(row) for row in rows)
@@ -43,9 +43,9 @@ def _new(title: str, *columns: str) -> Table:
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
     )
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
+    # Words of a header go below one another; a narrow terminal folds cells, it never cuts a figure off.
+    for index, column in enumerate(columns):
+        table.add_column(column.replace(" ", "\n"), justify="right" if index else "left", overflow="fold")
     return table
 
 

@@ -16,14 +16,14 @@ from rich.markup import escape
 
 from fusewright import machine
 from fusewright.bench import kernels, report
-from fusewright.bench.contenders import EAGER, Contender, from_backend
-from fusewright.bench.measure import ModelFailed, Settings, measure
+from fusewright.bench.contenders import COPY, EAGER, Contender, from_backend
+from fusewright.bench.measure import measure
+from fusewright.bench.steady import ModelFailed, Settings
 from fusewright.bench.suite import SUITE, TRAINABLE, DType, check_name
 from fusewright.errors import nearest
 
 Case = tuple[str, str]
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_COPY = Contender("copy", None)
 
 
 def _list(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
@@ -143,7 +143,7 @@ def _contenders(
         against = ["inductor"] if train or only_kernels else ["inductor", "inductor-freezing"]
     ours = from_backend(backend)
     others = [from_backend(name) for name in dict.fromkeys(against)]
-    return [EAGER, *(c for c in others if c.name != ours.name), ours, *([_COPY] if only_kernels else ())]
+    return [EAGER, *(c for c in others if c.name != ours.name), ours, *([COPY] if only_kernels else ())]
 
 
 def _document(ours: str, settings: Settings, file: Path | None) -> dict[str, Any]:

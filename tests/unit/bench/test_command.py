@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fusewright.bench.measure import ModelFailed
+from fusewright.bench.steady import ModelFailed
 from fusewright.cli.bench import bench
 from fusewright.errors import FusewrightError
 
@@ -54,7 +54,7 @@ def test_a_real_run_prints_a_table_and_writes_the_document(tmp_path):
     options = ("--backend", "eager", "--against", "zentorch", "--seconds", "0.1", "--no-first-call")
     done = call(f"{TOYS}:mlp", *options, "--threads", "1", "--json", file)
     assert done.exit_code == 0, done.output
-    for text in ("median ms", "dynamo-eager", "1.00x", "C1", "not measured", "zentorch"):
+    for text in ("median", "dynamo-eager", "1.00x", "C1", "not measured", "zentorch"):
         assert text in done.output
     document = json.loads(file.read_text())
     assert document["backend"] == "dynamo-eager"

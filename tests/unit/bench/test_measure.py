@@ -1,12 +1,13 @@
 """Measuring in child processes: order of rounds, failures of one contender, crashes."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from fusewright.bench import measure as m
 from fusewright.bench.contenders import EAGER, KNOWN, UnknownContender, from_backend
-from fusewright.bench.measure import ModelFailed, Settings, measure
+from fusewright.bench.measure import first_call, measure
+from fusewright.bench.steady import Lane, ModelFailed, Settings, run_rounds
 from fusewright.bench.worker import Worker, WorkerError
 
 TOYS = Path(__file__).with_name("toy_models.py")
@@ -52,7 +53,7 @@ def test_first_calls_and_memory_come_from_fresh_processes():
     assert row["memory"]["eager"]["total_peak"] > 50 * 2**20
     assert 0 <= row["memory"]["eager"]["call_peak"] < row["memory"]["eager"]["total_peak"]
     load = {"model": f"{TOYS}:mlp", "dtype": "fp32", "size": "full", "train": False, "threads": 1}
-    first = m._first_calls(load, [EAGER], settings, lambda text: None)["eager"]
+    first = first_call(load, EAGER, settings, lambda text: None)
     assert first["cold_s"] > 0
     assert "warm_s" not in first  # eager keeps nothing between processes
 
@@ -72,8 +73,9 @@ def test_every_round_starts_with_another_contender(monkeypatch):
             order.append(contender)
             return {"times": [0.01] * calls}
 
-    lanes = [m._Lane(n, KNOWN[n], Echo(), 2, 0, 0.0, [], []) for n in ("eager", "aot_eager", "inductor")]
-    m._rounds(lanes, Settings(seconds=0.0, min_rounds=3))
+    settings = Settings(seconds=0.0, min_rounds=3)
+    lanes = [Lane(KNOWN[n], n, Echo(), settings, calls=2) for n in ("eager", "aot_eager", "inductor")]
+    run_rounds(lanes, settings)
     first, second, third = "eager", "aot_eager", "inductor"
     assert order == [first, second, third, second, third, first, third, first, second]
     assert all(lane.blocks == [[0.01, 0.01]] * 3 for lane in lanes)
@@ -91,3 +93,18 @@ def test_a_backend_that_nobody_registered():
         from_backend("inductr")
     assert from_backend("eager").name == "dynamo-eager"
     assert from_backend("inductor-freezing").options == {"freezing": True}
+
+
+def test_an_isolated_contender_is_compared_with_the_eager_of_its_own_process():
+    loner = dataclasses.replace(DYNAMO, isolated=True)
+    row = run("mlp", EAGER, loner)
+    entry = row["contenders"]["dynamo-eager"]
+    assert list(row["contenders"]) == ["eager", "dynamo-eager"]
+    assert len(entry["own_eager"]["rounds_ms"]) == len(entry["steady"]["rounds_ms"])
+    assert entry["accuracy"]["passed"]
+
+
+def test_a_crash_in_an_isolated_process_leaves_the_others_running():
+    row = run("crashes_when_compiled", EAGER, dataclasses.replace(DYNAMO, isolated=True))
+    assert row["contenders"]["eager"]["status"] == "ok"
+    assert row["contenders"]["dynamo-eager"]["reason"] == "process ended with code 7"
