@@ -52,6 +52,12 @@ def _softmax(a: Args) -> dict[str, Any] | None:
     return None if a["dtype"] is not None else {"self": a["self"], "dim": a["dim"], "half_to_float": False}
 
 
+def _inference_batch_norm(a: Args) -> dict[str, Any] | None:
+    if a["training"] or a["running_mean"] is None or a["running_var"] is None:
+        return None
+    return {k: v for k, v in a.items() if k != "training"}
+
+
 def _conv(a: Args) -> dict[str, Any] | None:
     if isinstance(a["padding"], str):
         return None
@@ -123,6 +129,7 @@ ALIASES: tuple[Alias, ...] = (
     # softmax, convolutions, pads
     alias("softmax.int", "softmax", _softmax),
     alias("log_softmax.int", "log_softmax", _softmax),
+    alias("native_batch_norm", "batch_norm", _inference_batch_norm),
     *(alias(f"conv{n}d", "conv", _conv) for n in (1, 2, 3)),
     alias("conv_transpose1d", "conv", _conv_transpose),
     alias("conv_transpose2d.input", "conv", _conv_transpose),
