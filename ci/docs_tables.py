@@ -1,4 +1,4 @@
-"""Tables in the docs that are made from the code: `python -m ci.docs_tables` writes them between their marks."""
+"""Tables in the docs that are made from the code: `python -m ci.docs_tables` writes them in place."""
 
 from __future__ import annotations
 
