@@ -85,22 +85,15 @@ def _square(a: Args) -> dict[str, Any]:
     return {"self": a["self"], "exponent": 2}
 
 
-_BINARY = ("add", "sub", "mul", "div", "fmod", "remainder", "copysign", "eq", "ne", "lt", "le", "gt", "ge")
-_BITWISE = tuple(f"bitwise_{n}" for n in ("and", "or", "xor", "left_shift", "right_shift"))
-
 # fmt: off
 ALIASES: tuple[Alias, ...] = (
     # a Python number where the canonical overload has a tensor
-    *(alias(f"{n}.Scalar", n) for n in _BINARY),
-    *(alias(f"{n}.Tensor_Scalar" if n.endswith("shift") else f"{n}.Scalar", n) for n in _BITWISE),
+    *(alias(f"{n}.Scalar", n) for n in ("add", "sub", "mul", "div")),
     alias("rsub.Tensor", "sub", _swap),
     alias("div.Scalar_mode", "div_rounded"),
     alias("floor_divide", "div_rounded", rounding_mode="floor"),
     alias("floor_divide.Scalar", "div_rounded", rounding_mode="floor"),
     alias("true_divide.Tensor", "div"),
-    alias("where.ScalarOther", "where"),
-    alias("where.ScalarSelf", "where"),
-    alias("masked_fill.Scalar", "masked_fill"),
     alias("max.other", "maximum"),
     alias("min.other", "minimum"),
     alias("clamp_min", "clamp", max=None),

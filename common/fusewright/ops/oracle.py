@@ -12,7 +12,7 @@ import torch
 from .core import Kind, Op
 from .rules import is_tensor, result_type
 
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+COMPARISONS = frozenset({"eq_scalar", "ne_scalar", "lt_scalar", "le_scalar", "gt_scalar", "ge_scalar"})
 
 
 def evaluate(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:

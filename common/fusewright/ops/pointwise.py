@@ -25,6 +25,11 @@ def _binary(
     )
 
 
+def _scalar(name: str, doc: str, dtype_rule: Any = r.PROMOTE, overload: str = ".Scalar") -> Op:
+    # Only arithmetic takes a number in place of a tensor; elsewhere it is an overload, and a row, of its own.
+    return _op(f"{name}_scalar", f"aten::{name}{overload}", dtype_rule, r.SAME, getattr(torch, name), doc)
+
+
 def wide(dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype that a reference computes in where an op names `dtype`."""
     if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
@@ -81,7 +86,9 @@ ROWS: tuple[Op, ...] = (
     _op("div_rounded", "aten::div.Tensor_mode", r.PROMOTE, r.BROADCAST, div_rounded_ref,
         "self / other rounded by rounding_mode: trunc or floor"),
     _binary("fmod", "remainder with the sign of self"),
+    _scalar("fmod", "remainder with the sign of self, other a number"),
     _binary("remainder", "remainder with the sign of other, as Python's %"),
+    _scalar("remainder", "remainder with the sign of other, as Python's %, other a number"),
     _op("pow", "aten::pow.Tensor_Tensor", r.promote("self", "exponent"), r.broadcast("self", "exponent"),
         torch.pow, "self ** exponent, both tensors"),
     _op("pow_scalar", "aten::pow.Tensor_Scalar", r.promote("self", "exponent"), r.SAME, torch.pow,
@@ -99,6 +106,7 @@ ROWS: tuple[Op, ...] = (
     _binary("atan2", "angle of the point (other, self)", r.promote_float("self", "other"), overload=""),
     _binary("hypot", "sqrt(self^2 + other^2)", overload=""),
     _binary("copysign", "size of self, sign of other", r.promote_float("self", "other")),
+    _scalar("copysign", "size of self, sign of other, other a number", r.promote_float("self", "other")),
     _binary("logaddexp", "log(exp(self) + exp(other))", overload=""),
     _op("addcmul", "aten::addcmul", r.promote("self", "tensor1", "tensor2"),
         r.broadcast("self", "tensor1", "tensor2"), addcmul_ref, "self + value * tensor1 * tensor2"),
@@ -149,11 +157,17 @@ ROWS: tuple[Op, ...] = (
     _unary("relu", "max(self, 0); NaN stays", r.SELF),
     # comparisons and logic
     _binary("eq", "self == other", r.BOOL),
+    _scalar("eq", "self == other, other a number", r.BOOL),
     _binary("ne", "self != other", r.BOOL),
+    _scalar("ne", "self != other, other a number", r.BOOL),
     _binary("lt", "self < other", r.BOOL),
+    _scalar("lt", "self < other, other a number", r.BOOL),
     _binary("le", "self <= other", r.BOOL),
+    _scalar("le", "self <= other, other a number", r.BOOL),
     _binary("gt", "self > other", r.BOOL),
+    _scalar("gt", "self > other, other a number", r.BOOL),
     _binary("ge", "self >= other", r.BOOL),
+    _scalar("ge", "self >= other, other a number", r.BOOL),
     _unary("isnan", "is not a number", r.BOOL),
     _unary("isinf", "is infinite", r.BOOL),
     _unary("signbit", "has its sign bit set", r.BOOL),
@@ -163,15 +177,23 @@ ROWS: tuple[Op, ...] = (
     _binary("logical_xor", "xor of the truth values", r.BOOL, overload=""),
     _unary("bitwise_not", "every bit flipped; logical for bool", r.SELF),
     _binary("bitwise_and", "and of the bits"),
+    _scalar("bitwise_and", "and of the bits, other a number"),
     _binary("bitwise_or", "or of the bits"),
+    _scalar("bitwise_or", "or of the bits, other a number"),
     _binary("bitwise_xor", "xor of the bits"),
+    _scalar("bitwise_xor", "xor of the bits, other a number"),
     _binary("bitwise_left_shift", "self << other"),
+    _scalar("bitwise_left_shift", "self << other, other a number", overload=".Tensor_Scalar"),
     _binary("bitwise_right_shift", "self >> other, the sign is kept"),
+    _scalar("bitwise_right_shift", "self >> other, the sign is kept, other a number",
+        overload=".Tensor_Scalar"),
     # selection
     _op("where", "aten::where.self", r.PROMOTE, r.broadcast("condition", "self", "other"), torch.where,
         "self where condition, else other"),
-    _op("masked_fill", "aten::masked_fill.Tensor", r.SELF, r.broadcast("self", "mask"), torch.masked_fill,
-        "value (0-dim or a number) where mask, else self"),
+    _op("masked_fill", "aten::masked_fill.Scalar", r.SELF, r.broadcast("self", "mask"), torch.masked_fill,
+        "a number where mask, else self"),
+    _op("masked_fill_tensor", "aten::masked_fill.Tensor", r.SELF, r.broadcast("self", "mask"),
+        torch.masked_fill, "a 0-dim value where mask, else self"),
     # dtype and memory
     _op("cast", "aten::_to_copy", r.attr_or_self, r.SAME, cast_ref,
         "a copy with another dtype, device or memory format"),
