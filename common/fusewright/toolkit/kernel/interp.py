@@ -32,7 +32,9 @@ def interpret(
         or len(sizes) != len(kernel.symbols)
         or len(scalars) != len(kernel.scalars)
     ):
-        expected = f"{len(kernel.buffers)} tensors, {len(kernel.symbols)} sizes, {len(kernel.scalars)} scalars"
+        expected = (
+            f"{len(kernel.buffers)} tensors, {len(kernel.symbols)} sizes, {len(kernel.scalars)} scalars"
+        )
         raise TypeError(f"{kernel.name} takes {expected}")
     for t, b in zip(buffers, kernel.buffers, strict=True):
         if t.dtype != to_torch(b.dtype):

@@ -1,0 +1,86 @@
+"""Calling compiled kernels from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from fusewright.toolkit.kernel.ir import Kernel
+from fusewright.toolkit.kernel.types import is_float, to_torch
+from fusewright.toolkit.llvm.memory import INDEX_ERROR, ZERO_DIVISION
+
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)
+
+
+def float_bits(x: float) -> int:
+    """A float as its place in the argument block holds it."""
+    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return bits
+
+
+class Launcher:
+    """`launcher(tensors, sizes, scalars)` runs the kernel on torch's threads. It checks nothing but the
+    error code: the plan has checked shapes, types and strides when it was made. Not for two threads at once:
+    the argument block is reused."""
+
+    def __init__(self, kernel: Kernel, address: int) -> None:
+        self.kernel, self.address = kernel, address
+        self._n = len(kernel.buffers)
+        count = self._n + len(kernel.symbols) + len(kernel.scalars)
+        self._block = (ctypes.c_int64 * max(count, 1))()
+        self._pointer = ctypes.addressof(self._block)
+        self._floats = tuple(is_float(s.dtype) for s in kernel.scalars)
+        self._call = _PROTOTYPE(address)
+
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        scalars: Sequence[int | float | bool] = (),
+    ) -> None:
+        """IndexError and RuntimeError (division by zero) are raised after the launch, as eager raises
+        them."""
+        block, i = self._block, 0
+        for t in tensors:
+            block[i] = t.data_ptr()
+            i += 1
+        for s in sizes:
+            block[i] = s
+            i += 1
+        for x, wide in zip(scalars, self._floats, strict=True):
+            block[i] = float_bits(x) if wide else int(x)
+            i += 1
+        code = self._call(self._pointer, torch.get_num_threads())
+        if code:
+            raise_error(code, self.kernel.name)
+
+    def checked(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        scalars: Sequence[int | float | bool] = (),
+    ) -> None:
+        """The same with the types and counts of arguments checked; for tests and first runs."""
+        k = self.kernel
+        if (len(tensors), len(sizes), len(scalars)) != (len(k.buffers), len(k.symbols), len(k.scalars)):
+            raise TypeError(
+                f"{k.name} takes {len(k.buffers)} tensors, {len(k.symbols)} sizes, {len(k.scalars)} scalars"
+            )
+        for t, b in zip(tensors, k.buffers, strict=True):
+            if t.dtype != to_torch(b.dtype) or t.device.type != "cpu":
+                raise TypeError(
+                    f"{k.name}: {b.name} must be {b.dtype} on the CPU, not {t.dtype} on {t.device}"
+                )
+        self(tensors, sizes, scalars)
+
+
+def raise_error(code: int, name: str) -> None:
+    """Raises what the error code of a launch stands for."""
+    if code & INDEX_ERROR:
+        raise IndexError(f"index out of range in {name}")
+    if code & ZERO_DIVISION:
+        raise RuntimeError("ZeroDivisionError")
+    raise RuntimeError(f"{name} failed with code {code}")

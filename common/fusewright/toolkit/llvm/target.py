@@ -1,0 +1,83 @@
+"""The CPU that code is made for: triple, name, features, and what the emitter needs to know of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTarget:
+    """`vector_bytes` is the width of a register; `masks` says that masked loads and stores are cheap; `fma`
+    that it has one."""
+
+    triple: str
+    cpu: str
+    features: str
+    vector_bytes: int
+    masks: bool
+    fma: bool
+
+    def has(self, feature: str) -> bool:
+        """Whether the feature string turns `feature` on."""
+        return f"+{feature}" in self.features.split(",")
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything that object code depends on; equal on equal machines."""
+        return f"{self.triple}/{self.cpu}/{self.features}/llvm{'.'.join(map(str, llvm.llvm_version_info))}"
+
+
+def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
+    on = set(features.split(","))
+    if triple.startswith(("aarch64", "arm64")):
+        return CpuTarget(triple, cpu, features, 16, masks=False, fma=True)
+    if {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= on:
+        return CpuTarget(triple, cpu, features, 64, masks=True, fma=True)
+    if "+avx2" in on and "+fma" in on:
+        return CpuTarget(triple, cpu, features, 32, masks=True, fma=True)
+    return CpuTarget(triple, cpu, features, 16, masks=False, fma="+fma" in on)
+
+
+@functools.cache
+def host_target() -> CpuTarget:
+    """This machine. The environment variable FUSEWRIGHT_CPU_ISA ("avx2" or "sse4") narrows x86, for tests."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    triple = llvm.get_process_triple()
+    name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    narrow = os.environ.get("FUSEWRIGHT_CPU_ISA", "")
+    if narrow and triple.startswith("x86_64"):
+        return x86_target(narrow, triple)
+    return _from_features(triple, name, features)
+
+
+def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
+    """A generic x86-64 of level "avx512", "avx2" or "sse4"."""
+    cpu = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "sse4": "x86-64-v2"}[isa]
+    wide = {"avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"], "avx2": [], "sse4": []}[
+        isa
+    ]
+    mid = [] if isa == "sse4" else ["avx", "avx2", "fma", "f16c", "bmi", "bmi2"]
+    return _from_features(triple, cpu, ",".join(f"+{f}" for f in mid + wide))
+
+
+def aarch64_target(cpu: str = "neoverse-v1", triple: str = "aarch64-unknown-linux-gnu") -> CpuTarget:
+    """An AArch64 machine with NEON."""
+    return _from_features(triple, cpu, "+neon,+fp-armv8,+fullfp16")
+
+
+def target_machine(target: CpuTarget, opt: int = 2) -> llvm.TargetMachine:
+    """LLVM's machine for `target`, with position-independent code, as a JIT needs on every platform."""
+    if target.triple.split("-")[0] != llvm.get_process_triple().split("-")[0]:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+    else:
+        host_target()
+    made = llvm.Target.from_triple(target.triple)
+    return made.create_target_machine(
+        cpu=target.cpu, features=target.features, opt=opt, reloc="pic", codemodel="small", jit=True
+    )
