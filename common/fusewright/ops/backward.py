@@ -17,10 +17,12 @@ _op = partial(row, Kind.COMPOSITE)
 _GRAD = r.dtype_of("grad_output")
 
 
-def _elementwise(name: str, reference: Any, doc: str, second: str = "self", dtype_rule: Any = None) -> Op:
+def _elementwise(name: str, reference: Any, doc: str, second: str = "self", dtype_rule: Any = None,
+                 decompose: Any = None) -> Op:
     q = f"aten::{name}"
     rule = dtype_rule or r.promote("grad_output", second)
-    return _op(name, q, rule, r.broadcast("grad_output", second), reference, doc, "", torch_decomposition(q))
+    decompose = decompose or torch_decomposition(q)
+    return _op(name, q, rule, r.broadcast("grad_output", second), reference, doc, "", decompose)
 
 
 def softmax_backward_dtype(a: Args) -> tuple[torch.dtype]:
@@ -96,7 +98,7 @@ def _resize_grad(name: str, doc: str) -> Op:
 ROWS: tuple[Op, ...] = (
     _elementwise("gelu_backward", b.gelu_backward, "gradient of gelu"),
     _elementwise("silu_backward", b.silu_backward, "gradient of silu"),
-    _elementwise("mish_backward", b.mish_backward, "gradient of mish"),
+    _elementwise("mish_backward", b.mish_backward_ref, "gradient of mish", decompose=b.mish_backward),
     _elementwise("tanh_backward", b.tanh_backward, "gradient of tanh from its output", "output"),
     _elementwise("sigmoid_backward", b.sigmoid_backward, "gradient of sigmoid from its output", "output"),
     _elementwise("threshold_backward", b.threshold_backward, "gradient of relu and threshold",
@@ -133,8 +135,8 @@ ROWS: tuple[Op, ...] = (
     _op("conv_backward", "aten::convolution_backward", norm_backward_dtypes, conv_backward_shapes,
         b.conv_backward, "gradients of conv by input, weight and bias"),
     _op("embedding_backward", "aten::embedding_dense_backward", _GRAD, embedding_grad_shape,
-        b.embedding_backward, "gradient rows added up by index; padding_idx gets none", "",
-        torch_decomposition("aten::embedding_dense_backward")),
+        b.embedding_backward_ref, "gradient rows added up by index; padding_idx gets none", "",
+        b.embedding_backward),
     _op("sdpa_backward", "aten::_scaled_dot_product_flash_attention_for_cpu_backward", sdpa_backward_dtypes,
         sdpa_backward_shapes, b.sdpa_backward, "gradients of sdpa_with_lse", "Dao et al., arXiv:2205.14135"),
     _op("nll_loss_backward", "aten::nll_loss_backward", r.SELF, r.SAME, b.nll_loss_backward,

@@ -37,8 +37,14 @@ def silu_backward(grad: Any, x: Any) -> Any:
     return grad * s * (1 + x * (1 - s))
 
 
-def mish_backward(grad: Any, x: Any) -> Any:
+def mish_backward_ref(grad: Any, x: Any) -> Any:
     return _one(m.mish_ref, x, grad)
+
+
+def mish_backward(grad: Any, x: Any) -> Any:
+    g, w = m.widened(grad), m.widened(x)
+    t = torch.tanh(torch.log1p(torch.exp(-w.abs())) + torch.relu(w))
+    return (g * (t + w * torch.sigmoid(w) * (1 - t * t))).to(x.dtype)
 
 
 def tanh_backward(grad: Any, out: Any) -> Any:
@@ -209,14 +215,23 @@ def conv_backward(
     return grads(forward, [x, weight, bias], grad, output_mask)
 
 
-def embedding_backward(
+def embedding_backward_ref(
     grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
     rows, at = grad.reshape(-1, grad.shape[-1]), indices.reshape(-1)
     if scale_grad_by_freq:
-        rows = rows / torch.bincount(at, minlength=num_weights)[at].unsqueeze(1)
+        counts = torch.zeros(num_weights, dtype=rows.dtype, device=rows.device)
+        ones = torch.ones_like(at, dtype=rows.dtype)
+        rows = rows / torch.index_select(counts.index_add(0, at, ones), 0, at).unsqueeze(1)
     rows = torch.where((at == padding_idx).unsqueeze(1), 0.0, rows)
     return torch.zeros(num_weights, grad.shape[-1], dtype=grad.dtype).index_add(0, at, rows)
+
+
+def embedding_backward(
+    grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    wide = m.widened(grad)
+    return embedding_backward_ref(wide, indices, num_weights, padding_idx, scale_grad_by_freq).to(grad.dtype)
 
 
 def sdpa_backward(

@@ -136,7 +136,11 @@ def params_of(target: Overload) -> tuple[Param, ...]:
 
 def _param(a: Any) -> Param:
     required = not a.has_default_value()
-    return Param(a.name, a.kwarg_only, required, None if required else a.default_value, a.N)
+    default = None if required else a.default_value
+    if a.name == "dtype" and default is not None:
+        # A schema holds a dtype by its number in c10::ScalarType; the only default that ATen has is 4.
+        default = {4: torch.int64}[default]
+    return Param(a.name, a.kwarg_only, required, default, a.N)
 
 
 def bind(params: tuple[Param, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

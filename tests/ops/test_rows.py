@@ -1,0 +1,149 @@
+"""Every row against eager: dtype rule, shape rule, reference, decomposition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.ops.samples import ANY, CASES, DTYPES, F32, F64, FLOATS, Case, NotFinite
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusewright import ops
+from fusewright.ops import Kind, Op, rules
+from fusewright.ops.oracle import evaluate, flat
+
+UNDEFINED = {"empty": (0,), "empty_like": (0,), "empty_strided": (0,), "new_empty": (0,), "new_empty_strided": (0,)}
+UNDEFINED["log_sigmoid"] = (1,)
+"""Outputs whose values mean nothing, by row."""
+
+NO_CPU_KERNEL = ("rms_norm_backward",)
+
+
+def _dtypes(op: Op) -> tuple[torch.dtype, ...]:
+    return ANY if op.kind in (Kind.CREATION, Kind.RANDOM) and op.name not in DTYPES else DTYPES.get(op.name, FLOATS)
+
+
+def _params(rows: list[Op]) -> list[Any]:
+    found = [(op, d, k) for op in rows for d in _dtypes(op) for k, case in enumerate(CASES.get(op.name, ())) if _exists(case, d)]
+    return [pytest.param(op, d, CASES[op.name][k], id=f"{op.name}-{str(d)[6:]}-{k}") for op, d, k in found]
+
+
+def _exists(case: Case, dtype: torch.dtype) -> bool:
+    try:
+        case.make(dtype)
+    except NotFinite:
+        return False
+    return True
+
+
+def _call(op: Op, case: Case, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
+    args, kwargs = case.make(dtype)
+    found = ops.canonical(op.target, args, kwargs)
+    assert found is not None and found[0] is op
+    return list(found[1]), found[2]
+
+
+def _with(args: Any, tensors: Iterator[torch.Tensor]) -> list[Any]:
+    """`args` with its tensors replaced, in order."""
+    if isinstance(args, list | tuple):
+        return [_with(a, tensors) for a in args]
+    return next(tensors) if isinstance(args, torch.Tensor) else args
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, ulps: float) -> None:
+    """`got` within rounding of `want` (fp64): `ulps` units of its dtype, at the size of the largest value."""
+    if not (got.is_floating_point() or got.is_complex()):
+        assert torch.equal(got, want.to(got.dtype))
+        return
+    finite = want[torch.isfinite(want)]
+    size = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
+    # A float input below double precision is exact in the reference: what differs is the computation, and one rounding.
+    tolerance = ulps * torch.finfo(got.dtype).eps * size
+    torch.testing.assert_close(got.to(want.dtype), want, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def test_every_row_has_samples() -> None:
+    assert sorted(CASES) == sorted(op.name for op in ops.ROWS)
+    assert all(CASES.values())
+
+
+@pytest.mark.parametrize(("op", "dtype", "case"), _params([o for o in ops.OPS.values() if o.name not in NO_CPU_KERNEL]))
+def test_row_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
+    args, kwargs = _call(op, case, dtype)
+    torch.manual_seed(0)
+    outs = flat(op.target(*args, **kwargs))
+    assert op.dtypes(args, kwargs) == tuple(None if o is None else o.dtype for o in outs)
+    assert op.shapes(args, kwargs) == tuple(None if o is None else tuple(o.shape) for o in outs)
+    torch.manual_seed(0)
+    for i, (got, want) in enumerate(zip(outs, evaluate(op, args, kwargs), strict=True)):
+        if got is not None and i not in UNDEFINED.get(op.name, ()):
+            assert want is not None and want.shape == got.shape
+            _close(got, want, ulps=64)
+
+
+COMPOSITES = [op for op in ops.OPS.values() if op.decompose is not None]
+
+
+@pytest.mark.parametrize(("op", "dtype", "case"), [p for p in _params(COMPOSITES) if p.values[1] in FLOATS])
+def test_decomposition_agrees(op: Op, dtype: torch.dtype, case: Case) -> None:
+    args, kwargs = _call(op, case, dtype)
+    assert op.decompose is not None
+    outs = flat(op.decompose(*args, **kwargs))
+    for got, want, d in zip(outs, evaluate(op, args, kwargs), op.dtypes(args, kwargs), strict=True):
+        if d is not None:
+            assert got is not None and want is not None and got.dtype == d
+            _close(got, want, ulps=64)
+
+
+@pytest.mark.parametrize("op", COMPOSITES, ids=lambda op: op.name)
+def test_decomposition_ends_in_primitives(op: Op) -> None:
+    args, kwargs = _call(op, CASES[op.name][0], F32)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        assert op.decompose is not None
+        return op.decompose(*_with(args, iter(tensors)), **kwargs)
+
+    graph = make_fx(run, tracing_mode="fake")(*rules.tensors(args)).graph
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            found = ops.canonical(node.target, node.args, node.kwargs)
+            assert found is not None, f"{node.target} is outside the opset"
+            assert found[0].kind is not Kind.COMPOSITE, f"{node.target} is {found[0].name}"
+
+
+SHAPED = [op for op in ops.OPS.values() if op.kind is not Kind.RANDOM]
+
+
+@pytest.mark.parametrize("op", SHAPED, ids=lambda op: op.name)
+def test_rules_hold_for_symbolic_sizes(op: Op) -> None:
+    args, kwargs = _call(op, CASES[op.name][0], F32)
+    seen: list[tuple[Any, Any]] = []
+
+    def run(*tensors: torch.Tensor) -> Any:
+        call = _with(args, iter(tensors))
+        seen.extend(zip(flat(op.target(*call, **kwargs)), op.shapes(call, kwargs), strict=True))
+        return [o for o, _ in seen if o is not None]
+
+    make_fx(run, tracing_mode="symbolic")(*rules.tensors(args))
+    for out, shape in seen:
+        if out is not None:
+            assert [int(n) for n in out.shape] == [int(n) for n in shape]
+
+
+def test_rules_read_specs_of_the_interface() -> None:
+    from fusewright.interface import TensorSpec
+
+    x = TensorSpec((2, 3), (3, 1), torch.bfloat16)
+    layer_norm = ops.OPS["layer_norm"]
+    assert ops.OPS["add"].dtypes([x, 1.5, 1]) == (torch.bfloat16,)
+    assert layer_norm.shapes([x, [3], None, None, 1e-5]) == ((2, 3), (2, 1), (2, 1))
+    assert layer_norm.dtypes([x, [3], None, None, 1e-5]) == (torch.bfloat16,) * 3
+
+
+def test_reference_keeps_nan_and_infinity() -> None:
+    op = ops.OPS["amax"]
+    (out,) = evaluate(op, [torch.tensor([1.0, math.nan]), [], False], {})
+    assert out is not None and out.isnan()
