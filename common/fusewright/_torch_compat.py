@@ -76,8 +76,8 @@ def symbol_of(size: torch.SymInt) -> tuple[str, int, int, int | None]:
     env = node.shape_env
     if env is not None:
         bounds = env.bound_sympy(node.expr)
-        lo = int(bounds.lower) if bounds.lower.is_integer and bounds.lower.is_finite else 0
-        if bounds.upper.is_integer and bounds.upper.is_finite:
+        lo = int(bounds.lower) if bounds.lower.is_Integer else 0
+        if bounds.upper.is_Integer:  # not is_integer: torch's integer infinity says yes to that
             hi = int(bounds.upper)
     return text, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
 
@@ -133,6 +133,11 @@ def may_return_alias(op: Any) -> bool:
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def register_quantized_decomposed() -> None:
+    """Define the `quantized_decomposed` ops, as an import of torchao does."""
+    import torch.ao.quantization.fx._decomposed  # noqa: F401
 
 
 def decomposition(target: Any) -> Callable[..., Any]:
@@ -216,3 +221,82 @@ def out_of_place(op: Any) -> Any | None:
 def storage_id(t: torch.Tensor) -> int:
     """Identity of the memory behind a (fake) tensor: equal for a tensor and its views."""
     return int(t.untyped_storage()._cdata)
+
+
+def fake_mode(shape_env: Any = None) -> Any:
+    """A FakeTensorMode of its own."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A FakeTensor of any device type, whether or not this torch is built for it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    storage = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+    fake: torch.Tensor = FakeTensor(mode, storage, torch.device(device))
+    return fake
+
+
+class Symbols:
+    """Symbolic sizes by name: `Symbols().size("2*s0 + 1")`. Symbols are positive; hints are chosen apart from each other."""
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.env = ShapeEnv()
+        self._known: dict[str, Any] = {}
+
+    def size(self, text: str) -> Any:
+        """The SymInt of an expression; an int when it has no symbol. ValueError when it cannot be read."""
+        import ast
+
+        try:
+            expr = self._expr(ast.parse(text.strip(), mode="eval").body)
+        except SyntaxError as e:
+            raise ValueError(f"{text!r} is no size") from e
+        if expr.is_number:
+            return int(expr)
+        values = {s: self.env.backed_var_to_val[s] for s in expr.free_symbols}
+        return self.env.create_symintnode(expr, hint=int(expr.xreplace(values)))
+
+    def _symbol(self, name: str) -> Any:
+        import sympy
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        if name not in self._known:
+            symbol = sympy.Symbol(name, positive=True, integer=True)
+            add = getattr(self.env, "add_backed_var_to_val", None) or self.env.add_var_to_val
+            add(symbol, 7 + 6 * len(self._known))
+            self.env.var_to_range[symbol] = ValueRanges(0, int_oo)
+            self._known[name] = symbol
+        return self._known[name]
+
+    def _expr(self, node: Any) -> Any:
+        import ast
+
+        import sympy
+        from torch.utils._sympy import functions
+
+        binary: dict[type, Callable[[Any, Any], Any]] = {
+            ast.Add: lambda a, b: a + b,
+            ast.Sub: lambda a, b: a - b,
+            ast.Mult: lambda a, b: a * b,
+            ast.Pow: lambda a, b: a**b,
+            ast.Mod: functions.PythonMod,
+            ast.FloorDiv: functions.FloorDiv,
+        }
+        match node:
+            case ast.Constant(value=int()):
+                return sympy.Integer(node.value)
+            case ast.Name():
+                return self._symbol(node.id)
+            case ast.UnaryOp(op=ast.USub()):
+                return -self._expr(node.operand)
+            case ast.BinOp() if type(node.op) in binary:
+                return binary[type(node.op)](self._expr(node.left), self._expr(node.right))
+            case ast.Call(func=ast.Name()) if hasattr(functions, node.func.id) and not node.keywords:
+                return getattr(functions, node.func.id)(*map(self._expr, node.args))
+        raise ValueError(f"{ast.unparse(node)!r} is no size")

@@ -1,0 +1,233 @@
+"""torch's own OpInfo database through a backend, against eager: `python ci/opinfo.py --backend x86_onednn --shard 1/4`.
+
+Values (judged against fp64), dtypes, shapes, strides, aliasing, mutation, gradients, non-contiguous samples and errors are
+compared. Entries run in child processes, so that a crash costs one entry. What `aot_eager` gets wrong too is listed apart.
+Exit code 0 when no entry is wrong, has crashed or ran out of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """One entry at one dtype."""
+
+    entry: str
+    dtype: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    a = _arguments(argv)
+    if a.child:
+        return _child(a)
+    jobs = _shard(_jobs(a), a.shard)
+    if not jobs:
+        print("no entry of the database matches", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    results = []
+    for result in _run(jobs, a):
+        results.append(result)
+        if result["problems"] or a.verbose:
+            print(_line(result), flush=True)
+    _summary(results, time.monotonic() - start, a)
+    if a.json:
+        Path(a.json).write_text(json.dumps({"backend": a.backend, "results": results}, indent=1))
+    return 1 if any(r["problems"] for r in results) else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    p.add_argument("--backend", required=True, help="a name for torch.compile(backend=...)")
+    p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
+    p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
+    p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
+    p.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too")
+    p.add_argument("--samples", type=int, default=4, help="samples per entry, spread over all; 0: every one")
+    p.add_argument("--group", type=int, default=25, help="entries per child process")
+    p.add_argument("--limit", type=float, default=120, help="seconds that one entry may take")
+    p.add_argument("--threads", type=int, default=1, help="torch threads of a child")
+    p.add_argument("--json", help="write every result to this file")
+    p.add_argument("--verbose", action="store_true", help="print entries that are right too")
+    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return p.parse_args(argv)
+
+
+def _jobs(a: argparse.Namespace) -> list[Job]:
+    sys.path.insert(0, str(HERE))
+    import torch
+    from opinfo_check import entries
+
+    wanted = re.compile(a.ops)
+    return [
+        Job(name, dtype)
+        for dtype in a.dtypes.split(",")
+        for name in entries(getattr(torch, dtype))
+        if wanted.search(name)
+    ]
+
+
+def _shard(jobs: list[Job], shard: str) -> list[Job]:
+    i, n = map(int, shard.split("/"))
+    if not 1 <= i <= n:
+        raise SystemExit(f"--shard {shard}: I goes from 1 to N")
+    return jobs[i - 1 :: n]
+
+
+# ---------------------------------------------------------------- parent
+
+
+def _run(jobs: Sequence[Job], a: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Results in order. After a crash or a timeout the rest of the group goes on in a new child."""
+    todo = list(jobs)
+    while todo:
+        group = todo[: a.group]
+        done = 0
+        for result in _group(group, a):
+            done += 1
+            yield result
+        todo = todo[done:]
+
+
+def _group(group: Sequence[Job], a: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Results of one child until it ends; the entry that it ended in is reported as crashed or out of time."""
+    child = _start(a, group)
+    done = 0
+    why = ""
+    for line in _lines(child, a.limit):
+        if line is None:
+            why = f"timeout: longer than {a.limit:g} s"
+            break
+        if line.startswith("{"):
+            done += 1
+            yield json.loads(line)
+    child.kill()
+    code = child.wait()
+    if done == len(group):
+        return
+    job = group[done]
+    why = why or f"crash: the process ended with {code}"
+    shared = _also_fails(job, a)
+    yield {
+        "entry": job.entry, "dtype": job.dtype, "checks": 0, "uncaptured": 0, "lowered": 0, "eager": 0, "skipped": "",
+        "problems": [] if shared else [why], "shared": [why] if shared else [],
+    }  # fmt: skip
+
+
+def _also_fails(job: Job, a: argparse.Namespace) -> bool:
+    """Whether `aot_eager` dies or hangs on the entry too."""
+    child = _start(argparse.Namespace(**{**vars(a), "backend": "aot_eager"}), [job])
+    finished = any(line is not None and line.startswith("{") for line in _lines(child, a.limit))
+    child.kill()
+    child.wait()
+    return not finished
+
+
+def _start(a: argparse.Namespace, group: Sequence[Job]) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, str(HERE / "opinfo.py"), "--child", "--backend", a.backend, "--samples", str(a.samples),
+        "--gradients" if a.gradients else "--no-gradients", "--threads", str(a.threads),
+    ]  # fmt: skip
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={**os.environ, "FUSEWRIGHT_FALLBACK": "allow"},
+    )  # fmt: skip
+    assert child.stdin is not None
+    child.stdin.write(json.dumps([asdict(j) for j in group]).encode())
+    child.stdin.close()
+    return child
+
+
+def _lines(child: subprocess.Popen[bytes], limit: float) -> Iterator[str | None]:
+    """Lines of the child's output; None when it said nothing for `limit` seconds."""
+    assert child.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        rest = b""
+        while True:
+            if not selector.select(timeout=limit):
+                yield None
+                return
+            chunk = os.read(child.stdout.fileno(), 1 << 16)
+            if not chunk:
+                return
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace")
+
+
+# ---------------------------------------------------------------- child
+
+
+def _child(a: argparse.Namespace) -> int:
+    import logging
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    sys.path.insert(0, str(HERE))
+    from opinfo_check import Outcome, check
+
+    torch.set_num_threads(a.threads)
+    out = sys.stdout
+    sys.stdout = sys.stderr  # samples may print
+    for job in json.loads(sys.stdin.read()):
+        dtype = getattr(torch, job["dtype"])
+        try:
+            outcome = check(job["entry"], dtype, a.backend, a.samples, a.gradients)
+        except Exception as e:  # a failure of the harness itself must not look like a pass
+            outcome = Outcome(job["entry"], job["dtype"], problems=[f"harness: {type(e).__name__}: {e}"])
+        print(json.dumps(asdict(outcome)), file=out, flush=True)
+    return 0
+
+
+# ---------------------------------------------------------------- text
+
+
+def _line(r: dict[str, Any]) -> str:
+    what = "; ".join(r["problems"][:3]) or "right"
+    return f"{r['entry']} {r['dtype']}: {what}"
+
+
+def _summary(results: Sequence[dict[str, Any]], seconds: float, a: argparse.Namespace) -> None:
+    wrong = [r for r in results if r["problems"]]
+    torchs = [r for r in results if r["shared"] and not r["problems"]]
+    crashed = sum(1 for r in wrong for p in r["problems"] if p.startswith(("crash", "timeout")))
+    compared = [r for r in results if r["checks"]]
+    lowered, eager = sum(r["lowered"] for r in results), sum(r["eager"] for r in results)
+    rows = {
+        "entries": len(results),
+        "without a sample": sum(1 for r in results if r["skipped"]),
+        "right": len(results) - len(wrong) - len(torchs),
+        "wrong where aot_eager is wrong too": len(torchs),
+        "wrong": len(wrong),
+        "of these crashed or out of time": crashed,
+        "comparisons": sum(r["checks"] for r in results),
+        "comparisons that Dynamo made no graph for": sum(r["uncaptured"] for r in results),
+        "entries with an op lowered by the backend": f"{sum(1 for r in compared if r['lowered'])} of {len(compared)}",
+        "ops lowered by the backend": f"{lowered} of {lowered + eager}",
+    }
+    print(f"\n{a.backend}, shard {a.shard}, {a.dtypes}, {seconds:.0f} s")
+    for name, value in rows.items():
+        print(f"  {name:<45}{value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

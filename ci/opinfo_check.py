@@ -1,0 +1,342 @@
+"""One entry of torch's OpInfo database through a `torch.compile` backend, compared with eager in every way that a user can see."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fusewright import report
+
+JUDGE = "aot_eager"
+"""What this backend gets wrong too is torch's own, not ours."""
+
+
+@dataclass
+class Outcome:
+    """What became of one entry. `problems` are ours alone; `shared` are those that `aot_eager` has too."""
+
+    entry: str
+    dtype: str
+    checks: int = 0
+    uncaptured: int = 0
+    lowered: int = 0
+    eager: int = 0
+    problems: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def settle(self, where: str, found: Sequence[str], judge: Callable[[], Sequence[str]]) -> None:
+        """Note what was found in one check; `judge` runs the same check through `aot_eager`."""
+        self.checks += 1
+        if not found:
+            return
+        theirs = {f.split(":")[0] for f in judge()}
+        for f in found:
+            (self.shared if f.split(":")[0] in theirs else self.problems).append(f"{where}: {f}")
+
+
+def entries(dtype: torch.dtype) -> list[str]:
+    """The names of every entry that has the dtype on the CPU, variants included, in the database's order."""
+    return [full_name(op) for op in op_db if dtype in op.supported_dtypes("cpu")]
+
+
+def full_name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+def check(name: str, dtype: torch.dtype, backend: str, samples: int, gradients: bool) -> Outcome:
+    """Every check of one entry. `samples`: how many of its samples, spread over all of them; 0 for all."""
+    op = next(o for o in op_db if full_name(o) == name)
+    outcome = Outcome(name, str(dtype).removeprefix("torch."))
+    torch.manual_seed(0)
+    inputs = spread(list(op.sample_inputs("cpu", dtype, requires_grad=False)), samples)
+    if not inputs:
+        outcome.skipped = "the entry has no samples"
+        return outcome
+    for i, sample in enumerate(inputs):
+        _check_forward(outcome, f"sample {i}", op, sample, dtype, backend)
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # some samples have no non-contiguous form
+        strided = inputs[len(inputs) // 2].noncontiguous()
+        _check_forward(outcome, "non-contiguous", op, strided, dtype, backend)
+    if gradients and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"):
+        torch.manual_seed(0)
+        for i, sample in enumerate(spread(list(op.sample_inputs("cpu", dtype, requires_grad=True)), samples)):
+            _check_gradients(outcome, f"gradients of sample {i}", op, sample, dtype, backend)
+    if op.error_inputs_func is not None:
+        for i, error in enumerate(spread(list(op.error_inputs("cpu")), samples)):
+            _check_error(outcome, f"error input {i}", op, error.sample_input, backend)
+    return outcome
+
+
+def spread(items: list[Any], n: int) -> list[Any]:
+    """`n` of the items, first and last among them; all of them for 0."""
+    if n == 0 or len(items) <= n:
+        return items
+    return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
+
+
+# ---------------------------------------------------------------- one call
+
+
+@dataclass
+class Seen:
+    """What a caller sees of one call: the outputs, the inputs after it, and the gradients, all flat."""
+
+    outputs: list[Any]
+    inputs: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+def copies(sample: Any) -> tuple[Any, Any, Any]:
+    """The sample's arguments as tensors of their own with the same strides."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
+            new = x.detach().clone()
+        else:  # overlapping elements too stay what they are
+            memory = x.detach().untyped_storage().clone()
+            new = torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+        return new.requires_grad_(x.requires_grad)
+
+    return tuple(tree_map(copy, (sample.input, sample.args, sample.kwargs)))  # type: ignore[return-value]
+
+
+UNDEFINED = re.compile(r"empty")
+"""Names of entries whose values are whatever the memory held."""
+
+
+def call(op: Any, sample: Any, backend: str | None, gradients: bool = False, outcome: Outcome | None = None) -> Seen:
+    """One call on copies of the sample, by eager (backend None) or compiled. Errors are caught and kept."""
+    arguments = copies(sample)
+    tensors = [t for t in tree_flatten(arguments)[0] if isinstance(t, torch.Tensor)]
+
+    def fn(x: Any, args: Any, kwargs: Any) -> Any:
+        return op.op(x, *args, **kwargs)
+
+    torch.manual_seed(1)
+    try:
+        with torch.set_grad_enabled(gradients):
+            if backend is None:
+                result = fn(*arguments)
+            else:
+                result = _compiled(fn, arguments, backend, outcome)
+            seen = Seen(tree_flatten(result)[0], tensors)
+            if gradients:
+                seen.gradients = _gradients(sample.output_process_fn_grad(result), tensors)
+    except Exception as e:  # what the call raises is what is compared
+        return Seen([], tensors, error=e)
+    return seen
+
+
+def _compiled(fn: Callable[..., Any], arguments: Any, backend: str, outcome: Outcome | None) -> Any:
+    torch.compiler.reset()
+    with report.recording() as reports:
+        result = torch.compile(fn, backend=backend, dynamic=False)(*arguments)
+    if outcome is not None:
+        outcome.lowered += sum(r.count("backend") for r in reports)
+        outcome.eager += sum(r.count("eager") for r in reports)
+        outcome.uncaptured += not reports
+    return result
+
+
+def _gradients(result: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    wanted = [t for t in tensors if t.requires_grad]
+    outputs = [o for o in tree_flatten(result)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
+    if not outputs or not wanted:
+        return []
+    torch.manual_seed(2)
+    cotangents = [torch.randn_like(o) if o.layout is torch.strided else torch.ones_like(o) for o in outputs]
+    return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def _check_forward(outcome: Outcome, where: str, op: Any, sample: Any, dtype: torch.dtype, backend: str) -> None:
+    wanted = call(op, sample, None)
+    if wanted.error is not None:
+        return
+
+    def found(by: str, note: Outcome | None = None) -> list[str]:
+        got = call(op, sample, by, outcome=note)
+        return differences(op.name, wanted, got, lambda: call(op, _wide(sample), None))
+
+    outcome.settle(where, found(backend, outcome), lambda: found(JUDGE))
+
+
+def _check_gradients(outcome: Outcome, where: str, op: Any, sample: Any, dtype: torch.dtype, backend: str) -> None:
+    wanted = call(op, sample, None, gradients=True)
+    if wanted.error is not None or not wanted.gradients:
+        return
+
+    def found(by: str, note: Outcome | None = None) -> list[str]:
+        got = call(op, sample, by, gradients=True, outcome=note)
+        return differences(op.name, wanted, got, lambda: call(op, _wide(sample), None, gradients=True))
+
+    outcome.settle(where, found(backend, outcome), lambda: found(JUDGE))
+
+
+def _check_error(outcome: Outcome, where: str, op: Any, sample: Any, backend: str) -> None:
+    wanted = call(op, sample, None).error
+    if wanted is None:
+        return
+
+    def found(by: str) -> list[str]:
+        got = call(op, sample, by).error
+        if got is None:
+            return [f"no error: eager raises {type(wanted).__name__}"]
+        # Dynamo wraps what it finds while tracing in subclasses of eager's type.
+        return [] if isinstance(got, type(wanted)) else [f"error type: {type(got).__name__}, eager raises {type(wanted).__name__}"]
+
+    outcome.settle(where, found(backend), lambda: found(JUDGE))
+
+
+def differences(name: str, wanted: Seen, got: Seen, wide: Callable[[], Seen]) -> list[str]:
+    """How `got` differs from eager's `wanted`, each as "kind: detail". `wide` gives the same call in fp64."""
+    if got.error is not None:
+        return [f"raises: {type(got.error).__name__}: {' '.join(str(got.error).split())[:160]}"]
+    if len(wanted.outputs) != len(got.outputs):
+        return [f"outputs: {len(got.outputs)}, eager has {len(wanted.outputs)}"]
+    if UNDEFINED.search(name):
+        wanted, got = _zeroed(wanted), _zeroed(got)
+    exact = _Lazy(wide)
+    found = list(_compare("value", wanted.outputs, got.outputs, lambda i: exact.get().outputs[i]))
+    found += _compare("mutation", wanted.inputs, got.inputs, lambda i: exact.get().inputs[i])
+    found += _compare("gradient", wanted.gradients, got.gradients, lambda i: exact.get().gradients[i])
+    if sharing(wanted) != sharing(got):
+        found.append("alias: outputs share memory with inputs or each other otherwise than in eager")
+    return found
+
+
+def _zeroed(seen: Seen) -> Seen:
+    """Everything but the values of the outputs."""
+    for t in seen.outputs:
+        if isinstance(t, torch.Tensor):
+            t.detach().zero_()
+    return seen
+
+
+class _Lazy:
+    def __init__(self, make: Callable[[], Seen]) -> None:
+        self._make, self._value = make, None
+
+    def get(self) -> Seen:
+        if self._value is None:
+            self._value = self._make()  # type: ignore[assignment]
+        assert self._value is not None
+        return self._value
+
+
+def _compare(kind: str, wanted: Sequence[Any], got: Sequence[Any], exact: Callable[[int], Any]) -> Iterator[str]:
+    for i, (w, g) in enumerate(itertools.zip_longest(wanted, got)):
+        if not isinstance(w, torch.Tensor) or not isinstance(g, torch.Tensor):
+            same = type(w) is type(g) and (w == g or w != w)
+            if not same:
+                yield f"{kind}: {i} is {g!r}, eager has {w!r}"[:200]
+            continue
+        yield from _compare_tensor(kind, i, w, g, exact)
+
+
+def _compare_tensor(kind: str, i: int, w: torch.Tensor, g: torch.Tensor, exact: Callable[[int], Any]) -> Iterator[str]:
+    if w.dtype != g.dtype:
+        yield f"dtype: {kind} {i} is {g.dtype}, eager has {w.dtype}"
+    if w.shape != g.shape or w.layout != g.layout:
+        yield f"shape: {kind} {i} is {g.layout} {tuple(g.shape)}, eager has {w.layout} {tuple(w.shape)}"
+        return
+    if w.requires_grad != g.requires_grad:
+        yield f"requires_grad: {kind} {i} has {g.requires_grad}, eager has {w.requires_grad}"
+    if kind == "value" and _strides(w) != _strides(g):
+        yield f"stride: {kind} {i} has {g.stride()}, eager has {w.stride()}"
+    if w.dtype == g.dtype and (reason := _value_difference(_dense(w), _dense(g), lambda: _dense(exact(i)))):
+        yield f"{kind}: {i} {reason}"
+
+
+def _strides(t: torch.Tensor) -> list[int] | None:
+    """Strides that matter: those of dimensions that hold more than one element."""
+    if t.layout is not torch.strided or t.numel() == 0:
+        return None
+    return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    t = t.detach()
+    t = t.dequantize() if t.is_quantized else t
+    t = (t if t.layout is torch.strided else t.to_dense()).resolve_conj().resolve_neg()
+    return t.to(torch.complex64) if t.dtype == torch.complex32 else t
+
+
+def _value_difference(w: torch.Tensor, g: torch.Tensor, exact: Callable[[], torch.Tensor]) -> str:
+    """Why `g` is wrong, or "". Bits equal to eager's pass; floats pass with an fp64 error of 2x eager's plus a floor."""
+    if torch.equal(w, g) or w.numel() == 0:
+        return ""
+    if not (w.is_floating_point() or w.is_complex()):
+        return f"{int((w != g).sum())} of {w.numel()} {w.dtype} elements differ"
+    if w.is_complex():
+        w, g = torch.view_as_real(w), torch.view_as_real(g)
+    if not torch.equal(w.isnan(), g.isnan()):
+        return "NaN where eager has none, or the other way round"
+    infinite = w.isinf() | g.isinf()
+    if not torch.equal(w[infinite], g[infinite]):
+        return "Inf where eager has none, or the other way round"
+    finite = w.isfinite()
+    a, b = w[finite].double(), g[finite].double()
+    if a.numel() == 0 or torch.equal(a, b):
+        return ""
+    eps = torch.finfo(w.dtype).eps
+    reference = _reference(exact, w)
+    r = reference[finite] if reference is not None else a
+    scale = float(r.abs().max())
+    ours, eagers = float((b - r).abs().max()), float((a - r).abs().max())
+    floor = 4 * eps * scale if reference is not None else 32 * eps * max(scale, 1e-30)
+    if ours <= 2 * eagers + floor:
+        return ""
+    return f"error {ours:.3g}, eager's {eagers:.3g}, largest value {scale:.3g}"
+
+
+def _reference(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
+    """The fp64 result where there is one that can be compared; None otherwise."""
+    try:
+        r = exact()
+    except (IndexError, AttributeError, RuntimeError, TypeError):
+        return None
+    r = torch.view_as_real(r) if r.is_complex() else r
+    usable = r.shape == like.shape and r.dtype == torch.float64 and bool(torch.equal(r.isfinite(), like.isfinite()))
+    return r if usable else None
+
+
+def _wide(sample: Any) -> Any:
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            return x.detach().double().requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.is_complex():
+            return x.detach().to(torch.complex128).requires_grad_(x.requires_grad)
+        return torch.float64 if x in (torch.float32, torch.bfloat16, torch.float16) else x
+
+    return sample.transform(widen)
+
+
+def sharing(seen: Seen) -> list[tuple[int, int]]:
+    """Which outputs share memory with which inputs and outputs, by position; -1 stands for a tensor without storage."""
+
+    def storage(t: Any) -> int:
+        if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.numel() == 0 or t.is_quantized:
+            return -1
+        return t.untyped_storage().data_ptr()
+
+    everything = [storage(t) for t in (*seen.inputs, *seen.outputs)]
+    first = len(seen.inputs)
+    return [
+        (i, j) for i in range(first, len(everything)) for j in range(i)
+        if everything[i] != -1 and everything[i] == everything[j]
+    ]  # fmt: skip
