@@ -1,0 +1,6 @@
+"""Fusewright backend `x86_onednn`: the oneDNN fusion pass for x86-64."""
+
+from fusewright.dynamo import entry
+
+x86_onednn = entry("x86_onednn")
+"""The function behind `torch.compile(backend="x86_onednn")`."""

@@ -1,0 +1,144 @@
+"""The backend `x86_onednn`: finds the ops that oneDNN computes, with their neighbours, and lowers them
+region by region."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fusewright import machine, ops
+from fusewright.interface import (
+    Backend,
+    CompileContext,
+    Compiled,
+    Device,
+    Fragment,
+    OpView,
+    Region,
+    Unavailable,
+    Verdict,
+    Why,
+)
+from fusewright_onednn import lowerings, patterns, runtime, target
+from fusewright_onednn.builder import Builder
+from fusewright_onednn.lowerings import LOWERINGS
+from fusewright_onednn.patterns import Match
+
+
+class X86OneDnn(Backend):
+    """x86-64 CPUs with AVX2 or better, with the oneDNN that torch carries."""
+
+    name = "x86_onednn"
+    device_type = "cpu"
+    priority = 50
+    options: ClassVar[Mapping[str, Any]] = {
+        "prepack": "auto",  # weights in oneDNN's own layout: "auto" where it measures faster, "never",
+        "alwaysfinite_math": False,  # let relu and clamp ride on a product, which turns a NaN into 0
+    }
+
+    @classmethod
+    def probe(cls) -> Device | Unavailable:
+        if machine.arch() != "x86_64":
+            return Unavailable(f"this is {machine.arch()}", "use an x86-64 machine")
+        features = machine.cpu_features()
+        found = target.best(features)
+        if found is None:
+            return Unavailable("the CPU has no AVX2", "use a CPU of 2015 or later")
+        if not torch.backends.mkldnn.is_available():
+            return Unavailable("torch is built without oneDNN", "install a build of torch with oneDNN")
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            features |= {"mkldnn_bf16"}
+        if runtime.graph_available():
+            features |= {"onednn_graph"}
+        version = target.onednn_version(torch.__config__.show())
+        return Device("cpu", found.arch, features, f"oneDNN {version}".rstrip())
+
+    @classmethod
+    def lowers(cls) -> Sequence[str]:
+        return tuple(dict.fromkeys([*LOWERINGS, *patterns.POST_OPS, "batch_norm", "add"]))
+
+    def supports(self, op: OpView) -> Verdict:
+        """Products, convolutions and attention by the table. Every other row of the opset may lie between
+        them."""
+        verdict = LOWERINGS.supports(op, self._device())
+        if verdict.why is Why.NO_LOWERING and op.op in ops.OPS:
+            return Verdict(Why.OK, "runs as ATen inside the region")
+        return verdict
+
+    def profitable(self, region: Region) -> Verdict:
+        if any(op.op in LOWERINGS for op in region.ops):
+            return Verdict(Why.OK)
+        return Verdict(Why.UNPROFITABLE, "no product, convolution or attention in reach")
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        builder = Builder(region, ctx)
+        matches = find_matches(region, builder)
+        groups = _concatenations(region, builder, matches)
+        for op in region.ops:
+            if op.id in groups:
+                if groups[op.id][0] is op:
+                    lowerings.concatenated(groups[op.id], builder)
+            elif op.id in matches:
+                m = matches[op.id]
+                if m.last is op:  # everything that the call reads is there by now
+                    _code(m.anchor, ctx.device)(m, builder)
+            else:
+                builder.aten(op)
+        return Fragment(builder.finish(), builder.notes)
+
+    def fingerprint(self) -> str:
+        d = self._device()
+        versions = (
+            f"{self.interface[0]}.{self.interface[1]}-{self.opset}-{d.driver}-torch {torch.__version__}"
+        )
+        return f"{self.name}-{versions}-{d.arch}-{','.join(sorted(d.features))}"
+
+    def _device(self) -> Device:
+        if self.device is None:
+            found = self.probe()
+            if isinstance(found, Unavailable):
+                raise RuntimeError(found.reason)
+            self.device = found
+        return self.device
+
+
+def _code(op: OpView, device: Device) -> lowerings.OpCode:
+    row = LOWERINGS.find(op, device)
+    if isinstance(row, Verdict):
+        raise ValueError(f"{op.op} is in the region, but the table says {row}")
+    return row.code
+
+
+def find_matches(region: Region, b: Builder) -> dict[int, Match]:
+    """Anchors with their neighbours: id of every op that takes part -> the match. An op is in one match
+    only."""
+    found: dict[int, Match] = {}
+    finite = b.ctx.options["finite_math"]
+    for anchor in region.ops:
+        if anchor.op not in LOWERINGS or anchor.id in found:
+            continue
+
+        def allowed(stage: str, op: OpView, anchor: OpView = anchor) -> bool:
+            if op.id in found:
+                return False
+            if stage == "unary":
+                return finite or patterns.POST_OPS[op.op].exact
+            return lowerings.conv_match_allowed(stage, op, anchor, b)
+
+        m = patterns.match(anchor, b.links, allowed)
+        found.update((op.id, m) for op in m.ops)
+    return found
+
+
+def _concatenations(
+    region: Region, b: Builder, matches: Mapping[int, Match]
+) -> dict[int, tuple[OpView, ...]]:
+    """Linears without neighbours that share their input and are faster as one product: op id -> its group."""
+    found: dict[int, tuple[OpView, ...]] = {}
+    alone = [op for op in region.ops if op.id in matches and not matches[op.id].posts]
+    for group in patterns.siblings(alone, lambda op: lowerings.may_concat(op, b)):
+        if lowerings.concat_pays(group, b):
+            found.update((op.id, group) for op in group)
+    return found

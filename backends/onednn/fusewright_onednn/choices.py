@@ -1,0 +1,165 @@
+"""Which form of a library call is fastest for a shape: short measurements on tensors of that shape,
+remembered by the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright.interface import CompileContext, TensorSpec
+from fusewright_onednn import runtime
+
+PACKED_GAIN = 1.04
+"""A packed copy of a weight doubles its memory, so it must be this much faster than the weight as it is."""
+
+PROXY_FLOPS = 8e8
+"""Products above this are measured on fewer columns: a candidate should take no more than a few
+milliseconds."""
+
+PROXY_ELEMENTS = 1 << 23
+"""Largest weight that a measurement makes."""
+
+Thunk = Callable[[], Any]
+
+
+def penalised(run: Thunk, factor: float) -> Thunk:
+    """`run`, made to take `factor` times as long."""
+
+    def slow() -> None:
+        start = time.perf_counter()
+        run()
+        end = start + (time.perf_counter() - start) * factor
+        while time.perf_counter() < end:
+            pass
+
+    return slow
+
+
+@dataclass(frozen=True)
+class Product:
+    """x[m, k] @ w[n, k].T, with the layouts at hand. `x_rows`, `w_rows`: whether the last dimension is the
+    dense one."""
+
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    bias: bool = True
+    x_rows: bool = True
+    w_rows: bool = True
+
+    @property
+    def key(self) -> str:
+        layout = ("n" if self.x_rows else "t") + ("t" if self.w_rows else "n")
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"linear {dtype} {self.m}x{self.k}x{self.n} {layout}{' bias' if self.bias else ''}"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n
+
+    def proxy(self) -> Product:
+        """A product that is quick to measure and behaves alike: fewer columns, in multiples of a cache
+        line."""
+        most = min(PROXY_FLOPS / (2.0 * self.m * self.k), PROXY_ELEMENTS / self.k)
+        if self.n <= most:
+            return self
+        return Product(
+            self.m, self.k, max(64, int(most) // 64 * 64), self.dtype, self.bias, self.x_rows, self.w_rows
+        )
+
+
+def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> str:
+    """ "aten", "dense" or "packed", among `forms`. "aten" is what eager calls (MKL for fp32)."""
+    if len(forms) == 1:
+        return forms[0]
+    return ctx.choose(
+        f"{product.key} {'/'.join(forms)}", _Lazy({f: _linear_thunk(product.proxy(), f) for f in forms})
+    )
+
+
+def _linear_thunk(p: Product, form: str) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w = _matrix(p.m, p.k, p.x_rows, p.dtype), _matrix(p.n, p.k, p.w_rows, p.dtype)
+        b = torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
+        if form == "aten":
+            return lambda: torch.nn.functional.linear(x, w, b)
+        if form == "dense":
+            return lambda: torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
+        return penalised(
+            lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), PACKED_GAIN
+        )
+
+    return make
+
+
+def concat_pays(
+    ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool
+) -> bool:
+    """Whether one product with concatenated weights beats separate ones, each in its packed form."""
+    key = f"concat {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
+
+    def separate() -> Thunk:
+        thunks = [_linear_thunk(Product(m, k, n, dtype, bias), "packed")() for n in widths]
+        return lambda: [t() for t in thunks]
+
+    def together() -> Thunk:
+        return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed")()
+
+    return ctx.choose(key, _Lazy({"separate": separate, "together": together})) == "together"
+
+
+def graph_attention_pays(ctx: CompileContext, key: str, specs: Sequence[TensorSpec], causal: bool) -> bool:
+    """Whether oneDNN Graph beats torch's own attention kernel. `specs`: query, key, value and the mask, if
+    any."""
+
+    def tensors() -> list[torch.Tensor]:
+        made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]
+        return [t.fill_(1 if t.dtype is torch.bool else 0.5) for t in made]
+
+    def eager() -> Thunk:
+        q, k, v, *mask = tensors()
+        return lambda: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask[0] if mask else None, is_causal=causal
+        )
+
+    def graph() -> Thunk:
+        q, k, v, *mask = tensors()
+        return lambda: runtime.attention(q, k, v, mask[0] if mask else None, causal, None)
+
+    return ctx.choose(key, _Lazy({"eager": eager, "graph": graph})) == "graph"
+
+
+def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:
+    if row_major:
+        return torch.full((rows, columns), 0.5, dtype=dtype)
+    return torch.full((columns, rows), 0.5, dtype=dtype).t()
+
+
+class _Lazy(Mapping[str, Thunk]):
+    """Candidates whose tensors are made when they are first run: a remembered choice then costs nothing."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Thunk]]) -> None:
+        self._makers = makers
+        self._thunks: dict[str, Thunk] = {}
+
+    def __getitem__(self, name: str) -> Thunk:
+        maker = self._makers[name]
+
+        def run() -> Any:
+            if name not in self._thunks:
+                self._thunks[name] = maker()
+            return self._thunks[name]()
+
+        return run
+
+    def __iter__(self) -> Any:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)

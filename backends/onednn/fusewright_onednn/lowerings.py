@@ -1,0 +1,334 @@
+"""The one table of x86_onednn: which ops it lowers to oneDNN, under which conditions, and how.
+
+A lowering gets a match (the op and the neighbours that the call takes in, see `patterns`) and writes into
+the fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value, hint
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.library import LoweringTable
+from fusewright_onednn import choices, runtime
+from fusewright_onednn.builder import Builder, channels_last_strides, contiguous_strides
+from fusewright_onednn.choices import Product
+from fusewright_onednn.patterns import Match
+
+OpCode: TypeAlias = Callable[[Match, Builder], None]
+
+FLOATS = {torch.float32: "", torch.bfloat16: "mkldnn_bf16"}
+LINEAR = "mkldnn::_linear_pointwise.default"
+PACK_LINEAR = "mkldnn::_reorder_linear_weight.default"
+CONV = "mkldnn::_convolution_pointwise.default"
+CONV_ADD = "mkldnn::_convolution_pointwise.binary"
+PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
+
+SMALL_PRODUCT = 1 << 15
+"""Multiplications below which a product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is
+more than it takes."""
+
+LOWERINGS: LoweringTable[OpCode] = LoweringTable()
+
+
+def _spec(value: Any) -> TensorSpec:
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec
+
+
+def _static(*sizes: Any) -> bool:
+    return all(isinstance(s, int) and s > 0 for s in sizes)
+
+
+def _mixed_types(op: OpView) -> bool:
+    return len({v.spec.dtype for v in (*op.inputs(), *op.outs) if v.spec is not None}) > 1
+
+
+# -- products with a weight
+
+
+def _linear_reason(op: OpView) -> str | None:
+    x, w = _spec(op.arg("input")), _spec(op.arg("weight"))
+    if x.rank < 2 or w.rank != 2:
+        return "needs an input of two dimensions or more and a matrix of weights"
+    if not _static(*w.shape) or 0 in x.shape:
+        return "needs a weight of fixed size, and no empty input"
+    return "mixed dtypes" if _mixed_types(op) else None
+
+
+def _mm_reason(op: OpView) -> str | None:
+    x, w = _operands(op)[:2]
+    if not _static(*_spec(w).shape) or 0 in _spec(x).shape:
+        return "needs a second matrix of fixed size, and no empty input"
+    if not (_dense_matrix(_spec(x)) and _dense_matrix(_spec(w))):
+        return "needs matrices that are dense, plain or transposed"
+    if op.op == "addmm":
+        bias = _spec(op.arg("self"))
+        if bias.shape != (_spec(w).shape[1],) or bias.stride != (1,):
+            return "adds something else than a bias"
+        if (op.arg("beta"), op.arg("alpha")) != (1, 1):
+            return "scales what it adds"
+    return "mixed dtypes" if _mixed_types(op) else None
+
+
+def _dense_matrix(s: TensorSpec) -> bool:
+    return 1 in s.stride and s.rank == 2
+
+
+def _operands(op: OpView) -> tuple[Value, Value, Value | None]:
+    """Input, second matrix and bias of a product."""
+    if op.op == "linear":
+        return op.arg("input"), op.arg("weight"), op.arg("bias")
+    if op.op == "addmm":
+        return op.arg("mat1"), op.arg("mat2"), op.arg("self")
+    return op.arg("self"), op.arg("mat2"), None
+
+
+def product_of(op: OpView) -> Product:
+    """The product that `op` computes, symbolic sizes by their hints."""
+    x, w, bias = (_spec(v) if v is not None else None for v in _operands(op))
+    assert x is not None and w is not None
+    k = hint(x.shape[-1])
+    n = hint(w.shape[0] if op.op == "linear" else w.shape[1])
+    x_rows = x.rank != 2 or x.stride[-1] == 1 or x.shape[-1] == 1
+    w_rows = w.stride[-1] == 1 if op.op == "linear" else w.stride[0] == 1
+    return Product(x.numel_hint() // max(k, 1), k, n, x.dtype, bias is not None, x_rows, w_rows)
+
+
+def linear_form(op: OpView, b: Builder) -> str:
+    """ "aten", "dense" or "packed" for this product here. Only constants are packed, for a fixed number of
+    rows."""
+    product = product_of(op)
+    x, w, _ = _operands(op)
+    if not _spec(x).static:
+        return "aten" if product.m * product.k * product.n < SMALL_PRODUCT else "dense"
+    prepack = b.ctx.options["prepack"]
+    if prepack == "never" or not b.is_const(w):
+        return choices.linear_form(b.ctx, product, ("aten", "dense"))
+    if prepack == "always":
+        return "packed"
+    return choices.linear_form(b.ctx, product, ("aten", "dense", "packed"))
+
+
+@LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=_linear_reason)
+@LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=_mm_reason)
+def linear(m: Match, b: Builder) -> None:
+    """input @ weight.T + bias, with a unary op behind it."""
+    op = m.anchor
+    form = linear_form(op, b)
+    if form == "aten":
+        for part in m.ops:
+            b.aten(part)
+        b.notes[op.id] = "ATen: faster for this shape"
+        return
+    x, w, bias = _operands(op)
+    weight = _weight(op, w, b)
+    if form == "packed":
+        weight = b.once(PACK_LINEAR, weight, product_of(op).m)
+    _emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
+    _note(m, b, f"oneDNN linear, {form}")
+
+
+def _weight(op: OpView, w: Value, b: Builder) -> Ref:
+    """The weight as [n, k]; a view where the product has it the other way round."""
+    if op.op == "linear":
+        return b.exact(w)
+    if b.is_const(w):
+        return b.once("aten::t.default", b.exact(w))
+    view = b.ctx.value(None)
+    b.call("aten::t.default", b.exact(w), out=view)
+    return Ref(view.id)
+
+
+def _emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
+    out = m.last.out
+    attr, scalars, algorithm = m.post_op()
+    shape = _spec(out).shape
+    stride = contiguous_strides(shape) if _spec(out).static else None  # type: ignore[arg-type]
+    args = (b.any_strides(x), weight, bias, attr, scalars, algorithm)
+    b.library(LINEAR, *args, out=out, stride=stride, op=m.anchor)
+
+
+def _note(m: Match, b: Builder, text: str) -> None:
+    b.notes[m.anchor.id] = " + ".join([text, *(p.op for p in m.posts)])
+    for p in m.posts:
+        b.notes[p.id] = f"in the call of {m.anchor.op}"
+
+
+def may_concat(op: OpView, b: Builder) -> bool:
+    """Whether a linear could share one product with its siblings: constants that may be copied, of a fixed
+    size."""
+    if op.op not in LOWERINGS or not LOWERINGS.supports(op, b.ctx.device):
+        return False
+    _, w, bias = _operands(op)
+    return (
+        b.ctx.options["prepack"] != "never"
+        and b.is_const(w)
+        and b.is_const(bias)
+        and _spec(op.arg("input")).static
+    )
+
+
+def concat_pays(group: Sequence[OpView], b: Builder) -> bool:
+    """Whether one product for all siblings is faster than one for each."""
+    p = product_of(group[0])
+    widths = [product_of(op).n for op in group]
+    return choices.concat_pays(b.ctx, p.m, p.k, widths, p.dtype, p.bias)
+
+
+def concatenated(group: Sequence[OpView], b: Builder) -> None:
+    """All siblings as one product; each result is a slice of it, without a copy."""
+    first = group[0]
+    x = first.arg("input")
+    weights = tuple(b.exact(op.arg("weight")) for op in group)
+    weight = b.once(PACK_LINEAR, b.once("aten::cat.default", weights, 0), product_of(first).m)
+    bias = None
+    if first.arg("bias") is not None:
+        bias = b.once("aten::cat.default", tuple(b.exact(op.arg("bias")) for op in group), 0)
+    widths = [product_of(op).n for op in group]
+    shape = (*_spec(first.out).shape[:-1], sum(widths))
+    stride = contiguous_strides(shape)  # type: ignore[arg-type]
+    whole = b.ctx.value(TensorSpec(shape, stride, _spec(first.out).dtype))
+    b.call(LINEAR, b.any_strides(x), weight, bias, "none", (), "", out=whole, op=first)
+    start = 0
+    for op, width in zip(group, widths, strict=True):
+        args = (Ref(whole.id), len(shape) - 1, start, start + width)
+        b.put("aten::slice.Tensor", *args, out=op.out, stride=stride, op=op)
+        b.notes[op.id] = f"oneDNN linear, packed, one product for {len(group)}"
+        start += width
+
+
+# -- convolution
+
+
+def _conv_reason(op: OpView) -> str | None:
+    x, w = _spec(op.arg("input")), _spec(op.arg("weight"))
+    if x.rank != 4 or w.rank != 4:
+        return "only 2-d convolutions"
+    if op.arg("transposed"):
+        return "a transposed convolution"
+    if 0 in x.shape or 0 in _spec(op.out).shape:
+        return "an empty input or output"
+    return "mixed dtypes" if _mixed_types(op) else None
+
+
+def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bool:
+    """Which neighbours a convolution may take in here."""
+    if stage == "batch_norm":
+        statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
+        return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
+    # torch runs a binary post-op of a grouped convolution as a separate op, and has none for bf16 there
+    return stage != "add" or anchor.arg("groups") == 1
+
+
+@LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)
+def conv(m: Match, b: Builder) -> None:
+    """Convolution with its batch norm folded in, an addition and a unary op behind it, channels-last.
+
+    Weights that gradients flow to stay as they are: eager calls the same oneDNN kernels for those.
+    """
+    op = m.anchor
+    if not b.is_const(op.arg("weight")) or b.ctx.options["prepack"] == "never":
+        for part in m.ops:
+            b.aten(part)
+        b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
+        return
+    weight, bias = _folded(m, b)
+    geometry = tuple(op.arg(n) for n in ("padding", "stride", "dilation", "groups"))
+    x = op.arg("input")
+    packed = b.once(PACK_CONV, weight, *geometry, _spec(x).shape)
+    out = m.last.out
+    stride = channels_last_strides(_spec(out).shape)  # type: ignore[arg-type]
+    attr, scalars, algorithm = m.post_op()
+    if m.other is None:
+        args = (b.any_strides(x), packed, bias, *geometry, attr, scalars, algorithm)
+        b.library(CONV, *args, out=out, stride=stride, op=op)
+    else:
+        unary = (attr, scalars, algorithm) if m.unary is not None else (None, (), None)
+        args = (b.any_strides(x), b.any_strides(m.other), packed, bias, *geometry, "add", 1.0, *unary)
+        b.library(CONV_ADD, *args, out=out, stride=stride, op=op)
+    _note(m, b, "oneDNN conv, packed, channels-last")
+
+
+def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
+    """Weight and bias, with the batch norm's scale and shift multiplied in (in fp32), in channels-last
+    order."""
+    op, norm = m.anchor, m.batch_norm
+    weight = b.exact(op.arg("weight"))
+    bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
+    if norm is not None:
+        dtype = _spec(op.arg("weight")).dtype
+        weight, bias = _fold(weight, bias, norm, b, dtype)
+    return b.once("aten::clone.default", weight, memory_format=torch.channels_last), bias
+
+
+def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.dtype) -> tuple[Ref, Ref]:
+    def wide(value: Value | Ref) -> Ref:
+        return b.once(
+            "aten::_to_copy.default", value if isinstance(value, Ref) else b.exact(value), dtype=torch.float32
+        )
+
+    variance = b.once("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps"))
+    scale = b.once("aten::rsqrt.default", variance)
+    if norm.arg("weight") is not None:
+        scale = b.once("aten::mul.Tensor", scale, wide(norm.arg("weight")))
+    shift = b.once("aten::neg.default", wide(norm.arg("running_mean")))
+    if bias is not None:
+        shift = b.once("aten::add.Tensor", shift, wide(bias))
+    shift = b.once("aten::mul.Tensor", shift, scale)
+    if norm.arg("bias") is not None:
+        shift = b.once("aten::add.Tensor", shift, wide(norm.arg("bias")))
+    column = b.once("aten::view.default", scale, (-1, 1, 1, 1))
+    scaled = b.once("aten::mul.Tensor", wide(weight), column)
+    if dtype is torch.float32:
+        return scaled, shift
+    return b.once("aten::_to_copy.default", scaled, dtype=dtype), b.once(
+        "aten::_to_copy.default", shift, dtype=dtype
+    )
+
+
+# -- attention
+
+
+def _sdpa_reason(op: OpView) -> str | None:
+    q, k, v = (_spec(op.arg(n)) for n in ("query", "key", "value"))
+    if op.arg("dropout_p"):
+        return "has dropout"
+    if not (q.rank == k.rank == v.rank == 4) or q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
+        return "needs [batch, heads, length, width] with equally many heads"
+    if any(0 in s.shape for s in (q, k, v)) or k.shape[-2] != v.shape[-2]:
+        return "empty, or key and value of different length"
+    mask = op.arg("attn_mask")
+    if mask is not None and _spec(mask).rank > 4:
+        return "a mask of more than four dimensions"
+    return None
+
+
+@LOWERINGS.add("sdpa", dtypes=FLOATS, features={"onednn_graph"}, when=_sdpa_reason)
+def sdpa(m: Match, b: Builder) -> None:
+    """softmax(q k^T * scale + mask) v through oneDNN Graph, where that measures faster than torch's
+    kernel."""
+    op = m.anchor
+    mask, causal, scale = op.arg("attn_mask"), bool(op.arg("is_causal")), op.arg("scale")
+    values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
+    specs = [b.spec(v) for v in values]
+    layout = " ".join(f"{s.shape}{s.stride}" for s in specs).replace(" ", "")
+    key = f"attention {_dtype(specs[0])} {layout}{' causal' if causal else ''}"
+    if not choices.graph_attention_pays(b.ctx, key, specs, causal):
+        b.aten(op)
+        b.notes[op.id] = "ATen: torch's kernel is faster for this shape"
+        return
+    q, k, v = (b.any_strides(x) for x in values[:3])
+    _, heads, rows, width = _spec(op.out).shape
+    stride = (rows * heads * width, width, heads * width, 1)  # type: ignore[operator]
+    args = (q, k, v, b.any_strides(mask), causal, scale)
+    b.library(runtime.ATTENTION, *args, out=op.out, stride=stride, op=op)  # type: ignore[arg-type]
+    b.notes[op.id] = "oneDNN Graph attention"
+
+
+def _dtype(s: TensorSpec) -> str:
+    return str(s.dtype).removeprefix("torch.")

@@ -1,0 +1,39 @@
+"""The x86-64 instruction-set levels that this backend knows, and what oneDNN can do on each.
+
+Levels are those of the x86-64 psABI (https://gitlab.com/x86-psABIs/x86-64-ABI), with torch's names for the
+features.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """One level. `vector_bits` is the length of its widest vectors."""
+
+    arch: str
+    vector_bits: int
+    requires: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"})
+
+# Best first. AVX2 is the least that oneDNN has fast kernels for.
+TARGETS: tuple[Target, ...] = (
+    Target("x86_64_v4", 512, _V3 | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}),
+    Target("x86_64_v3", 256, _V3),
+)
+
+
+def best(features: frozenset[str]) -> Target | None:
+    """The highest level whose features are all there; None below AVX2."""
+    return next((t for t in TARGETS if t.requires <= features), None)
+
+
+def onednn_version(build_info: str) -> str:
+    """The version of oneDNN in the text of `torch.__config__.show()`, "" when the text does not say."""
+    found = re.search(r"MKL-DNN v([\d.]+)|oneDNN v([\d.]+)", build_info)
+    return (found[1] or found[2]) if found else ""

@@ -1,0 +1,230 @@
+"""The table of library calls of a backend: what is claimed and the code that lowers it, in one registration.
+
+    LOWERINGS: LoweringTable[OpLowering] = LoweringTable()
+
+    @LOWERINGS.add("relu", dtypes={torch.float32})
+    def relu(op: OpView, ctx: CompileContext) -> Instruction:
+        return Call("vendor::relu.default", (ref(op.arg("self")),), (op.out.id,), op_id=op.id)
+
+`LOWERINGS.supports(op, device)` answers for `Backend.supports`, `lower(LOWERINGS, region, ctx)` for
+`Backend.compile`.
+The type of the code is the backend's own choice: the table only keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from fusewright.interface import (
+    CompileContext,
+    Device,
+    Fragment,
+    OpView,
+    Region,
+    TensorSpec,
+    Value,
+    Verdict,
+    Why,
+    hint,
+)
+from fusewright.plan.ir import Instruction, Ref
+
+Code = TypeVar("Code", bound=Callable[..., Any])
+
+OpLowering: TypeAlias = Callable[[OpView, CompileContext], Instruction | Iterable[Instruction]]
+"""The usual type of a lowering's code: one op in, the instructions that compute `op.outs` out."""
+
+Condition: TypeAlias = Callable[[OpView], str | None]
+"""None when the lowering takes the op, else why not, in a few words."""
+
+
+@dataclass(frozen=True)
+class Lowering(Generic[Code]):
+    """One row of the table. `dtypes` maps a dtype to the device feature that it needs ("" for none); None
+    takes all.
+
+    `layouts` names what every tensor argument may be (see `layout_of`); None takes any strides.
+    """
+
+    op: str
+    code: Code
+    dtypes: Mapping[torch.dtype, str] | None
+    layouts: frozenset[str] | None
+    dynamic: bool
+    features: frozenset[str]
+    when: Condition | None
+
+    def verdict(self, op: OpView, device: Device) -> Verdict:
+        """Whether this row takes `op` on `device`, with the first reason against it."""
+        specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None]
+        return (
+            _wrong_device(specs, device)
+            or self._dynamic(op)
+            or self._dtype(specs, device)
+            or self._layout(specs)
+            or self._features(device)
+            or self._condition(op)
+            or Verdict(Why.OK)
+        )
+
+    def _dynamic(self, op: OpView) -> Verdict | None:
+        if self.dynamic:
+            return None
+        for v in (*op.inputs(), *op.outs):
+            if v.dim is not None or (v.spec is not None and not v.spec.static):
+                return Verdict(
+                    Why.DYNAMIC_SHAPE, f"the lowering of {op.op} needs static shapes; {_shape(v)} is not"
+                )
+        return None
+
+    def _dtype(self, specs: Iterable[TensorSpec], device: Device) -> Verdict | None:
+        if self.dtypes is None:
+            return None
+        for dtype in compute_dtypes(specs):
+            if dtype not in self.dtypes:
+                return Verdict(Why.DTYPE, f"{_name(dtype)} is not among {', '.join(map(_name, self.dtypes))}")
+            feature = self.dtypes[dtype]
+            if feature and feature not in device.features:
+                return Verdict(
+                    Why.DEVICE_FEATURE, f"{_name(dtype)} needs {feature}, which {device.arch} has not"
+                )
+        return None
+
+    def _layout(self, specs: Iterable[TensorSpec]) -> Verdict | None:
+        if self.layouts is None:
+            return None
+        for spec in specs:
+            layout = layout_of(spec)
+            if layout not in self.layouts:
+                return Verdict(Why.LAYOUT, f"{layout} is not among {', '.join(sorted(self.layouts))}")
+        return None
+
+    def _features(self, device: Device) -> Verdict | None:
+        missing = self.features - device.features
+        return Verdict(Why.DEVICE_FEATURE, f"needs {', '.join(sorted(missing))}") if missing else None
+
+    def _condition(self, op: OpView) -> Verdict | None:
+        reason = self.when(op) if self.when else None
+        return Verdict(Why.ATTR, reason) if reason else None
+
+
+class LoweringTable(Generic[Code]):
+    """Lowerings by row name of the opset. Several rows for one op are asked in the order in which they were
+    added."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Lowering[Code]]] = {}
+
+    def add(
+        self,
+        *names: str,
+        dtypes: Iterable[torch.dtype] | Mapping[torch.dtype, str] | None = None,
+        layouts: Iterable[str] | None = None,
+        dynamic: bool = False,
+        features: Iterable[str] = (),
+        when: Condition | None = None,
+    ) -> Callable[[Code], Code]:
+        """Register the decorated function for the ops called `names`. Symbolic shapes are denied unless
+        `dynamic`."""
+        if dtypes is not None and not isinstance(dtypes, Mapping):
+            dtypes = dict.fromkeys(dtypes, "")
+        accepted = None if layouts is None else frozenset(layouts)
+
+        def register(code: Code) -> Code:
+            for name in names:
+                row = Lowering(name, code, dtypes, accepted, dynamic, frozenset(features), when)
+                self._rows.setdefault(name, []).append(row)
+            return code
+
+        return register
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def find(self, op: OpView, device: Device) -> Lowering[Code] | Verdict:
+        """The row that takes `op`, or why none does."""
+        verdict = Verdict(Why.NO_LOWERING, f"no lowering for {op.op}")
+        for row in self._rows.get(op.op, ()):
+            verdict = row.verdict(op, device)
+            if verdict:
+                return row
+        return verdict
+
+    def supports(self, op: OpView, device: Device) -> Verdict:
+        """The answer for `Backend.supports`."""
+        found = self.find(op, device)
+        return found if isinstance(found, Verdict) else Verdict(Why.OK)
+
+
+def lower(table: LoweringTable[OpLowering], region: Region, ctx: CompileContext) -> Fragment:
+    """A region op by op, each through its row: what a backend without fusion returns from `compile`."""
+    instructions: list[Instruction] = []
+    for op in region.ops:
+        row = table.find(op, ctx.device)
+        if isinstance(row, Verdict):
+            raise ValueError(f"{op.op} is in the region, but the table says {row}")
+        made = row.code(op, ctx)
+        instructions.extend(made if isinstance(made, Iterable) else (made,))
+    return Fragment(tuple(instructions))
+
+
+def ref(arg: Any) -> Any:
+    """An argument of an `OpView` as an argument of an instruction: values become `Ref`s."""
+    if isinstance(arg, Value):
+        return Ref(arg.id)
+    if isinstance(arg, tuple):
+        return tuple(ref(a) for a in arg)
+    return arg
+
+
+def layout_of(spec: TensorSpec) -> str:
+    """ "contiguous", "channels_last" (4-d), or "strided" for the rest. A size of 1 may have any stride."""
+    if _follows(spec, range(spec.rank - 1, -1, -1)):
+        return "contiguous"
+    if spec.rank == 4 and _follows(spec, (1, 3, 2, 0)):
+        return "channels_last"
+    return "strided"
+
+
+def _follows(spec: TensorSpec, order: Iterable[int]) -> bool:
+    """Whether strides are dense in this order of dims, innermost first; symbolic sizes by their hints."""
+    step = 1
+    for d in order:
+        size = hint(spec.shape[d])
+        if size != 1 and hint(spec.stride[d]) != step:
+            return False
+        step *= size
+    return True
+
+
+def compute_dtypes(specs: Iterable[TensorSpec]) -> list[torch.dtype]:
+    """The dtypes that an op computes in: its floating ones, or all when it has none (indices and masks do
+    not count)."""
+    found = dict.fromkeys(s.dtype for s in specs)
+    floating = [d for d in found if d.is_floating_point or d.is_complex]
+    return floating or list(found)
+
+
+def _wrong_device(specs: Iterable[TensorSpec], device: Device) -> Verdict | None:
+    for spec in specs:
+        kind = spec.device.partition(":")[0]
+        if kind != device.type and not device.simulated:
+            return Verdict(Why.DEVICE, f"a tensor is on {spec.device}, the backend runs on {device.type}")
+    return None
+
+
+def _shape(v: Value) -> str:
+    if v.spec is None:
+        return str(v.dim)
+    return f"[{', '.join(map(str, v.spec.shape))}]"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
