@@ -263,6 +263,7 @@ class Symbols:
 
     def _symbol(self, name: str) -> Any:
         import sympy
+        from torch.fx.experimental.symbolic_shapes import ValueRangesSLoc
         from torch.utils._sympy.numbers import int_oo
         from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -271,6 +272,7 @@ class Symbols:
             add = getattr(self.env, "add_backed_var_to_val", None) or self.env.add_var_to_val
             add(symbol, 7 + 6 * len(self._known))
             self.env.var_to_range[symbol] = ValueRanges(0, int_oo)
+            self.env.var_to_range_sloc[symbol] = ValueRangesSLoc(None, None)
             self._known[name] = symbol
         return self._known[name]
 
