@@ -11,11 +11,18 @@ from fusewright import ops
 from fusewright.ops.aliases import ALIASES, Alias
 from fusewright.ops.core import resolve
 from fusewright.ops.oracle import flat
-from tests.ops.samples import BF16, F32, I64, SPECIAL, T, V, X, Y, c, given, index, mask, t
+from tests.ops.cases import SPECIAL, V, X, Y
+from tests.ops.samples import BF16, F32, I64, T, c, given, index, mask, t
 
 POSITIVE = t(3, 4, low=1, high=5)
 IMAGE = t(2, 4, 6, 6, channels_last=True)
-BINARY = (c(X, 2), c(SPECIAL, 0.1), c(t(3, 4, dtype=I64), 2), c(t(3, 4, dtype=I64), 1.5), c(t(3, 4, dtype=BF16), 0.3))
+BINARY = (
+    c(X, 2),
+    c(SPECIAL, 0.1),
+    c(t(3, 4, dtype=I64), 2),
+    c(t(3, 4, dtype=I64), 1.5),
+    c(t(3, 4, dtype=BF16), 0.3),
+)
 
 CALLS = {
     **{f"{n}.Scalar": BINARY for n in ("add", "sub", "mul", "div")},
@@ -46,7 +53,10 @@ CALLS = {
     "log_softmax.int": (c(X, -1),),
     "native_batch_norm": (c(IMAGE, t(4), t(4), t(4), t(4, low=0.5, high=2), False, 0.1, 1e-5),),
     "conv1d": (c(t(2, 4, 9), t(6, 4, 3), t(6), [2], [1]), c(t(2, 4, 9), t(6, 2, 3), None, [1], [0], [2], 2)),
-    "conv2d": (c(IMAGE, t(8, 4, 3, 3), t(8), [2, 2], [1, 1]), c(IMAGE, t(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 4)),
+    "conv2d": (
+        c(IMAGE, t(8, 4, 3, 3), t(8), [2, 2], [1, 1]),
+        c(IMAGE, t(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 4),
+    ),
     "conv3d": (c(t(1, 2, 4, 4, 4), t(3, 2, 2, 2, 2)),),
     "conv_transpose1d": (c(t(2, 4, 9), t(4, 6, 3), t(6), [2]),),
     "conv_transpose2d.input": (c(IMAGE, t(4, 3, 3, 3), None, [2, 2], [1, 1], [1, 1]),),
@@ -63,7 +73,7 @@ CALLS = {
     "randint": (c(9, [5]),),
     "_unsafe_index.Tensor": (c(X, [index(2, size=3)]),),
     "_unsafe_index_put": (c(X, [given(2, 0, dtype=I64)], t(2, 4)),),
-}  # fmt: skip
+}
 
 
 def _short(alias: Alias) -> str:
@@ -90,7 +100,12 @@ def test_alias_is_bitwise_its_row(alias: Alias) -> None:
 
 
 def _bits(x: Any) -> tuple[Any, ...]:
-    return x.dtype, tuple(x.shape), x.stride(), x.contiguous().view(torch.uint8).tolist() if x.dim() else repr(x.item())
+    return (
+        x.dtype,
+        tuple(x.shape),
+        x.stride(),
+        x.contiguous().view(torch.uint8).tolist() if x.dim() else repr(x.item()),
+    )
 
 
 def test_calls_outside_the_opset_are_unknown() -> None:
@@ -103,7 +118,9 @@ def test_calls_outside_the_opset_are_unknown() -> None:
 
 def test_canonical_fills_in_defaults() -> None:
     x, aten = object(), torch.ops.aten
-    op, args, kwargs = ops.canonical(aten.max_pool2d_with_indices.default, (x, 2), {"padding": 1}) or pytest.fail()
+    op, args, kwargs = (
+        ops.canonical(aten.max_pool2d_with_indices.default, (x, 2), {"padding": 1}) or pytest.fail()
+    )
     assert op.name == "max_pool2d"
     assert args == (x, [2, 2], [], [1, 1], [1, 1], False)
     assert kwargs == {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import backward, composite, contraction, creation, gather, pointwise, reduction, view
+from . import backward, composite, contraction, creation, gather, pointwise, quantized, reduction, view
 from .aliases import ALIASES, Adapter
 from .core import Args, Kind, Op, Overload, Param, Shape, bind, params_of, unbind
 
@@ -35,7 +35,7 @@ __all__ = [
 
 ROWS: tuple[Op, ...] = (
     *pointwise.ROWS, *reduction.ROWS, *view.ROWS, *contraction.ROWS,
-    *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS,
+    *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS, *quantized.ROWS,
 )  # fmt: skip
 """Every row that this opset version has, whether or not this torch has the overload."""
 
@@ -104,7 +104,8 @@ def canonical(
     opset.
 
     All arguments are positional, in schema order, defaults filled in; keyword-only ones are in the dict,
-    filled in too. Arguments may be anything: tensors, fx nodes, symbols. A lone int where the schema has `int[N]` becomes a list.
+    filled in too. Arguments may be anything: tensors, fx nodes, symbols. A lone int where the schema has
+    `int[N]` becomes a list.
     """
     entry = _entry(target)
     if entry is None:

@@ -17,8 +17,9 @@ _op = partial(row, Kind.COMPOSITE)
 _GRAD = r.dtype_of("grad_output")
 
 
-def _elementwise(name: str, reference: Any, doc: str, second: str = "self", dtype_rule: Any = None,
-                 decompose: Any = None) -> Op:
+def _elementwise(
+    name: str, reference: Any, doc: str, second: str = "self", dtype_rule: Any = None, decompose: Any = None
+) -> Op:
     q = f"aten::{name}"
     rule = dtype_rule or r.promote("grad_output", second)
     decompose = decompose or torch_decomposition(q)

@@ -297,9 +297,12 @@ def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
 
 def resize_backward(name: str) -> Callable[..., Any]:
     """Gradient of the linear resize `name` without its suffix, by autograd of the forward reference."""
-    forward = {"nearest2d": m.nearest2d_ref, "bilinear2d": m.bilinear2d_ref, "bicubic2d": m.bicubic2d_ref}[
-        name.split("_")[1]
-    ]
+    forwards: dict[str, Callable[..., Any]] = {
+        "nearest2d": m.nearest2d_ref,
+        "bilinear2d": m.bilinear2d_ref,
+        "bicubic2d": m.bicubic2d_ref,
+    }
+    forward = forwards[name.split("_")[1]]
 
     def reference(grad: Any, output_size: Any, input_size: Any, *args: Any) -> Any:
         x = torch.zeros(tuple(input_size), dtype=grad.dtype)

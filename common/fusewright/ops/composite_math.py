@@ -499,7 +499,7 @@ def avg_pool1d_ref(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Any:
-    return F.avg_pool1d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad)
+    return F.avg_pool1d(x, kernel_size, tuple(stride or kernel_size), padding, ceil_mode, count_include_pad)
 
 
 def _cells(size: int, out: int) -> list[slice]:

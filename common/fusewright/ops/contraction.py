@@ -19,6 +19,10 @@ def addmm_ref(x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) ->
     return product if beta == 0 else beta * x + product
 
 
+def addbmm_ref(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return beta * x + alpha * torch.einsum("bnk,bkm->nm", batch1, batch2)
+
+
 # fmt: off
 ROWS: tuple[Op, ...] = (
     _op("mm", "aten::mm", r.SELF, r.mm, lambda x, y: torch.einsum("nk,km->nm", x, y), "matrix product"),
@@ -27,8 +31,7 @@ ROWS: tuple[Op, ...] = (
     _op("addmm", "aten::addmm", r.SELF, r.mm, addmm_ref,
         "beta * self + alpha * (mat1 @ mat2); self is not read when beta is 0"),
     _op("baddbmm", "aten::baddbmm", r.SELF, r.bmm, addmm_ref, "beta * self + alpha * (batch1 @ batch2)"),
-    _op("addbmm", "aten::addbmm", r.SELF, lambda a: (r.bmm(a)[0][1:],),
-        lambda x, b1, b2, *, beta=1, alpha=1: beta * x + alpha * torch.einsum("bnk,bkm->nm", b1, b2),
+    _op("addbmm", "aten::addbmm", r.SELF, r.bmm_sum, addbmm_ref,
         "beta * self + alpha * sum over the batch of (batch1 @ batch2)"),
     _op("mv", "aten::mv", r.SELF, r.matvec, lambda x, v: (x * v).sum(-1), "matrix times vector"),
     _op("addmv", "aten::addmv", r.SELF, r.matvec, addmm_ref, "beta * self + alpha * (mat @ vec)"),

@@ -67,7 +67,8 @@ class Op:
 
     `reference` takes the canonical arguments with every floating tensor in fp64 and gives fp64 (see
     `oracle.evaluate`); `decompose` takes the canonical arguments and computes in primitives, at the dtype
-    that eager computes in. The overload is looked up on first use, so that the table costs nothing to import and knows ops that are registered later.
+    that eager computes in. The overload is looked up on first use: the table costs nothing to import, and
+    knows ops that are registered later.
     """
 
     name: str

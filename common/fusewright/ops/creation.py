@@ -62,7 +62,8 @@ def eye_ref(n: Any, m: Any, *, dtype: torch.dtype | None = None, **_: Any) -> An
 def _drawn(name: str, qualname: str, dtype_rule: Any, shape_rule: Any, doc: str, source: str = "") -> Op:
     # The reference of a random op is the op: only its draws from the generator define its values.
     def reference(*args: Any, **kwargs: Any) -> Any:
-        return resolve(qualname)(*args, **kwargs)
+        target: Any = resolve(qualname)
+        return target(*args, **kwargs)
 
     return row(Kind.RANDOM, name, qualname, dtype_rule, shape_rule, reference, doc, source)
 
@@ -90,25 +91,21 @@ ROWS: tuple[Op, ...] = (
         _UNDEFINED),
     _op("scalar_tensor", "aten::scalar_tensor", r.attr_or_default, r.scalar_shape, scalar_tensor_ref,
         "a number as a 0-dim tensor"),
-    _op("linspace", "aten::linspace", r.attr_or_default, lambda a: ((a["steps"],),), linspace_ref,
+    _op("linspace", "aten::linspace", r.attr_or_default, r.attr_sizes("steps"), linspace_ref,
         "steps numbers from start to end"),
-    _op("eye", "aten::eye.m", r.attr_or_default, lambda a: ((a["n"], a["m"]),), eye_ref,
-        "ones on the diagonal"),
+    _op("eye", "aten::eye.m", r.attr_or_default, r.attr_sizes("n", "m"), eye_ref, "ones on the diagonal"),
     _drawn("rand", "aten::rand", r.attr_or_default, r.attr_shape(), "uniform in [0, 1)"),
     _drawn("randn", "aten::randn", r.attr_or_default, r.attr_shape(), "standard normal"),
     _drawn("rand_like", "aten::rand_like", r.attr_or_self, r.SAME, "uniform in [0, 1), shaped as self"),
     _drawn("randn_like", "aten::randn_like", r.attr_or_self, r.SAME, "standard normal, shaped as self"),
-    _drawn("randint", "aten::randint.low", lambda a: (a["dtype"] or torch.int64,), r.attr_shape(),
-        "integers in [low, high)"),
-    _drawn("randperm", "aten::randperm", lambda a: (a["dtype"] or torch.int64,), lambda a: ((a["n"],),),
-        "0..n-1 shuffled"),
+    _drawn("randint", "aten::randint.low", r.attr_or_int64, r.attr_shape(), "integers in [low, high)"),
+    _drawn("randperm", "aten::randperm", r.attr_or_int64, r.attr_sizes("n"), "0..n-1 shuffled"),
     _drawn("bernoulli", "aten::bernoulli", r.SELF, r.SAME, "one with the probability that self gives"),
     _drawn("bernoulli_p", "aten::bernoulli.p", r.SELF, r.SAME, "one with probability p, shaped as self"),
     _drawn("uniform", "aten::uniform", r.SELF, r.SAME, "uniform in [from, to), shaped as self"),
     _drawn("normal", "aten::normal_functional", r.SELF, r.SAME, "normal with mean and std, shaped as self"),
     _drawn("exponential", "aten::exponential", r.SELF, r.SAME, "exponential with rate lambd, shaped as self"),
-    _drawn("multinomial", "aten::multinomial", r.INT64,
-        lambda a: ((*a["self"].shape[:-1], a["num_samples"]),),
+    _drawn("multinomial", "aten::multinomial", r.INT64, r.drawn,
         "indices drawn with the weights that self gives"),
     _drawn("dropout", "aten::native_dropout", _DROPOUT, r.shape_of("input", 2),
         "zero with probability p, else input / (1 - p); and the mask", "Srivastava et al., JMLR 15 (2014)"),

@@ -97,8 +97,24 @@ def pad_ref(x: Any, pad: Any, value: Any = 0) -> Any:
     return F.pad(x, list(pad), value=value)
 
 
+def reflect_ref(x: Any, padding: Any) -> Any:
+    return F.pad(x, list(padding), mode="reflect")
+
+
+def replicate_ref(x: Any, padding: Any) -> Any:
+    return F.pad(x, list(padding), mode="replicate")
+
+
+def cat_ref(tensors: Any, dim: int = 0) -> Any:
+    return torch.cat(list(tensors), dim)
+
+
+def stack_ref(tensors: Any, dim: int = 0) -> Any:
+    return torch.stack(list(tensors), dim)
+
+
 def roll_ref(x: Any, shifts: Any, dims: Any = ()) -> Any:
-    return torch.roll(x, tuple(shifts), tuple(dims) or None)
+    return torch.roll(x, tuple(shifts), tuple(dims))
 
 
 # fmt: off
@@ -109,26 +125,22 @@ ROWS: tuple[Op, ...] = (
         "self[indices], as NumPy's advanced indexing"),
     _op("index_select", "aten::index_select", r.SELF, r.index_selected, torch.index_select,
         "listed indices of dim", "ONNX Gather"),
-    _op("cat", "aten::cat", _OUT_DTYPE, r.concatenated, lambda ts, dim=0: torch.cat(list(ts), dim),
-        "joined along dim"),
-    _op("stack", "aten::stack", _OUT_DTYPE, r.stacked, lambda ts, dim=0: torch.stack(list(ts), dim),
-        "joined along a new dim"),
-    _op("constant_pad_nd", "aten::constant_pad_nd", r.SELF, r.padded, pad_ref,
+    _op("cat", "aten::cat", _OUT_DTYPE, r.concatenated, cat_ref, "joined along dim"),
+    _op("stack", "aten::stack", _OUT_DTYPE, r.stacked, stack_ref, "joined along a new dim"),
+    _op("constant_pad_nd", "aten::constant_pad_nd", r.SELF, r.padded("pad"), pad_ref,
         "padded with a value; negative pads cut", "ONNX Pad"),
-    _op("reflection_pad2d", "aten::reflection_pad2d", r.SELF, lambda a: r.padded({**a, "pad": a["padding"]}),
-        lambda x, padding: F.pad(x, list(padding), mode="reflect"),
+    _op("reflection_pad2d", "aten::reflection_pad2d", r.SELF, r.padded("padding"), reflect_ref,
         "padded by mirroring, the edge not repeated"),
-    _op("replication_pad2d", "aten::replication_pad2d", r.SELF,
-        lambda a: r.padded({**a, "pad": a["padding"]}), lambda x,
-        padding: F.pad(x, list(padding), mode="replicate"), "padded by repeating the edge"),
+    _op("replication_pad2d", "aten::replication_pad2d", r.SELF, r.padded("padding"), replicate_ref,
+        "padded by repeating the edge"),
     _op("roll", "aten::roll", r.SELF, r.SAME, roll_ref, "shifted around dims"),
     _op("flip", "aten::flip", r.SELF, r.SAME, torch.flip, "dims reversed"),
     _op("repeat", "aten::repeat", r.SELF, r.repeated, lambda x, repeats: x.repeat(*repeats), "tiled",
         "ONNX Tile"),
     _op("tril", "aten::tril", r.SELF, r.SAME, torch.tril, "zero above a diagonal"),
     _op("triu", "aten::triu", r.SELF, r.SAME, torch.triu, "zero below a diagonal"),
-    _op("bucketize", "aten::bucketize.Tensor", lambda a: (torch.int32 if a["out_int32"] else torch.int64,),
-        r.SAME, torch.bucketize, "which interval of sorted boundaries each element falls in"),
+    _op("bucketize", "aten::bucketize.Tensor", r.index_dtype, r.SAME, torch.bucketize,
+        "which interval of sorted boundaries each element falls in"),
     _scatter("scatter", "aten::scatter.src", r.SELF, r.SAME, scatter_ref,
         "out[index[i][j]] = src[i][j] along dim", "ONNX ScatterElements"),
     _scatter("scatter_value", "aten::scatter.value", r.SELF, r.SAME, scatter_value_ref,

@@ -80,7 +80,9 @@ def _combine(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype |
 
 def result_type(values: Sequence[Any]) -> torch.dtype:
     """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher
-    rank yields only to a lower one's dtype of a higher kind, as a float to a complex (torch docs, "tensor attributes")."""
+    rank yields only to a lower one's dtype of a higher kind, as a float to a complex (torch docs, "tensor
+    attributes").
+    """
     ranks: list[torch.dtype | None] = [None, None, None]
     for v in values:
         if v is None:
@@ -145,6 +147,21 @@ SELF = dtype_of("self")
 INPUT = dtype_of("input")
 PROMOTE = promote("self", "other")
 FLOAT = promote_float("self")
+
+
+def attr(arg_: str) -> DtypeRule:
+    """The dtype that an argument names."""
+    return named(lambda a: (a[arg_],), arg_)
+
+
+def attr_or_int64(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else int64."""
+    return (a["dtype"] or torch.int64,)
+
+
+def index_dtype(a: Args) -> tuple[torch.dtype]:
+    """int64, or int32 when `out_int32`."""
+    return (torch.int32 if a["out_int32"] else torch.int64,)
 
 
 def attr_or_self(a: Args) -> tuple[torch.dtype]:
@@ -261,6 +278,16 @@ def attr_shape(arg_: str = "size") -> ShapeRule:
     return named(lambda a: (tuple(a[arg_]),), arg_)
 
 
+def attr_sizes(*args_: str) -> ShapeRule:
+    """One size per argument."""
+    return named(lambda a: (tuple(a[n] for n in args_),), f"[{', '.join(args_)}]")
+
+
+def constant_shape(*shapes_: Shape) -> ShapeRule:
+    """Always these shapes."""
+    return named(lambda a: shapes_, ", ".join(str(list(s)) for s in shapes_))
+
+
 def drop_dims(s: Shape, dim: Any, keepdim: bool) -> Shape:
     """`s` reduced over `dim`: an int, a list, or None or [] for all."""
     listed = [dim] if isinstance(dim, int) else list(dim or [])
@@ -293,6 +320,11 @@ def bmm(a: Args) -> tuple[Shape]:
     """[b, n, k] x [b, k, m] -> [b, n, m]."""
     x, y = _pair(a)
     return ((x[0], x[1], y[2]),)
+
+
+def bmm_sum(a: Args) -> tuple[Shape]:
+    """[b, n, k] x [b, k, m] -> [n, m]."""
+    return (bmm(a)[0][1:],)
 
 
 def _pair(a: Args) -> tuple[Shape, Shape]:
@@ -504,12 +536,16 @@ def stacked(a: Args) -> tuple[Shape]:
     return ((*s[:d], len(a["tensors"]), *s[d:]),)
 
 
-def padded(a: Args) -> tuple[Shape]:
-    """`pad` lists (before, after) from the last dimension on."""
-    s, pad = list(a["self"].shape), a["pad"]
-    for i in range(len(pad) // 2):
-        s[-1 - i] = s[-1 - i] + pad[2 * i] + pad[2 * i + 1]
-    return (tuple(s),)
+def padded(arg_: str) -> ShapeRule:
+    """An argument lists (before, after) from the last dimension on."""
+
+    def rule(a: Args) -> tuple[Shape]:
+        s, pad = list(a["self"].shape), a[arg_]
+        for i in range(len(pad) // 2):
+            s[-1 - i] = s[-1 - i] + pad[2 * i] + pad[2 * i + 1]
+        return (tuple(s),)
+
+    return named(rule, f"padded({arg_})")
 
 
 def repeated(a: Args) -> tuple[Shape]:
@@ -531,7 +567,8 @@ def index_selected(a: Args) -> tuple[Shape]:
 
 def indexed(a: Args) -> tuple[Shape]:
     """Advanced indexing: the shape that the indices broadcast to replaces the indexed dimensions, in front
-    when those are not adjacent. NotImplementedError for a boolean mask, whose number of hits only data tells."""
+    when those are not adjacent. NotImplementedError for a boolean mask, whose number of hits only data tells.
+    """
     s, indices = shape(a["self"]), list(a["indices"])
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
         raise NotImplementedError("the size of a masked selection depends on data")
@@ -547,6 +584,11 @@ def top_k(a: Args) -> tuple[Shape, Shape]:
     s = shape(a["self"])
     out = replace(s, a["dim"], a["k"]) if s else s
     return out, out
+
+
+def drawn(a: Args) -> tuple[Shape]:
+    """`num_samples` in place of the last dimension."""
+    return ((*a["self"].shape[:-1], a["num_samples"]),)
 
 
 def range_length(a: Args) -> tuple[Shape]:
