@@ -106,7 +106,7 @@ def copies(sample: Any) -> tuple[Any, Any, Any]:
             new = x.detach().clone()
         else:  # overlapping elements too stay what they are
             memory = x.detach().untyped_storage().clone()
-            new = torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+            new = torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
         return new.requires_grad_(x.requires_grad)
 
     return tuple(tree_map(copy, (sample.input, sample.args, sample.kwargs)))  # type: ignore[return-value]

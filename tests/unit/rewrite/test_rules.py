@@ -1,0 +1,272 @@
+"""Every rule has a case that it rewrites and one that it must leave alone, both as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from torch.fx import Graph
+
+from fusewright.graph import verify
+from fusewright.graph.parser import parse
+from fusewright.graph.printer import to_text
+from fusewright.rewrite.engine import ANY, Rewriter, Rule, match, p
+from fusewright.rewrite.rules import RULES, merge_common
+
+X = "%0: f32[2,3] = input('x')\n"
+XW = "%0: f32[5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[4] = input('b')\n"
+WT = "%3: f32[3,4]{1,3} = t(%1)\n"
+X3 = "%0: f32[2,5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[4] = input('b')\n"
+WT3 = WT + "%4: f32[10,3] = view(%0, [10, 3])\n"
+
+# rule -> (text before, the op that must be gone, text after)
+REWRITES: dict[str, tuple[str, str]] = {
+    "linear.addmm": (
+        XW + WT + "%4: f32[5,4] = addmm(%2, %0, %3, beta=1, alpha=1)\nreturn [%4]\n",
+        XW + "%3: f32[5,4] = linear(%0, %1, %2)\nreturn [%3]\n",
+    ),
+    "linear.mm": (
+        XW + WT + "%4: f32[5,4] = mm(%0, %3)\nreturn [%4]\n",
+        XW + "%3: f32[5,4] = linear(%0, %1, None)\nreturn [%3]\n",
+    ),
+    "linear.addmm_flat": (
+        X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
+        X3 + "%3: f32[2,5,4] = linear(%0, %1, %2)\nreturn [%3]\n",
+    ),
+    "linear.mm_flat": (
+        X3 + WT3 + "%5: f32[10,4] = mm(%4, %3)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
+        X3 + "%3: f32[2,5,4] = linear(%0, %1, None)\nreturn [%3]\n",
+    ),
+    "view.view": (
+        X + "%1: f32[6] = view(%0, [6])\n%2: f32[3,2] = view(%1, [3, 2])\nreturn [%2]\n",
+        X + "%1: f32[3,2] = view(%0, [3, 2])\nreturn [%1]\n",
+    ),
+    "view.same": (
+        X + "%1: f32[2,3] = view(%0, [2, 3])\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "expand.same": (
+        X + "%1: f32[2,3] = expand(%0, [2, -1], implicit=False)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "permute.permute": (
+        "%0: f32[2,3,4] = input('x')\n%1: f32[3,4,2]{4,1,12} = permute(%0, [1, 2, 0])\n"
+        "%2: f32[2,3,4] = permute(%1, [-1, 0, 1])\n%3: f32[2,3,4] = relu(%2)\nreturn [%3]\n",
+        "%0: f32[2,3,4] = input('x')\n%1: f32[2,3,4] = permute(%0, [0, 1, 2])\n%2: f32[2,3,4] = relu(%1)\nreturn [%2]\n",
+    ),
+    "t.t": (
+        X + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[2,3] = t(%1)\n%3: f32[2,3] = relu(%2)\nreturn [%3]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "mul.one": (
+        X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "div.one": (
+        X + "%1: f32[2,3] = div(%0, 1.0)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "cast.same": (
+        X + "%1: f32[2,3] = cast(%0, dtype=torch.float32)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "clone.same": (
+        X + "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+}
+
+# rule -> texts that it must not touch
+KEPT: dict[str, list[str]] = {
+    "linear.addmm": [
+        XW + WT + "%4: f32[5,4] = addmm(%2, %0, %3, beta=1, alpha=2)\nreturn [%4]\n",
+        "%0: f32[5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[5,4] = input('b')\n" + WT
+        + "%4: f32[5,4] = addmm(%2, %0, %3, beta=1, alpha=1)\nreturn [%4]\n",
+    ],
+    "linear.mm": [
+        "%0: f32[5,3] = input('x')\n%1: f32[3,4] = input('w')\n%2: f32[5,4] = mm(%0, %1)\nreturn [%2]\n",
+        "%0: f32[3,3] = input('x')\n%1: f32[3,3] = input('w')\n%2: f32[3,3] = permute(%1, [0, 1])\n"
+        "%3: f32[3,3] = mm(%0, %2)\nreturn [%3]\n",
+    ],
+    "linear.addmm_flat": [
+        # the product is read by somebody else too
+        X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6, %5]\n",
+        # rows are dealt out otherwise than they came in
+        X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[5,2,4] = view(%5, [5, 2, 4])\nreturn [%6]\n",
+    ],
+    "linear.mm_flat": [
+        X3 + WT3 + "%5: f32[10,4] = mm(%4, %3)\n%6: f32[2,5,2,2] = view(%5, [2, 5, 2, 2])\nreturn [%6]\n",
+    ],
+    "view.view": [
+        "%0: f32[3,2]{1,3} = input('x')\n%1: f32[3,2,1]{1,3,1} = view(%0, [3, 2, 1])\n%2: f32[3,1,2]{1,1,3} = view(%1, [3, 1, 2])\n"
+        "return [%2]\n",
+    ],
+    "view.same": [X + "%1: f32[2,3] = view(%0, [2, 3])\nreturn [%1]\n"],
+    "expand.same": [X + "%1: f32[4,2,3]{0,3,1} = expand(%0, [4, 2, 3], implicit=False)\n%2: f32[4,2,3] = relu(%1)\nreturn [%2]\n"],
+    "permute.permute": [
+        "%0: f32[2,3,4] = input('x')\n%1: f32[3,4,2]{4,1,12} = permute(%0, [1, 2, 0])\n%2: f32[3,4,2]{4,1,12} = relu(%1)\n"
+        "%3: f32[2,3,4] = permute(%2, [2, 0, 1])\nreturn [%3]\n",
+    ],
+    "t.t": [X + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[2,3] = t(%1)\nreturn [%2]\n"],
+    "mul.one": [
+        X + "%1: f32[2,3] = mul(%0, 1)\nreturn [%1]\n",  # an output of its own
+        X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[6] = view(%1, [6])\nreturn [%2]\n",  # seen through a view
+        "%0: i64[2] = input('x')\n%1: f32[2] = mul(%0, 1.0)\n%2: f32[2] = relu(%1)\nreturn [%2]\n",  # another dtype
+        "%0: bool[2] = input('x')\n%1: bool[2] = mul(%0, True)\n%2: bool[2] = logical_not(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[2,3] = aten.add_.Tensor(%0, 1)\n%3: f32[2,3] = relu(%1)\nreturn [%3]\n",
+    ],
+    "div.one": ["%0: i64[2] = input('x')\n%1: f32[2] = div(%0, 1)\n%2: f32[2] = relu(%1)\nreturn [%2]\n"],
+    "cast.same": [
+        X + "%1: f64[2,3] = cast(%0, dtype=torch.float64)\n%2: f64[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = cast(%0, dtype=torch.float32)\n%2: f32[3,2]{1,3} = t(%1)\nreturn [%2]\n",
+    ],
+    "clone.same": [
+        "%0: f32[3,2]{1,3} = input('x')\n%1: f32[3,2] = clone(%0, memory_format=torch.contiguous_format)\n"
+        "%2: f32[3,2] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: (f32[1,3], f32[1,3]) = split(%1, 1, 0)\n"
+        "%3: f32[1,3] = py.getitem(%2, 0)\nreturn [%3]\n",
+        X + "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: f32[2,3] = aten.relu_.default(%1)\n%3: f32[2,3] = exp(%0)\n"
+        "return [%2, %3]\n",
+    ],
+}  # fmt: skip
+
+
+def rewritten(text: str, *only: str, fuel: int | None = None) -> tuple[str, Counter[str]]:
+    graph = parse(text)
+    rewriter = Rewriter(graph, disabled=[r.id for r in RULES if only and r.id not in only], fuel=fuel)
+    hits = rewriter.run(RULES)
+    verify.check(graph, "rewriting")
+    return to_text(graph), hits
+
+
+def test_every_rule_has_its_cases() -> None:
+    ids = [r.id for r in RULES]
+    assert len(set(ids)) == len(ids)
+    assert set(REWRITES) == set(KEPT) == set(ids)
+    assert all(r.doc for r in RULES)
+
+
+@pytest.mark.parametrize("rule", REWRITES)
+def test_rewrites(rule: str) -> None:
+    before, after = REWRITES[rule]
+    text, hits = rewritten(before, rule)
+    assert text == after
+    assert hits == {rule: 1}
+
+
+@pytest.mark.parametrize(("rule", "text"), [(r, t) for r, texts in KEPT.items() for t in texts])
+def test_leaves_alone(rule: str, text: str) -> None:
+    after, hits = rewritten(text, rule)
+    assert not hits
+    assert after == text
+
+
+@pytest.mark.parametrize("rule", REWRITES)
+def test_a_disabled_rule_does_nothing(rule: str) -> None:
+    before, _ = REWRITES[rule]
+    graph = parse(before)
+    assert not Rewriter(graph, disabled=[r.id for r in RULES]).run(RULES)
+    assert to_text(graph) == before
+
+
+CHAIN = X + "".join(f"%{i}: f32[2,3] = mul(%{i - 1}, 1)\n" for i in range(1, 6)) + "%6: f32[2,3] = relu(%5)\nreturn [%6]\n"
+
+
+@pytest.mark.parametrize("fuel", range(7))
+def test_fuel_counts_rewrites(fuel: int) -> None:
+    text, hits = rewritten(CHAIN, fuel=fuel)
+    assert hits["mul.one"] == min(fuel, 5)
+    assert text.count("mul") == 5 - min(fuel, 5)
+
+
+def test_fuel_bisects_to_the_wrong_rewrite() -> None:
+    """With a rule that is wrong, the first fuel at which the graph changes its meaning names the rewrite."""
+
+    def drop(r: Rewriter, node: object, env: dict[str, object]) -> object:
+        return env["x"]
+
+    wrong = Rule("relu.nothing", p("relu", "x"), drop, "relu(x) = x, which is not true")  # type: ignore[arg-type]
+    text = X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[2,3] = relu(%1)\n%3: f32[2,3] = exp(%2)\nreturn [%3]\n"
+
+    def right(fuel: int) -> bool:
+        graph = parse(text)
+        Rewriter(graph, fuel=fuel).run([*RULES, wrong])
+        return "relu" in to_text(graph)
+
+    assert [right(fuel) for fuel in range(3)] == [True, True, False]
+
+
+def test_literals_of_another_type_do_not_match() -> None:
+    graph = parse(X + "%1: f32[2,3] = mul(%0, True)\n%2: f32[2,3] = mul(%0, 1.0)\n%3: f32[2,3] = mul(%0, 1)\nreturn [%1, %2, %3]\n")
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    assert [match(p("mul", ANY, 1), n, {}) for n in nodes] == [False, False, True]
+
+
+def test_a_name_that_captures_twice_must_be_one_thing() -> None:
+    graph = parse(X + "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = mul(%0, %0)\n%3: f32[2,3] = mul(%0, %1)\nreturn [%2, %3]\n")
+    square, product = [n for n in graph.nodes if n.op == "call_function"][1:]
+    assert match(p("mul", "x", "x"), square, {})
+    assert not match(p("mul", "x", "x"), product, {})
+
+
+# ---------------------------------------------------------------- common subexpressions
+
+
+def merged(body: str) -> tuple[int, Graph]:
+    graph = parse(X + body)
+    n = merge_common(graph)
+    verify.check(graph, "cse")
+    return n, graph
+
+
+SAME = {
+    "equal calls": "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = exp(%0)\n%3: f32[2,3] = add(%1, %2, alpha=1)\nreturn [%3]\n",
+    "chains": (
+        "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = relu(%1)\n%3: f32[2,3] = exp(%0)\n%4: f32[2,3] = relu(%3)\n"
+        "%5: f32[2,3] = add(%2, %4, alpha=1)\nreturn [%5]\n"
+    ),
+    "results of many": (
+        "%1: (f32[1,3], f32[1,3]) = split(%0, 1, 0)\n%2: f32[1,3] = py.getitem(%1, 0)\n%3: f32[1,3] = py.getitem(%1, 0)\n"
+        "%4: f32[1,3] = add(%2, %3, alpha=1)\nreturn [%4]\n"
+    ),
+}  # fmt: skip
+
+OWN = {
+    "1, True and 1.0": (
+        "%1: f32[2,3] = add(%0, 1, alpha=1)\n%2: f32[2,3] = add(%0, True, alpha=1)\n%3: f32[2,3] = add(%0, 1.0, alpha=1)\n"
+        "%4: f32[2,3] = mul(%1, %2)\n%5: f32[2,3] = mul(%4, %3)\nreturn [%5]\n"
+    ),
+    "0.0 and -0.0": (
+        "%1: f32[2,3] = mul(%0, 0.0)\n%2: f32[2,3] = mul(%0, -0.0)\n%3: f32[2,3] = div(%1, %2)\nreturn [%3]\n"
+    ),
+    "random numbers": (
+        "%1: f32[2,3] = rand_like(%0)\n%2: f32[2,3] = rand_like(%0)\n"
+        "%3: f32[2,3] = sub(%1, %2, alpha=1)\nreturn [%3]\n"
+    ),
+    "outputs": "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = exp(%0)\nreturn [%1, %2]\n",
+    "what outputs are views of": (
+        "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = exp(%0)\n%3: f32[6] = view(%1, [6])\n%4: f32[6] = view(%2, [6])\nreturn [%3, %4]\n"
+    ),
+    "before and after a write": (
+        "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = aten.mul_.Tensor(%0, 2)\n%3: f32[2,3] = exp(%0)\n"
+        "%4: f32[2,3] = add(%1, %3, alpha=1)\nreturn [%4]\n"
+    ),
+    "written copies": (
+        "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: f32[2,3] = clone(%0, memory_format=None)\n"
+        "%3: f32[2,3] = aten.mul_.Tensor(%1, 2)\n%4: f32[2,3] = add(%2, %3, alpha=1)\nreturn [%4]\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_merges(name: str) -> None:
+    n, graph = merged(SAME[name])
+    assert n >= 1
+    assert len(to_text(graph).splitlines()) == len((X + SAME[name]).splitlines()) - n
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_does_not_merge(name: str) -> None:
+    n, graph = merged(OWN[name])
+    assert n == 0
+    assert to_text(graph) == X + OWN[name]
