@@ -235,12 +235,28 @@ class Opaque:
 class Fragment:
     """A compiled region as instructions (see `fusewright.plan.ir`) that the host splices into the flat plan.
 
-    `values` describes the temporary values that the backend made with `CompileContext.value`.
     `notes` maps an op id to a few words on how it was lowered; `explain` shows them.
+    `kernels` are the loop kernels (`fusewright.toolkit.kernel.Kernel`) that its `Launch`es name, by structural hash;
+    `Backend.load` makes code of them, once for all fragments of a graph.
     """
 
     instructions: tuple[Any, ...]
     notes: Mapping[int, str] = field(default_factory=dict)
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it: the kernel's buffers in order, outputs allocated by the caller.
+
+    `address`, where there is one, is that of a C function `int32 f(int64 *block, int64 threads)`, whose block holds the
+    addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error code
+    that `error(code)` turns into the exception that eager would raise; 0 is success.
+    """
+
+    call: Callable[..., None]
+    address: int | None = None
+    error: Callable[[int], Exception] | None = None
 
 
 Compiled: TypeAlias = Opaque | Fragment
@@ -310,6 +326,10 @@ class Backend(abc.ABC):
     def group(self, graph: GraphView, claimed: frozenset[int]) -> Sequence[frozenset[int]] | None:
         """Regions as sets of op ids, or None for the host's own maximal convex ones. The host checks convexity."""
         return None
+
+    def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
+        """Code for the loop kernels of all fragments of a graph, by structural hash."""
+        raise NotImplementedError(f"{self.name} makes no loop kernels")
 
     def fingerprint(self) -> str:
         """What compiled code depends on beside the graph; part of every cache key. Equal in every process."""

@@ -129,7 +129,8 @@ def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
 
 def _plan(c: Compilation) -> None:
     c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
-    c.run, c.report.texts["plan"] = codegen.load(c.plan)
+    kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
+    c.run, c.report.texts["plan"] = codegen.load(c.plan, kernels)
 
 
 STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (
@@ -218,7 +219,7 @@ class Context:
         return device
 
     def value(self, spec: TensorSpec | None) -> Value:
-        return Value(self._c.index.new_id(), spec)
+        return self._c.index.temporary(spec)
 
     def aten(self, op: OpView) -> Any:
         return plan_build.aten_call(self._c.index, self._c.index.node_of[op.id])

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import spec
-from fusewright.interface import Dim, GraphView, OpView, Phase, Value
+from fusewright.interface import Dim, GraphView, OpView, Phase, TensorSpec, Value
 
 
 def is_op(node: Node) -> bool:
@@ -41,6 +41,7 @@ class GraphIndex:
         self._values: dict[Node, tuple[Value, ...]] = {}
         self._by_id: dict[int, Node] = {}
         self._next = 0
+        self.temporaries: dict[int, TensorSpec] = {}
         for node in graph.nodes:
             if node.op != "output":
                 self._values[node] = self._number(node)
@@ -64,9 +65,16 @@ class GraphIndex:
         return Value(self._next, None)
 
     def new_id(self) -> int:
-        """A fresh id, for a temporary value of a fragment."""
+        """A fresh id."""
         self._next += 1
         return self._next
+
+    def temporary(self, spec: TensorSpec | None) -> Value:
+        """A fresh value that only a fragment knows."""
+        value = Value(self.new_id(), spec)
+        if spec is not None:
+            self.temporaries[value.id] = spec
+        return value
 
     def values(self, node: Node) -> tuple[Value, ...]:
         """The results of `node`: one, or one per output of a multi-output op."""

@@ -25,7 +25,8 @@ class Plan:
     """A compiled graph. `inputs` are value ids in calling order; `outputs` are Refs or plain values.
 
     `once` runs when a weight is first seen or has changed; it reads `once_inputs` and makes `once_outputs`.
-    `attributes` are tensors that the traced graph holds itself.
+    `attributes` are tensors that the traced graph holds itself; `scalars` names the size symbols that inputs carry;
+    `kernels` are the loop kernels of its launches by structural hash.
     """
 
     inputs: tuple[int, ...]
@@ -37,6 +38,8 @@ class Plan:
     specs: dict[int, TensorSpec]
     attributes: dict[int, Any] = field(default_factory=dict)
     comments: dict[int, str] = field(default_factory=dict)
+    scalars: dict[int, str] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,11 +60,14 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
     outputs = _outputs(index, output.args[0])
     inputs = tuple(index.id(n) for n in graph.nodes if n.op == "placeholder")
     specs = {v.id: v.spec for n in graph.nodes if n.op != "output" for v in index.values(n) if v.spec is not None}
+    specs.update(index.temporaries)
     once, main = _split_once(index, flat, outputs, specs)
     once, leaves, kept = _needed(once, main, inputs)
     attributes = {index.id(n): _attribute(graph.owning_module, n) for n in graph.nodes if n.op == "get_attr"}
     comments = {view.id: source_line(n) for n, view in index.ops.items()}
-    return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments)
+    scalars = {i: v.dim.symbol for n in graph.find_nodes(op="placeholder") for i, v in [(index.id(n), index.values(n)[0])] if v.dim}
+    kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
+    return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments, scalars, kernels)
 
 
 def _attribute(module: Any, node: Node) -> Any:
@@ -282,14 +288,14 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
 def may_alias(i: Instruction) -> bool:
     """Whether a result of the instruction may share memory with an input. Unknown ops may."""
     if isinstance(i, Launch):
-        return bool(i.inplace)
+        return False  # an output takes an input's memory only when that input is dead: see memory.place
     if isinstance(i, CallPython):
         return True
     operator = operator_of(i.target)
     if operator is None:
         return False
     if operator.namespace == "mkldnn":
-        return False
+        return bool(operator._schema.is_mutable)
     return overload_may_share(operator)
 
 

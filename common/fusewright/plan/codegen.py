@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright.interface import Dim, KernelCode, Size
 from fusewright.plan.build import Plan, operator_of
+from fusewright.plan.frame import Frame, Frames, entry, fail
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.memory import Placement, place
 from fusewright.plan.once import OnceCache
 
 _MODULES = {"operator": operator, "math": math, "builtins": __import__("builtins")}
@@ -65,23 +68,106 @@ class Names:
         return self.object("const", x)
 
 
-def _call(i: Instruction, names: Names, kernels: Mapping[str, Callable[..., Any]]) -> str:
-    match i:
-        case Call():
-            args = [names.literal(a) for a in i.args] + [f"{k}={names.literal(v)}" for k, v in i.kwargs]
-            left = ", ".join(f"v{o}" for o in i.outs)
-            if i.packed or len(i.outs) > 1:
-                left += "," if len(i.outs) == 1 else ""
-            text = f"{names.function(i.target)}({', '.join(args)})"
-            return f"{left} = {text}" if left else text
-        case Launch():
-            args = [names.literal(a) for a in (*i.inputs, *i.sizes, *i.scalars)]
-            left = ", ".join(f"v{o}" for o in i.outs) + ("," if len(i.outs) == 1 else "")
-            return f"{left} = {names.object('kernel', kernels[i.kernel])}({', '.join(args)})"
-        case CallPython():
-            left = ", ".join(f"v{o}" for o in i.outs) + ("," if len(i.outs) == 1 else "")
-            text = f"{names.object(i.name, i.fn)}({', '.join(names.literal(a) for a in i.args)})"
-            return f"{left} = {text}" if left else text
+def _call(i: Call | CallPython, names: Names) -> str:
+    left = ", ".join(f"v{o}" for o in i.outs)
+    if isinstance(i, CallPython):
+        left += "," if len(i.outs) == 1 else ""
+        text = f"{names.object(i.name, i.fn)}({', '.join(names.literal(a) for a in i.args)})"
+    else:
+        left += "," if i.packed and len(i.outs) == 1 else ""
+        args = [names.literal(a) for a in i.args] + [f"{k}={names.literal(v)}" for k, v in i.kwargs]
+        text = f"{names.function(i.target)}({', '.join(args)})"
+    return f"{left} = {text}" if left else text
+
+
+class _Launches:
+    """Writes the launches of a plan, and collects what a frame must hold for them."""
+
+    def __init__(self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names) -> None:
+        self.plan, self.placement, self.kernels, self.names = plan, placement, kernels, names
+        self.blocks: dict[int, list[Any]] = {}
+        self._shared: dict[str, tuple[str, str]] = {}
+
+    def lines(self, i: Launch) -> list[str]:
+        """Allocation of the outputs, then the call."""
+        made = [line for o in i.outs if (line := self._allocate(o))]
+        return made + (self._native(i) if self.kernels[i.kernel].address is not None else [self._python(i)])
+
+    def _allocate(self, out: int) -> str:
+        if out in self.placement.onto:
+            return f"v{out} = v{self.placement.onto[out]}"
+        if out in self.placement.offset:
+            return f"v{out} = frame.v{out}"
+        spec = self.plan.specs[out]
+        device = "" if spec.device == "cpu" else f", device={spec.device!r}"
+        return f"v{out} = empty_strided({_sizes(spec.shape)}, {_sizes(spec.stride)}, dtype={spec.dtype}{device})"
+
+    def _python(self, i: Launch) -> str:
+        tensors = [f"v{v}" for v in (*(r.id for r in i.inputs), *i.outs)]
+        sizes, scalars = (", ".join(self._number(x) for x in xs) for xs in (i.sizes, i.scalars))
+        call, _ = self._code(i.kernel)
+        return f"{call}(({', '.join(tensors)},), ({sizes}{',' if i.sizes else ''}), ({scalars}{',' if i.scalars else ''}))"
+
+    def _native(self, i: Launch) -> list[str]:
+        """Fill what changes from call to call into the block; the rest is in the frame already."""
+        k = len(self.blocks)
+        block: list[Any] = []
+        fill = []
+        for v in (*(r.id for r in i.inputs), *i.outs):
+            if self._in_arena(v):
+                block.append(("arena", v))
+            else:
+                fill.append(f"b[{len(block)}] = v{v}.data_ptr()")
+                block.append(None)
+        for x in (*i.sizes, *i.scalars):
+            if isinstance(x, int) and not isinstance(x, bool):
+                block.append(x)
+            else:
+                fill.append(f"b[{len(block)}] = {self._number(x)}")
+                block.append(None)
+        self.blocks[k] = block
+        call, code = self._code(i.kernel)
+        start = [f"b = frame.b{k}"] if fill else []
+        return [*start, *fill, f"e = {call}(frame.p{k}, threads)", f"if e: fail({code}, e)"]
+
+    def _in_arena(self, value: int) -> bool:
+        return value in self.placement.offset
+
+    def _code(self, kernel: str) -> tuple[str, str]:
+        if kernel not in self._shared:
+            code = self.kernels[kernel]
+            run = code.call if code.address is None else entry(code.address)
+            self._shared[kernel] = (self.names.object("kernel", run), self.names.object("code", code))
+        return self._shared[kernel]
+
+    def _number(self, x: Any) -> str:
+        match x:
+            case Dim():
+                return x.symbol
+            case ("size", Ref() as r, dim):
+                return f"v{r.id}.shape[{dim}]"
+        return self.names.literal(x)
+
+    def frame(self) -> Callable[[], Frame]:
+        """Makes a frame for one call."""
+        places = {v: (at, self.plan.specs[v]) for v, at in self.placement.offset.items()}
+        return lambda: Frame(self.placement.arena_bytes, places, self.blocks)
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    return "(" + "".join(f"{s}, " for s in sizes) + ")"
+
+
+def _symbols(plan: Plan) -> list[str]:
+    """Definitions of the size symbols, from the shapes and the values of the inputs."""
+    known: dict[str, str] = {}
+    for i in plan.inputs:
+        if i in plan.scalars:
+            known.setdefault(plan.scalars[i], f"v{i}")
+        for d, s in enumerate(plan.specs[i].shape if i in plan.specs else ()):
+            if isinstance(s, Dim) and s.symbol.isidentifier():
+                known.setdefault(s.symbol, f"v{i}.shape[{d}]")
+    return [f"    {name} = {source}" for name, source in known.items() if name.isidentifier()]
 
 
 def _comment(plan: Plan, i: Instruction) -> str:
@@ -107,25 +193,25 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
     return dead
 
 
-def _body(
-    plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, kernels: Mapping[str, Callable[..., Any]]
-) -> list[str]:
+def _body(plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches) -> list[str]:
     dead = _last_reads(instructions, keep)
     lines = []
     for k, i in enumerate(instructions):
-        lines.append(f"    {_call(i, names, kernels)}{_comment(plan, i)}")
+        written = launches.lines(i) if isinstance(i, Launch) else [_call(i, names)]
+        written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
+        lines += [f"    {line}" for line in written]
         if k in dead:
             lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
     return lines
 
 
-def source(plan: Plan, names: Names, kernels: Mapping[str, Callable[..., Any]]) -> str:
+def source(plan: Plan, names: Names, launches: _Launches) -> str:
     """The text of `prepare` (once per set of weights) and `run` (each call)."""
     lines = []
     if plan.once:
         kept = set(plan.once_outputs) | set(plan.attributes)
         lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.once_inputs)}):")
-        lines += _body(plan, plan.once, kept, names, kernels)
+        lines += _body(plan, plan.once, kept, names, launches)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.once_outputs)})")
         lines.append("")
     lines.append("def run(args):")
@@ -136,16 +222,24 @@ def source(plan: Plan, names: Names, kernels: Mapping[str, Callable[..., Any]]) 
         left = f"{', '.join(f'v{i}' for i in plan.once_outputs)}, = " if plan.once_outputs else ""
         lines.append(f"    {left}once({', '.join(f'v{i}' for i in plan.once_inputs)})")
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
-    lines += _body(plan, plan.instructions, keep, names, kernels)
+    body = _body(plan, plan.instructions, keep, names, launches)
+    if any(isinstance(i, Launch) for i in plan.instructions):
+        lines += [*_symbols(plan), "    frame = frames.take()", "    threads = get_num_threads()", *body]
+        lines.append("    frames.give_back(frame)")
+    else:
+        lines += body
     lines.append(f"    return ({''.join(names.literal(o) + ', ' for o in plan.outputs)})")
     return "\n".join(lines) + "\n"
 
 
-def load(plan: Plan, kernels: Mapping[str, Callable[..., Any]] | None = None) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
+def load(plan: Plan, kernels: Mapping[str, KernelCode] | None = None) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
     """The plan as a callable that takes (and empties) a list of inputs, and its source text."""
     names = Names()
-    text = source(plan, names, kernels or {})
+    launches = _Launches(plan, place(plan), kernels or {}, names)
+    text = source(plan, names, launches)
     names.space.update({f"v{i}": value for i, value in plan.attributes.items()})
+    names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
+    names.space["get_num_threads"] = torch.get_num_threads
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.once:
         names.space["once"] = OnceCache(names.space["prepare"])

@@ -46,7 +46,12 @@ class Launch:
 
     `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, or ("size", Ref, dim),
     or a Ref to a scalar value. Output tensors are allocated by the host from `out_specs` (shape entries like `sizes`).
-    `inplace` maps an output position to the input position whose buffer it reuses.
+    `inplace` are (output, input) positions that may share memory when the input dies here: the host picks among them.
+    `updates` are pairs that must: the kernel changes that input in place (buffer access "inout"), and the output is that
+    very tensor afterwards. Such an input is a temporary of the same fragment that nothing else reads.
+
+    Tensors go to the kernel in the order of its buffers: `inputs` are those with access "in" or "inout", then come `outs`
+    that are not in `updates` (access "out").
     """
 
     kernel: str
@@ -55,6 +60,7 @@ class Launch:
     sizes: tuple[Any, ...] = ()
     scalars: tuple[Any, ...] = ()
     inplace: tuple[tuple[int, int], ...] = ()
+    updates: tuple[tuple[int, int], ...] = ()
     op_ids: tuple[int, ...] = ()
 
 

@@ -1,0 +1,113 @@
+"""Where the outputs of loop kernels live: on a dead input, in the arena, or in a fresh tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fusewright.interface import TensorSpec, hint
+from fusewright.plan.arena import Buffer, layout
+from fusewright.plan.build import Plan, may_alias
+from fusewright.plan.ir import Instruction, Launch, Ref, reads
+
+
+@dataclass
+class Placement:
+    """`onto` maps an output to the input whose tensor it takes over, `offset` to its place in the arena; the rest are fresh."""
+
+    onto: dict[int, int] = field(default_factory=dict)
+    offset: dict[int, int] = field(default_factory=dict)
+    arena_bytes: int = 0
+
+
+def place(plan: Plan) -> Placement:
+    """Place every `Launch` output of a plan."""
+    instructions = plan.instructions
+    if not any(isinstance(i, Launch) for i in instructions):
+        return Placement()
+    roots = _roots(instructions)
+    last = _last_use(instructions, roots)
+    escaping = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
+    placement = Placement()
+    kept: dict[int, int] = {}  # value -> the value whose buffer it lives in
+    fresh = {o for i in instructions if not may_alias(i) for o in i.outs}
+    for k, i in enumerate(instructions):
+        if isinstance(i, Launch):
+            _take_over(plan, i, k, roots, last, fresh, placement, kept)
+    buffers = _buffers(plan, placement, kept, last, escaping)
+    placement.offset, placement.arena_bytes = layout(buffers)
+    for value, base in kept.items():
+        if base in placement.offset:
+            placement.offset[value] = placement.offset[base]
+    return placement
+
+
+def _roots(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
+    """Value -> the values whose memory it may be: itself, or what an aliasing call was given."""
+    roots: dict[int, set[int]] = {}
+    for i in instructions:
+        shared: set[int] = set()
+        if may_alias(i):
+            for r in reads(i):
+                shared |= roots.get(r, {r})
+        for o in i.outs:
+            roots[o] = {o} | shared
+    return roots
+
+
+def _last_use(instructions: Sequence[Instruction], roots: dict[int, set[int]]) -> dict[int, int]:
+    """Value -> the last instruction that reads it or something that may be a view of it."""
+    last: dict[int, int] = {}
+    for k, i in enumerate(instructions):
+        for r in (*i.outs, *reads(i)):
+            for root in roots.get(r, {r}):
+                last[root] = k
+    return last
+
+
+def _take_over(
+    plan: Plan, i: Launch, k: int, roots: dict[int, set[int]], last: dict[int, int], fresh: set[int],
+    placement: Placement, kept: dict[int, int],
+) -> None:  # fmt: skip
+    """Let an output live in an input that dies here and that nobody else can see."""
+    taken: set[int] = set()
+    for out_position, in_position in i.inplace:
+        out, source = i.outs[out_position], i.inputs[in_position].id
+        base = kept.get(source, source)
+        if source not in fresh or roots[source] != {source} or last[base] != k or base in taken:
+            continue
+        if sum(r == source for r in reads(i)) != 1 or out in kept or not _same(plan.specs[out], plan.specs[source]):
+            continue
+        taken.add(base)
+        placement.onto[out] = source
+        kept[out] = base
+        last[base] = max(last[base], last[out])
+
+
+def _same(a: TensorSpec, b: TensorSpec) -> bool:
+    return (a.shape, a.stride, a.dtype) == (b.shape, b.stride, b.dtype)
+
+
+def _buffers(
+    plan: Plan, placement: Placement, kept: dict[int, int], last: dict[int, int], escaping: set[int]
+) -> list[Buffer]:
+    """Arena buffers: fixed size, made by a kernel, never seen by the caller (nor is anything that took them over)."""
+    seen_outside = {kept.get(v, v) for v in escaping}
+    found = []
+    for k, i in enumerate(plan.instructions):
+        if not isinstance(i, Launch):
+            continue
+        for o in i.outs:
+            spec = plan.specs[o]
+            if o not in placement.onto and o not in seen_outside and spec.static and spec.device == "cpu":
+                found.append(Buffer(o, storage_bytes(spec), k, last[o]))
+    return found
+
+
+def storage_bytes(spec: TensorSpec) -> int:
+    """Bytes between the first and the last element, both included."""
+    if any(s == 0 for s in spec.shape):
+        return 0
+    span = 1 + sum((hint(n) - 1) * hint(s) for n, s in zip(spec.shape, spec.stride, strict=True))
+    return span * spec.dtype.itemsize
+

@@ -1,0 +1,137 @@
+"""Plans as JSON, for the cache on disk. Only data: operators by name, kernels as their own JSON, never pickle.
+
+Arguments that JSON has no form for are tagged objects: `{"ref": 3}`, `{"dtype": "float32"}`, `{"float": "inf"}`, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusewright.interface import Dim, TensorSpec
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
+
+FORMAT = 1
+"""Changes when the JSON does: entries of another format are misses."""
+
+
+class NotSerializable(Exception):
+    """The plan holds something that is no data: an opaque callable, or a constant object."""
+
+
+def to_data(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values. Raises `NotSerializable`."""
+    return {
+        "format": FORMAT,
+        "inputs": list(plan.inputs),
+        "outputs": [_arg(o) for o in plan.outputs],
+        "instructions": [_instruction(i) for i in plan.instructions],
+        "once": [_instruction(i) for i in plan.once],
+        "once_inputs": list(plan.once_inputs),
+        "once_outputs": list(plan.once_outputs),
+        "specs": {str(i): _spec(s) for i, s in plan.specs.items()},
+        "attributes": sorted(plan.attributes),
+    }
+
+
+def from_data(data: dict[str, Any], attributes: dict[int, Any]) -> Plan:
+    """The plan that `to_data` wrote; `attributes` are the traced graph's own tensors by value id.
+
+    Raises `ValueError` or `KeyError` when the data is not a plan of this format for this graph.
+    """
+    if data["format"] != FORMAT or data["attributes"] != sorted(attributes):
+        raise ValueError("a plan of another format or for another graph")
+    return Plan(
+        inputs=tuple(data["inputs"]),
+        outputs=tuple(_unarg(o) for o in data["outputs"]),
+        instructions=[_uninstruction(i) for i in data["instructions"]],
+        once=[_uninstruction(i) for i in data["once"]],
+        once_inputs=tuple(data["once_inputs"]),
+        once_outputs=tuple(data["once_outputs"]),
+        specs={int(i): _unspec(s) for i, s in data["specs"].items()},
+        attributes=attributes,
+    )
+
+
+_NAMED: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "dtype": (torch.dtype, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.dtype)),
+    "layout": (torch.layout, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.layout)),
+    "format": (torch.memory_format, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.memory_format)),
+    "device": (torch.device, str, torch.device),
+}
+
+
+def _torch_name(name: str, kind: type) -> Any:
+    value = getattr(torch, name)
+    if not isinstance(value, kind):
+        raise ValueError(f"torch.{name} is not a {kind.__name__}")
+    return value
+
+
+def _arg(x: Any) -> Any:
+    if isinstance(x, Ref):
+        return {"ref": x.id}
+    if isinstance(x, tuple | list):
+        return [_arg(a) for a in x]
+    if x is None or isinstance(x, bool | int | str):
+        return x
+    if isinstance(x, float):
+        return x if math.isfinite(x) else {"float": repr(x)}
+    if isinstance(x, complex):
+        return {"complex": [x.real, x.imag]}
+    for tag, (kind, write, _) in _NAMED.items():
+        if isinstance(x, kind):
+            return {tag: write(x)}
+    raise NotSerializable(f"an argument of type {type(x).__name__}")
+
+
+def _unarg(x: Any) -> Any:
+    if isinstance(x, list):
+        return tuple(_unarg(a) for a in x)
+    if not isinstance(x, dict):
+        return x
+    ((tag, value),) = x.items()
+    if tag == "ref":
+        return Ref(value)
+    if tag == "float":
+        return float(value)
+    if tag == "complex":
+        return complex(*value)
+    return _NAMED[tag][2](value)
+
+
+_KINDS: dict[str, type[Call] | type[Launch]] = {"call": Call, "launch": Launch}
+
+
+def _instruction(i: Instruction) -> dict[str, Any]:
+    if isinstance(i, CallPython):
+        raise NotSerializable(f"{i.name} is an opaque callable")
+    kind = "call" if isinstance(i, Call) else "launch"
+    return {"kind": kind, **{f.name: _arg(getattr(i, f.name)) for f in dataclasses.fields(i)}}
+
+
+def _uninstruction(data: dict[str, Any]) -> Instruction:
+    kind = _KINDS[data["kind"]]
+    return kind(**{k: _unarg(v) for k, v in data.items() if k != "kind"})
+
+
+def _dim(s: int | Dim) -> Any:
+    return s if isinstance(s, int) else [s.symbol, s.hint, s.lo, s.hi]
+
+
+def _undim(s: Any) -> int | Dim:
+    return Dim(*s) if isinstance(s, list) else int(s)
+
+
+def _spec(s: TensorSpec) -> list[Any]:
+    return [[_dim(d) for d in s.shape], [_dim(d) for d in s.stride], str(s.dtype).removeprefix("torch."), s.device, s.const]
+
+
+def _unspec(data: list[Any]) -> TensorSpec:
+    shape, stride, dtype, device, const = data
+    return TensorSpec(tuple(map(_undim, shape)), tuple(map(_undim, stride)), _torch_name(dtype, torch.dtype), device, const)
