@@ -34,8 +34,10 @@ class X86OneDnn(Backend):
     device_type = "cpu"
     priority = 50
     options: ClassVar[Mapping[str, Any]] = {
-        "prepack": "auto",  # weights in oneDNN's own layout: "auto" where it measures faster, "never",
-        "alwaysfinite_math": False,  # let relu and clamp ride on a product, which turns a NaN into 0
+        # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".
+        "prepack": "auto",
+        # Let relu and clamp ride on a product, which turns a NaN into 0.
+        "finite_math": False,
     }
 
     @classmethod

@@ -22,15 +22,16 @@ from fusewright.toolkit.library import layout_of
 from fusewright_onednn.patterns import Links
 
 STRIDE_FREE = frozenset({
-    "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum", "maximum", "clamp",
-    "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "softplus",
-    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
-    "batch_norm", "layer_norm", "group_norm", "rms_norm", "softmax", "mean", "sum", "cast", "cat",
-    "constant_pad_nd", "permute", "transpose", "view", "expand", "unsqueeze", "squeeze", "slice", "select",
-    "split", "split_with_sizes", "linear", "conv", "matmul", "sdpa",
+    "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum",
+    "maximum", "clamp", "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid",
+    "leaky_relu", "elu", "mish", "softplus", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
+    "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
+    "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
+    "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "linear", "conv",
+    "matmul", "sdpa",
 })  # fmt: skip
-"""Rows that give the same values for any strides of their inputs. Their own result may then have other strides
-too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""
+"""Rows that give the same values for any strides of their inputs. Their own result may then have other
+strides too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""
 
 IN_PLACE: Mapping[str, str] = {
     "relu": "aten::relu_.default",
@@ -39,7 +40,7 @@ IN_PLACE: Mapping[str, str] = {
     "add": "aten::add_.Tensor",
     "mul": "aten::mul_.Tensor",
 }
-"""Ops that may overwrite the result of a library call that nobody else reads: less memory traffic, no allocation."""
+"""Ops that may overwrite the result of a library call that nobody else reads: less memory traffic."""
 
 
 class Builder:

@@ -300,11 +300,11 @@ def _sdpa_reason(op: OpView) -> str | None:
         return "has dropout"
     if not (q.rank == k.rank == v.rank == 4) or q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
         return "needs [batch, heads, length, width] with equally many heads"
-    if any(0 in s.shape for s in (q, k, v)) or k.shape[-2] != v.shape[-2]:
-        return "empty, or key and value of different length"
+    if q.shape[-1] != k.shape[-1] or k.shape != v.shape or 0 in q.shape or 0 in k.shape:
+        return "empty, or query, key and value of different width or length"
     mask = op.arg("attn_mask")
-    if mask is not None and _spec(mask).rank > 4:
-        return "a mask of more than four dimensions"
+    if mask is not None and (op.arg("is_causal") or _spec(mask).rank not in (2, 4)):
+        return "a mask of other than two or four dimensions, or a causal one beside it"
     return None
 
 
@@ -323,10 +323,9 @@ def sdpa(m: Match, b: Builder) -> None:
         b.notes[op.id] = "ATen: torch's kernel is faster for this shape"
         return
     q, k, v = (b.any_strides(x) for x in values[:3])
-    _, heads, rows, width = _spec(op.out).shape
-    stride = (rows * heads * width, width, heads * width, 1)  # type: ignore[operator]
+    query = torch.empty_strided(specs[0].shape, specs[0].stride, device="meta")  # type: ignore[arg-type]
     args = (q, k, v, b.any_strides(mask), causal, scale)
-    b.library(runtime.ATTENTION, *args, out=op.out, stride=stride, op=op)  # type: ignore[arg-type]
+    b.library(runtime.ATTENTION, *args, out=op.out, stride=torch.empty_like(query).stride(), op=op)
     b.notes[op.id] = "oneDNN Graph attention"
 
 

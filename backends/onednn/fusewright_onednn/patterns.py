@@ -65,6 +65,9 @@ CHAINS: Mapping[str, tuple[str, ...]] = {
 measures slower
 than a separate addition, and up to nine times slower with a bias (docs/studies/onednn.md)."""
 
+AFTER_ADD = frozenset({"relu"})
+"""The unary ops that torch's mkldnn ops take behind a binary one."""
+
 
 class Links:
     """Who uses which value, over the ops of one region. `escaping` are the ids of values that are used
@@ -143,6 +146,8 @@ def match(anchor: OpView, links: Links, allowed: Allowed = lambda stage, op: Tru
     for stage in CHAINS.get(anchor.op, ()):
         op = links.only_user(value)
         if op is None:
+            break
+        if stage == "unary" and "add" in found and op.op not in AFTER_ADD:
             break
         if _STAGES[stage](op, value, links) and allowed(stage, op):
             found[stage] = op

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from fusewright.interface import (
+    YES,
     CompileContext,
     Device,
     Fragment,
@@ -61,15 +62,15 @@ class Lowering(Generic[Code]):
     def verdict(self, op: OpView, device: Device) -> Verdict:
         """Whether this row takes `op` on `device`, with the first reason against it."""
         specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None]
-        return (
-            _wrong_device(specs, device)
-            or self._dynamic(op)
-            or self._dtype(specs, device)
-            or self._layout(specs)
-            or self._features(device)
-            or self._condition(op)
-            or Verdict(Why.OK)
+        against = (
+            _wrong_device(specs, device),
+            self._dynamic(op),
+            self._dtype(specs, device),
+            self._layout(specs),
+            self._features(device),
         )
+        reason = next((v for v in against if v is not None), None)
+        return reason if reason is not None else self._condition(op)  # a condition may rely on the rest
 
     def _dynamic(self, op: OpView) -> Verdict | None:
         if self.dynamic:
@@ -107,9 +108,9 @@ class Lowering(Generic[Code]):
         missing = self.features - device.features
         return Verdict(Why.DEVICE_FEATURE, f"needs {', '.join(sorted(missing))}") if missing else None
 
-    def _condition(self, op: OpView) -> Verdict | None:
+    def _condition(self, op: OpView) -> Verdict:
         reason = self.when(op) if self.when else None
-        return Verdict(Why.ATTR, reason) if reason else None
+        return Verdict(Why.ATTR, reason) if reason else YES
 
 
 class LoweringTable(Generic[Code]):
@@ -160,7 +161,7 @@ class LoweringTable(Generic[Code]):
     def supports(self, op: OpView, device: Device) -> Verdict:
         """The answer for `Backend.supports`."""
         found = self.find(op, device)
-        return found if isinstance(found, Verdict) else Verdict(Why.OK)
+        return found if isinstance(found, Verdict) else YES
 
 
 def lower(table: LoweringTable[OpLowering], region: Region, ctx: CompileContext) -> Fragment:

@@ -1,0 +1,40 @@
+"""What the tests of x86_onednn share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusewright.interface import Device, Fragment, Value
+from fusewright_onednn.backend import X86OneDnn
+from tests.fragments import Context, Sketch, by_preference
+
+DEVICE = Device("cpu", "x86_64_v4", frozenset({"mkldnn_bf16", "onednn_graph"}), "oneDNN 3.12")
+OPTIONS = dict(X86OneDnn.options)
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def compiled(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Fragment:
+    """Lower everything drawn, choosing the forms named first in `prefer`."""
+    pick = by_preference(*prefer, "packed", "dense", "aten", "together", "graph")
+    result = X86OneDnn(DEVICE).compile(g.region(outputs), Context({**OPTIONS, **options}, DEVICE, pick))
+    assert isinstance(result, Fragment)
+    return result
+
+
+def close(ours: torch.Tensor, eager: torch.Tensor) -> None:
+    """Equal up to the order of additions at this dtype, with eager's strides."""
+    assert ours.dtype == eager.dtype and ours.shape == eager.shape
+    mine = [s for n, s in zip(ours.shape, ours.stride(), strict=True) if n > 1]
+    assert mine == [s for n, s in zip(eager.shape, eager.stride(), strict=True) if n > 1]
+    tolerance = {F32: 2e-5, BF16: 2e-2}[eager.dtype]
+    torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def check(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Fragment:
+    """Lower, run, compare with eager; the fragment for further questions."""
+    fragment = compiled(g, outputs, *prefer, **options)
+    for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
+        close(ours, eager)
+    return fragment

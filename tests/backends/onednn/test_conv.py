@@ -1,0 +1,120 @@
+"""Convolutions: folding, post-ops, and channels-last values between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.backends.onednn.common import BF16, F32, check
+from tests.fragments import Sketch, targets
+
+CONV, CONV_ADD = "mkldnn::_convolution_pointwise", "mkldnn::_convolution_pointwise.binary"
+PACK = "mkldnn::_reorder_convolution_weight"
+
+
+class Net(Sketch):
+    """Draws convolutions and batch norms with random weights."""
+
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dtype = dtype
+
+    def weight(self, *shape: int) -> object:
+        return self.input(torch.randn(*shape, dtype=self.dtype) / 4, const=True)
+
+    def conv(self, x: object, i: int, o: int, k: int = 3, groups: int = 1, bias: bool = False) -> object:
+        b = self.weight(o) if bias else None
+        pad = [k // 2, k // 2]
+        return self.op(
+            "conv", x, self.weight(o, i // groups, k, k), b, [1, 1], pad, [1, 1], False, [0, 0], groups
+        )
+
+    def norm(self, x: object, c: int) -> object:
+        variance = self.input(torch.rand(c, dtype=self.dtype) + 0.5, const=True)
+        return self.op("batch_norm", x, self.weight(c), self.weight(c), self.weight(c), variance, 0.1, 1e-5)
+
+    def image(self, c: int = 8) -> object:
+        return self.input(torch.randn(2, c, 7, 7, dtype=self.dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_batch_norm_is_folded_into_the_weights(dtype: torch.dtype, bias: bool) -> None:
+    g = Net(dtype)
+    y = g.norm(g.conv(g.image(), 8, 16, bias=bias), 16)
+    fragment = check(g, [y])
+    assert targets(fragment) == [CONV, "aten::clone"]  # the clone gives the output eager's strides
+    assert targets(fragment, once=True)[-1] == PACK
+
+
+def test_statistics_that_are_used_keep_the_batch_norm() -> None:
+    g = Net()
+    y = g.norm(g.conv(g.image(), 8, 16), 16)
+    mean = g.ops[-1].outs[1]
+    assert "aten::_native_batch_norm_legit_no_training" in targets(check(g, [y, mean]))
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_residual_block(groups: int, dtype: torch.dtype) -> None:
+    g = Net(dtype)
+    x = g.image()
+    y = g.op("hardswish", g.norm(g.conv(x, 8, 8, groups=groups), 8))
+    z = g.op("silu", g.op("add", g.norm(g.conv(y, 8, 8, groups=groups), 8), y))
+    calls = targets(check(g, [z]))
+    if groups == 1:
+        assert calls == [CONV, CONV_ADD, "aten::silu", "aten::clone"]
+    else:  # torch has no fused addition behind a grouped convolution
+        assert calls == [CONV, CONV, "aten::add_.Tensor", "aten::silu", "aten::clone"]
+
+
+def test_relu_overwrites_the_convolution_in_channels_last() -> None:
+    g = Net()
+    y = g.op("relu", g.norm(g.conv(g.image(), 8, 8), 8))
+    z = g.op("relu", g.op("add", g.conv(y, 8, 8), y))
+    calls = targets(check(g, [z]))
+    assert calls == [CONV, "aten::relu_", CONV_ADD, "aten::relu_", "aten::clone"]
+    assert targets(check(g, [z], finite_math=True)) == [CONV, CONV_ADD, "aten::clone"]
+
+
+def test_an_addition_goes_to_one_of_two_convolutions() -> None:
+    g = Net()
+    x = g.image()
+    z = g.op("add", g.conv(x, 8, 8), g.conv(x, 8, 8, k=1))
+    assert targets(check(g, [z])) == [CONV, CONV_ADD, "aten::clone"]
+
+
+def test_channels_last_goes_through_pooling_to_the_classifier() -> None:
+    g = Net()
+    y = g.op("relu", g.conv(g.image(), 8, 16))
+    y = g.op("max_pool2d", y, [3, 3], [2, 2], [1, 1])
+    y = g.op("mean", g.conv(y, 16, 16), [2, 3], True)
+    y = g.op("linear", g.op("view", y, [2, 16]), g.weight(4, 16))
+    assert "aten::clone" not in targets(check(g, [y]))
+
+
+def test_a_view_that_needs_planes_reads_a_copy() -> None:
+    g = Net()
+    y = g.op("view", g.conv(g.image(), 8, 16), [2, 16 * 7, 7])
+    assert targets(check(g, [y])) == [CONV, "aten::clone", "aten::view"]
+
+
+def test_a_permuted_value_needs_no_copy() -> None:
+    g = Net()
+    y = g.op("permute", g.conv(g.image(), 8, 16), [0, 2, 3, 1])
+    z = g.op("layer_norm", y, [16], g.weight(16), g.weight(16), 1e-5)
+    assert targets(check(g, [z])) == [CONV, "aten::permute", "aten::native_layer_norm"]
+
+
+def test_channels_last_input_gives_channels_last_output() -> None:
+    g = Net()
+    x = g.input(torch.randn(2, 8, 7, 7).to(memory_format=torch.channels_last))
+    assert targets(check(g, [g.conv(x, 8, 16)])) == [CONV]
+
+
+@pytest.mark.parametrize("prepack", ["never", "always", "auto"])
+def test_prepack_option(prepack: str) -> None:
+    g = Net()
+    fragment = check(g, [g.conv(g.image(), 8, 16)], prepack=prepack)
+    assert (targets(fragment)[0] == "aten::convolution") == (prepack == "never")

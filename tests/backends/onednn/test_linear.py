@@ -1,0 +1,162 @@
+"""Products with weights: forms, post-ops, concatenation, and when eager keeps them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusewright.interface import Dim, Why
+from fusewright_onednn.backend import X86OneDnn
+from tests.backends.onednn.common import BF16, DEVICE, F32, check, compiled
+from tests.fragments import Sketch, symbolic, targets
+
+LINEAR, PACK = "mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight"
+
+
+def _linear(
+    dtype: torch.dtype = F32, bias: bool = True, rows: tuple[int, ...] = (2, 8)
+) -> tuple[Sketch, object]:
+    torch.manual_seed(0)
+    g = Sketch()
+    x = g.input(torch.randn(*rows, 32, dtype=dtype))
+    w = g.input(torch.randn(48, 32, dtype=dtype) / 6, const=True)
+    b = g.input(torch.randn(48, dtype=dtype), const=True) if bias else None
+    return g, g.op("linear", x, w, b)
+
+
+@pytest.mark.parametrize("form", ["packed", "dense", "aten"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_linear_in_each_form(form: str, bias: bool, dtype: torch.dtype) -> None:
+    g, y = _linear(dtype, bias)
+    fragment = check(g, [y], form)
+    assert targets(fragment) == {"packed": [LINEAR], "dense": [LINEAR], "aten": ["aten::linear"]}[form]
+    assert targets(fragment, once=True) == ([PACK] if form == "packed" else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("gelu", {}),
+        ("gelu", {"approximate": "tanh"}),
+        ("silu", {}),
+        ("tanh", {}),
+        ("sigmoid", {}),
+        ("hardswish", {}),
+        ("leaky_relu", {"negative_slope": 0.2}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_unary_op_rides_on_the_product(name: str, args: dict[str, object], dtype: torch.dtype) -> None:
+    g, y = _linear(dtype)
+    z = g.op(name, y, **args)
+    assert targets(check(g, [z])) == [LINEAR]
+
+
+@pytest.mark.parametrize(("name", "args"), [("relu", ()), ("clamp", (0.0, 6.0)), ("hardsigmoid", ())])
+def test_what_loses_nan_rides_only_under_finite_math(name: str, args: tuple[float, ...]) -> None:
+    g, y = _linear()
+    z = g.op(name, y, *args)
+    assert targets(check(g, [z])) == [LINEAR, f"aten::{name}_"]
+    assert targets(check(g, [z], finite_math=True)) == [LINEAR]
+
+
+def test_a_value_that_others_use_is_stored() -> None:
+    g, y = _linear()
+    z = g.op("gelu", y)
+    assert targets(check(g, [y, z])) == [LINEAR, "aten::gelu"]
+
+
+def test_an_addition_overwrites_the_product_but_never_an_input() -> None:
+    g, y = _linear()
+    residual = g.input(torch.randn(2, 8, 48))
+    z = g.op("add", residual, y)
+    assert targets(check(g, [z])) == [LINEAR, "aten::add_.Tensor"]
+
+
+def test_an_addition_of_two_inputs_stays_out_of_place() -> None:
+    g, y = _linear()
+    a, b = g.input(torch.randn(2, 8, 48)), g.input(torch.randn(2, 8, 48))
+    z = g.op("add", g.op("add", a, b), g.op("gelu", y))
+    assert targets(check(g, [z])) == ["aten::add.Tensor", LINEAR, "aten::add_.Tensor"]
+
+
+def test_no_copy_of_a_weight_that_gradients_flow_to() -> None:
+    g = Sketch("forward")
+    x, w = g.input(torch.randn(8, 32)), g.input(torch.randn(48, 32))
+    assert targets(check(g, [g.op("linear", x, w)])) == [LINEAR]
+    assert not targets(compiled(g, []), once=True)
+
+
+@pytest.mark.parametrize("prepack", ["never", "always"])
+def test_prepack_option(prepack: str) -> None:
+    g, y = _linear()
+    assert bool(targets(check(g, [y], "dense", prepack=prepack), once=True)) == (prepack == "always")
+
+
+@pytest.mark.parametrize("transposed", ["neither", "first", "second", "both"])
+def test_mm_in_every_layout(transposed: str) -> None:
+    g = Sketch("backward")
+    a = g.input(torch.randn(64, 16).t() if transposed in ("first", "both") else torch.randn(16, 64))
+    b = g.input(torch.randn(24, 64).t() if transposed in ("second", "both") else torch.randn(64, 24))
+    assert targets(check(g, [g.op("mm", a, b)])) == ["aten::t", LINEAR]
+
+
+def test_addmm_with_a_constant_weight_is_packed() -> None:
+    g = Sketch()
+    bias, w = g.input(torch.randn(24), const=True), g.input(torch.randn(64, 24), const=True)
+    y = g.op("addmm", bias, g.input(torch.randn(16, 64)), w)
+    fragment = check(g, [y])
+    assert targets(fragment, once=True) == ["aten::t", PACK] and targets(fragment) == [LINEAR]
+
+
+def _qkv(users: bool = True) -> tuple[Sketch, list[object]]:
+    g = Sketch()
+    x = g.input(torch.randn(2, 8, 32))
+    made = []
+    for width in (32, 16, 16):
+        w, b = g.input(torch.randn(width, 32), const=True), g.input(torch.randn(width), const=True)
+        made.append(g.op("linear", x, w, b))
+    return g, made
+
+
+def test_siblings_become_one_product_and_slices() -> None:
+    g, (q, k, v) = _qkv()
+    outs = [g.op("transpose", g.op("view", t, [2, 8, -1, 16]), 1, 2) for t in (q, k, v)]
+    outs = [g.op("mul", t, 2.0) for t in outs]
+    fragment = check(g, outs)
+    assert targets(fragment)[:4] == [LINEAR] + ["aten::slice.Tensor"] * 3
+    assert targets(fragment).count("aten::clone") == 0
+    assert targets(check(g, outs, "separate")).count(LINEAR) == 3
+
+
+def test_a_slice_that_leaves_the_region_gets_eager_strides() -> None:
+    g, outs = _qkv()
+    assert targets(check(g, outs)).count("aten::clone") == 3
+
+
+def test_a_slice_that_a_view_refuses_is_copied_first() -> None:
+    g, (q, k, v) = _qkv()
+    flat = g.op("view", q, [2, 8 * 32])  # merges the sliced dimension: no view of a slice
+    rest = g.op("add", k, v)
+    assert targets(check(g, [flat, rest])).count("aten::clone") == 1
+
+
+def test_claims() -> None:
+    backend = X86OneDnn(DEVICE)
+    g, _ = _linear()
+    (op,) = g.ops
+    assert backend.supports(op)
+    rows = Dim("s0", 16)
+    assert backend.supports(symbolic(op, input=(2, rows, 32)))
+    assert backend.supports(symbolic(op, weight=(48, Dim("s1", 32)))).why is Why.ATTR
+    g = Sketch()
+    g.op(
+        "linear",
+        g.input(torch.randn(4, 8, dtype=torch.float64)),
+        g.input(torch.randn(3, 8, dtype=torch.float64)),
+    )
+    assert backend.supports(g.ops[0]).why is Why.DTYPE
+    weaker = X86OneDnn(type(DEVICE)("cpu", "x86_64_v3"))
+    g, _ = _linear(BF16)
+    assert weaker.supports(g.ops[0]).why is Why.DEVICE_FEATURE
