@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright.config import Options
 from fusewright.cost import work
-from fusewright.errors import BackendCrashError, FallbackError
-from fusewright.graph import printer, verify
+from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
+from fusewright.graph import printer, retrace, verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import (
@@ -23,6 +23,7 @@ from fusewright.interface import (
 from fusewright.partition import Partition, partition
 from fusewright.plan import build as plan_build
 from fusewright.plan import codegen
+from fusewright.plan.firstrun import Run, Untrue, checked_first
 from fusewright.plan.opaque import guarded
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
 from fusewright.rewrite import expand
@@ -131,6 +132,22 @@ def _plan(c: Compilation) -> None:
     c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
     kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
     c.run, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    if c.compiled:  # somebody believed the metadata
+        fast = c.run
+        checked, _ = codegen.load(c.plan, kernels, checked=True)
+        c.run = checked_first(checked, lambda: fast, lambda untrue: _repaired(c, untrue))
+
+
+def _repaired(c: Compilation, untrue: Untrue) -> tuple[Run, Callable[[], Run]]:
+    """Mend the metadata of a value that turned out otherwise, and compile the graph again."""
+    name = _origin(c.index.node_by_value(untrue.id))
+    node = next((n for n in c.graph.nodes if n.name == name), None)
+    if node is None or isinstance(node.meta.get("val"), tuple | list):
+        raise BackendContractError(f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it") from untrue
+    log.info("traced metadata of %s was untrue (%s); compiling again", name, untrue)
+    retrace.mend(c.graph, node, untrue.actual)
+    again = compile_graph(c.backend, c.options, c.gm, c.phase, c.const, c.report.road)
+    return again, lambda: again
 
 
 STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (

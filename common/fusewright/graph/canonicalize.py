@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph import retrace
 
 
 def canonicalize(graph: Graph) -> int:
@@ -19,4 +21,23 @@ def canonicalize(graph: Graph) -> int:
             row, node.args, node.kwargs = found
             node.target = row.target
             known += 1
+            _mend_dtypes(graph, node, row)
     return known
+
+
+def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
+    """Where the table knows better than torch's metadata which dtype eager gives (statistics of norms), the table is believed."""
+    val = node.meta.get("val")
+    if not isinstance(val, tuple | list):
+        return
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
+    dtypes = row.dtypes(args, kwargs)
+    mended = [_as(v, d) for v, d in zip(val, dtypes, strict=False)]
+    if any(a is not b for a, b in zip(val, mended, strict=False)):
+        node.meta["val"] = tuple(mended) + tuple(val[len(mended) :])
+        retrace.downstream(graph, node)
+
+
+def _as(val: object, dtype: torch.dtype | None) -> object:
+    wrong = isinstance(val, torch.Tensor) and dtype is not None and val.dtype != dtype
+    return retrace.fake_like(val, dtype=dtype) if wrong else val  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright.interface import Dim, KernelCode, Size
 from fusewright.plan.build import Plan, operator_of
+from fusewright.plan.firstrun import checker
 from fusewright.plan.frame import Frame, Frames, entry, fail
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
@@ -193,25 +194,29 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
     return dead
 
 
-def _body(plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches) -> list[str]:
+def _body(
+    plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches, checked: bool
+) -> list[str]:
     dead = _last_reads(instructions, keep)
     lines = []
     for k, i in enumerate(instructions):
         written = launches.lines(i) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
         lines += [f"    {line}" for line in written]
+        if checked and isinstance(i, Call):
+            lines += [f"    check({o}, v{o})" for o in i.outs if o in plan.specs]
         if k in dead:
             lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
     return lines
 
 
-def source(plan: Plan, names: Names, launches: _Launches) -> str:
-    """The text of `prepare` (once per set of weights) and `run` (each call)."""
+def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False) -> str:
+    """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`."""
     lines = []
     if plan.once:
         kept = set(plan.once_outputs) | set(plan.attributes)
         lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.once_inputs)}):")
-        lines += _body(plan, plan.once, kept, names, launches)
+        lines += _body(plan, plan.once, kept, names, launches, False)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.once_outputs)})")
         lines.append("")
     lines.append("def run(args):")
@@ -221,8 +226,10 @@ def source(plan: Plan, names: Names, launches: _Launches) -> str:
     if plan.once:
         left = f"{', '.join(f'v{i}' for i in plan.once_outputs)}, = " if plan.once_outputs else ""
         lines.append(f"    {left}once({', '.join(f'v{i}' for i in plan.once_inputs)})")
+    if checked:
+        lines += [f"    check({i}, v{i})" for i in plan.inputs if i in plan.specs]
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
-    body = _body(plan, plan.instructions, keep, names, launches)
+    body = _body(plan, plan.instructions, keep, names, launches, checked)
     if any(isinstance(i, Launch) for i in plan.instructions):
         lines += [*_symbols(plan), "    frame = frames.take()", "    threads = get_num_threads()", *body]
         lines.append("    frames.give_back(frame)")
@@ -232,14 +239,16 @@ def source(plan: Plan, names: Names, launches: _Launches) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load(plan: Plan, kernels: Mapping[str, KernelCode] | None = None) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
+def load(
+    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False
+) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
     """The plan as a callable that takes (and empties) a list of inputs, and its source text."""
     names = Names()
     launches = _Launches(plan, place(plan), kernels or {}, names)
-    text = source(plan, names, launches)
+    text = source(plan, names, launches, checked)
     names.space.update({f"v{i}": value for i, value in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space["get_num_threads"] = torch.get_num_threads
+    names.space.update(get_num_threads=torch.get_num_threads, check=checker(plan.specs))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.once:
         names.space["once"] = OnceCache(names.space["prepare"])

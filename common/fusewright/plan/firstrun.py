@@ -1,0 +1,67 @@
+"""The first run of a plan is checked: traced metadata is sometimes untrue, and kernels believe it.
+
+FakeTensor says, for example, that the statistics of a layer norm of bf16 with fp32 weights are bf16; a CPU gives fp32.
+When a value is not what was traced, its metadata is mended, the graph is compiled again, and the call starts over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusewright.interface import TensorSpec
+from fusewright.plan.opaque import mismatch
+
+Run = Callable[[list[Any]], Any]
+
+MAX_REPAIRS = 32
+
+
+class Untrue(Exception):
+    """The value `id` turned out as `actual`, which is not what was traced."""
+
+    def __init__(self, id: int, actual: torch.Tensor, reason: str) -> None:
+        super().__init__(f"value {id} {reason}")
+        self.id = id
+        self.actual = actual
+
+
+def checker(specs: dict[int, TensorSpec]) -> Callable[[int, Any], None]:
+    """`check(id, value)` for the code of a first run: raises `Untrue`."""
+
+    def check(id: int, value: Any) -> None:
+        spec = specs.get(id)
+        if spec is not None and isinstance(value, torch.Tensor) and (reason := mismatch(value, spec)):
+            raise Untrue(id, value, reason)
+
+    return check
+
+
+def checked_first(checked: Run, run: Callable[[], Run], repair: Callable[[Untrue], tuple[Run, Callable[[], Run]]]) -> Run:
+    """A callable whose first call goes through `checked`, and all later ones through `run()`.
+
+    `repair` mends the metadata and gives the new pair. Random numbers drawn by an abandoned run are given back.
+    """
+    final: Run | None = None
+
+    def first(args: list[Any]) -> Any:
+        nonlocal checked, run, final
+        for _ in range(MAX_REPAIRS):
+            kept, state = list(args), torch.get_rng_state()
+            try:
+                result = checked(args)
+            except Untrue as u:
+                torch.set_rng_state(state)
+                checked, run = repair(u)
+                args[:] = kept
+                continue
+            final = run()
+            return result
+        raise AssertionError(f"the metadata of this graph is still untrue after {MAX_REPAIRS} repairs")
+
+    def call(args: list[Any]) -> Any:
+        return first(args) if final is None else final(args)
+
+    return call

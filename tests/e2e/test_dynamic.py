@@ -1,0 +1,70 @@
+"""Symbolic sizes: few compiles, right at every length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusewright import report
+
+BACKEND = "x86_onednn"
+
+pytestmark = [pytest.mark.hardware(BACKEND), pytest.mark.usefixtures("fresh_dynamo")]
+
+
+def bert_inputs(length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(5, 90, (1, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def close(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Our error against fp64 is at most twice eager's, plus a floor of a few rounding steps."""
+    error, allowed = (ours.double() - exact).abs().max(), (eager.double() - exact).abs().max()
+    return bool(error <= 2 * allowed + 4 * torch.finfo(eager.dtype).eps * exact.abs().max())
+
+
+def bert() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers", reason="needs fusewright[bench]")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=256
+    )
+    return transformers.BertModel(config).eval()
+
+
+@torch.no_grad()
+def test_bert_at_four_lengths_compiles_at_most_twice() -> None:
+    module, exact = bert(), bert().double()
+    with report.recording() as reports:
+        twin = torch.compile(module, backend=BACKEND, dynamic=True)
+        for length in (32, 57, 128, 200):
+            inputs = bert_inputs(length)
+            ours, eager, right = twin(**inputs)[0], module(**inputs)[0], exact(**inputs)[0]
+            assert ours.shape == eager.shape and ours.stride() == eager.stride()
+            assert close(ours, eager, right), f"length {length}"
+    assert len(reports) <= 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 16, 17])
+def test_one_compiled_function_at_many_sizes(size: int) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+    twin = torch.compile(net, backend=BACKEND, dynamic=True)
+    for n in (5, size, 11):
+        x = torch.randn(n, 8)
+        torch.testing.assert_close(twin(x), net(x))
+
+
+@torch.no_grad()
+def test_mark_dynamic() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    with report.recording() as reports:
+        twin = torch.compile(net, backend=BACKEND)
+        for n in (4, 6, 9):
+            x = torch.randn(n, 8)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(twin(x), net(x))
+    assert len(reports) == 1
