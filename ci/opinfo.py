@@ -57,7 +57,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
     p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
     p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
-    p.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too")
+    p.add_argument(
+        "--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too"
+    )
     p.add_argument("--samples", type=int, default=4, help="samples per entry, spread over all; 0: every one")
     p.add_argument("--group", type=int, default=25, help="entries per child process")
     p.add_argument("--limit", type=float, default=120, help="seconds that one entry may take")

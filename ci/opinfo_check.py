@@ -106,7 +106,9 @@ def copies(sample: Any) -> tuple[Any, Any, Any]:
             new = x.detach().clone()
         else:  # overlapping elements too stay what they are
             memory = x.detach().untyped_storage().clone()
-            new = torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+            new = torch.empty(0, dtype=x.dtype, device=x.device).set_(
+                memory, x.storage_offset(), x.shape, x.stride()
+            )  # type: ignore[call-overload]
         return new.requires_grad_(x.requires_grad)
 
     return tuple(tree_map(copy, (sample.input, sample.args, sample.kwargs)))  # type: ignore[return-value]
@@ -116,7 +118,9 @@ UNDEFINED = re.compile(r"empty")
 """Names of entries whose values are whatever the memory held."""
 
 
-def call(op: Any, sample: Any, backend: str | None, gradients: bool = False, outcome: Outcome | None = None) -> Seen:
+def call(
+    op: Any, sample: Any, backend: str | None, gradients: bool = False, outcome: Outcome | None = None
+) -> Seen:
     """One call on copies of the sample, by eager (backend None) or compiled. Errors are caught and kept."""
     arguments = copies(sample)
     tensors = [t for t in tree_flatten(arguments)[0] if isinstance(t, torch.Tensor)]
@@ -163,7 +167,9 @@ def _gradients(result: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
 # ---------------------------------------------------------------- comparisons
 
 
-def _check_forward(outcome: Outcome, where: str, op: Any, sample: Any, dtype: torch.dtype, backend: str) -> None:
+def _check_forward(
+    outcome: Outcome, where: str, op: Any, sample: Any, dtype: torch.dtype, backend: str
+) -> None:
     wanted = call(op, sample, None)
     if wanted.error is not None:
         return
@@ -175,7 +181,9 @@ def _check_forward(outcome: Outcome, where: str, op: Any, sample: Any, dtype: to
     outcome.settle(where, found(backend, outcome), lambda: found(JUDGE))
 
 
-def _check_gradients(outcome: Outcome, where: str, op: Any, sample: Any, dtype: torch.dtype, backend: str) -> None:
+def _check_gradients(
+    outcome: Outcome, where: str, op: Any, sample: Any, dtype: torch.dtype, backend: str
+) -> None:
     wanted = call(op, sample, None, gradients=True)
     if wanted.error is not None or not wanted.gradients:
         return
@@ -197,7 +205,11 @@ def _check_error(outcome: Outcome, where: str, op: Any, sample: Any, backend: st
         if got is None:
             return [f"no error: eager raises {type(wanted).__name__}"]
         # Dynamo wraps what it finds while tracing in subclasses of eager's type.
-        return [] if isinstance(got, type(wanted)) else [f"error type: {type(got).__name__}, eager raises {type(wanted).__name__}"]
+        return (
+            []
+            if isinstance(got, type(wanted))
+            else [f"error type: {type(got).__name__}, eager raises {type(wanted).__name__}"]
+        )
 
     outcome.settle(where, found(backend), lambda: found(JUDGE))
 
@@ -238,7 +250,9 @@ class _Lazy:
         return self._value
 
 
-def _compare(kind: str, wanted: Sequence[Any], got: Sequence[Any], exact: Callable[[int], Any]) -> Iterator[str]:
+def _compare(
+    kind: str, wanted: Sequence[Any], got: Sequence[Any], exact: Callable[[int], Any]
+) -> Iterator[str]:
     for i, (w, g) in enumerate(itertools.zip_longest(wanted, got)):
         if not isinstance(w, torch.Tensor) or not isinstance(g, torch.Tensor):
             same = type(w) is type(g) and (w == g or w != w)
@@ -248,7 +262,9 @@ def _compare(kind: str, wanted: Sequence[Any], got: Sequence[Any], exact: Callab
         yield from _compare_tensor(kind, i, w, g, exact)
 
 
-def _compare_tensor(kind: str, i: int, w: torch.Tensor, g: torch.Tensor, exact: Callable[[int], Any]) -> Iterator[str]:
+def _compare_tensor(
+    kind: str, i: int, w: torch.Tensor, g: torch.Tensor, exact: Callable[[int], Any]
+) -> Iterator[str]:
     if w.dtype != g.dtype:
         yield f"dtype: {kind} {i} is {g.dtype}, eager has {w.dtype}"
     if w.shape != g.shape or w.layout != g.layout:
@@ -311,7 +327,11 @@ def _reference(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.T
     except (IndexError, AttributeError, RuntimeError, TypeError):
         return None
     r = torch.view_as_real(r) if r.is_complex() else r
-    usable = r.shape == like.shape and r.dtype == torch.float64 and bool(torch.equal(r.isfinite(), like.isfinite()))
+    usable = (
+        r.shape == like.shape
+        and r.dtype == torch.float64
+        and bool(torch.equal(r.isfinite(), like.isfinite()))
+    )
     return r if usable else None
 
 
@@ -330,7 +350,12 @@ def sharing(seen: Seen) -> list[tuple[int, int]]:
     """Which outputs share memory with which inputs and outputs, by position; -1 stands for a tensor without storage."""
 
     def storage(t: Any) -> int:
-        if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.numel() == 0 or t.is_quantized:
+        if (
+            not isinstance(t, torch.Tensor)
+            or t.layout is not torch.strided
+            or t.numel() == 0
+            or t.is_quantized
+        ):
             return -1
         return t.untyped_storage().data_ptr()
 

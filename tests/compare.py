@@ -16,7 +16,10 @@ def seen(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[t
     torch.manual_seed(SEED)
     outputs = tree_flatten(fn(*args))[0]
     everything = [*outputs, *args]
-    storages = [t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) and t.numel() else None for t in everything]
+    storages = [
+        t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) and t.numel() else None
+        for t in everything
+    ]
     pairs = [
         (i, j) for i in range(len(outputs)) for j in range(i + 1, len(everything))
         if storages[i] is not None and storages[i] == storages[j]

@@ -63,7 +63,7 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     regions, members = [], []
     for group in _groups(backend, index, claimed, verdicts, bugs):
         region = make_region(index, group, f"region{len(regions)}")
-        verdict = _worth(backend, region)
+        verdict = _worth(backend, region, bugs)
         if verdict:
             regions.append(region)
             members.append(group)
@@ -72,30 +72,65 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     return Partition(regions, members, verdicts, bugs)
 
 
-def _worth(backend: Backend, region: Region) -> Verdict:
+def _worth(backend: Backend, region: Region, bugs: list[str]) -> Verdict:
     if all(work(op).kind == "view" for op in region.ops):
         return Verdict(Why.UNPROFITABLE, "only views, which cost nothing in eager")
-    return backend.profitable(region)
+    try:
+        return backend.profitable(region)
+    except Exception as e:  # as in `ask`
+        bugs.append(f"{backend.name}.profitable() raised {type(e).__name__}: {e}")
+        return Verdict(Why.CRASHED, f"profitable() raised {type(e).__name__}: {e}")
 
 
 def _groups(
     backend: Backend, index: GraphIndex, claimed: Sequence[Node], verdicts: dict[int, Verdict], bugs: list[str]
 ) -> list[tuple[Node, ...]]:
-    asked = backend.group(index.graph_view(index.ops), frozenset(index.op_id(n) for n in claimed))
+    try:
+        asked = backend.group(index.graph_view(index.ops), frozenset(index.op_id(n) for n in claimed))
+    except Exception as e:  # as in `ask`
+        bugs.append(f"{backend.name}.group() raised {type(e).__name__}: {e}")
+        asked = None
     if asked is None:
         return convex_groups(index, claimed)
-    known = set(claimed)
-    groups, taken = [], set()
-    for ids in asked:
-        nodes = {index.node_of[i] for i in ids}
-        if not nodes <= known or nodes & taken or not is_convex(index, nodes):
-            bugs.append(f"{backend.name}.group() gave a group that overlaps, is not convex or was not claimed: {sorted(ids)}")
-            continue
-        taken |= nodes
-        groups.append(tuple(n for n in index.ops if n in nodes))
-    for n in known - taken:
-        verdicts[index.op_id(n)] = Verdict(Why.UNPROFITABLE, "claimed, but in no group of the backend")
+    groups, refused = _valid_groups(index, claimed, asked)
+    bugs += [f"{backend.name}.group() gave {reason}" for reason in refused]
+    taken = {n for g in groups for n in g}
+    for n in claimed:
+        if n not in taken:
+            verdicts[index.op_id(n)] = Verdict(Why.UNPROFITABLE, "claimed, but in no group of the backend")
     return groups
+
+
+def _valid_groups(
+    index: GraphIndex, claimed: Sequence[Node], asked: Iterable[frozenset[int]]
+) -> tuple[list[tuple[Node, ...]], list[str]]:
+    """The groups that a plan can run, and why each of the others was refused."""
+    known, taken = set(claimed), set()
+    position = {n: i for i, n in enumerate(index.graph.nodes)}
+    borders = [position[n] for n in index.ops if writes(n)]
+    groups: list[tuple[Node, ...]] = []
+    refused = []
+    for ids in asked:
+        nodes = {index.node_of[i] for i in ids if i in index.node_of}
+        span = [position[n] for n in nodes]
+        if len(nodes) < len(ids) or not nodes <= known:
+            refused.append(f"a group with an op that it did not claim: {sorted(ids)}")
+        elif nodes & taken:
+            refused.append(f"a group that overlaps another: {sorted(ids)}")
+        elif any(min(span) < b < max(span) for b in borders):
+            refused.append(f"a group across an op by which something is written in place: {sorted(ids)}")
+        else:
+            taken |= nodes
+            groups.append(tuple(sorted(nodes, key=position.__getitem__)))
+    if not wait_for_each_other(index, groups):
+        return groups, refused
+    good: list[tuple[Node, ...]] = []
+    for g in groups:
+        if wait_for_each_other(index, [*good, g]):
+            refused.append(f"a group that is not convex or waits for another that waits for it: {[n.name for n in g]}")
+        else:
+            good.append(g)
+    return good, refused
 
 
 def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node, ...]]:
@@ -163,21 +198,29 @@ def _joinable(
     return None
 
 
-def is_convex(index: GraphIndex, nodes: Iterable[Node]) -> bool:
-    """No path leaves the group and comes back."""
-    inside = set(nodes)
-    tainted: set[Node] = set()
-    for node in index.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        from_group = any(i in inside or (is_projection(i) and i.args[0] in inside) for i in node.all_input_nodes)
-        from_taint = any(i in tainted for i in node.all_input_nodes)
-        if node in inside:
-            if from_taint:
-                return False
-        elif not (is_projection(node) and node.args[0] in inside) and (from_group or from_taint):
-            tainted.add(node)
-    return True
+def wait_for_each_other(index: GraphIndex, groups: Sequence[Sequence[Node]]) -> bool:
+    """Whether the groups, each run in one go, cannot be put in an order. One group that is not convex cannot either."""
+    owner: dict[Node, object] = {n: k for k, g in enumerate(groups) for n in g}
+    for n in index.graph.nodes:
+        if is_projection(n):
+            owner[n] = owner.get(n.args[0], n.args[0])
+    needs: dict[object, set[object]] = {}
+    for n in index.graph.nodes:
+        me = owner.get(n, n)
+        needs.setdefault(me, set()).update(owner.get(i, i) for i in n.all_input_nodes)
+        needs[me].discard(me)
+    users: dict[object, list[object]] = {k: [] for k in needs}
+    for k, sources in needs.items():
+        for source in sources:
+            users[source].append(k)
+    left = {k: len(sources) for k, sources in needs.items()}
+    ready = [k for k, count in left.items() if count == 0]
+    for k in ready:  # grows while it is read
+        for user in users[k]:
+            left[user] -= 1
+            if left[user] == 0:
+                ready.append(user)
+    return len(ready) < len(left)
 
 
 def make_region(index: GraphIndex, nodes: Sequence[Node], name: str) -> Region:

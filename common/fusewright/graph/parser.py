@@ -1,8 +1,8 @@
 """Reads back what `printer` wrote: `to_text(parse(text)) == text`. Texts may also be written by hand, for tests.
 
-    %0: f32[2,s0] = input('x')
-    %1: f32[2,s0] = relu(%0)  # model.py:41
-    return [%1]
+%0: f32[2,s0] = input('x')
+%1: f32[2,s0] = relu(%0)  # model.py:41
+return [%1]
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ class ParseError(FusewrightError, ValueError):
 
 
 _DTYPES = {short: dtype for dtype, short in SHORT.items()}
-_PYTHON = {n: f for module in (math, operator) for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
+_PYTHON = {
+    n: f
+    for module in (math, operator)
+    for n, f in vars(module).items()
+    if callable(f) and not n.startswith("_")
+}
 _SCALARS: dict[str, Any] = {"int": 0, "float": 0.0, "bool": False, "str": "", "none": None}
 _WORDS: dict[str, Any] = {"None": None, "True": True, "False": False, "inf": math.inf, "nan": math.nan}
 _DEVICE = re.compile(r"(cpu|cuda|mps|meta|xpu|hip|privateuseone)(:\d+)?$")

@@ -143,7 +143,9 @@ CASES: dict[str, Case] = {
     "nonzero": Case(lambda x: x[x > 0].sum(), x34),
     "literal tensor": Case(lambda x: (x + torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1, 2])), x34),
     "constants out": Case(lambda x: (torch.ones(3), torch.arange(4), x + torch.arange(4)), x34),
-    "python values out": Case(lambda x: {"a": x + 1, "n": x.shape[0], "s": "text", "none": None, "f": 0.5, "t": True}, x34),
+    "python values out": Case(
+        lambda x: {"a": x + 1, "n": x.shape[0], "s": "text", "none": None, "f": 0.5, "t": True}, x34
+    ),
     "nested": Case(lambda x: {"a": [x + 1, (x - 1, {"b": x * 2})]}, x34),
     "no tensor out": Case(lambda x: x.shape, x34),
     "0-dim": Case(lambda x: (x.sum(), x * x.sum(), torch.tensor(2.0) + x), x34),
@@ -156,19 +158,29 @@ CASES: dict[str, Case] = {
     "transposed in": Case(lambda x: (x * 2, x + x.contiguous(), x.sum(0)), lambda: r(5, 6).t()),
     "overlapping in": Case(lambda x: (x * 2, x.sum(0)), lambda: r(1, 6).expand(4, 6)),
     "strided in": Case(lambda x: (x * 2, x.softmax(-1)), lambda: r(8, 12)[::2, 1::3]),
-    "negative zero": Case(lambda x: (x * 1, x * -0.0, 1 / F.pad(x, (1, 1), value=-0.0)), lambda: torch.tensor([0.0, -0.0, 1.0])),
-    "1, True and 1.0": Case(lambda x: (x + 1, x + True, x + 1.0, x * 1, x * True, x * 1.0), lambda: torch.arange(4)),
-    "integer and 0-dim float": Case(lambda x, s: (x + s, x * 2.5), lambda: torch.arange(4), lambda: torch.tensor(1.5)),
+    "negative zero": Case(
+        lambda x: (x * 1, x * -0.0, 1 / F.pad(x, (1, 1), value=-0.0)), lambda: torch.tensor([0.0, -0.0, 1.0])
+    ),
+    "1, True and 1.0": Case(
+        lambda x: (x + 1, x + True, x + 1.0, x * 1, x * True, x * 1.0), lambda: torch.arange(4)
+    ),
+    "integer and 0-dim float": Case(
+        lambda x, s: (x + s, x * 2.5), lambda: torch.arange(4), lambda: torch.tensor(1.5)
+    ),
     "half and 0-dim float": Case(lambda x, s: x + s, lambda: r(4).bfloat16(), lambda: torch.tensor(1.5)),
     "dropout": Case(lambda x: F.dropout(x, 0.5) + F.dropout(x, 0.5), x34),
-    "random in order": Case(lambda x: (torch.rand(3), x + torch.randn(3, 4), torch.rand(3), torch.randint(0, 9, (5,))), x34),
+    "random in order": Case(
+        lambda x: (torch.rand(3), x + torch.randn(3, 4), torch.rand(3), torch.randint(0, 9, (5,))), x34
+    ),
     "rand_like twice": Case(lambda x: torch.rand_like(x) - torch.rand_like(x), x34),
     "bernoulli": Case(lambda x: torch.bernoulli(x.sigmoid()) + torch.bernoulli(x.sigmoid()), x34),
     "sort": Case(lambda x: torch.sort(x, 1), x34),
     "unused input": Case(lambda x, y: x + 1, x34, x34),
     "dtype views": Case(lambda x: x.view(torch.int32) + 1, x34),
     "complex": Case(lambda x: torch.fft.fft(x).abs(), x34),
-    "index put": Case(lambda x: x.index_put((torch.tensor([0, 0]),), torch.tensor(1.0), accumulate=True), x34),
+    "index put": Case(
+        lambda x: x.index_put((torch.tensor([0, 0]),), torch.tensor(1.0), accumulate=True), x34
+    ),
     "bool mask": Case(lambda x: torch.where(x > 0, x, -x).masked_fill(x > 1, 0.0), x34),
 }
 

@@ -119,7 +119,11 @@ class _Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.norm(self.conv(x)))
         y = F.dropout(y, 0.5).mean((2, 3))
-        return F.log_softmax(self.head(y), -1).masked_fill(torch.ones(5, dtype=torch.bool), float("-inf")).clamp(-1e30)
+        return (
+            F.log_softmax(self.head(y), -1)
+            .masked_fill(torch.ones(5, dtype=torch.bool), float("-inf"))
+            .clamp(-1e30)
+        )
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

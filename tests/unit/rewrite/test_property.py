@@ -54,9 +54,13 @@ STEPS: dict[str, Step] = {
     "neg": lambda x, y: -x,
 }
 
-VALUES = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 3e38, 1e-42, 0.1, -2.0, 7.0, 0.5, -0.25, 2.0, -1.0])
+VALUES = torch.tensor(
+    [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 3e38, 1e-42, 0.1, -2.0, 7.0, 0.5, -0.25, 2.0, -1.0]
+)
 
-programs = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=8)
+programs = st.lists(
+    st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=8
+)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 
 
@@ -80,7 +84,9 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
 def _bits(t: Tensor) -> Any:
     views = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
     nan = t.isnan()  # which NaN an op gives is not defined
-    return torch.where(nan, torch.zeros_like(t), t).contiguous().view(views.get(t.dtype, t.dtype)).tolist(), nan.tolist()
+    return torch.where(nan, torch.zeros_like(t), t).contiguous().view(
+        views.get(t.dtype, t.dtype)
+    ).tolist(), nan.tolist()
 
 
 def _run(graph: Graph, inputs: list[Tensor]) -> tuple[list[Any], list[Any]]:
@@ -91,7 +97,9 @@ def _run(graph: Graph, inputs: list[Tensor]) -> tuple[list[Any], list[Any]]:
 
 
 @given(programs, st.lists(st.integers(0, 20), min_size=1, max_size=3), dtypes)
-def test_rules_and_cse_keep_every_bit(steps: list[tuple[str, int, int]], outputs: list[int], dtype: torch.dtype) -> None:
+def test_rules_and_cse_keep_every_bit(
+    steps: list[tuple[str, int, int]], outputs: list[int], dtype: torch.dtype
+) -> None:
     graph = make_fx(_program(steps, outputs), tracing_mode="fake")(*_inputs(dtype)).graph
     canonicalize(graph)
     before = _run(graph, _inputs(dtype))

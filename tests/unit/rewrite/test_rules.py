@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (one line of text per node)
 """Every rule has a case that it rewrites and one that it must leave alone, both as text."""
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ REWRITES: dict[str, tuple[str, str]] = {
         XW + "%3: f32[5,4] = linear(%0, %1, None)\nreturn [%3]\n",
     ),
     "linear.addmm_flat": (
-        X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
+        X3
+        + WT3
+        + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
         X3 + "%3: f32[2,5,4] = linear(%0, %1, %2)\nreturn [%3]\n",
     ),
     "linear.mm_flat": (
@@ -169,7 +172,11 @@ def test_a_disabled_rule_does_nothing(rule: str) -> None:
     assert to_text(graph) == before
 
 
-CHAIN = X + "".join(f"%{i}: f32[2,3] = mul(%{i - 1}, 1)\n" for i in range(1, 6)) + "%6: f32[2,3] = relu(%5)\nreturn [%6]\n"
+CHAIN = (
+    X
+    + "".join(f"%{i}: f32[2,3] = mul(%{i - 1}, 1)\n" for i in range(1, 6))
+    + "%6: f32[2,3] = relu(%5)\nreturn [%6]\n"
+)
 
 
 @pytest.mark.parametrize("fuel", range(7))
@@ -197,13 +204,19 @@ def test_fuel_bisects_to_the_wrong_rewrite() -> None:
 
 
 def test_literals_of_another_type_do_not_match() -> None:
-    graph = parse(X + "%1: f32[2,3] = mul(%0, True)\n%2: f32[2,3] = mul(%0, 1.0)\n%3: f32[2,3] = mul(%0, 1)\nreturn [%1, %2, %3]\n")
+    graph = parse(
+        X
+        + "%1: f32[2,3] = mul(%0, True)\n%2: f32[2,3] = mul(%0, 1.0)\n%3: f32[2,3] = mul(%0, 1)\nreturn [%1, %2, %3]\n"
+    )
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     assert [match(p("mul", ANY, 1), n, {}) for n in nodes] == [False, False, True]
 
 
 def test_a_name_that_captures_twice_must_be_one_thing() -> None:
-    graph = parse(X + "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = mul(%0, %0)\n%3: f32[2,3] = mul(%0, %1)\nreturn [%2, %3]\n")
+    graph = parse(
+        X
+        + "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = mul(%0, %0)\n%3: f32[2,3] = mul(%0, %1)\nreturn [%2, %3]\n"
+    )
     square, product = [n for n in graph.nodes if n.op == "call_function"][1:]
     assert match(p("mul", "x", "x"), square, {})
     assert not match(p("mul", "x", "x"), product, {})
