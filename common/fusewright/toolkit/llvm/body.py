@@ -131,7 +131,7 @@ class Body:
             rest = f.bin("sdiv", rest, n)
         start = [rest, *reversed(start)] if axes else []
 
-        def body(_: V, at: list[V]) -> list[V]:
+        def body(_item: V, at: list[V]) -> list[V]:
             for (a, _), x in zip(axes, at, strict=True):
                 self.lanes.axis[a] = x
             self._item()
