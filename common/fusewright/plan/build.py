@@ -14,7 +14,7 @@ from fusewright import ops
 from fusewright.graph.effects import draws, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, Region, TensorSpec, is_static
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 
 FOLD_LIMIT = 1 << 20
 """Largest result in bytes of an op without inputs (arange, full) that is computed once and kept."""
@@ -25,7 +25,7 @@ class Plan:
     """A compiled graph. `inputs` are value ids in calling order; `outputs` are Refs or plain values.
 
     `once` runs when a weight is first seen or has changed; it reads `once_inputs` and makes `once_outputs`.
-    `attributes` are tensors that the traced graph holds itself; `scalars` names the size symbols that inputs carry;
+    `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that inputs carry;
     `kernels` are the loop kernels of its launches by structural hash.
     """
 
@@ -36,7 +36,7 @@ class Plan:
     once_inputs: tuple[int, ...]
     once_outputs: tuple[int, ...]
     specs: dict[int, TensorSpec]
-    attributes: dict[int, Any] = field(default_factory=dict)
+    attributes: dict[int, tuple[str, Any]] = field(default_factory=dict)
     comments: dict[int, str] = field(default_factory=dict)
     scalars: dict[int, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
@@ -63,15 +63,17 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
     specs.update(index.temporaries)
     once, main = _split_once(index, flat, outputs, specs)
     once, leaves, kept = _needed(once, main, inputs)
-    attributes = {index.id(n): _attribute(graph.owning_module, n) for n in graph.nodes if n.op == "get_attr"}
+    held = graph.find_nodes(op="get_attr")
+    attributes = {index.id(n): (str(n.target), attribute(graph.owning_module, str(n.target))) for n in held}
     comments = {view.id: source_line(n) for n, view in index.ops.items()}
     scalars = {i: v.dim.symbol for n in graph.find_nodes(op="placeholder") for i, v in [(index.id(n), index.values(n)[0])] if v.dim}
     kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
     return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments, scalars, kernels)
 
 
-def _attribute(module: Any, node: Node) -> Any:
-    for part in str(node.target).split("."):
+def attribute(module: Any, target: str) -> Any:
+    """What a traced module holds under a dotted name."""
+    for part in target.split("."):
         module = getattr(module, part)
     return module
 
@@ -277,12 +279,26 @@ def _split_once(
 
 
 def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
-    """Ids whose memory the caller gets: the outputs, and what they may be views of."""
+    """Ids whose memory the caller gets or the plan writes: the outputs, what is written in place, and what these may be views of."""
     escapes = {r.id for r in outputs if isinstance(r, Ref)}
+    for i in flat:
+        if isinstance(i, Call):
+            escapes.update(_written(i))
     for i in reversed(flat):
         if escapes & set(i.outs) and may_alias(i):
             escapes.update(reads(i))
     return escapes
+
+
+def _written(call: Call) -> Iterable[int]:
+    """Ids of the arguments that an op writes in place."""
+    operator = operator_of(call.target)
+    if operator is None or not ops.is_mutating(operator):
+        return
+    given = dict(call.kwargs)
+    for k, formal in enumerate(operator._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            yield from refs(call.args[k] if k < len(call.args) else given.get(formal.name))
 
 
 def may_alias(i: Instruction) -> bool:

@@ -46,7 +46,8 @@ class OnceCache:
             self.runs += 1
             self._entries.pop(key, None)  # frees the stale copies before new ones are made
             stamp = [(w._version, w.data_ptr()) for w in weights]
-            values = self._prepare(*weights)
+            # From `.data`, because a view keeps what it is a view of alive: no weight could ever be freed.
+            values = self._prepare(*(w.data for w in weights))
 
             def forget(_: object, entries: dict[tuple[int, ...], _Entry] = self._entries) -> None:
                 entries.pop(key, None)
