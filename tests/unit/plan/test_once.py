@@ -1,0 +1,215 @@
+"""Prepacked constants follow their weights: packed once, packed again after any change that torch can see, freed with them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusewright import report
+from fusewright.plan.once import LIMIT, OnceCache
+
+
+def doubled(*weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(w * 2 for w in weights)
+
+
+def test_packs_once() -> None:
+    w = torch.ones(3)
+    cache = OnceCache(doubled)
+    first = cache(w)
+    assert cache(w) is first
+    assert cache.runs == 1
+
+
+def test_changes_are_seen() -> None:
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    cache = OnceCache(doubled)
+
+    def change_in_place() -> None:
+        with torch.no_grad():
+            layer.weight.add_(1)
+
+    def set_data() -> None:
+        layer.weight.data = torch.full((2, 2), 5.0)
+
+    for change in (
+        change_in_place,
+        lambda: layer.load_state_dict(other.state_dict()),
+        set_data,
+        lambda: nn.init.zeros_(layer.weight),
+        lambda: torch.optim.SGD(layer.parameters(), lr=1.0).step(),
+    ):
+        layer.weight.grad = torch.ones(2, 2)
+        cache(layer.weight)
+        change()
+        assert torch.equal(cache(layer.weight)[0], layer.weight * 2)
+
+
+def test_each_instance_has_its_own() -> None:
+    a, b = torch.ones(3), torch.zeros(3)
+    cache = OnceCache(doubled)
+    for _ in range(3):
+        assert cache(a)[0].tolist() == [2, 2, 2]
+        assert cache(b)[0].tolist() == [0, 0, 0]
+    assert cache.runs == 2
+
+
+def test_one_change_packs_one_instance_again() -> None:
+    a, b = torch.ones(3), torch.zeros(3)
+    cache = OnceCache(doubled)
+    kept = cache(b)
+    cache(a)
+    a.add_(1)
+    assert cache(a)[0].tolist() == [4, 4, 4]
+    assert cache(b) is kept
+    assert cache.runs == 3
+
+
+@pytest.mark.parametrize("prepare", [doubled, lambda w: (w.t(),), lambda w: (w.view(-1), w.detach())], ids=["copy", "view", "views"])
+def test_dies_with_its_weights(prepare: Any) -> None:
+    w = torch.ones(3, 3)
+    cache = OnceCache(prepare)
+    packed = [weakref.ref(t) for t in cache(w)]
+    weight = weakref.ref(w)
+    del w
+    gc.collect()
+    assert weight() is None, "what was packed keeps its weight alive"
+    assert [p() for p in packed] == [None] * len(packed)
+
+
+def test_packing_is_not_recorded_by_autograd() -> None:
+    w = torch.ones(3, requires_grad=True)
+    assert not OnceCache(doubled)(w)[0].requires_grad
+
+
+def test_old_sets_are_dropped() -> None:
+    weights = [torch.full((1,), float(i)) for i in range(LIMIT + 5)]
+    cache = OnceCache(doubled)
+    for w in weights:
+        cache(w)
+    assert cache(weights[-1])[0].item() == 2 * (LIMIT + 4)
+    assert cache.runs == LIMIT + 5
+    assert cache(weights[0])[0].item() == 0
+    assert cache.runs == LIMIT + 6
+
+
+def test_a_failed_packing_is_tried_again() -> None:
+    broken = True
+
+    def prepare(w: Tensor) -> tuple[Tensor, ...]:
+        if broken:
+            raise MemoryError
+        return (w + 1,)
+
+    w = torch.zeros(1)
+    cache = OnceCache(prepare)
+    with pytest.raises(MemoryError):
+        cache(w)
+    broken = False
+    assert cache(w)[0].item() == 1
+
+
+def test_threads_get_right_values() -> None:
+    weights = [torch.full((4,), float(i)) for i in range(4)]
+    cache = OnceCache(doubled)
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        for n in range(50):
+            i = (k + n) % 4
+            if cache(weights[i])[0][0].item() != 2 * i:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+# ---------------------------------------------------------------- through torch.compile
+
+
+class _Scaled(nn.Module):
+    """`weight * 2 + 1` depends on the weight only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * 2 + 1).t() + self.shift.exp()
+
+
+@pytest.fixture
+def compiled(fresh_dynamo: None) -> tuple[_Scaled, Any]:
+    model = _Scaled()
+    return model, torch.compile(model, backend="fusewright_null")
+
+
+X = torch.arange(6.0).view(2, 3)
+
+
+def test_the_plan_prepares_what_depends_on_weights_only(compiled: tuple[_Scaled, Any]) -> None:
+    model, fn = compiled
+    with torch.no_grad(), report.recording() as reports:
+        fn(X)
+    prepare, run = reports[0].texts["plan"].split("def run")
+    assert prepare.count("aten_mul") == 1 and prepare.count("aten_exp") == 1
+    assert "aten_mul" not in run and "aten_exp" not in run
+
+
+def test_the_next_call_sees_changed_weights(compiled: tuple[_Scaled, Any]) -> None:
+    model, fn = compiled
+    other = _Scaled()
+    with torch.no_grad():
+        for change in (
+            lambda: model.weight.mul_(3),
+            lambda: model.shift.add_(1),
+            lambda: model.load_state_dict(other.state_dict()),
+            lambda: setattr(model.weight, "data", torch.eye(3)),
+            lambda: setattr(model, "weight", nn.Parameter(torch.eye(3) * 4)),
+        ):
+            torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
+            change()
+            torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
+
+
+def test_training_steps_between_evaluations(compiled: tuple[_Scaled, Any]) -> None:
+    model, fn = compiled
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
+        fn(X).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_constant_that_is_returned_is_not_shared_between_calls(fresh_dynamo: None) -> None:
+    w = nn.Parameter(torch.ones(3))
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = w
+
+        def forward(self, x: Tensor) -> Any:
+            doubled = self.w * 2
+            return doubled, doubled.view(3, 1), torch.arange(3), torch.ones(3).view(3, 1), x + torch.arange(3)
+
+    fn = torch.compile(Returns(), backend="fusewright_null")
+    with torch.no_grad():
+        wanted = [t.clone() for t in fn(torch.zeros(3))]
+        for t in fn(torch.zeros(3)):
+            t.add_(100)
+        for again, first in zip(fn(torch.zeros(3)), wanted, strict=True):
+            assert torch.equal(again, first)
