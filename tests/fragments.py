@@ -48,9 +48,10 @@ class Sketch:
         self.inputs.append(value)
         return value
 
-    def _value(self, t: torch.Tensor, const: bool = False) -> Value:
-        value = Value(len(self.tensors) + 1, spec_of(t, const))
-        self.tensors[value.id] = t
+    def _value(self, t: torch.Tensor | None, const: bool = False) -> Value:
+        """A result that an op does not compute is None."""
+        value = Value(len(self.tensors) + 1, None if t is None else spec_of(t, const))
+        self.tensors[value.id] = t  # type: ignore[assignment]
         return value
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> Value:

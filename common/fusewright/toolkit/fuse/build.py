@@ -1,0 +1,203 @@
+"""From a group of ops to a kernel: axes, values at each element, stores. Equal groups build one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space, compute_dtype
+from fusewright.toolkit.fuse.flow import Flow
+from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
+from fusewright.toolkit.fuse.space import At, Shape, parse_size, product, shape_of
+from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
+from fusewright.toolkit.kernel.extent import Extent, symbols
+from fusewright.toolkit.kernel.ir import used_symbols
+from fusewright.toolkit.kernel.types import from_torch
+
+__all__ = ["Built", "build_group", "loop_order", "space_for"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel with the values that it reads and makes. `inplace` are the (output, input) pairs that may share memory."""
+
+    kernel: Kernel
+    hash: str
+    inputs: tuple[int, ...]
+    outs: tuple[int, ...]
+    inplace: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One rule of one op: what a group is made of."""
+
+    op: OpView
+    rule: Map | Row | Scatter
+
+    def domain(self) -> Domain:
+        if isinstance(self.rule, Row):
+            return self.rule.domain(self.op)
+        if isinstance(self.rule, Scatter):
+            return Domain(self.rule.shape(self.op), ())
+        return Domain(shape_of(self.op.out.spec), ())  # type: ignore[arg-type]
+
+    def outs(self) -> tuple[tuple[Value, Level], ...]:
+        """The values that it computes. What a scatter makes is complete only after its kernel: no value of it."""
+        if isinstance(self.rule, Scatter):
+            return ()
+        if isinstance(self.rule, Row):
+            found = zip((self.op.outs[k] for k in self.rule.outs), self.rule.levels, strict=True)
+            return tuple((v, level) for v, level in found if v.spec is not None)
+        return tuple((v, "full") for v in self.op.outs if v.spec is not None and 0 not in v.spec.shape)
+
+    def outs_in(self, numel: Extent) -> tuple[tuple[Value, Level], ...]:
+        """The same in a domain of `numel` elements: a map of fewer runs once per row."""
+        if isinstance(self.rule, Map) and product(shape_of(self.op.out.spec)) != numel:  # type: ignore[arg-type]
+            return tuple((v, "row") for v, _ in self.outs())
+        return self.outs()
+
+
+def units_of(flow: Flow, op: OpView) -> list[Unit]:
+    """The units of an op; none for a view, or for an op without rules."""
+    return [Unit(op, rule) for rule in flow.rules(op) if not isinstance(rule, View) and _makes_something(op, rule)]
+
+
+def _makes_something(op: OpView, rule: Rule) -> bool:
+    return not isinstance(rule, Row) or any(op.outs[k].spec is not None for k in rule.outs)
+
+
+@dataclass(frozen=True)
+class Root:
+    """A value that the kernel stores, and at which level."""
+
+    value: Value
+    level: Level
+
+
+def size_hints(values: Sequence[Value]) -> dict[str, int]:
+    """Symbol -> size seen when tracing, as far as the values' specs tell."""
+    hints: dict[str, int] = {}
+    for v in values:
+        dims = [v.dim] if v.spec is None else [*v.spec.shape, *v.spec.stride]
+        for d in dims:
+            if d is not None and not isinstance(d, int):
+                found = symbols(parse_size(d.symbol))
+                if found == {d.symbol}:
+                    hints[d.symbol] = d.hint
+    return hints
+
+
+def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, ...]:
+    """Dims of the domain from the outermost loop to the innermost, parallel ones first; by the strides of `like`."""
+    rank = len(domain.shape)
+    outer = [d for d in range(rank) if d not in domain.dims]
+    inner = list(domain.dims)
+    if like is not None and like.spec is not None and shape_of(like.spec) == domain.shape:
+        steps = [s if isinstance(s, int) else s.hint for s in like.spec.stride]
+        outer.sort(key=lambda d: (-steps[d], d))
+        if not ordered:
+            inner.sort(key=lambda d: (-steps[d], d))
+    return (*outer, *inner)
+
+
+def space_for(
+    domain: Domain, order: Sequence[int], name: str = "fused", hints: dict[str, int] | None = None
+) -> tuple[Builder, Space]:
+    """A builder with one axis per dim of the domain, in this order, and its elements."""
+    n_p = len(domain.shape) - len(domain.dims)
+    sizes = [domain.shape[d] for d in order]
+    b = Builder(name, sizes[:n_p], sizes[n_p:], hints)
+    axes = dict(zip(order, b.axes, strict=True))
+    return b, Space.of(domain, axes)
+
+
+def add_rows(e: Evaluator, space: Space, units: Sequence[Unit]) -> None:
+    """Compute the results of row units (in topological order) over the space, so that `e` knows them."""
+    for u in units:
+        if not isinstance(u.rule, Row):
+            continue
+        results = u.rule.code(RowContext(e, space, u.domain()), u.op)
+        for k, level, val in zip(u.rule.outs, u.rule.levels, results, strict=True):
+            out = u.op.outs[k]
+            if out.spec is not None:
+                at = space.base if level == "full" else space.row
+                e.rows[out.id] = (e.b.cast(val, compute_dtype(out.spec.dtype)), at.linear)
+
+
+def segments(domain: Domain) -> tuple[tuple[bool, Extent], ...]:
+    """The domain's dims in order as (reduced?, size), sizes of one left out and equal neighbours joined."""
+    out: list[tuple[bool, Extent]] = []
+    for d, s in enumerate(domain.shape):
+        reduced = d in domain.dims
+        if s == 1:
+            continue
+        if out and out[-1][0] == reduced:
+            out[-1] = (reduced, out[-1][1] * s)
+        else:
+            out.append((reduced, s))
+    return tuple(out)
+
+
+def build_group(
+    flow: Flow, name: str, units: Sequence[Unit], domain: Domain, order: Sequence[int], roots: Sequence[Root]
+) -> Built:
+    """The kernel that computes `units` (topological) and stores `roots`.
+
+    NotAligned or IndexTooComplex when they cannot be one kernel.
+    """
+    b, space = space_for(domain, order, name, size_hints(values_of(flow, units)))
+    e = Evaluator(b, flow, frozenset(v.id for u in units for v, _ in u.outs()))
+    add_rows(e, space, units)
+    stored = []
+    for root in roots:
+        assert root.value.spec is not None
+        at = (space.base if root.level == "full" else space.row).reshape(shape_of(root.value.spec))
+        stored.append((root.value, at, e.value(root.value, at)))
+    for k, (value, at, val) in enumerate(stored):
+        store(e, b.output(f"y{k}", from_torch(value.spec.dtype)), value.spec, at, val)  # type: ignore[union-attr, arg-type]
+    return finished(e, [r.value.id for r in roots])
+
+
+def values_of(flow: Flow, units: Sequence[Unit]) -> list[Value]:
+    """Every value that the units mention, those behind views and inlined ops too."""
+    values = [v for u in units for v in (*u.op.inputs(), *u.op.outs)]
+    return values + [s for u in units for v in u.op.inputs() for s in flow.sources(v)]
+
+
+def store(e: Evaluator, buffer: int, spec: TensorSpec, at: At, val: Val, how: str = "") -> None:
+    """Store a value in the type and the layout of a tensor."""
+    e.b.store(buffer, e.address(spec, at), e.b.cast(val, from_torch(spec.dtype)), how=how)
+
+
+def finished(e: Evaluator, outs: Sequence[int]) -> Built:
+    """The verified kernel, with the size symbols and the tensors that it really uses."""
+    kernel = e.b.build()
+    by_buffer = {buffer: i for i, buffer in e.buffers.items()}
+    used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
+    kept = [k for k, b in enumerate(kernel.buffers) if k in used or b.access != "in"]
+    if len(kept) != len(kernel.buffers):
+        kernel = _without_buffers(kernel, kept)
+    symbols_used = used_symbols(kernel)
+    if len(symbols_used) != len(kernel.symbols):
+        pairs = [(s, h) for s, h in zip(kernel.symbols, kernel.hints, strict=True) if s in symbols_used]
+        kernel = replace(kernel, symbols=tuple(s for s, _ in pairs), hints=tuple(h for _, h in pairs))
+    inputs = tuple(by_buffer[k] for k in kept if k in by_buffer)
+    return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel))
+
+
+def _without_buffers(kernel: Kernel, kept: Sequence[int]) -> Kernel:
+    """The kernel with only those buffers."""
+    number = {old: new for new, old in enumerate(kept)}
+    stages = tuple(
+        replace(s, nodes=tuple(n if n.buffer is None else replace(n, buffer=number[n.buffer]) for n in s.nodes))
+        for s in kernel.stages
+    )
+    return replace(kernel, buffers=tuple(kernel.buffers[k] for k in kept), stages=stages)
+
+
+def sharing(kernel: Kernel) -> tuple[tuple[int, int], ...]:
+    """(output, input) positions whose tensors may be one and the same."""
+    ins = [i for i, b in enumerate(kernel.buffers) if b.access == "in"]
+    outs = [i for i, b in enumerate(kernel.buffers) if b.access == "out"]
+    return tuple((o, i) for o, out in enumerate(outs) for i, source in enumerate(ins) if kernel.may_share(out, source))

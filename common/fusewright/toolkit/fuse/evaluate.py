@@ -1,0 +1,234 @@
+"""The value of a tensor at an index, inside a kernel: loaded where it lies in memory, computed by its rule where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.fuse.flow import Flow
+from fusewright.toolkit.fuse.rules import Domain, Map, Row, View
+from fusewright.toolkit.fuse.space import At, extent, is_contiguous, shape_of, stride_of
+from fusewright.toolkit.kernel import Builder, Index, Val
+from fusewright.toolkit.kernel.types import TYPES, DType, compute_type, from_torch
+
+
+class NotAligned(Exception):
+    """A result of a row is wanted at another place than the row's own: the tensor must be stored first."""
+
+
+def compute_dtype(dtype: torch.dtype) -> DType:
+    """The kernel type in which values of a torch dtype are held."""
+    return compute_type(from_torch(dtype))
+
+
+class Evaluator:
+    """Evaluates values of a graph over the axes of one kernel. `members` are the values that it computes."""
+
+    def __init__(self, builder: Builder, flow: Flow, members: frozenset[int]) -> None:
+        self.b = builder
+        self.flow = flow
+        self.members = members
+        self.rows: dict[int, tuple[Val, Index]] = {}
+        """Result of a row op -> its value and the linear index at which it is the value."""
+        self.buffers: dict[int, int] = {}
+        """Loaded value -> buffer, in the order of the kernel's inputs."""
+        self._memo: dict[tuple[Any, ...], Val] = {}
+        self._mask: Val | None = None
+
+    # ---- values ----
+
+    def __call__(self, arg: Any, at: At, dtype: DType | None = None) -> Val:
+        """`arg` (a value or a number) at the element `at`, broadcast if need be, in `dtype` or in its compute type."""
+        if not isinstance(arg, Value):
+            return self.const(arg, dtype or _type_of_number(arg))
+        if arg.spec is None:
+            if arg.dim is None:
+                raise NotAligned("a number that is only known at run time")
+            v = self.b.index_value(Index(extent(arg.dim), sizes=self.b.p + self.b.r))
+        else:
+            v = self.value(arg, at.broadcast(shape_of(arg.spec)))
+        return v if dtype is None else self.cast(v, dtype)
+
+    def const(self, number: Any, dtype: DType) -> Val:
+        """A Python number as a value; integers wrap as torch's conversion does."""
+        info = TYPES[dtype]
+        if info.kind == "int" and isinstance(number, int | float) and not isinstance(number, bool):
+            bits = 8 * info.size
+            number = int(number) & ((1 << bits) - 1)
+            if info.signed and number >> (bits - 1):
+                number -= 1 << bits
+        return self.b.const(number, dtype)
+
+    def cast(self, v: Val, dtype: DType) -> Val:
+        """`v` in another type. To half: rounded, and held in fp32 again."""
+        if not TYPES[dtype].compute:
+            return self.b.cast(self.b.cast(v, dtype), compute_type(dtype))
+        return self.b.cast(v, dtype)
+
+    def value(self, v: Value, at: At) -> Val:
+        """A tensor value at an element of its own shape."""
+        key = (v.id, at, None if self._mask is None else self._mask.id)
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = self._value(v, at)
+        return found
+
+    def _value(self, v: Value, at: At) -> Val:
+        made = self.flow.producer.get(v.id)
+        if made is None:
+            return self.load(v, at)
+        op, k = made
+        rule = self.flow.rule(op, k)
+        if isinstance(rule, View):
+            return self.value(*rule.code(op, k, at))
+        if v.id in self.members or self.flow.is_inline(op):
+            if isinstance(rule, Row):
+                return self.row_result(v, at)
+            if isinstance(rule, Map):
+                return self.computed(v, op, k, at, rule)
+        return self.load(v, at)
+
+    def computed(self, v: Value, op: OpView, k: int, at: At, rule: Map) -> Val:
+        """The element of a map op, in the compute type of its dtype."""
+        assert v.spec is not None
+        return self.b.cast(rule.code(self, op, k, at), compute_dtype(v.spec.dtype))
+
+    def row_result(self, v: Value, at: At) -> Val:
+        if v.id not in self.rows:
+            raise NotAligned("a row op that is not computed yet")
+        val, linear = self.rows[v.id]
+        if at.linear != linear:
+            raise NotAligned("a result of a row is read at another element than its own")
+        return val
+
+    def load(self, v: Value, at: At) -> Val:
+        """From memory. Under a mask nothing is read where it does not hold."""
+        assert v.spec is not None
+        buffer = self.buffer(v)
+        address = self.address(v.spec, at)
+        if self._mask is None:
+            got = self.b.load(buffer, address)
+        else:
+            got = self.b.load(buffer, address, self._mask, 0)
+        return self.b.cast(got, compute_type(got.dtype))
+
+    def buffer(self, v: Value) -> int:
+        """The input buffer of a value."""
+        assert v.spec is not None
+        if v.id not in self.buffers:
+            name = f"x{len(self.buffers)}"
+            self.buffers[v.id] = self.b.input(name, from_torch(v.spec.dtype))
+        return self.buffers[v.id]
+
+    @staticmethod
+    def address(spec: TensorSpec, at: At) -> Index:
+        """Where the element lies, in elements from the tensor's first."""
+        if is_contiguous(spec):
+            return at.linear
+        out = Index(sizes=at.dims[0].sizes) if at.dims else Index()
+        for ix, size, step in zip(at.dims, shape_of(spec), stride_of(spec), strict=True):
+            if size != 1 and step != 0:
+                out = out + ix * step
+        return out
+
+    # ---- helpers for rules ----
+
+    @property
+    def mask(self) -> Val | None:
+        """The condition under which values are wanted now; None: always."""
+        return self._mask
+
+    @contextmanager
+    def masked(self, condition: Val) -> Iterator[None]:
+        """Values asked for inside are only used where `condition` holds: nothing is read elsewhere."""
+        before = self._mask
+        self._mask = condition if before is None else self.b.op("and", before, condition)
+        try:
+            yield
+        finally:
+            self._mask = before
+
+    def position(self, index: Index) -> Val:
+        """An index as an i64 value."""
+        return self.b.index_value(index)
+
+    def lookup(self, indices: Value, at: At, size: Any, wrap: bool = False) -> Index:
+        """An index that a tensor of integers names, checked against `size`. IndexError at run time when it is outside."""
+        i = self(indices, at, "i64")
+        return self.b.indirect(self.b.bound(i, size, wrap, self._mask))
+
+
+def _type_of_number(number: Any) -> DType:
+    return "bool" if isinstance(number, bool) else "i64" if isinstance(number, int) else "f64"
+
+
+@dataclass
+class Space:
+    """The axes of one kernel: `base` is the element of the domain, `row` the same without the reduced dims."""
+
+    domain: Domain
+    base: At
+    row: At
+    along: At
+
+    @classmethod
+    def of(cls, domain: Domain, axes: Mapping[int, Index]) -> Space:
+        base = At(domain.shape, tuple(axes[d] for d in range(len(domain.shape))))
+        outer = [d for d in range(len(domain.shape)) if d not in domain.dims]
+        return cls(domain, base, base.pick(outer), base.pick(domain.dims))
+
+
+class RowContext:
+    """What a row rule sees: elements of its domain, and reductions over its rows."""
+
+    def __init__(self, e: Evaluator, space: Space, domain: Domain) -> None:
+        self.e, self.b = e, e.b
+        self.domain = domain
+        self.full = space.base.reshape(domain.shape)
+        outer = [d for d in range(len(domain.shape)) if d not in domain.dims]
+        self.row = At(tuple(domain.shape[d] for d in outer), tuple(self.full.dims[d] for d in outer), space.row.linear)
+        self.along = self.full.pick(domain.dims)
+
+    def x(self, arg: Any, dtype: DType | None = None) -> Val:
+        """A value over the domain: of its shape, of as many elements, or broadcast to it."""
+        at = self.full
+        if isinstance(arg, Value) and arg.spec is not None:
+            shape = shape_of(arg.spec)
+            at = at if _broadcasts(shape, at.shape) else at.reshape(shape)
+        return self.e(arg, at, dtype)
+
+    def per_row(self, arg: Any, dtype: DType | None = None) -> Val:
+        """A value with one element per row, whatever its shape."""
+        return self.e(arg, self._shaped(self.row, arg), dtype)
+
+    def per_position(self, arg: Any, dtype: DType | None = None) -> Val:
+        """A value with one element per position in the row, the same for all rows (a weight)."""
+        return self.e(arg, self._shaped(self.along, arg), dtype)
+
+    @staticmethod
+    def _shaped(at: At, arg: Any) -> At:
+        return at.reshape(shape_of(arg.spec)) if isinstance(arg, Value) and arg.spec is not None else at
+
+    def count(self) -> Any:
+        """Elements in a row, an extent."""
+        n: Any = 1
+        for d in self.domain.dims:
+            n = self.domain.shape[d] * n
+        return n
+
+    def sum(self, v: Val) -> Val:
+        return self.b.reduce("sum", v)
+
+    def mean(self, v: Val) -> Val:
+        return self.b.reduce("mean", v)
+
+
+def _broadcasts(shape: tuple[Any, ...], to: tuple[Any, ...]) -> bool:
+    if len(shape) > len(to):
+        return False
+    return all(s in (1, t) for s, t in zip(reversed(shape), reversed(to), strict=False))

@@ -1,0 +1,143 @@
+"""A region as values and their rules: who makes what, who uses what, what is so cheap that nobody needs to store it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.fuse.rules import Map, Rule, Row, Scatter, View
+from fusewright.toolkit.fuse.space import Shape, factor_groups, shape_of, stride_of
+
+RulesOf = Callable[[OpView], tuple[Rule, ...]]
+
+INLINE_COST = 12
+"""A map op of at most this many vector instructions may be computed again by each of its users ..."""
+
+INLINE_BYTES = 4
+"""... when what it reads has at most one n-th of the bytes that it writes."""
+
+INLINE_DEPTH = 12
+"""Longest chain of such ops."""
+
+
+class Flow:
+    """The ops of a region that kernels may compute (`ops`), with their rules. `fixed` are ops that something else computes."""
+
+    def __init__(self, ops: Iterable[OpView], rules_of: RulesOf, fixed: frozenset[int] = frozenset()) -> None:
+        self.ops = {op.id: op for op in ops}
+        self.fixed = fixed
+        self.producer: dict[int, tuple[OpView, int]] = {}
+        self.users: dict[int, list[OpView]] = {}
+        self._rules: dict[int, tuple[Rule, ...]] = {}
+        self._inline: dict[int, int] = {}
+        for op in self.ops.values():
+            for v in op.inputs():
+                self.users.setdefault(v.id, []).append(op)
+            if op.id in fixed:
+                continue
+            rules = rules_of(op)
+            if rules and isinstance(rules[0], View) and not is_alias(op):
+                rules = (copy_of(rules[0]),)
+            if not rules:
+                continue
+            self._rules[op.id] = rules
+            for k, out in enumerate(op.outs):
+                self.producer[out.id] = (op, k)
+            depth = self._inline_depth(op, rules)
+            if depth is not None:
+                self._inline[op.id] = depth
+
+    def rules(self, op: OpView) -> tuple[Rule, ...]:
+        """The rules by which kernels compute `op`; none for a fixed op."""
+        return self._rules.get(op.id, ())
+
+    def rule(self, op: OpView, k: int) -> Rule:
+        """The rule of output `k`."""
+        rules = self._rules[op.id]
+        if len(rules) == 1:
+            return rules[0]
+        return next(r for r in rules if isinstance(r, Row) and k in r.outs)
+
+    def is_view(self, op: OpView) -> bool:
+        rules = self.rules(op)
+        return bool(rules) and isinstance(rules[0], View)
+
+    def is_scatter(self, op: OpView) -> bool:
+        rules = self.rules(op)
+        return bool(rules) and isinstance(rules[0], Scatter)
+
+    def is_inline(self, op: OpView) -> bool:
+        """Whether each user computes `op` for itself."""
+        return op.id in self._inline
+
+    def stop_inlining(self, op: OpView) -> None:
+        self._inline.pop(op.id, None)
+
+    def _inline_depth(self, op: OpView, rules: tuple[Rule, ...]) -> int | None:
+        rule = rules[0]
+        if not isinstance(rule, Map) or len(op.outs) != 1 or op.out.spec is None:
+            return None
+        tiny = op.out.spec.numel_hint() <= 1
+        if rule.cost > INLINE_COST and not tiny:
+            return None
+        read, depth = 0, 1
+        for v in op.inputs():
+            if v.spec is None:
+                continue
+            read += sum(leaf.bytes_hint() for leaf in self.leaves(v))
+            depth = max(depth, 1 + self._depth(v))
+        small = read * INLINE_BYTES <= op.out.spec.bytes_hint() or (tiny and read <= 64)
+        return depth if small and depth <= INLINE_DEPTH else None
+
+    def _depth(self, v: Value) -> int:
+        made = self.producer.get(v.id)
+        if made is None:
+            return 0
+        op, k = made
+        if self.is_view(op):
+            return max((self._depth(x) for x in op.inputs()), default=0)
+        return self._inline.get(op.id, 0)
+
+    def leaves(self, v: Value) -> Iterable[TensorSpec]:
+        """What is read from memory to know `v`: itself, or what lies behind views and inlined ops."""
+        return [x.spec for x in self.sources(v) if x.spec is not None]
+
+    def sources(self, v: Value) -> list[Value]:
+        """The values behind views and inlined ops that `v` depends on."""
+        found: dict[int, Value] = {}
+        todo = [v]
+        while todo:
+            x = todo.pop()
+            made = self.producer.get(x.id)
+            if made is not None and (self.is_view(made[0]) or self.is_inline(made[0])):
+                todo.extend(made[0].inputs())
+            else:
+                found.setdefault(x.id, x)
+        return list(found.values())
+
+
+def is_alias(op: OpView) -> bool:
+    """Whether a view op really shares memory: a reshape may also copy. Told from the strides of its argument."""
+    if op.op != "reshape" or op.out.spec is None:
+        return True
+    source = op.arg("self").spec
+    shape, stride = shape_of(source), stride_of(source)
+    return all(_one_stride(shape, stride, a) for a, _ in factor_groups(shape, shape_of(op.out.spec)))
+
+
+def _one_stride(shape: Shape, stride: Shape, dims: tuple[int, ...]) -> bool:
+    """Whether these neighbouring dims lie in memory like a single one."""
+    real = [d for d in dims if shape[d] != 1]
+    return all(stride[a] == stride[b] * shape[b] for a, b in pairwise(real))
+
+
+_COPIES: dict[int, Map] = {}
+
+
+def copy_of(view: View) -> Map:
+    """A view's rule as that of an op that copies."""
+    found = _COPIES.get(id(view))
+    if found is None:
+        found = _COPIES[id(view)] = Map(lambda e, op, k, at: e.value(*view.code(op, k, at)), view.check)
+    return found

@@ -1,0 +1,329 @@
+"""From a region to a fragment: library calls where they were asked for, loop kernels for the rest, views in between."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fusewright.interface import CompileContext, Decline, Fragment, OpView, Region, TensorSpec, Value, Why
+from fusewright.plan.ir import Instruction, Launch, Ref, reads
+from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, loop_order, units_of
+from fusewright.toolkit.fuse.evaluate import NotAligned
+from fusewright.toolkit.fuse.flow import Flow
+from fusewright.toolkit.fuse.group import Group, Grouper
+from fusewright.toolkit.fuse.rules import Domain, Row, Rule
+from fusewright.toolkit.fuse.scattered import build_scatter
+from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
+from fusewright.toolkit.fuse.space import shape_of
+from fusewright.toolkit.fuse.tables import rules_of, verdict
+from fusewright.toolkit.kernel import IndexTooComplex, Kernel
+
+MAX_ROUNDS = 64
+"""Rounds of planning again after a group turned out to be no kernel."""
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region."""
+
+    ops: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    note: str = ""
+
+
+class Unplaceable(Exception):
+    """Ops that are no kernel together (or, one op, no kernel at all)."""
+
+    def __init__(self, ops: Sequence[OpView], why: str) -> None:
+        super().__init__(why)
+        self.ops = tuple(ops)
+
+
+@dataclass
+class _Item:
+    """Instructions that stay together in the order of the fragment."""
+
+    position: int
+    instructions: tuple[Instruction, ...]
+    reads: frozenset[int]
+    makes: frozenset[int]
+
+
+@dataclass
+class Fused:
+    """What the fuser made of a region, before it becomes a fragment; `groups` tells which ops share which kernel."""
+
+    items: list[_Item] = field(default_factory=list)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)
+
+
+def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (), memo: KernelMemo = MEMO) -> Fragment:
+    """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule fits.
+
+    Declines (DYNAMIC_SHAPE) ops whose kernel needs a size that no tensor of the region has.
+    """
+    solo: set[int] = set()
+    plain: set[int] = {op.id for op in region.ops} - {i for c in calls for i in c.ops}
+    plain -= {op.id for op in region.ops if op.id in plain and verdict(op)}
+    for _ in range(MAX_ROUNDS):
+        try:
+            fused = _Planner(region, ctx, calls, frozenset(plain), frozenset(solo), memo).run()
+        except Unplaceable as e:
+            if len(e.ops) > 1:
+                solo |= {op.id for op in e.ops}
+            else:
+                plain |= {op.id for op in e.ops}
+            continue
+        return Fragment(tuple(_ordered(fused.items)), fused.notes, fused.kernels)
+    raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
+
+
+class _Planner:
+    """One attempt. `plain` are ops that eager runs; `solo` are ops that get a kernel of their own."""
+
+    def __init__(
+        self, region: Region, ctx: CompileContext, calls: Sequence[LibraryCall],
+        plain: frozenset[int], solo: frozenset[int], memo: KernelMemo,
+    ) -> None:  # fmt: skip
+        self.region, self.ctx, self.calls, self.solo, self.memo = region, ctx, calls, solo, memo
+        self.position = {op.id: k for k, op in enumerate(region.ops)}
+        by_id = {op.id: op for op in region.ops}
+        alone = [LibraryCall((i,), (ctx.aten(by_id[i]),), "eager") for i in sorted(plain, key=self.position.__getitem__)]
+        self.all_calls = [*calls, *alone]
+        self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
+        rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
+        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed))
+        self.out = Fused()
+        self.sizes = _Sizes(region)
+
+    def run(self) -> Fused:
+        needed = self._needed_by_calls()
+        grouper = Grouper(self.flow, self.region.ops, self.fixed, frozenset(self._behind_views(needed)), self.solo)
+        groups = grouper.run()
+        for k, call in enumerate(self.all_calls):
+            self._add_call(call, k)
+        stored = self._stored(groups, needed, grouper)
+        for group in [g for g in grouper.groups if g is not None]:
+            self._add_group(group, stored)
+        return self.out
+
+    # ---- what must be in memory ----
+
+    def _needed_by_calls(self) -> dict[int, Value]:
+        """Values that must be tensors because a call reads them or the region gives them away."""
+        known = {v.id: v for op in self.region.ops for v in (*op.inputs(), *op.outs)}
+        wanted = {v.id: v for v in self.region.outputs}
+        for call in self.all_calls:
+            for i in call.instructions:
+                wanted.update((r, known[r]) for r in reads(i) if r in known)
+        return wanted
+
+    def _behind_views(self, values: Mapping[int, Value]) -> set[int]:
+        """The values that those in `values` are views of, themselves included."""
+        found: set[int] = set()
+        for v in values.values():
+            found.add(v.id)
+            made = self.flow.producer.get(v.id)
+            while made is not None and self.flow.is_view(made[0]):
+                base = next(iter(made[0].inputs()))
+                found.add(base.id)
+                made = self.flow.producer.get(base.id)
+        return found
+
+    def _stored(self, groups: list[Group], needed: Mapping[int, Value], grouper: Grouper) -> set[int]:
+        """Every value that some kernel must store. Makes groups for inlined ops that are needed as tensors."""
+        stored: set[int] = set()
+        todo = list(needed.values())
+        reached: set[Group] = set()
+        views: set[int] = set()
+        while todo:
+            v = todo.pop()
+            made = self.flow.producer.get(v.id)
+            if made is None or v.id in stored:
+                continue
+            op, k = made
+            if self.flow.is_view(op):
+                if op.id not in views:
+                    views.add(op.id)
+                    self._add_view(op)
+                    todo.extend(op.inputs())
+                continue
+            stored.add(v.id)
+            group = self._group_of(op, k, grouper)
+            if group not in reached:
+                reached.add(group)
+                todo.extend(s for u in group.units for s in self._loaded(u, group))
+        for g in groups:
+            if g not in reached:
+                grouper.groups[g.id] = None
+        return stored
+
+    def _loaded(self, unit: Unit, group: Group) -> list[Value]:
+        """What a unit may load from memory: everything behind views and inlined ops that its group does not make."""
+        found = [s for v in unit.op.inputs() for s in self.flow.sources(v)]
+        return [s for s in found if s.spec is not None and s.id not in group.levels]
+
+    def _group_of(self, op: OpView, k: int, grouper: Grouper) -> Group:
+        v = op.outs[k]
+        found = grouper.group_of.get(v.id) or grouper.scatter_of.get(op.id)
+        if found is not None:
+            return found
+        if v.spec is None or 0 in v.spec.shape or not units_of(self.flow, op):
+            raise Unplaceable((op,), "an output that kernels do not make")
+        unit = next(u for u in units_of(self.flow, op) if any(x.id == v.id for x, _ in u.outs()))
+        return grouper.alone(unit, self.position[op.id])
+
+    # ---- instructions ----
+
+    def _add_call(self, call: LibraryCall, number: int) -> None:
+        made = frozenset(o for i in call.instructions for o in i.outs)
+        read = frozenset(r for i in call.instructions for r in reads(i)) - made
+        position = max(self.position[i] for i in call.ops)
+        self.out.items.append(_Item(position, call.instructions, read, made))
+        if call.note:
+            self.out.notes.update(dict.fromkeys(call.ops, call.note))
+
+    def _add_view(self, op: OpView) -> None:
+        read = frozenset(v.id for v in op.inputs())
+        item = _Item(self.position[op.id], (self.ctx.aten(op),), read, frozenset(v.id for v in op.outs))
+        self.out.items.append(item)
+
+    def _add_group(self, group: Group, stored: set[int]) -> None:
+        units = group.units
+        ops = [u.op for u in units]
+        try:
+            if group.scatters:
+                instructions = self._scatter(group, stored)
+            else:
+                instructions = (self._launch(self._kernel(group, stored), ops),)
+        except (NotAligned, IndexTooComplex) as e:
+            raise Unplaceable(ops, str(e)) from e
+        made = frozenset(o for i in instructions for o in i.outs)
+        read = frozenset(r for i in instructions for r in reads(i)) - made
+        self.out.items.append(_Item(max(self.position[op.id] for op in ops), instructions, read, made))
+        for op in ops:
+            self.out.notes[op.id] = f"kernel {instructions[-1].kernel[:8]}"
+
+    def _kernel(self, group: Group, stored: set[int]) -> Built:
+        roots = roots_of(group, stored)
+        domain, ordered = final_domain(group, roots)
+        order = loop_order(domain, _model(group, roots, domain), ordered)
+        signature = Signature(self.flow)
+        key = signature.of(group.units, domain, order, roots)
+        built = self.memo.get(key, signature.ids)
+        if built is None:
+            built = build_group(self.flow, kernel_name(group.units), group.units, domain, order, roots)
+            self.memo.put(key, signature.number, built)
+        return built
+
+    def _launch(self, built: Built, ops: Sequence[OpView], updates: tuple[tuple[int, int], ...] = ()) -> Launch:
+        self.out.kernels[built.hash] = built.kernel
+        sizes = tuple(self.sizes.source(s, built.inputs, ops) for s in built.kernel.symbols)
+        inputs = tuple(Ref(i) for i in built.inputs)
+        ids = tuple(dict.fromkeys(op.id for op in ops))
+        return Launch(built.hash, inputs, built.outs, sizes, (), built.inplace, updates, ids)
+
+    def _scatter(self, group: Group, stored: set[int]) -> tuple[Launch, ...]:
+        launches = []
+        parts = build_scatter(self.flow, group, roots_of(group, stored), self._temporary)
+        for built, updates in parts:
+            launches.append(self._launch(built, [u.op for u in group.units], updates))
+        return tuple(launches)
+
+    def _temporary(self, spec: TensorSpec) -> int:
+        return self.ctx.value(spec).id
+
+
+def roots_of(group: Group, stored: set[int]) -> list[Root]:
+    """The values that the group's kernel stores."""
+    return [
+        Root(v, group.levels[v.id]) for u in group.units for v, _ in u.outs() if v.id in stored and v.id in group.levels
+    ]
+
+
+def final_domain(group: Group, roots: Sequence[Root]) -> tuple[Domain, bool]:
+    """The domain to build with, and whether its rows must run in order."""
+    ordered = [u for u in group.units if isinstance(u.rule, Row) and u.rule.ordered]
+    if ordered:
+        return ordered[0].domain(), True
+    if group.has_rows or not roots:
+        return group.domain, False
+    biggest = max((r.value for r in roots), key=lambda v: (v.spec.bytes_hint(), v.spec.rank))  # type: ignore[union-attr]
+    return Domain(shape_of(biggest.spec), ()), False  # type: ignore[arg-type]
+
+
+def _model(group: Group, roots: Sequence[Root], domain: Domain) -> Value | None:
+    """The tensor whose layout the loops follow: the largest stored one that has the domain's shape, else one that is read."""
+    values = [r.value for r in roots] + [v for u in group.units for v in u.op.inputs()]
+    return next((v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape), None)
+
+
+def kernel_name(units: Sequence[Unit]) -> str:
+    """A few words for people: the ops in it."""
+    names = list(dict.fromkeys(u.op.op for u in units))
+    return "_".join(names[:4]) + (f"_and_{len(names) - 4}" if len(names) > 4 else "")
+
+
+class _Sizes:
+    """Where the values of size symbols come from at run time."""
+
+    def __init__(self, region: Region) -> None:
+        self._specs: dict[int, TensorSpec] = {}
+        self._known: dict[str, object] = {}
+        for v in region.inputs:
+            if v.spec is None and v.dim is not None:
+                self._known.setdefault(v.dim.symbol, Ref(v.id))
+        for v in (*region.inputs, *(x for op in region.ops for x in (*op.inputs(), *op.outs))):
+            if v.spec is not None:
+                self._specs[v.id] = v.spec
+        for v in region.inputs:
+            for symbol, source in _dims(v):
+                self._known.setdefault(symbol, source)
+
+    def source(self, symbol: str, inputs: Iterable[int], ops: Sequence[OpView]) -> object:
+        """What a launch gives for `symbol`: the size of one of its own inputs if that is it, else of the region's."""
+        for i in inputs:
+            spec = self._specs.get(i)
+            for name, source in _dims(Value(i, spec)) if spec is not None else ():
+                if name == symbol:
+                    return source
+        if symbol in self._known:
+            return self._known[symbol]
+        raise Decline(f"no tensor has the size {symbol}", Why.DYNAMIC_SHAPE, [op.id for op in ops])
+
+
+def _dims(v: Value) -> Iterable[tuple[str, object]]:
+    if v.spec is not None:
+        for d, s in enumerate(v.spec.shape):
+            if not isinstance(s, int):
+                yield s.symbol, ("size", Ref(v.id), d)
+
+
+def _ordered(items: list[_Item]) -> Iterable[Instruction]:
+    """Topological order, as near to the graph's own as the groups allow. ValueError when groups wait for each other."""
+    items.sort(key=lambda i: i.position)
+    maker = {v: k for k, item in enumerate(items) for v in item.makes}
+    waits = [{maker[r] for r in item.reads if r in maker} - {k} for k, item in enumerate(items)]
+    releases: list[list[int]] = [[] for _ in items]
+    for k, needs in enumerate(waits):
+        for j in needs:
+            releases[j].append(k)
+    left = [len(w) for w in waits]
+    ready = [k for k, n in enumerate(left) if n == 0]
+    heapq.heapify(ready)
+    out: list[Instruction] = []
+    done = 0
+    while ready:
+        k = heapq.heappop(ready)
+        done += 1
+        out.extend(items[k].instructions)
+        for j in releases[k]:
+            left[j] -= 1
+            if left[j] == 0:
+                heapq.heappush(ready, j)
+    if done != len(items):
+        raise ValueError("kernels of the region wait for each other")
+    return out
+

@@ -1,0 +1,330 @@
+"""Which ops share a kernel: greedy, in topological order, by the bytes that need not be stored and loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fusewright.interface import OpView, Value
+from fusewright.toolkit.fuse.build import Unit, loop_order, segments, space_for, units_of
+from fusewright.toolkit.fuse.evaluate import Evaluator, NotAligned, RowContext, Space, compute_dtype
+from fusewright.toolkit.fuse.flow import Flow
+from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
+from fusewright.toolkit.fuse.space import At, product, shape_of
+from fusewright.toolkit.kernel import Builder, IndexTooComplex, Val
+from fusewright.toolkit.kernel.extent import Extent
+
+MAX_UNITS = 48
+"""Most ops in one kernel."""
+
+MAX_BUFFERS = 24
+"""Most tensors that one kernel reads and writes: more than the pointers that fit in registers cost time."""
+
+NEAR = 24
+"""Kernels without a common value between them merge only when their ops are this near in the graph: lifetimes stay short."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Ops of one kernel. `levels`: the values that it computes, and whether per element of the domain or per row."""
+
+    id: int
+    domain: Domain
+    units: list[Unit] = field(default_factory=list)
+    levels: dict[int, Level] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    last: int = 0
+    builder: Builder = field(init=False)
+    space: Space = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.set_domain(self.domain)
+
+    def set_domain(self, domain: Domain) -> None:
+        self.domain = domain
+        self.builder, self.space = space_for(domain, loop_order(domain, None, True))
+        self.segments = segments(domain)
+        self.numel = product(domain.shape)
+        outer = tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims)
+        self.row_numel: Extent | None = product(outer) if domain.dims else None
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.domain.dims)
+
+    @property
+    def scatters(self) -> bool:
+        return any(isinstance(u.rule, Scatter) for u in self.units)
+
+
+class Probe(Evaluator):
+    """Runs a rule without building anything: are the group's values read where the group has them, and what is loaded?"""
+
+    def __init__(self, flow: Flow, space: Space, builder: Builder, levels: Mapping[int, Level]) -> None:
+        super().__init__(builder, flow, frozenset(levels))
+        self.space, self.levels = space, levels
+        self.reads: dict[int, int] = {}
+
+    def _value(self, v: Value, at: At) -> Val:
+        level = self.levels.get(v.id)
+        if level is None:
+            return super()._value(v, at)
+        if at.linear != (self.space.base if level == "full" else self.space.row).linear:
+            raise NotAligned("read at another element")
+        return self._dummy(v)
+
+    def load(self, v: Value, at: At) -> Val:
+        assert v.spec is not None
+        self.address(v.spec, at)
+        self.reads[v.id] = v.spec.bytes_hint()
+        return self._dummy(v)
+
+    def _dummy(self, v: Value) -> Val:
+        assert v.spec is not None
+        return self.b.const(0, compute_dtype(v.spec.dtype))
+
+
+class Grouper:
+    """See the module. `fixed` maps ops that something else computes to the number of the call that does."""
+
+    def __init__(
+        self, flow: Flow, ops: Sequence[OpView], fixed: Mapping[int, int], needed: frozenset[int], solo: frozenset[int]
+    ) -> None:
+        self.flow, self.ops, self.fixed, self.needed, self.solo = flow, ops, fixed, needed, solo
+        self.groups: list[Group | None] = []
+        self.group_of: dict[int, Group] = {}
+        self.scatter_of: dict[int, Group] = {}
+        self._needs: list[int] = []
+        self._reach: dict[int, int] = {}
+        self._readers: dict[int, list[Group]] = {}
+        self._calls: dict[int, int] = {}
+
+    def run(self) -> list[Group]:
+        """The groups, each in topological order."""
+        for position, op in enumerate(self.ops):
+            if op.id in self.fixed:
+                self._call(op)
+            elif self.flow.is_view(op) or self.flow.is_inline(op):
+                mask = self._mask(op.inputs())
+                self._reach.update((v.id, mask) for v in op.outs)
+            else:
+                for unit in units_of(self.flow, op):
+                    self.place(unit, position)
+        return [g for g in self.groups if g is not None]
+
+    def place(self, unit: Unit, position: int) -> Group:
+        """Put a unit into the best group that takes it, or into a new one."""
+        group = None if unit.op.id in self.solo else self._best(unit, position)
+        if group is None:
+            group = Group(self._fresh(), unit.domain())
+            self.groups[group.id] = group
+            probe = self._probed(unit, group, group.space, {})
+            self._enter(unit, group, probe.reads if probe else {}, position)
+        return group
+
+    def alone(self, unit: Unit, position: int) -> Group:
+        """A group for an inlined op that is wanted as a tensor after all."""
+        group = Group(self._fresh(), unit.domain())
+        self.groups[group.id] = group
+        self._enter(unit, group, {}, position)
+        return group
+
+    # ---- dependencies ----
+
+    def _fresh(self) -> int:
+        self.groups.append(None)
+        self._needs.append(0)
+        return len(self.groups) - 1
+
+    def _mask(self, values: Iterable[Value]) -> int:
+        mask = 0
+        for v in values:
+            mask |= self._reach.get(v.id, 0)
+        return mask
+
+    def _closure(self, mask: int) -> int:
+        """All groups that those in `mask` depend on, themselves included."""
+        done = 0
+        while todo := mask & ~done:
+            low = (todo & -todo).bit_length() - 1
+            done |= 1 << low
+            mask |= self._needs[low]
+        return done
+
+    def _call(self, op: OpView) -> None:
+        call = self.fixed[op.id]
+        if call not in self._calls:
+            self._calls[call] = self._fresh()
+        at = self._calls[call]
+        mask = self._mask(op.inputs())
+        self._needs[at] |= mask & ~(1 << at)
+        self._reach.update((v.id, mask | 1 << at) for v in op.outs)
+
+    def _would_wait(self, unit: Unit, group: Group) -> bool:
+        """Whether the unit depends on the group by way of something outside it."""
+        outside = 0
+        for v in unit.op.inputs():
+            for s in self.flow.sources(v):
+                if self.group_of.get(s.id) is not group:
+                    outside |= self._reach.get(s.id, 0)
+        return bool(self._closure(outside & ~(1 << group.id)) >> group.id & 1) or bool(outside >> group.id & 1)
+
+    def _enter(self, unit: Unit, group: Group, reads: Mapping[int, int], position: int) -> None:
+        mask = self._mask(unit.op.inputs())
+        self._needs[group.id] |= mask & ~(1 << group.id)
+        group.units.append(unit)
+        group.last = position
+        if isinstance(unit.rule, Scatter):
+            self.scatter_of[unit.op.id] = group
+            self._reach[unit.op.out.id] = mask | 1 << group.id
+        for v, level in unit.outs_in(group.numel):
+            group.levels[v.id] = level
+            self.group_of[v.id] = group
+            self._reach[v.id] = mask | 1 << group.id
+        for i, size in reads.items():
+            group.reads[i] = size
+            readers = self._readers.setdefault(i, [])
+            if group not in readers:
+                readers.append(group)
+
+    # ---- choice ----
+
+    def _best(self, unit: Unit, position: int) -> Group | None:
+        """The group that takes the unit and shares most bytes with it; producers that fit together merge first."""
+        scores: dict[Group, int] = {}
+        makers: list[Group] = []
+        for v in {s.id: s for i in unit.op.inputs() for s in self.flow.sources(i)}.values():
+            size = v.spec.bytes_hint() if v.spec is not None else 0
+            maker = self.group_of.get(v.id)
+            if maker is not None:
+                makers.append(maker)
+                scores[maker] = scores.get(maker, 0) + 2 * size
+            for reader in self._readers.get(v.id, ()):
+                if reader is not maker and position - reader.last <= NEAR:
+                    scores[reader] = scores.get(reader, 0) + size
+        for group in sorted(scores, key=lambda g: (-scores[g], -g.id)):
+            if not isinstance(unit.rule, Scatter) or group in makers:
+                reads = self._joined(unit, group)
+                if reads is not None:
+                    self._enter(unit, group, reads, position)
+                    self._merge_others(group, makers)
+                    return group
+        return None
+
+    def _joined(self, unit: Unit, group: Group) -> dict[int, int] | None:
+        """What the unit would load in the group; None when it cannot be in it. A row op gives a map group its rows."""
+        if len(group.units) >= MAX_UNITS or group.scatters or self._would_wait(unit, group):
+            return None
+        domain = self._common_domain(unit, group)
+        if domain is None:
+            return None
+        space, builder = group.space, group.builder
+        if domain is not group.domain:
+            builder, space = space_for(domain, loop_order(domain, None, True))
+        probe = self._probed(unit, group, space, group.levels, builder)
+        if probe is None or len({*probe.reads, *group.reads}) + len(group.levels) > MAX_BUFFERS + len(group.units):
+            return None
+        if domain is not group.domain:
+            group.set_domain(domain)
+        return probe.reads
+
+    def _common_domain(self, unit: Unit, group: Group) -> Domain | None:
+        """The domain of the group with the unit in it."""
+        wanted = unit.domain()
+        n = product(wanted.shape)
+        if isinstance(unit.rule, Row):
+            if group.has_rows:
+                return group.domain if segments(wanted) == group.segments else None
+            if n != group.numel or (is_column(wanted) and not self._private(unit, group)):
+                return None
+            return wanted
+        if isinstance(unit.rule, Scatter):
+            return group.domain if n == group.numel and not group.has_rows else None
+        if n == group.numel:
+            return group.domain if not (group.has_rows and is_column(group.domain)) else None
+        return group.domain if n == group.row_numel else None
+
+    def _private(self, unit: Unit, group: Group) -> bool:
+        """Whether nobody but the group and the unit sees the group's values, so that a column reduction may swallow it."""
+        inside = {u.op.id for u in group.units} | {unit.op.id}
+        for i in group.levels:
+            if i in self.needed or any(user.id not in inside for user in self.flow.users.get(i, ())):
+                return False
+        return True
+
+    def _probed(
+        self, unit: Unit, group: Group, space: Space, levels: Mapping[int, Level], builder: Builder | None = None
+    ) -> Probe | None:
+        probe = Probe(self.flow, space, builder or group.builder, levels)
+        try:
+            if isinstance(unit.rule, Row):
+                unit.rule.code(RowContext(probe, space, unit.domain()), unit.op)
+            elif isinstance(unit.rule, Scatter):
+                for v in unit.op.inputs():  # what starts the result is read before the kernel runs
+                    if v is unit.op.args[0] and any(s.id in levels for s in self.flow.sources(v)):
+                        return None
+                shape = unit.rule.shape(unit.op)
+                unit.rule.code(probe, unit.op, space.base.reshape(shape))
+            elif isinstance(unit.rule, Map):
+                for v, level in unit.outs_in(product(space.domain.shape)):
+                    at = (space.base if level == "full" else space.row).reshape(shape_of(v.spec))  # type: ignore[arg-type]
+                    unit.rule.code(probe, unit.op, unit.op.outs.index(v), at)
+        except (NotAligned, IndexTooComplex, ValueError):
+            return None
+        return probe
+
+    # ---- merging ----
+
+    def _merge_others(self, group: Group, makers: Sequence[Group]) -> None:
+        for other in makers:
+            if other is not group and self.groups[other.id] is other and self._mergeable(group, other):
+                self._merge(group, other)
+
+    def _mergeable(self, a: Group, b: Group) -> bool:
+        if a.scatters or b.scatters or len(a.units) + len(b.units) > MAX_UNITS:
+            return False
+        if len({*a.reads, *b.reads}) + len(a.levels) + len(b.levels) > MAX_BUFFERS + len(a.units) + len(b.units):
+            return False
+        if b.has_rows and (not a.has_rows or a.segments != b.segments):
+            return False
+        if a.numel != b.numel or (a.has_rows and is_column(a.domain)):
+            return False
+        if any(u.op.id in self.solo for u in b.units):
+            return False
+        around_a = self._closure(self._needs[a.id] & ~(1 << b.id | 1 << a.id))
+        around_b = self._closure(self._needs[b.id] & ~(1 << a.id | 1 << b.id))
+        if around_a >> b.id & 1 or around_b >> a.id & 1 or self._needs[b.id] >> a.id & 1:
+            return False
+        return self._fits_together(a, b)
+
+    def _fits_together(self, a: Group, b: Group) -> bool:
+        """Whether the units of both are in step with each other's values."""
+        levels = {**a.levels, **b.levels}
+        for unit in a.units:
+            if any(s.id in b.levels for v in unit.op.inputs() for s in self.flow.sources(v)) and (
+                self._probed(unit, a, a.space, levels) is None
+            ):
+                return False
+        return all(isinstance(u.rule, Row) or self._probed(u, a, a.space, levels) is not None for u in b.units)
+
+    def _merge(self, a: Group, b: Group) -> None:
+        """`b` becomes part of `a`. Its number stays, as one more name for `a`."""
+        order = {op.id: i for i, op in enumerate(self.ops)}
+        a.units = sorted([*b.units, *a.units], key=lambda u: order[u.op.id])
+        a.levels.update(b.levels)
+        a.reads.update(b.reads)
+        self._needs[a.id] = (self._needs[a.id] | self._needs[b.id]) & ~(1 << a.id | 1 << b.id)
+        self._needs[b.id] = 1 << a.id
+        for i in b.levels:
+            self.group_of[i] = a
+            self._reach[i] |= 1 << a.id
+        for readers in self._readers.values():
+            if b in readers:
+                readers[:] = [g for g in readers if g is not b and g is not a] + [a]
+        self.groups[b.id] = None
+
+
+def is_column(domain: Domain) -> bool:
+    """Whether rows run across memory: the last real dim of the domain is not reduced."""
+    real = [d for d, s in enumerate(domain.shape) if s != 1]
+    return bool(domain.dims) and bool(real) and real[-1] not in domain.dims

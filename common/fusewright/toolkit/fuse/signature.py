@@ -1,0 +1,93 @@
+"""Equal groups have equal kernels: a group as a hashable value, independent of ids, so that twelve layers build one kernel."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from fusewright.interface import TensorSpec, Value
+from fusewright.toolkit.fuse.build import Built, Root, Unit
+from fusewright.toolkit.fuse.flow import Flow
+from fusewright.toolkit.fuse.rules import Domain
+
+LIMIT = 1024
+"""Kernels kept for groups that may come again."""
+
+
+class Signature:
+    """Numbers the values of a group in the order in which they are met. Equal `parts`: one kernel for both."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.parts: list[Hashable] = []
+        self.number: dict[int, int] = {}
+        self.ids: list[int] = []
+
+    def of(self, units: Sequence[Unit], domain: Domain, order: Sequence[int], roots: Sequence[Root]) -> Hashable:
+        for u in units:
+            args = tuple(self.arg(a) for a in u.op.args)
+            outs = tuple((self._fresh(v.id), layout(v.spec)) for v in u.op.outs)
+            self.parts.append((u.op.op, getattr(u.rule, "outs", ()), args, outs))
+        stored = tuple((self.arg(r.value), r.level) for r in roots)
+        return tuple(self.parts), domain, tuple(order), stored
+
+    def arg(self, a: Any) -> Hashable:
+        if isinstance(a, Value):
+            return ("%", self.value(a))
+        if isinstance(a, tuple):
+            return tuple(self.arg(x) for x in a)
+        return repr(a)  # repr tells -0.0 from 0.0 and True from 1
+
+    def value(self, v: Value) -> int:
+        """The number of a value; what lies behind a view or an inlined op belongs to the group."""
+        if v.id in self.number:
+            return self.number[v.id]
+        made = self.flow.producer.get(v.id)
+        if made is not None and (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):
+            op, k = made
+            self.parts.append((op.op, k, tuple(self.arg(a) for a in op.args), tuple(layout(o.spec) for o in op.outs)))
+        else:
+            self.parts.append(layout(v.spec) if v.spec is not None else ("size", v.dim))
+        return self._fresh(v.id)
+
+    def _fresh(self, i: int) -> int:
+        if i not in self.number:
+            self.number[i] = len(self.ids)
+            self.ids.append(i)
+        return self.number[i]
+
+
+def layout(spec: TensorSpec | None) -> Hashable:
+    """What a kernel depends on of a tensor."""
+    return None if spec is None else (spec.shape, spec.stride, spec.dtype)
+
+
+class KernelMemo:
+    """Kernels by signature, the least recently used ones dropped. Values are numbered as `Signature` numbers them."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._found: OrderedDict[Hashable, Built] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, ids: Sequence[int]) -> Built | None:
+        with self._lock:
+            found = self._found.get(key)
+            if found is None:
+                return None
+            self._found.move_to_end(key)
+        inputs = tuple(ids[n] for n in found.inputs)
+        return Built(found.kernel, found.hash, inputs, tuple(ids[n] for n in found.outs), found.inplace)
+
+    def put(self, key: Hashable, number: dict[int, int], built: Built) -> None:
+        numbers = (tuple(number[i] for i in built.inputs), tuple(number[i] for i in built.outs))
+        with self._lock:
+            self._found[key] = Built(built.kernel, built.hash, *numbers, built.inplace)
+            while len(self._found) > self._limit:
+                self._found.popitem(last=False)
+
+
+MEMO = KernelMemo()
+"""Shared by all graphs of the process: kernels are data and depend on their signature alone."""

@@ -1,0 +1,234 @@
+"""Where an element is: an index per dim of a tensor (`At`), and how views change it. Sizes become extents here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+
+from fusewright.interface import Dim, Size, TensorSpec
+from fusewright.toolkit.kernel.extent import Extent, divide, symbol
+from fusewright.toolkit.kernel.index import Index
+
+Shape = tuple[Extent, ...]
+
+
+@lru_cache(4096)
+def parse_size(text: str) -> Extent:
+    """The polynomial that a symbolic size is, such as "s0*4 + 1"; one opaque symbol when it is none."""
+    try:
+        return _polynomial(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        return symbol(text)
+
+
+def _polynomial(node: ast.expr) -> Extent:
+    match node:
+        case ast.Name(id=name):
+            return symbol(name)
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=a):
+            return _polynomial(a) * -1
+        case ast.BinOp(left=a, op=ast.Add(), right=b):
+            return _polynomial(a) + _polynomial(b)
+        case ast.BinOp(left=a, op=ast.Sub(), right=b):
+            return _polynomial(a) - _polynomial(b)
+        case ast.BinOp(left=a, op=ast.Mult(), right=b):
+            return _polynomial(a) * _polynomial(b)
+        case ast.BinOp(left=a, op=ast.Pow(), right=ast.Constant(value=int() as n)) if 0 < n < 8:
+            base = out = _polynomial(a)
+            for _ in range(n - 1):
+                out = out * base
+            return out
+    raise ValueError("not a polynomial")
+
+
+def extent(size: Size) -> Extent:
+    """A size of the interface as an extent of kernels."""
+    return parse_size(size.symbol) if isinstance(size, Dim) else int(size)
+
+
+@lru_cache(4096)
+def shape_of(spec: TensorSpec) -> Shape:
+    return tuple(extent(s) for s in spec.shape)
+
+
+@lru_cache(4096)
+def stride_of(spec: TensorSpec) -> Shape:
+    return tuple(extent(s) for s in spec.stride)
+
+
+@lru_cache(4096)
+def product(shape: Shape) -> Extent:
+    out: Extent = 1
+    for s in shape:
+        out = s * out
+    return out
+
+
+@lru_cache(4096)
+def dense_strides(shape: Shape) -> Shape:
+    """Row-major strides."""
+    out: list[Extent] = []
+    step: Extent = 1
+    for s in reversed(shape):
+        out.append(step)
+        step = s * step
+    return tuple(reversed(out))
+
+
+@lru_cache(4096)
+def is_contiguous(spec: TensorSpec) -> bool:
+    """Row-major and dense. Dims of size one may have any stride."""
+    shape, stride = shape_of(spec), stride_of(spec)
+    return all(s == 1 or a == b for s, a, b in zip(shape, stride, dense_strides(shape), strict=True))
+
+
+class At:
+    """One element of a tensor of `shape`, as an index per dim; `linear` is its row-major number.
+
+    A reshape keeps `linear` as it is, so that two tensors read in step are known to be in step however they are shaped.
+    """
+
+    __slots__ = ("_cache", "_dims", "_from", "_hash", "_linear", "shape")
+
+    def __init__(
+        self,
+        shape: Shape,
+        dims: tuple[Index, ...] | None,
+        linear: Index | None = None,
+        origin: At | None = None,
+    ) -> None:
+        self.shape = shape
+        self._dims = dims
+        self._linear = linear
+        self._from = origin
+        self._hash: int | None = None
+        self._cache: dict[Shape, At] = {}
+
+    @property
+    def dims(self) -> tuple[Index, ...]:
+        if self._dims is None:
+            assert self._from is not None
+            self._dims = _regroup(self._from.dims, self._from.shape, self.shape)
+        return self._dims
+
+    @property
+    def linear(self) -> Index:
+        if self._linear is None:
+            self._linear = self._from.linear if self._from is not None else linearise(self.dims, self.shape)
+        return self._linear
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.shape, self.dims))
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, At) and self.shape == other.shape and self.dims == other.dims
+        )
+
+    def reshape(self, shape: Shape) -> At:
+        """The same element of the tensor seen in another shape. IndexTooComplex when it cannot be said."""
+        if shape == self.shape:
+            return self
+        found = self._cache.get(shape)
+        if found is None:
+            found = self._cache[shape] = At(shape, None, None, self)
+        return found
+
+    def broadcast(self, shape: Shape) -> At:
+        """The element of a tensor of `shape` that broadcasting brings here. ValueError when it does not broadcast."""
+        if shape == self.shape:
+            return self
+        key = (*shape, -1)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._broadcast(shape)
+        return found
+
+    def _broadcast(self, shape: Shape) -> At:
+        extra = len(self.shape) - len(shape)
+        if extra < 0:
+            raise ValueError(f"a tensor of shape {shape} does not broadcast to {self.shape}")
+        dims = []
+        for i, s in enumerate(shape):
+            outer = self.shape[i + extra]
+            if s == outer:
+                dims.append(self.dims[i + extra])
+            elif s == 1:
+                dims.append(zero(self.dims))
+            else:
+                raise ValueError(f"a tensor of shape {shape} does not broadcast to {self.shape}")
+        same = all(s == 1 for s in self.shape[:extra]) and shape == self.shape[extra:]
+        return At(shape, tuple(dims), None, self if same else None)
+
+    def pick(self, dims: Sequence[int]) -> At:
+        """The element at those dims alone."""
+        return At(tuple(self.shape[d] for d in dims), tuple(self.dims[d] for d in dims))
+
+    def with_dim(self, dim: int, index: Index, size: Extent) -> At:
+        """Another index in one dim, of a tensor whose size is `size` there."""
+        dims, shape = list(self.dims), list(self.shape)
+        dims[dim], shape[dim] = index, size
+        return At(tuple(shape), tuple(dims))
+
+
+def zero(like: Sequence[Index]) -> Index:
+    """The index 0, over the axes of `like`."""
+    return Index(sizes=like[0].sizes) if like else Index()
+
+
+def linearise(dims: Sequence[Index], shape: Shape) -> Index:
+    out = zero(dims)
+    for ix, s, step in zip(dims, shape, dense_strides(shape), strict=True):
+        if s != 1:
+            out = out + ix * step
+    return out
+
+
+def _regroup(dims: tuple[Index, ...], old: Shape, new: Shape) -> tuple[Index, ...]:
+    """Indices after a reshape. Runs of dims with equal products are regrouped on their own, so few need a division."""
+    out: list[Index] = []
+    for a, b in factor_groups(old, new):
+        if len(a) == len(b) == 1:
+            out.append(dims[a[0]])
+            continue
+        flat = linearise([dims[d] for d in a], tuple(old[d] for d in a)) if a else zero(dims)
+        sizes = tuple(new[d] for d in b)
+        for k, step in enumerate(dense_strides(sizes)):
+            q = flat // step if step != 1 else flat
+            out.append(q % sizes[k] if k else q)
+    return tuple(ix if s != 1 else zero(dims) for ix, s in zip(out, new, strict=True))
+
+
+@lru_cache(4096)
+def factor_groups(old: Shape, new: Shape) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Runs of dims of two shapes that hold equally many elements, in order, as short as possible."""
+    groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        a, b = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
+        left, right = product(old[i : i + 1]), product(new[j : j + 1])
+        while left != right:
+            end_a, end_b = i + len(a), j + len(b)
+            if end_a < len(old) and (_is_behind(left, right) or end_b == len(new)):
+                a.append(end_a)
+                left = left * old[end_a]
+            elif end_b < len(new):
+                b.append(end_b)
+                right = right * new[end_b]
+            else:
+                raise ValueError(f"{old} and {new} hold different numbers of elements")
+        groups.append((tuple(a), tuple(b)))
+        i, j = i + len(a), j + len(b)
+    return tuple(groups)
+
+
+def _is_behind(left: Extent, right: Extent) -> bool:
+    """Whether `left` must take another dim to reach `right`."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left < right
+    return divide(left, right) is None

@@ -1,0 +1,64 @@
+"""Every rule, and whether kernels can compute a given op by them."""
+
+from __future__ import annotations
+
+from fusewright.interface import OpView, TensorSpec, Verdict, Why
+from fusewright.toolkit.fuse import activation, movement, pointwise, rows, rows_backward, scatter, views
+from fusewright.toolkit.fuse.rules import Rule, Table, View, merge
+from fusewright.toolkit.fuse.space import shape_of
+from fusewright.toolkit.kernel.types import from_torch
+
+RULES: Table = merge(
+    (
+        pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE, rows.TABLE, rows_backward.TABLE, scatter.TABLE,
+        {name: rows.loss_rules for name in rows.LOSSES},
+    )
+)  # fmt: skip
+"""Row of the opset -> how kernels compute it."""
+
+
+def rules_of(op: OpView) -> tuple[Rule, ...]:
+    """The rules for one call; () when there is none."""
+    found = RULES.get(op.op, ())
+    return found if isinstance(found, tuple) else found(op)
+
+
+def verdict(op: OpView) -> Verdict:
+    """Whether kernels can compute `op`: a rule for this very call, types that kernels have, no empty tensor."""
+    rules = rules_of(op)
+    if not rules:
+        return Verdict(Why.NO_LOWERING, f"no kernel rule for {op.op}")
+    specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None]
+    refused = _types(specs) or _sizes(op)
+    if refused is not None:
+        return refused
+    if any(v.spec is None and v.dim is None for v in op.inputs()):
+        return Verdict(Why.ATTR, "an argument is a number that is only known at run time")
+    for rule in rules:
+        why = rule.check(op)
+        if why is not None:
+            return Verdict(Why.ATTR, why)
+    return Verdict(Why.OK)
+
+
+def _types(specs: list[TensorSpec]) -> Verdict | None:
+    for s in specs:
+        try:
+            from_torch(s.dtype)
+        except KeyError:
+            return Verdict(Why.DTYPE, f"kernels have no {str(s.dtype).removeprefix('torch.')}")
+    return None
+
+
+def _sizes(op: OpView) -> Verdict | None:
+    inputs = [v.spec for v in op.inputs() if v.spec is not None]
+    made = [v.spec for v in op.outs if v.spec is not None]
+    if any(0 in shape_of(s) for s in inputs) or all(0 in shape_of(s) for s in made):
+        return Verdict(Why.TOO_SMALL, "an empty tensor: there is nothing to compute")
+    if not isinstance(rules_of(op)[0], View) and any(map(_overlaps, made)):
+        return Verdict(Why.LAYOUT, "a result whose elements share memory")
+    return None
+
+
+def _overlaps(spec: TensorSpec) -> bool:
+    return any(size != 1 and stride == 0 for size, stride in zip(spec.shape, spec.stride, strict=True))

@@ -1,0 +1,104 @@
+"""Every kernel rule against eager: the samples of all rows, through the interpreter and the LLVM emitter.
+
+Floating results are judged against fp64: at most twice eager's own error at that dtype, plus a few units in the last
+place. Everything else is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import ops
+from fusewright.interface import Value
+from fusewright.ops import Op
+from fusewright.ops.oracle import evaluate, flat
+from fusewright.plan.ir import Launch
+from fusewright.toolkit.fuse.rules import View
+from fusewright.toolkit.fuse.tables import RULES, rules_of, verdict
+from tests.fragments import Sketch
+from tests.ops.cases import CASES
+from tests.ops.samples import Case
+from tests.ops.test_rows import UNDEFINED, _call, _params
+from tests.unit.fuse.running import LOADERS, execute, fused
+
+NOT_HERE = {"rms_norm_backward": "eager has no CPU kernel for it"}
+
+FLOOR = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1.01, torch.float16: 1.01}
+"""Units in the last place of the largest value that are allowed beside twice eager's error."""
+
+ROWS = [op for op in ops.OPS.values() if op.name in RULES and op.name not in NOT_HERE]
+
+
+def drawn(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[Sketch, tuple[Value, ...]]:
+    """A sketch with this one call, and its results."""
+    g = Sketch()
+
+    def value(a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return g.input(a)
+        return [value(x) for x in a] if isinstance(a, list | tuple) else a
+
+    g.op(op.name, *(value(a) for a in args), **{k: value(v) for k, v in kwargs.items()})
+    return g, g.ops[-1].outs
+
+
+def judge(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    """The accuracy contract: see the module."""
+    assert (got.dtype, got.shape, got.stride()) == (eager.dtype, eager.shape, eager.stride())
+    if not got.is_floating_point():
+        assert torch.equal(got, eager)
+        return
+    odd = ~torch.isfinite(exact)
+    same = (got.double() == exact) | (got.isnan() & exact.isnan()) | (got.double() == eager.double())
+    assert bool(same[odd].all()), f"{got[odd]} is not {exact[odd]}"
+    fine = ~odd & torch.isfinite(eager)
+    if fine.any():
+        size = max(1.0, float(exact[fine].abs().max()))
+        allowed = 2 * (eager.double() - exact)[fine].abs().max() + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
+        worst = (got.double() - exact)[fine].abs().max()
+        assert worst <= allowed, f"off by {float(worst):.3g}, allowed is {float(allowed):.3g}"
+
+
+def check(op: Op, args: list[Any], kwargs: dict[str, Any], loader: str) -> bool:
+    """Fuse one call and compare. False when no kernel takes it."""
+    g, outs = drawn(op, args, kwargs)
+    view = g.ops[-1]
+    if not verdict(view):
+        return False
+    real = [o for o in outs if o.spec is not None and 0 not in o.spec.shape]
+    fragment, specs = fused(g.region(real))
+    launched = any(isinstance(i, Launch) for i in fragment.instructions)
+    assert launched or isinstance(rules_of(view)[0], View), "a claimed op went back to eager"
+    env = {v.id: g.tensors[v.id] for v in g.inputs}
+    execute(fragment, specs, env, LOADERS[loader])
+    with torch.no_grad():
+        exact = evaluate(op, args, kwargs)
+    for k, (o, want) in enumerate(zip(outs, exact, strict=True)):
+        if o in real and k not in UNDEFINED.get(op.name, ()):
+            assert want is not None
+            judge(env[o.id], g.tensors[o.id], want.to(torch.float64) if want.is_floating_point() else want)
+    return True
+
+
+@pytest.mark.parametrize("loader", list(LOADERS))
+@pytest.mark.parametrize(("op", "dtype", "case"), _params(ROWS))
+def test_rule_follows_eager(op: Op, dtype: torch.dtype, case: Case, loader: str) -> None:
+    args, kwargs = _call(op, case, dtype)
+    if not check(op, args, kwargs, loader):
+        pytest.skip("not claimed")
+
+
+def test_every_rule_takes_one_of_its_samples() -> None:
+    idle = []
+    for op in ROWS:
+        calls = [_call(op, case, torch.float32) for case in CASES[op.name] if op.name not in INTEGER]
+        calls += [_call(op, case, torch.int64) for case in CASES[op.name] if op.name in INTEGER]
+        if not any(verdict(drawn(op, *call)[0].ops[-1]) for call in calls):
+            idle.append(op.name)
+    assert not idle
+
+
+INTEGER = {op.name for op in ROWS if op.name.startswith("bitwise_")}
