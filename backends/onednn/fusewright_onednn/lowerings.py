@@ -221,8 +221,10 @@ def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bo
     if stage == "batch_norm":
         statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
         return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
-    # torch runs a binary post-op of a grouped convolution as a separate op, and has none for bf16 there
-    return stage != "add" or anchor.arg("groups") == 1
+    # In fp32 an addition in place is as fast or faster. Grouped convolutions have no fused one: torch's own way out
+    # for them fails in bf16.
+    fusable = anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16
+    return stage != "add" or fusable
 
 
 @LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)
