@@ -47,11 +47,8 @@ class Launch:
     `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, or ("size", Ref, dim),
     or a Ref to a scalar value. Output tensors are allocated by the host from `out_specs` (shape entries like `sizes`).
     `inplace` are (output, input) positions that may share memory when the input dies here: the host picks among them.
-    `updates` are pairs that must: the kernel changes that input in place (buffer access "inout"), and the output is that
-    very tensor afterwards. Such an input is a temporary of the same fragment that nothing else reads.
-
-    Tensors go to the kernel in the order of its buffers: `inputs` are those with access "in" or "inout", then come `outs`
-    that are not in `updates` (access "out").
+    `updates` are pairs that must: the kernel changes that input in place (an output buffer with access "inout"), and the
+    output is that very tensor afterwards. Such an input is a temporary that nothing else reads.
     """
 
     kernel: str

@@ -71,6 +71,12 @@ def _take_over(
 ) -> None:  # fmt: skip
     """Let an output live in an input that dies here and that nobody else can see."""
     taken: set[int] = set()
+    for out_position, in_position in i.updates:
+        out, source = i.outs[out_position], i.inputs[in_position].id
+        placement.onto[out] = source
+        kept[out] = base = kept.get(source, source)
+        last[base] = max(last[base], last[out])
+        taken.add(base)
     for out_position, in_position in i.inplace:
         out, source = i.outs[out_position], i.inputs[in_position].id
         base = kept.get(source, source)

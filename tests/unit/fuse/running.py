@@ -73,8 +73,7 @@ def _launch(i: Launch, kernel: Kernel, run: Run, specs: Mapping[int, TensorSpec]
     symbols = dict(zip(kernel.symbols, sizes, strict=True))
     for k, o in enumerate(i.outs):
         env[o] = env[i.inputs[shared[k]].id] if k in shared else _empty(specs[o], symbols, env)
-    made = [env[o] for k, o in enumerate(i.outs) if k not in shared]
-    run([*(env[r.id] for r in i.inputs), *made], sizes, i.scalars)
+    run([env[v] for v in (*(r.id for r in i.inputs), *i.outs)], sizes, i.scalars)
 
 
 def _empty(spec: TensorSpec, symbols: Mapping[str, int], env: Mapping[int, Any]) -> torch.Tensor:

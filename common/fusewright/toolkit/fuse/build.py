@@ -170,12 +170,12 @@ def store(e: Evaluator, buffer: int, spec: TensorSpec, at: At, val: Val, how: st
     e.b.store(buffer, e.address(spec, at), e.b.cast(val, from_torch(spec.dtype)), how=how)
 
 
-def finished(e: Evaluator, outs: Sequence[int]) -> Built:
-    """The verified kernel, with the size symbols and the tensors that it really uses."""
+def finished(e: Evaluator, outs: Sequence[int], always: Sequence[int] = ()) -> Built:
+    """The verified kernel, with the size symbols and the tensors that it really uses, and the inputs `always`."""
     kernel = e.b.build()
     by_buffer = {buffer: i for i, buffer in e.buffers.items()}
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
-    kept = [k for k, b in enumerate(kernel.buffers) if k in used or b.access != "in"]
+    kept = [k for k, b in enumerate(kernel.buffers) if k in used or b.access != "in" or by_buffer.get(k) in always]
     if len(kept) != len(kernel.buffers):
         kernel = _without_buffers(kernel, kept)
     symbols_used = used_symbols(kernel)

@@ -79,12 +79,14 @@ def _stores(
     places, values = rule.code(e, unit.op, space.base)
     stored = [(r.value, space.base.reshape(shape_of(r.value.spec))) for r in roots]  # type: ignore[arg-type]
     results = [(v, at, e.value(v, at)) for v, at in stored]
-    for a, spec, i, value in zip(accumulators, specs, started, values, strict=True):
-        buffer = e.buffers[i] = b.inout(f"a{i}", a.dtype)
+    for i, spec in zip(started, specs, strict=True):
+        e.buffer(Value(i, spec))  # a parameter of the kernel, though it is written as an output
+    for k, (a, spec, value) in enumerate(zip(accumulators, specs, values, strict=True)):
+        buffer = b.inout(f"a{k}", a.dtype)
         b.store(buffer, e.address(spec, At(shape_of(spec), places)), b.cast(value, a.dtype), how=a.how)
     for k, (v, at, val) in enumerate(results):
         store(e, b.output(f"y{k}", _stored_type(v)), v.spec, at, val)  # type: ignore[arg-type]
-    return finished(e, [*last, *(r.value.id for r in roots)])
+    return finished(e, [*last, *(r.value.id for r in roots)], started)
 
 
 def _stored_type(v: Value) -> str:
