@@ -17,7 +17,8 @@ class Target:
     """One GPU architecture. `shared` is the shared memory (LDS) that one block may use, in bytes.
 
     `lanes` is the width of a warp or wave, `waves` how many of them one multiprocessor (compute unit) holds,
-    `matrix` the kind of matrix instruction, `fp8` the 8-bit float types that it multiplies, by torch's names.
+    `units` how many of those its common model has, `matrix` the kind of matrix instruction, `fp8` the 8-bit
+    float types that it multiplies, by torch's names.
     """
 
     arch: str
@@ -25,6 +26,7 @@ class Target:
     lanes: int
     shared: int
     waves: int
+    units: int
     matrix: Literal["mma", "wgmma", "tcgen05", "mfma", "wmma"]
     fp8: tuple[str, ...] = ()
     features: frozenset[str] = frozenset({"fp16", "bf16"})
@@ -39,31 +41,33 @@ _OCP = ("float8_e4m3fn", "float8_e5m2")
 _FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")  # CDNA3 has 8-bit formats of its own, CDNA4 those of the OCP
 
 
-def _cuda(arch: str, kib: int, waves: int, matrix: Literal["mma", "wgmma", "tcgen05"], *extra: str) -> Target:
+def _cuda(
+    arch: str, kib: int, waves: int, units: int, matrix: Literal["mma", "wgmma", "tcgen05"], *extra: str
+) -> Target:
     fp8 = () if arch in ("sm_80", "sm_86") else _OCP
     features = frozenset({"fp16", "bf16", "tf32", *extra})
-    return Target(arch, "cuda", 32, kib * KiB, waves, matrix, fp8, features)
+    return Target(arch, "cuda", 32, kib * KiB, waves, units, matrix, fp8, features)
 
 
 NVIDIA: dict[str, Target] = {
     t.arch: t
     for t in (
-        _cuda("sm_80", 163, 64, "mma"),
-        _cuda("sm_86", 99, 48, "mma"),
-        _cuda("sm_89", 99, 48, "mma"),
-        _cuda("sm_90", 227, 64, "wgmma", "tma"),
-        _cuda("sm_100", 227, 64, "tcgen05", "tma"),
-        _cuda("sm_120", 99, 48, "mma", "tma"),
+        _cuda("sm_80", 163, 64, 108, "mma"),
+        _cuda("sm_86", 99, 48, 84, "mma"),
+        _cuda("sm_89", 99, 48, 128, "mma"),
+        _cuda("sm_90", 227, 64, 132, "wgmma", "tma"),
+        _cuda("sm_100", 227, 64, 148, "tcgen05", "tma"),
+        _cuda("sm_120", 99, 48, 170, "mma", "tma"),
     )
 }
 
 AMD: dict[str, Target] = {
     t.arch: t
     for t in (
-        Target("gfx90a", "hip", 64, 64 * KiB, 32, "mfma"),  # MI210, MI250
-        Target("gfx942", "hip", 64, 64 * KiB, 32, "mfma", _FNUZ),  # MI300, MI325
-        Target("gfx950", "hip", 64, 160 * KiB, 32, "mfma", _OCP),  # MI350, MI355
-        Target("gfx1100", "hip", 32, 64 * KiB, 32, "wmma"),  # RX 7900
+        Target("gfx90a", "hip", 64, 64 * KiB, 32, 104, "mfma"),  # MI210, MI250
+        Target("gfx942", "hip", 64, 64 * KiB, 32, 304, "mfma", _FNUZ),  # MI300, MI325
+        Target("gfx950", "hip", 64, 160 * KiB, 32, 256, "mfma", _OCP),  # MI350, MI355
+        Target("gfx1100", "hip", 32, 64 * KiB, 32, 96, "wmma"),  # RX 7900
     )
 }
 

@@ -1,0 +1,271 @@
+"""Functions that emitted kernels call: torch's semantics where Triton's operators differ, reductions and scans.
+
+This module is compiled by Triton, on both vendors. `simulated` has the same names for Triton's interpreter.
+Reductions keep their axis when it is axis 1 of a block, and give a scalar from a one-dimensional block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def signbit(x):
+    if x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True) < 0
+    else:
+        return x.to(tl.int32, bitcast=True) < 0
+
+
+@triton.jit
+def reciprocal(x):
+    return tl.div_rn(tl.full((), 1.0, tl.float32), x)
+
+
+@triton.jit
+def divide(a, b):
+    if a.dtype == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def sigmoid(x):
+    return divide(tl.full((), 1.0, x.dtype), 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def remainder(a, b):
+    m = libdevice.fmod(a, b)
+    return tl.where((m != 0) & ((m < 0) != (b < 0)), m + b, m)
+
+
+@triton.jit
+def floordiv(a, b):
+    m = libdevice.fmod(a, b)
+    q = divide(a - m, b)
+    q = tl.where((m != 0) & ((m < 0) != (b < 0)), q - 1.0, q)
+    whole = tl.floor(q)
+    whole = tl.where(q - whole > 0.5, whole + 1.0, whole)
+    quotient = divide(a, b)
+    whole = tl.where(q != 0, whole, libdevice.copysign(q * 0.0, quotient))
+    return tl.where(b == 0, quotient, whole)
+
+
+@triton.jit
+def int_floordiv(a, b):
+    q = a // b
+    r = a - q * b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), q - 1, q)
+
+
+@triton.jit
+def int_remainder(a, b):
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def int_pow(a, n):
+    """By squaring. A negative power is 0 but for bases 1 and -1."""
+    bits: tl.constexpr = n.dtype.primitive_bitwidth
+    result = tl.full((), 1, a.dtype) + (a ^ a) + (n ^ n)
+    base = a + (n ^ n)
+    rest = n + (a ^ a)
+    for _ in tl.static_range(bits - 1):
+        result = tl.where((rest & 1) != 0, result * base, result)
+        base = base * base
+        rest = rest >> 1
+    odd = (n & 1) != 0
+    ones = tl.where(a == 1, a, tl.where(a + 1 == 0, tl.where(odd, a, a * a), a ^ a))
+    return tl.where(n < 0, ones, result)
+
+
+@triton.jit
+def shl(a, n):
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    ok = (n >= 0) & (n < bits)
+    return tl.where(ok, a << tl.where(ok, n, n ^ n), a ^ a)
+
+
+@triton.jit
+def shr(a, n):
+    bits: tl.constexpr = a.dtype.primitive_bitwidth
+    ok = (n >= 0) & (n < bits)
+    return tl.where(ok, a >> tl.where(ok, n, n ^ n), a >> tl.full((), bits - 1, a.dtype))
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _mul(a, b):
+    return a * b
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _and(a, b):
+    return a & b
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def reduce_sum(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, _add, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_prod(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, _mul, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_any(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, _or, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_all(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, _and, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_max(x, axis: tl.constexpr):
+    if x.dtype.is_floating():
+        return tl.reduce(x, axis, maximum, keep_dims=axis == 1)
+    else:
+        return tl.reduce(x, axis, _larger, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_min(x, axis: tl.constexpr):
+    if x.dtype.is_floating():
+        return tl.reduce(x, axis, minimum, keep_dims=axis == 1)
+    else:
+        return tl.reduce(x, axis, _smaller, keep_dims=axis == 1)
+
+
+@triton.jit
+def beats_max(b, a):
+    """Whether `b` displaces `a` as a maximum: larger, or the first NaN."""
+    return (b > a) | ((b != b) & (a == a))
+
+
+@triton.jit
+def beats_min(b, a):
+    return (b < a) | ((b != b) & (a == a))
+
+
+@triton.jit
+def _same(a, b):
+    return (a == b) | ((a != a) & (b != b))
+
+
+@triton.jit
+def _first_max(a, i, b, j):
+    other = beats_max(b, a) | (_same(a, b) & (j < i))
+    return tl.where(other, b, a), tl.where(other, j, i)
+
+
+@triton.jit
+def _first_min(a, i, b, j):
+    other = beats_min(b, a) | (_same(a, b) & (j < i))
+    return tl.where(other, b, a), tl.where(other, j, i)
+
+
+@triton.jit
+def reduce_argmax(x, position, axis: tl.constexpr):
+    """The largest value and the least of its positions; NaN is larger than everything."""
+    return tl.reduce((x, position), axis, _first_max, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_argmin(x, position, axis: tl.constexpr):
+    return tl.reduce((x, position), axis, _first_min, keep_dims=axis == 1)
+
+
+@triton.jit
+def _welford(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
+    n = n_a + n_b
+    share = tl.where(n == 0, n, n_b / n)
+    d = mean_b - mean_a
+    return mean_a + d * share, m2_a + m2_b + d * d * n_a * share, n
+
+
+@triton.jit
+def reduce_m2(mean, m2, count, axis: tl.constexpr):
+    """Sum of squared deviations (and mean, count) of groups that are given by theirs. Chan, Golub, LeVeque 1983."""
+    return tl.reduce((mean, m2, count), axis, _welford, keep_dims=axis == 1)
+
+
+@triton.jit
+def scan_sum(x, axis: tl.constexpr):
+    return tl.associative_scan(x, axis, _add)
+
+
+@triton.jit
+def scan_prod(x, axis: tl.constexpr):
+    return tl.associative_scan(x, axis, _mul)
+
+
+@triton.jit
+def scan_max(x, axis: tl.constexpr):
+    if x.dtype.is_floating():
+        return tl.associative_scan(x, axis, maximum)
+    else:
+        return tl.associative_scan(x, axis, _larger)
+
+
+@triton.jit
+def scan_min(x, axis: tl.constexpr):
+    if x.dtype.is_floating():
+        return tl.associative_scan(x, axis, minimum)
+    else:
+        return tl.associative_scan(x, axis, _smaller)
+
+
+@triton.jit
+def report(error_ptr, bad, code: tl.constexpr):
+    """Where `bad`, put `code` into the error flag. All writers of one launch write small codes; the last one stays."""
+    tl.store(error_ptr + (bad & False).to(tl.int32), tl.full((), code, tl.int32), mask=bad)
+
+
+@triton.jit
+def floor_index(a, b):
+    """Floor division of index arithmetic, whose divisor is positive."""
+    q = a // b
+    return tl.where(q * b > a, q - 1, q)

@@ -1,0 +1,553 @@
+"""Writes one Triton function: the stages of a kernel from `first` to `last` for one block of points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.ir import Node, Stage
+from fusewright.toolkit.kernel.optable import OPS
+from fusewright.toolkit.kernel.types import DType, is_int
+from fusewright_triton import reductions as red
+from fusewright_triton.addressing import Addresses, atom
+from fusewright_triton.layout import Dim, Layout, axis_name, product
+from fusewright_triton.memory import Memory
+from fusewright_triton.operators import TRITON, Unsupported, cast, constant, form_of, is_negative_zero, literal
+
+DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
+INDEX_ERROR, ZERO_DIVISION = 1, 2
+"""Codes in the error flag."""
+
+
+class Program:
+    """One function. Values are written once, under the name `v<id>`; constants stand where they are used."""
+
+    def __init__(self, layout: Layout, wide: bool, check_division: bool) -> None:
+        self.layout, self.kernel, self.config = layout, layout.kernel, layout.config
+        self.wide, self.check_division = wide, check_division
+        self.lines: list[str] = []
+        self.depth = 1
+        self.known: set[int] = set()
+        self.alias: dict[int, int] = {}
+        self.keys: dict[tuple[object, ...], int] = {}
+        self.means: dict[int, str] = {}
+        self.used_axes = self._used_axes()
+        self.address = Addresses(layout.sizes, self._axis, self._index_value)
+        self.memory = Memory(self)
+        self.limit = self.address.extent(product(self.kernel.r))
+
+    # text
+
+    def put(self, line: str) -> None:
+        self.lines.append("    " * self.depth + line)
+
+    @contextmanager
+    def indented(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def name(self, i: int) -> str:
+        return f"v{self.alias.get(i, i)}"
+
+    def node(self, i: int) -> Node:
+        return self.layout.nodes[i]
+
+    def operand(self, i: int, literals: bool = False) -> str:
+        """A value where it is used: its name, or a constant (a bare number where those are allowed)."""
+        n = self.node(i)
+        if n.op != "const":
+            return self.name(i)
+        value = n.value if n.value is not None else 0
+        if literals and not is_negative_zero(value):
+            return literal(value, n.dtype)
+        return constant(value, n.dtype)
+
+    def _axis(self, a: int) -> str:
+        for d in self.layout.dims:
+            if d.axes == (a,):
+                return d.var
+        return axis_name(self.kernel, a)
+
+    def _index_value(self, i: int) -> str:
+        """A value used as an index. One that was checked against a bound fits 32 bits in a narrow kernel."""
+        text = self.operand(i)
+        return text if self.wide or self.node(i).op != "bound" else f"{text}.to(tl.int32)"
+
+    def _used_axes(self) -> frozenset[int]:
+        found = (n.index.axes() for n in self.kernel.nodes() if n.index is not None)
+        return frozenset().union(*found)
+
+    # the function
+
+    def write(self, first: int, last: int) -> None:
+        """Stages `first`..`last`. Parts of earlier reductions are in the workspace."""
+        self._constants(first, last)
+        self._points()
+        stages = self.kernel.stages
+        split = self.config.split > 1
+        for k in range(first, last + 1):
+            if stages[k].over == "PR":
+                self._row_stage(k)
+            elif not split:
+                self._nodes(stages[k].nodes)
+        if split and last == len(stages) - 1:
+            late = [n for s in stages if s.over == "P" for n in s.nodes if n.op == "store"]
+            self._require(n.id for n in late)
+            for n in late:
+                self.memory.store(n, over_row=False)
+
+    def _constants(self, first: int, last: int) -> None:
+        for d in self.layout.dims:
+            if d.vector:
+                self.put(f"{d.const}: tl.constexpr = {d.block}")
+
+    def _points(self) -> None:
+        """Which points of P this program has."""
+        wide = ".to(tl.int64)" if self.wide else ""
+        factors = self._grid_factors()
+        if not factors and self.config.split == 1:
+            return
+        if len(factors) == 1 and self.config.split == 1:
+            self._place(*factors[0], f"tl.program_id(0){wide}")
+            return
+        self.put(f"pid = tl.program_id(0){wide}")
+        rest = "pid"
+        if self.shares_row:
+            self.put(f"part = pid % {self.config.split}")
+            rest = f"pid // {self.config.split}"
+        for what, count in reversed(factors[1:]):
+            self._place(what, count, f"{atom(rest)} % {atom(count)}")
+            rest = f"{atom(rest)} // {atom(count)}"
+        if factors:
+            self._place(*factors[0], rest)
+
+    shares_row = False
+    """Whether several programs of this function share a row (set by the caller before `write`)."""
+
+    def _grid_factors(self) -> list[tuple[int | Dim, str]]:
+        """What programs enumerate, outermost first: single axes, then tiles; with their counts."""
+        out: list[tuple[int | Dim, str]] = [
+            (a, self.address.extent(self.kernel.sizes[a])) for a in self.layout.rest
+        ]
+        for d in self.layout.dims:
+            if d is not self.layout.row:
+                out.append((d, self._blocks(d)))
+        return out
+
+    def _blocks(self, d: Dim) -> str:
+        size = self.address.extent(d.size)
+        if d.block == 1:
+            return size
+        if isinstance(d.size, int):
+            return str(-(-d.size // d.block))
+        return f"({size} + {d.block - 1}) // {d.block}"
+
+    def _place(self, what: int | Dim, count: str, pid: str) -> None:
+        if isinstance(what, int):
+            self.put(f"{axis_name(self.kernel, what)} = {pid}")
+            return
+        if what.vector:
+            spread = self.layout.spread(what)
+            pid = f"{atom(pid)} * {what.const} + tl.arange(0, {what.const}){spread}"
+        self.put(f"{what.var} = {pid}")
+        self._finish_dim(what)
+
+    def _finish_dim(self, d: Dim) -> None:
+        """The mask of a dimension, and the axes that were flattened into it."""
+        if d.mask is not None:
+            self.put(f"{d.mask} = {d.var} < {atom(self.address.extent(d.size))}")
+        if len(d.axes) == 1:
+            return
+        inner: Extent = 1
+        for k, a in reversed(list(enumerate(d.axes))):
+            text = d.var if inner == 1 else f"{d.var} // {atom(self.address.extent(inner))}"
+            if k:
+                text = f"{text} % {atom(self.address.extent(self.kernel.sizes[a]))}"
+            if a in self.used_axes:
+                self.put(f"{axis_name(self.kernel, a)} = {text}")
+            inner = inner * self.kernel.sizes[a]
+
+    # values
+
+    def _nodes(self, nodes: Iterable[Node], over_row: bool = False) -> None:
+        for n in nodes:
+            if n.op == "store":
+                self.memory.store(n, over_row)
+            elif n.op == "reduce":
+                self._reduce_at_once(n)
+            else:
+                self.value(n)
+
+    def _require(self, ids: Iterable[int]) -> None:
+        """Writes what nodes need of values that do not vary along the row."""
+        todo, wanted = list(ids), set[int]()
+        while todo:
+            n = self.node(todo.pop())
+            for u in n.uses():
+                if u not in wanted and u not in self.known and u not in self.layout.rowwise:
+                    wanted.add(u)
+                    if self.node(u).op != "reduce":
+                        todo.append(u)
+        for i in sorted(wanted):
+            if self.node(i).op == "reduce":
+                self._combine(self.node(i))
+            else:
+                self.value(self.node(i))
+
+    def value(self, n: Node) -> None:
+        """Writes the value of a node, unless it is there already."""
+        if n.id in self.known or n.op == "const":
+            return
+        if self.config.persistent and self._found(n):
+            return
+        self.known.add(n.id)
+        if n.op == "load":
+            self.memory.load(n)
+        elif n.op == "bound":
+            self._bound(n)
+        elif n.op == "scan":
+            self._scan_at_once(n)
+        else:
+            self.put(f"{self.name(n.id)} = {self._expression(n)}")
+
+    def _found(self, n: Node) -> bool:
+        """Whether an equal value is known: a persistent program computes nothing twice."""
+        renamed = {u: self.alias.get(u, u) for u in n.uses()}
+        index = n.index.with_values(renamed) if n.index is not None else None
+        epoch = self.memory.epoch.get(n.buffer, 0) if n.op == "load" and n.buffer is not None else 0
+        args = tuple(renamed[a] for a in n.args)
+        key = (n.op, n.dtype, args, index, n.buffer, n.how, repr(n.value), n.extent, epoch)
+        found = self.keys.setdefault(key, n.id)
+        if found != n.id:
+            self.alias[n.id] = found
+            self.known.add(n.id)
+        return found != n.id
+
+    def _expression(self, n: Node) -> str:
+        if n.op in OPS:
+            return self._pointwise(n)
+        if n.op == "cast":
+            return cast(self.operand(n.args[0]), self.node(n.args[0]).dtype, n.dtype)
+        if n.op == "bitcast":
+            return f"{self.operand(n.args[0])}.to({TRITON[n.dtype]}, bitcast=True)"
+        if n.op == "scalar":
+            return f"tl.full((), {self.layout.scalars[int(n.value or 0)]}, {TRITON[n.dtype]})"
+        if n.op == "index" and n.index is not None:
+            text = self.address.index(n.index)
+            return f"{atom(text)}.to(tl.int64)" if self.layout.dims_of[n.id] else f"tl.full((), {text}, tl.int64)"
+        raise Unsupported(f"no Triton for {n.op}")
+
+    def _pointwise(self, n: Node) -> str:
+        dtype = self.node(n.args[-1]).dtype
+        text, literals = form_of(n.op, dtype)
+        args = [self.operand(a, literals) for a in n.args]
+        tensors = [self.node(a).op != "const" for a in n.args]
+        if literals and not any(tensors[1:] if n.op == "where" else tensors):
+            args[-1] = self.operand(n.args[-1])
+        if n.op == "where" and not tensors[0]:
+            args[0] = self.operand(n.args[0])
+        if n.op in DIVISIONS and is_int(dtype):
+            args[1] = self._divisor(n, args[1])
+        if n.op == "neg" and is_int(dtype):
+            args[0] = self.operand(n.args[0])
+        return text.format(*(atom(a) if "(" not in text else a for a in args))
+
+    def _divisor(self, n: Node, text: str) -> str:
+        """The divisor with zeros replaced. Zero is an error where eager makes it one (on the CPU)."""
+        zero = f"{atom(text)} == 0"
+        if self.check_division:
+            mask = self.memory.domain_mask(self.layout.dims_of[n.id])
+            bad = f"({zero}) & {mask}" if mask else zero
+            self.put(f"fw.report(error_ptr, {bad}, {ZERO_DIVISION})")
+        return f"tl.where({zero}, {constant(-1, self.node(n.args[1]).dtype)}, {text})"
+
+    def _bound(self, n: Node) -> None:
+        """A checked index: reported and replaced by 0 where it is out of bounds."""
+        v, i, size = self.name(n.id), self.operand(n.args[0]), atom(self.address.extent(n.extent or 0))
+        low = f"-{size}" if n.how == "wrap" else "0"
+        self.put(f"{v}_bad = ({i} < {low}) | ({i} >= {size})")
+        masks = [self.memory.domain_mask(self.layout.dims_of[n.id])]
+        masks += [self.operand(n.args[1])] if len(n.args) > 1 else []
+        bad = " & ".join([f"{v}_bad", *(m for m in masks if m)])
+        self.put(f"fw.report(error_ptr, {bad}, {INDEX_ERROR})")
+        wrapped = f"tl.where({i} < 0, {i} + {size}, {i})" if n.how == "wrap" else i
+        self.put(f"{v} = tl.where({v}_bad, 0, {wrapped})")
+
+    # rows
+
+    def _row_stage(self, k: int) -> None:
+        stage = self.kernel.stages[k]
+        if self.config.persistent:
+            self._row_position("0")
+            self._nodes(stage.nodes, over_row=True)
+            return
+        todo = self._closure(stage, k)
+        self._require(n.id for n in todo)
+        begin, end = self._row_range(k)
+        for n in todo:
+            self._start(n, begin)
+        self.put(f"for start in range({begin}, {end}, RB):")
+        outside = set(self.known)
+        with self.indented():
+            self._row_position("start", always=True)
+            for n in todo:
+                self._step(n)
+        self.known = outside
+        for n in todo:
+            if n.op == "reduce":
+                self._finish(n)
+
+    placed = False
+
+    def _row_position(self, start: str, always: bool = False) -> None:
+        row = self.layout.row
+        if row is None or (self.placed and not always):
+            return
+        self.placed = True
+        lanes = f"tl.arange(0, RB){self.layout.spread(row)}"
+        text = lanes if start == "0" else f"{start} + {lanes}"
+        self.put(f"{row.var} = {f'({text}).to(tl.int64)' if self.wide else text}")
+        self._finish_dim(row)
+
+    def _row_range(self, k: int) -> tuple[str, str]:
+        """First and last row element of this program."""
+        if not self.shares_row:
+            return "0", self.limit
+        size, split, step = product(self.kernel.r), self.config.split, self.config.row
+        if isinstance(size, int):
+            chunk = str(-(-size // (step * split)) * step)
+        else:
+            chunk = f"({self.limit} + {step * split - 1}) // {step * split} * {step}"
+        self.put(f"begin{k} = part * {atom(chunk)}")
+        self.put(f"end{k} = tl.minimum(begin{k} + {atom(chunk)}, {self.limit})")
+        return f"begin{k}", f"end{k}"
+
+    def _closure(self, stage: Stage, k: int) -> list[Node]:
+        """The stage's nodes, and the row values of earlier stages that they need, to be computed again."""
+        todo, found = [n.id for n in stage.nodes if n.op in ("store", "reduce")], set[int]()
+        while todo:
+            i = todo.pop()
+            if i in found:
+                continue
+            found.add(i)
+            todo.extend(u for u in self.node(i).uses() if u in self.layout.rowwise)
+        nodes = [self.node(i) for i in sorted(found)]
+        self.memory.check_recomputed([n for n in nodes if self.layout.stage_of[n.id] < k], k)
+        return nodes
+
+    def operand_block(self, i: int) -> str:
+        """A value as a full block over the row, for reductions."""
+        dims, row = self.layout.dims_of[i], self._row()
+        text = self.operand(i)
+        if row.var in dims and self.node(i).op != "const":
+            return text
+        return f"tl.broadcast_to({text}, {self.layout.shape(dims | {row.var})})"
+
+    def _row(self) -> Dim:
+        if self.layout.row is None:
+            raise Unsupported("a row stage without row axes")
+        return self.layout.row
+
+    def _masked(self, i: int, fill: str) -> str:
+        row, text = self._row(), self.operand_block(i)
+        return text if row.mask is None else f"tl.where({row.mask}, {text}, {fill})"
+
+    def _count(self, dtype: DType) -> str:
+        return f"tl.full((), {self.limit}, {TRITON[dtype]})"
+
+    def _reduce_at_once(self, n: Node) -> None:
+        """A reduction over a row that is all there."""
+        if n.id in self.known or self._found(n):
+            return
+        self.known.add(n.id)
+        v, i, dtype = self.name(n.id), n.args[0], self.node(n.args[0]).dtype
+        axis, x = self.layout.row_axis(), self._masked(n.args[0], red.identity(n.how, dtype))
+        if n.how == "m2":
+            mean = self.means.get(self.alias.get(i, i), f"{v}_mean")
+            if mean == f"{v}_mean":
+                self.put(f"{mean} = {self._divided(f'fw.reduce_sum({x}, {axis})', dtype)}")
+            self.put(f"{v}_d = {self.operand_block(i)} - {mean}")
+            d, mask = f"{v}_d * {v}_d", self._row().mask
+            self.put(f"{v} = fw.reduce_sum({f'tl.where({mask}, {d}, 0.0)' if mask else d}, {axis})")
+        elif n.how.startswith("arg"):
+            self.put(f"{v}_max, {v} = fw.reduce_{n.how}({x}, {self._positions(i)}, {axis})")
+            self.put(f"{v} = {v}.to(tl.int64)")
+        elif n.how == "mean":
+            self.means[self.alias.get(i, i)] = v
+            self.put(f"{v} = {self._divided(f'fw.reduce_sum({x}, {axis})', dtype)}")
+        else:
+            self.put(f"{v} = {red.fold(n.how, x, axis)}")
+
+    def _positions(self, i: int) -> str:
+        row = self._row()
+        shape = self.layout.shape(self.layout.dims_of[i] | {row.var})
+        return row.var if self.layout.rank == 1 else f"tl.broadcast_to({row.var}, {shape})"
+
+    def _divided(self, text: str, dtype: DType) -> str:
+        return f"fw.divide({text}, {self._count(dtype)})"
+
+    def _scan_at_once(self, n: Node) -> None:
+        """A scan over a row that is all there."""
+        x = self._masked(n.args[0], red.identity(n.how, n.dtype))
+        self.put(f"{self.name(n.id)} = fw.scan_{n.how}({x}, {self.layout.row_axis()})")
+
+    # loops over the row
+
+    def _start(self, n: Node, begin: str) -> None:
+        """Variables that go through the loop, which starts at row element `begin`."""
+        if n.op == "scan":
+            shape = self.layout.shape(self.layout.dims_of[n.id] - {self._row().var})
+            self.put(red.Carry(f"carry{n.id}", red.identity(n.how, n.dtype), n.dtype).init(shape))
+        if n.op != "reduce":
+            return
+        dtype = self.node(n.args[0]).dtype
+        shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {self._row().var})
+        for c in red.carries(n, dtype):
+            self.put(c.init(shape))
+        if n.how.startswith("arg"):
+            lanes = f"tl.arange(0, RB){self.layout.spread(self._row())}"
+            lanes = lanes if begin == "0" else f"{begin} + {lanes}"
+            spread = lanes if self.layout.rank == 1 else f"tl.broadcast_to({lanes}, {shape})"
+            self.put(f"at{n.id} = {f'({spread}).to(tl.int64)' if self.wide else spread}")
+
+    def _step(self, n: Node) -> None:
+        """A node inside the loop."""
+        if n.op == "store":
+            self.memory.store(n, over_row=True)
+        elif n.op == "scan":
+            self.known.add(n.id)
+            self._scan_step(n)
+        elif n.op == "reduce":
+            self._reduce_step(n)
+        else:
+            self.value(n)
+
+    def _scan_step(self, n: Node) -> None:
+        v, axis, carry = self.name(n.id), self.layout.row_axis(), f"carry{n.id}"
+        x = self._masked(n.args[0], red.identity(n.how, n.dtype))
+        self.put(f"{v}_x = {x}")
+        self.put(f"{v} = {red.step(n.how, n.dtype, carry, f'fw.scan_{n.how}({v}_x, {axis})')}")
+        self.put(f"{carry} = {red.step(n.how, n.dtype, carry, red.fold(n.how, f'{v}_x', axis))}")
+
+    def _reduce_step(self, n: Node) -> None:
+        i, dtype, mask = n.args[0], self.node(n.args[0]).dtype, self._row().mask
+        acc = f"acc{n.id}"
+        if n.how == "m2":
+            self._welford_step(n, dtype)
+        elif n.how.startswith("arg"):
+            x = self.operand_block(i)
+            better = f"fw.beats_{n.how[3:]}({x}, {acc})"
+            self.put(f"better{n.id} = {f'{better} & {mask}' if mask else better}")
+            self.put(f"{acc} = tl.where(better{n.id}, {x}, {acc})")
+            self.put(f"at{n.id} = tl.where(better{n.id}, {self._row().var}, at{n.id})")
+        else:
+            self.put(f"{acc} = {red.step(n.how, dtype, acc, self._masked(i, red.identity(n.how, dtype)))}")
+
+    def _welford_step(self, n: Node, dtype: DType) -> None:
+        """Mean and squared deviations per lane. The count is that of the steps: a lane that is masked in the
+        last step does not take it."""
+        x, mask, begin = self.operand_block(n.args[0]), self._row().mask, self._begin(n)
+        k, mean, acc = f"step{n.id}", f"mean{n.id}", f"acc{n.id}"
+        done = "start // RB" if begin == "0" else f"(start - {begin}) // RB"
+        self.put(f"{k} = tl.full((), {done} + 1, {TRITON[dtype]})")
+        self.put(f"d{n.id} = {x} - {mean}")
+        self.put(f"next{n.id} = {mean} + fw.divide(d{n.id}, {k})")
+        more = f"{acc} + d{n.id} * ({x} - next{n.id})"
+        self.put(f"{acc} = {f'tl.where({mask}, {more}, {acc})' if mask else more}")
+        self.put(f"{mean} = {f'tl.where({mask}, next{n.id}, {mean})' if mask else f'next{n.id}'}")
+
+    def _begin(self, n: Node) -> str:
+        return f"begin{self.layout.stage_of[n.id]}" if self.shares_row else "0"
+
+    def _finish(self, n: Node) -> None:
+        """The reduction's value after the loop; or, where programs share the row, their parts of it."""
+        v, dtype, axis = self.name(n.id), self.node(n.args[0]).dtype, self.layout.row_axis()
+        acc = f"acc{n.id}"
+        if n.how == "m2":
+            counts = self._lane_counts(n, dtype)
+            self.put(f"{v}_mean, {v}, {v}_n = fw.reduce_m2(mean{n.id}, {acc}, {counts}, {axis})")
+            values = [f"{v}_mean", v]
+        elif n.how.startswith("arg"):
+            self.put(f"{v}_max, {v} = fw.reduce_{n.how}({acc}, at{n.id}, {axis})")
+            self.put(f"{v} = {v}.to(tl.int64)")
+            values = [f"{v}_max", v]
+        else:
+            self.put(f"{v} = {red.fold(n.how, acc, axis)}")
+            values = [v]
+        if self.shares_row:
+            self._leave(n, dtype, values)
+        else:
+            if n.how == "mean":
+                self.put(f"{v} = {self._divided(v, dtype)}")
+            self.known.add(n.id)
+
+    def _lane_counts(self, n: Node, dtype: DType) -> str:
+        """How many elements each lane took, as a block like the accumulators."""
+        row, begin = self._row(), self._begin(n)
+        lanes = f"tl.arange(0, RB){self.layout.spread(row)}"
+        shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {row.var})
+        end = f"end{self.layout.stage_of[n.id]}" if self.shares_row else self.limit
+        length = end if begin == "0" else f"{end} - {begin}"
+        self.put(f"n{n.id} = tl.maximum({atom(length)} - {lanes} + (RB - 1), 0) // RB")
+        return f"tl.broadcast_to(n{n.id}, {shape}).to({TRITON[dtype]})"
+
+    # rows that several programs share
+
+    def _part_at(self, part: str) -> str:
+        points = self.address.extent(product(self.kernel.p))
+        return f"{part} * {atom(points)} + {self._point()}"
+
+    def _point(self) -> str:
+        tiles = [d for d in self.layout.dims if d is not self.layout.row]
+        return tiles[0].var if tiles else "0"
+
+    def _point_dims(self) -> frozenset[str]:
+        return self.layout.vector_names(over_row=False)
+
+    def _leave(self, n: Node, dtype: DType, values: list[str]) -> None:
+        mask = self.memory.domain_mask(self._point_dims())
+        for (suffix, _), value in zip(red.parts(n, dtype), values, strict=True):
+            where = f"part{suffix}_ptr + {self._part_at('part')}"
+            if self.layout.rank > 1 and not self._point_dims():
+                where = f"tl.broadcast_to({where}, [1, 1])"
+            self.put(f"tl.store({where}, {value}{f', mask={mask}' if mask else ''})")
+
+    def _combine(self, n: Node) -> None:
+        """The value of a reduction from the parts that programs of an earlier launch left."""
+        self.known.add(n.id)
+        v, dtype, row = self.name(n.id), self.node(n.args[0]).dtype, self._row()
+        split, axis = self.config.split, self.layout.row_axis()
+        parts = f"parts{n.id}"
+        self.put(f"{parts} = tl.arange(0, {split}){self.layout.spread(row)}")
+        mask = self.memory.domain_mask(self._point_dims())
+        got = []
+        for suffix, _ in red.parts(n, dtype):
+            got.append(f"got{suffix}")
+            self.put(
+                f"got{suffix} = tl.load(part{suffix}_ptr + {self._part_at(parts)}{f', mask={mask}' if mask else ''})"
+            )
+        if n.how == "m2":
+            counts = self._part_counts(parts, dtype)
+            self.put(f"{v}_mean, {v}, {v}_n = fw.reduce_m2({got[0]}, {got[1]}, {counts}, {axis})")
+        elif n.how.startswith("arg"):
+            self.put(f"{v}_max, {v} = fw.reduce_{n.how}({got[0]}, {got[1]}, {axis})")
+        else:
+            folded = red.fold(n.how, got[0], axis)
+            self.put(f"{v} = {self._divided(folded, dtype) if n.how == 'mean' else folded}")
+
+    def _part_counts(self, parts: str, dtype: DType) -> str:
+        split, step = self.config.split, self.config.row
+        size = product(self.kernel.r)
+        chunk = (
+            str(-(-size // (step * split)) * step)
+            if isinstance(size, int)
+            else f"(({self.limit} + {step * split - 1}) // {step * split} * {step})"
+        )
+        left = f"tl.minimum(tl.maximum({self.limit} - {parts} * {chunk}, 0), {chunk}).to({TRITON[dtype]})"
+        return left if self.layout.rank == 1 else f"tl.broadcast_to({left}, {self._part_shape()})"
+
+    def _part_shape(self) -> str:
+        """The shape of a block of parts: like a row block, with the parts along the row's axis."""
+        return self.layout.shape(self._point_dims() | {self._row().var}).replace("RB", str(self.config.split))

@@ -1,0 +1,113 @@
+"""Runs emitted kernels on CPU tensors with Triton's interpreter.
+
+The interpreter is Triton's own, with the parts replaced whose arithmetic is not the devices': casts (it
+truncates to bf16), maxima of NaN, and reductions by Python loops. Nothing of it stays replaced outside a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from fusewright_triton.emitter import Source
+from fusewright_triton.simulated import Device, Libdevice
+from fusewright_triton.sourcecode import load
+
+_LOCK = threading.RLock()
+
+_TORCH = {
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.int1: torch.bool,
+    tl.int8: torch.int8,
+    tl.uint8: torch.uint8,
+    tl.int16: torch.int16,
+    tl.int32: torch.int32,
+    tl.int64: torch.int64,
+}
+
+
+class _Builder(interpreter.InterpreterBuilder):  # type: ignore[misc]
+    """NumPy arithmetic of the interpreter, with the devices' rounding and NaN rules."""
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        src_type, dst_type = src.dtype.scalar, dst_type.scalar
+        if src_type not in _TORCH or dst_type not in _TORCH:
+            return super().cast_impl(src, dst_type)
+        t = torch.from_numpy(np.ascontiguousarray(src.data))
+        t = t.view(torch.bfloat16) if src_type == tl.bfloat16 else t
+        t = t.to(_TORCH[dst_type])
+        data = t.view(torch.uint16).numpy() if dst_type == tl.bfloat16 else t.numpy()
+        return interpreter.TensorHandle(data, dst_type)
+
+    def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        return self.cast_impl(src, dst_type)
+
+    def create_minnumf(self, a: Any, b: Any) -> Any:
+        return self.binary_op(a, b, np.fmin)
+
+    def create_maxnumf(self, a: Any, b: Any) -> Any:
+        return self.binary_op(a, b, np.fmax)
+
+
+@functools.cache
+def _replacements() -> tuple[Any, Any]:
+    builder = _Builder()
+    return builder, interpreter.TritonSemantic(builder)
+
+
+@contextmanager
+def _replaced() -> Iterator[None]:
+    """Our builder in the interpreter's module, for the length of a run."""
+    names = ("interpreter_builder", "interpreter_semantic")
+    with _LOCK:
+        before = [getattr(interpreter, n) for n in names]
+        for n, x in zip(names, _replacements(), strict=True):
+            setattr(interpreter, n, x)
+        try:
+            with np.errstate(all="ignore"):
+                yield
+        finally:
+            for n, x in zip(names, before, strict=True):
+                setattr(interpreter, n, x)
+
+
+class _Jit:
+    """What `triton` is in interpreted source: `triton.jit` keeps the Python function."""
+
+    @staticmethod
+    def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn
+
+
+def _range(*bounds: Any) -> range:
+    """`range` over interpreted numbers (Triton's own conversion does not work with NumPy 2.4)."""
+    return range(*(b.handle.data.item() if isinstance(b, tl.tensor) else b for b in bounds))
+
+
+class Simulated:
+    """The functions of a source, interpreted. `run(k, programs, args)` is the k-th launch."""
+
+    def __init__(self, source: Source) -> None:
+        names = {"triton": _Jit, "tl": tl, "libdevice": Libdevice(), "fw": Device, "range": _range}
+        module = load(source.text, names)
+        with _replaced():
+            self.functions = [
+                interpreter.InterpretedFunction(getattr(module, f.name)) for f in source.functions
+            ]
+
+    def run(self, k: int, programs: int, args: Sequence[Any]) -> None:
+        with _replaced():
+            self.functions[k][(programs,)](*args)
+
+
