@@ -302,3 +302,17 @@ class Symbols:
             case ast.Call(func=ast.Name()) if hasattr(functions, node.func.id) and not node.keywords:
                 return getattr(functions, node.func.id)(*map(self._expr, node.args))
         raise ValueError(f"{ast.unparse(node)!r} is no size")
+
+
+def graph_breaks() -> dict[str, int]:
+    """Reasons of Dynamo's graph breaks in this process, with how often each was met."""
+    from torch._dynamo.utils import counters
+
+    return {str(reason): int(n) for reason, n in counters["graph_break"].items()}
+
+
+def real_tensors() -> Any:
+    """A context manager under which ops compute: AOTAutograd compiles inside a FakeTensorMode."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()

@@ -25,6 +25,9 @@ def guarded(backend: str, region: Region, fn: Callable[..., Sequence[torch.Tenso
         results = tuple(fn(*args))
         if [t._version for t in tensors] != versions:
             complain("it changed one of its inputs in place")
+        memory = {_address(t) for t in tensors} - {0}
+        if any(isinstance(t, torch.Tensor) and _address(t) in memory for t in results):
+            complain("a result shares memory with an input")
         if len(results) != len(specs):
             complain(f"it returned {len(results)} results where {len(specs)} were expected")
         for k, (result, spec) in enumerate(zip(results, specs, strict=True)):
@@ -33,6 +36,11 @@ def guarded(backend: str, region: Region, fn: Callable[..., Sequence[torch.Tenso
         return results
 
     return run
+
+
+def _address(t: torch.Tensor) -> int:
+    """Where the tensor's memory starts; 0 when it has none."""
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
 def mismatch(t: object, spec: TensorSpec) -> str:

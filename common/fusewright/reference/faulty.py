@@ -19,7 +19,7 @@ class Faulty(Interp):
 
     FAULTS: ClassVar[tuple[str, ...]] = (
         "decline", "crash", "supports_raises", "supports_lies", "wrong_shape", "wrong_dtype", "mutates_input", "drops_result",
-        "raises_at_run_time", "group_not_convex",
+        "returns_input", "raises_at_run_time", "group_not_convex",
     )  # fmt: skip
 
     @classmethod
@@ -56,6 +56,9 @@ def _broken(fault: str, fn: Callable[..., Sequence[torch.Tensor]]) -> Callable[.
             return (results[0].unsqueeze(0), *results[1:])
         if fault == "wrong_dtype":
             return (results[0].to(torch.float16), *results[1:])
+        if fault == "returns_input":
+            largest = max((a for a in args if isinstance(a, torch.Tensor)), key=torch.Tensor.numel)
+            return (largest.as_strided(results[0].shape, results[0].stride()), *results[1:])
         if fault == "drops_result":
             return results[:-1]
         if fault == "raises_at_run_time":

@@ -71,7 +71,11 @@ def test_one_change_packs_one_instance_again() -> None:
     assert cache.runs == 3
 
 
-@pytest.mark.parametrize("prepare", [doubled, lambda w: (w.t(),), lambda w: (w.view(-1), w.detach())], ids=["copy", "view", "views"])
+@pytest.mark.parametrize(
+    "prepare",
+    [doubled, lambda w: (w.t(),), lambda w: (w.view(-1), w.detach())],
+    ids=["copy", "view", "views"],
+)
 def test_dies_with_its_weights(prepare: Any) -> None:
     w = torch.ones(3, 3)
     cache = OnceCache(prepare)

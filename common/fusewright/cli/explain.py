@@ -1,0 +1,293 @@
+"""`fusewright explain`: what becomes of a model, told by the record of a real compile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fusewright import _torch_compat as compat
+from fusewright import registry, report
+from fusewright.bench import suite
+from fusewright.errors import UnknownBackendError, nearest
+from fusewright.interface import Unavailable
+from fusewright.report import GraphReport, OpRecord
+
+STAGES = ("canonicalize", "simplify", "lower")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ops that share a fate. `share` is their part of the estimated time of a call."""
+
+    op: str
+    n: int
+    shapes: tuple[str, ...]
+    why: str
+    sources: tuple[str, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A compile, seen from outside. `recompiles`: graphs that a second call with the same inputs made."""
+
+    model: str
+    backend: str
+    dtype: str
+    graphs: list[GraphReport]
+    breaks: dict[str, int]
+    recompiles: int
+    compile_seconds: float
+
+    def ops(self, where: str) -> list[OpRecord]:
+        return [r for g in self.graphs for r in g.ops if r.where == where]
+
+    def seconds(self) -> float:
+        return sum(r.seconds for g in self.graphs for r in g.ops) or 1e-30
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all."
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True)
+@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
+@click.option("--train", is_flag=True, help="The training step: forward and backward graphs.")
+@click.option("--ir", "stage", type=click.Choice(STAGES), help="Print the graphs after this stage.")
+@click.option("--plan", is_flag=True, help="Print the plan of every graph as the Python function that it is.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def explain(
+    model: str, backend: str, dtype: Any, size: Any, train: bool, stage: str | None, plan: bool, as_json: bool
+) -> None:
+    """Show what becomes of MODEL, a name of the suite or file.py:function: coverage, every fallback with its
+    reason and source line, regions, rules and the plan.
+    """
+    _check_backend(backend)
+    suite.check_name(model, train)
+    explained = run(model, backend, dtype, size, train)
+    if as_json:
+        click.echo(json.dumps(as_document(explained), indent=1))
+    elif stage or plan:
+        _print_texts(explained, stage, plan)
+    else:
+        _print(explained)
+
+
+def _check_backend(name: str) -> None:
+    if name == "fusewright":
+        return
+    if name not in registry.plugins():
+        known = ["fusewright", *registry.plugins()]
+        raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, known)}")
+    registry.get(name)  # raises with the reason when it cannot work here
+
+
+def run(model: str, backend: str, dtype: Any, size: Any, train: bool) -> Explained:
+    """Compile and call the model twice, recording."""
+    call = _train_call(model, size, dtype) if train else _inference_call(model, size, dtype)
+    torch.compiler.reset()
+    breaks = compat.graph_breaks()
+    quiet = logging.getLogger("fusewright")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)  # its one line per graph is what this command spells out
+    try:
+        with report.recording() as reports:
+            start = time.perf_counter()
+            call(backend)
+            seconds = time.perf_counter() - start
+            first = len(reports)
+            call(backend)
+    finally:
+        quiet.setLevel(level)
+    new = {k: n - breaks.get(k, 0) for k, n in compat.graph_breaks().items() if n > breaks.get(k, 0)}
+    actual = reports[0].backend if reports else backend
+    return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds)
+
+
+def _inference_call(model: str, size: Any, dtype: Any) -> Callable[[str], Any]:
+    built = suite.build(model, size, dtype)
+    compiled: list[Any] = []
+
+    def call(backend: str) -> Any:
+        if not compiled:
+            compiled.append(torch.compile(built.fn, backend=backend))
+        with torch.no_grad():
+            return built.run(compiled[0])
+
+    return call
+
+
+def _train_call(model: str, size: Any, dtype: Any) -> Callable[[str], Any]:
+    step = suite.train_step(model, size, dtype)
+
+    def call(backend: str) -> Any:
+        if step.compiled is None:
+            step.compiled = torch.compile(step.module, backend=backend)
+        return step.loss_and_grads()
+
+    return call
+
+
+def fallbacks(e: Explained) -> list[Group]:
+    """What eager runs, by op and reason, the most expensive first."""
+    return _grouped(e, e.ops("eager"), lambda r: str(r.verdict))
+
+
+def lowered(e: Explained) -> list[Group]:
+    """What the backend runs, by op and how it was lowered, the most expensive first."""
+    return _grouped(e, e.ops("backend"), lambda r: r.note)
+
+
+def _grouped(e: Explained, records: Iterable[OpRecord], why: Callable[[OpRecord], str]) -> list[Group]:
+    groups: dict[tuple[str, str], list[OpRecord]] = {}
+    for r in records:
+        groups.setdefault((r.op, why(r)), []).append(r)
+    total = e.seconds()
+    made = [
+        Group(op, len(rs), _distinct(r.shape for r in rs), reason, _distinct(r.source for r in rs), _sum(rs) / total)
+        for (op, reason), rs in groups.items()
+    ]  # fmt: skip
+    return sorted(made, key=lambda g: -g.share)
+
+
+def _sum(records: Sequence[OpRecord]) -> float:
+    return sum(r.seconds for r in records)
+
+
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(t for t in texts if t))
+
+
+def as_document(e: Explained) -> dict[str, Any]:
+    """Everything as JSON."""
+    return {
+        "model": e.model,
+        "backend": e.backend,
+        "dtype": e.dtype,
+        "breaks": e.breaks,
+        "recompiles": e.recompiles,
+        "compile_seconds": e.compile_seconds,
+        "coverage": coverage(e),
+        "fallbacks": [asdict(g) for g in fallbacks(e)],
+        "lowered": [asdict(g) for g in lowered(e)],
+        "graphs": [
+            {
+                "phase": g.phase,
+                "road": g.road,
+                "regions": g.regions,
+                "rules": dict(g.rules),
+                "stages": g.stages,
+                "bugs": g.bugs,
+                "ops": {where: g.count(where) for where in ("backend", "eager", "view")},
+            }
+            for g in e.graphs
+        ],
+    }
+
+
+def coverage(e: Explained) -> dict[str, float]:
+    """Shares of the backend: by number of ops (views, which cost nothing, left out) and by estimated time."""
+    ours, eager = e.ops("backend"), e.ops("eager")
+    return {
+        "ops": len(ours) / max(len(ours) + len(eager), 1),
+        "time": _sum(ours) / max(_sum(ours) + _sum(eager), 1e-30),
+    }
+
+
+# ---------------------------------------------------------------- text
+
+
+def _print(e: Explained) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no width of its own, and nothing should be cut there
+    say: Callable[[str], None] = lambda text: console.print(escape(text))  # noqa: E731
+    _header(e, say)
+    if not e.graphs:
+        say("Dynamo captured no graph: all of it runs in eager.")
+        return
+    console.print(_graph_table(e))
+    _group_table(console, e, "in eager", "reason", fallbacks(e))
+    _group_table(console, e, f"by {e.backend}", "how", lowered(e))
+    rules = _summed(g.rules for g in e.graphs)
+    say("\nrules: " + (", ".join(f"{k} {n}" for k, n in sorted(rules.items()) if n) or "none applied"))
+    stages = _summed(g.stages for g in e.graphs)
+    say("stages: " + ", ".join(f"{k} {1e3 * s:.0f} ms" for k, s in stages.items()))
+    for bug in dict.fromkeys(b for g in e.graphs for b in g.bugs):
+        console.print(f"[red]bug of the backend[/red]: {escape(bug)}")
+
+
+def _header(e: Explained, say: Callable[[str], None]) -> None:
+    found = registry.info(e.backend) if e.backend in registry.plugins() else None
+    device = "" if found is None or isinstance(found.device, Unavailable) else f" on {found.device.arch}"
+    say(f"{e.model}, {e.dtype}, by {e.backend}{device}: first call {e.compile_seconds:.2f} s")
+    breaks = sum(e.breaks.values())
+    say(f"{len(e.graphs)} graphs, {breaks} graph breaks, {e.recompiles} recompiles at a second equal call")
+    for reason, n in e.breaks.items():
+        say(f"  break ({n}x): {' '.join(reason.split('Hint:')[0].split())}")
+    share = coverage(e)
+    say(
+        f"covered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)"
+    )
+    say("")
+
+
+def _graph_table(e: Explained) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("graph", "phase", "backend", "eager", "views", "regions", "road"):
+        numeric = title in ("backend", "eager", "views", "regions")
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
+    for i, g in enumerate(e.graphs):
+        counts = [str(g.count(where)) for where in ("backend", "eager", "view")]
+        table.add_row(str(i), g.phase, *counts, str(g.regions), escape(g.road))
+    return table
+
+
+def _group_table(console: Console, e: Explained, title: str, reason: str, groups: Sequence[Group]) -> None:
+    n = sum(g.n for g in groups)
+    console.print(escape(f"\n{title}: {n} ops, {sum(g.share for g in groups):.0%} of the estimated time"))
+    if not groups:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("op", "n", "time", "shape", "source", reason):
+        right = name in ("n", "time")
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=right or name == "op", overflow="fold"
+        )
+    for g in groups:
+        cells = (g.op, str(g.n), f"{g.share:.1%}", _few(g.shapes), _few(g.sources), g.why)
+        table.add_row(*map(escape, cells))
+    console.print(table)
+
+
+def _few(texts: Sequence[str], n: int = 2) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(texts[:n]) + (f" +{len(texts) - n}" if len(texts) > n else "")
+
+
+def _summed(tables: Iterable[Any]) -> dict[str, Any]:
+    total: dict[str, Any] = {}
+    for t in tables:
+        for k, v in t.items():
+            total[k] = total.get(k, 0) + v
+    return total
+
+
+def _print_texts(e: Explained, stage: str | None, plan: bool) -> None:
+    """Graphs or plans as plain text, fit for a file."""
+    wanted = [s for s in (stage, "plan" if plan else None) if s]
+    for i, g in enumerate(e.graphs):
+        for name in wanted:
+            click.echo(f"# graph {i} ({g.phase}, {g.road}), {name}")
+            click.echo(g.texts.get(name, ""))
