@@ -11,6 +11,7 @@ from typing import Any
 import filelock
 import torch
 
+from fusewright import _torch_compat as compat
 from fusewright import cachedir
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Tuner:
 def measure(candidates: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     """Best time in seconds of each candidate that runs, interleaved so that a disturbance hits all of them."""
     times: dict[str, float] = {}
-    with torch.no_grad():
+    with torch.no_grad(), compat.real_tensors():
         for name, run in candidates.items():
             try:
                 run()

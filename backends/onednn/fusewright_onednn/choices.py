@@ -56,7 +56,7 @@ class Product:
     def key(self) -> str:
         layout = ("n" if self.x_rows else "t") + ("t" if self.w_rows else "n")
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"linear {dtype} {self.m}x{self.k}x{self.n} {layout}{' bias' if self.bias else ''}"
+        return f"product {dtype} {self.m}x{self.k}x{self.n} {layout}{' bias' if self.bias else ''}"
 
     @property
     def flops(self) -> float:
@@ -102,7 +102,7 @@ def concat_pays(
     ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool
 ) -> bool:
     """Whether one product with concatenated weights beats separate ones, each in its packed form."""
-    key = f"concat {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
+    key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
 
     def separate() -> Thunk:
         thunks = [_linear_thunk(Product(m, k, n, dtype, bias), "packed")() for n in widths]

@@ -221,8 +221,7 @@ def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bo
     if stage == "batch_norm":
         statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
         return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
-    # In fp32 an addition in place is as fast or faster. Grouped convolutions have no fused one: torch's own way out
-    # for them fails in bf16.
+    # In fp32 an addition in place is as fast or faster. Grouped convolutions have no fused one.
     fusable = anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16
     return stage != "add" or fusable
 
@@ -319,7 +318,7 @@ def sdpa(m: Match, b: Builder) -> None:
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
     specs = [b.spec(v) for v in values]
     layout = " ".join(f"{s.shape}{s.stride}" for s in specs).replace(" ", "")
-    key = f"attention {_dtype(specs[0])} {layout}{' causal' if causal else ''}"
+    key = f"sdpa {_dtype(specs[0])} {layout}{' causal' if causal else ''}"
     if not choices.graph_attention_pays(b.ctx, key, specs, causal):
         b.aten(op)
         b.notes[op.id] = "ATen: torch's kernel is faster for this shape"

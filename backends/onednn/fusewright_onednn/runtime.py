@@ -105,8 +105,8 @@ def attention(
 
     query [B, H, L, D], key [B, H, S, D], value [B, H, S, D], fp32 or bf16; mask is boolean or added, and
     broadcasts to
-    [B, H, L, S]. bf16 computes in fp32: oneDNN's bf16 partition rounds the scores and is 3-5 times less
-    exact than
+    [B, H, L, S]. bf16 computes in fp32: oneDNN's bf16 partition rounds the scores and is up to 4.5 times
+    less exact than
     torch's own kernel. Rows without a single allowed key give 0, as in torch's kernel, so a mask that has
     such a row
     goes to that kernel.

@@ -63,23 +63,22 @@ def test_residual_block(groups: int, dtype: torch.dtype) -> None:
     y = g.op("hardswish", g.norm(g.conv(x, 8, 8, groups=groups), 8))
     z = g.op("silu", g.op("add", g.norm(g.conv(y, 8, 8, groups=groups), 8), y))
     calls = targets(check(g, [z]))
-    if groups == 1:
+    if groups == 1 and dtype is BF16:
         assert calls == [CONV, CONV_ADD, "aten::silu", "aten::clone"]
-    else:  # torch has no fused addition behind a grouped convolution
+    else:  # in fp32 it does not pay, and torch has none behind a grouped convolution
         assert calls == [CONV, CONV, "aten::add_.Tensor", "aten::silu", "aten::clone"]
 
 
 def test_relu_overwrites_the_convolution_in_channels_last() -> None:
-    g = Net()
+    g = Net(BF16)
     y = g.op("relu", g.norm(g.conv(g.image(), 8, 8), 8))
     z = g.op("relu", g.op("add", g.conv(y, 8, 8), y))
-    calls = targets(check(g, [z]))
-    assert calls == [CONV, "aten::relu_", CONV_ADD, "aten::relu_", "aten::clone"]
+    assert targets(check(g, [z])) == [CONV, "aten::relu_", CONV_ADD, "aten::relu_", "aten::clone"]
     assert targets(check(g, [z], finite_math=True)) == [CONV, CONV_ADD, "aten::clone"]
 
 
 def test_an_addition_goes_to_one_of_two_convolutions() -> None:
-    g = Net()
+    g = Net(BF16)
     x = g.image()
     z = g.op("add", g.conv(x, 8, 8), g.conv(x, 8, 8, k=1))
     assert targets(check(g, [z])) == [CONV, CONV_ADD, "aten::clone"]

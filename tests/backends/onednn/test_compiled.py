@@ -1,0 +1,63 @@
+"""Through `torch.compile`, on the roads where something differs from a fragment that is run by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import report, tune
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_choices_are_measured_on_real_tensors(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd compiles under fake tensors, whose times say nothing and whose oneDNN ops do not run."""
+    kinds: list[type] = []
+    measured: list[set[str]] = []
+    original = tune.measure
+
+    def spy(candidates: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        times = original({**candidates, "probe": lambda: kinds.append(type(torch.empty(1)))})
+        measured.append(set(candidates) & set(times))
+        assert measured[-1] == set(candidates), "a candidate did not run"
+        return {n: t for n, t in times.items() if n != "probe"}
+
+    monkeypatch.setattr(tune, "measure", spy)
+    m = torch.nn.Linear(24, 40 + 8 * training)  # a shape that no other test has measured
+    compiled = torch.compile(m, backend="x86_onednn")
+    x = torch.randn(6, 24)
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(compiled(x), m(x))
+    assert measured and set(kinds) == {torch.Tensor}
+
+
+def test_gradients_follow_eager() -> None:
+    torch.manual_seed(0)
+    m = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+    x = torch.randn(32, 64, requires_grad=True)
+    inputs = [x, *m.parameters()]
+    wanted = torch.autograd.grad(m(x).square().mean(), inputs)
+    got = torch.autograd.grad(torch.compile(m, backend="x86_onednn")(x).square().mean(), inputs)
+    for w, g in zip(wanted, got, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_changed_in_place_is_packed_again() -> None:
+    m = torch.nn.Linear(64, 64).requires_grad_(False)
+    compiled = torch.compile(m, backend="x86_onednn", options={"prepack": "always"})
+    x = torch.randn(8, 64)
+    torch.testing.assert_close(compiled(x), m(x))
+    m.weight.mul_(-2)
+    torch.testing.assert_close(compiled(x), m(x))
+
+
+def test_nothing_crashes_and_says_so() -> None:
+    m = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(2, 16, 64)
+    with report.recording() as graphs:
+        torch.testing.assert_close(torch.compile(m, backend="x86_onednn")(x, x, x)[0], m(x, x, x)[0])
+    assert graphs and not [b for g in graphs for b in g.bugs]
