@@ -91,6 +91,7 @@ def _table() -> dict[str, EnvVar]:
     ]
     others = [
         EnvVar(PREFIX + "BACKEND", str, "", "what backend='fusewright' uses, instead of the best one"),
+        EnvVar(PREFIX + "CACHE_MB", int, 512, "megabytes of plans that the cache keeps at most"),
         EnvVar(PREFIX + "CACHE_DIR", str, "", "where the cache is; default: the user's cache directory"),
     ]
     return {v.name: v for v in [*of_options, *others]}

@@ -331,6 +331,14 @@ class Backend(abc.ABC):
         """Code for the loop kernels of all fragments of a graph, by structural hash."""
         raise NotImplementedError(f"{self.name} makes no loop kernels")
 
+    def store(self, kernels: Sequence[str]) -> bytes | None:
+        """The loaded code of these kernels as bytes for the disk cache; None keeps plans that use them out of it."""
+        return None
+
+    def restore(self, data: bytes, kernels: Sequence[str]) -> Mapping[str, KernelCode]:
+        """Code from what `store` gave, in another process of the same fingerprint. Raises `ValueError` when it does not fit."""
+        raise ValueError(f"{self.name} stores no code")
+
     def fingerprint(self) -> str:
         """What compiled code depends on beside the graph; part of every cache key. Equal in every process."""
         return f"{self.name}-{self.interface[0]}.{self.interface[1]}-{self.opset}-{self.device}"

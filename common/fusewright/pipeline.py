@@ -22,7 +22,7 @@ from fusewright.interface import (
 )  # fmt: skip
 from fusewright.partition import Partition, partition
 from fusewright.plan import build as plan_build
-from fusewright.plan import codegen
+from fusewright.plan import cached, codegen
 from fusewright.plan.firstrun import Run, Untrue, checked_first
 from fusewright.plan.opaque import guarded
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
@@ -53,7 +53,9 @@ class Compilation:
     partition: Partition = field(init=False)
     compiled: list[tuple[Region, Compiled]] = field(default_factory=list)
     plan: plan_build.Plan = field(init=False)
-    run: Callable[[list[Any]], Any] = field(init=False)
+    run: Run = field(init=False)
+    key: str = ""
+    """Of the plan cache; "" keeps the plan out of it."""
 
     @property
     def graph(self) -> Graph:
@@ -131,14 +133,20 @@ def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
 def _plan(c: Compilation) -> None:
     c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
     kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
-    c.run, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    run, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    c.run = run
     if c.compiled:  # somebody believed the metadata
-        fast = c.run
         checked, _ = codegen.load(c.plan, kernels, checked=True)
-        c.run = checked_first(checked, lambda: fast, lambda untrue: _repaired(c, untrue))
+        c.run = checked_first(checked, run, lambda untrue: _repaired(c, untrue), lambda: _passed(c))
 
 
-def _repaired(c: Compilation, untrue: Untrue) -> tuple[Run, Callable[[], Run]]:
+def _passed(c: Compilation) -> None:
+    """The first run found everything true: the plan may be kept."""
+    if c.key:
+        cached.save(c.key, c.backend, c.plan, c.report.summary() if c.report.fallbacks else "")
+
+
+def _repaired(c: Compilation, untrue: Untrue) -> Run:
     """Mend the metadata of a value that turned out otherwise, and compile the graph again."""
     name = _origin(c.index.node_by_value(untrue.id))
     node = next((n for n in c.graph.nodes if n.name == name), None)
@@ -146,12 +154,12 @@ def _repaired(c: Compilation, untrue: Untrue) -> tuple[Run, Callable[[], Run]]:
         raise BackendContractError(f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it") from untrue
     log.info("traced metadata of %s was untrue (%s); compiling again", name, untrue)
     retrace.mend(c.graph, node, untrue.actual)
-    again = compile_graph(c.backend, c.options, c.gm, c.phase, c.const, c.report.road)
-    return again, lambda: again
+    report = GraphReport(c.backend.name, c.phase, c.report.road)
+    return _compile(Compilation(c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key))
 
 
 STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (
-    ("canonicalize", _canonicalize),  # ATen overloads -> opset rows
+    # before these: capture, and "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
     ("simplify", _simplify),  # exact rewrite rules, CSE, dead code
     ("lower", _lower),  # claims, regions, fragments; plans again after a decline
     ("plan", _plan),  # one flat list of instructions, constants apart, as Python
@@ -164,14 +172,31 @@ def compile_graph(
     """Run every stage on one ATen graph. Returns a callable that takes (and empties) a list of inputs."""
     report = GraphReport(backend.name, phase, road)
     c = Compilation(backend, options, gm, phase, const, report, Tuner(backend.fingerprint(), options.cache))
+    _timed(c, "canonicalize", _canonicalize)
+    if options.cache and options.fallback != "error" and not options.dump and not is_recording():
+        c.key = cached.key(backend, options, c.graph, phase, const)
+        found = cached.find(c.key, backend, gm)
+        if found is not None:
+            run, summary = found
+            if summary and options.fallback == "warn":
+                log.warning("fusewright: %s", summary)
+            return run
+    return _compile(c)
+
+
+def _compile(c: Compilation) -> Run:
     for name, stage in STAGES:
-        start = time.perf_counter()
-        stage(c)
-        report.stages[name] = time.perf_counter() - start
-        _after(c, name)
+        _timed(c, name, stage)
     c.tuner.save()
     _account(c)
     return c.run
+
+
+def _timed(c: Compilation, name: str, stage: Callable[[Compilation], None]) -> None:
+    start = time.perf_counter()
+    stage(c)
+    c.report.stages[name] = c.report.stages.get(name, 0.0) + time.perf_counter() - start
+    _after(c, name)
 
 
 def _after(c: Compilation, stage: str) -> None:

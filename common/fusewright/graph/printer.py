@@ -60,7 +60,7 @@ def _name(node: Node) -> str:
     return row.name if row else qualified_name(node.target).replace("::", ".")
 
 
-def to_text(graph: Graph) -> str:
+def to_text(graph: Graph, sources: bool = True) -> str:
     """Print every node in order. Numbers are positions, so equal graphs print equally."""
     number = {n: i for i, n in enumerate(graph.nodes)}
     lines = []
@@ -73,6 +73,6 @@ def to_text(graph: Graph) -> str:
             lines.append(f"{left} = {'input' if node.op == 'placeholder' else 'attribute'}({node.target!r})")
             continue
         args = [_arg(a, number) for a in node.args] + [f"{k}={_arg(v, number)}" for k, v in node.kwargs.items()]
-        where = source_line(node)
+        where = source_line(node) if sources else ""
         lines.append(f"{left} = {_name(node)}({', '.join(args)})" + (f"  # {where}" if where else ""))
     return "\n".join(lines) + "\n"

@@ -246,7 +246,7 @@ def load(
     names = Names()
     launches = _Launches(plan, place(plan), kernels or {}, names)
     text = source(plan, names, launches, checked)
-    names.space.update({f"v{i}": value for i, value in plan.attributes.items()})
+    names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(get_num_threads=torch.get_num_threads, check=checker(plan.specs))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)

@@ -16,8 +16,6 @@ from fusewright.plan.opaque import mismatch
 
 Run = Callable[[list[Any]], Any]
 
-MAX_REPAIRS = 32
-
 
 class Untrue(Exception):
     """The value `id` turned out as `actual`, which is not what was traced."""
@@ -39,27 +37,27 @@ def checker(specs: dict[int, TensorSpec]) -> Callable[[int, Any], None]:
     return check
 
 
-def checked_first(checked: Run, run: Callable[[], Run], repair: Callable[[Untrue], tuple[Run, Callable[[], Run]]]) -> Run:
-    """A callable whose first call goes through `checked`, and all later ones through `run()`.
+def checked_first(checked: Run, run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None]) -> Run:
+    """A callable whose first call goes through `checked`, and all later ones through `run`.
 
-    `repair` mends the metadata and gives the new pair. Random numbers drawn by an abandoned run are given back.
+    `repair` mends the metadata and compiles again; `passed` is told when all was true. Random numbers drawn by an
+    abandoned run are given back.
     """
     final: Run | None = None
 
     def first(args: list[Any]) -> Any:
-        nonlocal checked, run, final
-        for _ in range(MAX_REPAIRS):
-            kept, state = list(args), torch.get_rng_state()
-            try:
-                result = checked(args)
-            except Untrue as u:
-                torch.set_rng_state(state)
-                checked, run = repair(u)
-                args[:] = kept
-                continue
-            final = run()
-            return result
-        raise AssertionError(f"the metadata of this graph is still untrue after {MAX_REPAIRS} repairs")
+        nonlocal final
+        kept, state = list(args), torch.get_rng_state()
+        try:
+            result = checked(args)
+        except Untrue as u:
+            torch.set_rng_state(state)
+            final = repair(u)
+            args[:] = kept
+            return final(args)
+        passed()
+        final = run
+        return result
 
     def call(args: list[Any]) -> Any:
         return first(args) if final is None else final(args)

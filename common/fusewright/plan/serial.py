@@ -35,17 +35,19 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "once_inputs": list(plan.once_inputs),
         "once_outputs": list(plan.once_outputs),
         "specs": {str(i): _spec(s) for i, s in plan.specs.items()},
-        "attributes": sorted(plan.attributes),
+        "attributes": {str(i): name for i, (name, _) in plan.attributes.items()},
+        "scalars": {str(i): symbol for i, symbol in plan.scalars.items()},
+        "kernels": sorted(plan.kernels),
     }
 
 
-def from_data(data: dict[str, Any], attributes: dict[int, Any]) -> Plan:
-    """The plan that `to_data` wrote; `attributes` are the traced graph's own tensors by value id.
+def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
+    """The plan that `to_data` wrote; `attribute` finds the tensors that the traced graph holds itself, by name.
 
-    Raises `ValueError` or `KeyError` when the data is not a plan of this format for this graph.
+    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` when the data is not a plan of this format for this graph.
     """
-    if data["format"] != FORMAT or data["attributes"] != sorted(attributes):
-        raise ValueError("a plan of another format or for another graph")
+    if data["format"] != FORMAT:
+        raise ValueError("a plan of another format")
     return Plan(
         inputs=tuple(data["inputs"]),
         outputs=tuple(_unarg(o) for o in data["outputs"]),
@@ -54,7 +56,9 @@ def from_data(data: dict[str, Any], attributes: dict[int, Any]) -> Plan:
         once_inputs=tuple(data["once_inputs"]),
         once_outputs=tuple(data["once_outputs"]),
         specs={int(i): _unspec(s) for i, s in data["specs"].items()},
-        attributes=attributes,
+        attributes={int(i): (name, attribute(name)) for i, name in data["attributes"].items()},
+        scalars={int(i): symbol for i, symbol in data["scalars"].items()},
+        kernels=dict.fromkeys(data["kernels"]),
     )
 
 

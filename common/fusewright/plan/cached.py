@@ -1,0 +1,57 @@
+"""Plans from the disk cache and into it. A plan is stored after its first run, when everything it believes was seen to be true."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright import __version__
+from fusewright.config import Options, env
+from fusewright.graph import printer
+from fusewright.interface import Backend, Phase
+from fusewright.plan import codegen, serial, store
+from fusewright.plan.build import Plan, attribute
+
+log = logging.getLogger("fusewright")
+
+
+def key(backend: Backend, options: Options, graph: Graph, phase: Phase, const: frozenset[Node]) -> str:
+    """Hash of the graph with its types and of everything else that a plan depends on."""
+    constants = ",".join(str(i) for i, n in enumerate(graph.nodes) if n in const)
+    versions = f"{__version__} {torch.__version__} {serial.FORMAT}"
+    threads = str(torch.get_num_threads())  # choices are measured with them
+    text = printer.to_text(graph, sources=False)
+    return store.key(text, constants, phase, backend.fingerprint(), options.key(), versions, threads)
+
+
+def find(entry_key: str, backend: Backend, gm: GraphModule) -> tuple[Callable[[list[Any]], Any], str] | None:
+    """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that fits."""
+    found = store.read(entry_key)
+    if found is None:
+        return None
+    data, code = found
+    try:
+        plan = serial.from_data(data["plan"], lambda name: attribute(gm, name))
+        kernels = backend.restore(code, list(plan.kernels)) if plan.kernels else {}
+        return codegen.load(plan, kernels)[0], str(data["summary"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+        log.warning("fusewright: an entry of the plan cache does not fit (%s: %s); compiling anew", type(e).__name__, e)
+        store.discard(entry_key)
+        return None
+
+
+def save(entry_key: str, backend: Backend, plan: Plan, summary: str) -> None:
+    """Store a plan that is data throughout; others stay in memory."""
+    code = backend.store(list(plan.kernels)) if plan.kernels else b""
+    if code is None:
+        return
+    try:
+        data = {"plan": serial.to_data(plan), "summary": summary}
+    except serial.NotSerializable as e:
+        log.debug("a plan is not cached: %s", e)
+        return
+    store.write(entry_key, data, code, env("CACHE_MB") * 1_000_000)
