@@ -28,6 +28,7 @@ def place(plan: Plan) -> Placement:
     roots = _roots(instructions)
     last = _last_use(instructions, roots)
     escaping = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
+    last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them after everything
     placement = Placement()
     kept: dict[int, int] = {}  # value -> the value whose buffer it lives in
     fresh = {o for i in instructions if not may_alias(i) for o in i.outs}
