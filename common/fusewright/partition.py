@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from fusewright.cost import work
 from fusewright.graph.effects import draws, shared_views, writes
+from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
 from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
 
@@ -31,6 +32,8 @@ _SHARED = Verdict(Why.NO_LOWERING, "a view of an input or of another output: eag
 
 def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
     """The backend's verdict on one op. Total: what the host must keep is denied here, a raise counts as no."""
+    if UNTRUSTED in node.meta:
+        return Verdict(Why.NO_LOWERING, f"the opset does not describe it as it was traced: {node.meta[UNTRUSTED]}")
     if writes(node):
         return Verdict(Why.NO_LOWERING, "writes its input in place: eager keeps the order of effects")
     if draws(node):

@@ -63,7 +63,10 @@ class Compilation:
 
 
 def _canonicalize(c: Compilation) -> None:
-    canonicalize(c.graph)
+    disagreements = canonicalize(c.graph)
+    if disagreements and c.options.strict:
+        raise verify.VerifyError("the opset table disagrees with the traced graph:\n  " + "\n  ".join(disagreements))
+    c.report.bugs += [f"the opset table: {d}" for d in disagreements]
 
 
 def _simplify(c: Compilation) -> None:

@@ -7,12 +7,15 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph import retrace
+from fusewright.graph import retrace, verify
 
 
-def canonicalize(graph: Graph) -> int:
-    """Rewrite `graph` in place; nodes outside the opset stay as opaque ATen nodes. Returns how many nodes are in the opset."""
-    known = 0
+def canonicalize(graph: Graph) -> list[str]:
+    """Rewrite `graph` in place; nodes outside the opset stay as opaque ATen nodes.
+
+    Returns where the table's rules and the traced metadata disagree. Such a node is marked, and eager runs it.
+    """
+    disagreements = []
     for node in graph.nodes:
         if node.op != "call_function" or not compat.is_overload(node.target):
             continue
@@ -20,9 +23,11 @@ def canonicalize(graph: Graph) -> int:
         if found is not None:
             row, node.args, node.kwargs = found
             node.target = row.target
-            known += 1
             _mend_dtypes(graph, node, row)
-    return known
+            if problems := list(verify.op_problems(node)):
+                node.meta[verify.UNTRUSTED] = problems[0]
+                disagreements += problems
+    return disagreements
 
 
 def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:

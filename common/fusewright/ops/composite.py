@@ -57,8 +57,10 @@ def bn_train_dtypes(a: Args) -> tuple[torch.dtype, ...]:
 
 
 def bn_train_shapes(a: Args) -> tuple[Shape, ...]:
-    """The input's shape, and [C] four times."""
-    return (tuple(a["input"].shape), *((tuple(a["input"].shape[1:2]),) * 4))
+    """The input's shape, and [C] four times; batch statistics that are not computed are empty."""
+    channels = tuple(a["input"].shape[1:2])
+    batch = channels if a["training"] else (0,)
+    return (tuple(a["input"].shape), batch, batch, channels, channels)
 
 
 def rms_shapes(a: Args) -> tuple[Shape, Shape]:
@@ -67,9 +69,9 @@ def rms_shapes(a: Args) -> tuple[Shape, Shape]:
 
 
 def rms_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
-    """The promoted dtype of input and weight; the statistic is fp32 for half inputs."""
+    """The dtype of input; the statistic is fp32 for half inputs."""
     d = a["input"].dtype
-    return r.result_type([a["input"], a["weight"]]), torch.float32 if d.itemsize < 4 else d
+    return d, torch.float32 if d.itemsize < 4 else d
 
 
 def loss_shapes(a: Args) -> tuple[Shape, Shape]:
@@ -88,6 +90,9 @@ def pointwise_loss_shape(a: Args) -> tuple[Shape]:
 _SELF_INT64 = r.dtypes(r.SELF, r.INT64)
 _NORM = r.dtypes(r.INPUT, r.norm_stats())
 _BATCH_NORM = r.dtypes(r.INPUT, r.norm_stats(weight_="running_mean"))
+
+# On a CPU a half input with fp32 weights has fp32 statistics; FakeTensor says half.
+_STATISTICS = (1, 2)
 
 # fmt: off
 ROWS: tuple[Op, ...] = (
@@ -110,18 +115,19 @@ ROWS: tuple[Op, ...] = (
         "log of softmax along dim", "", m.log_softmax),
     _op("layer_norm", "aten::native_layer_norm", _NORM, r.norm_shapes, m.layer_norm_ref,
         "(input - mean) * rstd * weight + bias over the last dimensions; mean; rstd",
-        "Ba et al., arXiv:1607.06450", m.layer_norm),
+        "Ba et al., arXiv:1607.06450", m.layer_norm, fake_differs=_STATISTICS),
     _op("rms_norm", "aten::_fused_rms_norm", rms_dtypes, rms_shapes, m.rms_norm_ref,
         "input * rrms * weight over the last dimensions; rrms", "Zhang & Sennrich, arXiv:1910.07467",
         m.rms_norm),
     _op("group_norm", "aten::native_group_norm", _NORM, r.group_norm_shapes, m.group_norm_ref,
-        "normalised over groups of channels; mean; rstd", "Wu & He, arXiv:1803.08494", m.group_norm),
+        "normalised over groups of channels; mean; rstd", "Wu & He, arXiv:1803.08494", m.group_norm,
+        fake_differs=_STATISTICS),
     _op("batch_norm", "aten::_native_batch_norm_legit_no_training", _BATCH_NORM, inference_stats,
         m.batch_norm_ref, "normalised by running statistics; two empty tensors",
-        "Ioffe & Szegedy, arXiv:1502.03167", m.batch_norm),
+        "Ioffe & Szegedy, arXiv:1502.03167", m.batch_norm, fake_differs=_STATISTICS),
     _op("batch_norm_train", "aten::_native_batch_norm_legit_functional", bn_train_dtypes, bn_train_shapes,
         m.batch_norm_train_ref, "normalised by batch statistics; mean; rstd; new running mean and variance",
-        "Ioffe & Szegedy, arXiv:1502.03167", m.batch_norm_train),
+        "Ioffe & Szegedy, arXiv:1502.03167", m.batch_norm_train, fake_differs=(1, 2, 3, 4)),
     _op("weight_norm", "aten::_weight_norm_interface", m.weight_norm_dtypes, m.weight_norm_shapes,
         m.weight_norm_ref, "v * g / |v|, norms along all dimensions but dim; the norms",
         "Salimans & Kingma, arXiv:1602.07868", m.weight_norm),
