@@ -17,7 +17,7 @@ from fusewright.interface import Compiled, Fragment, Region, TensorSpec, is_stat
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 
 FOLD_LIMIT = 1 << 20
-"""Largest result in bytes of an op without inputs (arange, full) that is computed once and kept."""
+"""Bytes that a result computed once may take beyond the constants that it is made of (masks, positions, tables)."""
 
 
 @dataclass
@@ -244,33 +244,35 @@ def operator_of(target: str) -> Any | None:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
-def _foldable(call: Call, specs: Mapping[int, TensorSpec]) -> bool:
-    """An op without inputs whose result is small, fixed and the same every time."""
-    operator = operator_of(call.target)
-    row = ops.find(operator) if operator is not None else None
-    if row is None or row.kind is not ops.Kind.CREATION or "empty" in row.name:
+def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:
+    """Whether the results are the same every time for the same constants, and take little more room than those."""
+    if isinstance(i, Call):
+        operator = operator_of(i.target)
+        if operator is None or ops.is_random(operator) or ops.is_mutating(operator):
+            return False
+        row = ops.find(operator)
+        if row is not None and "empty" in row.name:
+            return False
+        if i.once:
+            return True  # the backend asked for it
+    elif not isinstance(i, Launch):
         return False
-    spec = specs.get(call.outs[0])
-    return spec is not None and is_static(spec.shape) and spec.bytes_hint() <= FOLD_LIMIT
-
-
-def _pure(call: Call) -> bool:
-    operator = operator_of(call.target)
-    return operator is not None and not (ops.is_random(operator) or ops.is_mutating(operator))
+    made, read = ([specs[v] for v in ids if v in specs] for ids in (i.outs, set(reads(i))))
+    fixed = all(is_static(s.shape) for s in made)
+    return fixed and sum(s.bytes_hint() for s in made) <= FOLD_LIMIT + sum(s.bytes_hint() for s in read)
 
 
 def _split_once(
     index: GraphIndex, flat: Sequence[Instruction], outputs: tuple[Any, ...], specs: dict[int, TensorSpec]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Calls that depend on constants only are computed once, unless the caller could see (and change) their result."""
+    """What depends on constants only is computed once, unless the caller could see (and change) the result."""
     const = {i for i, s in specs.items() if s.const}
     escapes = _escaping(flat, outputs)
     once: list[Instruction] = []
     main: list[Instruction] = []
     for i in flat:
-        needed = list(reads(i))
-        constant = isinstance(i, Call) and index.phase == "infer" and _pure(i) and all(r in const for r in needed)
-        if constant and (needed or _foldable(i, specs)) and not escapes & set(i.outs):  # type: ignore[arg-type]
+        constant = index.phase == "infer" and all(r in const for r in reads(i)) and _foldable(i, specs)
+        if constant and not escapes & set(i.outs):
             once.append(i)
             const.update(i.outs)
         else:
@@ -284,6 +286,8 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
     for i in flat:
         if isinstance(i, Call):
             escapes.update(_written(i))
+        elif isinstance(i, Launch):
+            escapes.update(i.inputs[k].id for _, k in i.updates)
     for i in reversed(flat):
         if escapes & set(i.outs) and may_alias(i):
             escapes.update(reads(i))

@@ -89,10 +89,10 @@ class _Launches:
         self.blocks: dict[int, list[Any]] = {}
         self._shared: dict[str, tuple[str, str]] = {}
 
-    def lines(self, i: Launch) -> list[str]:
-        """Allocation of the outputs, then the call."""
-        made = [line for o in i.outs if (line := self._allocate(o))]
-        return made + (self._native(i) if self.kernels[i.kernel].address is not None else [self._python(i)])
+    def lines(self, i: Launch, framed: bool) -> list[str]:
+        """Allocation of the outputs, then the call; `framed` where a frame holds the argument blocks."""
+        made = [self._allocate(o) for o in i.outs]
+        return made + (self._native(i) if framed and self.kernels[i.kernel].address is not None else [self._python(i)])
 
     def _allocate(self, out: int) -> str:
         if out in self.placement.onto:
@@ -106,7 +106,7 @@ class _Launches:
     def _python(self, i: Launch) -> str:
         tensors = [f"v{v}" for v in (*(r.id for r in i.inputs), *i.outs)]
         sizes, scalars = (", ".join(self._number(x) for x in xs) for xs in (i.sizes, i.scalars))
-        call, _ = self._code(i.kernel)
+        call = self.names.object("launch", self.kernels[i.kernel].call)
         return f"{call}(({', '.join(tensors)},), ({sizes}{',' if i.sizes else ''}), ({scalars}{',' if i.scalars else ''}))"
 
     def _native(self, i: Launch) -> list[str]:
@@ -137,7 +137,8 @@ class _Launches:
     def _code(self, kernel: str) -> tuple[str, str]:
         if kernel not in self._shared:
             code = self.kernels[kernel]
-            run = code.call if code.address is None else entry(code.address)
+            assert code.address is not None
+            run = entry(code.address)
             self._shared[kernel] = (self.names.object("kernel", run), self.names.object("code", code))
         return self._shared[kernel]
 
@@ -195,12 +196,13 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
 
 
 def _body(
-    plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches, checked: bool
-) -> list[str]:
+    plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
+    checked: bool = False, framed: bool = True,
+) -> list[str]:  # fmt: skip
     dead = _last_reads(instructions, keep)
     lines = []
     for k, i in enumerate(instructions):
-        written = launches.lines(i) if isinstance(i, Launch) else [_call(i, names)]
+        written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
         lines += [f"    {line}" for line in written]
         if checked and isinstance(i, Call):
@@ -216,7 +218,7 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
     if plan.once:
         kept = set(plan.once_outputs) | set(plan.attributes)
         lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.once_inputs)}):")
-        lines += _body(plan, plan.once, kept, names, launches, False)
+        lines += _body(plan, plan.once, kept, names, launches, framed=False)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.once_outputs)})")
         lines.append("")
     lines.append("def run(args):")
