@@ -38,7 +38,7 @@ return [%2, %1, None]
 %2: f32[2,3] = clamp(%1, -inf, 1e-05)
 %3: f32[2,3] = cast(%2, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False, non_blocking=False, memory_format=torch.contiguous_format)
 %4: f32[2,3] = gelu(%3, 'tanh')  # a.py:7
-%5: (f32[2,3], i64[2,3]) = sort(%4, None, -1, False)
+%5: (f32[2,3], i64[2,3]) = sort(%4, stable=None, dim=-1, descending=False)
 %6: f32[2,3] = py.getitem(%5, 0)
 %7: f32[2,3] = masked_fill(%6, %6, nan)
 %8: f32[3,2]{1,3} = permute(%7, [1, 0])
