@@ -13,7 +13,7 @@ from torch.fx import Node
 from fusewright import ops
 from fusewright.graph.effects import draws, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
-from fusewright.interface import Compiled, Fragment, Region, TensorSpec, is_static
+from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value, is_static
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 
 FOLD_LIMIT = 1 << 20
@@ -99,18 +99,40 @@ def aten_call(index: GraphIndex, node: Node) -> Call:
     formals = target._schema.arguments
     while args and _is_default(formals[len(args) - 1], args[-1]):
         args.pop()
+    required = {f.name for f in formals if not f.has_default_value()}
     outs = index.values(node)
     packed = isinstance(node.meta.get("val"), tuple | list)
-    kwargs = tuple((k, to_refs(index, v)) for k, v in node.kwargs.items() if v is not None)
+    kwargs = tuple((k, to_refs(index, v)) for k, v in node.kwargs.items() if v is not None or k in required)
     return Call(
         qualified_name(target), to_refs(index, tuple(args)), tuple(v.id for v in outs), kwargs,
         packed=packed, op_id=index.op_id(node),
     )  # fmt: skip
 
 
+def call_of(op: OpView) -> Call:
+    """The instruction that runs an op as eager does, from its view alone; a backend may have given it other values."""
+    operator: Any = concrete(operator_of(op.target), op.args)
+    formals = operator._schema.arguments
+    given = [_view_ref(a) for a in op.args]
+    positional = [a for a, f in zip(given, formals, strict=True) if not f.kwarg_only]
+    while positional and _is_default(formals[len(positional) - 1], positional[-1]):
+        positional.pop()
+    named = tuple((f.name, a) for a, f in zip(given, formals, strict=True) if f.kwarg_only and not _is_default(f, a))
+    returns = operator._schema.returns
+    packed = len(returns) != 1 or "[]" in str(returns[0].type)
+    outs = tuple(v.id for v in op.outs)
+    return Call(qualified_name(operator), tuple(positional), outs, named, packed=packed, op_id=op.id)
+
+
+def _view_ref(a: Any) -> Any:
+    if isinstance(a, Value):
+        return Ref(a.id)
+    return tuple(_view_ref(x) for x in a) if isinstance(a, tuple) else a
+
+
 def _is_default(formal: Any, given: Any) -> bool:
     """Whether leaving the argument out means the same. 0, False, 0.0 and -0.0 are equal to Python but not to an op."""
-    if isinstance(given, Node) or not formal.has_default_value():
+    if isinstance(given, Node | Ref) or not formal.has_default_value():
         return False
     default = formal.default_value
     given = list(given) if isinstance(given, tuple) else given
