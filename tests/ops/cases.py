@@ -43,6 +43,7 @@ UNIT = t(3, 4, low=-0.9, high=0.9)
 SPECIAL = given(0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.5, 2.5)
 IMAGE = t(2, 4, 6, 6)
 LAST = t(2, 4, 6, 6, channels_last=True)
+HALF_IMAGE, WEIGHT = t(2, 4, 6, 6, dtype=BF16), t(4, dtype=F32, low=0.5, high=2)
 HEADS = (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8))
 
 _UNARY = """
@@ -296,14 +297,28 @@ CASES: dict[str, tuple[Case, ...]] = {
         c(X, [4], V, t(4), 1e-5),
         c(t(2, 3, 4), [3, 4], None, None, 1e-5),
         c(X, [4], V, None, 1e-5),
+        c(t(3, 4, dtype=BF16), [4], t(4, dtype=F32), t(4, dtype=F32), 1e-5),
     ),
-    "rms_norm": (c(X, [4], V, 1e-6), c(t(2, 3, 4), [4], None, 1e-5)),
-    "group_norm": (c(IMAGE, t(4), t(4), 2, 4, 36, 2, 1e-5), c(IMAGE, None, None, 2, 4, 36, 4, 1e-5)),
+    "rms_norm": (
+        c(X, [4], V, 1e-6),
+        c(t(2, 3, 4), [4], None, 1e-5),
+        c(t(3, 4, dtype=BF16), [4], t(4, dtype=F32), 1e-5),
+    ),
+    "group_norm": (
+        c(IMAGE, t(4), t(4), 2, 4, 36, 2, 1e-5),
+        c(IMAGE, None, None, 2, 4, 36, 4, 1e-5),
+        c(HALF_IMAGE, WEIGHT, WEIGHT, 2, 4, 36, 4, 1e-5),
+    ),
     "batch_norm": (
         c(IMAGE, t(4), t(4), t(4), t(4, low=0.5, high=2), 0.1, 1e-5),
         c(LAST, t(4), t(4), t(4), t(4, low=0.5, high=2), 0.1, 1e-5),
+        c(HALF_IMAGE, WEIGHT, WEIGHT, WEIGHT, WEIGHT, 0.1, 1e-5),
     ),
-    "batch_norm_train": (c(IMAGE, t(4), t(4), t(4), t(4, low=0.5, high=2), True, 0.1, 1e-5),),
+    "batch_norm_train": (
+        c(IMAGE, t(4), t(4), t(4), t(4, low=0.5, high=2), True, 0.1, 1e-5),
+        c(HALF_IMAGE, WEIGHT, WEIGHT, WEIGHT, WEIGHT, True, 0.1, 1e-5),
+        c(HALF_IMAGE, None, None, WEIGHT, WEIGHT, True, 0.1, 1e-5),
+    ),
     "weight_norm": (c(t(3, 4, 5), t(3, 1, 1), 0), c(t(3, 4, 5), t(1, 1, 5), 2)),
     "log_sigmoid": (c(X),),
     "threshold": (c(X, 0.5, 2),),

@@ -31,6 +31,7 @@ __all__ = [
     "is_mutating",
     "is_random",
     "is_view",
+    "saved_dtypes",
 ]
 
 ROWS: tuple[Op, ...] = (
@@ -119,6 +120,15 @@ def canonical(
         bound = bind(op.params, (), bound)
     assert bound is not None
     return op, *unbind(op.params, bound)
+
+
+def saved_dtypes(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The real dtypes of what a forward norm saved for this backward call; `meta["val"]` may be wrong."""
+    if op.name not in backward.SAVED:
+        return {}
+    names, rule = backward.SAVED[op.name]
+    dtypes = rule(op.bind(args, kwargs))
+    return {n: d for n, d in zip(names, dtypes, strict=True) if d is not None}
 
 
 def is_view(target: Overload) -> bool:

@@ -11,7 +11,7 @@ import torch
 from . import backward_math as b
 from . import rules as r
 from .composite_math import torch_decomposition
-from .core import Args, Kind, Op, Shape, row
+from .core import Args, DtypeRule, Kind, Op, Shape, row
 
 _op = partial(row, Kind.COMPOSITE)
 _GRAD = r.dtype_of("grad_output")
@@ -94,6 +94,13 @@ def _grad_of_input(name: str, reference: Any, doc: str, qualname: str = "") -> O
 def _resize_grad(name: str, doc: str) -> Op:
     return _op(name, f"aten::{name}", _GRAD, r.attr_shape("input_size"), b.resize_backward(name), doc)
 
+
+SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
+    "layer_norm_backward": (("mean", "rstd"), r.norm_stats()),
+    "group_norm_backward": (("mean", "rstd"), r.norm_stats()),
+    "batch_norm_backward": (("save_mean", "save_invstd"), r.norm_stats(weight_="running_mean")),
+}
+"""Arguments that a forward saved, and the dtypes that they really have (see `Op.fake_differs`)."""
 
 # fmt: off
 ROWS: tuple[Op, ...] = (

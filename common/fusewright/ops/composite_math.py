@@ -244,8 +244,7 @@ def rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | 
     w = widened(x)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rstd = torch.rsqrt(torch.mean(w * w, list(range(-len(normalized_shape), 0)), keepdim=True) + eps)
-    out = w * rstd if weight is None else w * rstd * weight
-    return out.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)), rstd
+    return _affine(w * rstd, weight, None).to(x.dtype), rstd
 
 
 def _per_channel(t: Any, rank: int) -> Any:

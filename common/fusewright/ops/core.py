@@ -80,6 +80,8 @@ class Op:
     doc: str = field(compare=False, repr=False)
     source: str = field(compare=False, repr=False)
     decompose: Callable[..., Any] | None = field(compare=False, repr=False, default=None)
+    fake_differs: tuple[int, ...] = field(compare=False, repr=False, default=())
+    """Outputs whose dtype FakeTensor may get wrong: the rule says what eager gives, `meta["val"]` may not."""
 
     @cached_property
     def target(self) -> Overload:
@@ -180,7 +182,8 @@ def row(
     doc: str,
     source: str = "",
     decompose: Callable[..., Any] | None = None,
+    fake_differs: tuple[int, ...] = (),
 ) -> Op:
     """Declare a row. The source of a definition is ATen's own documentation of the op unless given."""
     source = source or f"ATen {qualname.partition('::')[2].partition('.')[0]}"
-    return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose)
+    return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose, fake_differs)
