@@ -6,16 +6,20 @@ rounds once, so every order of evaluation gives the same bits and the comparison
 from __future__ import annotations
 
 import math
+import platform
 from dataclasses import dataclass
 
+import llvmlite.binding
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusewright.toolkit.kernel import Builder, Index, Kernel, Val, interpret, symbol, to_text
+from fusewright.toolkit.kernel import Builder, Index, Kernel, Val, interpret, structural_hash, symbol, to_text
+from fusewright.toolkit.kernel.split import split_rows
 from fusewright.toolkit.kernel.types import is_float, to_torch
-from fusewright.toolkit.llvm import compile_kernels
+from fusewright.toolkit.llvm import compile_kernels, jit
+from fusewright.toolkit.llvm.target import target_machine, x86_target
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 130])
 FLOAT_OPS = {
@@ -147,6 +151,24 @@ def test_emitter_agrees_with_interpreter(case: Case) -> None:
         assert same_bits(a, b), f"{to_text(case.kernel)}\n{case.sizes}\n{a}\n{b}"
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="narrows x86")
+@settings(SETTINGS, max_examples=25)
+@given(cases())
+def test_narrow_vectors_without_masks_agree_too(case: Case) -> None:
+    """The code for machines without masked memory (as AArch64 is): scalar tails, scalar accumulators beside
+    the vectors."""
+    wanted = [t.clone() for t in case.tensors]
+    interpret(case.kernel, wanted, case.sizes)
+    target, name = x86_target("sse4", llvmlite.binding.get_process_triple()), structural_hash(case.kernel)
+    text, symbols = jit.kernels_to_text({name: case.kernel}, target, parallel=False)
+    process = jit._Process()
+    process.link(jit.to_object(text, target_machine(target)), [name], symbols)
+    got = [t.clone() for t in case.tensors]
+    jit.Launcher(case.kernel, process.addresses[name]).checked(got, case.sizes)
+    for a, b in zip(got, wanted, strict=True):
+        assert same_bits(a, b), f"{to_text(case.kernel)}\n{case.sizes}\n{a}\n{b}"
+
+
 @pytest.mark.parametrize("how", ["argmax", "argmin", "max", "min", "prod", "sum", "mean", "m2"])
 @pytest.mark.parametrize("shape", [(3, 1), (2, 17), (5, 64), (4, 1000), (1, 0)])
 @pytest.mark.parametrize("column", [False, True])
@@ -256,9 +278,7 @@ def test_casts_like_torch(src: str) -> None:
 
 def test_bf16_rounds_to_even_and_keeps_subnormals_and_nan() -> None:
     bits = torch.arange(0, 2**32, 65521, dtype=torch.int64)
-    x = torch.cat(
-        [bits.to(torch.int32).view(torch.float32), torch.tensor([math.nan, math.inf, 1e-40, -1e-40])]
-    )
+    x = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([math.nan, math.inf, 1e-40, -1e-40])])
     b = Builder("round", p=[x.numel()])
     a, y = b.input("x", "f32"), b.output("y", "bf16")
     (i,) = b.axes
@@ -284,11 +304,7 @@ def test_integer_division_like_torch() -> None:
         launcher = compile_kernels([k]).launcher(k)
         launcher.checked([a, d, got])
         keep = (a != -(2**31)) | (d != -1)
-        want = (
-            torch.div(a[keep], d[keep], rounding_mode=mode)
-            if mode
-            else getattr(torch, name)(a[keep], d[keep])
-        )
+        want = torch.div(a[keep], d[keep], rounding_mode=mode) if mode else getattr(torch, name)(a[keep], d[keep])
         assert torch.equal(got[keep], want), name
         with pytest.raises(RuntimeError, match="ZeroDivision"):
             launcher.checked([a, torch.zeros_like(d), got])
@@ -312,3 +328,27 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "any"])
+@pytest.mark.parametrize("row", [1 << 15, (1 << 15) + 13])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_long_reductions_split_in_two(how: str, row: int, rows: int) -> None:
+    b = Builder("long", p=[rows] if rows > 1 else [], r=[row])
+    dtype = "bool" if how == "any" else "f32"
+    x, y = b.input("x", "f32"), b.output("y", dtype)
+    *p, j = b.axes
+    at = p[0] if p else 0
+    v = b.load(x, j + at * row)
+    b.store(y, at, b.reduce(how, v > 3.5 if how == "any" else v))
+    kernel = b.build()
+    split = split_rows(kernel)
+    assert split is not None
+    data = torch.randn(rows, row)
+    parts = [torch.empty(n, dtype=to_torch(t)) for t, n in split.partials]
+    out = torch.empty(rows, dtype=to_torch(dtype))
+    module = compile_kernels([split.first, split.second])
+    module.launcher(split.first).checked([data, *parts])
+    module.launcher(split.second).checked([data, out, *parts])
+    want = {"sum": data.double().sum(1).float(), "max": data.amax(1), "any": (data > 3.5).any(1)}[how]
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-6)

@@ -177,9 +177,7 @@ class Builder:
         args = () if mask is None else (mask.id, self.const(other, dtype).id)
         return self._add(Node(0, "load", dtype, args, self._index(index), buffer))
 
-    def store(
-        self, buffer: int, index: Index | int, value: Val, mask: Val | None = None, how: str = ""
-    ) -> None:
+    def store(self, buffer: int, index: Index | int, value: Val, mask: Val | None = None, how: str = "") -> None:
         """Store, or accumulate with `how` "add", "mul", "max" or "min"."""
         args = (value.id,) if mask is None else (value.id, mask.id)
         self._add(Node(0, "store", value.dtype, args, self._index(index), buffer, how))
@@ -220,9 +218,7 @@ class Builder:
     def keep(self, value: Val) -> Val:
         """Marks a value to be held in a row buffer when a later stage needs it."""
         n = self.nodes[value.id]
-        self.nodes[value.id] = Node(
-            n.id, n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, True
-        )
+        self.nodes[value.id] = Node(n.id, n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, True)
         return value
 
     def build(self, keep: Literal["auto", "marked"] = "auto") -> Kernel:
@@ -256,9 +252,7 @@ class Builder:
         key = (n.op, n.dtype, n.args, n.index, n.buffer, n.how, repr(n.value), n.extent, epoch)
         if n.op != "store" and key in self._known:
             return self._known[key]
-        node = Node(
-            len(self.nodes), n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, n.keep
-        )
+        node = Node(len(self.nodes), n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, n.keep)
         self.nodes.append(node)
         val = Val(self, node.id, node.dtype)
         if n.op == "store" and n.buffer is not None:

@@ -176,9 +176,7 @@ def bounds(offset: Extent, coefs: Coefs, sizes: tuple[Extent, ...] | None) -> tu
 def _divided(ix: Index, d: Extent, want_mod: bool) -> Index:
     """`ix // d` or `ix % d`, with the part that is divisible by `d` taken out first."""
     if ix.indirect:
-        raise IndexTooComplex(
-            "division of an indirect index: compute it with integer ops and use it as an index"
-        )
+        raise IndexTooComplex("division of an indirect index: compute it with integer ops and use it as an index")
     if d == 1:
         return Index(sizes=ix.sizes) if want_mod else ix
     whole, rest = _split_multiples(ix, d)

@@ -27,14 +27,8 @@ def interpret(
     `sizes` are the values of `kernel.symbols`. With `exact`, all floating-point math is done in f64 and only
     loads, stores and explicit casts round, which gives the reference for accuracy. IndexError when a `bound`
     fails."""
-    if (
-        len(buffers) != len(kernel.buffers)
-        or len(sizes) != len(kernel.symbols)
-        or len(scalars) != len(kernel.scalars)
-    ):
-        expected = (
-            f"{len(kernel.buffers)} tensors, {len(kernel.symbols)} sizes, {len(kernel.scalars)} scalars"
-        )
+    if len(buffers) != len(kernel.buffers) or len(sizes) != len(kernel.symbols) or len(scalars) != len(kernel.scalars):
+        expected = f"{len(kernel.buffers)} tensors, {len(kernel.symbols)} sizes, {len(kernel.scalars)} scalars"
         raise TypeError(f"{kernel.name} takes {expected}")
     for t, b in zip(buffers, kernel.buffers, strict=True):
         if t.dtype != to_torch(b.dtype):
@@ -63,9 +57,7 @@ class _Run:
     def run(self) -> None:
         for stage in self.kernel.stages:
             self.domain = (
-                self.shape
-                if stage.over == "PR"
-                else self.shape[: self.n_p] + [1] * (len(self.shape) - self.n_p)
+                self.shape if stage.over == "PR" else self.shape[: self.n_p] + [1] * (len(self.shape) - self.n_p)
             )
             if 0 in self.shape[: self.n_p]:
                 return

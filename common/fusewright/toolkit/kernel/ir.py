@@ -160,15 +160,8 @@ class Kernel:
         store at the latest."""
         if self.buffers[out].dtype != self.buffers[source].dtype or self.buffers[out].access != "out":
             return False
-        loads = [
-            (k, n)
-            for k, s in enumerate(self.stages)
-            for n in s.nodes
-            if n.op == "load" and n.buffer == source
-        ]
-        stores = [
-            (k, n) for k, s in enumerate(self.stages) for n in s.nodes if n.op == "store" and n.buffer == out
-        ]
+        loads = [(k, n) for k, s in enumerate(self.stages) for n in s.nodes if n.op == "load" and n.buffer == source]
+        stores = [(k, n) for k, s in enumerate(self.stages) for n in s.nodes if n.op == "store" and n.buffer == out]
         if len(stores) != 1 or not loads:
             return False
         last, store = stores[0]
@@ -201,6 +194,4 @@ def cost(n: Node) -> int:
     row = OPS.get(n.op)
     if row is not None:
         return row.cost
-    return {"const": 0, "scalar": 0, "bound": 4, "load": 1 if not (n.index and n.index.indirect) else 8}.get(
-        n.op, 1
-    )
+    return {"const": 0, "scalar": 0, "bound": 4, "load": 1 if not (n.index and n.index.indirect) else 8}.get(n.op, 1)

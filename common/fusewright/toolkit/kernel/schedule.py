@@ -39,10 +39,7 @@ def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
         uses = list(n.uses())
         f.rowwise[n.id] = n.op == "scan" or (
             n.op != "reduce"
-            and (
-                any(f.rowwise[u] for u in uses)
-                or (n.index is not None and any(a >= n_p for a in n.index.axes()))
-            )
+            and (any(f.rowwise[u] for u in uses) or (n.index is not None and any(a >= n_p for a in n.index.axes())))
         )
         ready = max((f.ready[u] for u in uses), default=0)
         if n.op in ("load", "store") and n.buffer is not None:
@@ -74,9 +71,7 @@ class _Scheduler:
         needs = [self._needed(live, k) for k in range(last + 1)]
         stages: list[Stage] = []
         for k in range(last + 1):
-            per_p = [
-                n for n in live if not self.f.rowwise[n.id] and n.op != "reduce" and self.f.ready[n.id] == k
-            ]
+            per_p = [n for n in live if not self.f.rowwise[n.id] and n.op != "reduce" and self.f.ready[n.id] == k]
             self._emit(stages, "P", per_p)
             self._emit(stages, "PR", [self.nodes[i] for i in sorted(needs[k])])
         return tuple(stages)

@@ -146,9 +146,7 @@ def _to_index(data: list[Any], sizes: tuple[Extent, ...]) -> Index:
         _to_extent(offset),
         coefs(main),
         tuple(
-            DivMod(
-                _to_extent(s), _to_extent(o), coefs(c), _to_extent(d), None if m is None else _to_extent(m)
-            )
+            DivMod(_to_extent(s), _to_extent(o), coefs(c), _to_extent(d), None if m is None else _to_extent(m))
             for s, o, c, d, m in divmods
         ),
         tuple(Indirect(_to_extent(s), int(v)) for s, v in indirect),

@@ -85,10 +85,7 @@ def _drop_units(kernel: Kernel) -> Kernel:
     if len(stay) == len(kernel.sizes):
         return kernel
     sizes = tuple(kernel.sizes[a] for a in stay)
-    axes = [
-        axis_index(stay.index(a), sizes) if a in stay else Index(sizes=sizes)
-        for a in range(len(kernel.sizes))
-    ]
+    axes = [axis_index(stay.index(a), sizes) if a in stay else Index(sizes=sizes) for a in range(len(kernel.sizes))]
     return _rewrite(
         kernel, [kernel.sizes[a] for a in stay if a < n_p], [kernel.sizes[a] for a in stay if a >= n_p], axes
     )

@@ -143,9 +143,7 @@ class _Verifier:
         self.expect(src.dtype == n.dtype and TYPES[src.dtype].compute, n, "wrong type")
 
     def bounded(self, n: Node) -> None:
-        self.expect(
-            n.dtype == "i64" and self.arg(n, 0).dtype == "i64" and n.extent is not None, n, "takes an i64"
-        )
+        self.expect(n.dtype == "i64" and self.arg(n, 0).dtype == "i64" and n.extent is not None, n, "takes an i64")
         self.expect(len(n.args) == 1 or self.arg(n, 1).dtype == "bool", n, "the mask must be bool")
         if n.extent is not None:
             self.expect(symbols(n.extent) <= set(self.kernel.symbols), n, "unknown symbol")

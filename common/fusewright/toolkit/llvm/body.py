@@ -198,9 +198,7 @@ class Body:
         self.uniform = {}
         self.scalar_code()
         first = self.kernel.stages[0] if self.kernel.stages else None
-        hoisted = (
-            {n.id for n in first.nodes if v not in self.axes[n.id]} if first and first.over == "P" else set()
-        )
+        hoisted = {n.id for n in first.nodes if v not in self.axes[n.id]} if first and first.over == "P" else set()
         if first:
             self.nodes([n for n in first.nodes if n.id in hoisted], 1)
         common = dict(self.uniform)
@@ -265,10 +263,7 @@ class Body:
         """Loops over R: each node in the outermost loop that knows its operands, reductions in the
         innermost."""
         rows = self.rows
-        depth = {
-            n.id: max((k for k, a in enumerate(rows) if a in self.axes[n.id]), default=-1)
-            for n in stage.nodes
-        }
+        depth = {n.id: max((k for k, a in enumerate(rows) if a in self.axes[n.id]), default=-1) for n in stage.nodes}
         for n in stage.nodes:
             if n.keep or n.op in ("reduce", "scan"):
                 depth[n.id] = len(rows) - 1

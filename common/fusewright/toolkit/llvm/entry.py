@@ -21,11 +21,7 @@ PARALLEL, THREAD, THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_
 def new_module(target: CpuTarget) -> Module:
     """An empty module whose functions use the target's full vector width."""
     width = f'"{target.vector_bytes * 8}"'
-    wide = (
-        f'"prefer-vector-width"={width} "min-legal-vector-width"={width} '
-        if target.triple.startswith("x86")
-        else ""
-    )
+    wide = f'"prefer-vector-width"={width} "min-legal-vector-width"={width} ' if target.triple.startswith("x86") else ""
     return Module(target, f"nounwind {wide}".strip())
 
 

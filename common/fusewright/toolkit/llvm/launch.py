@@ -71,9 +71,7 @@ class Launcher:
             )
         for t, b in zip(tensors, k.buffers, strict=True):
             if t.dtype != to_torch(b.dtype) or t.device.type != "cpu":
-                raise TypeError(
-                    f"{k.name}: {b.name} must be {b.dtype} on the CPU, not {t.dtype} on {t.device}"
-                )
+                raise TypeError(f"{k.name}: {b.name} must be {b.dtype} on the CPU, not {t.dtype} on {t.device}")
         self(tensors, sizes, scalars)
 
 

@@ -79,9 +79,7 @@ class Lanes:
         f, total = self.f, self.args.extent(offset)
         for a, c in coefs:
             at = self.spread(a, u) if lanes else self.position(a, u)
-            total = f.add(
-                total, f.mul(at, self.args.extent(c)) if at.w == 1 else f.bin("mul", at, self.args.extent(c))
-            )
+            total = f.add(total, f.mul(at, self.args.extent(c)) if at.w == 1 else f.bin("mul", at, self.args.extent(c)))
         return total
 
     def index(self, ix: Index, values: dict[int, V], u: int, lanes: bool) -> V:

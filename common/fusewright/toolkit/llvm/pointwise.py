@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from fusewright.toolkit.kernel.types import TYPES, DType, is_float
-from fusewright.toolkit.llvm.math import LIBM, emit_math, lanewise
+from fusewright.toolkit.llvm.math import emit_math, lanewise
 from fusewright.toolkit.llvm.text import BITS, Fn, V, const
 
 LLVM_TYPE: dict[DType, str] = {
@@ -41,6 +41,10 @@ def literal(value: float | int | bool, dtype: DType) -> V:
     if dtype == "f16":
         value = float(torch.tensor(float(value), dtype=torch.float16))
     return const(value, LLVM_TYPE[dtype])
+
+
+SUBNORMAL = 0x90
+"""The class of subnormals of both signs in llvm.is.fpclass."""
 
 
 class IntegerDivision:
@@ -303,13 +307,21 @@ def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
 
 
 def to_bf16(f: Fn, x: V) -> V:
-    """Round to nearest even by integer arithmetic: the instruction for it flushes subnormals, torch does
-    not."""
+    """Round to nearest even; NaN stays NaN. The instruction for it flushes subnormals, so those take the
+    integer way."""
+    if not (f.module.target.has("avx512bf16") and x.w == 16):
+        return _round_bf16(f, x)
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    f.module.declare(name, "<16 x bfloat>", [x.ty])
+    fast = f.conv("bitcast", f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})"), "i16")
+    f.module.declare("llvm.is.fpclass.v16f32", "<16 x i1>", [x.ty, "i32"])
+    tiny = f.let("i1", 16, f"call <16 x i1> @llvm.is.fpclass.v16f32({x}, i32 {SUBNORMAL})")
+    return f.when(f.any(tiny), lambda: [_round_bf16(f, x)], [fast])[0]
+
+
+def _round_bf16(f: Fn, x: V) -> V:
     bits = f.conv("bitcast", x, "i32")
     odd = f.bin("and", f.bin("lshr", bits, const(16, "i32")), const(1, "i32"))
     rounded = f.bin("add", f.bin("add", bits, const(0x7FFF, "i32")), odd)
     rounded = f.select(f.cmp("fcmp uno", x, x), const(0x7FC00000, "i32"), rounded)
     return f.conv("trunc", f.bin("lshr", rounded, const(16, "i32")), "i16")
-
-
-MATH_OPS = frozenset(LIBM) | {"sigmoid"}

@@ -154,11 +154,7 @@ class RowLoops:
         single = i64(static - static % self.w) if static is not None else self.f.bin("and", n, i64(-self.w))
         if self.count > 1:
             states = self._span(main, single, 1, self.w, False, states)
-        return (
-            states
-            if static is not None and static % self.w == 0
-            else self._span(single, n, 1, 1, False, states)
-        )
+        return states if static is not None and static % self.w == 0 else self._span(single, n, 1, 1, False, states)
 
     def _span(self, lo: V, hi: V, units: int, w: int, masked: bool, states: State) -> State:
         b, axis = self.b, self.b.rows[-1]
@@ -203,9 +199,7 @@ class RowLoops:
         k = next(i for i, r in enumerate(self.reducers) if r.node.id == n.id)
         w = unit[k][0].w
         x = self.f.splat(x, w)
-        unit[k] = self.reducers[k].step(
-            self.f, unit[k], x, self._position(u), b.lanes.mask if w > 1 else None
-        )
+        unit[k] = self.reducers[k].step(self.f, unit[k], x, self._position(u), b.lanes.mask if w > 1 else None)
 
     def _position(self, u: int) -> V:
         """The position in the row, for arg-reductions."""

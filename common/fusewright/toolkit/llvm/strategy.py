@@ -112,9 +112,7 @@ def _vector_axis(kernel: Kernel, sizes: list[int], serial: frozenset[int]) -> in
     best, best_score = candidates[-1], float("-inf")
     for a in reversed(candidates):
         score = sum(
-            _access_score(n, a, axes) * TYPES[n.dtype].size
-            for n in kernel.nodes()
-            if n.op in ("load", "store")
+            _access_score(n, a, axes) * TYPES[n.dtype].size for n in kernel.nodes() if n.op in ("load", "store")
         )
         if sizes[a] < 8:
             score -= 64

@@ -58,9 +58,7 @@ def host_target() -> CpuTarget:
 def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
     """A generic x86-64 of level "avx512", "avx2" or "sse4"."""
     cpu = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "sse4": "x86-64-v2"}[isa]
-    wide = {"avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"], "avx2": [], "sse4": []}[
-        isa
-    ]
+    wide = {"avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"], "avx2": [], "sse4": []}[isa]
     mid = [] if isa == "sse4" else ["avx", "avx2", "fma", "f16c", "bmi", "bmi2"]
     return _from_features(triple, cpu, ",".join(f"+{f}" for f in mid + wide))
 

@@ -87,13 +87,9 @@ class Module:
 class Fn:
     """One function being written. `result` and `args` are LLVM types; arguments are `%a0`, `%a1`, ..."""
 
-    def __init__(
-        self, module: Module, name: str, result: str, args: Sequence[str], linkage: str = "internal"
-    ) -> None:
+    def __init__(self, module: Module, name: str, result: str, args: Sequence[str], linkage: str = "internal") -> None:
         self.module, self.name = module, name
-        self.head = (
-            f"define {linkage} {result} @{name}({', '.join(f'{t} %a{i}' for i, t in enumerate(args))}) #0 {{"
-        )
+        self.head = f"define {linkage} {result} @{name}({', '.join(f'{t} %a{i}' for i, t in enumerate(args))}) #0 {{"
         self.args = [V(f"%a{i}", t) for i, t in enumerate(args)]
         self.allocas: list[str] = []
         self.lines: list[str] = []
@@ -140,9 +136,7 @@ class Fn:
         self.count += 1
         return f"{what}{self.count}"
 
-    def loop(
-        self, lo: V, hi: V, step: V, carried: Sequence[V], body: Callable[[V, list[V]], Sequence[V]]
-    ) -> list[V]:
+    def loop(self, lo: V, hi: V, step: V, carried: Sequence[V], body: Callable[[V, list[V]], Sequence[V]]) -> list[V]:
         """`for (i = lo; i < hi; i += step) carried = body(i, carried)`; the final values."""
         head, inside, done = self.new_label("loop"), self.new_label("body"), self.new_label("done")
         before = self.here
@@ -210,13 +204,7 @@ class Fn:
         if a.lit and b.lit and a.w == b.w == 1 and a.t == "i64":
             return i64(int(a.name) + int(b.name))
         if a.name == "0" or b.name == "0":
-            return (
-                b
-                if a.name == "0" and b.w >= a.w
-                else a
-                if b.name == "0" and a.w >= b.w
-                else self.bin("add", a, b)
-            )
+            return b if a.name == "0" and b.w >= a.w else a if b.name == "0" and a.w >= b.w else self.bin("add", a, b)
         return self.bin("add", a, b)
 
     def mul(self, a: V, b: V) -> V:
