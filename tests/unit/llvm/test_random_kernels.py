@@ -5,6 +5,7 @@ rounds once, so every order of evaluation gives the same bits and the comparison
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fusewright.toolkit.kernel import Builder, Index, Kernel, Val, interpret, st
 from fusewright.toolkit.kernel.split import split_rows
 from fusewright.toolkit.kernel.types import is_float, to_torch
 from fusewright.toolkit.llvm import compile_kernels, jit
-from fusewright.toolkit.llvm.target import target_machine, x86_target
+from fusewright.toolkit.llvm.target import CpuTarget, target_machine, x86_target
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 130])
 FLOAT_OPS = {
@@ -151,18 +152,23 @@ def test_emitter_agrees_with_interpreter(case: Case) -> None:
         assert same_bits(a, b), f"{to_text(case.kernel)}\n{case.sizes}\n{a}\n{b}"
 
 
+@functools.cache
+def narrow_jit() -> tuple[CpuTarget, llvmlite.binding.TargetMachine, jit._Process]:
+    target = x86_target("avx", llvmlite.binding.get_process_triple())
+    return target, target_machine(target), jit._Process()
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="narrows x86")
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=20)
 @given(cases())
 def test_narrow_vectors_without_masks_agree_too(case: Case) -> None:
     """The code for machines without masked memory (as AArch64 is): scalar tails, scalar accumulators beside
     the vectors."""
     wanted = [t.clone() for t in case.tensors]
     interpret(case.kernel, wanted, case.sizes)
-    target, name = x86_target("sse4", llvmlite.binding.get_process_triple()), structural_hash(case.kernel)
+    (target, machine, process), name = narrow_jit(), structural_hash(case.kernel)
     text, symbols = jit.kernels_to_text({name: case.kernel}, target, parallel=False)
-    process = jit._Process()
-    process.link(jit.to_object(text, target_machine(target)), [name], symbols)
+    process.link(jit.to_object(text, machine), [name], symbols)
     got = [t.clone() for t in case.tensors]
     jit.Launcher(case.kernel, process.addresses[name]).checked(got, case.sizes)
     for a, b in zip(got, wanted, strict=True):

@@ -1,10 +1,12 @@
 """Object code: stored and loaded again, and made for machines that this one is not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fusewright.toolkit.kernel import Builder, Kernel, structural_hash
-from fusewright.toolkit.llvm import compile_kernels, load_module
+from fusewright.toolkit.llvm import UnsupportedKernel, compile_kernels, load_module
 from fusewright.toolkit.llvm.jit import kernels_to_text, symbol_name, to_object
 from fusewright.toolkit.llvm.target import CpuTarget, aarch64_target, target_machine, x86_target
 
@@ -18,6 +20,13 @@ def layer_norm(cols: int, dtype: str) -> Kernel:
     scale = b.op("rsqrt", b.reduce("m2", v) * (1 / cols) + 1e-5)
     b.store(y, i * cols + j, (d * scale * b.load(w, j).to("f32")).to(dtype))
     return b.build()
+
+
+def test_a_machine_without_half_conversion_declines() -> None:
+    old = replace(x86_target("avx"), features="+avx")
+    kernel = layer_norm(8, "f16")
+    with pytest.raises(UnsupportedKernel, match="F16C"):
+        kernels_to_text({structural_hash(kernel): kernel}, old, parallel=False)
 
 
 def test_equal_kernels_are_compiled_once() -> None:
@@ -44,8 +53,8 @@ def test_object_code_loads_in_a_process_that_did_not_compile_it(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "target",
-    [aarch64_target(), x86_target("avx2"), x86_target("avx512"), x86_target("sse4")],
-    ids=["aarch64", "avx2", "avx512", "sse4"],
+    [aarch64_target(), x86_target("avx2"), x86_target("avx512"), x86_target("avx")],
+    ids=["aarch64", "avx2", "avx512", "avx"],
 )
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_other_machines_get_object_code(target: CpuTarget, dtype: str) -> None:
@@ -62,7 +71,7 @@ def test_narrow_vectors_give_the_same_results() -> None:
 
     kernel = layer_norm(73, "f32")
     x, w, outs = torch.randn(6, 73), torch.randn(73), []
-    for isa in ("avx512", "avx2", "sse4"):
+    for isa in ("avx512", "avx2", "avx"):
         if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
             pytest.skip("not an x86 machine with AVX")
         if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":

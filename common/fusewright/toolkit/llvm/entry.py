@@ -18,6 +18,10 @@ from fusewright.toolkit.llvm.text import Fn, Module, V, const, i64
 PARALLEL, THREAD, THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
+class UnsupportedKernel(ValueError):
+    """This machine cannot run the kernel; the caller leaves those ops to eager."""
+
+
 def new_module(target: CpuTarget) -> Module:
     """An empty module whose functions use the target's full vector width."""
     width = f'"{target.vector_bytes * 8}"'
@@ -26,7 +30,12 @@ def new_module(target: CpuTarget) -> Module:
 
 
 def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> None:
-    """Adds the function `name` for `kernel`; `parallel` says that a thread pool will be linked in."""
+    """Adds the function `name` for `kernel`; `parallel` says that a thread pool will be linked in.
+
+    UnsupportedKernel when the target lacks what the kernel needs.
+    """
+    if not module.target.converts_half and any(n.dtype == "f16" for n in kernel.nodes()):
+        raise UnsupportedKernel(f"{kernel.name}: this CPU does not convert f16 (no F16C)")
     how = choose(kernel, module.target)
     body = Body(module, kernel, how, f"{name}.body")
     body.write()

@@ -101,7 +101,8 @@ def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
 
 
 def compile_kernels(kernels: Sequence[Kernel]) -> CompiledModule:
-    """Compiles what this process does not have yet, in one module."""
+    """Compiles what this process does not have yet, in one module. UnsupportedKernel when this machine
+    cannot run one."""
     by_hash = {structural_hash(k): k for k in kernels}
     process = _process()
     with process.lock:

@@ -23,37 +23,26 @@ def float_bits(x: float) -> int:
 
 class Launcher:
     """`launcher(tensors, sizes, scalars)` runs the kernel on torch's threads. It checks nothing but the
-    error code: the plan has checked shapes, types and strides when it was made. Not for two threads at once:
-    the argument block is reused."""
+    error code: the plan has checked shapes, types and strides when it was made. Safe to call from several
+    threads."""
 
     def __init__(self, kernel: Kernel, address: int) -> None:
         self.kernel, self.address = kernel, address
-        self._n = len(kernel.buffers)
-        count = self._n + len(kernel.symbols) + len(kernel.scalars)
-        self._block = (ctypes.c_int64 * max(count, 1))()
-        self._pointer = ctypes.addressof(self._block)
+        self._block = ctypes.c_int64 * max(len(kernel.buffers) + len(kernel.symbols) + len(kernel.scalars), 1)
         self._floats = tuple(is_float(s.dtype) for s in kernel.scalars)
         self._call = _PROTOTYPE(address)
 
     def __call__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        sizes: Sequence[int] = (),
-        scalars: Sequence[int | float | bool] = (),
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[int | float | bool] = ()
     ) -> None:
         """IndexError and RuntimeError (division by zero) are raised after the launch, as eager raises
         them."""
-        block, i = self._block, 0
-        for t in tensors:
-            block[i] = t.data_ptr()
-            i += 1
-        for s in sizes:
-            block[i] = s
-            i += 1
+        words = [t.data_ptr() for t in tensors]
+        words.extend(sizes)
         for x, wide in zip(scalars, self._floats, strict=True):
-            block[i] = float_bits(x) if wide else int(x)
-            i += 1
-        code = self._call(self._pointer, torch.get_num_threads())
+            words.append(float_bits(x) if wide else int(x))
+        block = self._block(*words)
+        code = self._call(ctypes.addressof(block), torch.get_num_threads())
         if code:
             raise_error(code, self.kernel.name)
 

@@ -26,6 +26,12 @@ class CpuTarget:
         return f"+{feature}" in self.features.split(",")
 
     @property
+    def converts_half(self) -> bool:
+        """Whether it converts f16; without, code would call compiler support functions that a JIT does not
+        have."""
+        return not self.triple.startswith(("x86_64", "amd64", "i686")) or self.has("f16c")
+
+    @property
     def fingerprint(self) -> str:
         """Names everything that object code depends on; equal on equal machines."""
         return f"{self.triple}/{self.cpu}/{self.features}/llvm{'.'.join(map(str, llvm.llvm_version_info))}"
@@ -44,7 +50,7 @@ def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
 
 @functools.cache
 def host_target() -> CpuTarget:
-    """This machine. The environment variable FUSEWRIGHT_CPU_ISA ("avx2" or "sse4") narrows x86, for tests."""
+    """This machine. The environment variable FUSEWRIGHT_CPU_ISA ("avx2" or "avx") narrows x86, for tests."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple = llvm.get_process_triple()
@@ -56,10 +62,10 @@ def host_target() -> CpuTarget:
 
 
 def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
-    """A generic x86-64 of level "avx512", "avx2" or "sse4"."""
-    cpu = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "sse4": "x86-64-v2"}[isa]
-    wide = {"avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"], "avx2": [], "sse4": []}[isa]
-    mid = [] if isa == "sse4" else ["avx", "avx2", "fma", "f16c", "bmi", "bmi2"]
+    """A generic x86-64 of level "avx512", "avx2" or "avx" (with F16C, without AVX2, FMA and masks)."""
+    cpu = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "avx": "x86-64-v2"}[isa]
+    wide = {"avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"], "avx2": [], "avx": []}[isa]
+    mid = ["avx", "f16c"] if isa == "avx" else ["avx", "avx2", "fma", "f16c", "bmi", "bmi2"]
     return _from_features(triple, cpu, ",".join(f"+{f}" for f in mid + wide))
 
 
