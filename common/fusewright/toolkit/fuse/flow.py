@@ -17,6 +17,9 @@ INLINE_COST = 12
 INLINE_BYTES = 4
 """... when what it reads has at most one n-th of the bytes that it writes."""
 
+READ_AGAIN = 4
+"""How often an element may be computed again rather than stored."""
+
 INLINE_DEPTH = 12
 """Longest chain of such ops."""
 
@@ -24,9 +27,17 @@ INLINE_DEPTH = 12
 class Flow:
     """The ops of a region that kernels may compute (`ops`), with their rules. `fixed` are ops that something else computes."""
 
-    def __init__(self, ops: Iterable[OpView], rules_of: RulesOf, fixed: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        ops: Iterable[OpView],
+        rules_of: RulesOf,
+        fixed: frozenset[int] = frozenset(),
+        needed: frozenset[int] = frozenset(),
+    ) -> None:
         self.ops = {op.id: op for op in ops}
+        self.needed = needed
         self.fixed = fixed
+        self._rules_of = rules_of
         self.producer: dict[int, tuple[OpView, int]] = {}
         self.users: dict[int, list[OpView]] = {}
         self._rules: dict[int, tuple[Rule, ...]] = {}
@@ -34,6 +45,7 @@ class Flow:
         for op in self.ops.values():
             for v in op.inputs():
                 self.users.setdefault(v.id, []).append(op)
+        for op in self.ops.values():
             if op.id in fixed:
                 continue
             rules = rules_of(op)
@@ -85,10 +97,28 @@ class Flow:
         for v in op.inputs():
             if v.spec is None:
                 continue
-            read += sum(leaf.bytes_hint() for leaf in self.leaves(v))
+            read += min(v.spec.bytes_hint(), sum(leaf.bytes_hint() for leaf in self.leaves(v)))
             depth = max(depth, 1 + self._depth(v))
-        small = read * INLINE_BYTES <= op.out.spec.bytes_hint() or (tiny and read <= 64)
+        size = op.out.spec.bytes_hint()
+        small = read * INLINE_BYTES <= size or (tiny and read <= 64) or (read <= size and self._has_one_user(op))
         return depth if small and depth <= INLINE_DEPTH else None
+
+    def _has_one_user(self, op: OpView) -> bool:
+        """Whether one op of a kernel alone reads the result, and about once per element: storing it would be for nothing."""
+        users = {u.id: u for u in self.users.get(op.out.id, ())}
+        if len(users) != 1 or op.out.id in self.needed:
+            return False
+        (user,) = users.values()
+        if user.id in self.fixed or user.out.spec is None:
+            return False
+        if self._views(user):
+            return self._has_one_user(user)
+        assert op.out.spec is not None
+        return bool(self._rules_of(user)) and user.out.spec.numel_hint() <= READ_AGAIN * op.out.spec.numel_hint()
+
+    def _views(self, op: OpView) -> bool:
+        rules = self._rules_of(op)
+        return bool(rules) and isinstance(rules[0], View) and is_alias(op)
 
     def _depth(self, v: Value) -> int:
         made = self.producer.get(v.id)

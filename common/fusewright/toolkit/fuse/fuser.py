@@ -6,7 +6,9 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fusewright import ops
 from fusewright.interface import CompileContext, Decline, Fragment, OpView, Region, TensorSpec, Value, Why
+from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, loop_order, units_of
 from fusewright.toolkit.fuse.evaluate import NotAligned
@@ -65,8 +67,9 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     Declines (DYNAMIC_SHAPE) ops whose kernel needs a size that no tensor of the region has.
     """
     solo: set[int] = set()
-    plain: set[int] = {op.id for op in region.ops} - {i for c in calls for i in c.ops}
-    plain -= {op.id for op in region.ops if op.id in plain and verdict(op)}
+    called = {i for c in calls for i in c.ops}
+    plain = {op.id for op in region.ops if op.id not in called and not verdict(op)}
+    plain |= computed_once(region) - called
     for _ in range(MAX_ROUNDS):
         try:
             fused = _Planner(region, ctx, calls, frozenset(plain), frozenset(solo), memo).run()
@@ -78,6 +81,38 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
             continue
         return Fragment(tuple(_ordered(fused.items)), fused.notes, fused.kernels)
     raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
+
+
+def computed_once(region: Region) -> set[int]:
+    """Ops of an inference graph that depend on weights alone: left as calls, so that the host runs them once.
+
+    A creation that only kernels read is not among them: a kernel makes its values where it needs them.
+    """
+    if region.phase != "infer":
+        return set()
+    const = {v.id for v in region.inputs if v.spec is not None and v.spec.const}
+    found: dict[int, OpView] = {}
+    for op in region.ops:
+        row = ops.OPS.get(op.op)
+        if row is None or not all(v.id in const for v in op.inputs()) or not _foldable(op, row):
+            continue
+        found[op.id] = op
+        const.update(v.id for v in op.outs)
+    used: set[int] = set()
+    for op in reversed(region.ops):
+        if op.id in found and (any(True for _ in op.inputs()) or used & {v.id for v in op.outs}):
+            used.update(v.id for v in op.inputs())
+        elif op.id in found:
+            del found[op.id]
+    return set(found)
+
+
+def _foldable(op: OpView, row: ops.Op) -> bool:
+    """Static, the same every time, and small if it is made from nothing."""
+    if row.kind is ops.Kind.RANDOM or "empty" in row.name or not all(v.spec and v.spec.static for v in op.outs):
+        return False
+    made = sum(v.spec.bytes_hint() for v in op.outs if v.spec is not None)
+    return any(True for _ in op.inputs()) or (row.kind is ops.Kind.CREATION and made <= FOLD_LIMIT)
 
 
 class _Planner:
@@ -94,17 +129,18 @@ class _Planner:
         self.all_calls = [*calls, *alone]
         self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
-        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed))
+        self.needed = self._needed_by_calls()
+        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed))
         self.out = Fused()
         self.sizes = _Sizes(region)
 
     def run(self) -> Fused:
-        needed = self._needed_by_calls()
-        grouper = Grouper(self.flow, self.region.ops, self.fixed, frozenset(self._behind_views(needed)), self.solo)
+        behind = frozenset(self._behind_views(self.needed))
+        grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
         groups = grouper.run()
         for k, call in enumerate(self.all_calls):
             self._add_call(call, k)
-        stored = self._stored(groups, needed, grouper)
+        stored = self._stored(groups, self.needed, grouper)
         for group in [g for g in grouper.groups if g is not None]:
             self._add_group(group, stored)
         return self.out
