@@ -66,8 +66,16 @@ class _Process:
             self.addresses[h] = tracker[symbol_name(h)]
 
 
-@functools.cache
+_CREATION = threading.Lock()
+
+
 def _process() -> _Process:
+    with _CREATION:
+        return _only_process()
+
+
+@functools.cache
+def _only_process() -> _Process:
     return _Process()
 
 
