@@ -151,11 +151,11 @@ def _passed(c: Compilation) -> None:
 
 def _repaired(c: Compilation, untrue: Untrue) -> Run:
     """Mend the metadata of a value that turned out otherwise, and compile the graph again."""
-    name = _origin(c.index.node_by_value(untrue.id))
-    node = next((n for n in c.graph.nodes if n.name == name), None)
+    made = c.index.node_by_value(untrue.id)
+    node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
     if node is None or isinstance(node.meta.get("val"), tuple | list):
         raise BackendContractError(f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it") from untrue
-    log.info("traced metadata of %s was untrue (%s); compiling again", name, untrue)
+    log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
     retrace.mend(c.graph, node, untrue.actual)
     report = GraphReport(c.backend.name, c.phase, c.report.road)
     return _compile(Compilation(c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key))
@@ -267,7 +267,7 @@ class Context:
         return self._c.index.temporary(spec)
 
     def aten(self, op: OpView) -> Any:
-        return plan_build.aten_call(self._c.index, self._c.index.node_of[op.id])
+        return plan_build.call_of(op)
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
         return self._c.tuner.choose(key, candidates)

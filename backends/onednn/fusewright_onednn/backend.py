@@ -3,36 +3,38 @@ region by region."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from fusewright import machine, ops
+from fusewright import machine
 from fusewright.interface import (
-    Backend,
     CompileContext,
     Compiled,
     Device,
-    Fragment,
     OpView,
     Region,
     Unavailable,
     Verdict,
     Why,
 )
+from fusewright.toolkit.fuse.fuser import fuse
+from fusewright.toolkit.fused import FusedBackend
 from fusewright_onednn import lowerings, patterns, runtime, target
-from fusewright_onednn.builder import Builder
+from fusewright_onednn.builder import OWN_STRIDES, STRIDE_FREE, Builder
 from fusewright_onednn.lowerings import LOWERINGS
 from fusewright_onednn.patterns import Match
 
 
-class X86OneDnn(Backend):
+class X86OneDnn(FusedBackend):
     """x86-64 CPUs with AVX2 or better, with the oneDNN that torch carries."""
 
     name = "x86_onednn"
     device_type = "cpu"
     priority = 50
+    lowerings = LOWERINGS
     options: ClassVar[Mapping[str, Any]] = {
         # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".
         "prepack": "auto",
@@ -57,22 +59,12 @@ class X86OneDnn(Backend):
         version = target.onednn_version(torch.__config__.show())
         return Device("cpu", found.arch, features, f"oneDNN {version}".rstrip())
 
-    @classmethod
-    def lowers(cls) -> Sequence[str]:
-        return tuple(dict.fromkeys([*LOWERINGS, *patterns.POST_OPS, "batch_norm", "add"]))
-
     def supports(self, op: OpView) -> Verdict:
-        """Products, convolutions and attention by the table. Every other row of the opset may lie between
-        them."""
-        verdict = LOWERINGS.supports(op, self._device())
-        if verdict.why is Why.NO_LOWERING and op.op in ops.OPS:
-            return Verdict(Why.OK, "runs as ATen inside the region")
+        """By the table or as a kernel; ops that take any strides may lie between as ATen calls."""
+        verdict = super().supports(op)
+        if verdict.why is Why.NO_LOWERING and (op.op in STRIDE_FREE or op.op in OWN_STRIDES):
+            return Verdict(Why.OK, "ATen, inside the region")
         return verdict
-
-    def profitable(self, region: Region) -> Verdict:
-        if any(op.op in LOWERINGS for op in region.ops):
-            return Verdict(Why.OK)
-        return Verdict(Why.UNPROFITABLE, "no product, convolution or attention in reach")
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
         builder = Builder(region, ctx)
@@ -87,23 +79,16 @@ class X86OneDnn(Backend):
                 if m.last is op:  # everything that the call reads is there by now
                     _code(m.anchor, ctx.device)(m, builder)
             else:
-                builder.aten(op)
-        return Fragment(builder.finish(), builder.notes)
+                builder.keep(op)
+        fragment = fuse(builder.finish(), ctx, builder.calls)
+        return replace(fragment, notes={**fragment.notes, **builder.notes})
 
     def fingerprint(self) -> str:
-        d = self._device()
+        d = self.running_on()
         versions = (
             f"{self.interface[0]}.{self.interface[1]}-{self.opset}-{d.driver}-torch {torch.__version__}"
         )
         return f"{self.name}-{versions}-{d.arch}-{','.join(sorted(d.features))}"
-
-    def _device(self) -> Device:
-        if self.device is None:
-            found = self.probe()
-            if isinstance(found, Unavailable):
-                raise RuntimeError(found.reason)
-            self.device = found
-        return self.device
 
 
 def _code(op: OpView, device: Device) -> lowerings.OpCode:

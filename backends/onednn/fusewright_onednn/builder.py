@@ -1,24 +1,22 @@
-"""Writes the fragment of one region: instructions, constants, and values whose strides differ from the
-graph's.
+"""Rewrites one region for the fuser: library calls with their constants, and every op with the strides at hand.
 
-A library call may lay its result out in its own way (channels-last convolutions, slices of a concatenated
-product).
-Such a value lives under an id of its own. Ops that take any strides read it as it is; for all others, and
-for what
-leaves the region, it is copied to the strides of the graph, once.
+A library call may lay its result out in its own way (channels-last convolutions, slices of a concatenated product).
+Such a value lives under an id of its own. Ops that take any strides read it as it is; for all others, and for what
+leaves the region, it is copied to the strides of the graph, once. What is not a library call stays an op: the fuser
+makes kernels of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
-from fusewright.plan.ir import Call, Instruction, Ref, refs
-from fusewright.toolkit.library import layout_of
+from fusewright.plan.ir import Call, Instruction, Ref
+from fusewright.toolkit.fused import LibraryCall
 from fusewright_onednn.patterns import Links
 
 STRIDE_FREE = frozenset({
@@ -28,30 +26,26 @@ STRIDE_FREE = frozenset({
     "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
     "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
     "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "linear", "conv",
-    "matmul", "sdpa",
+    "matmul",
 })  # fmt: skip
 """Rows that give the same values for any strides of their inputs. Their own result may then have other
 strides too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""
-
-IN_PLACE: Mapping[str, str] = {
-    "relu": "aten::relu_.default",
-    "clamp": "aten::clamp_.default",
-    "hardsigmoid": "aten::hardsigmoid_.default",
-    "add": "aten::add_.Tensor",
-    "mul": "aten::mul_.Tensor",
-}
-"""Ops that may overwrite the result of a library call that nobody else reads: less memory traffic."""
+OWN_STRIDES = frozenset({"sdpa"})
+"""Rows that take any strides and give a result whose strides do not depend on them."""
 
 
 class Builder:
-    """The fragment under construction."""
+    """The region under construction: `ops` with the values that they really read and make, `calls` for some of them."""
 
     def __init__(self, region: Region, ctx: CompileContext) -> None:
         self.region = region
         self.ctx = ctx
         self.links = Links(region.ops, frozenset(v.id for v in region.outputs))
-        self.instructions: list[Instruction] = []
+        self.ops: list[OpView] = []
+        self.calls: list[LibraryCall] = []
         self.notes: dict[int, str] = {}
+        self._instructions: list[Instruction] = []  # of the match that is being lowered
+        self._constants: dict[Any, Ref] = {}
         self._const = (
             {v.id for v in region.inputs if v.spec and v.spec.const} if region.phase == "infer" else set()
         )
@@ -59,7 +53,6 @@ class Builder:
             int, Value
         ] = {}  # id in the graph -> the value with other strides that stands for it
         self._restored: set[int] = set()
-        self._fresh: set[int] = set()  # results of library calls: own memory, not a constant
 
     # -- constants
 
@@ -70,17 +63,14 @@ class Builder:
 
     def once(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         """Compute something from constants. Equal computations are shared."""
-        made = Call(target, args, (self.ctx.value(None).id,), tuple(kwargs.items()), once=True)
-        for i in self.instructions:
-            if (
-                isinstance(i, Call)
-                and i.once
-                and (i.target, i.args, i.kwargs) == (made.target, made.args, made.kwargs)
-            ):
-                return Ref(i.outs[0])
-        self.instructions.append(made)
-        self._const.add(made.outs[0])
-        return Ref(made.outs[0])
+        key = (target, args, tuple(kwargs.items()))
+        found = self._constants.get(key)
+        if found is None:
+            made = self.ctx.value(None)
+            self._instructions.append(Call(*key[:2], (made.id,), key[2], once=True))
+            self._const.add(made.id)
+            found = self._constants[key] = Ref(made.id)
+        return found
 
     # -- values
 
@@ -100,39 +90,34 @@ class Builder:
         """A value with the graph's strides; copies it when that was not done before."""
         if value.id in self._moved and value.id not in self._restored:
             self._restored.add(value.id)
-            self._restore(self._moved[value.id], value)
+            self.ops.append(_copy(self._moved[value.id], value, self.ctx.value(None).id))
         return Ref(value.id)
-
-    def _restore(self, source: Value, value: Value) -> None:
-        assert value.spec is not None
-        formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-        layout = formats.get(layout_of(value.spec))
-        if layout is not None:
-            clone = Call("aten::clone.default", (Ref(source.id),), (value.id,), (("memory_format", layout),))
-            self.instructions.append(clone)
-            return
-        empty = self.ctx.value(value.spec)
-        shape, stride = list(value.spec.shape), list(value.spec.stride)
-        self.call("aten::new_empty_strided.default", Ref(source.id), shape, stride, out=empty)
-        self.call("aten::copy_.default", Ref(empty.id), Ref(source.id), out=value)
 
     # -- instructions
 
     def call(self, target: str, *args: Any, out: Value, op: OpView | None = None) -> None:
         """A call that makes `out` with the strides that the graph says."""
-        self.instructions.append(Call(target, args, (out.id,), op_id=op.id if op else None))
+        self._instructions.append(Call(target, args, (out.id,), op_id=op.id if op else None))
 
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
-        """A library call into memory of its own. `stride` is what it really makes, None when the shape is
-        symbolic."""
-        place = self._place(out, stride)
-        self.call(target, *args, out=place, op=op)
-        if any(r not in self._const for r in refs(args)):
-            self._fresh.add(out.id)
-
-    def put(self, target: str, *args: Any, out: Value, stride: Sequence[int], op: OpView) -> None:
-        """A call whose result is a view of something else, with these strides."""
+        """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
         self.call(target, *args, out=self._place(out, stride), op=op)
+
+    def taken(self, ops: Sequence[OpView]) -> None:
+        """The instructions written since the last time compute these ops."""
+        instructions, self._instructions = tuple(self._instructions), []
+        self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
+        self.ops.extend(self._rewritten(op) for op in ops)
+
+    def _rewritten(self, op: OpView) -> OpView:
+        """An op with the values that stand for the graph's own."""
+        outs = tuple(self._moved.get(v.id, v) for v in op.outs)
+        return replace(op, args=self._at_hand(op.args), outs=outs)
+
+    def _at_hand(self, arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return self._moved.get(arg.id, arg)
+        return tuple(self._at_hand(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def _place(self, out: Value, stride: Sequence[int] | None) -> Value:
         assert out.spec is not None
@@ -141,52 +126,21 @@ class Builder:
         self._moved[out.id] = self.ctx.value(replace(out.spec, stride=tuple(stride)))
         return self._moved[out.id]
 
-    def aten(self, op: OpView) -> None:
-        """Run `op` as eager does, with the strides at hand where it takes them and in place where nobody
-        sees it."""
-        call = self.ctx.aten(op)
-        moved = [v for v in op.inputs() if v.id in self._moved]
+    def keep(self, op: OpView) -> None:
+        """Leave `op` to the fuser, with the strides at hand where it takes them."""
+        moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
         strides = self._strides_for(op) if moved else None
-        if strides is None:
+        if moved and strides is None:
             for v in moved:
                 self.exact(v)
-            names = {v.id: v.id for v in moved}
-            places = op.outs
+            self.ops.append(op)
         else:
-            names = {v.id: self._moved[v.id].id for v in moved}
-            places = tuple(
-                self._place(o, s) if s is not None else o for o, s in zip(op.outs, strides, strict=True)
-            )
-        if isinstance(call, Call):
-            args, kwargs = _renamed(call.args, names), _renamed(call.kwargs, names)
-            call = replace(call, args=args, kwargs=kwargs, outs=tuple(p.id for p in places))
-            call = self._in_place(op, call)
-        self.instructions.append(call)
+            for o, s in zip(op.outs, strides or (), strict=False):
+                if s is not None:
+                    self._place(o, s)
+            self.ops.append(self._rewritten(op))
         if self.region.phase == "infer" and all(self.is_const(v) for v in op.inputs()):
             self._const.update(o.id for o in op.outs)
-
-    def _in_place(self, op: OpView, call: Call) -> Call:
-        """The call that overwrites an input which nobody else reads, or `call` when there is none."""
-        target = IN_PLACE.get(op.op)
-        if target is None:
-            return call
-        if self._may_overwrite(op, op.args[0]):
-            self._fresh.add(op.out.id)
-            return replace(call, target=target)
-        commutes = op.op == "mul" or (op.op == "add" and op.arg("alpha") == 1)
-        if commutes and self._may_overwrite(op, op.args[1]) and isinstance(op.args[0], Value):
-            self._fresh.add(op.out.id)
-            first, second, *rest = call.args
-            return replace(call, target=target, args=(second, first, *rest))
-        return call
-
-    def _may_overwrite(self, op: OpView, value: Any) -> bool:
-        if not isinstance(value, Value) or value.id not in self._fresh or value.id in self._restored:
-            return False
-        if self.links.only_user(value) is not op:
-            return False
-        have, want = self.spec(value), self.spec(op.out)
-        return (have.shape, have.dtype) == (want.shape, want.dtype) and _same_strides(want, have.stride)
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
@@ -214,26 +168,24 @@ class Builder:
             return [self._on_meta(a) for a in arg]
         return arg
 
-    def finish(self) -> tuple[Instruction, ...]:
-        """Give every output of the region its strides, and return what was written."""
+    def finish(self) -> Region:
+        """The region for the fuser: every output with its strides."""
         for v in self.region.outputs:
             if v.spec is not None:
                 self.exact(v)
-        return tuple(self.instructions)
+        return replace(self.region, ops=tuple(self.ops))
+
+
+def _copy(source: Value, out: Value, id: int) -> OpView:
+    """An op that copies `source` to the strides of `out`."""
+    names = ("self", "memory_format")
+    return OpView(id, "clone", "aten::clone.default", names, (source, torch.preserve_format), (out,))
 
 
 def _operator(target: str) -> Any:
     namespace, _, rest = target.partition("::")
     name, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-
-
-def _renamed(arg: Any, names: Mapping[int, int]) -> Any:
-    if isinstance(arg, Ref):
-        return Ref(names.get(arg.id, arg.id))
-    if isinstance(arg, tuple | list):
-        return tuple(_renamed(a, names) for a in arg)
-    return arg
 
 
 def _same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:

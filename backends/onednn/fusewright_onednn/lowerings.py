@@ -122,7 +122,7 @@ def linear(m: Match, b: Builder) -> None:
     form = linear_form(op, b)
     if form == "aten":
         for part in m.ops:
-            b.aten(part)
+            b.keep(part)
         b.notes[op.id] = "ATen: faster for this shape"
         return
     x, w, bias = _operands(op)
@@ -130,6 +130,7 @@ def linear(m: Match, b: Builder) -> None:
     if form == "packed":
         weight = b.once(PACK_LINEAR, weight, product_of(op).m)
     _emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
+    b.taken(m.ops)
     _note(m, b, f"oneDNN linear, {form}")
 
 
@@ -197,9 +198,10 @@ def concatenated(group: Sequence[OpView], b: Builder) -> None:
     start = 0
     for op, width in zip(group, widths, strict=True):
         args = (Ref(whole.id), len(shape) - 1, start, start + width)
-        b.put("aten::slice.Tensor", *args, out=op.out, stride=stride, op=op)
+        b.library("aten::slice.Tensor", *args, out=op.out, stride=stride, op=op)
         b.notes[op.id] = f"oneDNN linear, packed, one product for {len(group)}"
         start += width
+    b.taken(group)
 
 
 # -- convolution
@@ -235,7 +237,7 @@ def conv(m: Match, b: Builder) -> None:
     op = m.anchor
     if not b.is_const(op.arg("weight")) or b.ctx.options["prepack"] == "never":
         for part in m.ops:
-            b.aten(part)
+            b.keep(part)
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = _folded(m, b)
@@ -252,6 +254,7 @@ def conv(m: Match, b: Builder) -> None:
         unary = (attr, scalars, algorithm) if m.unary is not None else (None, (), None)
         args = (b.any_strides(x), b.any_strides(m.other), packed, bias, *geometry, "add", 1.0, *unary)
         b.library(CONV_ADD, *args, out=out, stride=stride, op=op)
+    b.taken(m.ops)
     _note(m, b, "oneDNN conv, packed, channels-last")
 
 
@@ -320,13 +323,14 @@ def sdpa(m: Match, b: Builder) -> None:
     layout = " ".join(f"{s.shape}{s.stride}" for s in specs).replace(" ", "")
     key = f"sdpa {_dtype(specs[0])} {layout}{' causal' if causal else ''}"
     if not choices.graph_attention_pays(b.ctx, key, specs, causal):
-        b.aten(op)
+        b.keep(op)
         b.notes[op.id] = "ATen: torch's kernel is faster for this shape"
         return
     q, k, v = (b.any_strides(x) for x in values[:3])
     query = torch.empty_strided(specs[0].shape, specs[0].stride, device="meta")  # type: ignore[arg-type]
     args = (q, k, v, b.any_strides(mask), causal, scale)
     b.library(runtime.ATTENTION, *args, out=op.out, stride=torch.empty_like(query).stride(), op=op)
+    b.taken((op,))
     b.notes[op.id] = "oneDNN Graph attention"
 
 

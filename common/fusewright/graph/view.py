@@ -76,9 +76,9 @@ class GraphIndex:
             self.temporaries[value.id] = spec
         return value
 
-    def node_by_value(self, id: int) -> Node:
-        """The node that makes a value. KeyError for a temporary of a fragment."""
-        return self._by_id[id]
+    def node_by_value(self, id: int) -> Node | None:
+        """The node that makes a value; None for a temporary of a fragment."""
+        return self._by_id.get(id)
 
     def values(self, node: Node) -> tuple[Value, ...]:
         """The results of `node`: one, or one per output of a multi-output op."""

@@ -10,6 +10,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import draws, exposed, has_writes, writes
 from fusewright.graph.spec import value_of
+from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
 
 
@@ -103,6 +104,20 @@ def _t_t(r: Rewriter, node: Node, env: Env) -> Node | None:
     return env["x"] if node not in r.returned else None
 
 
+def _attention(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """Attention whose log-sum-exp nobody reads is the attention that the user wrote; torch picks the same kernel for it."""
+    users = [u for u in node.users if u.users or u in r.returned]
+    if not users or any(not is_projection(u) or u.args[1] != 0 or u in r.returned for u in users):
+        return None
+    q, k, v, dropout, causal = node.args
+    kwargs = {"scale": node.kwargs.get("scale"), "enable_gqa": False}
+    new = r.call("sdpa", (q, k, v, node.kwargs.get("attn_mask"), dropout, causal), like=users[0], kwargs=kwargs)
+    for u in list(node.users):
+        u.replace_all_uses_with(new)
+        r.graph.erase_node(u)
+    return new
+
+
 def _needless_copy(r: Rewriter, node: Node, env: Env) -> Node | None:
     """A copy that changes nothing. Kept where its memory is seen from outside, and where anything is written in place."""
     if node in r.exposed or has_writes(r.graph):
@@ -135,6 +150,7 @@ RULES: tuple[Rule, ...] = (
         lambda r, n, e: _linear_mm(r, n, {**e, "flat": e["x"]}),
         "mm(x, w.T) = linear(x, w)",
     ),
+    Rule("sdpa.lse_unused", p("sdpa_with_lse"), _attention, "sdpa_with_lse(q, k, v)[0] = sdpa(q, k, v)"),
     Rule("view.view", p("view", p("view", "x")), _view_view, "view(view(x, a), b) = view(x, b)"),
     Rule("view.same", p("view", "x"), _identity_view, "view(x, x.shape) = x"),
     Rule("expand.same", p("expand", "x"), _identity_view, "expand(x, x.shape) = x"),
