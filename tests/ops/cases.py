@@ -65,9 +65,7 @@ _GRADIENTS = """
 """
 
 UNARY = {name: (c(X), c(SPECIAL), c(t())) for name in _UNARY.split()}
-UNARY |= {
-    name: (c(POS),) for name in "sqrt rsqrt reciprocal log log2 log10 log1p acosh lgamma digamma".split()
-}
+UNARY |= {name: (c(POS),) for name in "sqrt rsqrt reciprocal log log2 log10 log1p acosh lgamma digamma".split()}
 UNARY["acosh"] = (c(t(3, 4, low=1.1, high=3)),)
 UNARY |= {name: (c(UNIT),) for name in "asin acos atanh erfinv".split()}
 UNARY["bitwise_not"] = (c(X),)
@@ -78,22 +76,16 @@ for name in ("add", "sub", "mul"):
 BINARY |= {f"{name}_scalar": (c(X, 2), c(X, 0.1)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 BINARY |= {name: (c(X, Y), c(X, V)) for name in _TWO_TENSORS.split()}
 BINARY |= {f"bitwise_{name}_scalar": (c(X, 5),) for name in ("and", "or", "xor")}
-BINARY |= {
-    name: (c(X, POS), c(POS, t(4, low=1, high=5))) for name in ("div", "fmod", "remainder", "copysign")
-}
+BINARY |= {name: (c(X, POS), c(POS, t(4, low=1, high=5))) for name in ("div", "fmod", "remainder", "copysign")}
 BINARY["div"] += (c(X, 2), c(X, 2.5))
 BINARY |= {f"{name}_scalar": (c(X, 2), c(X, -3)) for name in ("fmod", "remainder", "copysign")}
 BINARY |= {f"bitwise_{d}_shift": (c(t(3, 4, low=0, high=9), t(4, low=0, high=4)),) for d in ("left", "right")}
 BINARY |= {f"bitwise_{d}_shift_scalar": (c(t(3, 4, low=0, high=9), 2),) for d in ("left", "right")}
 
-REDUCTIONS = {
-    name: (c(X, [1], False), c(t(2, 3, 4), [0, 2], True), c(X, [], False)) for name in _REDUCTIONS.split()
-}
+REDUCTIONS = {name: (c(X, [1], False), c(t(2, 3, 4), [0, 2], True), c(X, [], False)) for name in _REDUCTIONS.split()}
 REDUCTIONS["sum"] += (c(X, None), c(X, [0], dtype=F32))
 ONE_DIM = {name: (c(X, 1), c(t(2, 3, 4), -2, True)) for name in _ONE_DIM.split()}
-ALONG = {
-    name: (c(X, 1), c(t(2, 3, 4), 0), c(t(), 0)) for name in ("cumsum", "cumprod", "cummax", "logcumsumexp")
-}
+ALONG = {name: (c(X, 1), c(t(2, 3, 4), 0), c(t(), 0)) for name in ("cumsum", "cumprod", "cummax", "logcumsumexp")}
 MOMENTS = {
     name: (c(X), c(t(2, 3, 4), [1, 2], correction=0, keepdim=True), c(X, [0], correction=1))
     for name in _MOMENTS.split()
@@ -140,7 +132,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "prod_all": (c(POS),),
     "any": (c(X), c(t(2, 3, 4), [1], True), c(X, None, True), c(X, [])),
     "all": (c(X), c(t(2, 3, 4), [0, 1]), c(t(2, 3, 4), [1], True), c(X, [])),
-    "vector_norm": (c(X), c(X, 1, [1], True), c(X, 2, [0])),
+    "vector_norm": (c(X), c(t(3, 4, dtype=torch.complex64)), c(X, 1, [1], True), c(X, 2, [0])),
     "logsumexp": (c(X, [1]), c(t(2, 3, 4), [0, 2], True)),
     "sort": (c(X, stable=True), c(X, stable=True, dim=0, descending=True)),
     "topk": (c(X, 2), c(X, 1, 0, False)),
@@ -233,7 +225,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "as_strided_scatter": (c(X, t(2, 2), [2, 2], [4, 1], 1),),
     "masked_scatter": (c(X, mask(3, 4), t(12)), c(X, mask(4), t(12))),
     # creation and random
-    "arange": (c(0, 5), c(1, 9, 3), c(0.0, 2.0, 0.5), c(5, 0, -2), c(0, 4, dtype=F32)),
+    "arange": (c(0, 5), c(1, 9, 3), c(0.0, 2.0, 0.5), c(5, 0, -2), c(0, 4, dtype=F32), c(0.0, -8.5, -4.0, dtype=I64)),
     "full": (c([2, 3], 1.5), c([2], 3), c([2], True), c([2], 3, dtype=F32)),
     "full_like": (c(X, 2), c(LAST, 1), c(X, 2, dtype=I64)),
     "fill": (c(X, 2),),
@@ -343,9 +335,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "upsample_bicubic2d": (c(IMAGE, [12, 9], False),),
     "pixel_shuffle": (c(IMAGE, 2),),
     "nll_loss": tuple(
-        c(X, given(0, 3, -100, dtype=I64), w, red, -100)
-        for w in (None, t(4, low=0.5, high=1))
-        for red in (0, 1, 2)
+        c(X, given(0, 3, -100, dtype=I64), w, red, -100) for w in (None, t(4, low=0.5, high=1)) for red in (0, 1, 2)
     ),
     "mse_loss": tuple(c(X, Y, red) for red in (0, 1, 2)),
     "smooth_l1_loss": tuple(c(X, Y, red, 0.5) for red in (0, 1, 2)),
@@ -429,7 +419,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "elu_backward": (c(X, 1.0, 1.0, 1.0, False, Y), c(X, 1.0, 1.0, 1.0, True, UNIT)),
     "softplus_backward": (c(X, Y, 1, 20),),
     "glu_backward": (c(t(3, 2), X, -1),),
-    "dropout_backward": (c(X, mask(3, 4), 1.5),),
+    "dropout_backward": (c(X, mask(3, 4), 1.5), c(t(3, 4, dtype=I64), mask(3, 4), 1.5)),
     "softmax_backward": (c(X, t(3, 4, low=0, high=1), -1, DTYPE),),
     "log_softmax_backward": (c(X, t(3, 4, low=-3, high=0), -1, DTYPE),),
     "layer_norm_backward": (

@@ -108,6 +108,12 @@ def _bits(x: Any) -> tuple[Any, ...]:
     )
 
 
+def test_hardtanh_of_integers_is_not_clamp() -> None:
+    hardtanh = torch.ops.aten.hardtanh.default
+    assert ops.canonical(hardtanh, (torch.tensor([2]),), {}) is None
+    assert ops.canonical(hardtanh, (torch.tensor([2.0]),), {}) is not None
+
+
 def test_calls_outside_the_opset_are_unknown() -> None:
     x = torch.randn(2, 3)
     aten = torch.ops.aten
@@ -118,9 +124,7 @@ def test_calls_outside_the_opset_are_unknown() -> None:
 
 def test_canonical_fills_in_defaults() -> None:
     x, aten = object(), torch.ops.aten
-    op, args, kwargs = (
-        ops.canonical(aten.max_pool2d_with_indices.default, (x, 2), {"padding": 1}) or pytest.fail()
-    )
+    op, args, kwargs = ops.canonical(aten.max_pool2d_with_indices.default, (x, 2), {"padding": 1}) or pytest.fail()
     assert op.name == "max_pool2d"
     assert args == (x, [2, 2], [], [1, 1], [1, 1], False)
     assert kwargs == {}

@@ -33,11 +33,7 @@ NO_CPU_KERNEL = ("rms_norm_backward",)
 
 
 def _dtypes(op: Op) -> tuple[torch.dtype, ...]:
-    return (
-        ANY
-        if op.kind in (Kind.CREATION, Kind.RANDOM) and op.name not in DTYPES
-        else DTYPES.get(op.name, FLOATS)
-    )
+    return ANY if op.kind in (Kind.CREATION, Kind.RANDOM) and op.name not in DTYPES else DTYPES.get(op.name, FLOATS)
 
 
 def _params(rows: list[Op]) -> list[Any]:
@@ -98,9 +94,7 @@ def test_every_row_has_samples() -> None:
     assert all(CASES.values())
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype", "case"), _params([o for o in ops.OPS.values() if o.name not in NO_CPU_KERNEL])
-)
+@pytest.mark.parametrize(("op", "dtype", "case"), _params([o for o in ops.OPS.values() if o.name not in NO_CPU_KERNEL]))
 def test_row_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
     args, kwargs = _call(op, case, dtype)
     torch.manual_seed(0)
@@ -145,9 +139,7 @@ def test_decomposition_ends_in_primitives(op: Op) -> None:
 
 
 # A packed weight has no symbolic sizes.
-SHAPED = [
-    op for op in ops.OPS.values() if op.kind is not Kind.RANDOM and not op.qualname.startswith("onednn")
-]
+SHAPED = [op for op in ops.OPS.values() if op.kind is not Kind.RANDOM and not op.qualname.startswith("onednn")]
 
 
 @pytest.mark.parametrize("op", SHAPED, ids=lambda op: op.name)

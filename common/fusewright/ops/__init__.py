@@ -86,9 +86,7 @@ _ENTRIES: dict[Overload, _Entry | None] = {}
 def _entry(target: Overload) -> _Entry | None:
     if target not in _ENTRIES:
         found = _BY_NAME.get(_key(target))
-        _ENTRIES[target] = (
-            _Entry(found[0], params_of(target), found[1]) if found and found[0].available else None
-        )
+        _ENTRIES[target] = _Entry(found[0], params_of(target), found[1]) if found and found[0].available else None
     return _ENTRIES[target]
 
 

@@ -30,9 +30,7 @@ class Alias:
 def alias(qualname: str, op: str, adapter: Adapter | None = None, **constants: Any) -> Alias:
     """An alias whose arguments have the canonical names, with `constants` beside them; or one with an
     adapter."""
-    return Alias(
-        qualname if "::" in qualname else f"aten::{qualname}", op, adapter or (lambda a: {**a, **constants})
-    )
+    return Alias(qualname if "::" in qualname else f"aten::{qualname}", op, adapter or (lambda a: {**a, **constants}))
 
 
 def _swap(a: Args) -> dict[str, Any]:
@@ -81,6 +79,19 @@ def _sort(a: Args) -> dict[str, Any]:
     return {**a, "stable": False}
 
 
+def _hardtanh(a: Args) -> dict[str, Any] | None:
+    # With float limits, hardtanh of integers gives integers and clamp gives floats.
+    if not _is_floating(a["self"]):
+        return None
+    return {"self": a["self"], "min": a["min_val"], "max": a["max_val"]}
+
+
+def _is_floating(x: Any) -> bool:
+    """Whether a tensor, or an fx node with traced metadata, is known to be floating."""
+    dtype = getattr(getattr(x, "meta", {}).get("val") if hasattr(x, "meta") else x, "dtype", None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
 def _square(a: Args) -> dict[str, Any]:
     return {"self": a["self"], "exponent": 2}
 
@@ -100,7 +111,7 @@ ALIASES: tuple[Alias, ...] = (
     alias("clamp_max", "clamp", min=None),
     alias("clamp_min.Tensor", "clamp_tensor", max=None),
     alias("clamp_max.Tensor", "clamp_tensor", min=None),
-    alias("hardtanh", "clamp", lambda a: {"self": a["self"], "min": a["min_val"], "max": a["max_val"]}),
+    alias("hardtanh", "clamp", _hardtanh),
     alias("relu6", "clamp", min=0, max=6),
     alias("square", "pow_scalar", _square),
     alias("special_erf", "erf"),

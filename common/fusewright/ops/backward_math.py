@@ -77,11 +77,7 @@ def leaky_relu_backward(grad: Any, x: Any, negative_slope: Any, self_is_result: 
 
 
 def elu_backward(grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any) -> Any:
-    slope = (
-        input_scale * (x + alpha * scale)
-        if is_result
-        else input_scale * alpha * scale * torch.exp(x * input_scale)
-    )
+    slope = input_scale * (x + alpha * scale) if is_result else input_scale * alpha * scale * torch.exp(x * input_scale)
     return torch.where(x <= 0, grad * slope, grad * scale)
 
 
@@ -156,9 +152,7 @@ def group_norm_backward(
 
     def forward(t: Any, w: Any, b: Any) -> Any:
         z = t.reshape(N, group, -1)
-        z = (z - z.mean(-1, keepdim=True)) / torch.sqrt(
-            z.var(-1, correction=0, keepdim=True) + eps.unsqueeze(-1)
-        )
+        z = (z - z.mean(-1, keepdim=True)) / torch.sqrt(z.var(-1, correction=0, keepdim=True) + eps.unsqueeze(-1))
         return m._affine(z.reshape(t.shape), m._per_channel(w, t.dim()), m._per_channel(b, t.dim()))
 
     return grads(
@@ -188,9 +182,7 @@ def batch_norm_backward(
         return m.batch_norm_ref(t, w, b, mean, var, 0.0, eps)[0]
 
     c = x.shape[1:2]
-    return grads(
-        forward, [x, _with_default(weight, x, c, 1.0), _with_default(None, x, c, 0.0)], grad, output_mask
-    )
+    return grads(forward, [x, _with_default(weight, x, c, 1.0), _with_default(None, x, c, 0.0)], grad, output_mask)
 
 
 def conv_backward(
@@ -227,9 +219,7 @@ def embedding_backward_ref(
     return torch.zeros(num_weights, grad.shape[-1], dtype=grad.dtype).index_add(0, at, rows)
 
 
-def embedding_backward(
-    grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
-) -> Any:
+def embedding_backward(grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:
     wide = m.widened(grad)
     return embedding_backward_ref(wide, indices, num_weights, padding_idx, scale_grad_by_freq).to(grad.dtype)
 

@@ -15,9 +15,7 @@ from .core import Args, Kind, Op, Shape, row
 _op = partial(row, Kind.COMPOSITE)
 
 
-def _activation(
-    name: str, doc: str, reference: Any, decompose: Any, source: str = "", dtype_rule: Any = r.SELF
-) -> Op:
+def _activation(name: str, doc: str, reference: Any, decompose: Any, source: str = "", dtype_rule: Any = r.SELF) -> Op:
     return _op(name, f"aten::{name}", dtype_rule, r.SAME, reference, doc, source, decompose)
 
 
@@ -82,9 +80,7 @@ def loss_shapes(a: Args) -> tuple[Shape, Shape]:
 
 def pointwise_loss_shape(a: Args) -> tuple[Shape]:
     """Broadcast when `reduction` is 0 (none), else 0-dim."""
-    return (
-        r.broadcast_shapes([tuple(a["self"].shape), tuple(a["target"].shape)]) if a["reduction"] == 0 else (),
-    )
+    return (r.broadcast_shapes([tuple(a["self"].shape), tuple(a["target"].shape)]) if a["reduction"] == 0 else (),)
 
 
 _SELF_INT64 = r.dtypes(r.SELF, r.INT64)

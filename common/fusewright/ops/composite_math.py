@@ -80,9 +80,7 @@ def _scores(q: Any, k: Any, attn_mask: Any, is_causal: bool, scale: float | None
 def _grouped(q: Any, k: Any, v: Any, enable_gqa: bool) -> tuple[Any, Any]:
     if not enable_gqa or q.shape[-3] == k.shape[-3]:
         return k, v
-    return k.repeat_interleave(q.shape[-3] // k.shape[-3], -3), v.repeat_interleave(
-        q.shape[-3] // v.shape[-3], -3
-    )
+    return k.repeat_interleave(q.shape[-3] // k.shape[-3], -3), v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
 
 
 def _attend(q: Any, k: Any, v: Any, s: Any) -> tuple[Any, Any]:
@@ -158,9 +156,7 @@ def sdpa_lse(
     scale: float | None = None,
 ) -> tuple[Any, Any]:
     mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else widened(attn_mask)
-    out, lse = sdpa_lse_ref(
-        widened(q), widened(k), widened(v), dropout_p, is_causal, attn_mask=mask, scale=scale
-    )
+    out, lse = sdpa_lse_ref(widened(q), widened(k), widened(v), dropout_p, is_causal, attn_mask=mask, scale=scale)
     return out.to(q.dtype), lse
 
 
@@ -196,9 +192,7 @@ def log_softmax_ref(x: Any, dim: int, half_to_float: bool = False) -> Any:
 def log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
     w = widened(x)
     s = w - torch.amax(w, dim, keepdim=True)
-    return (s - torch.log(torch.sum(torch.exp(s), dim, keepdim=True))).to(
-        torch.float32 if half_to_float else x.dtype
-    )
+    return (s - torch.log(torch.sum(torch.exp(s), dim, keepdim=True))).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _stats_dtype(x: Any, weight: Any) -> torch.dtype:
@@ -213,18 +207,14 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return x if bias is None else x + bias
 
 
-def layer_norm_ref(
-    x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
-) -> tuple[Any, Any, Any]:
+def layer_norm_ref(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     dims = list(range(-len(normalized_shape), 0))
     mean = x.mean(dims, keepdim=True)
     rstd = 1 / torch.sqrt(((x - mean) ** 2).mean(dims, keepdim=True) + eps)
     return _affine((x - mean) * rstd, weight, bias), mean, rstd
 
 
-def layer_norm(
-    x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
-) -> tuple[Any, Any, Any]:
+def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     w = widened(x)
     var, mean = torch.var_mean(w, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
@@ -267,9 +257,7 @@ def group_norm(
     g = widened(x).reshape(N, group, C // group * HxW)
     var, mean = torch.var_mean(g, [-1], correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
-    out = _affine(
-        ((g - mean) * rstd).reshape(x.shape), _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
-    )
+    out = _affine(((g - mean) * rstd).reshape(x.shape), _per_channel(weight, x.dim()), _per_channel(bias, x.dim()))
     stats = _stats_dtype(x, weight)
     return out.to(x.dtype), mean.squeeze(-1).to(stats), rstd.squeeze(-1).to(stats)
 
@@ -471,9 +459,7 @@ def embedding(
 def max_pool2d_ref(
     x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
-    return F.max_pool2d(
-        x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True
-    )
+    return F.max_pool2d(x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True)
 
 
 def avg_pool2d_ref(
@@ -485,9 +471,7 @@ def avg_pool2d_ref(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    return F.avg_pool2d(
-        x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override
-    )
+    return F.avg_pool2d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
 
 
 def avg_pool1d_ref(
@@ -514,9 +498,7 @@ def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
     return F.adaptive_max_pool2d(x, tuple(output_size), return_indices=True)
 
 
-def nearest2d_ref(
-    x: Any, output_size: Any, scales_h: float | None = None, scales_w: float | None = None
-) -> Any:
+def nearest2d_ref(x: Any, output_size: Any, scales_h: float | None = None, scales_w: float | None = None) -> Any:
     def source(n: int, out: int, scale: float | None) -> Any:
         ratio = 1 / scale if scale else n / out
         return (torch.arange(out) * ratio).floor().to(torch.int64).clamp(max=n - 1)
@@ -550,9 +532,7 @@ def pixel_shuffle_ref(x: Any, upscale_factor: int) -> Any:
     r = upscale_factor
     blocks = x.reshape(*lead, c // (r * r), r, r, h, w)
     n = len(lead)
-    return blocks.permute(*range(n + 1), n + 3, n + 1, n + 4, n + 2).reshape(
-        *lead, c // (r * r), h * r, w * r
-    )
+    return blocks.permute(*range(n + 1), n + 3, n + 1, n + 4, n + 2).reshape(*lead, c // (r * r), h * r, w * r)
 
 
 pixel_shuffle = pixel_shuffle_ref
@@ -604,21 +584,15 @@ def smooth_l1_ref(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) ->
 
 
 def smooth_l1(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
-    return smooth_l1_ref(widened(x), widened(target), reduction, beta).to(
-        torch.promote_types(x.dtype, target.dtype)
-    )
+    return smooth_l1_ref(widened(x), widened(target), reduction, beta).to(torch.promote_types(x.dtype, target.dtype))
 
 
-def bce_with_logits_ref(
-    x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
-) -> Any:
+def bce_with_logits_ref(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
     softplus_neg = torch.log1p(torch.exp(-x.abs())) + torch.relu(-x)
     factor = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     loss = (1 - target) * x + factor * softplus_neg
     return _reduce(loss if weight is None else loss * weight, reduction)
 
 
-def bce_with_logits(
-    x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
-) -> Any:
+def bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
     return bce_with_logits_ref(widened(x), widened(target), weight, pos_weight, reduction).to(x.dtype)

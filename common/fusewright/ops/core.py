@@ -111,15 +111,11 @@ class Op:
         the schema."""
         return bind(self.params, args, kwargs or {})
 
-    def dtypes(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> tuple[torch.dtype | None, ...]:
+    def dtypes(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.dtype | None, ...]:
         """The dtype of every output."""
         return self.dtype_rule(self.bind(args, kwargs))
 
-    def shapes(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> tuple[Shape | None, ...]:
+    def shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Shape | None, ...]:
         """The shape of every output. Symbolic sizes may come out unsimplified."""
         return self.shape_rule(self.bind(args, kwargs))
 

@@ -27,11 +27,7 @@ def index_ref(x: Any, indices: Any) -> Any:
 
 def index_put_ref(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     dims = [i for i, t in enumerate(indices) if t is not None]
-    moved = (
-        torch.movedim(x, dims, list(range(len(dims))))
-        if dims == sorted(dims) and dims[-1] != len(dims) - 1
-        else x
-    )
+    moved = torch.movedim(x, dims, list(range(len(dims)))) if dims == sorted(dims) and dims[-1] != len(dims) - 1 else x
     given = [t for t in indices if t is not None]
     if moved is x:
         return torch.index_put(x, given, values.to(x.dtype), accumulate)
@@ -55,15 +51,11 @@ def scatter_value_ref(x: Any, dim: int, index: Any, value: Any) -> Any:
     return torch.scatter(x, dim, index, value)
 
 
-def scatter_reduce_ref(
-    x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
-) -> Any:
+def scatter_reduce_ref(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
     return torch.scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
 
 
-def slice_scatter_ref(
-    x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
-) -> Any:
+def slice_scatter_ref(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
     out = x.clone()
     out[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)] = src.to(x.dtype)
     return out

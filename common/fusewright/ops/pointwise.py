@@ -17,12 +17,8 @@ def _unary(name: str, doc: str, dtype_rule: Any = r.FLOAT, reference: Any = None
     return _op(name, f"aten::{aten or name}", dtype_rule, r.SAME, reference or getattr(torch, name), doc)
 
 
-def _binary(
-    name: str, doc: str, dtype_rule: Any = r.PROMOTE, reference: Any = None, overload: str = ".Tensor"
-) -> Op:
-    return _op(
-        name, f"aten::{name}{overload}", dtype_rule, r.BROADCAST, reference or getattr(torch, name), doc
-    )
+def _binary(name: str, doc: str, dtype_rule: Any = r.PROMOTE, reference: Any = None, overload: str = ".Tensor") -> Op:
+    return _op(name, f"aten::{name}{overload}", dtype_rule, r.BROADCAST, reference or getattr(torch, name), doc)
 
 
 def _scalar(name: str, doc: str, dtype_rule: Any = r.PROMOTE, overload: str = ".Scalar") -> Op:

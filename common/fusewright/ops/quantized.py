@@ -31,9 +31,7 @@ def quantize(x: Any, scale: Any, zero_point: Any, low: Any, high: Any, dtype: to
     return _quantized(widened(x), scale, zero_point, low, high, dtype)
 
 
-def quantize_channels(
-    x: Any, scales: Any, zero_points: Any, axis: int, low: int, high: int, dtype: torch.dtype
-) -> Any:
+def quantize_channels(x: Any, scales: Any, zero_points: Any, axis: int, low: int, high: int, dtype: torch.dtype) -> Any:
     return _quantized(x, _channels(scales, x, axis), _channels(zero_points, x, axis), low, high, dtype)
 
 
@@ -43,9 +41,7 @@ def dequantize_ref(
     return (x.to(torch.float64) - zero_point) * scale
 
 
-def dequantize(
-    x: Any, scale: Any, zero_point: Any, low: Any, high: Any, dtype: Any, *, out_dtype: Any = None
-) -> Any:
+def dequantize(x: Any, scale: Any, zero_point: Any, low: Any, high: Any, dtype: Any, *, out_dtype: Any = None) -> Any:
     return ((x.to(torch.float32) - zero_point) * scale).to(out_dtype or torch.float32)
 
 
@@ -94,9 +90,7 @@ _POST_OPS = {
 }
 
 
-def _finished(
-    out: Any, post: str, dtype: torch.dtype | None, scale: float, zero_point: int, like: Any
-) -> Any:
+def _finished(out: Any, post: str, dtype: torch.dtype | None, scale: float, zero_point: int, like: Any) -> Any:
     if post not in _POST_OPS:
         raise NotImplementedError(f"the reference has no post-op {post!r}")
     out, dtype = _POST_OPS[post](out), dtype or like.dtype

@@ -43,9 +43,7 @@ def var_mean_ref(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bo
     return var_ref(x, dim, correction=correction, keepdim=keepdim), torch.mean(x, dim, keepdim)
 
 
-def norm_ref(
-    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
+def norm_ref(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     return torch.linalg.vector_norm(x, ord, dim, keepdim, dtype=wide(dtype))
 
 
@@ -98,7 +96,7 @@ ROWS: tuple[Op, ...] = (
     _op("std", "aten::std.correction", r.magnitude, r.reduced(), std_ref, "square root of var"),
     _op("var_mean", "aten::var_mean.correction", r.dtypes(r.magnitude, r.SELF), r.reduced(2), var_mean_ref,
         "var and mean"),
-    _op("vector_norm", "aten::linalg_vector_norm", r.attr_or_self, r.reduced(), norm_ref,
+    _op("vector_norm", "aten::linalg_vector_norm", r.magnitude_or_attr, r.reduced(), norm_ref,
         "(sum |self|^ord)^(1/ord) over dim"),
     _op("logsumexp", "aten::logsumexp", r.FLOAT, r.reduced(), torch.logsumexp,
         "log(sum(exp(self))) over dim"),

@@ -186,6 +186,12 @@ def magnitude(a: Args) -> tuple[torch.dtype]:
     return (d.to_real() if d.is_complex else d,)
 
 
+def magnitude_or_attr(a: Args) -> tuple[torch.dtype]:
+    """The `dtype` argument, else the dtype of `self`; its real part's dtype when complex."""
+    d = a["dtype"] or a["self"].dtype
+    return (d.to_real() if d.is_complex else d,)
+
+
 def truth(a: Args) -> tuple[torch.dtype]:
     """bool, except that uint8 stays uint8 (ATen any and all)."""
     return (torch.uint8 if a["self"].dtype == torch.uint8 else torch.bool,)
@@ -592,8 +598,10 @@ def drawn(a: Args) -> tuple[Shape]:
 
 
 def range_length(a: Args) -> tuple[Shape]:
-    """ceil((end - start) / step)."""
+    """ceil((end - start) / step), all rounded to zero first when `dtype` is an integer's."""
     start, end, step = a["start"], a["end"], a["step"]
+    if a["dtype"] is not None and not a["dtype"].is_floating_point:
+        start, end, step = (int(v) if isinstance(v, float) else v for v in (start, end, step))
     if all(isinstance(v, int) for v in (start, end, step)):
         return ((max(0, -((start - end) // step)),),)
     if any(isinstance(v, float) for v in (start, end, step)):
