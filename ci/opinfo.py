@@ -1,8 +1,8 @@
 """torch's own OpInfo database through a backend, against eager: `python ci/opinfo.py --backend x86_onednn --shard 1/4`.
 
-Values (judged against fp64), dtypes, shapes, strides, aliasing, mutation, gradients, non-contiguous samples and errors are
-compared. Entries run in child processes, so that a crash costs one entry. What `aot_eager` gets wrong too is listed apart.
-Exit code 0 when no entry is wrong, has crashed or ran out of time.
+Values (judged against fp64), dtypes, shapes, strides, aliasing, mutation, gradients, non-contiguous samples and
+errors are compared. Entries run in child processes, so that a crash costs one entry. What `aot_eager` gets wrong too
+is listed apart. Exit code 0 when no entry is wrong, has crashed or ran out of time.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
     p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
     p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
-    p.add_argument(
-        "--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too"
-    )
+    p.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too")
     p.add_argument("--samples", type=int, default=4, help="samples per entry, spread over all; 0: every one")
     p.add_argument("--group", type=int, default=25, help="entries per child process")
     p.add_argument("--limit", type=float, default=120, help="seconds that one entry may take")
@@ -73,7 +71,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _jobs(a: argparse.Namespace) -> list[Job]:
     sys.path.insert(0, str(HERE))
     import torch
-    from opinfo_check import entries
+    from opinfo_check import entries  # type: ignore[import-not-found]
 
     wanted = re.compile(a.ops)
     return [

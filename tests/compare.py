@@ -58,7 +58,7 @@ def _same(w: torch.Tensor, g: torch.Tensor, exact: bool) -> bool:
 def against_eager(
     fn: Callable[..., Any], make: Callable[[], Sequence[Any]], backend: str, exact: bool, **how: Any
 ) -> list[str]:
-    """Differences between `fn` and `fn` compiled, on fresh equal inputs; called twice, so that the second call is warm."""
+    """Differences between `fn` and `fn` compiled, on fresh equal inputs; called twice, so that one call is warm."""
     torch.compiler.reset()
     compiled = torch.compile(fn, backend=backend, **how)
     found = []

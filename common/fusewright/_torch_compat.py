@@ -247,6 +247,7 @@ class Symbols:
 
         self.env = ShapeEnv()
         self._known: dict[str, Any] = {}
+        self._hints: dict[Any, int] = {}
 
     def size(self, text: str) -> Any:
         """The SymInt of an expression; an int when it has no symbol. ValueError when it cannot be read."""
@@ -258,11 +259,10 @@ class Symbols:
             raise ValueError(f"{text!r} is no size") from e
         if expr.is_number:
             return int(expr)
-        values = {s: self.env.backed_var_to_val[s] for s in expr.free_symbols}
-        return self.env.create_symintnode(expr, hint=int(expr.xreplace(values)))
+        return self.env.create_symintnode(expr, hint=int(expr.xreplace(self._hints)))
 
     def _symbol(self, name: str) -> Any:
-        import sympy
+        import sympy  # type: ignore[import-untyped]
         from torch.fx.experimental.symbolic_shapes import ValueRangesSLoc
         from torch.utils._sympy.numbers import int_oo
         from torch.utils._sympy.value_ranges import ValueRanges
@@ -270,9 +270,10 @@ class Symbols:
         if name not in self._known:
             symbol = sympy.Symbol(name, positive=True, integer=True)
             add = getattr(self.env, "add_backed_var_to_val", None) or self.env.add_var_to_val
-            add(symbol, 7 + 6 * len(self._known))
+            self._hints[symbol] = 7 + 6 * len(self._known)
+            add(symbol, self._hints[symbol])
             self.env.var_to_range[symbol] = ValueRanges(0, int_oo)
-            self.env.var_to_range_sloc[symbol] = ValueRangesSLoc(None, None)
+            self.env.var_to_range_sloc[symbol] = ValueRangesSLoc(None, None)  # type: ignore[arg-type]
             self._known[name] = symbol
         return self._known[name]
 
@@ -293,14 +294,14 @@ class Symbols:
         match node:
             case ast.Constant(value=int()):
                 return sympy.Integer(node.value)
-            case ast.Name():
-                return self._symbol(node.id)
+            case ast.Name(id=name):
+                return self._symbol(name)
             case ast.UnaryOp(op=ast.USub()):
                 return -self._expr(node.operand)
             case ast.BinOp() if type(node.op) in binary:
                 return binary[type(node.op)](self._expr(node.left), self._expr(node.right))
-            case ast.Call(func=ast.Name()) if hasattr(functions, node.func.id) and not node.keywords:
-                return getattr(functions, node.func.id)(*map(self._expr, node.args))
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if hasattr(functions, name):
+                return getattr(functions, name)(*map(self._expr, node.args))
         raise ValueError(f"{ast.unparse(node)!r} is no size")
 
 

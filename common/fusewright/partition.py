@@ -63,7 +63,8 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
         if verdict.why is Why.SUPPORTS_RAISED:
             bugs.append(f"{backend.name}.supports({view.op}) raised {verdict.detail}")
     claimed = [n for n, view in index.ops.items() if verdicts[view.id]]
-    regions, members = [], []
+    regions: list[Region] = []
+    members: list[tuple[Node, ...]] = []
     for group in _groups(backend, index, claimed, verdicts, bugs):
         region = make_region(index, group, f"region{len(regions)}")
         verdict = _worth(backend, region, bugs)
@@ -108,7 +109,8 @@ def _valid_groups(
     index: GraphIndex, claimed: Sequence[Node], asked: Iterable[frozenset[int]]
 ) -> tuple[list[tuple[Node, ...]], list[str]]:
     """The groups that a plan can run, and why each of the others was refused."""
-    known, taken = set(claimed), set()
+    known = set(claimed)
+    taken: set[Node] = set()
     position = {n: i for i, n in enumerate(index.graph.nodes)}
     borders = [position[n] for n in index.ops if writes(n)]
     groups: list[tuple[Node, ...]] = []

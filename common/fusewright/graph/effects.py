@@ -1,4 +1,4 @@
-"""What a node does besides computing its result: write in place, draw random numbers, share memory. Total over every kind of node."""
+"""What a node does besides computing: write in place, draw random numbers, share memory. Total over all nodes."""
 
 from __future__ import annotations
 

@@ -144,9 +144,10 @@ def _dtype(name: str) -> torch.dtype:
 
 def _contiguous(sizes: Sequence[Any]) -> list[Any]:
     strides: list[Any] = []
+    step: Any = 1
     for s in reversed(sizes):
-        strides.append(strides[-1] * last if strides else 1)
-        last = s
+        strides.append(step)
+        step = step * s
     return strides[::-1]
 
 

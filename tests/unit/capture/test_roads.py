@@ -1,4 +1,4 @@
-"""Both roads of capture give what eager gives: values, types, strides, memory that is shared, inputs that are changed."""
+"""Both roads of capture give what eager gives: values, types, strides, shared memory, changed inputs."""
 
 from __future__ import annotations
 

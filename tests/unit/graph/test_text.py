@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (one line of text per node)
 """The printed graph parses back to the same graph, and a text that is none is refused with its line."""
 
 from __future__ import annotations

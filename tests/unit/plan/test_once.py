@@ -1,4 +1,4 @@
-"""Prepacked constants follow their weights: packed once, packed again after any change that torch can see, freed with them."""
+"""Prepacked constants follow their weights: packed once, again after any change that torch sees, freed with them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ X = torch.arange(6.0).view(2, 3)
 
 
 def test_the_plan_prepares_what_depends_on_weights_only(compiled: tuple[_Scaled, Any]) -> None:
-    model, fn = compiled
+    _, fn = compiled
     with torch.no_grad(), report.recording() as reports:
         fn(X)
     prepare, run = reports[0].texts["plan"].split("def run")

@@ -1,0 +1,103 @@
+"""A fixed sample of torch's OpInfo database through `ci/opinfo.py`, as CI runs it; and how it judges bad backends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewright import registry
+
+SCRIPT = Path(__file__).parents[2] / "ci" / "opinfo.py"
+
+SAMPLE = """
+add addmm all amax arange argmax atan2 baddbmm bernoulli bmm cat chunk clamp clone cumsum diagonal div.floor_rounding
+einsum exp expand flip gather index_add index_put isnan linalg.inv log_softmax logsumexp masked_fill matmul
+max.reduction_with_dim mean mul nan_to_num nn.functional.batch_norm nn.functional.conv2d
+nn.functional.cross_entropy nn.functional.dropout nn.functional.embedding
+nn.functional.gelu
+nn.functional.interpolate.bilinear nn.functional.layer_norm nn.functional.linear nn.functional.max_pool2d
+nn.functional.pad.constant
+nn.functional.scaled_dot_product_attention pow prod remainder roll scatter_add scatter_reduce.amax select
+softmax sort split std stack sum t topk transpose tril unbind unfold var where
+""".split()
+
+
+BAD = """
+import os
+import torch
+
+def wrong(gm, example_inputs):
+    def run(*args):
+        return [r + 1 if r.is_floating_point() else r for r in gm(*args)]
+    return run
+
+def crash(gm, example_inputs):
+    if any("exp" in str(n.target) for n in gm.graph.nodes):
+        os.kill(os.getpid(), 11)
+    return gm.forward
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> Path:
+    """A folder with an installed package of two bad backends."""
+    info = tmp_path / "opinfo_bad-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: opinfo-bad\nVersion: 1\n")
+    names = "opinfo_wrong = opinfo_bad:wrong\nopinfo_crash = opinfo_bad:crash\n"
+    (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{names}")
+    (tmp_path / "opinfo_bad.py").write_text(BAD)
+    return tmp_path
+
+
+def opinfo(*args: str, plugins: Path | None = None) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(plugins or ""), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *args], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+# Of `null` every fourth: the models and the roads of capture hold it to eager already.
+@pytest.mark.parametrize(("backend", "sample"), [("fusewright_null", SAMPLE[::4]), ("x86_onednn", SAMPLE)])
+def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
+    if not registry.info(backend).available:
+        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    names = "^(" + "|".join(map(re.escape, sample)) + ")$"
+    result = opinfo("--backend", backend, "--ops", names, "--samples", "2", "--json", str(tmp_path / "out.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {r["entry"] for r in found} == set(sample)
+    assert all(r["checks"] for r in found)
+    if backend != "fusewright_null":
+        assert sum(r["lowered"] for r in found) > 20
+
+
+def test_faults_are_found(plugins: Path) -> None:
+    result = opinfo(
+        "--backend", "opinfo_wrong", "--ops", "^(exp|argmax)$", "--samples", "1", "--no-gradients", plugins=plugins
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "exp float32: sample 0: value: 0 error 1" in result.stdout
+    assert "argmax" not in result.stdout
+
+
+def test_a_crash_costs_one_entry(plugins: Path) -> None:
+    out = plugins / "out.json"
+    result = opinfo(
+        "--backend", "opinfo_crash", "--ops", "^(cos|exp|sin)$", "--samples", "1", "--json", str(out), plugins=plugins
+    )  # fmt: skip
+    assert result.returncode == 1
+    found = {r["entry"]: r["problems"] for r in json.loads(out.read_text())["results"]}
+    assert found == {"cos": [], "exp": ["crash: the process ended with -11"], "sin": []}
+
+
+def test_nothing_matches() -> None:
+    assert opinfo("--backend", "fusewright_null", "--ops", "^no_such_entry$").returncode == 2
