@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusewright import ops
-from fusewright.interface import CompileContext, Decline, Fragment, OpView, Region, TensorSpec, Value, Why
+from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, loop_order, units_of
@@ -17,7 +17,7 @@ from fusewright.toolkit.fuse.group import Group, Grouper
 from fusewright.toolkit.fuse.rules import Domain, Row, Rule
 from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
-from fusewright.toolkit.fuse.space import shape_of
+from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
 from fusewright.toolkit.kernel import IndexTooComplex, Kernel
 
@@ -62,10 +62,7 @@ class Fused:
 
 
 def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (), memo: KernelMemo = MEMO) -> Fragment:
-    """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule fits.
-
-    Declines (DYNAMIC_SHAPE) ops whose kernel needs a size that no tensor of the region has.
-    """
+    """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule fits."""
     solo: set[int] = set()
     called = {i for c in calls for i in c.ops}
     plain = {op.id for op in region.ops if op.id not in called and not verdict(op)}
@@ -234,7 +231,7 @@ class _Planner:
                 instructions = self._scatter(group, stored)
             else:
                 instructions = (self._launch(self._kernel(group, stored), ops),)
-        except (NotAligned, IndexTooComplex) as e:
+        except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
             raise Unplaceable(ops, str(e)) from e
         made = frozenset(o for i in instructions for o in i.outs)
         read = frozenset(r for i in instructions for r in reads(i)) - made
@@ -327,7 +324,7 @@ class _Sizes:
                     return source
         if symbol in self._known:
             return self._known[symbol]
-        raise Decline(f"no tensor has the size {symbol}", Why.DYNAMIC_SHAPE, [op.id for op in ops])
+        raise Unplaceable(ops, f"no tensor has the size {symbol}")
 
 
 def _dims(v: Value) -> Iterable[tuple[str, object]]:

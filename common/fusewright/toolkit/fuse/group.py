@@ -10,7 +10,7 @@ from fusewright.toolkit.fuse.build import Unit, loop_order, segments, space_for,
 from fusewright.toolkit.fuse.evaluate import Evaluator, NotAligned, RowContext, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
-from fusewright.toolkit.fuse.space import At, product, shape_of
+from fusewright.toolkit.fuse.space import At, ShapeMismatch, product, shape_of
 from fusewright.toolkit.kernel import Builder, IndexTooComplex, Val
 from fusewright.toolkit.kernel.extent import Extent
 
@@ -269,7 +269,7 @@ class Grouper:
                 for v, level in unit.outs_in(product(space.domain.shape)):
                     at = (space.base if level == "full" else space.row).reshape(shape_of(v.spec))  # type: ignore[arg-type]
                     unit.rule.code(probe, unit.op, unit.op.outs.index(v), at)
-        except (NotAligned, IndexTooComplex, ValueError):
+        except (NotAligned, IndexTooComplex, ShapeMismatch):
             return None
         return probe
 

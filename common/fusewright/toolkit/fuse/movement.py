@@ -220,7 +220,7 @@ def _flip(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     for d in op.arg("dims"):
         d %= max(x.spec.rank, 1)
         if x.spec.rank:
-            at = at.with_dim(d, (at.shape[d] - 1) - at.dims[d], at.shape[d])
+            at = at.with_dim(d, at.dims[d] * -1 + (at.shape[d] - 1), at.shape[d])
     return e.value(x, at)
 
 

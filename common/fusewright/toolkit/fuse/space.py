@@ -13,6 +13,10 @@ from fusewright.toolkit.kernel.index import Index
 Shape = tuple[Extent, ...]
 
 
+class ShapeMismatch(ValueError):
+    """Symbolic shapes that cannot be told to fit together: the op is left to eager."""
+
+
 @lru_cache(4096)
 def parse_size(text: str) -> Extent:
     """The polynomial that a symbolic size is, such as "s0*4 + 1"; one opaque symbol when it is none."""
@@ -140,7 +144,7 @@ class At:
         return found
 
     def broadcast(self, shape: Shape) -> At:
-        """The element of a tensor of `shape` that broadcasting brings here. ValueError when it does not broadcast."""
+        """The element of a tensor of `shape` that broadcasting brings here. ShapeMismatch when it does not broadcast."""
         if shape == self.shape:
             return self
         key = (*shape, -1)
@@ -152,7 +156,7 @@ class At:
     def _broadcast(self, shape: Shape) -> At:
         extra = len(self.shape) - len(shape)
         if extra < 0:
-            raise ValueError(f"a tensor of shape {shape} does not broadcast to {self.shape}")
+            raise ShapeMismatch(f"a tensor of shape {shape} does not broadcast to {self.shape}")
         dims = []
         for i, s in enumerate(shape):
             outer = self.shape[i + extra]
@@ -161,7 +165,7 @@ class At:
             elif s == 1:
                 dims.append(zero(self.dims))
             else:
-                raise ValueError(f"a tensor of shape {shape} does not broadcast to {self.shape}")
+                raise ShapeMismatch(f"a tensor of shape {shape} does not broadcast to {self.shape}")
         same = all(s == 1 for s in self.shape[:extra]) and shape == self.shape[extra:]
         return At(shape, tuple(dims), None, self if same else None)
 
@@ -221,7 +225,7 @@ def factor_groups(old: Shape, new: Shape) -> tuple[tuple[tuple[int, ...], tuple[
                 b.append(end_b)
                 right = right * new[end_b]
             else:
-                raise ValueError(f"{old} and {new} hold different numbers of elements")
+                raise ShapeMismatch(f"{old} and {new} hold different numbers of elements")
         groups.append((tuple(a), tuple(b)))
         i, j = i + len(a), j + len(b)
     return tuple(groups)

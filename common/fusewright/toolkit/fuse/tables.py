@@ -5,7 +5,7 @@ from __future__ import annotations
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
 from fusewright.toolkit.fuse import activation, movement, pointwise, rows, rows_backward, scatter, views
 from fusewright.toolkit.fuse.rules import Rule, Table, View, merge
-from fusewright.toolkit.fuse.space import shape_of
+from fusewright.toolkit.fuse.space import ShapeMismatch, factor_groups, shape_of
 from fusewright.toolkit.kernel.types import from_torch
 
 RULES: Table = merge(
@@ -34,6 +34,8 @@ def verdict(op: OpView) -> Verdict:
         return refused
     if any(v.spec is None and v.dim is None for v in op.inputs()):
         return Verdict(Why.ATTR, "an argument is a number that is only known at run time")
+    if isinstance(rules[0], View) and not _same_count(op):
+        return Verdict(Why.DYNAMIC_SHAPE, "sizes that are not known to fit together")
     for rule in rules:
         why = rule.check(op)
         if why is not None:
@@ -58,6 +60,17 @@ def _sizes(op: OpView) -> Verdict | None:
     if not isinstance(rules_of(op)[0], View) and any(map(_overlaps, made)):
         return Verdict(Why.LAYOUT, "a result whose elements share memory")
     return None
+
+
+def _same_count(op: OpView) -> bool:
+    """Whether a reshape's two shapes hold equally many elements, as polynomials of the symbols."""
+    if op.op not in ("view", "reshape", "squeeze", "unsqueeze") or op.out.spec is None:
+        return True
+    try:
+        factor_groups(shape_of(op.arg("self").spec), shape_of(op.out.spec))
+    except ShapeMismatch:
+        return False
+    return True
 
 
 def _overlaps(spec: TensorSpec) -> bool:
