@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import direct
-from fusewright.graph.effects import writes
+from fusewright.graph.effects import writes, written
 from fusewright.interface import Phase
 
 Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
@@ -55,10 +55,6 @@ def through_aot(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: C
 def constant_placeholders(aten: GraphModule) -> frozenset[Node]:
     """Parameters and buffers that the graph does not write: what may be prepacked as long as it does not change."""
     static = compat.static_input_indices()
-    written = {
-        n.args[0]
-        for n in aten.graph.nodes
-        if writes(n)
-    }
+    changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
     placeholders = [n for n in aten.graph.nodes if n.op == "placeholder"]
-    return frozenset(n for i, n in enumerate(placeholders) if i in static and n not in written)
+    return frozenset(n for i, n in enumerate(placeholders) if i in static and n not in changed)

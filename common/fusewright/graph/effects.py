@@ -50,7 +50,7 @@ def exposed(graph: Graph) -> frozenset[Node]:
     todo = list(_returned(graph))
     for node in graph.nodes:
         if writes(node):
-            todo.extend(_written(node))
+            todo.extend(written(node))
     while todo:
         node = todo.pop()
         if node not in found:
@@ -87,7 +87,7 @@ def _returned(graph: Graph) -> list[Node]:
     return list(output.all_input_nodes)
 
 
-def _written(node: Node) -> Iterator[Node]:
+def written(node: Node) -> Iterator[Node]:
     """The arguments that a mutating node writes."""
     formals = node.target._schema.arguments  # type: ignore[union-attr]
     for i, formal in enumerate(formals):

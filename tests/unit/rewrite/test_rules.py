@@ -20,6 +20,12 @@ WT = "%3: f32[3,4]{1,3} = t(%1)\n"
 X3 = "%0: f32[2,5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[4] = input('b')\n"
 WT3 = WT + "%4: f32[10,3] = view(%0, [10, 3])\n"
 
+QKV = "%0: f32[1,2,8,4] = input('q')\n%1: f32[1,2,8,4] = input('k')\n%2: f32[1,2,8,4] = input('v')\n"
+LSE = (
+    "%3: (f32[1,2,8,4]{64,4,8,1}, f32[1,2,8]{16,1,2}) = sdpa_with_lse(%0, %1, %2, 0.0, True, attn_mask=None, scale=0.5)\n"
+    "%4: f32[1,2,8,4]{64,4,8,1} = py.getitem(%3, 0)\n"
+)
+
 # rule -> (text before, the op that must be gone, text after)
 REWRITES: dict[str, tuple[str, str]] = {
     "linear.addmm": (
@@ -39,6 +45,12 @@ REWRITES: dict[str, tuple[str, str]] = {
     "linear.mm_flat": (
         X3 + WT3 + "%5: f32[10,4] = mm(%4, %3)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
         X3 + "%3: f32[2,5,4] = linear(%0, %1, None)\nreturn [%3]\n",
+    ),
+    "sdpa.lse_unused": (
+        QKV + LSE + "%5: f32[1,2,8,4]{64,4,8,1} = relu(%4)\nreturn [%5]\n",
+        QKV
+        + "%3: f32[1,2,8,4]{64,4,8,1} = sdpa(%0, %1, %2, None, 0.0, True, scale=0.5, enable_gqa=False)\n"
+        + "%4: f32[1,2,8,4]{64,4,8,1} = relu(%3)\nreturn [%4]\n",
     ),
     "view.view": (
         X + "%1: f32[6] = view(%0, [6])\n%2: f32[3,2] = view(%1, [3, 2])\nreturn [%2]\n",
@@ -99,6 +111,10 @@ KEPT: dict[str, list[str]] = {
     ],
     "linear.mm_flat": [
         X3 + WT3 + "%5: f32[10,4] = mm(%4, %3)\n%6: f32[2,5,2,2] = view(%5, [2, 5, 2, 2])\nreturn [%6]\n",
+    ],
+    "sdpa.lse_unused": [
+        QKV + LSE + "%5: f32[1,2,8]{16,1,2} = py.getitem(%3, 1)\n%6: f32[1,2,8,4]{64,4,8,1} = relu(%4)\nreturn [%6, %5]\n",
+        QKV + LSE + "return [%4]\n",
     ],
     "view.view": [
         "%0: f32[3,2]{1,3} = input('x')\n%1: f32[3,2,1]{1,3,1} = view(%0, [3, 2, 1])\n%2: f32[3,1,2]{1,1,3} = view(%1, [3, 1, 2])\n"
