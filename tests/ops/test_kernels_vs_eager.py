@@ -14,7 +14,7 @@ import torch
 from fusewright import ops
 from fusewright.interface import Value
 from fusewright.ops import Op
-from fusewright.ops.oracle import evaluate, flat
+from fusewright.ops.oracle import evaluate
 from fusewright.plan.ir import Launch
 from fusewright.toolkit.fuse.rules import View
 from fusewright.toolkit.fuse.tables import RULES, rules_of, verdict
@@ -57,7 +57,10 @@ def judge(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
     fine = ~odd & torch.isfinite(eager)
     if fine.any():
         size = max(1.0, float(exact[fine].abs().max()))
-        allowed = 2 * (eager.double() - exact)[fine].abs().max() + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
+        allowed = (
+            2 * (eager.double() - exact)[fine].abs().max()
+            + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
+        )
         worst = (got.double() - exact)[fine].abs().max()
         assert worst <= allowed, f"off by {float(worst):.3g}, allowed is {float(allowed):.3g}"
 

@@ -59,6 +59,7 @@ def llvm_loader(kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
             raise_error(code, name)
         except (IndexError, RuntimeError) as e:
             return e
+        raise AssertionError(f"code {code} of {name} stands for no error")
 
     module = compile_kernels(list(kernels.values()))
     out = {}

@@ -1,4 +1,6 @@
-"""Rules of activations and of their gradients. Formulas are those of the opset's references, in forms that keep accuracy."""
+"""Rules of activations and of their gradients. Formulas are those of the opset's references, in forms that keep
+accuracy.
+"""
 
 from __future__ import annotations
 

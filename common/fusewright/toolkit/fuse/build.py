@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
-from fusewright.toolkit.fuse.space import At, Shape, parse_size, product, shape_of
+from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of
 from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.kernel.extent import Extent, symbols
 from fusewright.toolkit.kernel.ir import used_symbols
@@ -19,7 +20,9 @@ __all__ = ["Built", "build_group", "loop_order", "space_for"]
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel with the values that it reads and makes. `inplace` are the (output, input) pairs that may share memory."""
+    """A kernel with the values that it reads and makes. `inplace` are the (output, input) pairs that may share
+    memory.
+    """
 
     kernel: Kernel
     hash: str
@@ -40,7 +43,7 @@ class Unit:
             return self.rule.domain(self.op)
         if isinstance(self.rule, Scatter):
             return Domain(self.rule.shape(self.op), ())
-        return Domain(shape_of(self.op.out.spec), ())  # type: ignore[arg-type]
+        return Domain(shape_of(self.op.out.spec), ())
 
     def outs(self) -> tuple[tuple[Value, Level], ...]:
         """The values that it computes. What a scatter makes is complete only after its kernel: no value of it."""
@@ -53,7 +56,7 @@ class Unit:
 
     def outs_in(self, numel: Extent) -> tuple[tuple[Value, Level], ...]:
         """The same in a domain of `numel` elements: a map of fewer runs once per row."""
-        if isinstance(self.rule, Map) and product(shape_of(self.op.out.spec)) != numel:  # type: ignore[arg-type]
+        if isinstance(self.rule, Map) and product(shape_of(self.op.out.spec)) != numel:
             return tuple((v, "row") for v, _ in self.outs())
         return self.outs()
 

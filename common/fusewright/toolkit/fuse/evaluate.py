@@ -1,4 +1,6 @@
-"""The value of a tensor at an index, inside a kernel: loaded where it lies in memory, computed by its rule where it does not."""
+"""The value of a tensor at an index, inside a kernel: loaded where it lies in memory, computed by its rule where it
+does not.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,9 @@ class Evaluator:
         return self.b.index_value(index)
 
     def lookup(self, indices: Value, at: At, size: Any, wrap: bool = False) -> Index:
-        """An index that a tensor of integers names, checked against `size`. IndexError at run time when it is outside."""
+        """An index that a tensor of integers names, checked against `size`. IndexError at run time when it is
+        outside.
+        """
         i = self(indices, at, "i64")
         return self.b.indirect(self.b.bound(i, size, wrap, self._mask))
 

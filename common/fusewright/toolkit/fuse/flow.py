@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.fuse.rules import Map, Rule, Row, Scatter, View
+from fusewright.toolkit.fuse.rules import Map, Row, Rule, Scatter, View
 from fusewright.toolkit.fuse.space import Shape, factor_groups, shape_of, stride_of
 
 RulesOf = Callable[[OpView], tuple[Rule, ...]]
@@ -25,7 +25,9 @@ INLINE_DEPTH = 12
 
 
 class Flow:
-    """The ops of a region that kernels may compute (`ops`), with their rules. `fixed` are ops that something else computes."""
+    """The ops of a region that kernels may compute (`ops`), with their rules. `fixed` are ops that something else
+    computes.
+    """
 
     def __init__(
         self,
@@ -104,7 +106,9 @@ class Flow:
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _has_one_user(self, op: OpView) -> bool:
-        """Whether one op of a kernel alone reads the result, and about once per element: storing it would be for nothing."""
+        """Whether one op of a kernel alone reads the result, and about once per element: storing it would be
+        for nothing.
+        """
         users = {u.id: u for u in self.users.get(op.out.id, ())}
         if len(users) != 1 or op.out.id in self.needed:
             return False
@@ -124,7 +128,7 @@ class Flow:
         made = self.producer.get(v.id)
         if made is None:
             return 0
-        op, k = made
+        op = made[0]
         if self.is_view(op):
             return max((self._depth(x) for x in op.inputs()), default=0)
         return self._inline.get(op.id, 0)

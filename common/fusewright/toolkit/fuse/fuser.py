@@ -62,7 +62,9 @@ class Fused:
 
 
 def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (), memo: KernelMemo = MEMO) -> Fragment:
-    """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule fits."""
+    """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule
+    fits.
+    """
     solo: set[int] = set()
     called = {i for c in calls for i in c.ops}
     plain = {op.id for op in region.ops if op.id not in called and not verdict(op)}
@@ -122,7 +124,8 @@ class _Planner:
         self.region, self.ctx, self.calls, self.solo, self.memo = region, ctx, calls, solo, memo
         self.position = {op.id: k for k, op in enumerate(region.ops)}
         by_id = {op.id: op for op in region.ops}
-        alone = [LibraryCall((i,), (ctx.aten(by_id[i]),), "eager") for i in sorted(plain, key=self.position.__getitem__)]
+        in_order = sorted(plain, key=self.position.__getitem__)
+        alone = [LibraryCall((i,), (ctx.aten(by_id[i]),), "eager") for i in in_order]
         self.all_calls = [*calls, *alone]
         self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
@@ -284,11 +287,13 @@ def final_domain(group: Group, roots: Sequence[Root]) -> tuple[Domain, bool]:
     if group.has_rows or not roots:
         return group.domain, False
     biggest = max((r.value for r in roots), key=lambda v: (v.spec.bytes_hint(), v.spec.rank))  # type: ignore[union-attr]
-    return Domain(shape_of(biggest.spec), ()), False  # type: ignore[arg-type]
+    return Domain(shape_of(biggest.spec), ()), False
 
 
 def _model(group: Group, roots: Sequence[Root], domain: Domain) -> Value | None:
-    """The tensor whose layout the loops follow: the largest stored one that has the domain's shape, else one that is read."""
+    """The tensor whose layout the loops follow: the largest stored one that has the domain's shape, else one that
+    is read.
+    """
     values = [r.value for r in roots] + [v for u in group.units for v in u.op.inputs()]
     return next((v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape), None)
 

@@ -21,7 +21,9 @@ MAX_BUFFERS = 24
 """Most tensors that one kernel reads and writes: more than the pointers that fit in registers cost time."""
 
 NEAR = 24
-"""Kernels without a common value between them merge only when their ops are this near in the graph: lifetimes stay short."""
+"""Kernels without a common value between them merge only when their ops are this near in the graph: lifetimes stay
+short.
+"""
 
 
 @dataclass(eq=False)
@@ -58,7 +60,9 @@ class Group:
 
 
 class Probe(Evaluator):
-    """Runs a rule without building anything: are the group's values read where the group has them, and what is loaded?"""
+    """Runs a rule without building anything: are the group's values read where the group has them, and what is
+    loaded?
+    """
 
     def __init__(self, flow: Flow, space: Space, builder: Builder, levels: Mapping[int, Level]) -> None:
         super().__init__(builder, flow, frozenset(levels))
@@ -245,7 +249,9 @@ class Grouper:
         return group.domain if n == group.row_numel else None
 
     def _private(self, unit: Unit, group: Group) -> bool:
-        """Whether nobody but the group and the unit sees the group's values, so that a column reduction may swallow it."""
+        """Whether nobody but the group and the unit sees the group's values, so that a column reduction may
+        swallow it.
+        """
         inside = {u.op.id for u in group.units} | {unit.op.id}
         for i in group.levels:
             if i in self.needed or any(user.id not in inside for user in self.flow.users.get(i, ())):
@@ -267,7 +273,7 @@ class Grouper:
                 unit.rule.code(probe, unit.op, space.base.reshape(shape))
             elif isinstance(unit.rule, Map):
                 for v, level in unit.outs_in(product(space.domain.shape)):
-                    at = (space.base if level == "full" else space.row).reshape(shape_of(v.spec))  # type: ignore[arg-type]
+                    at = (space.base if level == "full" else space.row).reshape(shape_of(v.spec))
                     unit.rule.code(probe, unit.op, unit.op.outs.index(v), at)
         except (NotAligned, IndexTooComplex, ShapeMismatch):
             return None

@@ -53,7 +53,9 @@ def _embedding(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def index_places(op: OpView) -> tuple[list[int], int, int]:
-    """Of an advanced indexing: the indexed dims, where the indices' own dims come in the result, and how many they are."""
+    """Of an advanced indexing: the indexed dims, where the indices' own dims come in the result, and how many
+    they are.
+    """
     given = [(d, i) for d, i in enumerate(op.arg("indices")) if i is not None]
     dims = [d for d, _ in given]
     lead = max(i.spec.rank for _, i in given)
@@ -71,7 +73,7 @@ def indexed(e: Evaluator, op: OpView, at: At, shape: tuple[Any, ...]) -> tuple[I
 
 
 def _last(at: At, v: Value) -> At:
-    return at.broadcast(shape_of(v.spec))  # type: ignore[arg-type]
+    return at.broadcast(shape_of(v.spec))
 
 
 def _index(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -201,7 +203,7 @@ def _roll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     shape = shape_of(x.spec)
     for s, d in zip(shifts, dims or range(len(shape)), strict=True):
         d %= len(shape)
-        at = at.with_dim(d, (at.dims[d] + (-s) % int(shape[d])) % shape[d], shape[d])  # type: ignore[arg-type]
+        at = at.with_dim(d, (at.dims[d] + (-s) % int(shape[d])) % shape[d], shape[d])
     return e.value(x, at)
 
 
@@ -267,7 +269,7 @@ def _in_slice(e: Evaluator, index: Index, start: int, size: Any, step: int) -> t
 
 def _select_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, src, d = op.arg("self"), op.arg("src"), dim_of(op)
-    i = op.arg("index") % shape_of(x.spec)[d]  # type: ignore[operator]
+    i = op.arg("index") % shape_of(x.spec)[d]
     here = e.position(at.dims[d]).eq(i)
     rest = [a for a in range(len(at.shape)) if a != d]
     t = out_type(op)
@@ -345,7 +347,10 @@ def _full(name: str) -> Callable[[Evaluator, OpView, int, At], Val]:
 def _number(name: str) -> Callable[[OpView], str | None]:
     def check(op: OpView) -> str | None:
         given = op.arg(name)
-        ok = isinstance(given, bool | int | float) or (isinstance(given, Value) and (given.spec or given.dim) is not None)
+        if isinstance(given, Value):
+            ok = given.spec is not None or given.dim is not None
+        else:
+            ok = isinstance(given, bool | int | float)
         return None if ok else f"{name} is no plain number"
 
     return check

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
 from fusewright.toolkit.fuse.rules import Check, Map, Table, always
 from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.kernel import Builder, Val
-from fusewright.toolkit.kernel.types import TYPES, DType, from_torch
+from fusewright.toolkit.kernel.types import TYPES, from_torch
 
 Formula = Callable[..., Val]
 """`formula(b, op, *arguments)`: arguments are values of the compute type; None where the call has None."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import OpView
 from fusewright.toolkit.fuse.activation import softplus
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, compute_dtype
 from fusewright.toolkit.fuse.movement import out_type
 from fusewright.toolkit.fuse.pointwise import truth
 from fusewright.toolkit.fuse.rules import Check, Domain, Level, Map, Row, Table, always
-from fusewright.toolkit.fuse.space import At, Shape, extent, product, shape_of
+from fusewright.toolkit.fuse.space import At, Shape, product, shape_of
+from fusewright.toolkit.fuse.views import number
 from fusewright.toolkit.kernel import Index, Val
 from fusewright.toolkit.kernel.types import TYPES, DType
 
@@ -252,13 +253,11 @@ def _rms_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
 
 def grouped(op: OpView) -> Domain:
     """[N, groups, channels per group, pixels], rows over the last two."""
-    n, c, pixels = (_size(op.arg(a)) for a in ("N", "C", "HxW"))
+    n, c, pixels = (number(op.arg(a)) for a in ("N", "C", "HxW"))
     groups = op.arg("group")
-    return Domain((n, groups, c // groups, pixels), (2, 3))  # type: ignore[operator]
+    return Domain((n, groups, c // groups, pixels), (2, 3))
 
 
-def _size(a: Any) -> Any:
-    return extent(a.dim) if isinstance(a, Value) else a
 
 
 def plain_groups(op: OpView) -> str | None:
@@ -309,9 +308,8 @@ def _batch_norm_train(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = norm_type(op)
     x = r.x(op.arg("input"), t)
     mean, var, rstd = moments(r, x, op.arg("eps"))
-    w, b, old_mean, old_var = (
-        None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in ("weight", "bias", "running_mean", "running_var")
-    )
+    names = ("weight", "bias", "running_mean", "running_var")
+    w, b, old_mean, old_var = (None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in names)
     assert old_mean is not None and old_var is not None
     n, m = r.count(), op.arg("momentum")
     unbiased = var * (n / (n - 1))

@@ -1,13 +1,14 @@
-"""What a rule is: how an op of the opset is computed at an index, in four kinds. The tables themselves are beside this file.
+"""What a rule is: how an op of the opset is computed at an index, in four kinds. The tables themselves are beside this
+file.
 
 - `View`: the result is an element of an argument; costs nothing.
 - `Map`: one element of the result from elements of the arguments at indices that the rule says.
-- `Row`: results over a domain of full rows, from reductions over the dims `dims` of `shape`. A result is "full" (one value
-  per element of the domain) or "row" (one per row).
+- `Row`: results over a domain of full rows, from reductions over the dims `dims` of `shape`. A result is "full" (one
+  value per element of the domain) or "row" (one per row).
 - `Scatter`: a start value, and stores at computed places, over the domain of a source.
 
-Rules compute in the compute type of each dtype (fp32 for the half types): a value inside a kernel is not rounded to half
-until it is stored, or cast on purpose. Integers and bool are exact.
+Rules compute in the compute type of each dtype (fp32 for the half types): a value inside a kernel is not rounded to
+half until it is stored, or cast on purpose. Integers and bool are exact.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class Scatter:
 Rule: TypeAlias = View | Map | Row | Scatter
 
 Rules: TypeAlias = "tuple[Rule, ...] | Callable[[OpView], tuple[Rule, ...]]"
-"""The rules of one op. Several compute different outputs of it (each a `Row`). A function chooses by the call's arguments."""
+"""The rules of one op. Several compute different outputs of it (each a `Row`). A function chooses by the call's
+arguments.
+"""
 
 Table: TypeAlias = Mapping[str, Rules]
 """Row name of the opset -> rules."""

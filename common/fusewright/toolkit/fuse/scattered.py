@@ -53,7 +53,7 @@ def build_scatter(
 
 def _map_space(flow: Flow, unit: Unit, name: str) -> tuple[Evaluator, Space]:
     """One axis per dim of the op's result, in the order of its strides."""
-    domain = Domain(shape_of(unit.op.out.spec), ())  # type: ignore[arg-type]
+    domain = Domain(shape_of(unit.op.out.spec), ())
     hints = size_hints(values_of(flow, [unit]))
     b, space = space_for(domain, loop_order(domain, unit.op.out, False), name, hints)
     return Evaluator(b, flow, frozenset()), space
@@ -77,7 +77,7 @@ def _stores(
     b, space = space_for(domain, range(len(domain.shape)), unit.op.op, size_hints(values_of(flow, group.units)))
     e = Evaluator(b, flow, frozenset(group.levels))
     places, values = rule.code(e, unit.op, space.base)
-    stored = [(r.value, space.base.reshape(shape_of(r.value.spec))) for r in roots]  # type: ignore[arg-type]
+    stored = [(r.value, space.base.reshape(shape_of(r.value.spec))) for r in roots]
     results = [(v, at, e.value(v, at)) for v, at in stored]
     for i, spec in zip(started, specs, strict=True):
         e.buffer(Value(i, spec))  # a parameter of the kernel, though it is written as an output

@@ -1,4 +1,6 @@
-"""Equal groups have equal kernels: a group as a hashable value, independent of ids, so that twelve layers build one kernel."""
+"""Equal groups have equal kernels: a group as a hashable value, independent of ids, so that twelve layers build one
+kernel.
+"""
 
 from __future__ import annotations
 

@@ -144,7 +144,9 @@ class At:
         return found
 
     def broadcast(self, shape: Shape) -> At:
-        """The element of a tensor of `shape` that broadcasting brings here. ShapeMismatch when it does not broadcast."""
+        """The element of a tensor of `shape` that broadcasting brings here. ShapeMismatch when it does not
+        broadcast.
+        """
         if shape == self.shape:
             return self
         key = (*shape, -1)

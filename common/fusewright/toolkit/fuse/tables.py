@@ -29,9 +29,9 @@ def verdict(op: OpView) -> Verdict:
     if not rules:
         return Verdict(Why.NO_LOWERING, f"no kernel rule for {op.op}")
     specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None]
-    refused = _types(specs) or _sizes(op)
-    if refused is not None:
-        return refused
+    for refused in (_types(specs), _sizes(op)):
+        if refused is not None:  # not `or`: a refusal is falsy
+            return refused
     if any(v.spec is None and v.dim is None for v in op.inputs()):
         return Verdict(Why.ATTR, "an argument is a number that is only known at run time")
     if isinstance(rules[0], View) and not _same_count(op):

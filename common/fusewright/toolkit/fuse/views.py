@@ -23,7 +23,7 @@ def number(arg: object, default: Extent = 0) -> Extent:
         if arg.dim is None:
             raise ValueError("a number that is only known at run time")
         return extent(arg.dim)
-    return extent(arg) if isinstance(arg, int | Dim) else int(arg)  # type: ignore[call-overload, no-any-return]
+    return extent(arg) if isinstance(arg, int | Dim) else int(arg)  # type: ignore[call-overload]
 
 
 def _plain(*names: str) -> object:
@@ -77,7 +77,7 @@ def _reordered(at: At, source: list[int], x: Value) -> At:
     dims = [at.dims[0]] * len(source)
     for i, d in enumerate(source):
         dims[d] = at.dims[i]
-    return At(shape_of(x.spec), tuple(dims))  # type: ignore[arg-type]
+    return At(shape_of(x.spec), tuple(dims))
 
 
 def _permute(op: OpView, k: int, at: At) -> tuple[Value, At]:
@@ -130,7 +130,7 @@ def _piece(op: OpView, k: int, at: At) -> tuple[Value, At]:
     x, d = op.arg("self"), dim_of(op)
     before: Extent = 0
     for v in op.outs[:k]:
-        before = before + shape_of(v.spec)[d]  # type: ignore[arg-type]
+        before = before + shape_of(v.spec)[d]
     return x, at.with_dim(d, at.dims[d] + before, shape_of(x.spec)[d])
 
 
