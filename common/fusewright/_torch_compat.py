@@ -34,7 +34,9 @@ def aot_compile(
 
 
 def static_input_indices() -> frozenset[int]:
-    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd compiles now; empty when unknown."""
+    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd compiles now; empty when
+    unknown.
+    """
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -156,14 +158,26 @@ MODE_SWITCHES = frozenset(
 
 METADATA_OPS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "dim", "is_contiguous")
+    for name in (
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "size",
+        "stride",
+        "numel",
+        "dim",
+        "is_contiguous",
+    )
     if hasattr(getattr(torch.ops.aten, name, None), "default")
 )
 """ATen overloads that only read metadata."""
 
 
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-    """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and autocast."""
+    """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and
+    autocast.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -206,12 +220,19 @@ def onednn_fusion() -> Any:
     return switched_on()
 
 
+_NOT_ELEMENTWISE = frozenset(
+    ("copy_", "set_", "as_strided_", "resize_", "resize_as_", "detach_", "requires_grad_", "t_", "transpose_")
+    + ("unsqueeze_", "squeeze_")
+)
+"""Writing ops that change more than values: their out-of-place form means something else."""
+
+
 def out_of_place(op: Any) -> Any | None:
     """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of writing ops (out=, copy_, set_, random ones)."""
     base, _, overload = op._schema.name.partition("::")[2], "", op._overloadname
     if op.namespace != "aten" or not base.endswith("_") or torch.Tag.nondeterministic_seeded in op.tags:
         return None
-    if base in ("copy_", "set_", "as_strided_", "resize_", "resize_as_", "detach_", "requires_grad_", "t_", "transpose_", "unsqueeze_", "squeeze_"):
+    if base in _NOT_ELEMENTWISE:
         return None
     found = getattr(getattr(torch.ops.aten, base[:-1], None), overload, None)
     same = found is not None and [a.name for a in found._schema.arguments] == [a.name for a in op._schema.arguments]
@@ -230,7 +251,9 @@ def fake_mode(shape_env: Any = None) -> Any:
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
-def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> torch.Tensor:
+def fake_tensor(
+    mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str
+) -> torch.Tensor:
     """A FakeTensor of any device type, whether or not this torch is built for it."""
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -240,7 +263,9 @@ def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: t
 
 
 class Symbols:
-    """Symbolic sizes by name: `Symbols().size("2*s0 + 1")`. Symbols are positive; hints are chosen apart from each other."""
+    """Symbolic sizes by name: `Symbols().size("2*s0 + 1")`. Symbols are positive; hints are chosen apart from each
+    other.
+    """
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv

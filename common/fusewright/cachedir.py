@@ -33,7 +33,9 @@ def _checked(directory: Path) -> Path | None:
     except (OSError, RuntimeError) as e:  # RuntimeError: no home directory
         problem = str(e)
     if problem:
-        log.warning("fusewright: no cache in %s: %s. Everything works, but is compiled anew each time.", directory, problem)
+        log.warning(
+            "fusewright: no cache in %s: %s. Everything works, but is compiled anew each time.", directory, problem
+        )
         return None
     return directory
 

@@ -1,4 +1,6 @@
-"""Capture: Dynamo's graph to ATen graphs, by the direct road or through AOTAutograd (one graph each for forward and backward)."""
+"""Capture: Dynamo's graph to ATen graphs, by the direct road or through AOTAutograd (one graph each for forward and
+backward).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compi
     return without_autocast
 
 
-def through_aot(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, road: str) -> Callable[..., Any]:
+def through_aot(
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, road: str
+) -> Callable[..., Any]:
     """The long road: right for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
 

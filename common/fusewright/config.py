@@ -32,9 +32,7 @@ class Options:
     fallback: Literal["allow", "warn", "error"] = _option(
         "warn", "what to do when ops run in eager: nothing, one line per graph, or raise", "FALLBACK"
     )
-    strict: bool = _option(
-        False, "raise on a crash inside a backend instead of planning again without it", "STRICT"
-    )
+    strict: bool = _option(False, "raise on a crash inside a backend instead of planning again without it", "STRICT")
     verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
     cache: bool = _option(True, "remember measured choices on disk", "CACHE")
     fuel: int | None = _option(
@@ -110,9 +108,7 @@ def env(name: str) -> Any:
 
 def unknown_env() -> dict[str, str]:
     """Variables that carry the prefix but are not in the table, each with a hint: likely typing errors."""
-    return {
-        name: nearest(name, ENV) for name in sorted(os.environ) if name.startswith(PREFIX) and name not in ENV
-    }
+    return {name: nearest(name, ENV) for name in sorted(os.environ) if name.startswith(PREFIX) and name not in ENV}
 
 
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

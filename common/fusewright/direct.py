@@ -1,7 +1,8 @@
-"""The direct road: a Dynamo graph without gradients, mutation or symbolic sizes becomes an ATen graph in one recording run.
+"""The direct road: a Dynamo graph without gradients, mutation or symbolic sizes becomes an ATen graph in one recording
+run.
 
-AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op is run once on FakeTensors and written
-down. Anything doubtful raises `Doubt`, and the long road takes the graph.
+AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op is run once on FakeTensors and
+written down. Anything doubtful raises `Doubt`, and the long road takes the graph.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Recorder(Interpreter):
         )  # fmt: skip
 
     def _input(self, node: Node, example: torch.Tensor) -> torch.Tensor:
-        val = node.meta.get("example_value")
+        val: Any = node.meta.get("example_value")
         if not compat.is_fake(val):
             val = self.fake_mode.from_tensor(example, static_shapes=True)
         if any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride())):
@@ -96,7 +97,8 @@ class _Recorder(Interpreter):
         new = self.out.placeholder(node.name)
         new.meta.update(val=val, stack_trace=node.meta.get("stack_trace"))
         self._know(val, new)
-        return val
+        found: torch.Tensor = val
+        return found
 
     def _know(self, t: torch.Tensor, node: Node) -> None:
         if id(t) not in self.node_of:
@@ -129,7 +131,11 @@ class _Recorder(Interpreter):
         if real.requires_grad and torch.is_grad_enabled():
             raise Doubt("gradients are needed")
         name = f"constant{len(self.alive)}"
-        setattr(self.root, name, torch.nn.Buffer(real, persistent=False) if not isinstance(real, torch.nn.Parameter) else real)
+        setattr(
+            self.root,
+            name,
+            torch.nn.Buffer(real, persistent=False) if not isinstance(real, torch.nn.Parameter) else real,
+        )
         fake = self.fake_mode.from_tensor(real, static_shapes=True)
         node = self.out.get_attr(name)
         node.meta["val"] = fake
@@ -147,7 +153,7 @@ class _Recorder(Interpreter):
             raise Doubt(f"{func} in place would change a type")
         if func.namespace == "prim" or func in compat.METADATA_OPS:
             return result
-        new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)  # type: ignore[misc]
+        new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)
         node = self.out.call_function(func, new_args, new_kwargs)
         node.meta["val"] = result
         if self.here is not None:
@@ -185,7 +191,6 @@ class _Recorder(Interpreter):
                     self._know(r, item)
         elif result is not None:
             raise Doubt(f"{node.target} gives {type(result).__name__}, which depends on data")
-
 
 
 def _storage(t: torch.Tensor) -> int:

@@ -20,7 +20,11 @@ def entry(name: str) -> Entry:
     """The function that a package registers under `torch_dynamo_backends`, for the backend `name` of its own."""
 
     def backend(
-        gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
     ) -> Callable[..., Any]:
         if mode is not None:
             raise OptionError(f"backend {name!r} has no modes; mode={mode!r} is Inductor's. Use options={{...}}.")

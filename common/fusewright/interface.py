@@ -1,7 +1,8 @@
 """The lowering interface: everything that a backend sees and gives back. Public and versioned.
 
-A backend subclasses :class:`Backend`. It is shown read-only value objects (`OpView`, `Region`, `TensorSpec`), never a node of
-torch's graph, and returns a :class:`Compiled`: an opaque callable, or a `Fragment` of instructions (`fusewright.plan.ir`).
+A backend subclasses :class:`Backend`. It is shown read-only value objects (`OpView`, `Region`, `TensorSpec`), never a
+node of torch's graph, and returns a :class:`Compiled`: an opaque callable, or a `Fragment` of instructions
+(`fusewright.plan.ir`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ YES = Verdict(Why.OK)
 
 
 class Decline(Exception):
-    """Raised by `Backend.compile` when a claimed region cannot be lowered after all. The host plans again without those ops.
+    """Raised by `Backend.compile` when a claimed region cannot be lowered after all. The host plans again without those
+    ops.
 
     `ops` names the ids that are to be denied; empty means every op of the region.
     """
@@ -127,14 +129,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the graph: `id` is unique in the graph; `spec` is None for a scalar, whose symbolic size is then in `dim`."""
+    """A value of the graph: `id` is unique in the graph; `spec` is None for a scalar, whose symbolic size is then in
+    `dim`.
+    """
 
     id: int
     spec: TensorSpec | None
     dim: Dim | None = None
 
 
-Scalar: TypeAlias = int | float | bool | complex | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format
+Scalar: TypeAlias = (
+    int | float | bool | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format | None
+)
 Arg: TypeAlias = "Value | Scalar | tuple[Arg, ...]"
 
 
@@ -247,11 +253,12 @@ class Fragment:
 
 @dataclass(frozen=True)
 class KernelCode:
-    """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it: the kernel's buffers in order, outputs allocated by the caller.
+    """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it: the kernel's buffers in order, outputs allocated
+    by the caller.
 
     `address`, where there is one, is that of a C function `int32 f(int64 *block, int64 threads)`, whose block holds the
-    addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error code
-    that `error(code)` turns into the exception that eager would raise; 0 is success.
+    addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error
+    code that `error(code)` turns into the exception that eager would raise; 0 is success.
     """
 
     call: Callable[..., None]
@@ -292,9 +299,13 @@ class Backend(abc.ABC):
     interface: ClassVar[tuple[int, int]] = INTERFACE
     opset: ClassVar[int] = OPSET
     options: ClassVar[Mapping[str, Any]] = {}
-    """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the option."""
+    """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the
+    option.
+    """
     priority: ClassVar[int] = 0
-    """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked, only used by name."""
+    """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked, only used by
+    name.
+    """
 
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
         """`options` are the checked values of this class's own options."""
@@ -336,7 +347,9 @@ class Backend(abc.ABC):
         return None
 
     def restore(self, data: bytes, kernels: Sequence[str]) -> Mapping[str, KernelCode]:
-        """Code from what `store` gave, in another process of the same fingerprint. Raises `ValueError` when it does not fit."""
+        """Code from what `store` gave, in another process of the same fingerprint. Raises `ValueError` when it does not
+        fit.
+        """
         raise ValueError(f"{self.name} stores no code")
 
     def fingerprint(self) -> str:

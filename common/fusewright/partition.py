@@ -27,7 +27,9 @@ class Partition:
     bugs: list[str] = field(default_factory=list)
 
 
-_SHARED = Verdict(Why.NO_LOWERING, "a view of an input or of another output: eager makes it, so that memory stays shared")
+_SHARED = Verdict(
+    Why.NO_LOWERING, "a view of an input or of another output: eager makes it, so that memory stays shared"
+)
 
 
 def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
@@ -190,7 +192,11 @@ def _closure(mask: int, needs: Sequence[int]) -> int:
 
 
 def _joinable(
-    inputs: Sequence[Node], group_of: Mapping[Node, int], reach: Mapping[Node, int], needs: Sequence[int], first_open: int
+    inputs: Sequence[Node],
+    group_of: Mapping[Node, int],
+    reach: Mapping[Node, int],
+    needs: Sequence[int],
+    first_open: int,
 ) -> int | None:
     candidates = sorted({group_of[i] for i in inputs if i in group_of and group_of[i] >= first_open}, reverse=True)
     for g in candidates:

@@ -1,4 +1,6 @@
-"""The path of one graph, stage by stage. This file is the place to learn the order from; each stage lives in its own module."""
+"""The path of one graph, stage by stage. This file is the place to learn the order from; each stage lives in its own
+module.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,20 @@ from fusewright.graph import printer, retrace, verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import (
-    Backend, Compiled, Decline, Device, Fragment, Opaque, OpView, Phase, Region, TensorSpec, Unavailable, Value, Verdict, Why,
+    Backend,
+    Compiled,
+    Decline,
+    Device,
+    Fragment,
+    Opaque,
+    OpView,
+    Phase,
+    Region,
+    TensorSpec,
+    Unavailable,
+    Value,
+    Verdict,
+    Why,
 )  # fmt: skip
 from fusewright.partition import Partition, partition
 from fusewright.plan import build as plan_build
@@ -107,7 +122,9 @@ def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dic
                 raise BackendCrashError(f"backend {c.backend.name!r} crashed on {region.name}: {e}") from e
             verdict = Verdict(Why.CRASHED, f"{type(e).__name__}: {e}")
             c.report.bugs.append(f"{c.backend.name}.compile crashed: {verdict.detail}")
-            log.warning("fusewright: backend %s crashed while compiling; eager runs those ops. %s", c.backend.name, verdict)
+            log.warning(
+                "fusewright: backend %s crashed while compiling; eager runs those ops. %s", c.backend.name, verdict
+            )
         else:
             results.append((region, result))
             continue
@@ -154,7 +171,9 @@ def _repaired(c: Compilation, untrue: Untrue) -> Run:
     made = c.index.node_by_value(untrue.id)
     node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
     if node is None or isinstance(node.meta.get("val"), tuple | list):
-        raise BackendContractError(f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it") from untrue
+        raise BackendContractError(
+            f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it"
+        ) from untrue
     log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
     retrace.mend(c.graph, node, untrue.actual)
     report = GraphReport(c.backend.name, c.phase, c.report.road)

@@ -1,4 +1,6 @@
-"""What happened to each graph: the record that `explain` shows. The compile path itself fills it, so the two cannot differ."""
+"""What happened to each graph: the record that `explain` shows. The compile path itself fills it, so the two cannot
+differ.
+"""
 
 from __future__ import annotations
 

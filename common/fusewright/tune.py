@@ -23,7 +23,9 @@ MAX_RUNS = 12
 
 
 class Tuner:
-    """Chooses by measuring, and remembers. `scope` is the backend's fingerprint: choices of another machine do not count."""
+    """Chooses by measuring, and remembers. `scope` is the backend's fingerprint: choices of another machine do not
+    count.
+    """
 
     def __init__(self, scope: str, persist: bool = True) -> None:
         self.scope = f"{scope}|threads={torch.get_num_threads()}"
@@ -37,7 +39,7 @@ class Tuner:
         if len(names) == 1:
             return names[0]
         remembered = self._known.get(key) or self._new.get(key)
-        if remembered in candidates:
+        if remembered is not None and remembered in candidates:
             return remembered
         times = measure(candidates)
         if not times:

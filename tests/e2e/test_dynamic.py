@@ -28,7 +28,12 @@ def bert() -> torch.nn.Module:
     transformers = pytest.importorskip("transformers", reason="needs fusewright[bench]")
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=256
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=256,
     )
     return transformers.BertModel(config).eval()
 

@@ -70,8 +70,7 @@ def reference(built: Built) -> list[torch.Tensor]:
 def train_reference(step: TrainStep) -> list[torch.Tensor]:
     """Loss and gradients of the step in fp64."""
     batch = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in step.batch.items()
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in step.batch.items()
     }
     with _wide_arithmetic():
         return TrainStep(step.name, copy.deepcopy(step.module).double(), batch, "fp32").loss_and_grads()
@@ -98,8 +97,7 @@ def compare(
     if not len(wide) == len(eager) == len(ours):
         return _failed(f"{len(ours)} outputs, eager has {len(eager)}")
     leaves = [
-        _compare_leaf(w, e, o, dtype, f"output {i}")
-        for i, (w, e, o) in enumerate(zip(wide, eager, ours, strict=True))
+        _compare_leaf(w, e, o, dtype, f"output {i}") for i, (w, e, o) in enumerate(zip(wide, eager, ours, strict=True))
     ]
     if not leaves:
         return _failed("no outputs to compare")
@@ -110,13 +108,9 @@ def _failed(reason: str) -> Accuracy:
     return Accuracy(False, math.inf, math.inf, math.inf, math.inf, math.nan, math.nan, reason)
 
 
-def _compare_leaf(
-    wide: torch.Tensor, eager: torch.Tensor, ours: torch.Tensor, dtype: str, name: str
-) -> Accuracy:
+def _compare_leaf(wide: torch.Tensor, eager: torch.Tensor, ours: torch.Tensor, dtype: str, name: str) -> Accuracy:
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
-        return _failed(
-            f"{name}: {ours.dtype} {tuple(ours.shape)}, eager has {eager.dtype} {tuple(eager.shape)}"
-        )
+        return _failed(f"{name}: {ours.dtype} {tuple(ours.shape)}, eager has {eager.dtype} {tuple(eager.shape)}")
     if not eager.dtype.is_floating_point:
         equal = torch.equal(ours, eager)
         return (
@@ -137,9 +131,7 @@ def _compare_leaf(
     ours_max, ours_rms = _norms(ours[finite].double() - exact)
     scale_max, scale_rms = _norms(exact)
     eps = _EPS[dtype]
-    passed = (
-        ours_max <= LIMIT * eager_max + eps * scale_max and ours_rms <= LIMIT * eager_rms + eps * scale_rms
-    )
+    passed = ours_max <= LIMIT * eager_max + eps * scale_max and ours_rms <= LIMIT * eager_rms + eps * scale_rms
     reason = "" if passed else f"{name}: error {ours_max:.3g} against eager's {eager_max:.3g}"
     # The ratio of two errors far below the floor says nothing: the floor's hundredth bounds the denominator.
     ratio_max = ours_max / max(eager_max, 0.01 * eps * scale_max, 1e-300)

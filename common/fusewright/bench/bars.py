@@ -63,17 +63,13 @@ def over(row: Row, ours: str, other: str) -> float | None:
     return paired_ratio(theirs["steady"]["rounds_ms"], mine["steady"]["rounds_ms"])
 
 
-def speedups(
-    rows: Iterable[Row], ours: str, other: str, dtypes: Sequence[str], mode: str = "inference"
-) -> list[float]:
+def speedups(rows: Iterable[Row], ours: str, other: str, dtypes: Sequence[str], mode: str = "inference") -> list[float]:
     """`over` for each row of the mode and dtypes in which both ran."""
     chosen = (row for row in rows if row["mode"] == mode and row["dtype"] in dtypes)
     return [ratio for row in chosen if (ratio := over(row, ours, other)) is not None]
 
 
-def _geomean_over(
-    other: str, *dtypes: str, mode: str = "inference"
-) -> Callable[[Sequence[Row], str], Figure | None]:
+def _geomean_over(other: str, *dtypes: str, mode: str = "inference") -> Callable[[Sequence[Row], str], Figure | None]:
     def figure(rows: Sequence[Row], ours: str) -> Figure | None:
         ratios = speedups(rows, ours, other, dtypes, mode)
         return Figure(geomean(ratios), len(ratios)) if ratios else None

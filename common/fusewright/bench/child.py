@@ -109,9 +109,7 @@ class Server:
             for _ in range(3):
                 call()
             before = _status("VmRSS")
-            Path("/proc/self/clear_refs").write_text(
-                "5"
-            )  # resets the high-water mark to what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to what is resident now
             for _ in range(calls):
                 call()
         return {"resident": before, "peak": _status("VmHWM")}

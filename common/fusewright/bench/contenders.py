@@ -57,9 +57,7 @@ class Contender:
         if self.package:
             self.check_available()
             importlib.import_module(self.package)
-        compiled: Callable[..., Any] = torch.compile(
-            fn, backend=self.backend, options=dict(self.options) or None
-        )
+        compiled: Callable[..., Any] = torch.compile(fn, backend=self.backend, options=dict(self.options) or None)
         return compiled
 
 

@@ -21,9 +21,7 @@ MALLOC_ENV = {
 }
 
 
-def measure(
-    model: str, dtype: str, contenders: Sequence[Contender], settings: Settings, progress: Progress
-) -> Row:
+def measure(model: str, dtype: str, contenders: Sequence[Contender], settings: Settings, progress: Progress) -> Row:
     """One row: every contender's steady state, accuracy and (where asked) first calls and memory.
 
     A contender that fails has `status` "failed" or "unavailable" and a `reason`; the rest are measured.
@@ -105,9 +103,7 @@ def memory(load: Row, contender: Contender, settings: Settings, progress: Progre
     return {"call_peak": answer["peak"] - answer["resident"], "total_peak": answer["peak"]}
 
 
-def _fresh(
-    load: Row, contender: Contender, settings: Settings, env: Mapping[str, str], do: str, **fields: Any
-) -> Row:
+def _fresh(load: Row, contender: Contender, settings: Settings, env: Mapping[str, str], do: str, **fields: Any) -> Row:
     """One request in a new process that has built the model (and made its first call, if `do` is another)."""
     with Worker({**contender.env, **env}, settings.threads) as worker:
         worker.ask("load", settings.timeout, **load)

@@ -171,9 +171,7 @@ def instantiate(spec: ModelSpec, size: Size, seed: int) -> tuple[torch.nn.Module
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(
-            "the models of the suite need transformers: pip install 'fusewright[bench]'"
-        ) from error
+        raise ImportError("the models of the suite need transformers: pip install 'fusewright[bench]'") from error
     transformers.logging.set_verbosity_error()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -8,21 +8,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Upper bounds of the coefficient of variation for each verdict; beyond the last one figures are not to be
-# trusted.
+# Upper bounds of the spread for each verdict; beyond the second, figures are not to be trusted.
 NOISE = ((0.03, "low"), (0.08, "some"), (math.inf, "high"))
+
+
+_QUARTILES_OF_NORMAL = 1.349  # what lies between the quartiles of a normal distribution, in standard deviations
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Times of one contender in milliseconds. `cv` is over the medians of rounds, so one late call in a round
-    does not count.
+    """Times of one contender in milliseconds; variation is that of the medians of rounds.
+
+    `cv` is the coefficient of variation. `spread` estimates the same from the quartiles, so that a few rounds
+    which something else disturbed do not count (they do not move the median either).
     """
 
     median_ms: float
     p10_ms: float
     p90_ms: float
     cv: float
+    spread: float
     calls: int
     rounds_ms: tuple[float, ...]
 
@@ -45,9 +50,19 @@ def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
     """Summary of the calls (seconds) of each round."""
     calls = [seconds * 1e3 for block in rounds for seconds in block]
     medians = [statistics.median(block) * 1e3 for block in rounds]
-    cv = statistics.stdev(medians) / statistics.fmean(medians) if len(medians) > 1 else math.nan
+    cv = spread = math.nan
+    if len(medians) > 1:
+        cv = statistics.stdev(medians) / statistics.fmean(medians)
+        between_quartiles = quantile(medians, 0.75) - quantile(medians, 0.25)
+        spread = between_quartiles / _QUARTILES_OF_NORMAL / statistics.median(medians)
     return Summary(
-        statistics.median(calls), quantile(calls, 0.1), quantile(calls, 0.9), cv, len(calls), tuple(medians)
+        median_ms=statistics.median(calls),
+        p10_ms=quantile(calls, 0.1),
+        p90_ms=quantile(calls, 0.9),
+        cv=cv,
+        spread=spread,
+        calls=len(calls),
+        rounds_ms=tuple(medians),
     )
 
 
@@ -65,9 +80,9 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values)) if values else math.nan
 
 
-def noise_verdict(cvs: Sequence[float]) -> str:
-    """`low`, `some` or `high` for the worst coefficient of variation; `unknown` when there is none."""
-    known = [cv for cv in cvs if not math.isnan(cv)]
+def noise_verdict(spreads: Sequence[float]) -> str:
+    """`low`, `some` or `high` for the worst spread of a row; `unknown` when there is none."""
+    known = [spread for spread in spreads if not math.isnan(spread)]
     if not known:
         return "unknown"
     return next(word for bound, word in NOISE if max(known) <= bound)

@@ -17,9 +17,7 @@ Row = dict[str, Any]
 
 BLOCK_SECONDS = 0.03  # short calls are repeated until a round's block lasts about this long
 MAX_CALLS = 50
-DISCARD_BELOW = (
-    0.02  # a short call that follows another contender's finds cold caches: the first is not timed
-)
+DISCARD_BELOW = 0.02  # a short call that follows another contender's finds cold caches: the first is not timed
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def _collect(lanes: Sequence[Lane], failed: dict[str, Row], progress: Progress) 
             progress(f"checking {lane.of} against fp64")
             entry["accuracy"] = _accuracy(lane)
         entries[lane.of] = entry
-    return {"contenders": entries, "noise": noise_verdict([summary.cv for summary in summaries.values()])}
+    return {"contenders": entries, "noise": noise_verdict([summary.spread for summary in summaries.values()])}
 
 
 def _accuracy(lane: Lane) -> Row:

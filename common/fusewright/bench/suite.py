@@ -115,9 +115,7 @@ def _from_file(ref: str) -> Built:
     spec.loader.exec_module(loaded)
     function = getattr(loaded, name, None)
     if not callable(function):
-        found = tuple(
-            key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_")
-        )
+        found = tuple(key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_"))
         raise UnknownModel(f"{ref!r}: {path.name} has no function {name!r}; {nearest(name, found)}")
     made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
@@ -142,9 +140,7 @@ def cast(built: Built, dtype: str) -> Built:
 def cast_inputs(built: Built, dtype: torch.dtype) -> Built:
     """The same call with its floating-point inputs at `dtype`."""
     args = tuple(_cast_value(value, dtype) for value in built.args)
-    return replace(
-        built, args=args, kwargs={key: _cast_value(value, dtype) for key, value in built.kwargs.items()}
-    )
+    return replace(built, args=args, kwargs={key: _cast_value(value, dtype) for key, value in built.kwargs.items()})
 
 
 def _cast_value(value: Any, dtype: torch.dtype) -> Any:
@@ -204,8 +200,9 @@ class TrainStep:
         """Forward and backward; gradients are left in `.grad`. Returns the loss (scalar)."""
         self.optimizer.zero_grad(set_to_none=True)
         amp = torch.autocast("cpu", dtype=torch.bfloat16) if self.dtype == "amp" else contextlib.nullcontext()
+        forward = self.module if self.compiled is None else self.compiled
         with amp:
-            loss: torch.Tensor = (self.compiled or self.module)(**self.batch).loss
+            loss: torch.Tensor = forward(**self.batch).loss
         loss.backward()
         return loss.detach()
 
@@ -217,9 +214,7 @@ class TrainStep:
     def loss_and_grads(self) -> list[torch.Tensor]:
         """The loss and every gradient (zeros where a parameter got none), without a step."""
         loss = self.backward()
-        grads = [
-            p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in self.module.parameters()
-        ]
+        grads = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in self.module.parameters()]
         self.optimizer.zero_grad(set_to_none=True)
         return [loss.clone(), *grads]
 

@@ -16,7 +16,7 @@ from fusewright.bench.stats import geomean
 Row = dict[str, Any]
 DETAIL_MODELS = 2
 """Up to this many models each gets a table of its own with a line for every contender."""
-_VERDICT_STYLE = {"goal": "bold green", "pass": "green", "miss": "bold red", "not measured": "dim"}
+_VERDICT_STYLE = {"goal": "bold green", "pass": "green", "miss": "bold red"}
 
 
 def render(document: Row) -> Iterator[RenderableType]:
@@ -29,14 +29,14 @@ def render(document: Row) -> Iterator[RenderableType]:
         yield from (_detail(row) for row in rows)
     else:
         for mode, dtype in dict.fromkeys((row["mode"], row["dtype"]) for row in rows):
-            yield _overview(
-                [r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype)], ours, f"{dtype} {mode}"
-            )
+            yield _overview([r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype)], ours, f"{dtype} {mode}")
     if kernels:
         yield _kernels(kernels, ours)
     yield from _remarks(document["rows"])
     if rows:
         yield _bars(document["bars"])
+        missing = ", ".join(bar["id"] for bar in document["bars"] if bar["verdict"] == "not measured")
+        yield Text(f"not measured in this run: {missing}" if missing else "", style="dim")
 
 
 def _new(title: str, *columns: str) -> Table:
@@ -71,9 +71,7 @@ def _detail(row: Row) -> Table:
                 f"{speedup:.2f}x" if speedup else "",
             ]
             mine = label == name
-            cells += [_first_cell(first.get(name, {})) if mine else ""] * bool(first) + [
-                _error(entry) if mine else ""
-            ]
+            cells += [_first_cell(first.get(name, {})) if mine else ""] * bool(first) + [_error(entry) if mine else ""]
             cells += _memory_cells(memory.get(name, {}) if mine else {}) if memory else []
             table.add_row(*cells)
     return table
@@ -147,9 +145,7 @@ def _median(row: Row, name: str) -> str:
 
 def _mean_over_eager(rows: Sequence[Row], name: str) -> str:
     found = [
-        row["contenders"][name]["speedup"]
-        for row in rows
-        if row["contenders"].get(name, {}).get("status") == "ok"
+        row["contenders"][name]["speedup"] for row in rows if row["contenders"].get(name, {}).get("status") == "ok"
     ]
     return f"({geomean(found):.2f}x)" if found else ""
 
@@ -159,14 +155,10 @@ def _times(ratio: float | None) -> str:
 
 
 def _kernels(rows: Sequence[Row], ours: str) -> Table:
-    others = list(
-        dict.fromkeys(name for row in rows for name in row["contenders"] if name not in (ours, "copy"))
-    )
+    others = list(dict.fromkeys(name for row in rows for name in row["contenders"] if name not in (ours, "copy")))
     names = (*others, ours)
     columns = ["kernel", "size", "dtype", *(f"{n} us" for n in names), f"over {others[-1]}"]
-    table = _new(
-        "memory-bound kernels", *columns, *(f"{n} GB/s" for n in (*names, "copy")), "error/eager's", "noise"
-    )
+    table = _new("memory-bound kernels", *columns, *(f"{n} GB/s" for n in (*names, "copy")), "error/eager's", "noise")
     ratios = []
     for row in rows:
         _, kernel, size = row["model"].split(":")
@@ -189,11 +181,7 @@ def _kernels(rows: Sequence[Row], ours: str) -> Table:
 
 
 def _microseconds(entry: Row) -> str:
-    return (
-        f"{entry['steady']['median_ms'] * 1e3:.1f}"
-        if entry.get("status") == "ok"
-        else entry.get("status", "")
-    )
+    return f"{entry['steady']['median_ms'] * 1e3:.1f}" if entry.get("status") == "ok" else entry.get("status", "")
 
 
 def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
@@ -210,16 +198,14 @@ def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
         for part in ("first_call", "memory"):
             for name, entry in row.get(part, {}).items():
                 if "reason" in entry:
-                    yield Text(
-                        f"! {where}: {part.replace('_', ' ')} of {name}: {entry['reason']}", style="yellow"
-                    )
+                    yield Text(f"! {where}: {part.replace('_', ' ')} of {name}: {entry['reason']}", style="yellow")
         if row["noise"] == "high":
             yield Text(f"! {where}: times vary too much to be trusted; is the machine busy?", style="yellow")
 
 
 def _bars(bars: Sequence[Row]) -> Table:
     table = _new("bars", "", "what", "measured", "first bar", "goal", "models", "verdict", "")
-    for bar in bars:
+    for bar in (bar for bar in bars if bar["verdict"] != "not measured"):
         value = bar.get("value")
         shown = "" if "value" not in bar else "no share left" if value is None else f"{value:.3g}"
         models = str(bar.get("models", ""))

@@ -74,9 +74,7 @@ class Worker:
         code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return WorkerError(
-            f"process ended with code {code}" + (f": {lines[-1]}" if lines else ""), fatal=True
-        )
+        return WorkerError(f"process ended with code {code}" + (f": {lines[-1]}" if lines else ""), fatal=True)
 
     def close(self) -> None:
         """Stops the process."""
@@ -102,6 +100,4 @@ class Worker:
 def _python_path() -> str:
     """The child imports the same fusewright as this process, however this one found it."""
     root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(
-        dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    )
+    return os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))

@@ -41,19 +41,13 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--first-call/--no-first-call", default=True, show_default=True, help="In fresh processes.")
 @click.option("--memory", is_flag=True, help="Peak memory of a steady call, in fresh processes.")
 @click.option("--threads", type=click.IntRange(1), help="Default: the cores of this machine.")
-@click.option(
-    "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Timing per model."
-)
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="For one compile."
-)
+@click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Timing per model.")
+@click.option("--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="For one compile.")
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
 @click.option("--json", "json_file", type=_FILE, help="Write the document here, row by row.")
 @click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
 @click.option("--show", type=_FILE, help="Print the tables of a saved document; measure nothing.")
-@click.option(
-    "--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document."
-)
+@click.option("--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document.")
 @click.option("--verbose", "-v", is_flag=True, help="Say what is being measured.")
 def bench(
     models: tuple[str, ...],
@@ -135,9 +129,7 @@ def _cases(
             yield model, dtype
 
 
-def _contenders(
-    backend: str, against: Sequence[str] | None, train: bool, only_kernels: bool
-) -> list[Contender]:
+def _contenders(backend: str, against: Sequence[str] | None, train: bool, only_kernels: bool) -> list[Contender]:
     """Eager first, ours last (before the copy that kernels are held against)."""
     if against is None:
         against = ["inductor"] if train or only_kernels else ["inductor", "inductor-freezing"]
@@ -184,9 +176,7 @@ def _measure_all(
                 failures.append(f"{model} {dtype}: {error}")
                 continue
             except KeyboardInterrupt:
-                failures.append(
-                    f"interrupted at {model} {dtype}; {len(cases) - index} more were not measured"
-                )
+                failures.append(f"interrupted at {model} {dtype}; {len(cases) - index} more were not measured")
                 break
             ran += 1
             report.put(document, row)
@@ -200,9 +190,7 @@ def _print(console: Console, document: dict[str, Any]) -> None:
 
     where, threads = document["machine"], document["settings"]["threads"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    head = (
-        f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
-    )
+    head = f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
     console.print(head, style="dim", markup=False)
     for part in render(document):
         console.print(part)

@@ -31,7 +31,9 @@ def canonicalize(graph: Graph) -> list[str]:
 
 
 def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
-    """Where the table knows better than torch's metadata which dtype eager gives (statistics of norms), the table is believed."""
+    """Where the table knows better than torch's metadata which dtype eager gives (statistics of norms), the table is
+    believed.
+    """
     val = node.meta.get("val")
     if not isinstance(val, tuple | list):
         return

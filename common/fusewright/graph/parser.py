@@ -28,10 +28,7 @@ class ParseError(FusewrightError, ValueError):
 
 _DTYPES = {short: dtype for dtype, short in SHORT.items()}
 _PYTHON = {
-    n: f
-    for module in (math, operator)
-    for n, f in vars(module).items()
-    if callable(f) and not n.startswith("_")
+    n: f for module in (math, operator) for n, f in vars(module).items() if callable(f) and not n.startswith("_")
 }
 _SCALARS: dict[str, Any] = {"int": 0, "float": 0.0, "bool": False, "str": "", "none": None}
 _WORDS: dict[str, Any] = {"None": None, "True": True, "False": False, "inf": math.inf, "nan": math.nan}

@@ -1,4 +1,6 @@
-"""The specification of a graph between stages, checked: definitions before uses, metadata that agrees with the opset's rules."""
+"""The specification of a graph between stages, checked: definitions before uses, metadata that agrees with the opset's
+rules.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from fusewright import ops
 from fusewright.errors import FusewrightError
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
-
 
 UNTRUSTED = "fusewright_untrusted"
 """Key in `node.meta` of an op that the table does not describe as torch traced it: eager runs it, nobody checks it."""

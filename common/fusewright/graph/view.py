@@ -32,7 +32,9 @@ def is_projection(node: Node) -> bool:
 
 
 class GraphIndex:
-    """Ids for every value of one graph, and the views made from them. Built once per graph; the graph must not change after."""
+    """Ids for every value of one graph, and the views made from them. Built once per graph; the graph must not change
+    after.
+    """
 
     def __init__(self, graph: Graph, const: frozenset[Node], phase: Phase) -> None:
         self.graph = graph

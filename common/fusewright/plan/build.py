@@ -25,7 +25,8 @@ class Plan:
     """A compiled graph. `inputs` are value ids in calling order; `outputs` are Refs or plain values.
 
     `once` runs when a weight is first seen or has changed; it reads `once_inputs` and makes `once_outputs`.
-    `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that inputs carry;
+    `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that
+    inputs carry;
     `kernels` are the loop kernels of its launches by structural hash.
     """
 
@@ -66,7 +67,12 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
     held = graph.find_nodes(op="get_attr")
     attributes = {index.id(n): (str(n.target), attribute(graph.owning_module, str(n.target))) for n in held}
     comments = {view.id: source_line(n) for n, view in index.ops.items()}
-    scalars = {i: v.dim.symbol for n in graph.find_nodes(op="placeholder") for i, v in [(index.id(n), index.values(n)[0])] if v.dim}
+    scalars = {
+        i: v.dim.symbol
+        for n in graph.find_nodes(op="placeholder")
+        for i, v in [(index.id(n), index.values(n)[0])]
+        if v.dim
+    }
     kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
     return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments, scalars, kernels)
 
@@ -140,7 +146,9 @@ def _is_default(formal: Any, given: Any) -> bool:
 
 
 def concrete(target: Any, args: Sequence[Any]) -> Any:
-    """The overload that takes these arguments: canonical rows write numbers where the schema has tensors (`ge.Tensor(x, 0)`)."""
+    """The overload that takes these arguments: canonical rows write numbers where the schema has tensors (`ge.Tensor(x,
+    0)`).
+    """
     formals = target._schema.arguments
     numbers = [_is_number(a) and "Tensor" in str(f.type) for a, f in zip(args, formals, strict=False)]
     if not any(numbers):
@@ -149,7 +157,11 @@ def concrete(target: Any, args: Sequence[Any]) -> Any:
     for name in target.overloadpacket.overloads():
         other = getattr(target.overloadpacket, name)
         theirs = other._schema.arguments
-        fits = [n == ("Tensor" not in str(t.type)) for n, f, t in zip(numbers, formals, theirs, strict=False) if "Tensor" in str(f.type)]
+        fits = [
+            n == ("Tensor" not in str(t.type))
+            for n, f, t in zip(numbers, formals, theirs, strict=False)
+            if "Tensor" in str(f.type)
+        ]
         if [t.name for t in theirs] == names and all(fits):
             return other
     return target
@@ -303,7 +315,9 @@ def _split_once(
 
 
 def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
-    """Ids whose memory the caller gets or the plan writes: the outputs, what is written in place, and what these may be views of."""
+    """Ids whose memory the caller gets or the plan writes: the outputs, what is written in place, and what these may be
+    views of.
+    """
     escapes = {r.id for r in outputs if isinstance(r, Ref)}
     for i in flat:
         if isinstance(i, Call):

@@ -1,4 +1,6 @@
-"""Plans from the disk cache and into it. A plan is stored after its first run, when everything it believes was seen to be true."""
+"""Plans from the disk cache and into it. A plan is stored after its first run, when everything it believes was seen to
+be true.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def key(backend: Backend, options: Options, graph: Graph, phase: Phase, const: f
 
 
 def find(entry_key: str, backend: Backend, gm: GraphModule) -> tuple[Callable[[list[Any]], Any], str] | None:
-    """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that fits."""
+    """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that
+    fits.
+    """
     found = store.read(entry_key)
     if found is None:
         return None

@@ -107,7 +107,9 @@ class _Launches:
         tensors = [f"v{v}" for v in (*(r.id for r in i.inputs), *i.outs)]
         sizes, scalars = (", ".join(self._number(x) for x in xs) for xs in (i.sizes, i.scalars))
         call = self.names.object("launch", self.kernels[i.kernel].call)
-        return f"{call}(({', '.join(tensors)},), ({sizes}{',' if i.sizes else ''}), ({scalars}{',' if i.scalars else ''}))"
+        return (
+            f"{call}(({', '.join(tensors)},), ({sizes}{',' if i.sizes else ''}), ({scalars}{',' if i.scalars else ''}))"
+        )
 
     def _native(self, i: Launch) -> list[str]:
         """Fill what changes from call to call into the block; the rest is in the frame already."""

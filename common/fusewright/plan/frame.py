@@ -28,7 +28,9 @@ def bits(x: float | int | bool, is_float: bool) -> int:
 class Frame:
     """Attributes `v<id>` are arena tensors, `b<k>` the block of launch k, `p<k>` its address."""
 
-    def __init__(self, arena_bytes: int, places: Mapping[int, tuple[int, TensorSpec]], blocks: Mapping[int, Sequence[Any]]) -> None:
+    def __init__(
+        self, arena_bytes: int, places: Mapping[int, tuple[int, TensorSpec]], blocks: Mapping[int, Sequence[Any]]
+    ) -> None:
         with torch.inference_mode(False):
             self.arena = torch.empty(arena_bytes, dtype=torch.uint8)
             for value, (offset, spec) in places.items():
@@ -45,9 +47,8 @@ class Frame:
 
 
 def _view(arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-    typed = torch.empty(0, dtype=spec.dtype)
-    typed.set_(arena.untyped_storage(), offset // spec.dtype.itemsize, spec.shape, spec.stride)  # type: ignore[call-overload]
-    return typed
+    shape, stride = ([int(s) for s in sizes] for sizes in (spec.shape, spec.stride))  # type: ignore[arg-type]
+    return torch.empty(0, dtype=spec.dtype).set_(arena.untyped_storage(), offset // spec.dtype.itemsize, shape, stride)
 
 
 class Frames:

@@ -1,7 +1,8 @@
-"""The instructions of a plan, as data. This is what fragments are made of, what the cache stores and what `explain` prints.
+"""The instructions of a plan, as data. This is what fragments are made of, what the cache stores and what `explain`
+prints.
 
-Arguments of an instruction are `Ref` (a value by its id), plain Python literals, torch dtypes/devices/layouts/memory formats,
-and tuples or lists of these.
+Arguments of an instruction are `Ref` (a value by its id), plain Python literals, torch dtypes/devices/layouts/memory
+formats, and tuples or lists of these.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Call:
     """Call a torch op by its qualified name, e.g. "aten::add.Tensor" or "mkldnn::_linear_pointwise".
 
     A name "py::operator.add" calls a function of Python's `operator` on scalars (sizes).
-    `once`: every input is a constant (a weight) or the output of another `once` instruction, and the host may keep the result.
+    `once`: every input is a constant (a weight) or the output of another `once` instruction, and the host may keep the
+    result.
     """
 
     target: str
@@ -47,8 +49,8 @@ class Launch:
     `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, or ("size", Ref, dim),
     or a Ref to a scalar value. Output tensors are allocated by the host from `out_specs` (shape entries like `sizes`).
     `inplace` are (output, input) positions that may share memory when the input dies here: the host picks among them.
-    `updates` are pairs that must: the kernel changes that input in place (an output buffer with access "inout"), and the
-    output is that very tensor afterwards. Such an input is a temporary that nothing else reads.
+    `updates` are pairs that must: the kernel changes that input in place (an output buffer with access "inout"), and
+    the output is that very tensor afterwards. Such an input is a temporary that nothing else reads.
     """
 
     kernel: str

@@ -13,7 +13,9 @@ from fusewright.plan.ir import Instruction, Launch, Ref, reads
 
 @dataclass
 class Placement:
-    """`onto` maps an output to the input whose tensor it takes over, `offset` to its place in the arena; the rest are fresh."""
+    """`onto` maps an output to the input whose tensor it takes over, `offset` to its place in the arena; the rest are
+    fresh.
+    """
 
     onto: dict[int, int] = field(default_factory=dict)
     offset: dict[int, int] = field(default_factory=dict)
@@ -117,4 +119,3 @@ def storage_bytes(spec: TensorSpec) -> int:
         return 0
     span = 1 + sum((hint(n) - 1) * hint(s) for n, s in zip(spec.shape, spec.stride, strict=True))
     return span * spec.dtype.itemsize
-

@@ -1,4 +1,6 @@
-"""Prepacked constants: results of `once` instructions, kept for as long as the weights that they came from stay the same."""
+"""Prepacked constants: results of `once` instructions, kept for as long as the weights that they came from stay the
+same.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from fusewright.errors import BackendContractError
 from fusewright.interface import Region, TensorSpec
 
 
-def guarded(backend: str, region: Region, fn: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+def guarded(
+    backend: str, region: Region, fn: Callable[..., Sequence[torch.Tensor]]
+) -> Callable[..., Sequence[torch.Tensor]]:
     """`fn` with its results compared with the region's outputs at every call. Raises `BackendContractError`."""
     specs = [v.spec for v in region.outputs]
     ops = ", ".join(dict.fromkeys(op.op for op in region.ops))

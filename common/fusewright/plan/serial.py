@@ -44,7 +44,8 @@ def to_data(plan: Plan) -> dict[str, Any]:
 def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
     """The plan that `to_data` wrote; `attribute` finds the tensors that the traced graph holds itself, by name.
 
-    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` when the data is not a plan of this format for this graph.
+    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` when the data is not a plan of this format for this
+    graph.
     """
     if data["format"] != FORMAT:
         raise ValueError("a plan of another format")
@@ -65,7 +66,11 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
 _NAMED: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "dtype": (torch.dtype, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.dtype)),
     "layout": (torch.layout, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.layout)),
-    "format": (torch.memory_format, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.memory_format)),
+    "format": (
+        torch.memory_format,
+        lambda x: str(x).removeprefix("torch."),
+        lambda s: _torch_name(s, torch.memory_format),
+    ),
     "device": (torch.device, str, torch.device),
 }
 
@@ -133,9 +138,17 @@ def _undim(s: Any) -> int | Dim:
 
 
 def _spec(s: TensorSpec) -> list[Any]:
-    return [[_dim(d) for d in s.shape], [_dim(d) for d in s.stride], str(s.dtype).removeprefix("torch."), s.device, s.const]
+    return [
+        [_dim(d) for d in s.shape],
+        [_dim(d) for d in s.stride],
+        str(s.dtype).removeprefix("torch."),
+        s.device,
+        s.const,
+    ]
 
 
 def _unspec(data: list[Any]) -> TensorSpec:
     shape, stride, dtype, device, const = data
-    return TensorSpec(tuple(map(_undim, shape)), tuple(map(_undim, stride)), _torch_name(dtype, torch.dtype), device, const)
+    return TensorSpec(
+        tuple(map(_undim, shape)), tuple(map(_undim, stride)), _torch_name(dtype, torch.dtype), device, const
+    )

@@ -1,7 +1,7 @@
 """The plan cache on disk: one file an entry, JSON and raw bytes, content hash checked, bounded in size.
 
-An entry is read only when its hash is right; anything else is a miss, said once. Nothing in it is executed but code that
-the backend's own fingerprint vouches for, from a directory that only the user can write (see `cachedir`).
+An entry is read only when its hash is right; anything else is a miss, said once. Nothing in it is executed but code
+that the backend's own fingerprint vouches for, from a directory that only the user can write (see `cachedir`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,18 @@ import torch
 
 from fusewright import ops
 from fusewright.interface import (
-    YES, Backend, CompileContext, Compiled, Device, Opaque, OpView, Region, TensorSpec, Value, Verdict, Why,
+    YES,
+    Backend,
+    CompileContext,
+    Compiled,
+    Device,
+    Opaque,
+    OpView,
+    Region,
+    TensorSpec,
+    Value,
+    Verdict,
+    Why,
 )  # fmt: skip
 from fusewright.ops import oracle
 from fusewright.ops.core import unbind

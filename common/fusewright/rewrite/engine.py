@@ -1,7 +1,7 @@
 """The rewrite engine: rules as data, each with an id, a hit counter and a switch; fuel for bisecting.
 
-A rule is a pattern over opset rows and a function that builds the replacement, or returns None for "no match after all".
-Every rule must be exact: the rewritten graph gives the same bits.
+A rule is a pattern over opset rows and a function that builds the replacement, or returns None for "no match after
+all". Every rule must be exact: the rewritten graph gives the same bits.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class Rewriter:
         self.returned = frozenset(output.all_input_nodes)
         self.exposed = exposed(self.graph)
 
-    def call(self, name: str, args: tuple[Any, ...], like: Node | None = None, kwargs: dict[str, Any] | None = None) -> Node:
+    def call(
+        self, name: str, args: tuple[Any, ...], like: Node | None = None, kwargs: dict[str, Any] | None = None
+    ) -> Node:
         """A new node before the current insertion point. `like` gives the metadata when it is known to be the same."""
         row = ops.OPS[name]
         node = self.graph.call_function(row.target, args, kwargs or {})

@@ -22,7 +22,9 @@ from fusewright.partition import ask
 def on_claim(
     graph: Graph, const: frozenset[Node], backend: Backend, denied: Mapping[str, Verdict], phase: Phase
 ) -> tuple[Graph, frozenset[Node]]:
-    """`graph`, or a copy in which some composites are replaced by their primitives; and the constants of what is returned."""
+    """`graph`, or a copy in which some composites are replaced by their primitives; and the constants of what is
+    returned.
+    """
     claims_nothing = type(backend).supports is Backend.supports
     chosen = {} if claims_nothing else _openable(graph, const, backend, denied, phase)
     if not chosen:
@@ -105,6 +107,6 @@ def _splice(graph: Graph, node: Node, inside: Graph) -> None:
         for user in list(node.users):
             if not (is_projection(user) and user.target is operator.getitem):
                 raise AssertionError(f"{node.format_node()} has a use that is no projection: {user.format_node()}")
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
     graph.erase_node(node)

@@ -66,7 +66,12 @@ def _is_transpose(node: Node) -> bool:
 
 def _linear_addmm(r: Rewriter, node: Node, env: Env) -> Node | None:
     mm = env["mm"]
-    if not _is_transpose(env["wt"]) or _used_beside(mm, node) or mm.kwargs.get("beta", 1) != 1 or mm.kwargs.get("alpha", 1) != 1:
+    if (
+        not _is_transpose(env["wt"])
+        or _used_beside(mm, node)
+        or mm.kwargs.get("beta", 1) != 1
+        or mm.kwargs.get("alpha", 1) != 1
+    ):
         return None
     return _linear(r, node, env)
 
@@ -105,7 +110,9 @@ def _t_t(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 
 def _attention(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """Attention whose log-sum-exp nobody reads is the attention that the user wrote; torch picks the same kernel for it."""
+    """Attention whose log-sum-exp nobody reads is the attention that the user wrote; torch picks the same kernel for
+    it.
+    """
     users = [u for u in node.users if u.users or u in r.returned]
     if not users or any(not is_projection(u) or u.args[1] != 0 or u in r.returned for u in users):
         return None
@@ -154,7 +161,9 @@ RULES: tuple[Rule, ...] = (
     Rule("view.view", p("view", p("view", "x")), _view_view, "view(view(x, a), b) = view(x, b)"),
     Rule("view.same", p("view", "x"), _identity_view, "view(x, x.shape) = x"),
     Rule("expand.same", p("expand", "x"), _identity_view, "expand(x, x.shape) = x"),
-    Rule("permute.permute", p("permute", p("permute", "x", "inner"), "outer"), _permute_permute, "permutations compose"),
+    Rule(
+        "permute.permute", p("permute", p("permute", "x", "inner"), "outer"), _permute_permute, "permutations compose"
+    ),
     Rule("t.t", p("t", p("t", "x")), _t_t, "x.T.T = x"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),

@@ -1,4 +1,4 @@
-# ruff: noqa: E501 (one line of text per node)
+
 """Claims become convex regions that never wait for each other, and everything that a backend says is checked."""
 
 from __future__ import annotations

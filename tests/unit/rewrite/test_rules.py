@@ -1,4 +1,4 @@
-# ruff: noqa: E501 (one line of text per node)
+
 """Every rule has a case that it rewrites and one that it must leave alone, both as text."""
 
 from __future__ import annotations
