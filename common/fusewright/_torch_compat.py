@@ -221,8 +221,7 @@ def onednn_fusion() -> Any:
 
 
 _NOT_ELEMENTWISE = frozenset(
-    ("copy_", "set_", "as_strided_", "resize_", "resize_as_", "detach_", "requires_grad_", "t_", "transpose_")
-    + ("unsqueeze_", "squeeze_")
+    "copy_ set_ as_strided_ resize_ resize_as_ detach_ requires_grad_ t_ transpose_ unsqueeze_ squeeze_".split()
 )
 """Writing ops that change more than values: their out-of-place form means something else."""
 

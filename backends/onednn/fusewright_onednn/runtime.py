@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusewright import _torch_compat as compat
+from fusewright.toolkit.torchscript import onednn_fusion
 
 NAMESPACE = "fusewright_onednn"
 ATTENTION = f"{NAMESPACE}::attention.default"
@@ -58,7 +58,7 @@ class _Partition:
     def _fuse(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Run until TorchScript has fused. The fuser is on for these runs only: it is a setting of the
         process."""
-        with compat.onednn_fusion():
+        with onednn_fusion():
             for _ in range(_WARM_UP_RUNS):
                 self._script(*tensors)
         self._fused = True
