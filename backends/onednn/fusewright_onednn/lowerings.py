@@ -312,11 +312,15 @@ def _sdpa_reason(op: OpView) -> str | None:
     return None
 
 
-@LOWERINGS.add("sdpa", dtypes=FLOATS, features={"onednn_graph"}, when=_sdpa_reason)
+@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, features={"onednn_graph"}, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
     """softmax(q k^T * scale + mask) v through oneDNN Graph, where that measures faster than torch's
     kernel."""
     op = m.anchor
+    if not all(b.links.unused(v) for v in op.outs[1:]):
+        b.keep(op)
+        b.notes[op.id] = "ATen: its backward needs the log-sum-exp"
+        return
     mask, causal, scale = op.arg("attn_mask"), bool(op.arg("is_causal")), op.arg("scale")
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
     specs = [b.spec(v) for v in values]

@@ -107,3 +107,14 @@ def test_lowering(causal: bool) -> None:
     z = g.op("view", g.op("transpose", y, 1, 2), [2, 24, 48])
     assert targets(check(g, [z]))[0] == ATTENTION
     assert targets(check(g, [z], "eager"))[0] == "aten::scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_form_that_capture_leaves(used: bool) -> None:
+    """Below autograd attention is `sdpa_with_lse`; a log-sum-exp that somebody reads keeps torch's kernel."""
+    g = Sketch()
+    q, k, v = (g.input(t) for t in _qkv(F32))
+    y = g.op("sdpa_with_lse", q, k, v)
+    outputs = [y, g.ops[-1].outs[1]] if used else [y]
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu" if used else ATTENTION
+    assert targets(check(g, outputs))[0] == name
