@@ -34,6 +34,12 @@ class BackendCrashError(FusewrightError, RuntimeError):
     """A backend crashed while compiling, in strict mode."""
 
 
+class IndexOutOfBoundsError(FusewrightError, IndexError, RuntimeError):
+    """An index outside a tensor, found by a kernel. Eager raises IndexError for some ops and RuntimeError for others
+    (gather, scatter), and a fused kernel may hold both: this is caught as either.
+    """
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint that ends an error message: the closest valid name, or all of them."""
     names = sorted(valid)

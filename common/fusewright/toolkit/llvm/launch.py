@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fusewright.errors import IndexOutOfBoundsError
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.types import is_float, to_torch
 from fusewright.toolkit.llvm.memory import INDEX_ERROR, ZERO_DIVISION
@@ -67,7 +68,7 @@ class Launcher:
 def raise_error(code: int, name: str) -> None:
     """Raises what the error code of a launch stands for."""
     if code & INDEX_ERROR:
-        raise IndexError(f"index out of range in {name}")
+        raise IndexOutOfBoundsError(f"index out of range in {name}")
     if code & ZERO_DIVISION:
         raise RuntimeError("ZeroDivisionError")
     raise RuntimeError(f"{name} failed with code {code}")
