@@ -48,7 +48,7 @@ class Temporaries(Context):
 def fused(region: Region, memo: KernelMemo | None = None, **kw: Any) -> tuple[Fragment, dict[int, TensorSpec]]:
     """The fragment of a region and the specs of all its values."""
     ctx = Temporaries()
-    fragment = fuse(region, ctx, memo=memo or KernelMemo(), **kw)
+    fragment = fuse(region, ctx, memo=KernelMemo() if memo is None else memo, **kw)
     specs = {v.id: v.spec for op in region.ops for v in (*op.inputs(), *op.outs) if v.spec is not None}
     return fragment, {**ctx.specs, **specs}
 

@@ -110,6 +110,7 @@ class Evaluator:
 
     def load(self, v: Value, at: At) -> Val:
         """From memory. Under a mask nothing is read where it does not hold."""
+        v = self.flow.place(v)
         assert v.spec is not None
         buffer = self.buffer(v)
         address = self.address(v.spec, at)

@@ -14,6 +14,7 @@ from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, loop_o
 from fusewright.toolkit.fuse.evaluate import NotAligned
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group, Grouper
+from fusewright.toolkit.fuse.layout import choose_layouts, renamed, restored
 from fusewright.toolkit.fuse.rules import Domain, Row, Rule
 from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
@@ -27,11 +28,17 @@ MAX_ROUNDS = 64
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region."""
+    """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region.
+
+    `results`: values of the graph that the call makes in another layout -> what it really makes (its own id and spec).
+    `accepts`: ids of values that the instructions read in any layout. The fuser puts the right ids in.
+    """
 
     ops: tuple[int, ...]
     instructions: tuple[Instruction, ...]
     note: str = ""
+    results: Mapping[int, Value] = field(default_factory=dict)
+    accepts: frozenset[int] = frozenset()
 
 
 class Unplaceable(Exception):
@@ -129,31 +136,45 @@ class _Planner:
         self.all_calls = [*calls, *alone]
         self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
+        self.values = {v.id: v for op in region.ops for v in (*op.inputs(), *op.outs)}
+        self.viewed: set[int] = set()
         self.needed = self._needed_by_calls()
         self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed))
+        for call in self.all_calls:
+            self.flow.places.update(call.results)
         self.out = Fused()
         self.sizes = _Sizes(region)
 
     def run(self) -> Fused:
         behind = frozenset(self._behind_views(self.needed))
         grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
-        groups = grouper.run()
-        for k, call in enumerate(self.all_calls):
-            self._add_call(call, k)
-        stored = self._stored(groups, self.needed, grouper)
-        for group in [g for g in grouper.groups if g is not None]:
+        stored = self._stored(grouper.run(), self.needed, grouper)
+        groups = [g for g in grouper.groups if g is not None]
+        exact = self._exact()
+        if self.flow.places:
+            choose_layouts(self.flow, groups, stored - exact, self.ctx)
+        for group in groups:
             self._add_group(group, stored)
+        for call in self.all_calls:
+            self._add_call(call, exact)
         return self.out
 
     # ---- what must be in memory ----
 
+    def _exact(self) -> set[int]:
+        """Ids of values that must have the graph's strides: somebody reads them who relies on that."""
+        wanted = {v.id for v in self.region.outputs} | set(self.viewed)
+        for call in self.all_calls:
+            for i in call.instructions:
+                wanted.update(r for r in reads(i) if r not in call.accepts)
+        return wanted
+
     def _needed_by_calls(self) -> dict[int, Value]:
         """Values that must be tensors because a call reads them or the region gives them away."""
-        known = {v.id: v for op in self.region.ops for v in (*op.inputs(), *op.outs)}
         wanted = {v.id: v for v in self.region.outputs}
         for call in self.all_calls:
             for i in call.instructions:
-                wanted.update((r, known[r]) for r in reads(i) if r in known)
+                wanted.update((r, self.values[r]) for r in reads(i) if r in self.values)
         return wanted
 
     def _behind_views(self, values: Mapping[int, Value]) -> set[int]:
@@ -213,15 +234,22 @@ class _Planner:
 
     # ---- instructions ----
 
-    def _add_call(self, call: LibraryCall, number: int) -> None:
-        made = frozenset(o for i in call.instructions for o in i.outs)
-        read = frozenset(r for i in call.instructions for r in reads(i)) - made
+    def _add_call(self, call: LibraryCall, exact: set[int]) -> None:
+        names = {i: self.flow.places[i].id for i in call.accepts if i in self.flow.places}
+        instructions = tuple(renamed(i, names) for i in call.instructions)
+        for i, made in call.results.items():
+            if i in exact:
+                assert made.spec is not None
+                instructions += restored(made, self.values[i], self.ctx)
+        makes = frozenset(o for i in instructions for o in i.outs)
+        read = frozenset(r for i in instructions for r in reads(i)) - makes
         position = max(self.position[i] for i in call.ops)
-        self.out.items.append(_Item(position, call.instructions, read, made))
+        self.out.items.append(_Item(position, instructions, read, makes))
         if call.note:
             self.out.notes.update(dict.fromkeys(call.ops, call.note))
 
     def _add_view(self, op: OpView) -> None:
+        self.viewed.update(v.id for v in op.inputs())
         read = frozenset(v.id for v in op.inputs())
         item = _Item(self.position[op.id], (self.ctx.aten(op),), read, frozenset(v.id for v in op.outs))
         self.out.items.append(item)
@@ -245,7 +273,7 @@ class _Planner:
     def _kernel(self, group: Group, stored: set[int]) -> Built:
         roots = roots_of(group, stored)
         domain, ordered = final_domain(group, roots)
-        order = loop_order(domain, _model(group, roots, domain), ordered)
+        order = loop_order(domain, _model(self.flow, group, roots, domain), ordered)
         signature = Signature(self.flow)
         key = signature.of(group.units, domain, order, roots)
         built = self.memo.get(key, signature.ids)
@@ -290,11 +318,11 @@ def final_domain(group: Group, roots: Sequence[Root]) -> tuple[Domain, bool]:
     return Domain(shape_of(biggest.spec), ()), False
 
 
-def _model(group: Group, roots: Sequence[Root], domain: Domain) -> Value | None:
+def _model(flow: Flow, group: Group, roots: Sequence[Root], domain: Domain) -> Value | None:
     """The tensor whose layout the loops follow: the largest stored one that has the domain's shape, else one that
     is read.
     """
-    values = [r.value for r in roots] + [v for u in group.units for v in u.op.inputs()]
+    values = [flow.place(v) for v in (*(r.value for r in roots), *(v for u in group.units for v in u.op.inputs()))]
     return next((v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape), None)
 
 

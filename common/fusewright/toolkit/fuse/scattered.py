@@ -85,8 +85,8 @@ def _stores(
         buffer = b.inout(f"a{k}", a.dtype)
         b.store(buffer, e.address(spec, At(shape_of(spec), places)), b.cast(value, a.dtype), how=a.how)
     for k, (v, at, val) in enumerate(results):
-        store(e, b.output(f"y{k}", _stored_type(v)), v.spec, at, val)  # type: ignore[arg-type]
-    return finished(e, [*last, *(r.value.id for r in roots)], started)
+        store(e, b.output(f"y{k}", _stored_type(v)), flow.place(v).spec, at, val)  # type: ignore[arg-type]
+    return finished(e, [*last, *(flow.place(r.value).id for r in roots)], started)
 
 
 def _stored_type(v: Value) -> str:

@@ -30,7 +30,8 @@ class Signature:
     def of(self, units: Sequence[Unit], domain: Domain, order: Sequence[int], roots: Sequence[Root]) -> Hashable:
         for u in units:
             args = tuple(self.arg(a) for a in u.op.args)
-            outs = tuple((self._fresh(v.id), layout(v.spec)) for v in u.op.outs)
+            placed = [self.flow.place(v) for v in u.op.outs]
+            outs = tuple((self._fresh(v.id), layout(v.spec)) for v in placed)
             self.parts.append((u.op.op, getattr(u.rule, "outs", ()), args, outs))
         stored = tuple((self.arg(r.value), r.level) for r in roots)
         return tuple(self.parts), domain, tuple(order), stored
@@ -44,9 +45,10 @@ class Signature:
 
     def value(self, v: Value) -> int:
         """The number of a value; what lies behind a view or an inlined op belongs to the group."""
+        made = self.flow.producer.get(v.id)
+        v = self.flow.place(v)
         if v.id in self.number:
             return self.number[v.id]
-        made = self.flow.producer.get(v.id)
         if made is not None and (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):
             op, k = made
             self.parts.append((op.op, k, tuple(self.arg(a) for a in op.args), tuple(layout(o.spec) for o in op.outs)))
@@ -73,6 +75,9 @@ class KernelMemo:
         self._limit = limit
         self._found: OrderedDict[Hashable, Built] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._found)
 
     def get(self, key: Hashable, ids: Sequence[int]) -> Built | None:
         with self._lock:

@@ -1,0 +1,217 @@
+"""What shares a kernel, what stays a view, what is computed where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.interface import Value
+from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.toolkit.fuse.fuser import LibraryCall
+from fusewright.toolkit.fuse.signature import KernelMemo
+from tests.fragments import Sketch
+from tests.unit.fuse.running import LOADERS, execute, fused, kernel_count, run_sketch
+
+
+def check(g: Sketch, outputs: list[Value], kernels: int) -> list[Launch]:
+    """Right values and strides with both loaders, in so many kernels."""
+    for loader in LOADERS.values():
+        fragment, got = run_sketch(g, outputs, loader)
+        for ours, eager in zip(got, g.expected(outputs), strict=True):
+            torch.testing.assert_close(ours, eager, equal_nan=True)
+            assert ours.stride() == eager.stride()
+    assert kernel_count(fragment) == kernels
+    return [i for i in fragment.instructions if isinstance(i, Launch)]
+
+
+def test_pointwise_chain_is_one_kernel() -> None:
+    g = Sketch()
+    x, bias = g.input(torch.randn(4, 8)), g.input(torch.randn(8))
+    y = g.op("gelu", g.op("add", x, bias))
+    (launch,) = check(g, [y], 1)
+    assert launch.outs == (y.id,), "the sum is not stored"
+
+
+def test_residual_and_norm_are_one_kernel_with_two_results() -> None:
+    g = Sketch()
+    x, r, w, b = (g.input(torch.randn(*s)) for s in ((4, 8), (4, 8), (8,), (8,)))
+    s = g.op("add", x, r)
+    y = g.op("layer_norm", s, [8], w, b, 1e-5)
+    (launch,) = check(g, [s, y], 1)
+    assert set(launch.outs) == {s.id, y.id}, "mean and rstd are not stored"
+
+
+def test_masked_scaled_softmax_is_one_kernel() -> None:
+    g = Sketch()
+    scores, mask = g.input(torch.randn(2, 3, 5, 5)), g.input(torch.rand(2, 1, 1, 5) > 0.3)
+    masked = g.op("masked_fill", g.op("mul", scores, 0.125), mask, -1e9)
+    check(g, [g.op("softmax", masked, -1, False)], 1)
+
+
+def test_mean_and_variance_feed_what_follows_in_the_same_kernel() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(6, 16))
+    g.op("var_mean", x, [1], correction=0, keepdim=True)
+    var, mean = g.ops[-1].outs
+    y = g.op("mul", g.op("sub", x, mean), g.op("rsqrt", g.op("add", var, 1e-5)))
+    check(g, [y], 1)
+
+
+def test_reshape_between_ops_costs_nothing() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(2, 3, 4))
+    y = g.op("view", g.op("exp", x), [6, 4])
+    check(g, [g.op("softmax", y, -1, False)], 1)
+
+
+def test_transposed_reader_of_a_row_result_gets_it_from_memory() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(5, 5))
+    p = g.op("softmax", x, -1, False)
+    check(g, [g.op("add", p, g.op("t", p))], 2)
+
+
+def test_siblings_over_one_tensor_share_a_kernel() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(64, 64))
+    check(g, [g.op("sin", x), g.op("cos", x)], 1)
+
+
+def test_two_producers_of_one_op_merge() -> None:
+    g = Sketch()
+    x, y = g.input(torch.randn(8, 8)), g.input(torch.randn(8, 8))
+    check(g, [g.op("add", g.op("exp", x), g.op("tanh", y))], 1)
+
+
+def test_no_kernel_waits_for_itself() -> None:
+    g = Sketch()
+    x, w = g.input(torch.randn(8, 8)), g.input(torch.randn(8, 8))
+    a = g.op("exp", x)
+    b = g.op("mm", a, w)  # eager's, between the two ends
+    check(g, [g.op("add", a, b)], 2)
+
+
+def test_a_view_that_leaves_the_region_is_a_view() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(4, 6))
+    y = g.op("exp", x)
+    v = g.op("transpose", y, 0, 1)
+    fragment, (base, view) = run_sketch(g, [y, v])
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert kernel_count(fragment) == 1
+
+
+def test_masks_from_positions_are_computed_where_they_are_used() -> None:
+    g = Sketch("forward")
+    x = g.input(torch.randn(3, 8, 8))
+    rows = g.op("unsqueeze", g.op("arange", 0, 8), 1)
+    keep = g.op("le", g.op("arange", 0, 8), rows)
+    check(g, [g.op("where", keep, x, g.op("scalar_tensor", -1.0))], 1)
+
+
+def test_what_depends_on_weights_alone_stays_a_call_that_runs_once() -> None:
+    g = Sketch("infer")
+    x, w = g.input(torch.randn(4, 8)), g.input(torch.randn(8), const=True)
+    check(g, [g.op("mul", x, g.op("exp", w))], 1)
+    fragment, _ = fused(g.region([g.ops[-1].out]))
+    assert [i.target for i in fragment.instructions if isinstance(i, Call)] == ["aten::exp.default"]
+
+
+def test_loops_follow_the_memory_of_the_result() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    (launch,) = check(g, [g.op("relu", g.op("add", x, 1.0))], 1)
+    fragment, _ = fused(g.region([g.ops[-1].out]))
+    assert fragment.kernels[launch.kernel].p == (120,), "one dense axis, though dim 1 is innermost"
+
+
+def test_column_reduction_does_not_swallow_a_tensor_that_others_read() -> None:
+    g = Sketch()
+    x, y = g.input(torch.randn(16, 8)), g.input(torch.randn(16, 8))
+    s = g.op("mul", x, y)
+    check(g, [s, g.op("sum", s, [0])], 2)
+    g = Sketch()
+    x, y = g.input(torch.randn(16, 8)), g.input(torch.randn(16, 8))
+    check(g, [g.op("sum", g.op("mul", x, y), [0])], 1)
+
+
+def test_scatter_reads_its_messages_where_they_are_made() -> None:
+    g = Sketch()
+    h, source, target = g.input(torch.randn(5, 4)), torch.tensor([0, 4, 4, 2]), torch.tensor([1, 1, 3, 0])
+    messages = g.op("mul", g.op("index_select", h, 0, g.input(source)), 2.0)
+    out = g.op("index_add", g.op("full", [5, 4], 0.0), 0, g.input(target), messages)
+    launches = check(g, [out], 2)
+    assert launches[1].updates == ((0, launches[1].inputs.index(Ref(launches[0].outs[0]))),)
+
+
+def test_layer_norm_backward_is_a_row_kernel_and_a_column_kernel() -> None:
+    g = Sketch()
+    x, w, b, grad = (g.input(torch.randn(*s)) for s in ((6, 8), (8,), (8,), (6, 8)))
+    _, mean, rstd = (g.input(t) for t in torch.native_layer_norm(g.tensors[x.id], [8], None, None, 1e-5))
+    g.op("layer_norm_backward", grad, x, [8], mean, rstd, w, b, [True, True, True])
+    rows, columns = check(g, list(g.ops[-1].outs), 2)
+    assert (len(rows.outs), len(columns.outs)) == (1, 2)
+
+
+def test_equal_layers_build_one_kernel() -> None:
+    g = Sketch()
+    x, w = g.input(torch.randn(4, 8)), g.input(torch.randn(8, 8))
+    for _ in range(12):
+        x = g.op("mm", g.op("gelu", g.op("add", x, 1.0)), w)
+    memo = KernelMemo()
+    fragment, _ = fused(g.region([x]), memo)
+    assert kernel_count(fragment) == 12
+    assert len(fragment.kernels) == 1 and len(memo) == 1
+
+
+def test_minus_zero_and_zero_are_two_kernels() -> None:
+    memo = KernelMemo()
+    for value in (0.0, -0.0, 1, True):
+        g = Sketch()
+        fused(g.region([g.op("mul", g.input(torch.randn(3)), value)]), memo)
+    assert len(memo) == 4
+
+
+def _library(g: Sketch, value: Value, target: str, layout: torch.memory_format, ctx_id: int) -> LibraryCall:
+    """A call that makes `value` channels-last under an id of its own."""
+    op = next(o for o in g.ops if o.out is value)
+    (source,) = op.inputs()
+    made = Value(ctx_id, replace(value.spec, stride=g.tensors[value.id].to(memory_format=layout).stride()))  # type: ignore[type-var, arg-type]
+    calls = (
+        Call(target, (Ref(source.id),), (ctx_id + 1,)),
+        Call("aten::clone.default", (Ref(ctx_id + 1),), (ctx_id,), (("memory_format", layout),)),
+    )
+    return LibraryCall((op.id,), calls, results={value.id: made}, accepts=frozenset({source.id}))
+
+
+def test_a_layout_of_a_library_goes_through_kernels_and_is_put_back_at_the_end() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(2, 3, 4, 5))
+    a = g.op("sigmoid", x)
+    b = g.op("relu", g.op("mul", a, 2.0))
+    c = g.op("exp", b)
+    calls = [_library(g, a, "aten::sigmoid.default", torch.channels_last, 700),
+             _library(g, c, "aten::exp.default", torch.channels_last, 710)]  # fmt: skip
+    fragment, specs = fused(g.region([c]), calls=calls)
+    for call in calls:
+        specs.update((v.id, v.spec) for v in call.results.values() if v.spec is not None)
+    env: dict[int, Any] = {x.id: g.tensors[x.id]}
+    execute(fragment, specs, env, LOADERS["interpreter"])
+    assert torch.equal(env[c.id], g.tensors[c.id]) and env[c.id].stride() == g.tensors[c.id].stride()
+    (launch,) = [i for i in fragment.instructions if isinstance(i, Launch)]
+    assert launch.inputs == (Ref(700),)
+    assert specs[launch.outs[0]].stride == (60, 1, 15, 3), "relu's result stays channels-last"
+    assert b.id not in env
+
+
+@pytest.mark.parametrize("loader", list(LOADERS))
+def test_an_index_out_of_bounds_raises(loader: str) -> None:
+    g = Sketch()
+    table, index = g.input(torch.randn(4, 3)), g.input(torch.tensor([0, 1]))
+    out = g.op("embedding", table, index)
+    g.tensors[index.id] = torch.tensor([0, 9])
+    with pytest.raises(IndexError):
+        run_sketch(g, [out], LOADERS[loader])
