@@ -246,8 +246,8 @@ class _Lazy:
 
 
 def _compare(kind: str, wanted: Sequence[Any], got: Sequence[Any], exact: Callable[[int], Any]) -> Iterator[str]:
-    # A gradient that cancels out has the rounding of what it was summed from: cotangents are about 1.
-    scale = max(_largest(wanted), 1.0) if kind == "gradient" else 0.0
+    # What cancels out has the rounding of what it was summed from: other results, or cotangents, which are about 1.
+    scale = max(_largest(wanted), 1.0 if kind == "gradient" else 0.0)
     for i, (w, g) in enumerate(itertools.zip_longest(wanted, got)):
         if not isinstance(w, torch.Tensor) or not isinstance(g, torch.Tensor):
             same = type(w) is type(g) and (w == g or w != w)
