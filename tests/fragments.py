@@ -3,7 +3,7 @@
 g = Sketch()
 x, w = g.input(torch.randn(4, 8)), g.input(torch.randn(16, 8), const=True)
 y = g.op("gelu", g.op("linear", x, w))
-fragment = backend.compile(g.region([y]), Context({"prepack": "always"}))
+fragment = backend.compile(g.region([y]), Context({"prepack": "always"}, device, specs=g.temporaries))
 (ours,) = g.run(fragment, [y])
 """
 
@@ -17,8 +17,9 @@ import torch
 
 from fusewright import ops
 from fusewright.interface import Device, Fragment, OpView, Phase, Region, TensorSpec, Value
-from fusewright.plan.ir import Call, Instruction
-from fusewright.toolkit.library import ref
+from fusewright.plan.build import call_of
+from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.toolkit.kernel import Kernel, interpret
 
 
 def spec_of(t: torch.Tensor, const: bool = False) -> TensorSpec:
@@ -41,6 +42,7 @@ class Sketch:
         self.inputs: list[Value] = []
         self.ops: list[OpView] = []
         self.tensors: dict[int, torch.Tensor] = {}
+        self.temporaries: dict[int, TensorSpec] = {}
 
     def input(self, t: torch.Tensor, const: bool = False) -> Value:
         """A tensor that comes from outside; `const`: a weight."""
@@ -88,28 +90,53 @@ class Sketch:
         """What the fragment computes from the same inputs, which must stay as they are."""
         env: dict[int, Any] = {v.id: self.tensors[v.id] for v in self.inputs}
         before = {v.id: self.tensors[v.id].clone() for v in self.inputs}
-        evaluate(fragment.instructions, env)
+        evaluate(fragment, {**self.temporaries, **self._specs()}, env)
         for i, t in before.items():
             assert torch.equal(t.nan_to_num(), self.tensors[i].nan_to_num()), f"input {i} was overwritten"
         return [env[v.id] for v in outputs]
 
+    def _specs(self) -> dict[int, TensorSpec]:
+        made = [v for op in self.ops for v in op.outs]
+        return {v.id: v.spec for v in (*self.inputs, *made) if v.spec is not None}
 
-def evaluate(instructions: Sequence[Instruction], env: dict[int, Any]) -> None:
-    """Run calls in order over a dictionary of values, which receives the results."""
-    for i in instructions:
-        assert isinstance(i, Call), f"no evaluator for {type(i).__name__}"
-        args = _resolved(i.args, env)
-        result = operator(i.target)(*args, **{k: _resolved(v, env) for k, v in i.kwargs})
-        results = result if i.packed or len(i.outs) > 1 else (result,)
-        for o, r in zip(i.outs, results, strict=True):
-            assert o not in env, f"value {o} is made twice"
-            env[o] = r
+
+def evaluate(fragment: Fragment, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
+    """Run instructions in order over a dictionary of values, which receives the results. Every tensor must be what its
+    spec says; kernels run by the interpreter."""
+    for i in fragment.instructions:
+        assert not set(i.outs) & set(env), f"one of the values {i.outs} is made twice"
+        if isinstance(i, Launch):
+            _launch(i, fragment.kernels[i.kernel], specs, env)
+        else:
+            assert isinstance(i, Call), f"no evaluator for {type(i).__name__}"
+            args = _resolved(i.args, env)
+            result = operator(i.target)(*args, **{k: _resolved(v, env) for k, v in i.kwargs})
+            env.update(zip(i.outs, result if i.packed or len(i.outs) > 1 else (result,), strict=True))
+        for o in i.outs:
+            if o in specs:
+                _assert_is(env[o], specs[o], o)
+
+
+def _assert_is(t: torch.Tensor, spec: TensorSpec, id: int) -> None:
+    """The host believes specs: a kernel that reads this value is built for these strides."""
+    made, wanted = ([s for n, s in zip(t.shape, x, strict=True) if n > 1] for x in (t.stride(), spec.stride))
+    assert (tuple(t.shape), t.dtype, made) == (spec.shape, spec.dtype, wanted), f"value {id} is not what its spec says"
+
+
+def _launch(i: Launch, kernel: Kernel, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
+    onto = dict(i.updates)
+    for k, o in enumerate(i.outs):
+        s = specs[o]
+        fresh = torch.empty_strided(s.shape, s.stride, dtype=s.dtype)  # type: ignore[arg-type]
+        env[o] = env[i.inputs[onto[k]].id] if k in onto else fresh.fill_(1)
+    sizes = [int(env[s[1].id].shape[s[2]]) if isinstance(s, tuple) else int(_resolved(s, env)) for s in i.sizes]
+    interpret(kernel, [env[v] for v in (*(r.id for r in i.inputs), *i.outs)], sizes, _resolved(i.scalars, env))
 
 
 def _resolved(arg: Any, env: Mapping[int, Any]) -> Any:
     if isinstance(arg, tuple | list):
         return [_resolved(a, env) for a in arg]
-    return env[arg.id] if hasattr(arg, "id") else arg
+    return env[arg.id] if isinstance(arg, Ref) else arg
 
 
 def by_preference(*names: str) -> Callable[[str, Sequence[str]], str]:
@@ -130,18 +157,18 @@ class Context:
     device: Device
     pick: Callable[[str, Sequence[str]], str] = first
     asked: list[str] = field(default_factory=list)
+    specs: dict[int, TensorSpec] = field(default_factory=dict)
+    """Of the temporary values, which a fragment does not say."""
     _next: int = 1000
 
     def value(self, spec: TensorSpec | None) -> Value:
         self._next += 1
+        if spec is not None:
+            self.specs[self._next] = spec
         return Value(self._next, spec)
 
     def aten(self, op: OpView) -> Call:
-        row = ops.OPS[op.op]
-        positional = tuple(ref(op.arg(p.name)) for p in row.params if not p.kwonly)
-        named = tuple((p.name, ref(op.arg(p.name))) for p in row.params if p.kwonly)
-        packed = len(row.target._schema.returns) > 1
-        return Call(op.target, positional, tuple(o.id for o in op.outs), named, packed=packed, op_id=op.id)
+        return call_of(op)
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
         self.asked.append(key)
@@ -149,9 +176,15 @@ class Context:
 
 
 def targets(fragment: Fragment, once: bool = False) -> list[str]:
-    """Names of the calls for goldens, "mkldnn::_linear_pointwise": those made once, or those of each run."""
-    calls = [i for i in fragment.instructions if isinstance(i, Call) and i.once is once]
-    return [i.target.removesuffix(".default") for i in calls]
+    """What runs, for goldens: "mkldnn::_linear_pointwise", or "kernel add_silu" for a loop kernel with these ops.
+    `once`: what runs for constants."""
+    found = []
+    for i in fragment.instructions:
+        if isinstance(i, Launch):
+            found += [] if once else [f"kernel {fragment.kernels[i.kernel].name}"]
+        elif isinstance(i, Call) and i.once is once:
+            found.append(i.target.removesuffix(".default"))
+    return found
 
 
 def symbolic(op: OpView, **shapes: tuple[Any, ...]) -> OpView:

@@ -85,9 +85,7 @@ class X86OneDnn(FusedBackend):
 
     def fingerprint(self) -> str:
         d = self.running_on()
-        versions = (
-            f"{self.interface[0]}.{self.interface[1]}-{self.opset}-{d.driver}-torch {torch.__version__}"
-        )
+        versions = f"{self.interface[0]}.{self.interface[1]}-{self.opset}-{d.driver}-torch {torch.__version__}"
         return f"{self.name}-{versions}-{d.arch}-{','.join(sorted(d.features))}"
 
 
@@ -119,9 +117,7 @@ def find_matches(region: Region, b: Builder) -> dict[int, Match]:
     return found
 
 
-def _concatenations(
-    region: Region, b: Builder, matches: Mapping[int, Match]
-) -> dict[int, tuple[OpView, ...]]:
+def _concatenations(region: Region, b: Builder, matches: Mapping[int, Match]) -> dict[int, tuple[OpView, ...]]:
     """Linears without neighbours that share their input and are faster as one product: op id -> its group."""
     found: dict[int, tuple[OpView, ...]] = {}
     alone = [op for op in region.ops if op.id in matches and not matches[op.id].posts]

@@ -46,12 +46,8 @@ class Builder:
         self.notes: dict[int, str] = {}
         self._instructions: list[Instruction] = []  # of the match that is being lowered
         self._constants: dict[Any, Ref] = {}
-        self._const = (
-            {v.id for v in region.inputs if v.spec and v.spec.const} if region.phase == "infer" else set()
-        )
-        self._moved: dict[
-            int, Value
-        ] = {}  # id in the graph -> the value with other strides that stands for it
+        self._const = {v.id for v in region.inputs if v.spec and v.spec.const} if region.phase == "infer" else set()
+        self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
         self._restored: set[int] = set()
 
     # -- constants

@@ -68,18 +68,14 @@ class Product:
         most = min(PROXY_FLOPS / (2.0 * self.m * self.k), PROXY_ELEMENTS / self.k)
         if self.n <= most:
             return self
-        return Product(
-            self.m, self.k, max(64, int(most) // 64 * 64), self.dtype, self.bias, self.x_rows, self.w_rows
-        )
+        return Product(self.m, self.k, max(64, int(most) // 64 * 64), self.dtype, self.bias, self.x_rows, self.w_rows)
 
 
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> str:
     """ "aten", "dense" or "packed", among `forms`. "aten" is what eager calls (MKL for fp32)."""
     if len(forms) == 1:
         return forms[0]
-    return ctx.choose(
-        f"{product.key} {'/'.join(forms)}", _Lazy({f: _linear_thunk(product.proxy(), f) for f in forms})
-    )
+    return ctx.choose(f"{product.key} {'/'.join(forms)}", _Lazy({f: _linear_thunk(product.proxy(), f) for f in forms}))
 
 
 def _linear_thunk(p: Product, form: str) -> Callable[[], Thunk]:
@@ -91,16 +87,12 @@ def _linear_thunk(p: Product, form: str) -> Callable[[], Thunk]:
         if form == "dense":
             return lambda: torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
         packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
-        return penalised(
-            lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), PACKED_GAIN
-        )
+        return penalised(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), PACKED_GAIN)
 
     return make
 
 
-def concat_pays(
-    ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool
-) -> bool:
+def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> bool:
     """Whether one product with concatenated weights beats separate ones, each in its packed form."""
     key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
 

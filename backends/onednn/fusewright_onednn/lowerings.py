@@ -166,12 +166,7 @@ def may_concat(op: OpView, b: Builder) -> bool:
     if op.op not in LOWERINGS or not LOWERINGS.supports(op, b.ctx.device):
         return False
     _, w, bias = _operands(op)
-    return (
-        b.ctx.options["prepack"] != "never"
-        and b.is_const(w)
-        and b.is_const(bias)
-        and _spec(op.arg("input")).static
-    )
+    return b.ctx.options["prepack"] != "never" and b.is_const(w) and b.is_const(bias) and _spec(op.arg("input")).static
 
 
 def concat_pays(group: Sequence[OpView], b: Builder) -> bool:
@@ -290,9 +285,7 @@ def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.
     scaled = b.once("aten::mul.Tensor", wide(weight), column)
     if dtype is torch.float32:
         return scaled, shift
-    return b.once("aten::_to_copy.default", scaled, dtype=dtype), b.once(
-        "aten::_to_copy.default", shift, dtype=dtype
-    )
+    return b.once("aten::_to_copy.default", scaled, dtype=dtype), b.once("aten::_to_copy.default", shift, dtype=dtype)
 
 
 # -- attention

@@ -31,9 +31,7 @@ class PostOp:
 
 def _limits(op: OpView) -> Scalars | None:
     low, high = op.arg("min"), op.arg("max")
-    return (
-        (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
-    )
+    return (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
 
 
 def _slope(op: OpView) -> Scalars | None:
@@ -183,9 +181,7 @@ def _other(op: OpView, value: Value) -> Value | None:
 
 def _same_type(a: Value, b: Value) -> bool:
     x, y = a.spec, b.spec
-    return (
-        isinstance(x, TensorSpec) and isinstance(y, TensorSpec) and (x.shape, x.dtype) == (y.shape, y.dtype)
-    )
+    return isinstance(x, TensorSpec) and isinstance(y, TensorSpec) and (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
 _STAGES: Mapping[str, Callable[[OpView, Value, Links], bool]] = {

@@ -121,9 +121,7 @@ def attention(
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         extra = (added,)
     out = _run((query.float(), key.float(), value.float(), *extra), factor)
-    result = torch.empty_like(
-        query
-    )  # torch's kernel lays its result out like the query, and views of it rely on that
+    result = torch.empty_like(query)  # torch's kernel lays its result out like the query, and views of it rely on that
     return out if (out.dtype, out.stride()) == (result.dtype, result.stride()) else result.copy_(out)
 
 

@@ -16,9 +16,7 @@ ATTENTION = "fusewright_onednn::attention"
 pytestmark = pytest.mark.skipif(not runtime.graph_available(), reason="this torch has no oneDNN Graph")
 
 
-def _qkv(
-    dtype: torch.dtype, rows: int = 24, columns: int = 24, transposed: bool = True
-) -> list[torch.Tensor]:
+def _qkv(dtype: torch.dtype, rows: int = 24, columns: int = 24, transposed: bool = True) -> list[torch.Tensor]:
     torch.manual_seed(0)
     made = []
     for length in (rows, columns, columns):
@@ -29,9 +27,7 @@ def _qkv(
 
 def _error(ours: torch.Tensor, qkv: list[torch.Tensor], **how: object) -> tuple[float, float]:
     """Our largest error against fp64, and eager's."""
-    wide = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in how.items()
-    }
+    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in how.items()}
     exact = eager(*(t.double() for t in qkv), **wide)
     theirs = eager(*qkv, **how)
     assert ours.stride() == theirs.stride() and ours.dtype == theirs.dtype

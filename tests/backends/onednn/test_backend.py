@@ -11,15 +11,13 @@ from fusewright import machine
 from fusewright.interface import Device, Unavailable, Why
 from fusewright_onednn import target
 from fusewright_onednn.backend import X86OneDnn
-from tests.backends.onednn.common import DEVICE
-from tests.fragments import Sketch
+from tests.backends.onednn.common import DEVICE, check
+from tests.fragments import Sketch, targets
 
 V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"})
 
 
-def _machine(
-    monkeypatch: pytest.MonkeyPatch, arch: str, features: frozenset[str], mkldnn: bool = True
-) -> None:
+def _machine(monkeypatch: pytest.MonkeyPatch, arch: str, features: frozenset[str], mkldnn: bool = True) -> None:
     monkeypatch.setattr(machine, "arch", lambda: arch)
     monkeypatch.setattr(machine, "cpu_features", lambda: features)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: mkldnn)
@@ -72,10 +70,10 @@ def test_fingerprint_tells_machines_apart() -> None:
     assert torch.__version__ in X86OneDnn(DEVICE).fingerprint()
 
 
-def test_a_region_without_library_calls_is_given_back() -> None:
+def test_what_no_library_call_takes_becomes_a_kernel() -> None:
     g = Sketch()
-    y = g.op("relu", g.input(torch.randn(4)))
-    assert X86OneDnn(DEVICE).profitable(g.region([y])).why is Why.UNPROFITABLE
+    y = g.op("mul", g.op("relu", g.input(torch.randn(4))), 2.0)
+    assert targets(check(g, [y])) == ["kernel mul"]  # the relu is computed where it is read
 
 
 def test_an_unknown_op_is_not_claimed() -> None:

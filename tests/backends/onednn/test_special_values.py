@@ -15,15 +15,11 @@ ARGS = {"clamp": (0.0, 6.0), "leaky_relu": (0.1,)}
 VALUES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.5, -1.5, 90.0, -90.0, 1e30, -1e30]
 
 
-def _through(
-    name: str, dtype: torch.dtype, finite_math: bool
-) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def _through(name: str, dtype: torch.dtype, finite_math: bool) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Ours, eager's: a product with ones whose rows carry the special values, and the op behind it."""
     g = Sketch()
     x = g.input(torch.tensor(VALUES, dtype=dtype).view(-1, 1))
-    y = g.op(
-        name, g.op("linear", x, g.input(torch.ones(32, 1, dtype=dtype), const=True)), *ARGS.get(name, ())
-    )
+    y = g.op(name, g.op("linear", x, g.input(torch.ones(32, 1, dtype=dtype), const=True)), *ARGS.get(name, ()))
     fragment = compiled(g, [y], finite_math=finite_math)
     return g.run(fragment, [y])[0], g.expected([y])[0], targets(fragment)
 
