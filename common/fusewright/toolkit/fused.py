@@ -3,7 +3,7 @@
     class MyCpu(FusedBackend):
         name, device_type = "my_cpu", "cpu"
         lowerings = LOWERINGS                  # library calls, op by op
-        loader = staticmethod(llvm_loader)     # kernels -> code
+        loader = llvm_loader                   # kernels -> code
 
         @classmethod
         def probe(cls) -> Device | Unavailable: ...
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fusewright.interface import (
     Backend,
@@ -35,44 +35,81 @@ from fusewright.toolkit.fuse.tables import verdict as kernel_verdict
 from fusewright.toolkit.kernel import Kernel, interpret
 from fusewright.toolkit.library import LoweringTable, OpLowering
 
+if TYPE_CHECKING:
+    from fusewright.toolkit.llvm.launch import Launcher
+
 __all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader", "llvm_loader"]
 
-Loader: TypeAlias = Callable[[Mapping[str, Kernel]], Mapping[str, KernelCode]]
+class Loader(Protocol):
+    """Makes code of kernels. `pack` and `unpack` are the way to the plan cache and back; `pack` gives None for no way."""
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]: ...
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None: ...
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]: ...
 
 
-def interpreter_loader(kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+class InterpreterLoader:
     """Kernels run by the reference interpreter: slow, on CPU tensors, on every machine."""
-    return {h: KernelCode(_interpreted(k)) for h, k in kernels.items()}
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        return {h: KernelCode(_interpreted(k)) for h, k in kernels.items()}
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+        return None
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
+        raise ValueError("the interpreter stores no code")
 
 
 def _interpreted(kernel: Kernel) -> Callable[..., None]:
     return lambda tensors, sizes=(), scalars=(): interpret(kernel, tensors, sizes, scalars)
 
 
-def llvm_loader(kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+class LlvmLoader:
     """Kernels compiled for this CPU."""
-    from fusewright.toolkit.llvm import compile_kernels
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        from fusewright.toolkit.llvm import compile_kernels
+
+        module = compile_kernels(list(kernels.values()))
+        return {h: _native(module.launcher(k)) for h, k in kernels.items()}
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+        from fusewright.toolkit.llvm import archive
+
+        return archive.pack(kernels)
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
+        from fusewright.toolkit.llvm import archive
+
+        return {h: _native(launcher) for h, launcher in archive.unpack(data).items()}
+
+
+def _native(launcher: Launcher) -> KernelCode:
+    return KernelCode(launcher, launcher.address, partial(_error, name=launcher.kernel.name))
+
+
+def _error(code: int, name: str) -> Exception:
     from fusewright.toolkit.llvm.launch import raise_error
 
-    def error(code: int, name: str) -> Exception:
-        try:
-            raise_error(code, name)
-        except (IndexError, RuntimeError) as e:
-            return e
-        raise AssertionError(f"code {code} of {name} stands for no error")
+    try:
+        raise_error(code, name)
+    except (IndexError, RuntimeError) as e:
+        return e
+    raise AssertionError(f"code {code} of {name} stands for no error")
 
-    module = compile_kernels(list(kernels.values()))
-    out = {}
-    for h, k in kernels.items():
-        out[h] = KernelCode(module.launcher(k), module.addresses[h], partial(error, name=k.name))
-    return out
+
+interpreter_loader = InterpreterLoader()
+llvm_loader = LlvmLoader()
 
 
 class FusedBackend(Backend):
     """See the module. What its library table does not take, a kernel computes where there is a rule for it."""
 
     lowerings: ClassVar[LoweringTable[Any]] = LoweringTable[OpLowering]()
-    loader: ClassVar[Loader] = staticmethod(llvm_loader)
+    loader: ClassVar[Loader] = llvm_loader
 
     @classmethod
     def lowers(cls) -> Sequence[str]:
@@ -106,8 +143,18 @@ class FusedBackend(Backend):
 
     def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         """Code for kernels; on a simulated device by the interpreter."""
-        loader = interpreter_loader if self.running_on().simulated else type(self).loader
-        return loader(kernels)
+        self._loaded = dict(kernels)
+        return self._loader()(kernels)
+
+    def store(self, kernels: Sequence[str]) -> bytes | None:
+        return self._loader().pack({h: self._loaded[h] for h in kernels})
+
+    def restore(self, data: bytes, kernels: Sequence[str]) -> Mapping[str, KernelCode]:
+        found = self._loader().unpack(data)
+        return {h: found[h] for h in kernels}
+
+    def _loader(self) -> Loader:
+        return interpreter_loader if self.running_on().simulated else type(self).loader
 
     def running_on(self) -> Device:
         """The device, probed when first needed. RuntimeError when there is none."""

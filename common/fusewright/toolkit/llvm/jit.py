@@ -41,6 +41,15 @@ class CompiledModule:
         return Launcher(kernel, self.addresses[structural_hash(kernel)])
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Linked object code: the kernels in it, and the outside symbols that it needs."""
+
+    code: bytes
+    hashes: tuple[str, ...]
+    symbols: tuple[str, ...]
+
+
 class _Process:
     """The process's JIT: linked code lives as long as the process, so addresses never go stale."""
 
@@ -51,7 +60,7 @@ class _Process:
         self.names = itertools.count()
         self.trackers: list[object] = []
         self.addresses: dict[str, int] = {}
-        self.objects: dict[str, bytes] = {}
+        self.images: dict[str, Image] = {}
 
     def link(self, code: bytes, hashes: Iterable[str], symbols: Iterable[str]) -> None:
         wanted = list(hashes)
@@ -62,8 +71,10 @@ class _Process:
             builder.export_symbol(symbol_name(h))
         tracker = builder.link(self.lljit, f"fusewright{next(self.names)}")
         self.trackers.append(tracker)
+        image = Image(code, tuple(wanted), tuple(symbols))
         for h in wanted:
             self.addresses[h] = tracker[symbol_name(h)]
+            self.images[h] = image
 
 
 _CREATION = threading.Lock()
@@ -121,6 +132,14 @@ def compile_kernels(kernels: Sequence[Kernel]) -> CompiledModule:
             code = to_object(text, process.machine)
             process.link(code, new, symbols)
         return CompiledModule({h: process.addresses[h] for h in by_hash}, code, symbols)
+
+
+def images(hashes: Iterable[str]) -> list[Image]:
+    """The object code that holds these kernels of the process, each once. KeyError for a kernel that is not loaded."""
+    process = _process()
+    with process.lock:
+        found = [process.images[h] for h in hashes]
+    return list({id(i): i for i in found}.values())
 
 
 def load_module(object_bytes: bytes, hashes: Sequence[str], symbols: Sequence[str]) -> CompiledModule:

@@ -1,0 +1,34 @@
+"""Compiled kernels as bytes for the plan cache, and back: object code and the kernels themselves, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from fusewright.toolkit.kernel import Kernel, from_json, to_json
+from fusewright.toolkit.llvm.jit import images, load_module
+from fusewright.toolkit.llvm.launch import Launcher
+
+
+def pack(kernels: Mapping[str, Kernel]) -> bytes:
+    """The code of loaded kernels, by structural hash. Object code that other kernels share goes along whole."""
+    found = images(kernels)
+    header = {
+        "kernels": {h: to_json(k) for h, k in kernels.items()},
+        "images": [{"hashes": i.hashes, "symbols": i.symbols, "bytes": len(i.code)} for i in found],
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(i.code for i in found)
+
+
+def unpack(data: bytes) -> dict[str, Launcher]:
+    """Link what `pack` gave and return a launcher for each kernel. ValueError, KeyError or RuntimeError when it does not fit."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    at = 8 + length
+    addresses: dict[str, int] = {}
+    for image in header["images"]:
+        code = data[at : at + image["bytes"]]
+        at += image["bytes"]
+        addresses.update(load_module(code, image["hashes"], image["symbols"]).addresses)
+    return {h: Launcher(from_json(k), addresses[h]) for h, k in header["kernels"].items()}
