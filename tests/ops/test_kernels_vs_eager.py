@@ -57,10 +57,7 @@ def judge(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
     fine = ~odd & torch.isfinite(eager)
     if fine.any():
         size = max(1.0, float(exact[fine].abs().max()))
-        allowed = (
-            2 * (eager.double() - exact)[fine].abs().max()
-            + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
-        )
+        allowed = 2 * (eager.double() - exact)[fine].abs().max() + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
         worst = (got.double() - exact)[fine].abs().max()
         assert worst <= allowed, f"off by {float(worst):.3g}, allowed is {float(allowed):.3g}"
 

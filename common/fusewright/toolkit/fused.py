@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader", "llvm_loader"]
 
+
 class Loader(Protocol):
     """Makes code of kernels. `pack` and `unpack` are the way to the plan cache and back; `pack` gives None for no way."""
 

@@ -107,5 +107,3 @@ def run_sketch(g: Sketch, outputs: Sequence[Value], loader: Loader = by_interpre
 def kernel_count(fragment: Fragment) -> int:
     """Launches in a fragment."""
     return sum(isinstance(i, Launch) for i in fragment.instructions)
-
-

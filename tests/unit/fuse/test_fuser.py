@@ -147,6 +147,13 @@ def test_scatter_reads_its_messages_where_they_are_made() -> None:
     assert launches[1].updates == ((0, launches[1].inputs.index(Ref(launches[0].outs[0]))),)
 
 
+def test_a_large_copy_alone_is_eagers() -> None:
+    for size, kernels in ((8, 1), (256, 0)):
+        g = Sketch("forward")
+        x = g.input(torch.randn(size, 2, 64))
+        check(g, [g.op("clone", g.op("transpose", x, 0, 1), memory_format=torch.contiguous_format)], kernels)
+
+
 def test_layer_norm_backward_is_a_row_kernel_and_a_column_kernel() -> None:
     g = Sketch()
     x, w, b, grad = (g.input(torch.randn(*s)) for s in ((6, 8), (8,), (8,), (6, 8)))

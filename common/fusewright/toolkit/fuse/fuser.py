@@ -20,10 +20,16 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
-from fusewright.toolkit.kernel import IndexTooComplex, Kernel
+from fusewright.toolkit.kernel import IndexTooComplex, Kernel, KernelError
 
 MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
+
+
+MOVES = frozenset({"clone", "reshape", "cat", "stack", "repeat", "embedding", "index_select"})
+"""Ops that only move elements: alone, and from `MOVE_BYTES` on, eager's own code for them is faster than a kernel."""
+
+MOVE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,14 @@ class Unplaceable(Exception):
 
     def __init__(self, ops: Sequence[OpView], why: str) -> None:
         super().__init__(why)
+        self.ops = tuple(ops)
+
+
+class BetterEager(Exception):
+    """Ops that a kernel could compute, but that are faster in eager."""
+
+    def __init__(self, ops: Sequence[OpView]) -> None:
+        super().__init__("eager is faster")
         self.ops = tuple(ops)
 
 
@@ -79,6 +93,9 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     for _ in range(MAX_ROUNDS):
         try:
             fused = _Planner(region, ctx, calls, frozenset(plain), frozenset(solo), memo).run()
+        except BetterEager as e:
+            plain |= {op.id for op in e.ops}
+            continue
         except Unplaceable as e:
             if len(e.ops) > 1:
                 solo |= {op.id for op in e.ops}
@@ -150,6 +167,9 @@ class _Planner:
         grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
+        moves = [g.units[0].op for g in groups if self._only_moves(g)]
+        if moves:
+            raise BetterEager(moves)
         exact = self._exact()
         if self.flow.places:
             choose_layouts(self.flow, groups, stored - exact, self.ctx)
@@ -222,6 +242,20 @@ class _Planner:
         found = [s for v in unit.op.inputs() for s in self.flow.sources(v)]
         return [s for s in found if s.spec is not None and s.id not in group.levels]
 
+    def _only_moves(self, group: Group) -> bool:
+        """Whether a group is a single op that moves many elements which all lie in memory."""
+        op = group.units[0].op
+        if len(group.units) > 1 or op.op not in MOVES or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
+            return False
+        return not any(self._computes(v) for v in op.inputs())
+
+    def _computes(self, v: Value) -> bool:
+        """Whether an inlined op lies behind the views of a value."""
+        made = self.flow.producer.get(v.id)
+        if made is None or not (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):
+            return False
+        return self.flow.is_inline(made[0]) or any(self._computes(x) for x in made[0].inputs())
+
     def _group_of(self, op: OpView, k: int, grouper: Grouper) -> Group:
         v = op.outs[k]
         found = grouper.group_of.get(v.id) or grouper.scatter_of.get(op.id)
@@ -264,6 +298,10 @@ class _Planner:
                 instructions = (self._launch(self._kernel(group, stored), ops),)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
             raise Unplaceable(ops, str(e)) from e
+        except KernelError as e:
+            if not any(isinstance(u.rule, Row) and u.rule.ordered for u in units):
+                raise
+            raise Unplaceable(ops, f"a scan along an axis that a reshape divides: {e}") from e
         made = frozenset(o for i in instructions for o in i.outs)
         read = frozenset(r for i in instructions for r in reads(i)) - made
         self.out.items.append(_Item(max(self.position[op.id] for op in ops), instructions, read, made))
@@ -392,4 +430,3 @@ def _ordered(items: list[_Item]) -> Iterable[Instruction]:
     if done != len(items):
         raise ValueError("kernels of the region wait for each other")
     return out
-

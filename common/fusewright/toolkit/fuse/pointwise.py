@@ -302,9 +302,7 @@ TABLE: Table = {
         **{name: _unary(name, cost) for name, cost in _UNARY.items()},
         "relu": formula(_relu, "self", kinds="number"),
         **{n: formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
-        **{
-            f"{n}_scalar": formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")
-        },
+        **{f"{n}_scalar": formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{f"{n}_scalar": formula(kernel_op(n), *_XY, kinds="number", cost=12) for n in ("fmod", "remainder")},
         "copysign_scalar": formula(kernel_op("copysign"), *_XY, kinds="float"),
         **{f"bitwise_{n}{s}": formula(kernel_op(n), *_XY) for n in ("and", "or", "xor") for s in ("", "_scalar")},

@@ -258,8 +258,6 @@ def grouped(op: OpView) -> Domain:
     return Domain((n, groups, c // groups, pixels), (2, 3))
 
 
-
-
 def plain_groups(op: OpView) -> str | None:
     return None if isinstance(op.arg("C"), int) and isinstance(op.arg("group"), int) else "symbolic channels"
 

@@ -228,9 +228,7 @@ TABLE: Table = {
     "scatter": (_scatter(shape_like("index"), _element, "", _ranked),),
     "scatter_value": (_scatter(shape_like("index"), _same_value, "", _ranked),),
     "scatter_add": (_scatter(shape_like("index"), _element, "add", _both(_ranked, _no_bool)),),
-    "scatter_reduce": (
-        Scatter(shape_like("index"), _folds, _fold, _fold_finish, _both(_ranked, _no_bool)),
-    ),
+    "scatter_reduce": (Scatter(shape_like("index"), _folds, _fold, _fold_finish, _both(_ranked, _no_bool)),),
     "index_put": (_scatter(_indexed_shape, _put, _put_how, _both(integer_indices, _put_check)),),
     "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _no_bool)),),
     "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _ranked),),

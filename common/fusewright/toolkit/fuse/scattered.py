@@ -107,4 +107,3 @@ def _finish(flow: Flow, unit: Unit, specs: Sequence[TensorSpec], accumulated: Se
     result = finish(e, op, space.base, values)
     store(e, e.b.output("y0", _stored_type(op.out)), op.out.spec, space.base, result)
     return finished(e, [op.out.id])
-

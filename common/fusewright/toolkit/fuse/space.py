@@ -130,9 +130,7 @@ class At:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, At) and self.shape == other.shape and self.dims == other.dims
-        )
+        return self is other or (isinstance(other, At) and self.shape == other.shape and self.dims == other.dims)
 
     def reshape(self, shape: Shape) -> At:
         """The same element of the tensor seen in another shape. IndexTooComplex when it cannot be said."""
