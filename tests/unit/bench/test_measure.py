@@ -108,3 +108,11 @@ def test_a_crash_in_an_isolated_process_leaves_the_others_running():
     row = run("crashes_when_compiled", EAGER, dataclasses.replace(DYNAMO, isolated=True))
     assert row["contenders"]["eager"]["status"] == "ok"
     assert row["contenders"]["dynamo-eager"]["reason"] == "process ended with code 7"
+
+
+def test_a_training_step_is_measured_with_its_loss_and_gradients_checked():
+    settings = dataclasses.replace(QUICK, size="small", train=True)
+    row = measure("bert_small", "amp", [EAGER, DYNAMO, KNOWN["inductor-freezing"]], settings, lambda text: None)
+    assert row["mode"] == "train"
+    assert row["contenders"]["dynamo-eager"]["accuracy"]["passed"]
+    assert row["contenders"]["inductor-freezing"] == {"status": "unavailable", "reason": "for inference only"}

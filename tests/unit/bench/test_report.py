@@ -71,9 +71,7 @@ def test_another_file_is_no_document(tmp_path, text, says):
 def test_regressions():
     before = document(row(2.0))
     assert report.regressions(document(row(1.9)), before) == []
-    assert report.regressions(document(row(1.5)), before) == [
-        "bert fp32: 1.50x over eager, 2.00x in the baseline"
-    ]
+    assert report.regressions(document(row(1.5)), before) == ["bert fp32: 1.50x over eager, 2.00x in the baseline"]
     assert report.regressions(document(row(1.5, noise="high")), before) == []
     assert report.regressions(document(row(0, status="failed")), before) == [
         "bert fp32: it broke; it ran in the baseline"

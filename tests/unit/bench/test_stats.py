@@ -24,6 +24,12 @@ def test_one_late_call_moves_neither_median_nor_cv():
     assert found.cv == pytest.approx(0.0)
 
 
+def test_a_disturbed_round_is_in_the_cv_and_not_in_the_spread():
+    found = summarize([[0.0100], [0.0101], [0.0100], [0.0099], [0.0100], [0.0101], [0.0500], [0.0100]])
+    assert found.cv > 0.5
+    assert 0 < found.spread < 0.01
+
+
 def test_one_round_has_no_variation_to_speak_of():
     assert math.isnan(summarize([[0.01]]).cv)
     assert noise_verdict([math.nan]) == "unknown"
@@ -50,6 +56,6 @@ def test_geomean():
     assert math.isnan(geomean([]))
 
 
-@pytest.mark.parametrize(("cv", "verdict"), [(0.01, "low"), (0.05, "some"), (0.2, "high")])
-def test_the_worst_contender_decides_the_noise(cv, verdict):
-    assert noise_verdict([0.001, cv, math.nan]) == verdict
+@pytest.mark.parametrize(("spread", "verdict"), [(0.01, "low"), (0.05, "some"), (0.2, "high")])
+def test_the_worst_contender_decides_the_noise(spread, verdict):
+    assert noise_verdict([0.001, spread, math.nan]) == verdict
