@@ -47,9 +47,7 @@ def _call(text: str) -> bool:
 class Addresses:
     """Writes indices. `axis` gives the text of an axis; `value` that of an i64 SSA value used as an index."""
 
-    def __init__(
-        self, names: Mapping[str, str], axis: Callable[[int], str], value: Callable[[int], str]
-    ) -> None:
+    def __init__(self, names: Mapping[str, str], axis: Callable[[int], str], value: Callable[[int], str]) -> None:
         self.names, self.axis, self.value = names, axis, value
 
     def extent(self, e: Extent) -> str:
@@ -87,4 +85,3 @@ class Addresses:
         if c == 1:
             return text if " " not in text else f"({text})"
         return f"{atom(text)} * {atom(self.extent(c)) if isinstance(c, Poly) else c}"
-

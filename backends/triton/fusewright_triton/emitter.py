@@ -90,9 +90,7 @@ def emit(
     for k, (first, last) in enumerate(segments):
         own = base if len(segments) == 1 else f"{base}_{k}"
         program = Program(layout, wide, check_division)
-        program.shares_row = config.split > 1 and any(
-            s.over == "PR" for s in kernel.stages[first : last + 1]
-        )
+        program.shares_row = config.split > 1 and any(s.over == "PR" for s in kernel.stages[first : last + 1])
         program.write(first, last)
         texts.append(_function(own, parameters, program.lines))
         functions.append(Function(own, _grid(layout), config.split if program.shares_row else 1))
@@ -132,9 +130,7 @@ def _grid(layout: Layout) -> tuple[tuple[Extent, int], ...]:
 
 def _parameters(layout: Layout, wide: bool, check_division: bool) -> tuple[Parameter, ...]:
     kernel = layout.kernel
-    out = [
-        Parameter(name, "buffer", b.dtype) for name, b in zip(layout.buffers, kernel.buffers, strict=True)
-    ]
+    out = [Parameter(name, "buffer", b.dtype) for name, b in zip(layout.buffers, kernel.buffers, strict=True)]
     out += [Parameter(n, "scalar", s.dtype) for n, s in zip(layout.scalars, kernel.scalars, strict=True)]
     out += [Parameter(layout.sizes[s], "size", "i64" if wide else "i32") for s in kernel.symbols]
     if _reports(kernel, check_division):
@@ -159,13 +155,10 @@ def _reports(kernel: Kernel, check_division: bool) -> bool:
     """Whether the kernel can fail."""
     types = {n.id: n.dtype for n in kernel.nodes()}
     return any(
-        n.op == "bound" or (check_division and n.op in DIVISIONS and is_int(types[n.args[0]]))
-        for n in kernel.nodes()
+        n.op == "bound" or (check_division and n.op in DIVISIONS and is_int(types[n.args[0]])) for n in kernel.nodes()
     )
 
 
 def _identifier(name: str) -> str:
     word = "".join(c if c.isalnum() else "_" for c in name)
     return word if word[:1].isalpha() else f"k{word}"
-
-

@@ -161,4 +161,3 @@ class _Names:
             word += "_"
         self.taken.add(word)
         return word
-

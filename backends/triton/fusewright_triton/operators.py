@@ -157,11 +157,13 @@ def literal(value: int | float | bool, dtype: DType) -> str:
     if kind == "bool":
         return str(bool(value))
     if kind == "int":
-        return str(int(value))
-    v = float(value)
-    if v != v or v in (float("inf"), float("-inf")):
-        return f'float("{v}")'
-    return repr(v)
+        bits, v = TYPES[dtype].size * 8, int(value)
+        top = 2 ** (bits - 1) if TYPES[dtype].signed else 2**bits
+        return str((v + top) % 2**bits - top if TYPES[dtype].signed else v % top)
+    x = float(value)
+    if x != x or x in (float("inf"), float("-inf")):
+        return f'float("{x}")'
+    return repr(x)
 
 
 def constant(value: int | float | bool, dtype: DType) -> str:

@@ -128,9 +128,7 @@ class Program:
 
     def _grid_factors(self) -> list[tuple[int | Dim, str]]:
         """What programs enumerate, outermost first: single axes, then tiles; with their counts."""
-        out: list[tuple[int | Dim, str]] = [
-            (a, self.address.extent(self.kernel.sizes[a])) for a in self.layout.rest
-        ]
+        out: list[tuple[int | Dim, str]] = [(a, self.address.extent(self.kernel.sizes[a])) for a in self.layout.rest]
         for d in self.layout.dims:
             if d is not self.layout.row:
                 out.append((d, self._blocks(d)))
@@ -261,7 +259,7 @@ class Program:
             mask = self.memory.domain_mask(self.layout.dims_of[n.id])
             bad = f"({zero}) & {mask}" if mask else zero
             self.put(f"fw.report(error_ptr, {bad}, {ZERO_DIVISION})")
-        return f"tl.where({zero}, {constant(-1, self.node(n.args[1]).dtype)}, {text})"
+        return f"tl.where({zero}, {constant(1, self.node(n.args[1]).dtype)}, {text})"
 
     def _bound(self, n: Node) -> None:
         """A checked index: reported and replaced by 0 where it is out of bounds."""

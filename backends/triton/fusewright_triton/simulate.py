@@ -17,9 +17,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from fusewright_triton.compiler import load
 from fusewright_triton.emitter import Source
 from fusewright_triton.simulated import Device, Libdevice
-from fusewright_triton.sourcecode import load
 
 _LOCK = threading.RLock()
 
@@ -37,7 +37,7 @@ _TORCH = {
 }
 
 
-class _Builder(interpreter.InterpreterBuilder):  # type: ignore[misc]
+class _Builder(interpreter.InterpreterBuilder):
     """NumPy arithmetic of the interpreter, with the devices' rounding and NaN rules."""
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
@@ -52,6 +52,12 @@ class _Builder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         return self.cast_impl(src, dst_type)
+
+    def get_all_ones_value(self, type: Any) -> Any:
+        if type.scalar == tl.int1:
+            return interpreter.TensorHandle(np.array([True]), tl.int1)
+        ones = torch.full((1,), -1, dtype=torch.int64).to(_TORCH[type.scalar]).numpy()
+        return interpreter.TensorHandle(ones, type.scalar)
 
     def create_minnumf(self, a: Any, b: Any) -> Any:
         return self.binary_op(a, b, np.fmin)
@@ -102,12 +108,8 @@ class Simulated:
         names = {"triton": _Jit, "tl": tl, "libdevice": Libdevice(), "fw": Device, "range": _range}
         module = load(source.text, names)
         with _replaced():
-            self.functions = [
-                interpreter.InterpretedFunction(getattr(module, f.name)) for f in source.functions
-            ]
+            self.functions = [interpreter.InterpretedFunction(getattr(module, f.name)) for f in source.functions]
 
     def run(self, k: int, programs: int, args: Sequence[Any]) -> None:
         with _replaced():
             self.functions[k][(programs,)](*args)
-
-

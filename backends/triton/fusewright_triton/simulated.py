@@ -86,7 +86,7 @@ def floor_index(a: Any, b: Any) -> Any:
     return a // b - ((a % b) < 0).to(tl.int32)
 
 
-def _compare(ref: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def _compare(ref: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return _pointwise(ref, tl.int1)
 
 

@@ -32,6 +32,12 @@ class Target:
     features: frozenset[str] = frozenset({"fp16", "bf16"})
 
     @property
+    def options(self) -> tuple[tuple[str, object], ...]:
+        """What Triton's compiler is told beside the number of warps. Denormals are kept, as eager keeps them."""
+        common = (("sanitize_overflow", False),)
+        return (*common, ("enable_reflect_ftz", False)) if self.triton == "cuda" else common
+
+    @property
     def all_features(self) -> frozenset[str]:
         """Features as a `Device` lists them: the matrix kind and 8-bit floats are features too."""
         return self.features | {self.matrix} | set(self.fp8)

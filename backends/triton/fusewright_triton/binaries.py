@@ -1,0 +1,150 @@
+"""Kernels as machine code: what is asked of the compiler, and what is kept of its answer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fusewright.toolkit.kernel.ir import Kernel
+from fusewright.toolkit.kernel.serial import canonical
+from fusewright_triton.config import Config, Tile
+from fusewright_triton.emitter import Source, emit
+from fusewright_triton.operators import SIGNATURE
+from fusewright_triton.target import Target
+from fusewright_triton.workers import build_all
+
+STORED = 1
+"""Version of stored binaries."""
+
+
+class Variant(NamedTuple):
+    """What a binary may assume: `aligned` all addresses are multiples of 16 bytes, `even` all sizes are multiples
+    of 16; `wide` offsets may need 64 bits."""
+
+    wide: bool = False
+    aligned: bool = True
+    even: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """One function's machine code. `listing` is the assembly text where it was built here, "" when loaded."""
+
+    name: str
+    code: bytes
+    shared: int
+    threads: int
+    listing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A kernel under a configuration, to be built."""
+
+    kernel: Kernel
+    config: Config
+    variant: Variant
+
+    def source(self) -> Source:
+        return emit(self.kernel, self.config, self.variant.wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A kernel's source and the machine code of its functions."""
+
+    kernel: Kernel
+    config: Config
+    source: Source
+    binaries: Sequence[Binary]
+
+
+def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
+    """What `compiler.build` takes."""
+    arch: int | str = int(target.arch.removeprefix("sm_")) if target.triton == "cuda" else target.arch
+    aligned = [p.name for p in source.parameters if p.pointer and (variant.aligned or p.kind != "buffer")]
+    aligned += [p.name for p in source.parameters if p.kind == "size" and variant.even]
+    return {
+        "text": source.text,
+        "functions": [f.name for f in source.functions],
+        "signature": {p.name: ("*" if p.pointer else "") + SIGNATURE[p.dtype] for p in source.parameters},
+        "aligned": aligned,
+        "warps": source.warps,
+        "options": dict(target.options),
+        "target": [target.triton, arch, target.lanes],
+    }
+
+
+def build(wanted: Sequence[Wanted], target: Target) -> list[Built]:
+    """Builds kernels in parallel, in the order given. `workers.BuildError` when Triton fails on one."""
+    sources = [w.source() for w in wanted]
+    answers = build_all([request(s, w.variant, target) for s, w in zip(sources, wanted, strict=True)])
+    return [
+        Built(w.kernel, w.config, s, [_binary(b) for b in answer])
+        for w, s, answer in zip(wanted, sources, answers, strict=True)
+    ]
+
+
+def _binary(data: Mapping[str, Any]) -> Binary:
+    code = base64.b64decode(data["code"])
+    return Binary(data["name"], code, data["shared"], data["threads"], data.get("listing", ""))
+
+
+def to_stored(target: Target, built: Mapping[tuple[str, Variant], Built]) -> bytes:
+    """Binaries for the cache on disk: JSON, code as base64. The source is written again from the kernel when they
+    are loaded, so only a hash of it is kept, to notice when this version would write another one."""
+    kernels = [
+        {
+            "kernel": key,
+            "variant": list(variant),
+            "config": _config_data(b.config),
+            "source": _digest(b.kernel, b.config, variant),
+            "binaries": [
+                {
+                    "name": f.name,
+                    "code": base64.b64encode(f.code).decode(),
+                    "shared": f.shared,
+                    "threads": f.threads,
+                }
+                for f in b.binaries
+            ],
+        }
+        for (key, variant), b in built.items()
+    ]
+    return json.dumps({"version": STORED, "arch": target.arch, "kernels": kernels}).encode()
+
+
+def from_stored(data: bytes, target: Target, kernels: Mapping[str, Kernel]) -> dict[tuple[str, Variant], Built]:
+    """What of `data` fits this target and these kernels (by structural hash). ValueError for damaged data."""
+    stored = json.loads(data)
+    if stored.get("version") != STORED or stored.get("arch") != target.arch:
+        return {}
+    out = {}
+    for entry in stored["kernels"]:
+        kernel, variant = kernels.get(entry["kernel"]), Variant(*entry["variant"])
+        if kernel is None:
+            continue
+        config = _config(entry["config"])
+        if _digest(kernel, config, variant) == entry["source"]:
+            binaries = [_binary(b) for b in entry["binaries"]]
+            out[entry["kernel"], variant] = Built(kernel, config, emit(kernel, config, variant.wide), binaries)
+    return out
+
+
+def _digest(kernel: Kernel, config: Config, variant: Variant) -> str:
+    """A hash of the code that this version writes, whatever the kernel's names."""
+    source = emit(canonical(kernel), config, variant.wide)
+    return hashlib.sha256(f"{source.warps} {source.text}".encode()).hexdigest()
+
+
+def _config_data(c: Config) -> list[Any]:
+    return [[[list(t.axes), t.block] for t in c.tiles], c.row, c.persistent, c.split, c.warps]
+
+
+def _config(data: Sequence[Any]) -> Config:
+    tiles, row, persistent, split, warps = data
+    return Config(tuple(Tile(tuple(axes), block) for axes, block in tiles), row, persistent, split, warps)

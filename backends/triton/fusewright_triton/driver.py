@@ -1,0 +1,109 @@
+"""Loading and launching machine code through the GPU driver's own C interface, by ctypes.
+
+No compiler is started for that (Triton would build a C launcher per signature), and Triton is not imported:
+stored kernels run without it. CUDA: "CUDA Driver API", module and execution control. HIP: "HIP module API",
+the same shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+MAX_DYNAMIC_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, and its HIP counterpart."""
+LOCAL_BYTES, REGISTERS = 3, 4
+DEFAULT_SHARED = 48 * 1024
+"""Dynamic shared memory beyond this must be asked for."""
+
+
+class DriverError(RuntimeError):
+    """The driver refused; the text has its own code and words."""
+
+
+class Driver:
+    """The few driver functions that kernels need. Functions are handles (ints) of the current device."""
+
+    def __init__(self, kind: Literal["cuda", "hip"]) -> None:
+        self.kind = kind
+        self.lib = ctypes.CDLL(_library(kind))
+        self._load, self._function, self._launch, self._attribute, self._read = (
+            getattr(self.lib, name) for name in _NAMES[kind]
+        )
+        uint, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
+
+    def load(self, code: bytes, name: str, shared: int) -> int:
+        """The function `name` of a cubin or code object, for torch's current device."""
+        torch.cuda.current_stream()  # makes the device's context current in this thread
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._load(ctypes.byref(module), code), f"load {name}")
+        self._check(self._function(ctypes.byref(function), module, name.encode()), f"find {name}")
+        if shared > DEFAULT_SHARED:
+            self._check(self._attribute(function, MAX_DYNAMIC_SHARED, shared), f"give {name} {shared} bytes")
+        return int(function.value or 0)
+
+    def usage(self, function: int) -> dict[str, int]:
+        """Registers per thread and bytes spilled to local memory."""
+        out = {}
+        for name, attribute in (("registers", REGISTERS), ("spilled", LOCAL_BYTES)):
+            value = ctypes.c_int()
+            self._check(self._read(ctypes.byref(value), attribute, ctypes.c_void_p(function)), "query")
+            out[name] = value.value
+        return out
+
+    def launcher(self) -> Callable[..., int]:
+        """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success."""
+        launch: Callable[..., int] = self._launch
+        return launch
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            raise self.error(code, what)
+
+    def error(self, code: int, what: str) -> DriverError:
+        """What a code means, in the driver's words."""
+        text: Any = ctypes.c_char_p()
+        if self.kind == "cuda":
+            self.lib.cuGetErrorString(code, ctypes.byref(text))
+            words = text.value
+        else:
+            self.lib.hipGetErrorString.restype = ctypes.c_char_p
+            words = self.lib.hipGetErrorString(code)
+        return DriverError(f"cannot {what}: {(words or b'unknown').decode()} ({code})")
+
+
+_NAMES = {
+    "cuda": (
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuLaunchKernel",
+        "cuFuncSetAttribute",
+        "cuFuncGetAttribute",
+    ),
+    "hip": (
+        "hipModuleLoadData",
+        "hipModuleGetFunction",
+        "hipModuleLaunchKernel",
+        "hipFuncSetAttribute",
+        "hipFuncGetAttribute",
+    ),
+}
+
+
+def _library(kind: str) -> str:
+    windows = sys.platform == "win32"
+    if kind == "cuda":
+        return "nvcuda.dll" if windows else "libcuda.so.1"
+    return "amdhip64.dll" if windows else "libamdhip64.so"
+
+
+@functools.cache
+def driver(kind: Literal["cuda", "hip"]) -> Driver:
+    """The driver of this process. OSError when it is not installed."""
+    return Driver(kind)

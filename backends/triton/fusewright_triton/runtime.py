@@ -1,0 +1,164 @@
+"""From kernels to callables: on a GPU (machine code by way of the driver) or on CPU tensors (the interpreter).
+
+    module = compile_kernels(kernels, target)          # builds what this process does not have yet, in parallel
+    launch = module.launcher(kernel)
+    launch(tensors, sizes, scalars)                    # on torch's current stream
+
+A launch allocates nothing, unless programs share rows (then one workspace from torch's stream-ordered
+allocator), and waits for nothing, so it can be captured in a CUDA or HIP graph. Errors that a kernel finds
+(an index out of bounds) are written to host memory by the GPU, and raised by the next launch that can fail,
+or by `raise_errors()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fusewright.toolkit.kernel.extent import evaluate
+from fusewright.toolkit.kernel.ir import Kernel
+from fusewright.toolkit.kernel.serial import structural_hash
+from fusewright.toolkit.kernel.types import to_torch
+from fusewright_triton import config
+from fusewright_triton.binaries import Built, Variant, Wanted, build, from_stored, to_stored
+from fusewright_triton.emitter import Source, emit
+from fusewright_triton.launch import GpuLauncher, raise_error
+from fusewright_triton.target import Target
+
+Number = int | float | bool
+
+
+class Launch(Protocol):
+    """Runs a kernel on its buffers in order; the caller has allocated the outputs and checked everything."""
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledModule:
+    """Code of several kernels, by structural hash. `stored` is for the cache on disk (b"" in simulation)."""
+
+    kernels: Mapping[str, Kernel]
+    sources: Mapping[str, Source]
+    stored: bytes
+    make: Callable[[str, Kernel], Launch]
+
+    def launcher(self, kernel: Kernel) -> Launch:
+        """A callable for `kernel`, which must be one of this module's."""
+        key = structural_hash(kernel)
+        return self.make(key, self.kernels[key])
+
+
+class Library:
+    """The kernels that this process has for a target. Equal kernels are built once."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.lock = threading.RLock()
+        self.built: dict[tuple[str, Variant], Built] = {}
+        self.configs: dict[str, config.Config] = {}
+
+    def get(self, kernels: Mapping[str, Kernel], stored: bytes = b"") -> None:
+        """Has every kernel in its first variant afterwards: from `stored` where that fits, else built."""
+        with self.lock:
+            wanted = {key: k for key, k in kernels.items() if (key, first_variant(k)) not in self.built}
+            if wanted and stored:
+                self.built.update(from_stored(stored, self.target, wanted))
+                wanted = {key: k for key, k in wanted.items() if (key, first_variant(k)) not in self.built}
+            orders = [Wanted(k, self.config(key, k), first_variant(k)) for key, k in wanted.items()]
+            for key, order, result in zip(wanted, orders, build(orders, self.target), strict=True):
+                self.built[key, order.variant] = result
+
+    def variant(self, key: str, kernel: Kernel, variant: Variant) -> Built:
+        """One binary of a kernel, built when it is first asked for."""
+        with self.lock:
+            if (key, variant) not in self.built:
+                order = Wanted(kernel, self.config(key, kernel), variant)
+                self.built[key, variant] = build([order], self.target)[0]
+            return self.built[key, variant]
+
+    def config(self, key: str, kernel: Kernel) -> config.Config:
+        """The configuration of a kernel; all its variants have the same."""
+        return self.configs.setdefault(key, config.choose(kernel, self.target))
+
+
+@functools.cache
+def library(target: Target) -> Library:
+    """This process's kernels for `target`."""
+    return Library(target)
+
+
+def first_variant(kernel: Kernel) -> Variant:
+    """The variant that is built before anything is known but the hints of sizes."""
+    hints = kernel.size_hints()
+    even = bool(kernel.symbols) and all(v % 16 == 0 for v in hints.values())
+    return Variant(config.offsets_bound(kernel, hints) >= config.WIDE, True, even)
+
+
+def compile_kernels(kernels: Sequence[Kernel], target: Target, stored: bytes = b"") -> CompiledModule:
+    """Machine code for `kernels`. No GPU is touched before the first launch.
+
+    `Unsupported` or `workers.BuildError` when one of them cannot be built."""
+    by_hash = {structural_hash(k): k for k in kernels}
+    lib = library(target)
+    lib.get(by_hash, stored)
+    firsts = {(key, first_variant(k)): lib.built[key, first_variant(k)] for key, k in by_hash.items()}
+
+    def make(key: str, kernel: Kernel) -> Launch:
+        return GpuLauncher(kernel, target, functools.partial(lib.variant, key, kernel))
+
+    sources = {key: b.source for (key, _), b in firsts.items()}
+    return CompiledModule(by_hash, sources, to_stored(target, firsts), make)
+
+
+def simulate_kernels(kernels: Sequence[Kernel], target: Target | None = None) -> CompiledModule:
+    """The same source on CPU tensors, by Triton's interpreter. With a `target` its configuration is used, else
+    one with blocks as large as the interpreter likes them."""
+    by_hash = {structural_hash(k): k for k in kernels}
+
+    def source(k: Kernel) -> Source:
+        how = config.simulation(k) if target is None else config.choose(k, target)
+        return emit(k, how, check_division=True)
+
+    sources = {key: source(k) for key, k in by_hash.items()}
+    return CompiledModule(by_hash, sources, b"", lambda key, k: SimulatedLauncher(k, sources[key]))
+
+
+class SimulatedLauncher:
+    """Runs a source's functions by the interpreter. Errors are raised at once."""
+
+    def __init__(self, kernel: Kernel, source: Source) -> None:
+        from fusewright_triton.simulate import Simulated
+
+        self.kernel, self.source = kernel, source
+        self.simulated = Simulated(source)
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
+    ) -> None:
+        """IndexError and RuntimeError (division by zero) as eager raises them."""
+        env = dict(zip(self.kernel.symbols, sizes, strict=True))
+        error = torch.zeros(1, dtype=torch.int32)
+        parts = [torch.empty(evaluate(count, env), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
+        given = {
+            "buffer": iter(tensors),
+            "scalar": iter(scalars),
+            "size": iter(sizes),
+            "error": iter([error]),
+            "part": iter(parts),
+        }
+        args = [next(given[p.kind]) for p in self.source.parameters]
+        for k, f in enumerate(self.source.functions):
+            programs = f.programs(env)
+            if programs:
+                self.simulated.run(k, programs, args)
+        code = int(error)
+        if code:
+            raise_error(code, self.kernel.name)

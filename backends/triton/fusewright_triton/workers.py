@@ -1,0 +1,118 @@
+"""Builds kernels in several processes: Triton's compiler holds Python's lock for most of its time."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fusewright_triton import compiler
+
+Request = Mapping[str, Any]
+Answer = list[dict[str, Any]]
+
+ALONE = 4
+"""Up to this many kernels are built in this process: a worker must first import Triton."""
+MOST = 16
+
+
+class BuildError(RuntimeError):
+    """Triton could not build a kernel; the text is Triton's."""
+
+
+class Worker:
+    """One process. It lives as long as this process, and builds one kernel at a time."""
+
+    def __init__(self) -> None:
+        program = Path(compiler.__file__)
+        # -P: the folder of compiler.py must not hide top-level modules of the same names
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            close_fds=True,
+        )
+
+    def build(self, request: Request) -> Answer:
+        if self.process.stdin is None or self.process.stdout is None:
+            raise BuildError("a worker without pipes")
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise BuildError(f"a compiler process ended with code {self.process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BuildError(answer["error"])
+        found: Answer = answer["binaries"]
+        return found
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait()
+
+
+class Pool:
+    """Workers, started when there is work for them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.free: list[Worker] = []
+        atexit.register(self.close)
+
+    def build(self, request: Request) -> Answer:
+        with self.lock:
+            worker = self.free.pop() if self.free else None
+        worker = worker or Worker()
+        try:
+            return worker.build(request)
+        finally:
+            if worker.process.poll() is None:
+                with self.lock:
+                    self.free.append(worker)
+
+    def close(self) -> None:
+        """Ends the workers; the next build starts new ones."""
+        with self.lock:
+            workers, self.free = self.free, []
+        for w in workers:
+            w.close()
+
+
+@functools.cache
+def pool() -> Pool:
+    """The pool of this process."""
+    return Pool()
+
+
+def processors() -> int:
+    """How many processes may build at once: FUSEWRIGHT_TRITON_WORKERS, or what this process may run on."""
+    told = os.environ.get("FUSEWRIGHT_TRITON_WORKERS")
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(int(told) if told else have, MOST))
+
+
+def build_all(requests: Sequence[Request]) -> list[Answer]:
+    """Answers in the order of the requests. Raises `BuildError` for the first that fails."""
+    count = min(processors(), len(requests))
+    if len(requests) <= ALONE or count == 1:
+        return [_here(r) for r in requests]
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(pool().build, requests))
+
+
+def _here(request: Request) -> Answer:
+    try:
+        return compiler.build(request)
+    except Exception as e:
+        raise BuildError(f"{type(e).__name__}: {e}") from e

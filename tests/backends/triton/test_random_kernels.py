@@ -1,0 +1,66 @@
+"""Random kernels: emitted Triton against the reference interpreter, bit for bit, by Triton's own interpreter.
+
+The kernels are those that the CPU emitter is tested with."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+import torch
+from fusewright_triton.config import Config, Tile
+from fusewright_triton.emitter import emit
+from fusewright_triton.runtime import SimulatedLauncher, simulate_kernels
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fusewright.toolkit.kernel import interpret, to_text
+from tests.unit.llvm.test_random_kernels import Case, cases, same_bits
+
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def check(case: Case, run: object) -> None:
+    """`run` gives the buffers that `interpret` gives."""
+    wanted = [t.clone() for t in case.tensors]
+    interpret(case.kernel, wanted, case.sizes)
+    got = [t.clone() for t in case.tensors]
+    run(got, case.sizes)  # type: ignore[operator]
+    for a, b in zip(got, wanted, strict=True):
+        assert same_bits(a, b), f"{to_text(case.kernel)}\n{case.sizes}\n{a}\n{b}"
+
+
+@SETTINGS
+@given(cases())
+def test_agrees_with_the_interpreter(case: Case) -> None:
+    check(case, simulate_kernels([case.kernel]).launcher(case.kernel))
+
+
+@settings(SETTINGS, max_examples=40)
+@given(cases(), st.data())
+def test_any_configuration_gives_the_same(case: Case, data: st.DataObject) -> None:
+    """Blocks that fit or not, rows at once or in steps, shared rows, 64-bit offsets."""
+    kernel = case.kernel
+    p, rows = tuple(range(len(kernel.p))), bool(kernel.r)
+    block = data.draw(st.sampled_from([1, 4, 64]))
+    step = data.draw(st.sampled_from([2, 16, 64])) if rows else 0
+    tiles = (Tile(p, block),) if p else ()
+    if not rows and len(p) == 2 and data.draw(st.booleans()):
+        tiles = (Tile((0,), 8), Tile((1,), 16))
+    static = all(isinstance(s, int) for s in kernel.r)
+    held = rows and static and data.draw(st.booleans())
+    if held:
+        step = 1 << max(1, (max(1, _product(kernel.r)) - 1).bit_length())
+    split = data.draw(st.sampled_from([1, 2, 4])) if rows and not held else 1
+    config = Config(tiles, step, held, split, 4)
+    source = emit(kernel, config, wide=data.draw(st.booleans()), check_division=True)
+    torch.manual_seed(0)
+    check(case, SimulatedLauncher(kernel, source))
+
+
+def _product(sizes: tuple[object, ...]) -> int:
+    out = 1
+    for s in sizes:
+        out *= s  # type: ignore[operator]
+    return out
