@@ -4,6 +4,7 @@ same.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,11 @@ from typing import Any
 
 import torch
 
+SAMPLES = 4
+"""Elements of each weight that are compared at every call: `weight.data.mul_(2)` moves no version counter."""
+
+_WORDS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
+
 LIMIT = 64
 """Sets of weights remembered by one plan; a plan shared by the layers of a model sees one set per layer."""
 
@@ -19,6 +25,8 @@ LIMIT = 64
 @dataclass
 class _Entry:
     stamp: list[tuple[int, int]]
+    sampled: list[Any]
+    content: list[int]
     values: tuple[Any, ...]
     watchers: list[weakref.ref[torch.Tensor]]
 
@@ -26,8 +34,9 @@ class _Entry:
 class OnceCache:
     """Calls `prepare(*weights)` when these weights are first seen, and again after one of them changed.
 
-    A change is seen by the tensor's identity, its version counter (in-place ops, `load_state_dict`) and its address
-    (`weight.data = other`). Entries die with their weights.
+    A change is seen by the tensor's identity, its version counter (in-place ops, `load_state_dict`), its address
+    (`weight.data = other`) and, for writes through `.data`, by a few of its elements: such a write is seen when it
+    changes one of those, as a scaling or a copy of the whole does. Entries die with their weights.
     """
 
     def __init__(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
@@ -39,8 +48,10 @@ class OnceCache:
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
         key = tuple(map(id, weights))
         entry = self._entries.get(key)
+        # addresses first: only then may the sampled elements be read
         if entry is not None and entry.stamp == [(w._version, w.data_ptr()) for w in weights]:
-            return entry.values
+            if entry.content == [word.value for word in entry.sampled]:
+                return entry.values
         return self._run(key, weights)
 
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -56,5 +67,23 @@ class OnceCache:
 
             while len(self._entries) >= LIMIT:
                 self._entries.pop(next(iter(self._entries)))
-            self._entries[key] = _Entry(stamp, values, [weakref.ref(w, forget) for w in weights])
+            sampled = [word for w in weights for word in _samples(w)]
+            content = [word.value for word in sampled]
+            self._entries[key] = _Entry(stamp, sampled, content, values, [weakref.ref(w, forget) for w in weights])
             return values
+
+
+def _samples(w: torch.Tensor) -> list[Any]:
+    """A few elements of a dense CPU tensor, first and last among them, as objects that read memory when asked."""
+    word = _WORDS.get(w.element_size())
+    if word is None or w.device.type != "cpu" or not w.numel() or not w.data_ptr() or not _dense(w):
+        return []
+    last, start, step = w.numel() - 1, w.data_ptr(), w.element_size()
+    places = {last * k // (SAMPLES - 1) for k in range(SAMPLES)}
+    return [word.from_address(start + place * step) for place in sorted(places)]
+
+
+def _dense(w: torch.Tensor) -> bool:
+    """Whether the elements fill the memory behind `data_ptr` without gaps."""
+    span = 1 + sum((n - 1) * s for n, s in zip(w.shape, w.stride(), strict=True))
+    return span == w.numel()

@@ -43,6 +43,8 @@ def test_changes_are_seen() -> None:
         lambda: layer.load_state_dict(other.state_dict()),
         set_data,
         lambda: nn.init.zeros_(layer.weight),
+        lambda: layer.weight.data.mul_(2).add_(1),
+        lambda: layer.weight.data.copy_(other.weight.data + 3),
         lambda: torch.optim.SGD(layer.parameters(), lr=1.0).step(),
     ):
         layer.weight.grad = torch.ones(2, 2)
@@ -180,6 +182,7 @@ def test_the_next_call_sees_changed_weights(compiled: tuple[_Scaled, Any]) -> No
             lambda: model.shift.add_(1),
             lambda: model.load_state_dict(other.state_dict()),
             lambda: setattr(model.weight, "data", torch.eye(3)),
+            lambda: model.weight.data.mul_(2),
             lambda: setattr(model, "weight", nn.Parameter(torch.eye(3) * 4)),
         ):
             torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
