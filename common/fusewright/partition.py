@@ -168,7 +168,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
         for i in inputs:
             mask |= reach.get(i, 0)
         if node in wanted:
-            g = _joinable(inputs, group_of, reach, needs, first_open)
+            g = _joinable(_candidates(node, index.const, group_of, members, first_open), inputs, group_of, reach, needs)
             if g is None:
                 g = len(members)
                 members.append([])
@@ -191,14 +191,27 @@ def _closure(mask: int, needs: Sequence[int]) -> int:
     return done
 
 
+def _candidates(
+    node: Node, const: frozenset[Node], group_of: Mapping[Node, int], members: Sequence[Sequence[Node]], first_open: int
+) -> list[int]:
+    """Groups that a node may want to join, the largest first: a lone cast of a weight must not split a chain.
+
+    What is made of weights alone runs once: it shares a group with its like, and with nothing that runs at each call.
+    """
+    if node in const:
+        return [g for g in range(len(members) - 1, first_open - 1, -1) if members[g][0] in const][:1]
+    found = {group_of[i] for i in node.all_input_nodes if i in group_of and i not in const}
+    return sorted((g for g in found if g >= first_open), key=lambda g: (len(members[g]), g), reverse=True)
+
+
 def _joinable(
+    candidates: Iterable[int],
     inputs: Sequence[Node],
     group_of: Mapping[Node, int],
     reach: Mapping[Node, int],
     needs: Sequence[int],
-    first_open: int,
 ) -> int | None:
-    candidates = sorted({group_of[i] for i in inputs if i in group_of and group_of[i] >= first_open}, reverse=True)
+    """The first of the groups that the node can join without that group waiting for itself."""
     for g in candidates:
         outside = 0
         for i in inputs:

@@ -38,6 +38,7 @@ from fusewright.interface import (
 from fusewright.partition import Partition, partition
 from fusewright.plan import build as plan_build
 from fusewright.plan import cached, codegen
+from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Run, Untrue, checked_first
 from fusewright.plan.opaque import guarded
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
@@ -97,7 +98,7 @@ def _lower(c: Compilation) -> None:
     denied: dict[str, Verdict] = {}
     for _ in range(MAX_ROUNDS):
         c.working, const = expand.on_claim(c.graph, c.const, c.backend, denied, c.phase)
-        c.index = GraphIndex(c.working, const, c.phase)
+        c.index = GraphIndex(c.working, derived(c.working, const, c.phase), c.phase)
         c.partition = partition(c.backend, c.index, denied)
         c.compiled, new = _compile_regions(c)
         c.report.bugs += c.partition.bugs

@@ -16,7 +16,9 @@ import torch
 
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Ref
-from fusewright.toolkit.fused import LibraryCall
+from fusewright.toolkit.fuse.fuser import LibraryCall, computed_once
+from fusewright.toolkit.fuse.layout import restored
+from fusewright.toolkit.library import layout_of
 from fusewright_onednn.patterns import Links
 
 STRIDE_FREE = frozenset({
@@ -34,6 +36,10 @@ OWN_STRIDES = frozenset({"sdpa"})
 """Rows that take any strides and give a result whose strides do not depend on them."""
 
 
+_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+"""Layouts that a copy of any tensor may be asked for by name."""
+
+
 class Builder:
     """The region under construction: `ops` with the values that they really read and make, `calls` for some of them."""
 
@@ -46,7 +52,7 @@ class Builder:
         self.notes: dict[int, str] = {}
         self._instructions: list[Instruction] = []  # of the match that is being lowered
         self._constants: dict[Any, Ref] = {}
-        self._const = {v.id for v in region.inputs if v.spec and v.spec.const} if region.phase == "infer" else set()
+        self._const = _constants(region)
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
         self._restored: set[int] = set()
 
@@ -86,8 +92,18 @@ class Builder:
         """A value with the graph's strides; copies it when that was not done before."""
         if value.id in self._moved and value.id not in self._restored:
             self._restored.add(value.id)
-            self.ops.append(_copy(self._moved[value.id], value, self.ctx.value(None).id))
+            self._restore(self._moved[value.id], value)
         return Ref(value.id)
+
+    def _restore(self, source: Value, value: Value) -> None:
+        """An op that copies `source` to the graph's strides: a kernel may take it in."""
+        assert value.spec is not None
+        layout = layout_of(value.spec) if value.spec.static else ""
+        id = self.ctx.value(None).id
+        args = (source, _FORMATS.get(layout, torch.preserve_format))
+        self.ops.append(OpView(id, "clone", "aten::clone.default", ("self", "memory_format"), args, (value,)))
+        if layout not in _FORMATS:  # no memory format says it, so eager's clone would not make these strides
+            self.calls.append(LibraryCall((id,), restored(source, value, self.ctx)))
 
     # -- instructions
 
@@ -135,8 +151,6 @@ class Builder:
                 if s is not None:
                     self._place(o, s)
             self.ops.append(self._rewritten(op))
-        if self.region.phase == "infer" and all(self.is_const(v) for v in op.inputs()):
-            self._const.update(o.id for o in op.outs)
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
@@ -172,10 +186,13 @@ class Builder:
         return replace(self.region, ops=tuple(self.ops))
 
 
-def _copy(source: Value, out: Value, id: int) -> OpView:
-    """An op that copies `source` to the strides of `out`."""
-    names = ("self", "memory_format")
-    return OpView(id, "clone", "aten::clone.default", names, (source, torch.preserve_format), (out,))
+def _constants(region: Region) -> set[int]:
+    """Ids of the weights, and of what the region makes of them once."""
+    if region.phase != "infer":
+        return set()
+    given = {v.id for v in region.inputs if v.spec and v.spec.const}
+    once = computed_once(region)
+    return given | {o.id for op in region.ops if op.id in once for o in op.outs}
 
 
 def _operator(target: str) -> Any:

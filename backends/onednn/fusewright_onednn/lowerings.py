@@ -218,8 +218,9 @@ def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bo
     if stage == "batch_norm":
         statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
         return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
-    # In fp32 an addition in place is as fast or faster. Grouped convolutions have no fused one.
-    fusable = anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16
+    # In fp32 an addition of its own is as fast or faster. Grouped convolutions have no fused one. Behind a batch norm
+    # the bias is fp32, which the fused one does not take.
+    fusable = anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16 and anchor.out in op.inputs()
     return stage != "add" or fusable
 
 
@@ -254,8 +255,11 @@ def conv(m: Match, b: Builder) -> None:
 
 
 def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
-    """Weight and bias, with the batch norm's scale and shift multiplied in (in fp32), in channels-last
-    order."""
+    """Weight and bias, with the batch norm's scale and shift multiplied in (in fp32), in channels-last order.
+
+    The bias stays in fp32: rounded, it would be wrong by the same amount at every point of the image, which averages
+    over the image do not take away.
+    """
     op, norm = m.anchor, m.batch_norm
     weight = b.exact(op.arg("weight"))
     bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
@@ -283,9 +287,8 @@ def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.
         shift = b.once("aten::add.Tensor", shift, wide(norm.arg("bias")))
     column = b.once("aten::view.default", scale, (-1, 1, 1, 1))
     scaled = b.once("aten::mul.Tensor", wide(weight), column)
-    if dtype is torch.float32:
-        return scaled, shift
-    return b.once("aten::_to_copy.default", scaled, dtype=dtype), b.once("aten::_to_copy.default", shift, dtype=dtype)
+    rounded = scaled if dtype is torch.float32 else b.once("aten::_to_copy.default", scaled, dtype=dtype)
+    return rounded, shift
 
 
 # -- attention

@@ -39,7 +39,7 @@ class GraphIndex:
     def __init__(self, graph: Graph, const: frozenset[Node], phase: Phase) -> None:
         self.graph = graph
         self.phase: Phase = phase
-        self._const = const
+        self.const = const
         self._values: dict[Node, tuple[Value, ...]] = {}
         self._by_id: dict[int, Node] = {}
         self._next = 0
@@ -60,7 +60,7 @@ class GraphIndex:
         self._next += 1
         self._by_id[self._next] = node
         if isinstance(val, torch.Tensor):
-            return Value(self._next, spec.tensor_spec(val, node in self._const))
+            return Value(self._next, spec.tensor_spec(val, node in self.const))
         if isinstance(val, torch.SymInt):
             s = spec.size(val)
             return Value(self._next, None, s if isinstance(s, Dim) else None)

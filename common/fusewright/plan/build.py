@@ -300,7 +300,8 @@ def _split_once(
     index: GraphIndex, flat: Sequence[Instruction], outputs: tuple[Any, ...], specs: dict[int, TensorSpec]
 ) -> tuple[list[Instruction], list[Instruction]]:
     """What depends on constants only is computed once, unless the caller could see (and change) the result."""
-    const = {i for i, s in specs.items() if s.const}
+    held = (index.id(n) for n in index.graph.nodes if n.op in ("placeholder", "get_attr"))
+    const = {i for i in held if i in specs and specs[i].const}  # what is made of these must first be made
     escapes = _escaping(flat, outputs)
     once: list[Instruction] = []
     main: list[Instruction] = []

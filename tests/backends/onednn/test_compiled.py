@@ -61,3 +61,16 @@ def test_nothing_crashes_and_says_so() -> None:
     with report.recording() as graphs:
         torch.testing.assert_close(torch.compile(m, backend="x86_onednn")(x, x, x)[0], m(x, x, x)[0])
     assert graphs and not [b for g in graphs for b in g.bugs]
+
+
+def test_a_batch_norm_is_folded_under_autocast() -> None:
+    """There a cast lies between the weight and the convolution, in a region of its own."""
+    m = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU()).eval()
+    x = torch.randn(2, 8, 9, 9)
+    with report.recording() as graphs, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(torch.compile(m, backend="x86_onednn")(x), m(x), rtol=2e-2, atol=2e-2)
+    (graph,) = graphs
+    notes = {op.op: op.note for op in graph.ops}
+    assert notes["batch_norm"] == "in the call of conv" and "packed" in notes["conv"]
+    once, _, each_call = graph.texts["plan"].partition("def run(")
+    assert "_reorder_convolution_weight" in once and "_reorder_convolution_weight" not in each_call

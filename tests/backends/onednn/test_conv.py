@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.backends.onednn.common import BF16, F32, check
+from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
 
 CONV, CONV_ADD = "mkldnn::_convolution_pointwise", "mkldnn::_convolution_pointwise.binary"
@@ -54,6 +54,21 @@ def test_statistics_that_are_used_keep_the_batch_norm() -> None:
     assert "aten::_native_batch_norm_legit_no_training" in targets(check(g, [y, mean]))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_folded_shift_is_not_rounded(bias: bool) -> None:
+    """Averages over the image keep what is wrong at every point alike."""
+    g = Net(BF16)
+    x = g.image()
+    mean = g.input(torch.linspace(50, 90, 16), const=True)
+    ones = [g.input(torch.ones(16), const=True) for _ in range(3)]
+    y = g.op("batch_norm", g.conv(x, 8, 16, bias=bias), ones[0], ones[1], mean, ones[2], 0.1, 0.0)
+    (ours,), (eager,) = g.run(compiled(g, [y]), [y]), g.expected([y])
+    wide = [None if v is None else g.tensors[v.id].double() for v in (x, *g.ops[0].args[1:3])]
+    exact = torch.nn.functional.conv2d(*wide, padding=1) - g.tensors[mean.id].double().view(-1, 1, 1) + 1
+    error, theirs = ((t.double() - exact).mean((2, 3)).abs().max() for t in (ours, eager))
+    assert error <= 2 * theirs + 1e-3
+
+
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_residual_block(groups: int, dtype: torch.dtype) -> None:
@@ -61,11 +76,18 @@ def test_residual_block(groups: int, dtype: torch.dtype) -> None:
     x = g.image()
     y = g.op("hardswish", g.norm(g.conv(x, 8, 8, groups=groups), 8))
     z = g.op("silu", g.op("add", g.norm(g.conv(y, 8, 8, groups=groups), 8), y))
-    calls = targets(check(g, [z]))
-    if groups == 1 and dtype is BF16:
-        assert calls == [CONV, CONV_ADD, "kernel silu_clone"]
-    else:  # in fp32 it does not pay, and torch has none behind a grouped convolution
-        assert calls == [CONV, CONV, "kernel add_silu_clone"]
+    assert targets(check(g, [z])) == [CONV, CONV, "kernel add_silu_clone"]
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_an_addition_rides_where_it_pays(groups: int, dtype: torch.dtype) -> None:
+    """In fp32 it does not pay, and torch has none behind a grouped convolution."""
+    g = Net(dtype)
+    x = g.image()
+    y = g.op("add", g.conv(x, 8, 8, groups=groups, bias=True), x)
+    fused = groups == 1 and dtype is BF16
+    assert targets(check(g, [y])) == ([CONV_ADD, COPY] if fused else [CONV, "kernel add_clone"])
 
 
 def test_relu_between_convolutions_stays_channels_last() -> None:

@@ -17,6 +17,7 @@ from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, Backend, Device, GraphView, OpView, Region, Verdict, Why
 from fusewright.partition import convex_groups, partition, wait_for_each_other
+from fusewright.plan.constants import derived
 
 X = "%0: f32[2,3] = input('x')\n"
 
@@ -74,6 +75,28 @@ def test_one_region_where_all_is_claimed() -> None:
 def test_a_region_does_not_wait_for_itself() -> None:
     """exp and add cannot be together: sin, which nobody claims, lies between them."""
     assert regions(toy(["exp", "relu", "add"]), DIAMOND) == [["exp", "relu"], ["add"]]
+
+
+AUTOCAST = (
+    "%0: f32[3,3] = input('w_a')\n%1: f32[3,3] = input('w_b')\n%2: bf16[2,3] = input('x')\n"
+    "%3: bf16[3,3] = cast(%0, dtype=torch.bfloat16)\n%4: bf16[2,3] = mm(%2, %3)\n"
+    "%5: bf16[3,3] = cast(%1, dtype=torch.bfloat16)\n%6: bf16[2,3] = mm(%4, %5)\n"
+    "%7: bf16[2,3] = relu(%6)\nreturn [%7]\n"
+)
+
+
+def test_casts_of_weights_do_not_split_a_chain() -> None:
+    """Without a phase that keeps weights the casts are ops like others: each begins a region, the larger one goes on."""
+    assert regions(toy(), AUTOCAST) == [["cast", "mm", "mm", "relu"], ["cast"]]
+
+
+def test_what_is_made_of_weights_alone_has_a_region_of_its_own() -> None:
+    graph = parse(AUTOCAST)
+    weights = frozenset(n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("w"))
+    index = GraphIndex(graph, derived(graph, weights, "infer"), "infer")
+    once, rest = partition(toy(), index, {}).regions
+    assert [op.op for op in once.ops] == ["cast", "cast"] and [op.op for op in rest.ops] == ["mm", "mm", "relu"]
+    assert [bool(v.spec and v.spec.const) for v in rest.inputs] == [False, True, True]
 
 
 def test_nothing_claimed() -> None:
