@@ -80,6 +80,12 @@ def test_siblings_over_one_tensor_share_a_kernel() -> None:
     check(g, [g.op("sin", x), g.op("cos", x)], 1)
 
 
+def test_counters_that_have_nothing_in_common_share_a_kernel() -> None:
+    g = Sketch("forward")
+    counters = [g.input(torch.tensor(n)) for n in range(5)]
+    check(g, [g.op("add", c, 1) for c in counters], 1)
+
+
 def test_two_producers_of_one_op_merge() -> None:
     g = Sketch()
     x, y = g.input(torch.randn(8, 8)), g.input(torch.randn(8, 8))

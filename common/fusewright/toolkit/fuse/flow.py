@@ -98,7 +98,7 @@ class Flow:
         if not isinstance(rule, Map) or len(op.outs) != 1 or op.out.spec is None:
             return None
         tiny = op.out.spec.numel_hint() <= 1
-        if rule.cost > INLINE_COST and not tiny:
+        if rule.cost > INLINE_COST and not tiny and not self._has_one_user(op, 1):
             return None
         read, depth = 0, 1
         for v in op.inputs():
@@ -110,9 +110,9 @@ class Flow:
         small = read * INLINE_BYTES <= size or (tiny and read <= 64) or (read <= size and self._has_one_user(op))
         return depth if small and depth <= INLINE_DEPTH else None
 
-    def _has_one_user(self, op: OpView) -> bool:
-        """Whether one op of a kernel alone reads the result, and about once per element: storing it would be
-        for nothing.
+    def _has_one_user(self, op: OpView, times: int = READ_AGAIN) -> bool:
+        """Whether one op of a kernel alone reads the result, each element at most about `times` times: storing it
+        would be for nothing.
         """
         users = {u.id: u for u in self.users.get(op.out.id, ())}
         if len(users) != 1 or op.out.id in self.needed:
@@ -121,9 +121,9 @@ class Flow:
         if user.id in self.fixed or user.out.spec is None:
             return False
         if self._views(user):
-            return self._has_one_user(user)
+            return self._has_one_user(user, times)
         assert op.out.spec is not None
-        return bool(self._rules_of(user)) and user.out.spec.numel_hint() <= READ_AGAIN * op.out.spec.numel_hint()
+        return bool(self._rules_of(user)) and user.out.spec.numel_hint() <= times * op.out.spec.numel_hint()
 
     def _views(self, op: OpView) -> bool:
         rules = self._rules_of(op)

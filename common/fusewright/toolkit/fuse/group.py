@@ -26,6 +26,10 @@ short.
 """
 
 
+TINY = 64
+"""Maps of at most so many elements share kernels though they have nothing in common: a launch costs more than they do."""
+
+
 @dataclass(eq=False)
 class Group:
     """Ops of one kernel. `levels`: the values that it computes, and whether per element of the domain or per row."""
@@ -102,6 +106,7 @@ class Grouper:
         self._reach: dict[int, int] = {}
         self._readers: dict[int, list[Group]] = {}
         self._calls: dict[int, int] = {}
+        self._tiny: dict[Extent, Group] = {}
 
     def run(self) -> list[Group]:
         """The groups, each in topological order."""
@@ -124,12 +129,21 @@ class Grouper:
             self.groups[group.id] = group
             probe = self._probed(unit, group, group.space, {})
             self._enter(unit, group, probe.reads if probe else {}, position)
+            if isinstance(unit.rule, Map) and isinstance(group.numel, int) and group.numel <= TINY:
+                self._tiny[group.numel] = group
         return group
 
     def alone(self, unit: Unit, position: int) -> Group:
-        """A group for an inlined op that is wanted as a tensor after all."""
-        group = Group(self._fresh(), unit.domain())
-        self.groups[group.id] = group
+        """A group for an inlined op that is wanted as a tensor after all. Those between the region's inputs and its
+        outputs (counters of steps) share one: no dependency of theirs can make it wait for itself."""
+        outside = not self._mask(unit.op.inputs()) and not any(self.flow.users.get(v.id) for v in unit.op.outs)
+        size = product(unit.domain().shape)
+        group = self._tiny.get(-1) if outside and size == 1 else None
+        if group is None or len(group.units) >= MAX_BUFFERS // 2:
+            group = Group(self._fresh(), unit.domain())
+            self.groups[group.id] = group
+            if outside and size == 1:
+                self._tiny[-1] = group
         self._enter(unit, group, {}, position)
         return group
 
@@ -206,6 +220,9 @@ class Grouper:
             for reader in self._readers.get(v.id, ()):
                 if reader is not maker and position - reader.last <= NEAR:
                     scores[reader] = scores.get(reader, 0) + size
+        tiny = self._tiny.get(product(unit.domain().shape)) if isinstance(unit.rule, Map) else None
+        if tiny is not None and self.groups[tiny.id] is tiny:
+            scores.setdefault(tiny, 0)
         for group in sorted(scores, key=lambda g: (-scores[g], -g.id)):
             if not isinstance(unit.rule, Scatter) or group in makers:
                 reads = self._joined(unit, group)

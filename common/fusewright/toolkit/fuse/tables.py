@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
-from fusewright.toolkit.fuse import activation, movement, pointwise, rows, rows_backward, scatter, views
+from fusewright.toolkit.fuse import activation, movement, pointwise, rows, rows_backward, scatter, short, views
 from fusewright.toolkit.fuse.rules import Rule, Table, View, merge
 from fusewright.toolkit.fuse.space import ShapeMismatch, factor_groups, shape_of
 from fusewright.toolkit.kernel.types import from_torch
 
 RULES: Table = merge(
     (
-        pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE, rows.TABLE, rows_backward.TABLE, scatter.TABLE,
+        pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE,
+        short.with_short_rows(rows.TABLE), rows_backward.TABLE, scatter.TABLE,
         {name: rows.loss_rules for name in rows.LOSSES},
     )
 )  # fmt: skip
