@@ -162,8 +162,8 @@ def _plan(c: Compilation) -> None:
 
 
 def _passed(c: Compilation) -> None:
-    """The first run found everything true: the plan may be kept."""
-    if c.key:
+    """The first run found everything true: the plan may be kept, unless noise chose how it computes."""
+    if c.key and c.tuner.settled:
         cached.save(c.key, c.backend, c.plan, c.report.summary() if c.report.fallbacks else "")
 
 

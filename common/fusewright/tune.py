@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import filelock
@@ -16,24 +16,41 @@ from fusewright import cachedir
 
 log = logging.getLogger(__name__)
 
-BUDGET_SECONDS = 5e-3
-"""Time spent on one candidate after its first run."""
+clock = time.perf_counter
 
-MAX_RUNS = 12
+ROUNDS = 2
+"""Independent measurements that a choice is made from."""
+
+BUDGET_SECONDS = 9e-3
+"""Time of one round over all candidates. One pass is made in any case."""
+
+MAX_PASSES = 24
+
+CLOSE = 1.05
+"""Two candidates whose times differ by less than this are equally good."""
+
+Run = Callable[[], Any]
+
+_doubtful: dict[tuple[str, str], str] = {}
+"""(scope, key) -> what was chosen under noise: kept for this process, so that all its graphs do the same."""
 
 
 class Tuner:
     """Chooses by measuring, and remembers. `scope` is the backend's fingerprint: choices of another machine do not
     count.
+
+    A choice that its rounds do not agree on was made on a busy machine. It is not written down, for that would keep it
+    for good; `settled` then tells the host not to keep a plan that was made with it either.
     """
 
     def __init__(self, scope: str, persist: bool = True) -> None:
         self.scope = f"{scope}|threads={torch.get_num_threads()}"
+        self.settled = True
         self._path = cachedir.file("choices.json") if persist else None
         self._known: dict[str, str] = self._read().get(self.scope, {}) if self._path else {}
         self._new: dict[str, str] = {}
 
-    def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
+    def choose(self, key: str, candidates: Mapping[str, Run]) -> str:
         """The name of the fastest candidate. One candidate is not measured; a candidate that raises is out."""
         names = list(candidates)
         if len(names) == 1:
@@ -41,12 +58,20 @@ class Tuner:
         remembered = self._known.get(key) or self._new.get(key)
         if remembered is not None and remembered in candidates:
             return remembered
-        times = measure(candidates)
-        if not times:
+        doubtful = _doubtful.get((self.scope, key))
+        if doubtful is not None and doubtful in candidates:
+            self.settled = False
+            return doubtful
+        rounds = measure(candidates)
+        if not rounds[0]:
             raise RuntimeError(f"no candidate for {key} ran: {', '.join(names)}")
-        best = min(times, key=times.__getitem__)
-        log.info("%s: %s", key, ", ".join(f"{n} {t * 1e6:.1f} us" for n, t in times.items()))
-        self._new[key] = best
+        best, sure = verdict(rounds)
+        log.info("%s: %s%s", key, "; ".join(map(_text, rounds)), "" if sure else "; too noisy to keep")
+        if sure:
+            self._new[key] = best
+        else:
+            _doubtful[self.scope, key] = best
+            self.settled = False
         return best
 
     def _read(self) -> dict[str, dict[str, str]]:
@@ -72,26 +97,51 @@ class Tuner:
         self._new = {}
 
 
-def measure(candidates: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Best time in seconds of each candidate that runs, interleaved so that a disturbance hits all of them."""
-    times: dict[str, float] = {}
+def verdict(rounds: Sequence[Mapping[str, float]]) -> tuple[str, bool]:
+    """The fastest of all rounds, and whether every round finds it the fastest or close to that."""
+    times = {name: min(r[name] for r in rounds) for name in rounds[0]}
+    best = min(times, key=times.__getitem__)
+    return best, all(r[best] <= CLOSE * min(r.values()) for r in rounds)
+
+
+def measure(candidates: Mapping[str, Run]) -> list[dict[str, float]]:
+    """Best time in seconds of each candidate that runs, once per round; all rounds name the same candidates.
+
+    Candidates take turns, so that a disturbance hits all of them. A key costs each candidate's first run, plus
+    `ROUNDS * BUDGET_SECONDS` or, where candidates are slow, `ROUNDS` runs of each.
+    """
     with torch.no_grad(), compat.real_tensors():
-        for name, run in candidates.items():
-            try:
-                run()
-                times[name] = _timed(run)
-            except (RuntimeError, NotImplementedError, TypeError) as e:  # torch's way to say "not with these arguments"
-                log.info("candidate %s does not run: %s", name, e)
-        if not times:
-            return times
-        runs = max(2, min(MAX_RUNS, int(BUDGET_SECONDS / max(times.values()))))
-        for _ in range(runs):
-            for name in times:
-                times[name] = min(times[name], _timed(candidates[name]))
+        running = {name: run for name, run in candidates.items() if _runs(name, run)}
+        return [_round(running) for _ in range(ROUNDS)]
+
+
+def _runs(name: str, run: Run) -> bool:
+    try:
+        run()
+    except (RuntimeError, NotImplementedError, TypeError) as e:  # torch's way to say "not with these arguments"
+        log.info("candidate %s does not run: %s", name, e)
+        return False
+    return True
+
+
+def _round(running: Mapping[str, Run]) -> dict[str, float]:
+    times = {name: _timed(run) for name, run in running.items()}
+    left = BUDGET_SECONDS - sum(times.values())
+    passes = 1
+    while passes < MAX_PASSES and left > sum(times.values()):
+        passes += 1
+        for name, run in running.items():
+            t = _timed(run)
+            left -= t
+            times[name] = min(times[name], t)
     return times
 
 
-def _timed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _timed(run: Run) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def _text(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{n} {t * 1e6:.1f} us" for n, t in times.items())

@@ -1,0 +1,105 @@
+"""Choices by measurement, on a clock that the candidates move themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+
+import pytest
+
+from fusewright import tune
+from fusewright.tune import Tuner
+
+SLOW = 1.0  # a run this long makes a round one pass
+
+
+class Clock:
+    """Time that passes only where a candidate says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.runs = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def takes(self, *seconds: float) -> Callable[[], None]:
+        """A candidate whose first run (not timed) and later ones take so long; the last figure stays."""
+        times: Iterator[float] = chain(seconds, repeat(seconds[-1]))
+
+        def run() -> None:
+            self.runs += 1
+            self.now += next(times)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(tune, "clock", made)
+    monkeypatch.setattr(tune, "_doubtful", {})
+    return made
+
+
+@pytest.fixture
+def scope(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+def remembered(scope: str) -> Tuner:
+    """What another process would find on disk."""
+    tune._doubtful.clear()
+    return Tuner(scope)
+
+
+def test_the_fastest_is_chosen_and_remembered(clock: Clock, scope: str) -> None:
+    tuner = Tuner(scope)
+    assert tuner.choose("k", {"a": clock.takes(2e-3), "b": clock.takes(1e-3)}) == "b" and tuner.settled
+    tuner.save()
+    runs = clock.runs
+    assert remembered(scope).choose("k", {"a": clock.takes(1e-3), "b": clock.takes(2e-3)}) == "b"
+    assert clock.runs == runs
+
+
+def test_rounds_that_disagree_choose_for_this_process_only(clock: Clock, scope: str) -> None:
+    tuner = Tuner(scope)
+    candidates = {"a": clock.takes(SLOW, SLOW, 3 * SLOW), "b": clock.takes(SLOW, 2 * SLOW, 1.5 * SLOW)}
+    assert tuner.choose("k", candidates) == "a" and not tuner.settled
+    tuner.save()
+    runs = clock.runs
+    again = Tuner(scope)
+    assert again.choose("k", candidates) == "a" and not again.settled and clock.runs == runs
+    quiet = remembered(scope)
+    assert quiet.choose("k", {"a": clock.takes(3 * SLOW), "b": clock.takes(SLOW)}) == "b" and quiet.settled
+
+
+def test_a_round_that_finds_both_equal_agrees(clock: Clock, scope: str) -> None:
+    tuner = Tuner(scope)
+    close = 1.04 * SLOW
+    assert tuner.choose("k", {"a": clock.takes(SLOW, 0.9 * SLOW, close), "b": clock.takes(SLOW)}) == "a"
+    assert tuner.settled
+
+
+def test_one_disturbed_run_does_not_matter(clock: Clock, scope: str) -> None:
+    tuner = Tuner(scope)
+    assert tuner.choose("k", {"a": clock.takes(0.0, 8e-3, 1e-4), "b": clock.takes(2e-4)}) == "a" and tuner.settled
+
+
+@pytest.mark.parametrize("seconds", [1e-5, 1e-4, 1e-3, 4e-3])
+def test_a_key_costs_little(clock: Clock, scope: str, seconds: float) -> None:
+    Tuner(scope).choose("k", {n: clock.takes(0.0, seconds) for n in ("a", "b", "c")})
+    assert clock.now < 25e-3
+
+
+def test_a_candidate_that_raises_is_out(clock: Clock, scope: str) -> None:
+    def broken() -> None:
+        raise RuntimeError("not with these arguments")
+
+    assert Tuner(scope).choose("k", {"a": broken, "b": clock.takes(1.0)}) == "b"
+    with pytest.raises(RuntimeError, match="no candidate for other"):
+        Tuner(scope).choose("other", {"a": broken, "b": broken})
+
+
+def test_a_single_candidate_is_not_measured(clock: Clock, scope: str) -> None:
+    assert Tuner(scope).choose("k", {"a": clock.takes(1.0)}) == "a" and clock.runs == 0
