@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.index import Index
 from fusewright.toolkit.kernel.ir import Kernel, Node, Stage
 from fusewright.toolkit.kernel.optable import OPS
+from fusewright.toolkit.llvm.interleave import members
 from fusewright.toolkit.llvm.memory import ZERO_DIVISION, Arguments, Lanes
 from fusewright.toolkit.llvm.pointwise import IntegerDivision, cast, emit_op, literal, memory_type
 from fusewright.toolkit.llvm.rows import RowLoops
@@ -33,6 +35,8 @@ class Body:
         self.units: list[dict[int, V]] = [{}]
         self.keeps: dict[int, V] = {}
         self.heap: list[V] = []
+        self.members = {} if how.row or how.lanes == 1 else members(kernel, how.v)
+        self.unzipped: dict[tuple[int, Index, int], list[V]] = {}
         self.division = IntegerDivision(lambda bad: self.lanes.report(bad, ZERO_DIVISION))
 
     def write(self) -> None:
@@ -250,6 +254,7 @@ class Body:
         return f.cmp("icmp ult", f.iota(lanes), f.bin("sub", hi, i))
 
     def _tile(self, units: int, done: set[int]) -> None:
+        self.unzipped = {}
         self.units = [{} for _ in range(units)]
         for stage in self.kernel.stages:
             if stage.over == "P":
@@ -323,7 +328,7 @@ class Body:
                     raise ValueError("verify the kernel first")
                 return self.lanes.index(n.index, values, u, lanes=varying)
             case "load":
-                return self.lanes.load(n, values, u, varying)
+                return self._load(n, values, u, varying)
             case "bound":
                 return self.lanes.bound(n, values)
             case "cast":
@@ -332,3 +337,13 @@ class Body:
                 return f.conv("bitcast", args[0], memory_type(n.dtype))
             case _:
                 raise ValueError(f"no code for {n.op}")
+
+    def _load(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
+        """A load, alone or as one of an interleaved set."""
+        m = self.members.get(n.id)
+        if m is None or self.lanes.mask is not None or self.lanes.w == 1:
+            return self.lanes.load(n, values, u, varying)
+        key = (m.buffer, m.base, u)
+        if key not in self.unzipped:
+            self.unzipped[key] = self.lanes.load_interleaved(n, m.base, m.stride, u)
+        return self.unzipped[key][m.place]

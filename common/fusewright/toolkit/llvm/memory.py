@@ -7,6 +7,7 @@ from fusewright.toolkit.kernel.extent import Extent, Poly
 from fusewright.toolkit.kernel.index import Coefs, Index
 from fusewright.toolkit.kernel.ir import Kernel, Node
 from fusewright.toolkit.kernel.types import TYPES
+from fusewright.toolkit.llvm.interleave import unzip
 from fusewright.toolkit.llvm.pointwise import LLVM_TYPE, cast, maximum, memory_type, minimum
 from fusewright.toolkit.llvm.text import Fn, V, const, i64
 
@@ -147,6 +148,17 @@ class Lanes:
             raise ValueError("verify the kernel first")
         at = self.index(n.index, values, u, lanes)
         return self.f.gep(memory_type(n.dtype), self.args.buffers[n.buffer], at)
+
+    def load_interleaved(self, n: Node, base: Index, stride: int, u: int) -> list[V]:
+        """The values at `base`, `base + 1` ... of a buffer whose stride along the lanes is `stride`."""
+        f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
+        if n.buffer is None:
+            raise ValueError("verify the kernel first")
+        at, parts = self.index(base, {}, u, lanes=False), []
+        for k in range(stride):
+            p = f.gep(t, self.args.buffers[n.buffer], f.add(at, i64(k * self.w)))
+            parts.append(f.let(t, self.w, f"load <{self.w} x {t}>, {p}, align {size}"))
+        return [self._from_memory(x, n) for x in unzip(f, parts)]
 
     def _load_scalar(self, n: Node, values: dict[int, V], u: int, own: V | None, other: V | None) -> V:
         f, t = self.f, memory_type(n.dtype)

@@ -252,6 +252,11 @@ class Fn:
         idx = ", ".join(f"i32 {p}" for p in pick)
         return self.let(v.t, len(pick), f"shufflevector {v}, {v.ty} poison, <{len(pick)} x i32> <{idx}>")
 
+    def shuffle(self, a: V, b: V, pick: Sequence[int]) -> V:
+        """Lanes of two vectors of one type, those of `b` numbered after those of `a`."""
+        idx = ", ".join(f"i32 {p}" for p in pick)
+        return self.let(a.t, len(pick), f"shufflevector {a}, {b}, <{len(pick)} x i32> <{idx}>")
+
     def extract(self, v: V, lane: int) -> V:
         return v if v.w == 1 else self.let(v.t, 1, f"extractelement {v}, i64 {lane}")
 
