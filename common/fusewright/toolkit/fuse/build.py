@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusewright.interface import OpView, TensorSpec, Value
@@ -13,7 +13,8 @@ from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of
 from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.kernel.extent import Extent, symbols
 from fusewright.toolkit.kernel.ir import used_symbols
-from fusewright.toolkit.kernel.types import from_torch
+from fusewright.toolkit.kernel.split import split_rows
+from fusewright.toolkit.kernel.types import from_torch, to_torch
 
 __all__ = ["Built", "build_group", "loop_order", "space_for"]
 
@@ -191,8 +192,31 @@ def finished(e: Evaluator, outs: Sequence[int], always: Sequence[int] = ()) -> B
     return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel))
 
 
+def split_in_two(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built]:
+    """The launches for a kernel: two where it reduces long rows of few points, else itself. `temporary` gives the id
+    of a new value.
+    """
+    split = split_rows(built.kernel)
+    if split is None:
+        return [built]
+    ids = [*built.inputs, *built.outs]
+    partials = [temporary(TensorSpec((n,), (1,), to_torch(t))) for t, n in split.partials]
+    first = _over(split.first, [*(ids[b] for b in split.first_buffers), *partials])
+    return [first, _over(split.second, [*ids, *partials])]
+
+
+def _over(kernel: Kernel, ids: Sequence[int]) -> Built:
+    """A kernel whose buffers are these values: those that it does not use dropped, those that it writes last."""
+    used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
+    inputs = [k for k, b in enumerate(kernel.buffers) if b.access == "in" and k in used]
+    outs = [k for k, b in enumerate(kernel.buffers) if b.access != "in"]
+    kernel = _without_buffers(kernel, [*inputs, *outs])
+    found = tuple(ids[k] for k in inputs), tuple(ids[k] for k in outs)
+    return Built(kernel, structural_hash(kernel), *found, sharing(kernel))
+
+
 def _without_buffers(kernel: Kernel, kept: Sequence[int]) -> Kernel:
-    """The kernel with only those buffers."""
+    """The kernel with only those buffers, in that order."""
     number = {old: new for new, old in enumerate(kept)}
     stages = tuple(
         replace(s, nodes=tuple(n if n.buffer is None else replace(n, buffer=number[n.buffer]) for n in s.nodes))

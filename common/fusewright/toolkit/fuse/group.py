@@ -13,6 +13,7 @@ from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
 from fusewright.toolkit.fuse.space import At, ShapeMismatch, product, shape_of
 from fusewright.toolkit.kernel import Builder, IndexTooComplex, Val
 from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.split import MAX_POINTS, MIN_ROW
 
 MAX_UNITS = 48
 """Most ops in one kernel."""
@@ -253,6 +254,9 @@ class Grouper:
         """The domain of the group with the unit in it."""
         wanted = unit.domain()
         n = product(wanted.shape)
+        if splits(group.domain) or (splits(wanted) and not self._private(unit, group)):
+            # such rows run in parts, one for each thread: whole rows beside them would run on a single one
+            return group.domain if splits(group.domain) and n == group.row_numel else None
         if isinstance(unit.rule, Row):
             if group.has_rows:
                 return group.domain if segments(wanted) == group.segments else None
@@ -345,6 +349,13 @@ class Grouper:
             if b in readers:
                 readers[:] = [g for g in readers if g is not b and g is not a] + [a]
         self.groups[b.id] = None
+
+
+def splits(domain: Domain) -> bool:
+    """Whether rows are so long, and so few, that a kernel of reductions runs in two steps (see `kernel.split`)."""
+    row = product(tuple(domain.shape[d] for d in domain.dims))
+    points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
+    return isinstance(row, int) and isinstance(points, int) and row >= MIN_ROW and points <= MAX_POINTS
 
 
 def is_column(domain: Domain) -> bool:

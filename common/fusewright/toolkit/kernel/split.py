@@ -7,15 +7,17 @@ The number of parts depends on sizes only, so results do not depend on the numbe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
-from fusewright.toolkit.kernel.index import Index, axis_index
+from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.kernel.simplify import simplify_axes
 from fusewright.toolkit.kernel.types import TYPES, DType
 from fusewright.toolkit.kernel.verify import verify
 
-SPLITTABLE = ("sum", "prod", "max", "min", "any", "all")
+SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 MIN_ROW = 1 << 15
 """Elements of a row from which splitting is worth a second launch."""
 MAX_POINTS = 16
@@ -43,18 +45,44 @@ def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
     if len(sizes) != len(kernel.sizes) or len(rows) != 1:
         return None
     points, row = math.prod(sizes[: len(kernel.p)]), math.prod(sizes[len(kernel.p) :])
+    if not 0 < points <= MAX_POINTS or row < MIN_ROW or sizes[len(kernel.p)] < 2 * parts:
+        return None
+    kernel = _with_sums_for_means(kernel, rows[0], row)
     stage = kernel.stages[rows[0]]
     reductions = [n for n in stage.nodes if n.op == "reduce"]
     plain = not any(n.op in ("store", "scan", "bound") or n.keep for n in stage.nodes)
     if not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
         return None
-    if not 0 < points <= MAX_POINTS or row < MIN_ROW or sizes[len(kernel.p)] < 2 * parts:
-        return None
     first, used = _first(kernel, rows[0], reductions, parts, points)
     second = _second(kernel, rows[0], reductions, parts, points)
     types = {n.id: n.dtype for n in kernel.nodes()}
-    partials = tuple((types[r.args[0]], parts * points) for r in reductions)
-    return Split(first, used, second, partials)
+    partials = [(types[r.args[0]], parts * points) for r in reductions]
+    partials += [("i64", parts * points) for r in reductions if _is_position(r)]
+    return Split(first, used, second, tuple(partials))
+
+
+def _is_position(n: Node) -> bool:
+    return n.how in ("argmax", "argmin")
+
+
+def _with_sums_for_means(kernel: Kernel, at: int, row: int) -> Kernel:
+    """The kernel with each mean as a sum over the row, divided after it."""
+    new_id = max(n.id for n in kernel.nodes()) + 1
+    nodes, after = [], []
+    for n in kernel.stages[at].nodes:
+        if n.op == "reduce" and n.how == "mean":
+            after += [
+                Node(new_id + 1, "const", n.dtype, value=float(row)),
+                Node(n.id, "div", n.dtype, (new_id, new_id + 1)),
+            ]
+            n = replace(n, id=new_id, how="sum")
+            new_id += 2
+        nodes.append(n)
+    if not after:
+        return kernel
+    stages = list(kernel.stages)
+    stages[at : at + 1] = [Stage("PR", tuple(nodes)), Stage("P", tuple(after))]
+    return replace(kernel, stages=tuple(stages))
 
 
 def _linear(n_axes: int, sizes: tuple[int, ...], shape: tuple[int, ...], skip: int) -> Index:
@@ -76,37 +104,51 @@ def _first(kernel: Kernel, at: int, reductions: list[Node], parts: int, points: 
     stages = [s for s in kernel.stages[:at] if s.over == "P"]
     needed = [n for s in (*stages, kernel.stages[at]) for n in s.nodes if n.op != "store"]
     used = tuple(sorted({n.buffer for n in needed if n.buffer is not None}))
-    new_id = max(n.id for n in kernel.nodes()) + 1
-    cut = parts * chunk != old[n_p]
-    here = Node(new_id, "index", "i64", index=axes[n_p])
-    limit = Node(new_id + 1, "const", "i64", value=old[n_p])
-    inside = Node(new_id + 2, "lt", "bool", (here.id, limit.id))
-    extra = new_id + 3
-    row: list[Node] = [here, limit, inside] if cut else []
-    for n in kernel.stages[at].nodes:
-        n = _moved(n, axes, sizes, used)
-        if cut and n.op == "load":
-            more, n = _guarded_load(n, inside.id, extra)
-        elif cut and n.op == "reduce":
-            more, n = _guarded_reduce(n, inside.id, extra, n.dtype)
-        else:
-            more = []
-        extra += len(more)
-        row.extend((*more, n))
     before = [replace(s, nodes=tuple(_moved(n, axes, sizes, used) for n in s.nodes if n.op != "store")) for s in stages]
+    row = [_moved(n, axes, sizes, used) for n in kernel.stages[at].nodes]
+    types = {n.id: n.dtype for n in kernel.nodes()}
+    fresh = count(max(types) + 1)
+    if parts * chunk != old[n_p]:
+        row = _guarded(row, axes[n_p], old[n_p], types, fresh)
+    ends = {n.id: n for n in row if n.op == "reduce"}
+    results, after = [ends[r.id] for r in reductions], list[Node]()
+    for r in [r for r in results if _is_position(r)]:
+        # positions are compared by the values there, which go along as partial results
+        value = Node(next(fresh), "reduce", types[reductions[results.index(r)].args[0]], r.args, how=r.how[3:])
+        start = Node(next(fresh), "index", "i64", index=axis_index(0, sizes) * (chunk * math.prod(old[n_p + 1 :])))
+        position = Node(next(fresh), "add", "i64", (r.id, start.id))
+        row.append(value)
+        after += [start, position]
+        results = [value if x is r else x for x in results] + [position]
     place = axis_index(0, sizes) * points + _linear(n_p, sizes, old[:n_p], 1)
-    stores = tuple(Node(extra + k, "store", r.dtype, (r.id,), place, len(used) + k) for k, r in enumerate(reductions))
+    after += [Node(next(fresh), "store", r.dtype, (r.id,), place, len(used) + k) for k, r in enumerate(results)]
     buffers = [replace(kernel.buffers[b], access="in") for b in used]
-    buffers += [Buffer(f"part{k}", r.dtype, "out") for k, r in enumerate(reductions)]
+    buffers += [Buffer(f"part{k}", r.dtype, "out") for k, r in enumerate(results)]
     first = replace(
         kernel,
         name=f"{kernel.name}_parts",
         buffers=tuple(buffers),
         p=sizes[: n_p + 1],
         r=sizes[n_p + 1 :],
-        stages=(*before, Stage("PR", tuple(row)), Stage("P", stores)),
+        stages=(*before, Stage("PR", tuple(row)), Stage("P", tuple(after))),
     )
     return _done(first), used
+
+
+def _guarded(row: list[Node], at: Index, size: int, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
+    """The row stage with nothing read, and nothing reduced, where `at` is past `size`."""
+    here = Node(next(fresh), "index", "i64", index=at)
+    limit = Node(next(fresh), "const", "i64", value=size)
+    inside = Node(next(fresh), "lt", "bool", (here.id, limit.id))
+    out = [here, limit, inside]
+    for n in row:
+        if n.op == "load":
+            out += _guarded_load(n, inside.id, fresh)
+        elif n.op == "reduce":
+            out += _guarded_reduce(n, inside.id, types[n.args[0]], fresh)
+        else:
+            out.append(n)
+    return out
 
 
 def _moved(n: Node, axes: list[Index], sizes: tuple[int, ...], used: tuple[int, ...]) -> Node:
@@ -114,20 +156,20 @@ def _moved(n: Node, axes: list[Index], sizes: tuple[int, ...], used: tuple[int, 
     return replace(n, index=index, buffer=None if n.buffer is None else used.index(n.buffer))
 
 
-def _guarded_load(n: Node, inside: int, extra: int) -> tuple[list[Node], Node]:
+def _guarded_load(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
     """The load with `inside` added to its mask."""
     if n.args:
-        both = Node(extra, "and", "bool", (n.args[0], inside))
-        return [both], replace(n, args=(both.id, n.args[1]))
-    zero = Node(extra, "const", n.dtype, value=_zero(n.dtype))
-    return [zero], replace(n, args=(inside, zero.id))
+        both = Node(next(fresh), "and", "bool", (n.args[0], inside))
+        return [both, replace(n, args=(both.id, n.args[1]))]
+    zero = Node(next(fresh), "const", n.dtype, value=_zero(n.dtype))
+    return [zero, replace(n, args=(inside, zero.id))]
 
 
-def _guarded_reduce(n: Node, inside: int, extra: int, dtype: DType) -> tuple[list[Node], Node]:
+def _guarded_reduce(n: Node, inside: int, dtype: DType, fresh: Iterator[int]) -> list[Node]:
     """The reduction of its operand where `inside`, of its identity elsewhere."""
-    edge = Node(extra, "const", dtype, value=_identity(n.how, dtype))
-    value = Node(extra + 1, "where", dtype, (inside, n.args[0], edge.id))
-    return [edge, value], replace(n, args=(value.id,))
+    edge = Node(next(fresh), "const", dtype, value=_identity(n.how.removeprefix("arg"), dtype))
+    value = Node(next(fresh), "where", dtype, (inside, n.args[0], edge.id))
+    return [edge, value, replace(n, args=(value.id,))]
 
 
 def _zero(dtype: DType) -> float | int | bool:
@@ -150,18 +192,29 @@ def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int, points:
     n_p = len(kernel.p)
     shape = tuple(int(s) for s in kernel.p if isinstance(s, int))
     sizes = (*shape, parts)
-    place = axis_index(n_p, sizes) * points + _linear(n_p, sizes, shape, 0)
-    new_id = max(n.id for n in kernel.nodes()) + 1
-    loads = [Node(new_id + k, "load", r.dtype, (), place, len(kernel.buffers) + k) for k, r in enumerate(reductions)]
-    again = [replace(r, args=(load.id,)) for r, load in zip(reductions, loads, strict=True)]
+    point = _linear(n_p, sizes, shape, 0)
+    place = axis_index(n_p, sizes) * points + point
+    types = {n.id: n.dtype for n in kernel.nodes()}
+    fresh, buffer = count(max(types) + 1), count(len(kernel.buffers) + len(reductions))
+    row, after = list[Node](), list[Node]()
+    for k, r in enumerate(reductions):
+        row.append(Node(next(fresh), "load", types[r.args[0]], (), place, len(kernel.buffers) + k))
+        if not _is_position(r):
+            row.append(replace(r, args=(row[-1].id,)))
+            continue
+        best = Node(next(fresh), "reduce", "i64", (row[-1].id,), how=r.how)
+        there = point + Index(indirect=(Indirect(points, best.id),), sizes=sizes)
+        row.append(best)
+        after.append(Node(r.id, "load", "i64", (), there, next(buffer)))
     axes = [axis_index(a, sizes) for a in range(n_p)] + [Index(sizes=sizes)] * len(kernel.r)
 
     def moved(n: Node) -> Node:
         return n if n.index is None else replace(n, index=n.index.substitute(axes, sizes))
 
     stages = [replace(s, nodes=tuple(moved(n) for n in s.nodes)) for s in kernel.stages]
-    stages[at] = Stage("PR", (*loads, *again))
-    buffers = [*kernel.buffers, *(Buffer(f"part{k}", r.dtype, "in") for k, r in enumerate(reductions))]
+    stages[at : at + 1] = [Stage("PR", tuple(row)), *([Stage("P", tuple(after))] if after else [])]
+    partials = [types[r.args[0]] for r in reductions] + ["i64" for r in reductions if _is_position(r)]
+    buffers = [*kernel.buffers, *(Buffer(f"part{k}", t, "in") for k, t in enumerate(partials))]
     return _done(replace(kernel, name=f"{kernel.name}_total", buffers=tuple(buffers), r=(parts,), stages=tuple(stages)))
 
 
