@@ -307,6 +307,10 @@ class Backend(abc.ABC):
     name.
     """
 
+    real_views: ClassVar[bool] = False
+    """Whether a view op in a region always gives a view of its input's memory. If not, eager makes the views that the
+    caller sees."""
+
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
         """`options` are the checked values of this class's own options."""
         self.device = device

@@ -56,7 +56,7 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     """Split the graph. `denied` maps node names to the reason that an earlier round gave them back."""
     verdicts: dict[int, Verdict] = {}
     bugs: list[str] = []
-    shared = shared_views(index.graph)
+    shared = frozenset() if backend.real_views else shared_views(index.graph)
     for node, view in index.ops.items():
         verdict = _SHARED if node in shared else denied.get(node.meta.get("origin", node.name))
         if verdict is None:  # not `or`: a denial is falsy
@@ -201,7 +201,9 @@ def _candidates(
     if node in const:
         return [g for g in range(len(members) - 1, first_open - 1, -1) if members[g][0] in const][:1]
     found = {group_of[i] for i in node.all_input_nodes if i in group_of and i not in const}
-    return sorted((g for g in found if g >= first_open), key=lambda g: (len(members[g]), g), reverse=True)
+    near = sorted((g for g in found if g >= first_open), key=lambda g: (len(members[g]), g), reverse=True)
+    last = next((g for g in range(len(members) - 1, first_open - 1, -1) if members[g][0] not in const), None)
+    return near if last is None or last in near else [*near, last]  # what starts anew joins what went before
 
 
 def _joinable(

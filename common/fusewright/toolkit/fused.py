@@ -111,6 +111,7 @@ class FusedBackend(Backend):
 
     lowerings: ClassVar[LoweringTable[Any]] = LoweringTable[OpLowering]()
     loader: ClassVar[Loader] = llvm_loader
+    real_views: ClassVar[bool] = True
 
     @classmethod
     def lowers(cls) -> Sequence[str]:

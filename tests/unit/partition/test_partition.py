@@ -86,8 +86,8 @@ AUTOCAST = (
 
 
 def test_casts_of_weights_do_not_split_a_chain() -> None:
-    """Without a phase that keeps weights the casts are ops like others: each begins a region, the larger one goes on."""
-    assert regions(toy(), AUTOCAST) == [["cast", "mm", "mm", "relu"], ["cast"]]
+    """Without a phase that keeps weights the casts are ops like others: one that starts anew joins what went before."""
+    assert regions(toy(), AUTOCAST) == [["cast", "mm", "cast", "mm", "relu"]]
 
 
 def test_what_is_made_of_weights_alone_has_a_region_of_its_own() -> None:
