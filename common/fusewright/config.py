@@ -34,7 +34,7 @@ class Options:
     )
     strict: bool = _option(False, "raise on a crash inside a backend instead of planning again without it", "STRICT")
     verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
-    cache: bool = _option(True, "remember measured choices on disk", "CACHE")
+    cache: bool = _option(True, "keep plans and measured choices on disk", "CACHE")
     fuel: int | None = _option(
         None, "how many rewrites may be applied at most, to bisect a wrong result", "FUEL", compiled=True
     )
