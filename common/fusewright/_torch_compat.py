@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 
 def aot_compile(
@@ -19,16 +19,23 @@ def aot_compile(
     forward: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
     backward: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
     inference: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    joint: Callable[[Graph], None],
 ) -> Callable[..., Any]:
-    """Hand a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does."""
+    """Hand a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does. `joint` may
+    rewrite the graph of forward and backward before it is cut in two.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def cut(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint(gm.graph)
+        return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     return aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=cut,
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
 

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright import direct
 from fusewright.graph.effects import writes, written
+from fusewright.graph.fills import size_fills
 from fusewright.interface import Phase
 
 Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
@@ -52,7 +53,12 @@ def through_aot(
         return compile_aten
 
     return compat.aot_compile(
-        gm, example_inputs, forward=compiler("forward"), backward=compiler("backward"), inference=compiler("infer")
+        gm,
+        example_inputs,
+        forward=compiler("forward"),
+        backward=compiler("backward"),
+        inference=compiler("infer"),
+        joint=size_fills,
     )
 
 

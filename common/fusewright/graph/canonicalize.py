@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import retrace, verify
+from fusewright.graph.fills import size_fills
 
 
 def canonicalize(graph: Graph) -> list[str]:
@@ -16,6 +17,7 @@ def canonicalize(graph: Graph) -> list[str]:
     Returns where the table's rules and the traced metadata disagree. Such a node is marked, and eager runs it.
     """
     disagreements = []
+    size_fills(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not compat.is_overload(node.target):
             continue

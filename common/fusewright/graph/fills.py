@@ -1,0 +1,39 @@
+"""`full_like(x, v)` and `x.new_full(size, v)` as `full(size, v)`: nothing then waits for `x`, or keeps it alive."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+
+LIKE = {"full_like": 1, "new_full": 2}
+"""Row of the opset -> position of the value."""
+
+
+def size_fills(graph: Graph) -> None:
+    """Rewrite an ATen graph in place, where sizes are static and the result is contiguous.
+
+    Before a joint graph is cut in two this matters most: what is made from nothing need not be saved for backward.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and compat.is_overload(node.target):
+            _size_fill(graph, node)
+
+
+def _size_fill(graph: Graph, node: Node) -> None:
+    found = ops.canonical(node.target, node.args, node.kwargs)
+    val = node.meta.get("val")
+    if found is None or found[0].name not in LIKE or not isinstance(val, torch.Tensor):
+        return
+    if not all(isinstance(s, int) for s in val.shape) or val.layout != torch.strided or not val.is_contiguous():
+        return
+    row, args, _ = found
+    value = args[LIKE[row.name]]
+    options = {"dtype": val.dtype, "layout": val.layout, "device": val.device, "pin_memory": False}
+    with graph.inserting_before(node):
+        full = graph.call_function(torch.ops.aten.full.default, (list(val.shape), value), options)
+    full.meta.update(node.meta)
+    node.replace_all_uses_with(full)
+    graph.erase_node(node)
