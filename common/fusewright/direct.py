@@ -48,6 +48,13 @@ def _check_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             raise Doubt(f"the graph switches a mode: {node.target.__name__}")
 
 
+def _doubt_behind(error: BaseException | None) -> Doubt | None:
+    """The doubt that code of torch's caught and raised again as an error of its own, if that is what happened."""
+    while error is not None and not isinstance(error, Doubt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 class _Recorder(Interpreter):
     """Runs Dynamo's graph on its own FakeTensors under a dispatch mode that appends each ATen call to a new graph."""
 
@@ -73,7 +80,10 @@ class _Recorder(Interpreter):
     def record(self) -> GraphModule:
         fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
         with self.fake_mode, compat.dispatch_mode(self._dispatch):
-            returned = self.run(*fakes)
+            try:
+                returned = self.run(*fakes)
+            except Exception as error:
+                raise _doubt_behind(error) or error from None
         flat = returned if isinstance(returned, tuple | list) else (returned,)
         self.out.output(tuple(self._result(v) for v in flat))
         return GraphModule(self.root, self.out)

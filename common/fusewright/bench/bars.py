@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fusewright.bench.graphs import is_graph
 from fusewright.bench.kernels import is_kernel
 from fusewright.bench.stats import geomean, paired_ratio
 
@@ -157,6 +158,6 @@ BARS: tuple[Bar, ...] = (
 
 
 def judge(rows: Sequence[Row], ours: str) -> list[Row]:
-    """Every bar's verdict on the rows of models; kernels have no part in them."""
-    models = [row for row in rows if not is_kernel(row["model"])]
+    """Every bar's verdict on the rows of models; kernels and graph networks have no part in them."""
+    models = [row for row in rows if not is_kernel(row["model"]) and not is_graph(row["model"])]
     return [bar.judge(models, ours) for bar in BARS]

@@ -49,7 +49,7 @@ class Server:
         self.built = self.step = None
         torch.set_num_threads(threads)
         if train:
-            self.step = train_step(model, size, dtype)  # type: ignore[arg-type]
+            self.step = _resolve_step(model, size, dtype)
         else:
             self.built = _resolve(model, size, dtype)
         return {"extra": dict(self.built.extra) if self.built else {}}
@@ -165,7 +165,19 @@ def _resolve(model: str, size: str, dtype: str) -> Built:
         from fusewright.bench.kernels import build_kernel
 
         return build_kernel(model, dtype)
+    if model.startswith("graph:"):
+        from fusewright.bench.graphs import build_graph
+
+        return build_graph(model, size, dtype)  # type: ignore[arg-type]
     return build(model, size, dtype)  # type: ignore[arg-type]
+
+
+def _resolve_step(model: str, size: str, dtype: str) -> TrainStep:
+    if model.startswith("graph:"):
+        from fusewright.bench.graphs import graph_step
+
+        return graph_step(model, size, dtype)  # type: ignore[arg-type]
+    return train_step(model, size, dtype)  # type: ignore[arg-type]
 
 
 def _timed(call: Callable[[], Any]) -> float:

@@ -83,7 +83,7 @@ def check_name(model: str, train: bool = False) -> None:
     """Raises `UnknownModel` for a name that `build` (or `train_step`) would refuse, without building
     anything.
     """
-    if model.startswith("kernel:"):
+    if model.startswith(("kernel:", "graph:")):
         return
     if ":" in model:
         path = Path(model.rpartition(":")[0])

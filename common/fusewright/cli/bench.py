@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fusewright import machine
-from fusewright.bench import kernels, report
+from fusewright.bench import graphs, kernels, report
 from fusewright.bench.contenders import COPY, EAGER, Contender, from_backend
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import ModelFailed, Settings
@@ -35,6 +35,7 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--suite", is_flag=True, help=f"All of: {', '.join(SUITE)}.")
 @click.option("--train", is_flag=True, help=f"Training steps (default models: {', '.join(TRAINABLE)}).")
 @click.option("--kernels", "only_kernels", is_flag=True, help="Memory-bound kernels and their bandwidth.")
+@click.option("--graphs", "with_graphs", is_flag=True, help="Graph networks (also with --train) and NumPy k-means.")
 @click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
 @click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend.")
 @click.option("--against", callback=_list, help="Backends beside it  [default: inductor,inductor-freezing]")
@@ -54,6 +55,7 @@ def bench(
     suite: bool,
     train: bool,
     only_kernels: bool,
+    with_graphs: bool,
     dtypes: list[str] | None,
     backend: str,
     against: list[str] | None,
@@ -80,6 +82,8 @@ def bench(
     if show is not None:
         _print(console, report.load(show))
         return
+    if with_graphs:
+        models = (*models, *graphs.names(train))
     cases = list(_cases(models, suite, train, only_kernels, dtypes))
     contenders = _contenders(backend, against, train, only_kernels)
     before = report.load(baseline) if baseline is not None else None
@@ -116,7 +120,7 @@ def _cases(
     elif train and not chosen:
         chosen = list(TRAINABLE)
     elif not chosen:
-        raise click.UsageError("name a MODEL, or give --suite, --train or --kernels")
+        raise click.UsageError("name a MODEL, or give --suite, --train, --kernels or --graphs")
     default = ["fp32", "bf16"] if suite or only_kernels else ["fp32", "amp"] if train else ["fp32"]
     for dtype in dtypes or ():
         if dtype not in get_args(DType):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -31,7 +33,7 @@ def _size_fill(graph: Graph, node: Node) -> None:
         return
     row, args, _ = found
     value = args[LIKE[row.name]]
-    options = {"dtype": val.dtype, "layout": val.layout, "device": val.device, "pin_memory": False}
+    options: dict[str, Any] = {"dtype": val.dtype, "layout": val.layout, "device": val.device, "pin_memory": False}
     with graph.inserting_before(node):
         full = graph.call_function(torch.ops.aten.full.default, (list(val.shape), value), options)
     full.meta.update(node.meta)
