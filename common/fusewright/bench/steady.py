@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusewright.bench.contenders import EAGER, Contender
+from fusewright.bench.load import OthersMeter
 from fusewright.bench.stats import noise_verdict, paired_ratio, summarize
 from fusewright.bench.worker import Worker, WorkerError
 
@@ -17,6 +18,8 @@ Row = dict[str, Any]
 
 BLOCK_SECONDS = 0.03  # short calls are repeated until a round's block lasts about this long
 MAX_CALLS = 50
+OTHERS = 0.15  # a round in which other processes used more cores than this is disturbed
+PATIENCE = 4  # disturbed rounds are replaced for up to this many times `Settings.seconds`
 DISCARD_BELOW = 0.02  # a short call that follows another contender's finds cold caches: the first is not timed
 
 
@@ -135,8 +138,8 @@ def _attempt(load: Row, contenders: Sequence[Contender], settings: Settings, pro
                         raise ModelFailed(f"eager: {error}") from error
                     failed[contender.name] = {"status": "failed", "reason": str(error)}
         progress(f"timing {', '.join(lane.contender.name for lane in lanes)}")
-        run_rounds(lanes, settings)
-        return {"extra": extra, **_collect(lanes, failed, progress)}
+        disturbed = run_rounds(lanes, settings, OthersMeter([lane.worker.pid for lane in lanes]))
+        return {"extra": extra, "disturbed_rounds": disturbed, **_collect(lanes, failed, progress)}
 
 
 def _own_cache_worker(stack: contextlib.ExitStack, env: Mapping[str, str], settings: Settings) -> Worker:
@@ -153,18 +156,36 @@ def _prepare(contender: Contender, worker: Worker, settings: Settings, progress:
         yield lane
 
 
-def run_rounds(lanes: Sequence[Lane], settings: Settings) -> None:
+def run_rounds(lanes: Sequence[Lane], settings: Settings, meter: OthersMeter) -> int:
     """Each round runs every lane once, and starts one lane further than the round before.
 
-    Rounds go on until the next one would pass `settings.seconds`, within the bounds of their number.
+    Rounds go on until the next one would pass `settings.seconds`, within the bounds of their number. A round in
+    which others kept the machine busy is dropped and run again, as long as patience lasts; then the disturbed
+    ones stay, and are counted in the result.
     """
-    spent, rounds = 0.0, 0
-    while rounds < settings.min_rounds or (
-        rounds < settings.max_rounds and spent * (1 + 1 / rounds) < settings.seconds
+    clean: list[list[list[float]]] = []
+    disturbed: list[list[list[float]]] = []
+    spent = wasted = 0.0
+    meter.read()
+    while len(clean) < settings.min_rounds or (
+        len(clean) < settings.max_rounds and spent * (1 + 1 / len(clean)) < settings.seconds
     ):
-        start = rounds % len(lanes)
-        spent += sum(lane.block() for lane in (*lanes[start:], *lanes[:start]))
-        rounds += 1
+        start = (len(clean) + len(disturbed)) % len(lanes)
+        seconds = sum(lane.block() for lane in (*lanes[start:], *lanes[:start]))
+        blocks = [lane.blocks.pop() for lane in lanes]
+        if meter.read() <= OTHERS:
+            clean.append(blocks)
+            spent += seconds
+            continue
+        disturbed.append(blocks)
+        wasted += seconds
+        enough = len(clean) + len(disturbed) >= settings.min_rounds
+        if enough and wasted + spent > PATIENCE * settings.seconds:
+            break
+    kept = clean if len(clean) >= settings.min_rounds else clean + disturbed
+    for index, lane in enumerate(lanes):
+        lane.blocks = [blocks[index] for blocks in kept]
+    return len(kept) - len(clean)
 
 
 def _collect(lanes: Sequence[Lane], failed: dict[str, Row], progress: Progress) -> Row:

@@ -199,6 +199,9 @@ def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
             for name, entry in row.get(part, {}).items():
                 if "reason" in entry:
                     yield Text(f"! {where}: {part.replace('_', ' ')} of {name}: {entry['reason']}", style="yellow")
+        if row.get("disturbed_rounds"):
+            rounds = row["disturbed_rounds"]
+            yield Text(f"! {where}: other processes were busy in {rounds} of the rounds counted", style="yellow")
         if row["noise"] == "high":
             yield Text(f"! {where}: times vary too much to be trusted; is the machine busy?", style="yellow")
 

@@ -42,6 +42,10 @@ class Worker:
             env={**os.environ, **fixed, **env},
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, do: str, timeout: float, **fields: Any) -> dict[str, Any]:
         """The answer to one request. Raises `WorkerError`; after a fatal one this worker is stopped."""
         assert self._process.stdin is not None

@@ -65,20 +65,53 @@ def test_a_contender_that_is_not_installed_says_how_to_get_it(monkeypatch):
     assert "pip install --no-deps zentorch" in row["contenders"]["zentorch"]["reason"]
 
 
-def test_every_round_starts_with_another_contender(monkeypatch):
-    order = []
+class Echo:
+    """A process that answers at once: block number n took n seconds."""
 
-    class Echo:
-        def ask(self, do, timeout, contender, calls, discard):
-            order.append(contender)
-            return {"times": [0.01] * calls}
+    def __init__(self):
+        self.order = []
 
+    def ask(self, do, timeout, contender, calls, discard):
+        self.order.append(contender)
+        return {"times": [float(len(self.order))] * calls}
+
+
+class Others:
+    """A meter that gives the readings it was made with, and 0 after those."""
+
+    def __init__(self, *readings):
+        self.readings = [0.0, *readings]
+
+    def read(self):
+        return self.readings.pop(0) if self.readings else 0.0
+
+
+def lanes_for(worker, settings, *names):
+    return [Lane(KNOWN[name], name, worker, settings, calls=2) for name in names]
+
+
+def test_every_round_starts_with_another_contender():
     settings = Settings(seconds=0.0, min_rounds=3)
-    lanes = [Lane(KNOWN[n], n, Echo(), settings, calls=2) for n in ("eager", "aot_eager", "inductor")]
-    run_rounds(lanes, settings)
     first, second, third = "eager", "aot_eager", "inductor"
-    assert order == [first, second, third, second, third, first, third, first, second]
-    assert all(lane.blocks == [[0.01, 0.01]] * 3 for lane in lanes)
+    worker = Echo()
+    lanes = lanes_for(worker, settings, first, second, third)
+    assert run_rounds(lanes, settings, Others()) == 0
+    assert worker.order == [first, second, third, second, third, first, third, first, second]
+    assert lanes[0].blocks == [[1.0, 1.0], [6.0, 6.0], [8.0, 8.0]]
+
+
+def test_a_round_that_others_disturbed_is_run_again():
+    settings = Settings(seconds=100.0, min_rounds=2, max_rounds=2)
+    (lane,) = lanes_for(Echo(), settings, "eager")
+    assert run_rounds([lane], settings, Others(0.0, 1.3, 0.0)) == 0
+    assert lane.blocks == [[1.0, 1.0], [3.0, 3.0]]
+
+
+def test_on_a_machine_that_is_never_quiet_disturbed_rounds_stay_and_are_counted():
+    settings = Settings(seconds=1.0, min_rounds=3)
+    (lane,) = lanes_for(Echo(), settings, "eager")
+    assert run_rounds([lane], settings, Others(2.0, 2.0, 2.0, 2.0)) == 3
+    assert lane.blocks == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
 
 
 def test_a_request_that_takes_too_long_stops_the_process():

@@ -1,0 +1,52 @@
+"""What others take of the machine."""
+
+import os
+import time
+
+import pytest
+
+from fusewright.bench import load
+from fusewright.bench.load import OthersMeter
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def write(proc, busy_s, own_s, steal_s=0):
+    cpu = [busy_s * TICKS, 0, 0, 999, 999, 0, 0, steal_s * TICKS, 0, 0]
+    (proc / "stat").write_text("cpu  " + " ".join(map(str, cpu)) + "\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    for pid in (os.getpid(), 77):
+        (proc / str(pid)).mkdir(exist_ok=True)
+        own = own_s * TICKS if pid == 77 else 0
+        (proc / str(pid) / "stat").write_text(f"{pid} (a ) b) S 1 1 1 0 0 0 0 0 0 0 {own} 0 5 5 5 5 5 5 5")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    times = iter(range(0, 100, 10))
+    monkeypatch.setattr(load.time, "monotonic", lambda: next(times))
+
+
+def test_what_the_measured_processes_use_is_not_others(tmp_path, clock):
+    write(tmp_path, busy_s=100, own_s=50)
+    meter = OthersMeter([77], tmp_path)
+    write(tmp_path, busy_s=120, own_s=70)
+    assert meter.read() == 0.0
+    write(tmp_path, busy_s=130, own_s=75)
+    assert meter.read() == pytest.approx(0.5)
+
+
+def test_time_that_the_hypervisor_took_counts(tmp_path, clock):
+    write(tmp_path, busy_s=100, own_s=0)
+    meter = OthersMeter([77], tmp_path)
+    write(tmp_path, busy_s=100, own_s=0, steal_s=10)
+    assert meter.read() == pytest.approx(1.0)
+
+
+def test_a_system_without_proc_reads_nothing(tmp_path):
+    assert OthersMeter([77], tmp_path / "none").read() == 0.0
+
+
+def test_this_machine_is_read():
+    meter = OthersMeter([])
+    time.sleep(0.1)
+    assert 0.0 <= meter.read() <= 1.3 * (os.cpu_count() or 1)  # clock ticks are coarse beside 0.1 s
