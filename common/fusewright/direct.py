@@ -66,6 +66,7 @@ class _Recorder(Interpreter):
         self.alive: list[torch.Tensor] = []  # ids are only unique while their objects live
         self.sharers: Counter[int] = Counter()
         self.here: Node | None = None
+        self.paused = False
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.examples = list(example_inputs)
         self.fake_mode = self._mode()
@@ -133,6 +134,21 @@ class _Recorder(Interpreter):
         self.here = n
         return super().run_node(n)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Attention stays whole: what torch would pick for FakeTensors is not what eager picks for real ones."""
+        overload = compat.WHOLE.get(target)
+        if overload is None or compat.autocast_enabled() or _dropout(args, kwargs):
+            return super().call_function(target, args, kwargs)
+        self.paused = True
+        try:
+            result = super().call_function(target, args, kwargs)
+        finally:
+            self.paused = False
+        node = self.out.call_function(overload, *torch.fx.node.map_aggregate((args, dict(kwargs)), self._as_argument))
+        node.meta.update(val=result, stack_trace=self.here.meta.get("stack_trace") if self.here else None)
+        self._remember(result, node)
+        return result
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A tensor that the traced module holds becomes an attribute of the new graph's root."""
         real = super().get_attr(target, args, kwargs)
@@ -153,6 +169,8 @@ class _Recorder(Interpreter):
         return fake
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.paused:
+            return func(*args, **kwargs)
         if not compat.is_overload(func):
             raise Doubt(f"the graph calls {func}")
         written = args[0] if ops.is_mutating(func) else None
@@ -201,6 +219,11 @@ class _Recorder(Interpreter):
                     self._know(r, item)
         elif result is not None:
             raise Doubt(f"{node.target} gives {type(result).__name__}, which depends on data")
+
+
+def _dropout(args: Any, kwargs: Any) -> bool:
+    """Whether a call of attention drops anything out."""
+    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 def _storage(t: torch.Tensor) -> int:

@@ -1,12 +1,29 @@
-"""The backends `nvidia_triton` and `rocm_triton`. They lower nothing yet: everything runs in eager."""
+"""The backends `nvidia_triton` and `rocm_triton`: Triton loop kernels, with torch's own library calls between them."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 import torch
 
-from fusewright.interface import Backend, Device, Unavailable
+from fusewright import ops
+from fusewright.interface import (
+    CompileContext,
+    Compiled,
+    Decline,
+    Device,
+    Fragment,
+    KernelCode,
+    OpView,
+    Region,
+    Unavailable,
+    Verdict,
+    Why,
+)
+from fusewright.plan.ir import Launch
+from fusewright.toolkit.fused import FusedBackend, Loader
+from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
 
 _NO_TRITON = Unavailable(
@@ -14,12 +31,64 @@ _NO_TRITON = Unavailable(
 )
 
 
-class NvidiaTriton(Backend):
+class TritonLoader:
+    """Kernels as machine code for one target."""
+
+    def __init__(self, found: target.Target) -> None:
+        self.target = found
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        from fusewright_triton.runtime import compile_kernels  # triton is imported when something is compiled
+
+        module = compile_kernels(list(kernels.values()), self.target)
+        return {h: KernelCode(module.launcher(k)) for h, k in kernels.items()}
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+        return None  # binaries are stored by `runtime`; the way to the plan cache is not built
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
+        raise ValueError("plans with Triton kernels are not stored")
+
+
+class TritonBackend(FusedBackend):
+    """What both vendors share. `target` finds the row of a device in the vendor's table."""
+
+    device_type = "cuda"  # torch names HIP devices so too
+    priority = 50
+
+    @classmethod
+    def target(cls, device: Device) -> target.Target:
+        """The target of a device that `probe` found."""
+        raise NotImplementedError
+
+    def supports(self, op: OpView) -> Verdict:
+        """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""
+        verdict = super().supports(op)
+        if verdict.why is Why.NO_LOWERING and op.op in ops.OPS:
+            return Verdict(Why.OK, "torch's own call, inside the region")
+        return verdict
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        """As every fused backend; what this emitter cannot print is given back."""
+        from fusewright_triton.runtime import refused
+
+        fragment = super().compile(region, ctx)
+        assert isinstance(fragment, Fragment)
+        found = self.target(self.running_on())
+        for i in fragment.instructions:
+            reason = refused(fragment.kernels[i.kernel], found) if isinstance(i, Launch) else None
+            if reason is not None:
+                raise Decline(reason, ops=i.op_ids)
+        return fragment
+
+    def _loader(self) -> Loader:
+        return TritonLoader(self.target(self.running_on()))
+
+
+class NvidiaTriton(TritonBackend):
     """NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "nvidia_triton"
-    device_type = "cuda"
-    priority = 50
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
@@ -39,13 +108,19 @@ class NvidiaTriton(Backend):
             return _NO_TRITON
         return Device("cuda", "sm_{}{}".format(*capability), found.all_features, torch.version.cuda)
 
+    @classmethod
+    def target(cls, device: Device) -> target.Target:
+        digits = device.arch.removeprefix("sm_")
+        found = target.nvidia((int(digits[:-1]), int(digits[-1])))
+        if found is None:
+            raise ValueError(f"{device.arch} has no target")
+        return found
 
-class RocmTriton(Backend):
+
+class RocmTriton(TritonBackend):
     """AMD GPUs: CDNA2 to CDNA4 and RDNA3."""
 
     name = "rocm_triton"
-    device_type = "cuda"  # torch names HIP devices so
-    priority = 50
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
@@ -61,3 +136,7 @@ class RocmTriton(Backend):
         if importlib.util.find_spec("triton") is None:
             return _NO_TRITON
         return Device("cuda", found.arch, found.all_features, torch.version.hip)
+
+    @classmethod
+    def target(cls, device: Device) -> target.Target:
+        return target.AMD[device.arch]

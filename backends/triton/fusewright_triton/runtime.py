@@ -28,6 +28,7 @@ from fusewright_triton import config
 from fusewright_triton.binaries import Built, Variant, Wanted, build, from_stored, to_stored
 from fusewright_triton.emitter import Source, emit
 from fusewright_triton.launch import GpuLauncher, raise_error
+from fusewright_triton.operators import Unsupported
 from fusewright_triton.target import Target
 
 Number = int | float | bool
@@ -118,6 +119,16 @@ def compile_kernels(kernels: Sequence[Kernel], target: Target, stored: bytes = b
     return CompiledModule(by_hash, sources, to_stored(target, firsts), make)
 
 
+@functools.lru_cache(1024)
+def refused(kernel: Kernel, target: Target) -> str | None:
+    """Why the emitter cannot print a kernel, or None."""
+    try:
+        emit(kernel, library(target).config(structural_hash(kernel), kernel))
+    except Unsupported as e:
+        return str(e)
+    return None
+
+
 def simulate_kernels(kernels: Sequence[Kernel], target: Target | None = None) -> CompiledModule:
     """The same source on CPU tensors, by Triton's interpreter. With a `target` its configuration is used, else
     one with blocks as large as the interpreter likes them."""
@@ -149,7 +160,7 @@ class SimulatedLauncher:
         parts = [torch.empty(evaluate(count, env), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
         given = {
             "buffer": iter(tensors),
-            "scalar": iter(scalars),
+            "scalar": (int(x) if isinstance(x, bool) else x for x in scalars),
             "size": iter(sizes),
             "error": iter([error]),
             "part": iter(parts),
