@@ -20,7 +20,7 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
-from fusewright.toolkit.kernel import IndexTooComplex, Kernel, KernelError
+from fusewright.toolkit.kernel import IndexTooComplex, Kernel, KernelError, crosses
 
 MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
@@ -167,7 +167,7 @@ class _Planner:
         grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
-        moves = [g.units[0].op for g in groups if self._only_moves(g)]
+        moves = [g.units[0].op for g in groups if self._only_moves(g) and not self._transposes(g, stored)]
         if moves:
             raise BetterEager(moves)
         exact = self._exact()
@@ -248,6 +248,15 @@ class _Planner:
         if len(group.units) > 1 or op.op not in MOVES or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
             return False
         return not any(self._computes(v) for v in op.inputs())
+
+    def _transposes(self, group: Group, stored: set[int]) -> bool:
+        """Whether a copy loads along another axis than it stores: kernels do that in tiles, eager does not."""
+        if group.units[0].op.op not in ("clone", "reshape"):
+            return False
+        try:
+            return crosses(self._kernel(group, stored).kernel)
+        except (NotAligned, IndexTooComplex, ShapeMismatch):
+            return False
 
     def _computes(self, v: Value) -> bool:
         """Whether an inlined op lies behind the views of a value."""

@@ -4,7 +4,7 @@ from fusewright.toolkit.kernel.builder import Builder, Val
 from fusewright.toolkit.kernel.extent import Extent, Poly, symbol
 from fusewright.toolkit.kernel.index import Index, IndexTooComplex
 from fusewright.toolkit.kernel.interp import interpret
-from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Scalar, Stage
+from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Scalar, Stage, crosses
 from fusewright.toolkit.kernel.printer import to_text
 from fusewright.toolkit.kernel.serial import from_json, structural_hash, to_json
 from fusewright.toolkit.kernel.verify import KernelError, verify
@@ -22,6 +22,7 @@ __all__ = [
     "Scalar",
     "Stage",
     "Val",
+    "crosses",
     "from_json",
     "interpret",
     "structural_hash",

@@ -49,7 +49,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fusewright.toolkit.kernel.extent import Extent, symbols
+from fusewright.toolkit.kernel.extent import Extent, evaluate, symbols
 from fusewright.toolkit.kernel.index import Index
 from fusewright.toolkit.kernel.optable import OPS
 from fusewright.toolkit.kernel.types import DType
@@ -195,3 +195,24 @@ def cost(n: Node) -> int:
     if row is not None:
         return row.cost
     return {"const": 0, "scalar": 0, "bound": 4, "load": 1 if not (n.index and n.index.indirect) else 8}.get(n.op, 1)
+
+
+def across(kernel: Kernel, n: Node, v: int) -> int | None:
+    """The parallel axis along which a plain load is contiguous, where it is not along `v`."""
+    ix = n.index
+    if n.op != "load" or ix is None or n.args or ix.indirect or ix.divmods or ix.stride_of(v) in (0, 1):
+        return None
+    return next((a for a, c in ix.coefs if c == 1 and a != v and a < len(kernel.p)), None)
+
+
+def crosses(kernel: Kernel, least: int = 16) -> bool:
+    """Whether a kernel without rows stores along one axis and loads along another, both of `least` points or more."""
+    if kernel.r:
+        return False
+    hints = kernel.size_hints()
+    for v, size in enumerate(kernel.p):
+        stores = [n.index for n in kernel.nodes() if n.op == "store"]
+        if all(ix is not None and ix.stride_of(v) == 1 for ix in stores):
+            axes = {across(kernel, n, v) for n in kernel.nodes()} - {None}
+            return any(min(evaluate(size, hints), evaluate(kernel.p[a], hints)) >= least for a in axes if a is not None)
+    return False

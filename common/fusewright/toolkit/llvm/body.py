@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fusewright.toolkit.kernel.extent import Extent
 from fusewright.toolkit.kernel.index import Index
-from fusewright.toolkit.kernel.ir import Kernel, Node, Stage
+from fusewright.toolkit.kernel.ir import Kernel, Node, Stage, across
 from fusewright.toolkit.kernel.optable import OPS
 from fusewright.toolkit.llvm.interleave import members
 from fusewright.toolkit.llvm.memory import ZERO_DIVISION, Arguments, Lanes
@@ -15,6 +15,7 @@ from fusewright.toolkit.llvm.pointwise import IntegerDivision, cast, emit_op, li
 from fusewright.toolkit.llvm.rows import RowLoops
 from fusewright.toolkit.llvm.strategy import Strategy, tile_units
 from fusewright.toolkit.llvm.text import Fn, Module, V, i64
+from fusewright.toolkit.llvm.tiles import transpose
 
 STACK_BYTES = 65536
 """Row buffers up to this size live on the stack, longer ones and those of symbolic size on the heap."""
@@ -37,6 +38,7 @@ class Body:
         self.heap: list[V] = []
         self.members = {} if how.row or how.lanes == 1 else members(kernel, how.v)
         self.unzipped: dict[tuple[int, Index, int], list[V]] = {}
+        self.transposed: dict[int, list[V]] = {}
         self.division = IntegerDivision(lambda bad: self.lanes.report(bad, ZERO_DIVISION))
 
     def write(self) -> None:
@@ -110,15 +112,16 @@ class Body:
         """(axis, count) of the axes that work items enumerate, outermost first; the vectorised one counts
         blocks."""
         out = [(a, self.size(a)) for a in self.how.parallel]
-        if self.how.block and self.how.v is not None:
-            out.append((self.how.v, self.blocks(self.f, self.args)))
+        out += [(a, self.blocks(self.f, self.args, a)) for a in self.blocked()]
         return out
 
-    def blocks(self, f: Fn, args: Arguments) -> V:
-        """How many blocks the vectorised axis is cut into."""
-        if self.how.v is None or not self.how.block:
-            return i64(1)
-        size = self.kernel.sizes[self.how.v]
+    def blocked(self) -> list[int]:
+        """The axes that are cut into blocks."""
+        return [a for a in (self.how.tile, self.how.v) if a is not None and self.how.block]
+
+    def blocks(self, f: Fn, args: Arguments, axis: int) -> V:
+        """How many blocks an axis is cut into."""
+        size = self.kernel.sizes[axis]
         if isinstance(size, int):
             return i64(-(-size // self.how.block))
         up = f.add(args.extent(size), i64(self.how.block - 1))
@@ -152,6 +155,9 @@ class Body:
     def _item(self) -> None:
         """One work item: the serial axes in order, then the rows or the columns."""
         block = self.lanes.axis.get(self.how.v) if self.how.block and self.how.v is not None else None
+        if self.how.tile is not None and self.how.v is not None:
+            self._tiles(self.how.v, self.how.tile)
+            return
 
         def inner(axes: Sequence[int]) -> None:
             if axes:
@@ -189,23 +195,16 @@ class Body:
     def _columns(self, block: V | None) -> None:
         """Tiles of columns from the block's first to its last: full ones, then single vectors, then what is
         left."""
-        f, v, w = self.f, self.how.v, self.how.lanes
+        v = self.how.v
         if v is None:
             raise ValueError("column mode without a vectorised axis")
-        n = self.size(v)
-        lo, hi = i64(0), n
-        if block is not None:
-            lo = f.mul(block, i64(self.how.block))
-            top = f.add(lo, i64(self.how.block))
-            exact = n.lit and int(n.name) % self.how.block == 0
-            hi = top if exact else f.select(f.cmp("icmp slt", top, n), top, n)
-        self.uniform = {}
-        self.scalar_code()
-        first = self.kernel.stages[0] if self.kernel.stages else None
-        hoisted = {n.id for n in first.nodes if v not in self.axes[n.id]} if first and first.over == "P" else set()
-        if first:
-            self.nodes([n for n in first.nodes if n.id in hoisted], 1)
-        common = dict(self.uniform)
+        lo, hi = (i64(0), self.size(v)) if block is None else self._range(v, block)
+        hoisted = self._hoisted(v)
+        self._column_spans(v, lo, hi, hoisted, dict(self.uniform))
+
+    def _column_spans(self, v: int, lo: V, hi: V, hoisted: set[int], common: dict[int, V]) -> None:
+        """The columns [lo, hi) of `v`."""
+        f = self.f
 
         def tiles(lo: V, hi: V, units: int, lanes: int, masked: bool) -> V:
             """Whole tiles of `units * lanes` columns; where they end (the last one is cut short when
@@ -223,11 +222,31 @@ class Body:
             f.loop(lo, stop, i64(step), [], body)
             return stop
 
-        self._spans(lo, hi, self.width(), w, tiles)
+        self._spans(lo, hi, self.width(), self.how.lanes, tiles)
 
-    def _divides(self, step: int) -> bool:
-        """Whether the vectorised axis (and its block) is known to be a multiple of `step`."""
-        n = self.kernel.sizes[self.how.v] if self.how.v is not None else 1
+    def _range(self, axis: int, block: V) -> tuple[V, V]:
+        """Where a block of an axis begins and ends."""
+        f, n = self.f, self.size(axis)
+        lo = f.mul(block, i64(self.how.block))
+        top = f.add(lo, i64(self.how.block))
+        exact = n.lit and int(n.name) % self.how.block == 0
+        return lo, top if exact else f.select(f.cmp("icmp slt", top, n), top, n)
+
+    def _hoisted(self, *varying: int) -> set[int]:
+        """Emits the nodes of the first stage that depend on none of these axes; their ids."""
+        self.uniform = {}
+        self.scalar_code()
+        first = self.kernel.stages[0] if self.kernel.stages else None
+        if first is None or first.over != "P":
+            return set()
+        nodes = [n for n in first.nodes if not self.axes[n.id] & set(varying)]
+        self.nodes(nodes, 1)
+        return {n.id for n in nodes}
+
+    def _divides(self, step: int, axis: int | None = None) -> bool:
+        """Whether an axis (the vectorised one) and its block are known to be multiples of `step`."""
+        axis = self.how.v if axis is None else axis
+        n = self.kernel.sizes[axis] if axis is not None else 1
         return isinstance(n, int) and n % step == 0 and self.how.block % step == 0
 
     def _spans(self, lo: V, hi: V, units: int, lanes: int, span: Callable[[V, V, int, int, bool], V]) -> None:
@@ -262,6 +281,42 @@ class Body:
             else:
                 self._row_stage(stage)
 
+    # tiles
+
+    def _tiles(self, v: int, t: int) -> None:
+        """Whole tiles of a block of `v` and `t`, then what is left of it, row by row."""
+        f, w = self.f, self.how.lanes
+        (t_lo, t_hi), (v_lo, v_hi) = self._range(t, self.lanes.axis[t]), self._range(v, self.lanes.axis[v])
+        t_stop, v_stop = self._whole(t_lo, t_hi, w), self._whole(v_lo, v_hi, w)
+        hoisted = self._hoisted(v, t)
+        common = dict(self.uniform)
+
+        def across(i: V, _: list[V]) -> list[V]:
+            self.lanes.axis[t] = i
+            return f.loop(v_lo, v_stop, i64(w), [], tile)
+
+        def tile(j: V, _: list[V]) -> list[V]:
+            self.lanes.axis[v] = j
+            self.lanes.w, self.lanes.vectorised, self.lanes.units_along = w, True, t
+            self.uniform, self.transposed = dict(common), {}
+            self._tile(w, hoisted)
+            self.lanes.units_along = v
+            self.scalar_code()
+            return []
+
+        f.loop(t_lo, t_stop, i64(w), [], across)
+        if self._divides(w) and self._divides(w, t):
+            return
+
+        def rest(i: V, _: list[V]) -> list[V]:
+            self.lanes.axis[t] = i
+            self.uniform = dict(common)
+            lo = f.select(f.cmp("icmp slt", i, t_stop), v_stop, v_lo)
+            self._column_spans(v, lo, v_hi, hoisted, common)
+            return []
+
+        f.loop(t_lo, t_hi, i64(1), [], rest)
+
     # row stages
 
     def _row_stage(self, stage: Stage) -> None:
@@ -293,7 +348,7 @@ class Body:
 
     def nodes(self, nodes: Iterable[Node], units: int) -> None:
         for n in nodes:
-            if self.varies(n) or (n.keep and self.lanes.vectorised):
+            if self.lanes.vectorised and (n.keep or {self.how.v, self.lanes.units_along} & self.axes[n.id]):
                 for u in range(units):
                     self._node(n, u, varying=self.varies(n))
             else:
@@ -339,7 +394,13 @@ class Body:
                 raise ValueError(f"no code for {n.op}")
 
     def _load(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
-        """A load, alone or as one of an interleaved set."""
+        """A load: alone, one of an interleaved set, or one for all units of a tile."""
+        v, t = self.how.v, self.lanes.units_along
+        if v is not None and t != v and across(self.kernel, n, v) == t:
+            if n.id not in self.transposed:
+                rows = transpose(self.f, self.lanes.load_rows(n, self.lanes.w))
+                self.transposed[n.id] = [self.lanes.from_memory(x, n) for x in rows]
+            return self.transposed[n.id][u]
         m = self.members.get(n.id)
         if m is None or self.lanes.mask is not None or self.lanes.w == 1:
             return self.lanes.load(n, values, u, varying)

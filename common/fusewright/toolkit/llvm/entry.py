@@ -67,7 +67,9 @@ def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> No
 
 def _items(f: Fn, args: Arguments, body: Body) -> V:
     """How many work items there are; none when any axis that they run over is empty."""
-    total = body.blocks(f, args)
+    total = i64(1)
+    for a in body.blocked():
+        total = f.mul(total, body.blocks(f, args, a))
     for a in body.how.parallel:
         total = f.mul(total, args.extent(body.kernel.sizes[a]))
     return total

@@ -53,20 +53,23 @@ class Arguments:
 class Lanes:
     """Where the code being written stands: the scalar value of every axis, and the vector along `v`.
 
-    Unit `u` of a vector loop covers elements `axis[v] + u * w ...`; `mask` (of the only unit then) cuts the
-    last one short."""
+    Unit `u` of a vector loop covers elements `axis[v] + u * w ...`, or is at `axis[units_along] + u` where that is
+    another axis; `mask` (of the only unit then) cuts the last one short."""
 
     def __init__(self, f: Fn, args: Arguments, v: int | None, error: V) -> None:
         self.f, self.args, self.v, self.error = f, args, v, error
         self.axis: dict[int, V] = {}
         self.w = 1
         self.vectorised = False
+        self.units_along = v
         self.mask: V | None = None
 
     def position(self, a: int, u: int) -> V:
         """The scalar value of axis `a` in unit `u` (its first lane)."""
         at = self.axis[a]
-        return self.f.add(at, i64(u * self.w)) if a == self.v and self.vectorised and u else at
+        if a != self.units_along or not self.vectorised or not u:
+            return at
+        return self.f.add(at, i64(u * self.w if a == self.v else u))
 
     def spread(self, a: int, u: int) -> V:
         """The value of axis `a` in every lane."""
@@ -131,10 +134,10 @@ class Lanes:
         if not varying or self.w == 1:
             return self._load_scalar(n, values, u, own, other)
         if self.contiguous(n, values):
-            return self._from_memory(self._load_row(n, values, u, own, other), n)
-        return self._from_memory(self._gather(n, values, u, own, other), n)
+            return self.from_memory(self._load_row(n, values, u, own, other), n)
+        return self.from_memory(self._gather(n, values, u, own, other), n)
 
-    def _from_memory(self, x: V, n: Node) -> V:
+    def from_memory(self, x: V, n: Node) -> V:
         return self.f.cmp("icmp ne", x, const(0, "i8")) if n.dtype == "bool" else x
 
     def _other(self, n: Node, other: V | None) -> V:
@@ -158,7 +161,19 @@ class Lanes:
         for k in range(stride):
             p = f.gep(t, self.args.buffers[n.buffer], f.add(at, i64(k * self.w)))
             parts.append(f.let(t, self.w, f"load <{self.w} x {t}>, {p}, align {size}"))
-        return [self._from_memory(x, n) for x in unzip(f, parts)]
+        return [self.from_memory(x, n) for x in unzip(f, parts)]
+
+    def load_rows(self, n: Node, count: int) -> list[V]:
+        """Vectors along `units_along`, one for each of `count` points of `v`."""
+        f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
+        if n.index is None or n.buffer is None or self.v is None:
+            raise ValueError("verify the kernel first")
+        at, step = self.index(n.index, {}, 0, lanes=False), self.args.extent(dict(n.index.coefs)[self.v])
+        rows = []
+        for k in range(count):
+            p = f.gep(t, self.args.buffers[n.buffer], f.add(at, f.mul(step, i64(k))))
+            rows.append(f.let(t, count, f"load <{count} x {t}>, {p}, align {size}"))
+        return rows
 
     def _load_scalar(self, n: Node, values: dict[int, V], u: int, own: V | None, other: V | None) -> V:
         f, t = self.f, memory_type(n.dtype)
@@ -168,8 +183,8 @@ class Lanes:
             return [f.let(t, 1, f"load {t}, {p}, align {TYPES[n.dtype].size}")]
 
         if own is None:
-            return self._from_memory(read()[0], n)
-        return self._from_memory(f.when(own, read, [self._other(n, other)])[0], n)
+            return self.from_memory(read()[0], n)
+        return self.from_memory(f.when(own, read, [self._other(n, other)])[0], n)
 
     def _load_row(self, n: Node, values: dict[int, V], u: int, own: V | None, other: V | None) -> V:
         f, t, w, size = self.f, memory_type(n.dtype), self.w, TYPES[n.dtype].size

@@ -14,9 +14,12 @@ from fusewright.toolkit.kernel.extent import Extent, evaluate
 from fusewright.toolkit.kernel.ir import Kernel, Node, cost
 from fusewright.toolkit.kernel.types import TYPES
 from fusewright.toolkit.llvm.target import CpuTarget
+from fusewright.toolkit.llvm.tiles import MOST_LANES, tile_axis
 
 BLOCK = 1024
 """Elements of a vectorised parallel axis in one work item."""
+TILE = 8
+"""Tiles, along either axis, of one work item."""
 GRAIN = 150_000
 """Lane-instructions for which a second thread is worth waking (about 3 us of one core)."""
 
@@ -33,6 +36,8 @@ class Strategy:
     parallel: tuple[int, ...]
     serial: tuple[int, ...]
     block: int
+    tile: int | None = None
+    """The axis of which tiles take as many points as `v` has lanes (see `tiles`); it is cut into blocks too."""
 
 
 def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
@@ -41,6 +46,9 @@ def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
     sizes = [evaluate(s, hints) for s in kernel.sizes]
     n_p = len(kernel.p)
     serial = serial_axes(kernel)
+    tiled = None if serial else _tiled(kernel, target, sizes)
+    if tiled is not None:
+        return tiled
     v = _vector_axis(kernel, sizes, serial)
     row = v is not None and v >= n_p
     lanes = 1 if v is None or _conflicts(kernel, v) else _lanes(kernel, target, kernel.sizes[v])
@@ -50,6 +58,17 @@ def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
     if v is not None and not row and v not in serial:
         block = _block(kernel, sizes[v], lanes, bool(serial), bool(parallel))
     return Strategy(v, row, lanes, parallel, tuple(a for a in outer if a in serial), block)
+
+
+def _tiled(kernel: Kernel, target: CpuTarget, sizes: list[int]) -> Strategy | None:
+    """Square tiles where stores run along one axis and loads along another."""
+    for v in reversed(range(len(kernel.p))):
+        lanes = min(_lanes(kernel, target, kernel.sizes[v]), MOST_LANES)
+        t = tile_axis(kernel, sizes, v, lanes)
+        if t is not None:
+            parallel = tuple(a for a in range(len(kernel.p)) if a not in (v, t))
+            return Strategy(v, False, lanes, parallel, (), TILE * lanes, t)
+    return None
 
 
 def _block(kernel: Kernel, size: int, lanes: int, has_serial: bool, has_outer: bool) -> int:
@@ -142,8 +161,7 @@ def _lanes(kernel: Kernel, target: CpuTarget, size: Extent) -> int:
     for n in kernel.nodes():
         if n.op in ("index", "bound", "scalar"):
             continue
-        info = TYPES[n.dtype]
-        width = max(width, 4 if info.kind == "float" and info.size < 8 else info.size)
+        width = max(width, TYPES[n.dtype].size)
     if width == 8 and not any(n.dtype == "f64" for n in kernel.nodes()):
         # 64-bit integers beside f32 are mostly positions and gather indices: the floats set the pace
         width = 4 if any(n.dtype in ("f32", "bf16", "f16") for n in kernel.nodes()) else 8
