@@ -1,13 +1,17 @@
 """Object code: stored and loaded again, and made for machines that this one is not."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from fusewright.toolkit.kernel import Builder, Kernel, structural_hash
-from fusewright.toolkit.llvm import UnsupportedKernel, compile_kernels, load_module
+from fusewright.toolkit.kernel.types import to_torch
+from fusewright.toolkit.llvm import UnsupportedKernel, compile_kernels, jit, load_module
 from fusewright.toolkit.llvm.jit import kernels_to_text, symbol_name, to_object
+from fusewright.toolkit.llvm.launch import Launcher
 from fusewright.toolkit.llvm.target import CpuTarget, aarch64_target, target_machine, x86_target
 
 
@@ -19,6 +23,22 @@ def layer_norm(cols: int, dtype: str) -> Kernel:
     d = v - b.reduce("mean", v)
     scale = b.op("rsqrt", b.reduce("m2", v) * (1 / cols) + 1e-5)
     b.store(y, i * cols + j, (d * scale * b.load(w, j).to("f32")).to(dtype))
+    return b.build()
+
+
+def transposed(cols: int, dtype: str) -> Kernel:
+    b = Builder("transposed", p=[cols, 40])
+    x, y = b.input("x", dtype), b.output("y", dtype)
+    j, i = b.axes
+    b.store(y, j * 40 + i, b.load(x, i * cols + j))
+    return b.build()
+
+
+def weighted_pairs(rows: int, dtype: str) -> Kernel:
+    b = Builder("weighted_pairs", p=[rows])
+    x, y = b.input("x", dtype), b.output("y", "f32")
+    (i,) = b.axes
+    b.store(y, i, b.load(x, i * 2).to("f32") + b.load(x, i * 2 + 1).to("f32") * 2)
     return b.build()
 
 
@@ -38,8 +58,6 @@ def test_equal_kernels_are_compiled_once() -> None:
 
 
 def test_object_code_loads_in_a_process_that_did_not_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusewright.toolkit.llvm import jit
-
     kernel = layer_norm(72, "f32")
     made = compile_kernels([kernel])
     assert made.object_bytes
@@ -57,8 +75,9 @@ def test_object_code_loads_in_a_process_that_did_not_compile_it(monkeypatch: pyt
     ids=["aarch64", "avx2", "avx512", "avx"],
 )
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_other_machines_get_object_code(target: CpuTarget, dtype: str) -> None:
-    kernel = layer_norm(73, dtype)
+@pytest.mark.parametrize("make", [layer_norm, transposed, weighted_pairs])
+def test_other_machines_get_object_code(target: CpuTarget, dtype: str, make: Callable[[int, str], Kernel]) -> None:
+    kernel = make(73, dtype)
     text, symbols = kernels_to_text({structural_hash(kernel): kernel}, target, parallel=True)
     code = to_object(text, target_machine(target))
     assert code[:4] == b"\x7fELF"
@@ -66,21 +85,37 @@ def test_other_machines_get_object_code(target: CpuTarget, dtype: str) -> None:
     assert "GOMP_parallel" in symbols
 
 
-def test_narrow_vectors_give_the_same_results() -> None:
-    from fusewright.toolkit.llvm import jit
+@cache
+def process_of(isa: str) -> jit._Process:
+    """A linker for code of one level: what it has linked lives as long as it does."""
+    return jit._Process()
 
-    kernel = layer_norm(73, "f32")
-    x, w, outs = torch.randn(6, 73), torch.randn(73), []
-    for isa in ("avx512", "avx2", "avx"):
-        if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-            pytest.skip("not an x86 machine with AVX")
-        if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-            continue
-        process, h = jit._Process(), structural_hash(kernel)
-        text, symbols = kernels_to_text({h: kernel}, x86_target(isa), parallel=False)
-        process.link(to_object(text, target_machine(x86_target(isa))), [h], symbols)
-        outs.append(torch.empty(6, 73))
-        jit.Launcher(kernel, process.addresses[h]).checked([x, w, outs[-1]])
-    want = torch.nn.functional.layer_norm(x, (73,), w)
-    for out in outs:
-        torch.testing.assert_close(out, want)
+
+def narrow(kernel: Kernel, isa: str) -> Launcher:
+    """The kernel as a machine of level `isa` runs it. Skips where this machine does not run that."""
+    here = torch.backends.cpu.get_cpu_capability()
+    if not here.startswith("AVX") or (isa == "avx512" and here != "AVX512"):
+        pytest.skip(f"this machine has no {isa}")
+    process, h = process_of(isa), structural_hash(kernel)
+    text, symbols = kernels_to_text({h: kernel}, x86_target(isa), parallel=False)
+    process.link(to_object(text, target_machine(x86_target(isa))), [h], symbols)
+    return Launcher(kernel, process.addresses[h])
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "avx"])
+def test_narrow_vectors_give_the_same_results(isa: str) -> None:
+    x, w, out = torch.randn(6, 73), torch.randn(73), torch.empty(6, 73)
+    narrow(layer_norm(73, "f32"), isa).checked([x, w, out])
+    torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (73,), w))
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "avx"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_narrow_tiles_and_pairs(isa: str, dtype: str) -> None:
+    x = torch.randint(-9, 9, (40, 73)).to(to_torch(dtype))
+    out = torch.empty(73, 40, dtype=x.dtype)
+    narrow(transposed(73, dtype), isa).checked([x, out])
+    assert torch.equal(out, x.t())
+    pairs, out = x.view(-1)[: 2 * 73], torch.empty(73)
+    narrow(weighted_pairs(73, dtype), isa).checked([pairs, out])
+    assert torch.equal(out, pairs[::2].float() + 2 * pairs[1::2].float())
