@@ -25,6 +25,7 @@ from fusewright.plan.ir import Launch
 from fusewright.toolkit.fused import FusedBackend, Loader
 from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
+from fusewright_triton.lowerings import LOWERINGS
 
 _NO_TRITON = Unavailable(
     "triton cannot be imported", "install the triton that your torch wheel asks for (pip check names it)"
@@ -55,6 +56,7 @@ class TritonBackend(FusedBackend):
 
     device_type = "cuda"  # torch names HIP devices so too
     priority = 50
+    lowerings = LOWERINGS
 
     @classmethod
     def target(cls, device: Device) -> target.Target:
@@ -64,7 +66,7 @@ class TritonBackend(FusedBackend):
     def supports(self, op: OpView) -> Verdict:
         """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""
         verdict = super().supports(op)
-        if verdict.why is Why.NO_LOWERING and op.op in ops.OPS:
+        if not verdict and verdict.why in (Why.NO_LOWERING, Why.ATTR) and op.op in ops.OPS:
             return Verdict(Why.OK, "torch's own call, inside the region")
         return verdict
 

@@ -201,7 +201,7 @@ def _split(kernel: Kernel, shape: _Shape, programs: int, step: int, target: Targ
     if shape.row * max(1, shape.points // max(programs, 1)) < SPLIT_WORTH:
         return 1
     wanted = _pow2(-(-2 * target.units // max(programs, 1)))
-    return max(1, min(wanted, MAX_SPLIT, shape.row // (2 * step)))
+    return min(wanted, MAX_SPLIT, _pow2(shape.row // (2 * step) + 1) // 2)
 
 
 def splittable(kernel: Kernel) -> bool:

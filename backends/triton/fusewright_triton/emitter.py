@@ -131,7 +131,9 @@ def _grid(layout: Layout) -> tuple[tuple[Extent, int], ...]:
 def _parameters(layout: Layout, wide: bool, check_division: bool) -> tuple[Parameter, ...]:
     kernel = layout.kernel
     out = [Parameter(name, "buffer", b.dtype) for name, b in zip(layout.buffers, kernel.buffers, strict=True)]
-    out += [Parameter(n, "scalar", s.dtype) for n, s in zip(layout.scalars, kernel.scalars, strict=True)]
+    # a bool is passed as 0 or 1
+    types = ["i32" if s.dtype == "bool" else s.dtype for s in kernel.scalars]
+    out += [Parameter(n, "scalar", t) for n, t in zip(layout.scalars, types, strict=True)]
     out += [Parameter(layout.sizes[s], "size", "i64" if wide else "i32") for s in kernel.symbols]
     if _reports(kernel, check_division):
         out.append(Parameter("error_ptr", "error", "i32"))

@@ -25,7 +25,6 @@ C_TYPES: Mapping[str, type[ctypes._SimpleCData]] = {
     "f64": ctypes.c_double,
     "i32": ctypes.c_int32,
     "i64": ctypes.c_int64,
-    "bool": ctypes.c_bool,
 }
 """C types of numbers among the arguments."""
 

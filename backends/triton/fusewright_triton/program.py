@@ -231,7 +231,8 @@ class Program:
         if n.op == "bitcast":
             return f"{self.operand(n.args[0])}.to({TRITON[n.dtype]}, bitcast=True)"
         if n.op == "scalar":
-            return f"tl.full((), {self.layout.scalars[int(n.value or 0)]}, {TRITON[n.dtype]})"
+            name = self.layout.scalars[int(n.value or 0)]
+            return f"{name} != 0" if n.dtype == "bool" else f"tl.full((), {name}, {TRITON[n.dtype]})"
         if n.op == "index" and n.index is not None:
             text = self.address.index(n.index)
             return f"{atom(text)}.to(tl.int64)" if self.layout.dims_of[n.id] else f"tl.full((), {text}, tl.int64)"

@@ -1,0 +1,115 @@
+"""Every kernel of the tests as machine code for every target, without a GPU; and stored code."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+from fusewright.toolkit.kernel import structural_hash
+from fusewright_triton import binaries, target, workers
+from fusewright_triton.binaries import Binary, Built, Variant, Wanted
+from fusewright_triton.config import choose
+from fusewright_triton.runtime import Library, compile_kernels, first_variant
+from tests.backends.triton import kernels
+
+TARGETS = {
+    **{a: target.NVIDIA[a] for a in ("sm_80", "sm_90")},
+    **{a: target.AMD[a] for a in ("gfx90a", "gfx942", "gfx950", "gfx1100")},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Triton's own cache must not hide that nothing builds any more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        workers.pool().close()
+        yield
+        workers.pool().close()
+
+
+def build(arch: str) -> list[Built]:
+    t = TARGETS[arch]
+    return binaries.build([Wanted(k, choose(k, t), first_variant(k)) for k in kernels.suite()], t)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_builds_within_the_limits_of(arch: str) -> None:
+    t = TARGETS[arch]
+    for built in build(arch):
+        for b in built.binaries:
+            assert b.code[:4] == b"\x7fELF", b.name
+            assert b.shared <= t.shared, b.name
+            assert b.threads <= 1024, b.name
+            if t.triton == "hip":
+                check_amd(b, t)
+            else:
+                assert f".target {arch}" in b.listing, b.name
+
+
+def check_amd(b: Binary, t: target.Target) -> None:
+    """Wave size, spills and LDS as the code object's own metadata has them."""
+
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", b.listing)
+        assert found is not None, f"{b.name}: no {name}"
+        return int(found[1])
+
+    assert field("wavefront_size") == t.lanes
+    assert field("vgpr_spill_count") == 0, b.name
+    assert field("sgpr_spill_count") == 0, b.name
+    assert field("group_segment_fixed_size") <= t.shared
+
+
+def test_stored_code_comes_back_and_foreign_code_does_not() -> None:
+    h100, k, other = TARGETS["sm_90"], kernels.add_gelu(), kernels.softmax()
+    module = compile_kernels([k], h100)
+    key = (structural_hash(k), Variant())
+    again = binaries.from_stored(module.stored, h100, {key[0]: k})
+    assert again[key].binaries[0].code.startswith(b"\x7fELF")
+    assert again[key].source.text == module.sources[key[0]].text
+    assert not binaries.from_stored(module.stored, TARGETS["sm_80"], {key[0]: k})
+    assert not binaries.from_stored(module.stored, h100, {structural_hash(other): other})
+    changed = json.loads(module.stored)
+    changed["kernels"][0]["source"] = "0"
+    assert not binaries.from_stored(json.dumps(changed).encode(), h100, {key[0]: k})
+
+
+def test_loading_stored_code_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    k, h100 = kernels.add_gelu(), TARGETS["sm_90"]
+    stored = compile_kernels([k], h100).stored
+    monkeypatch.setattr(workers, "_here", pytest.fail)
+    monkeypatch.setattr(workers, "processors", lambda: 1)
+    fresh = Library(h100)
+    fresh.get({structural_hash(k): k}, stored)
+    assert (structural_hash(k), Variant()) in fresh.built
+
+
+def test_equal_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    real = binaries.build_all
+    monkeypatch.setattr(binaries, "build_all", lambda r: built.append(len(r)) or real(r))
+    lib = Library(TARGETS["sm_90"])
+    for name in ("first", "second"):
+        k = kernels.add_gelu(1000)
+        lib.get({structural_hash(k): k})
+        assert name  # the same kernel under two names of the caller
+    assert built == [1, 0]
+
+
+def test_a_worker_answers_what_this_process_would() -> None:
+    t = TARGETS["sm_90"]
+    wanted = Wanted(kernels.softmax(), choose(kernels.softmax(), t), Variant())
+    request = binaries.request(wanted.source(), wanted.variant, t)
+    worker = workers.Worker()
+    try:
+        assert worker.build(request) == workers._here(request)
+        broken = {**request, "text": request["text"].replace("tl.program_id(0)", "tl.program_id(7)")}
+        with pytest.raises(workers.BuildError, match=r"program_id|axis"):
+            worker.build(broken)
+    finally:
+        worker.close()

@@ -1,0 +1,141 @@
+"""What a launch gives to the GPU driver, with a driver that only writes it down."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.toolkit.kernel import Builder, Kernel, symbol
+from fusewright_triton import launch, target
+from fusewright_triton.binaries import Binary, Built, Variant
+from fusewright_triton.config import Config, Tile
+from fusewright_triton.emitter import emit
+from fusewright_triton.launch import GpuLauncher, raise_errors
+from tests.backends.triton.kernels import column_sum, embedding
+
+H100 = target.NVIDIA["sm_90"]
+
+
+class Recorder:
+    """A driver: functions are numbers, launches are written down with the values of their arguments."""
+
+    def __init__(self) -> None:
+        self.types: list[Any] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.result = 0
+
+    def load(self, code: bytes, name: str, shared: int) -> int:
+        return int(code)
+
+    def launcher(self) -> Any:
+        return self.launch
+
+    def launch(self, function: int, gx: int, gy: int, gz: int, threads: int, *rest: Any) -> int:
+        params = rest[4]
+        values = [t.from_address(params[k]).value for k, t in enumerate(self.types)]
+        self.launches.append((function, gx, threads, rest[2], rest[3], values))
+        return self.result
+
+    def error(self, code: int, what: str) -> Exception:
+        return RuntimeError(f"cannot {what}: {code}")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    word = ctypes.c_int32(0)
+    errors = launch.Errors.__new__(launch.Errors)
+    errors.word, errors.address = word, ctypes.addressof(word)
+    monkeypatch.setattr(launch, "driver", lambda kind: found)
+    monkeypatch.setattr(launch, "errors", lambda: errors)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    return found
+
+
+def launcher(kernel: Kernel, config: Config, asked: list[Variant] | None = None) -> GpuLauncher:
+    def variant(v: Variant) -> Built:
+        if asked is not None:
+            asked.append(v)
+        source = emit(kernel, config, v.wide)
+        binaries = [Binary(f.name, str(k + 1).encode(), 64, 128) for k, f in enumerate(source.functions)]
+        return Built(kernel, config, source, binaries)
+
+    return GpuLauncher(kernel, H100, variant)
+
+
+def test_addresses_scalars_and_sizes_go_in_order(recorder: Recorder) -> None:
+    n = symbol("n")
+    b = Builder("scale", p=[n], symbols={"n": 1000})
+    x, out, a = b.input("x", "f32"), b.output("out", "f32"), b.scalar("alpha", "f64")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i) * a.to("f32"))
+    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double, ctypes.c_int32, ctypes.c_uint64]
+    for rows in (1000, 129):
+        data = [torch.randn(rows), torch.empty(rows)]
+        run(data, [rows], [0.1])
+        want = [data[0].data_ptr(), data[1].data_ptr(), 0.1, rows, 0]
+        assert recorder.launches.pop() == (1, -(-rows // 128), 128, 64, 77, want)
+    run([torch.empty(0), torch.empty(0)], [0], [0.1])
+    assert not recorder.launches, "nothing to do"
+
+
+def test_variants_follow_the_arguments(recorder: Recorder) -> None:
+    n = symbol("n")
+    b = Builder("copy", p=[n], symbols={"n": 1024})
+    x, out = b.input("x", "i8"), b.output("out", "i8")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i))
+    asked: list[Variant] = []
+    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4), asked)
+    data = torch.zeros(2048, dtype=torch.int8)
+    run([data, data], [1024])
+    run([data, data], [1024])
+    run([data, data], [1000])
+    run([data[1:], data], [1000])
+    run([data, data], [2**31])
+    assert asked == [
+        Variant(even=True), Variant(), Variant(aligned=False), Variant(wide=True, even=True),
+    ]  # fmt: skip
+
+
+def test_shared_rows_get_a_workspace_that_fits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    k = column_sum(1000, 70)
+    run = launcher(k, Config((Tile((0,), 32),), 64, False, 4, 4))
+    real, sizes = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda n, dtype, device: sizes.append((n, device)) or real(n, dtype=dtype))
+    recorder.types = [ctypes.c_uint64] * 3
+    x, out = torch.zeros(1000, 70), torch.zeros(70)
+    run([x, out])
+    assert sizes == [(1280, "cuda")], "70 sums of 4 parts, to a multiple of 256 bytes"
+    (first, grid_1, *_, values_1), (second, grid_2, *_, values_2) = recorder.launches
+    assert (first, grid_1, second, grid_2) == (1, 12, 2, 3)
+    assert values_1 == values_2
+    assert values_1[:2] == [x.data_ptr(), out.data_ptr()]
+
+
+def test_errors_are_raised_by_the_next_launch_and_once(recorder: Recorder) -> None:
+    run = launcher(embedding(5, 8, 10), Config((Tile((0, 1), 64),), 0, False, 1, 4))
+    data = [torch.zeros(5, dtype=torch.int64), torch.zeros(10, 8).bfloat16(), torch.zeros(5, 8).bfloat16()]
+    run(data)
+    launch.errors().word.value = launch.INDEX_ERROR
+    with pytest.raises(IndexError):
+        run(data)
+    run(data)
+    launch.errors().word.value = launch.INDEX_ERROR
+    with pytest.raises(IndexError):
+        raise_errors()
+    raise_errors()
+
+
+def test_a_refused_launch_says_which(recorder: Recorder) -> None:
+    k = column_sum(64, 70)
+    recorder.result = 1
+    with pytest.raises(RuntimeError, match="launch column_sum"):
+        launcher(k, Config((Tile((0,), 32),), 64, True, 1, 4))([torch.zeros(64, 70), torch.zeros(70)])
