@@ -228,3 +228,32 @@ def test_an_index_out_of_bounds_raises(loader: str) -> None:
     g.tensors[index.id] = torch.tensor([0, 9])
     with pytest.raises(IndexError):
         run_sketch(g, [out], LOADERS[loader])
+
+
+def test_a_long_sum_runs_in_parts_and_then_over_the_parts() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(1 << 16))
+    first, second = check(g, [g.op("mean", g.op("mul", x, x), [0])], 2)
+    assert second.inputs == (Ref(first.outs[0]),)
+
+
+def test_long_reductions_of_one_tensor_share_their_kernels() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(3, 1 << 15))
+    check(g, [g.op("amax", x, [1]), g.op("sum", x, [1])], 2)
+
+
+def test_a_stored_tensor_and_its_long_sum_are_separate_kernels() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(1 << 16))
+    y = g.op("exp", x)
+    check(g, [y, g.op("argmax", y, 0)], 3)
+
+
+def test_a_copy_into_another_order_is_a_kernel_and_a_plain_one_is_not() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(256, 256))
+    check(g, [g.op("clone", g.op("permute", x, [1, 0]), memory_format=torch.contiguous_format)], 1)
+    g = Sketch()
+    x = g.input(torch.randn(256, 256))
+    check(g, [g.op("clone", x)], 0)

@@ -254,9 +254,12 @@ class Grouper:
         """The domain of the group with the unit in it."""
         wanted = unit.domain()
         n = product(wanted.shape)
-        if splits(group.domain) or (splits(wanted) and not self._private(unit, group)):
-            # such rows run in parts, one for each thread: whole rows beside them would run on a single one
-            return group.domain if splits(group.domain) and n == group.row_numel else None
+        if in_parts(group.units, group.domain):
+            # whole rows beside rows that run in parts would run on a single thread
+            alike = in_parts([unit], wanted) and segments(wanted) == group.segments
+            return group.domain if alike or n == group.row_numel else None
+        if in_parts([unit], wanted) and not self._private(unit, group):
+            return None
         if isinstance(unit.rule, Row):
             if group.has_rows:
                 return group.domain if segments(wanted) == group.segments else None
@@ -351,11 +354,16 @@ class Grouper:
         self.groups[b.id] = None
 
 
-def splits(domain: Domain) -> bool:
-    """Whether rows are so long, and so few, that a kernel of reductions runs in two steps (see `kernel.split`)."""
+def in_parts(units: Iterable[Unit], domain: Domain) -> bool:
+    """Whether units reduce rows that are so long, and so few, that their kernel runs in two steps (see
+    `kernel.split`).
+    """
     row = product(tuple(domain.shape[d] for d in domain.dims))
     points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
-    return isinstance(row, int) and isinstance(points, int) and row >= MIN_ROW and points <= MAX_POINTS
+    if not isinstance(row, int) or not isinstance(points, int) or row < MIN_ROW or points > MAX_POINTS:
+        return False
+    rules = [u.rule for u in units if isinstance(u.rule, Row)]
+    return bool(rules) and all(level == "row" for rule in rules for level in rule.levels)
 
 
 def is_column(domain: Domain) -> bool:
