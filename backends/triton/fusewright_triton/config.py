@@ -138,18 +138,22 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
         return Config((), 0, False, 1, 1)
     best = sorted(every, key=lambda a: (shape.bytes_along[a], a))
     if len(best) > 1 and _transposes(shape, best[-1], best[-2]):
-        inner, outer = max(best[-1], best[-2]), min(best[-1], best[-2])
-        side = 64 if shape.width <= 2 else 32
-        tiles = (
-            Tile((outer,), min(side, _pow2(shape.sizes[outer]))),
-            Tile((inner,), min(side, _pow2(shape.sizes[inner]))),
-        )
-        return Config(tiles, 0, False, 1, _warps(tiles[0].block * tiles[1].block, 8, target))
+        return _tiles(shape, min(best[-2:]), max(best[-2:]), target)
     per_lane = LANE_BYTES // shape.width * (2 if shape.live <= 8 else 1)
     block = 4 * 32 * max(per_lane, 2)
     spread = _pow2(max(1, shape.points // (4 * target.units)))
     block = max(min(block, spread), min(128, _pow2(shape.points)))
     return Config((Tile(every, block),), 0, False, 1, _warps(block, max(per_lane, 2), target))
+
+
+def _tiles(shape: _Shape, outer: int, inner: int, target: Target) -> Config:
+    """A square tile over two axes: 256 bytes a side where that leaves every multiprocessor two tiles."""
+    side = 256 // max(shape.width, 2)
+    if shape.points < 2 * target.units * side * side:
+        side //= 2
+    sides = [min(side, _pow2(shape.sizes[a])) for a in (outer, inner)]
+    tiles = (Tile((outer,), sides[0]), Tile((inner,), sides[1]))
+    return Config(tiles, 0, False, 1, min(_warps(sides[0] * sides[1], 16, target), 256 // target.lanes))
 
 
 def _transposes(shape: _Shape, a: int, b: int) -> bool:
@@ -166,13 +170,21 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     limit = PERSISTENT // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
         block = 1
-        while block * row < 1024 and block * 2 * 4 * target.units <= shape.points:
+        while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
-        lane = 16 if row <= 1024 else 8 if row <= 4096 else 16
-        return Config(_tile(every, block), row, True, 1, _warps(block * row, lane, target))
-    step = min(_pow2(max(shape.row, 16)), 4096 if shape.live <= 4 else 2048)
+        return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
+    step = min(_pow2(max(shape.row, 16)), 8192 if shape.live <= 4 and work(kernel) <= 32 else 4096)
     split = _split(kernel, shape, shape.points, step, target)
-    return Config(_tile(every, 1), step, False, split, _warps(step, 8, target))
+    return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
+
+
+def _row_warps(elements: int, target: Target) -> int:
+    """Warps for rows that are held in registers: 32 elements a lane, 64 rather than more than 256 threads, since
+    a multiprocessor must have room for a second block while one waits for its reductions."""
+    if elements <= 1024:
+        return _warps(elements, 16 if elements < 1024 else 32, target)
+    limit = 256 if elements <= 16384 else 1024
+    return min(_warps(elements, 32, target), limit // target.lanes)
 
 
 def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
@@ -187,7 +199,7 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
         return Config(_tile(every, block), row, True, 1, _warps(block * row, 8, target))
     step = min(row, max(16, 4096 // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target)
-    return Config(_tile(every, block), step, False, split, _warps(block * step, 8, target))
+    return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
 
 
 def _tile(axes: tuple[int, ...], block: int) -> tuple[Tile, ...]:
@@ -195,13 +207,13 @@ def _tile(axes: tuple[int, ...], block: int) -> tuple[Tile, ...]:
 
 
 def _split(kernel: Kernel, shape: _Shape, programs: int, step: int, target: Target) -> int:
-    """How many programs share a row: enough to fill the device twice, each with a few steps to do."""
-    if not splittable(kernel) or programs >= target.units or shape.row < 4 * step:
+    """How many programs share a row: enough for six blocks a multiprocessor, each with a few steps to do."""
+    if not splittable(kernel) or programs >= 2 * target.units or shape.row < 4 * step:
         return 1
     if shape.row * max(1, shape.points // max(programs, 1)) < SPLIT_WORTH:
         return 1
-    wanted = _pow2(-(-2 * target.units // max(programs, 1)))
-    return min(wanted, MAX_SPLIT, _pow2(shape.row // (2 * step) + 1) // 2)
+    wanted = _pow2(-(-6 * target.units // max(programs, 1))) // 2
+    return min(max(wanted, 1), MAX_SPLIT, _pow2(shape.row // (2 * step) + 1) // 2)
 
 
 def splittable(kernel: Kernel) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,14 @@ from fusewright.toolkit.kernel.types import TYPES
 from fusewright_triton.binaries import Built, Variant
 from fusewright_triton.config import WIDE, offsets_bound
 from fusewright_triton.driver import driver
-from fusewright_triton.emitter import Parameter
 from fusewright_triton.program import INDEX_ERROR, ZERO_DIVISION
 from fusewright_triton.target import Target
 
 PART_ALIGNMENT = 256
-C_TYPES: Mapping[str, type[ctypes._SimpleCData]] = {
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-}
-"""C types of numbers among the arguments."""
+MOST_SIZES = 4096
+"""Sets of sizes that a launcher remembers."""
+FORMATS = {"f32": "f4x", "f64": "d", "i32": "i4x", "i64": "q"}
+"""Numbers among the arguments, in `struct`'s letters."""
 
 
 class Errors:
@@ -66,15 +63,32 @@ def raise_error(code: int, name: str) -> None:
     raise RuntimeError(f"{name} failed with code {code}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What follows from the sizes of a launch: which code it needs, programs per function, places of the parts of
+    shared rows in their workspace and its length."""
+
+    wide: bool
+    even: bool
+    programs: tuple[int, ...]
+    parts: tuple[int, ...]
+    workspace: int
+
+
 @dataclass(slots=True)
 class _Bound:
-    """Arguments of one variant on the current device: `values` are C values by parameter, `pointers` their addresses."""
+    """One variant, loaded for one device, with memory for its arguments: 8 bytes each, in the order of parameters.
 
-    built: Built
-    functions: list[int]
-    values: list[ctypes._SimpleCData]
+    `functions` holds (handle, threads, shared bytes, name); `pack` writes addresses, scalars and sizes into `memory`,
+    `pack_parts` the addresses of parts. `params` are the addresses of the arguments, as the driver wants them.
+    """
+
+    functions: list[tuple[int, int, int, str]]
+    memory: ctypes.Array[ctypes.c_char]
     params: ctypes.Array[ctypes.c_void_p]
-    parts: list[ctypes._SimpleCData]
+    pack: Callable[..., None]
+    pack_parts: Callable[..., None]
+    parts_at: int
 
 
 class GpuLauncher:
@@ -86,10 +100,9 @@ class GpuLauncher:
 
     def __init__(self, kernel: Kernel, target: Target, variant: Callable[[Variant], Built]) -> None:
         self.kernel, self.target, self._variant = kernel, target, variant
-        self._free: dict[tuple[int, Variant], list[_Bound]] = {}
-        self._launch: Callable[..., int] | None = None
-        self._static = not kernel.symbols
-        self._wide = offsets_bound(kernel, kernel.size_hints()) >= WIDE
+        self._free: dict[tuple[int, bool, bool, bool], list[_Bound]] = {}
+        self._launch: Callable[..., int] = lambda *_: 0
+        self._sizes: dict[tuple[int, ...], _Sizes] = {}
         self._reports = any(n.op == "bound" for n in kernel.nodes())
 
     def __call__(
@@ -103,77 +116,69 @@ class GpuLauncher:
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(tensors, sizes, scalars)
+        if self._reports:
+            errors().check()
         addresses = [t.data_ptr() for t in tensors]
-        key = (device, self._pick(addresses, sizes))
-        free = self._free.setdefault(key, [])
-        bound = free.pop() if free else self._bind(key[1])
-        try:
-            self._run(bound, addresses, sizes, scalars)
-        finally:
-            free.append(bound)
-
-    def _pick(self, addresses: Sequence[int], sizes: Sequence[int]) -> Variant:
-        """The variant that these arguments need."""
         joined = 0
         for a in addresses:
             joined |= a
-        if self._static:
-            return Variant(self._wide, not joined & 15)
-        even = all(s % 16 == 0 for s in sizes)
+        known = self._sizes.get(tuple(sizes)) or self._from_sizes(tuple(sizes))
+        key = (device, known.wide, not joined & 15, known.even)
+        free = self._free.get(key)
+        bound = free.pop() if free else self._bind(Variant(*key[1:]))
+        bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
+        # held until the launches are queued; the allocator gives it to later work of this stream only
+        workspace = self._place_parts(bound, known) if known.workspace else None
+        stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
+        for (function, threads, shared, name), programs in zip(bound.functions, known.programs, strict=True):
+            if programs:
+                code = launch(function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
+                if code:
+                    raise driver(self.target.triton).error(code, f"launch {name}")
+        del workspace
+        self._free.setdefault(key, []).append(bound)
+
+    def _from_sizes(self, sizes: tuple[int, ...]) -> _Sizes:
         env = dict(zip(self.kernel.symbols, sizes, strict=True))
-        return Variant(offsets_bound(self.kernel, env) >= WIDE, not joined & 15, even)
+        wide = offsets_bound(self.kernel, env) >= WIDE
+        even = bool(sizes) and all(s % 16 == 0 for s in sizes)
+        source = self._variant(Variant(wide, True, even)).source
+        offsets, total = [], 0
+        for dtype, count in source.workspace:
+            offsets.append(total)
+            length = TYPES[dtype].size * evaluate(count, env)
+            total += -(-length // PART_ALIGNMENT) * PART_ALIGNMENT
+        if len(self._sizes) >= MOST_SIZES:
+            self._sizes.clear()
+        programs = tuple(f.programs(env) for f in source.functions)
+        found = self._sizes[sizes] = _Sizes(wide, even, programs, tuple(offsets), total)
+        return found
 
     def _bind(self, variant: Variant) -> _Bound:
         built = self._variant(variant)
         d = driver(self.target.triton)
         self._launch = d.launcher()
-        functions = [d.load(b.code, b.name, b.shared) for b in built.binaries]
-        values = [_value(p) for p in built.source.parameters]
+        functions = [(d.load(b.code, b.name, b.shared), b.threads, b.shared, b.name) for b in built.binaries]
+        parameters = built.source.parameters
+        given = [p for p in parameters if p.kind in ("buffer", "scalar", "size")]
+        parts = sum(p.kind == "part" for p in parameters)
         # Triton's functions take two more addresses, of scratch memory that these kernels do not use
-        extra = [ctypes.c_void_p(0), ctypes.c_void_p(0)]
-        params = (ctypes.c_void_p * (len(values) + 2))(*(ctypes.addressof(v) for v in (*values, *extra)))
-        parts = [v for v, p in zip(values, built.source.parameters, strict=True) if p.kind == "part"]
-        for v, p in zip(values, built.source.parameters, strict=True):
-            if p.kind == "error":
-                v.value = errors().address
-        return _Bound(built, functions, [*values, *extra], params, parts)
+        memory = ctypes.create_string_buffer(8 * (len(parameters) + 2))
+        base = ctypes.addressof(memory)
+        params = (ctypes.c_void_p * (len(parameters) + 2))(*(base + 8 * k for k in range(len(parameters) + 2)))
+        if len(parameters) > len(given) + parts:
+            struct.pack_into("<Q", memory, 8 * len(given), errors().address)
+        return _Bound(
+            functions,
+            memory,
+            params,
+            struct.Struct("<" + "".join("Q" if p.pointer else FORMATS[p.dtype] for p in given)).pack_into,
+            struct.Struct("<" + "Q" * parts).pack_into,
+            8 * (len(parameters) - parts),
+        )
 
-    def _run(
-        self, b: _Bound, addresses: Sequence[int], sizes: Sequence[int], scalars: Sequence[int | float | bool]
-    ) -> None:
-        values, i = b.values, 0
-        for given in (addresses, scalars, sizes):
-            for x in given:
-                values[i].value = x
-                i += 1
-        if self._reports:
-            errors().check()
-        env = dict(zip(self.kernel.symbols, sizes, strict=True))
-        # held until the launches are queued; the allocator gives it to later work of this stream only
-        workspace = self._workspace(b, env) if b.parts else None
-        stream = torch.cuda.current_stream().cuda_stream
-        for function, f, binary in zip(b.functions, b.built.source.functions, b.built.binaries, strict=True):
-            programs = f.programs(env)
-            if programs and self._launch is not None:
-                code = self._launch(
-                    function, programs, 1, 1, binary.threads, 1, 1, binary.shared, stream, b.params, None
-                )
-                if code:
-                    raise driver(self.target.triton).error(code, f"launch {binary.name}")
-        del workspace
-
-    def _workspace(self, b: _Bound, env: Mapping[str, int]) -> torch.Tensor:
-        offsets, total = [], 0
-        for dtype, count in b.built.source.workspace:
-            offsets.append(total)
-            size = TYPES[dtype].size * evaluate(count, env)
-            total += -(-size // PART_ALIGNMENT) * PART_ALIGNMENT
-        memory = torch.empty(total, dtype=torch.uint8, device="cuda")
-        base = memory.data_ptr()
-        for v, offset in zip(b.parts, offsets, strict=True):
-            v.value = base + offset
-        return memory
-
-
-def _value(p: Parameter) -> ctypes._SimpleCData:
-    return ctypes.c_uint64(0) if p.pointer else C_TYPES[p.dtype](0)
+    def _place_parts(self, bound: _Bound, sizes: _Sizes) -> torch.Tensor:
+        workspace = torch.empty(sizes.workspace, dtype=torch.uint8, device="cuda")
+        base = workspace.data_ptr()
+        bound.pack_parts(bound.memory, bound.parts_at, *(base + offset for offset in sizes.parts))
+        return workspace

@@ -448,11 +448,12 @@ class Program:
         """Mean and squared deviations per lane. The count is that of the steps: a lane that is masked in the
         last step does not take it."""
         x, mask, begin = self.operand_block(n.args[0]), self._row().mask, self._begin(n)
-        k, mean, acc = f"step{n.id}", f"mean{n.id}", f"acc{n.id}"
+        k, mean, acc = f"share{n.id}", f"mean{n.id}", f"acc{n.id}"
         done = "start // RB" if begin == "0" else f"(start - {begin}) // RB"
-        self.put(f"{k} = tl.full((), {done} + 1, {TRITON[dtype]})")
+        one = constant(1.0, dtype)
+        self.put(f"{k} = fw.divide({one}, tl.full((), {done} + 1, {TRITON[dtype]}))")
         self.put(f"d{n.id} = {x} - {mean}")
-        self.put(f"next{n.id} = {mean} + fw.divide(d{n.id}, {k})")
+        self.put(f"next{n.id} = {mean} + d{n.id} * {k}")
         more = f"{acc} + d{n.id} * ({x} - next{n.id})"
         self.put(f"{acc} = {f'tl.where({mask}, {more}, {acc})' if mask else more}")
         self.put(f"{mean} = {f'tl.where({mask}, next{n.id}, {mean})' if mask else f'next{n.id}'}")

@@ -100,7 +100,7 @@ def test_variants_follow_the_arguments(recorder: Recorder) -> None:
     run([data, data], [1000])
     run([data[1:], data], [1000])
     run([data, data], [2**31])
-    assert asked == [
+    assert list(dict.fromkeys(asked)) == [
         Variant(even=True), Variant(), Variant(aligned=False), Variant(wide=True, even=True),
     ]  # fmt: skip
 
