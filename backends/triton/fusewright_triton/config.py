@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusewright.toolkit.kernel.extent import Extent, evaluate
-from fusewright.toolkit.kernel.ir import Kernel, Node, cost
+from fusewright.toolkit.kernel.ir import Kernel, Node
 from fusewright.toolkit.kernel.types import TYPES
 from fusewright_triton.target import Target
 
@@ -173,7 +173,7 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
         return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
-    step = min(_pow2(max(shape.row, 16)), 8192 if shape.live <= 4 and work(kernel) <= 32 else 4096)
+    step = min(_pow2(max(shape.row, 16)), 8192 if shape.live <= 4 else 4096)
     split = _split(kernel, shape, shape.points, step, target)
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
 
@@ -227,11 +227,6 @@ def splittable(kernel: Kernel) -> bool:
 def _warps(elements: int, per_lane: int, target: Target) -> int:
     """Warps for a block, `per_lane` elements to each lane; a power of 2, at most 1024 threads."""
     return max(1, min(_pow2(elements) // (per_lane * target.lanes), 1024 // target.lanes))
-
-
-def work(kernel: Kernel) -> int:
-    """Instructions per point of the domain, roughly."""
-    return sum(cost(n) for n in kernel.nodes())
 
 
 def offsets_bound(kernel: Kernel, sizes: dict[str, int]) -> int:

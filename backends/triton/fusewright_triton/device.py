@@ -235,6 +235,25 @@ def reduce_m2(mean, m2, count, axis: tl.constexpr):
 
 
 @triton.jit
+def online(top, total, x):
+    """The running maximum and sum of exp(x - maximum) of each lane, after one more element (see `online.py`)."""
+    up = beats_max(x, top)
+    e = libdevice.exp(tl.where(x == top, 0.0, -tl.abs(x - top)))
+    return tl.where(up, x, top), tl.where(up, total * e + 1.0, total + e)
+
+
+@triton.jit
+def reduce_online(top, total, axis: tl.constexpr, last: tl.constexpr):
+    """The same over lanes. The `last` one gives NaN where the maximum is infinite, as inf - inf does."""
+    most = reduce_max(top, axis)
+    e = libdevice.exp(tl.where(top == most, 0.0, top - most))
+    whole = reduce_sum(total * e, axis)
+    if last:
+        whole = tl.where((tl.abs(most) == float("inf")) & (whole != 0), float("nan"), whole)
+    return most, whole
+
+
+@triton.jit
 def scan_sum(x, axis: tl.constexpr):
     return tl.associative_scan(x, axis, _add)
 

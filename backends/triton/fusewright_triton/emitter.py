@@ -18,7 +18,8 @@ from fusewright.toolkit.kernel.types import DType, is_int
 from fusewright_triton import reductions as red
 from fusewright_triton.config import WIDE, Config, offsets_bound
 from fusewright_triton.layout import Layout, make_layout, product
-from fusewright_triton.program import DIVISIONS, Program
+from fusewright_triton.program import Program
+from fusewright_triton.values import DIVISIONS
 
 HEADER = """\
 import triton
@@ -86,11 +87,12 @@ def emit(
     base = name or f"{_identifier(kernel.name)}_{structural_hash(kernel)[:8]}"
     parameters = _parameters(layout, wide, check_division)
     texts, functions = [], []
-    segments = _segments(kernel) if config.split > 1 else [(0, len(kernel.stages) - 1)]
+    segments = _segments(layout) if config.split > 1 else [(0, len(kernel.stages) - 1)]
     for k, (first, last) in enumerate(segments):
         own = base if len(segments) == 1 else f"{base}_{k}"
         program = Program(layout, wide, check_division)
-        program.shares_row = config.split > 1 and any(s.over == "PR" for s in kernel.stages[first : last + 1])
+        rows = any(layout.passes_row(s) for s in kernel.stages[first : last + 1])
+        program.shares_row = config.split > 1 and rows
         program.write(first, last)
         texts.append(_function(own, parameters, program.lines))
         functions.append(Function(own, _grid(layout), config.split if program.shares_row else 1))
@@ -110,15 +112,15 @@ def _function(name: str, parameters: Sequence[Parameter], lines: Sequence[str]) 
     return "\n".join([head, *(lines or ["    pass"])]) + "\n"
 
 
-def _segments(kernel: Kernel) -> list[tuple[int, int]]:
+def _segments(layout: Layout) -> list[tuple[int, int]]:
     """Ranges of stages: each ends with a pass that has reductions, the last one with the kernel."""
-    out, first = [], 0
-    for k, s in enumerate(kernel.stages):
-        if s.over == "PR" and any(n.op == "reduce" for n in s.nodes):
+    out, first, stages = [], 0, layout.kernel.stages
+    for k, s in enumerate(stages):
+        if any(n.op == "reduce" for n in layout.roots(s)):
             out.append((first, k))
             first = k + 1
-    if first < len(kernel.stages):
-        out.append((first, len(kernel.stages) - 1))
+    if first < len(stages):
+        out.append((first, len(stages) - 1))
     return out
 
 

@@ -16,8 +16,8 @@ from fusewright.toolkit.kernel.types import TYPES
 from fusewright_triton.binaries import Built, Variant
 from fusewright_triton.config import WIDE, offsets_bound
 from fusewright_triton.driver import driver
-from fusewright_triton.program import INDEX_ERROR, ZERO_DIVISION
 from fusewright_triton.target import Target
+from fusewright_triton.values import INDEX_ERROR, ZERO_DIVISION
 
 PART_ALIGNMENT = 256
 MOST_SIZES = 4096

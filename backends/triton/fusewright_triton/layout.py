@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fusewright.toolkit.kernel.extent import Extent
-from fusewright.toolkit.kernel.ir import Kernel, Node
+from fusewright.toolkit.kernel.ir import Kernel, Node, Stage
 from fusewright_triton.config import Config
+from fusewright_triton.online import pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,20 @@ class Layout:
     nodes: dict[int, Node]
     stage_of: dict[int, int]
     rowwise: frozenset[int] = field(default_factory=frozenset)
+    online: dict[int, int] = field(default_factory=dict)
+    """Sums that are taken in the pass of a maximum (see `online`); none where rows are held."""
 
     @property
     def vectors(self) -> list[Dim]:
         return [d for d in self.dims if d.vector]
+
+    def passes_row(self, stage: Stage) -> bool:
+        """Whether a stage goes over the row, for a store or a reduction of its own."""
+        return stage.over == "PR" and bool(self.roots(stage))
+
+    def roots(self, stage: Stage) -> list[Node]:
+        """What a stage exists for."""
+        return [n for n in stage.nodes if n.op in ("store", "reduce") and n.id not in self.online]
 
     @property
     def rank(self) -> int:
@@ -101,6 +112,7 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     layout = Layout(
         kernel, config, dims, row, tuple(a for a in range(n_p) if a not in tiled), buffers, scalars, sizes,
         {}, kernel.node_map(), stage_of, rowwise,
+        {} if config.persistent else pairs(kernel),
     )  # fmt: skip
     layout.dims_of = {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()}
     return layout

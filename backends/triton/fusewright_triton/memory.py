@@ -11,7 +11,7 @@ from fusewright.toolkit.kernel.types import TYPES
 from fusewright_triton.operators import TRITON, Unsupported
 
 if TYPE_CHECKING:
-    from fusewright_triton.program import Program
+    from fusewright_triton.values import Values
 
 ATOMIC = {"add": ("f32", "f64", "f16", "bf16", "i32", "i64"), "max": ("i32", "i64"), "min": ("i32", "i64")}
 """Accumulations that hardware does on one element atomically. Float sums then depend on the order of programs."""
@@ -21,7 +21,7 @@ COMBINE = {"add": "{0} + {1}", "mul": "{0} * {1}", "max": "{m}.maximum({0}, {1})
 class Memory:
     """The memory side of a program. `epoch` counts the stores to each buffer so far."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Values) -> None:
         self.p, self.layout, self.kernel = program, program.layout, program.kernel
         self.epoch: dict[int, int] = {}
         self.unseen: set[int] = set()

@@ -73,6 +73,23 @@ def reduce_m2(mean: Any, m2: Any, count: Any, axis: int) -> Any:
     return tuple(_shaped(t.squeeze(axis), axis, mean.dtype) for t in (centre, spread, total))
 
 
+def online(top: Any, total: Any, x: Any) -> Any:
+    t, s, v = to_torch(top), to_torch(total), to_torch(x)
+    up = (v > t) | ((v != v) & (t == t))
+    e = torch.where(v == t, 0.0, -(v - t).abs()).exp()
+    new = torch.where(up, v, t), torch.where(up, s * e + 1, s + e)
+    return tuple(from_torch(n, x.dtype, True) for n in new)
+
+
+def reduce_online(top: Any, total: Any, axis: int, last: bool) -> Any:
+    t, s = to_torch(top), to_torch(total)
+    most = t.amax(axis, keepdim=True)
+    whole = (s * torch.where(t == most, 0.0, t - most).exp()).sum(axis, keepdim=True)
+    if last:
+        whole = torch.where(most.isinf() & (whole != 0), torch.nan, whole)
+    return tuple(_shaped(x.squeeze(axis), axis, top.dtype) for x in (most, whole))
+
+
 def _scan(ref: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, int], Any]:
     return lambda x, axis: from_torch(ref(to_torch(x), axis), x.dtype, True)
 
@@ -118,6 +135,8 @@ class Device:
     reduce_m2 = staticmethod(reduce_m2)
     beats_max = staticmethod(_compare(lambda b, a: (b > a) | ((b != b) & (a == a))))
     beats_min = staticmethod(_compare(lambda b, a: (b < a) | ((b != b) & (a == a))))
+    online = staticmethod(online)
+    reduce_online = staticmethod(reduce_online)
     scan_sum = staticmethod(_scan(lambda t, a: t.cumsum(a, dtype=t.dtype)))
     scan_prod = staticmethod(_scan(lambda t, a: t.cumprod(a, dtype=t.dtype)))
     scan_max = staticmethod(_scan(lambda t, a: t.cummax(a).values))

@@ -52,6 +52,7 @@ NUMERIC = {
     "add_gelu bf16": (kernels.add_gelu(4096, "bf16"), [randn(4096, dtype="bf16") for _ in range(3)]),
     "softmax": (kernels.softmax(33, 1000), [randn(33, 1000), randn(33, 1000)]),
     "softmax, long": (kernels.softmax(3, 50257), [randn(3, 50257), randn(3, 50257)]),
+    "softmax, shared rows": (kernels.softmax(2, 1 << 18), [randn(2, 1 << 18), randn(2, 1 << 18)]),
     "layer_norm": (
         kernels.layer_norm(65, 768, "bf16"),
         [randn(65, 768, dtype="bf16"), randn(768, dtype="bf16"), randn(768, dtype="bf16"), randn(65, 768, dtype="bf16")],

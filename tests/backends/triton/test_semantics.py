@@ -171,6 +171,22 @@ def test_scans_like_torch(how: str, name: str) -> None:
     torch.testing.assert_close(out, ref if isinstance(ref, torch.Tensor) else ref.values)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_softmax_of_special_rows_in_every_configuration(name: str) -> None:
+    k = softmax(9, 50)
+    x, out = torch.randn(9, 50) * 20, torch.empty(9, 50)
+    x[0] = -math.inf
+    x[1, :49] = -math.inf
+    x[2, 7] = math.inf
+    x[3, 20] = math.nan
+    x[4, ::2] = -math.inf
+    x[5] = 0.0
+    source = emit(k, CONFIGS[name])
+    assert ("fw.online" in source.text) == (name != "at once")
+    SimulatedLauncher(k, source)([x, out])
+    torch.testing.assert_close(out, x.softmax(-1), equal_nan=True)
+
+
 @pytest.mark.parametrize("arch", [None, "sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_softmax_as_the_targets_run_it(dtype: str, arch: str | None) -> None:
