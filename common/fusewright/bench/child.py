@@ -26,6 +26,8 @@ from fusewright.bench.suite import Built, TrainStep, build, flatten_outputs, tra
 
 STABLE = 0.05
 """Warm-up ends when three calls in a row are within this share of the fastest seen."""
+SETTLE = 0.005
+"""OpenMP's threads spin for some milliseconds after the last call: they are to sleep before the next one's turn."""
 
 
 class Server:
@@ -83,7 +85,9 @@ class Server:
         with self._grad_mode():
             for _ in range(discard):
                 call()
-            return {"times": [_timed(call) for _ in range(calls)]}
+            times = [_timed(call) for _ in range(calls)]
+        time.sleep(SETTLE)
+        return {"times": times}
 
     def accuracy(self, contender: str) -> dict[str, Any]:
         """Error of the contender against fp64 beside eager's. Training compares loss and gradients at the

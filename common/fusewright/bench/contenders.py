@@ -25,9 +25,8 @@ class Unavailable(RuntimeError):
 class Contender:
     """How to compile for one column of the table. `backend=None` is plain eager.
 
-    `package` is imported first (it registers the backend); `env` is set in the process that runs it; an
-    `isolated` contender gets a process of its own with its own eager beside it, because importing its package
-    changes torch for everyone; one that `copies` runs no model but a copy of as many bytes.
+    `package` is imported first (it registers the backend); `env` is set in the process that runs it. One that
+    `copies` runs no model but a copy of as many bytes.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Contender:
     package: str = ""
     install: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    isolated: bool = False
     trains: bool = True
     copies: bool = False
 
@@ -75,7 +73,6 @@ KNOWN: dict[str, Contender] = {
             package="zentorch",
             install="pip install --no-deps zentorch==2.13.0.2 deprecated wrapt",
             env={"TORCHINDUCTOR_FREEZING": "1"},
-            isolated=True,
             trains=False,
         ),
     )

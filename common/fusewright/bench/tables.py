@@ -58,22 +58,11 @@ def _detail(row: Row) -> Table:
     table = _new(title, *columns)
     for name in dict.fromkeys((*row["contenders"], *first)):
         entry = row["contenders"].get(name, {"status": "first call only"})
-        own = entry.get("own_eager")
-        for label, summary, speedup in [
-            (name, entry.get("steady"), entry.get("speedup")),
-            ("  eager beside it", own, 1.0),
-        ]:
-            if label != name and summary is None:
-                continue
-            cells = [
-                label,
-                *(_steady(summary) if summary else (entry["status"], "")),
-                f"{speedup:.2f}x" if speedup else "",
-            ]
-            mine = label == name
-            cells += [_first_cell(first.get(name, {})) if mine else ""] * bool(first) + [_error(entry) if mine else ""]
-            cells += _memory_cells(memory.get(name, {}) if mine else {}) if memory else []
-            table.add_row(*cells)
+        speedup = f"{entry['speedup']:.2f}x" if "speedup" in entry else ""
+        cells = [name, *(_steady(entry["steady"]) if "steady" in entry else (entry["status"], "")), speedup]
+        cells += [_first_cell(first.get(name, {}))] * bool(first) + [_error(entry)]
+        cells += _memory_cells(memory.get(name, {})) if memory else []
+        table.add_row(*cells)
     return table
 
 

@@ -25,7 +25,7 @@ def test_a_row_has_times_accuracy_and_a_noise_verdict():
     for entry in row["contenders"].values():
         assert entry["status"] == "ok"
         assert 0 < entry["steady"]["p10_ms"] <= entry["steady"]["median_ms"] <= entry["steady"]["p90_ms"]
-        assert 2 <= len(entry["steady"]["rounds_ms"]) <= 3
+        assert 2 <= len(entry["steady"]["rounds_ms"]) <= 12
     assert row["contenders"]["dynamo-eager"]["accuracy"]["passed"]
     assert row["noise"] in ("low", "some", "high")
 
@@ -87,7 +87,7 @@ class Others:
 
 
 def lanes_for(worker, settings, *names):
-    return [Lane(KNOWN[name], name, worker, settings, calls=2) for name in names]
+    return [Lane(KNOWN[name], worker, settings, calls=2) for name in names]
 
 
 def test_every_round_starts_with_another_contender():
@@ -95,7 +95,7 @@ def test_every_round_starts_with_another_contender():
     first, second, third = "eager", "aot_eager", "inductor"
     worker = Echo()
     lanes = lanes_for(worker, settings, first, second, third)
-    assert run_rounds(lanes, settings, Others()) == 0
+    assert run_rounds(lanes, settings, Others(), {}) == 0
     assert worker.order == [first, second, third, second, third, first, third, first, second]
     assert lanes[0].blocks == [[1.0, 1.0], [6.0, 6.0], [8.0, 8.0]]
 
@@ -103,15 +103,30 @@ def test_every_round_starts_with_another_contender():
 def test_a_round_that_others_disturbed_is_run_again():
     settings = Settings(seconds=100.0, min_rounds=2, max_rounds=2)
     (lane,) = lanes_for(Echo(), settings, "eager")
-    assert run_rounds([lane], settings, Others(0.0, 1.3, 0.0)) == 0
+    assert run_rounds([lane], settings, Others(0.0, 1.3, 0.0), {}) == 0
     assert lane.blocks == [[1.0, 1.0], [3.0, 3.0]]
 
 
 def test_on_a_machine_that_is_never_quiet_disturbed_rounds_stay_and_are_counted():
     settings = Settings(seconds=1.0, min_rounds=3)
     (lane,) = lanes_for(Echo(), settings, "eager")
-    assert run_rounds([lane], settings, Others(2.0, 2.0, 2.0, 2.0)) == 3
+    assert run_rounds([lane], settings, Others(2.0, 2.0, 2.0, 2.0), {}) == 3
     assert lane.blocks == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
+def test_a_contender_that_fails_on_the_way_leaves_the_rounds():
+    class Tires(Echo):
+        def ask(self, do, timeout, contender, **fields):
+            if contender == "inductor" and len(self.order) > 2:
+                raise WorkerError("out of memory", fatal=True)
+            return super().ask(do, timeout, contender, **fields)
+
+    settings = Settings(seconds=0.0, min_rounds=3)
+    lanes, failed = lanes_for(Tires(), settings, "eager", "inductor"), {}
+    run_rounds(lanes, settings, Others(), failed)
+    assert failed == {"inductor": {"status": "failed", "reason": "out of memory"}}
+    assert [lane.contender.name for lane in lanes] == ["eager"]
+    assert len(lanes[0].blocks) == 3
 
 
 def test_a_request_that_takes_too_long_stops_the_process():
@@ -126,21 +141,6 @@ def test_a_backend_that_nobody_registered():
         from_backend("inductr")
     assert from_backend("eager").name == "dynamo-eager"
     assert from_backend("inductor-freezing").options == {"freezing": True}
-
-
-def test_an_isolated_contender_is_compared_with_the_eager_of_its_own_process():
-    loner = dataclasses.replace(DYNAMO, isolated=True)
-    row = run("mlp", EAGER, loner)
-    entry = row["contenders"]["dynamo-eager"]
-    assert list(row["contenders"]) == ["eager", "dynamo-eager"]
-    assert len(entry["own_eager"]["rounds_ms"]) == len(entry["steady"]["rounds_ms"])
-    assert entry["accuracy"]["passed"]
-
-
-def test_a_crash_in_an_isolated_process_leaves_the_others_running():
-    row = run("crashes_when_compiled", EAGER, dataclasses.replace(DYNAMO, isolated=True))
-    assert row["contenders"]["eager"]["status"] == "ok"
-    assert row["contenders"]["dynamo-eager"]["reason"] == "process ended with code 7"
 
 
 def test_a_training_step_is_measured_with_its_loss_and_gradients_checked():
