@@ -4,8 +4,12 @@ be true.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +31,20 @@ def key(backend: Backend, options: Options, graph: Graph, phase: Phase, const: f
     versions = f"{__version__} {torch.__version__} {serial.FORMAT}"
     threads = str(torch.get_num_threads())  # choices are measured with them
     text = printer.to_text(graph, sources=False)
-    return store.key(text, constants, phase, backend.fingerprint(), options.key(), versions, threads)
+    vendor = type(backend).__module__.partition(".")[0]
+    sources = _sources("fusewright") + _sources(vendor)
+    return store.key(text, constants, phase, backend.fingerprint(), options.key(), versions, threads, sources)
+
+
+@functools.cache
+def _sources(package: str) -> str:
+    """A hash of names, sizes and times of a package's files: a changed checkout makes other code of one version."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    digest = hashlib.sha256()
+    for path in sorted(Path(file).parent.rglob("*.py")) if file else ():
+        info = path.stat()
+        digest.update(f"{path.name} {info.st_size} {info.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def find(entry_key: str, backend: Backend, gm: GraphModule) -> tuple[Callable[[list[Any]], Any], str] | None:
