@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fusewright.toolkit.kernel.extent import Extent, evaluate
 from fusewright.toolkit.kernel.ir import Kernel, Node
 from fusewright.toolkit.kernel.types import TYPES
+from fusewright_triton.online import pairs
 from fusewright_triton.target import Target
 
 LANE_BYTES = 16
@@ -173,18 +174,17 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
         return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
-    step = min(_pow2(max(shape.row, 16)), 8192 if shape.live <= 4 else 4096)
+    step = min(_pow2(max(shape.row, 16)), 4096 if shape.live > 4 or pairs(kernel) else 8192)
     split = _split(kernel, shape, shape.points, step, target)
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
 
 
 def _row_warps(elements: int, target: Target) -> int:
-    """Warps for rows that are held in registers: 32 elements a lane, 64 rather than more than 256 threads, since
-    a multiprocessor must have room for a second block while one waits for its reductions."""
+    """Warps for rows that are held in registers: 32 elements a lane. Measured on an H100; blocks of more threads
+    leave a multiprocessor no room for a second one while the first waits for its reductions."""
     if elements <= 1024:
         return _warps(elements, 16 if elements < 1024 else 32, target)
-    limit = 256 if elements <= 16384 else 1024
-    return min(_warps(elements, 32, target), limit // target.lanes)
+    return _warps(elements, 32, target)
 
 
 def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:

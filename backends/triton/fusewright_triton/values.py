@@ -32,6 +32,7 @@ class Values(abc.ABC):
         self.alias: dict[int, int] = {}
         self.keys: dict[tuple[object, ...], int] = {}
         self.used_axes = self._used_axes()
+        self.rounded = self._rounded()
         self.address = Addresses(layout.sizes, self._axis, self._index_value)
         self.memory = Memory(self)
         self.limit = self.address.extent(product(self.kernel.r))
@@ -77,6 +78,19 @@ class Values(abc.ABC):
     def _used_axes(self) -> frozenset[int]:
         found = (n.index.axes() for n in self.kernel.nodes() if n.index is not None)
         return frozenset().union(*found)
+
+    def _rounded(self) -> frozenset[int]:
+        """f32 values that are only ever rounded to a half type: an error of 2 ulp in them changes nothing."""
+        users: dict[int, list[Node]] = {}
+        for n in self.kernel.nodes():
+            for u in n.uses():
+                users.setdefault(u, []).append(n)
+        halves = ("bf16", "f16")
+        return frozenset(
+            i
+            for i, found in users.items()
+            if self.node(i).dtype == "f32" and all(n.op == "cast" and n.dtype in halves for n in found)
+        )
 
     @abc.abstractmethod
     def scan(self, n: Node) -> None:
@@ -201,7 +215,7 @@ class Values(abc.ABC):
 
     def _pointwise(self, n: Node) -> str:
         dtype = self.node(n.args[-1]).dtype
-        text, literals = form_of(n.op, dtype)
+        text, literals = ("{0} / {1}", False) if n.id in self.rounded and n.op == "div" else form_of(n.op, dtype)
         args = [self.operand(a, literals) for a in n.args]
         tensors = [self.node(a).op != "const" for a in n.args]
         if literals and not any(tensors[1:] if n.op == "where" else tensors):
