@@ -86,9 +86,7 @@ def test_interp_is_close(model: str) -> None:
 @pytest.mark.parametrize("model", suite.SUITE)
 def test_x86_onednn_passes_the_fp64_rule(model: str, dtype: suite.DType) -> None:
     needs("x86_onednn")
-    verdict = compare(
-        wide(model, dtype), outputs(model, dtype, None), outputs(model, dtype, "x86_onednn"), dtype
-    )
+    verdict = compare(wide(model, dtype), outputs(model, dtype, None), outputs(model, dtype, "x86_onednn"), dtype)
     assert verdict.passed, verdict.reason
 
 
@@ -102,5 +100,12 @@ def test_gradients_pass_the_fp64_rule(model: str, dtype: suite.DType) -> None:
     torch.manual_seed(3)
     wanted = eager.loss_and_grads()
     torch.manual_seed(3)
-    verdict = compare(train_reference(eager), wanted, ours.loss_and_grads(), dtype)
+    exact, got = train_reference(eager), ours.loss_and_grads()
+    scale = max(float(e.abs().max()) for e in exact[1:])
+    # the bias of a key has no gradient at all: every library gives its own rounding noise there
+    real = [k for k, e in enumerate(exact) if k == 0 or float(e.abs().max()) > 1e-6 * scale]
+    assert len(real) > len(exact) // 2
+    for k in set(range(len(exact))) - set(real):
+        assert float(got[k].abs().max()) <= 1e-5 * scale
+    verdict = compare([exact[k] for k in real], [wanted[k] for k in real], [got[k] for k in real], dtype)
     assert verdict.passed, verdict.reason
