@@ -42,6 +42,9 @@ class Options:
         (), "ids of rewrite rules that are switched off", "DISABLE_RULE", compiled=True
     )
     dump: tuple[str, ...] = _option((), "stages whose output is printed, or 'all'", "DUMP")
+    simulate: bool = _option(
+        False, "run the backend's own code on CPU tensors, without its hardware", "SIMULATE", compiled=True
+    )
     backend: Mapping[str, Any] = field(default_factory=dict, metadata={"compiled": True})
 
     @classmethod

@@ -41,14 +41,15 @@ def compile_dynamo(
     from fusewright import capture, pipeline, registry
     from fusewright.config import Options
 
+    cls = registry.info(name).cls
+    parsed = Options.parse(options if cls else None, cls)  # nobody knows the options of a plugin that does not load
     try:
-        cls = registry.get(name)
+        backend = registry.create(name, parsed)
     except BackendUnavailableError as e:
+        if parsed.simulate:  # a check that eager would pass is no check
+            raise
         _warn_once(f"{e} Eager runs this model.")
         return gm.forward
-    parsed = Options.parse(options, cls)
-    device = registry.info(name).device
-    backend = cls(device, parsed.backend)  # type: ignore[arg-type]
     return capture.capture(
         gm,
         example_inputs,

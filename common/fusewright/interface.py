@@ -322,6 +322,14 @@ class Backend(abc.ABC):
         """What this backend would run on here. Total and cheap; vendor libraries are imported here, not at import."""
 
     @classmethod
+    def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
+        """What `options={"simulate": True}` runs on: this backend's own code on CPU tensors, without its hardware.
+
+        `options` are the checked values of the class's own. Raises `OptionError` for ones that name no device.
+        """
+        return Unavailable(f"{cls.name} has no simulated device")
+
+    @classmethod
     def lowers(cls) -> Sequence[str] | None:
         """Row names of the opset that this backend has a lowering for, for reports; None when it cannot say."""
         return () if cls.supports is Backend.supports else None

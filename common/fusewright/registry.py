@@ -11,9 +11,13 @@ import functools
 import importlib.metadata
 import inspect
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fusewright.errors import BackendUnavailableError, UnknownBackendError, nearest
 from fusewright.interface import INTERFACE, OPSET, Backend, Device, Unavailable
+
+if TYPE_CHECKING:
+    from fusewright.config import Options
 
 GROUP = "fusewright.backends"
 HOST = "fusewright"
@@ -103,11 +107,25 @@ def backends() -> list[BackendInfo]:
 def get(name: str) -> type[Backend]:
     """The class of a backend that works here. Raises `UnknownBackendError` or `BackendUnavailableError`."""
     found = info(name)
-    if found.cls is None or isinstance(found.device, Unavailable):
-        assert isinstance(found.device, Unavailable)
-        fix = f" Fix: {found.device.fix}." if found.device.fix else ""
-        raise BackendUnavailableError(f"backend {name!r} is unavailable: {found.device.reason}.{fix}")
+    _need(name, found.device)
+    assert found.cls is not None
     return found.cls
+
+
+def create(name: str, options: Options) -> Backend:
+    """A backend on its device, or on a simulated one where the options say so. Raises like `get`."""
+    found = info(name)
+    device = found.cls.simulated(options.backend) if found.cls and options.simulate else found.device
+    device = _need(name, device)
+    assert found.cls is not None
+    return found.cls(device, options.backend)
+
+
+def _need(name: str, device: Device | Unavailable) -> Device:
+    if isinstance(device, Device):
+        return device
+    fix = f" Fix: {device.fix}." if device.fix else ""
+    raise BackendUnavailableError(f"backend {name!r} is unavailable: {device.reason}.{fix}")
 
 
 def best(device_type: str | None = None) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from fusewright import ops
+from fusewright.errors import OptionError, nearest
 from fusewright.interface import (
     CompileContext,
     Compiled,
@@ -27,21 +29,23 @@ from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
 from fusewright_triton.lowerings import LOWERINGS
 
+_INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable(
     "triton cannot be imported", "install the triton that your torch wheel asks for (pip check names it)"
 )
 
 
 class TritonLoader:
-    """Kernels as machine code for one target."""
+    """Kernels as machine code for one target; or, simulated, their source as Triton's interpreter runs it."""
 
-    def __init__(self, found: target.Target) -> None:
-        self.target = found
+    def __init__(self, found: target.Target, simulated: bool = False) -> None:
+        self.target, self.simulated = found, simulated
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
-        from fusewright_triton.runtime import compile_kernels  # triton is imported when something is compiled
+        from fusewright_triton import runtime  # triton is imported when something is compiled
 
-        module = compile_kernels(list(kernels.values()), self.target)
+        make = runtime.simulate_kernels if self.simulated else runtime.compile_kernels
+        module = make(list(kernels.values()), self.target)
         return {h: KernelCode(module.launcher(k)) for h, k in kernels.items()}
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
@@ -57,6 +61,25 @@ class TritonBackend(FusedBackend):
     device_type = "cuda"  # torch names HIP devices so too
     priority = 50
     lowerings = LOWERINGS
+    options: ClassVar[Mapping[str, Any]] = {"target": ""}
+    targets: ClassVar[Mapping[str, target.Target]]
+    typical: ClassVar[str]
+    """The target that is simulated when none is named."""
+
+    def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(device, options)
+        if self.values["target"] and not (device and device.simulated):
+            raise OptionError("option 'target' chooses what is simulated; give 'simulate': True with it")
+
+    @classmethod
+    def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
+        name = options["target"] or cls.typical
+        found = cls.targets.get(name)
+        if found is None:
+            raise OptionError(f"{cls.name} has no target {name!r}; {nearest(name, cls.targets)}")
+        if importlib.util.find_spec("triton") is None:
+            return Unavailable("kernels are simulated by Triton's interpreter, and triton is missing", _INSTALL)
+        return Device(cls.device_type, name, found.all_features, simulated=True)
 
     @classmethod
     def target(cls, device: Device) -> target.Target:
@@ -84,13 +107,15 @@ class TritonBackend(FusedBackend):
         return fragment
 
     def _loader(self) -> Loader:
-        return TritonLoader(self.target(self.running_on()))
+        device = self.running_on()
+        return TritonLoader(self.target(device), device.simulated)
 
 
 class NvidiaTriton(TritonBackend):
     """NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "nvidia_triton"
+    targets, typical = target.NVIDIA, "sm_90"
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
@@ -123,6 +148,7 @@ class RocmTriton(TritonBackend):
     """AMD GPUs: CDNA2 to CDNA4 and RDNA3."""
 
     name = "rocm_triton"
+    targets, typical = target.AMD, "gfx942"
 
     @classmethod
     def probe(cls) -> Device | Unavailable:

@@ -18,6 +18,7 @@ from rich.table import Table
 from fusewright import _torch_compat as compat
 from fusewright import registry, report
 from fusewright.bench import suite
+from fusewright.config import Options
 from fusewright.errors import UnknownBackendError, nearest
 from fusewright.interface import Unavailable
 from fusewright.report import GraphReport, OpRecord
@@ -90,7 +91,8 @@ def _check_backend(name: str) -> None:
     if name not in registry.plugins():
         known = ["fusewright", *registry.plugins()]
         raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, known)}")
-    registry.get(name)  # raises with the reason when it cannot work here
+    options = Options.parse(None, registry.info(name).cls)
+    registry.create(name, options)  # raises with the reason when it cannot work here
 
 
 def run(model: str, backend: str, dtype: Any, size: Any, train: bool) -> Explained:

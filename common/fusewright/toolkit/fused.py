@@ -33,7 +33,7 @@ from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright.toolkit.fuse.tables import RULES
 from fusewright.toolkit.fuse.tables import verdict as kernel_verdict
 from fusewright.toolkit.kernel import Kernel, interpret
-from fusewright.toolkit.library import LoweringTable, OpLowering
+from fusewright.toolkit.library import LoweringTable, OpLowering, elsewhere
 
 if TYPE_CHECKING:
     from fusewright.toolkit.llvm.launch import Launcher
@@ -168,10 +168,5 @@ class FusedBackend(Backend):
         return self.device
 
     def _elsewhere(self, op: OpView) -> str | None:
-        device = self.running_on()
-        if device.simulated:
-            return None
-        for v in (*op.inputs(), *op.outs):
-            if v.spec is not None and v.spec.device.partition(":")[0] != device.type:
-                return f"a tensor is on {v.spec.device}, the backend runs on {device.type}"
-        return None
+        specs = (v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None)
+        return next((why for s in specs if (why := elsewhere(s, self.running_on()))), None)

@@ -213,11 +213,18 @@ def compute_dtypes(specs: Iterable[TensorSpec]) -> list[torch.dtype]:
     return floating or list(found)
 
 
+def elsewhere(spec: TensorSpec, device: Device) -> str | None:
+    """Why a backend on `device` cannot reach a tensor, or None. Simulated devices compute on CPU tensors."""
+    runs_on = "cpu" if device.simulated else device.type
+    if spec.device.partition(":")[0] == runs_on:
+        return None
+    return f"a tensor is on {spec.device}, the backend runs on {runs_on}"
+
+
 def _wrong_device(specs: Iterable[TensorSpec], device: Device) -> Verdict | None:
     for spec in specs:
-        kind = spec.device.partition(":")[0]
-        if kind != device.type and not device.simulated:
-            return Verdict(Why.DEVICE, f"a tensor is on {spec.device}, the backend runs on {device.type}")
+        if why := elsewhere(spec, device):
+            return Verdict(Why.DEVICE, why)
     return None
 
 
