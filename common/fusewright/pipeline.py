@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
@@ -158,7 +159,16 @@ def _plan(c: Compilation) -> None:
     c.run = run
     if c.compiled:  # somebody believed the metadata
         checked, _ = codegen.load(c.plan, kernels, checked=True)
-        c.run = checked_first(checked, run, lambda untrue: _repaired(c, untrue), lambda: _passed(c))
+        repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
+        c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
+
+
+def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:
+    """Which tensors a run writes in place, among its arguments and those that the graph holds itself."""
+    ids = plan_build.written_values(plan)
+    places = [k for k, i in enumerate(plan.inputs) if i in ids]
+    held = [value for i, (_, value) in plan.attributes.items() if i in ids]
+    return lambda args: [t for t in (*(args[k] for k in places), *held) if isinstance(t, torch.Tensor)]
 
 
 def _passed(c: Compilation) -> None:

@@ -113,3 +113,8 @@ def test_bugs_are_reported(net: Net, fault: str) -> None:
         run(net, fault)
     assert all("fusewright_faulty" in b for r in reports for b in r.bugs)
     assert any(r.bugs for r in reports)
+
+
+def test_a_fault_that_does_not_exist_is_refused(net: Net) -> None:
+    with pytest.raises(Exception, match="there is no fault 'wrong_shap'; did you mean 'wrong_shape'"):
+        run(net, "wrong_shap")

@@ -331,6 +331,15 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
     return escapes
 
 
+def written_values(plan: Plan) -> set[int]:
+    """Ids of the values that a run of the plan writes in place, and of what these may be views of."""
+    found = {v for i in plan.instructions if isinstance(i, Call) for v in _written(i)}
+    for i in reversed(plan.instructions):
+        if found & set(i.outs) and may_alias(i):
+            found.update(reads(i))
+    return found
+
+
 def _written(call: Call) -> Iterable[int]:
     """Ids of the arguments that an op writes in place."""
     operator = operator_of(call.target)

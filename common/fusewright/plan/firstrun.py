@@ -6,7 +6,8 @@ When a value is not what was traced, its metadata is mended, the graph is compil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,21 +38,29 @@ def checker(specs: dict[int, TensorSpec]) -> Callable[[int, Any], None]:
     return check
 
 
-def checked_first(checked: Run, run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None]) -> Run:
+def checked_first(
+    checked: Run, run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None],
+    written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (),
+) -> Run:  # fmt: skip
     """A callable whose first call goes through `checked`, and all later ones through `run`.
 
-    `repair` mends the metadata and compiles again; `passed` is told when all was true. Random numbers drawn by an
-    abandoned run are given back.
+    `repair` mends the metadata and compiles again; `passed` is told when all was true. What an abandoned run did is
+    undone: random numbers that it drew, and writes into `written(args)`, the tensors that the plan writes in place.
     """
     final: Run | None = None
+    lock = threading.RLock()  # one repair: a second thread waits, and then runs what the first one settled on
 
     def first(args: list[Any]) -> Any:
         nonlocal final
         kept, state = list(args), torch.get_rng_state()
+        before = [(t, t.detach().clone()) for t in written(args)]
         try:
             result = checked(args)
         except Untrue as u:
             torch.set_rng_state(state)
+            with torch.no_grad():
+                for t, content in before:
+                    t.copy_(content)
             final = repair(u)
             args[:] = kept
             return final(args)
@@ -60,6 +69,10 @@ def checked_first(checked: Run, run: Run, repair: Callable[[Untrue], Run], passe
         return result
 
     def call(args: list[Any]) -> Any:
-        return first(args) if final is None else final(args)
+        if final is None:
+            with lock:
+                if final is None:
+                    return first(args)
+        return final(args)
 
     return call

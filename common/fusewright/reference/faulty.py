@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fusewright.errors import OptionError, nearest
 from fusewright.interface import CompileContext, Compiled, Decline, Device, Opaque, OpView, Region, Verdict
 from fusewright.reference.interp import Interp
 
@@ -21,6 +22,14 @@ class Faulty(Interp):
         "decline", "crash", "supports_raises", "supports_lies", "wrong_shape", "wrong_dtype", "mutates_input", "drops_result",
         "returns_input", "raises_at_run_time", "group_not_convex",
     )  # fmt: skip
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        fault = self.values["fault"]
+        if fault not in self.FAULTS:
+            raise OptionError(
+                f"option 'fault' of {self.name}: there is no fault {fault!r}; {nearest(fault, self.FAULTS)}"
+            )
 
     @classmethod
     def probe(cls) -> Device:
