@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import CompileContext, TensorSpec
+from fusewright.interface import CompileContext, TensorSpec, hint
 from fusewright_onednn import runtime
 
 PACKED_GAIN = 1.04
@@ -106,9 +106,17 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
     return ctx.choose(key, _Lazy({"separate": separate, "together": together})) == "together"
 
 
-def graph_attention_pays(ctx: CompileContext, key: str, specs: Sequence[TensorSpec], causal: bool) -> bool:
-    """Whether oneDNN Graph beats torch's own attention kernel. `specs`: query, key, value and the mask, if
-    any."""
+BLOCKED_FROM = 1 << 16
+"""Scores of one head below which products over blocks of rows have nothing to win."""
+
+ATTENTION_FORMS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "graph": runtime.attention,
+    "blocked": runtime.attention_blocked,
+}
+
+
+def attention_form(ctx: CompileContext, layout: str, specs: Sequence[TensorSpec], causal: bool) -> str:
+    """ "eager" (torch's own kernel), "graph" or "blocked". `specs`: query, key, value and the mask, if any."""
 
     def tensors() -> list[torch.Tensor]:
         made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]
@@ -120,11 +128,17 @@ def graph_attention_pays(ctx: CompileContext, key: str, specs: Sequence[TensorSp
             q, k, v, mask[0] if mask else None, is_causal=causal
         )
 
-    def graph() -> Thunk:
-        q, k, v, *mask = tensors()
-        return lambda: runtime.attention(q, k, v, mask[0] if mask else None, causal, None)
+    def own(form: str) -> Callable[[], Thunk]:
+        def make() -> Thunk:
+            q, k, v, *mask = tensors()
+            return lambda: ATTENTION_FORMS[form](q, k, v, mask[0] if mask else None, causal, None)
 
-    return ctx.choose(key, _Lazy({"eager": eager, "graph": graph})) == "graph"
+        return make
+
+    long = hint(specs[0].shape[-2]) * hint(specs[1].shape[-2]) >= BLOCKED_FROM
+    forms = ["graph", "blocked"] if long else ["graph"]
+    key = f"sdpa {'/'.join(['eager', *forms])} {layout}{' causal' if causal else ''}"
+    return ctx.choose(key, _Lazy({"eager": eager, **{f: own(f) for f in forms}}))
 
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:

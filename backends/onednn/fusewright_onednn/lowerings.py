@@ -204,8 +204,8 @@ def concatenated(group: Sequence[OpView], b: Builder) -> None:
 
 def _conv_reason(op: OpView) -> str | None:
     x, w = _spec(op.arg("input")), _spec(op.arg("weight"))
-    if x.rank != 4 or w.rank != 4:
-        return "only 2-d convolutions"
+    if x.rank not in (3, 4) or x.rank != w.rank:
+        return "only 1-d and 2-d convolutions of a batch"
     if op.arg("transposed"):
         return "a transposed convolution"
     if 0 in x.shape or 0 in _spec(op.out).shape:
@@ -228,6 +228,7 @@ def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bo
 def conv(m: Match, b: Builder) -> None:
     """Convolution with its batch norm folded in, an addition and a unary op behind it, channels-last.
 
+    A 1-d convolution runs as a 2-d one over images of height 1: oneDNN packs the weights of those only.
     Weights that gradients flow to stay as they are: eager calls the same oneDNN kernels for those.
     """
     op = m.anchor
@@ -237,21 +238,51 @@ def conv(m: Match, b: Builder) -> None:
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = _folded(m, b)
-    geometry = tuple(op.arg(n) for n in ("padding", "stride", "dilation", "groups"))
-    x = op.arg("input")
-    packed = b.once(PACK_CONV, weight, *geometry, _spec(x).shape)
-    out = m.last.out
-    stride = channels_last_strides(_spec(out).shape)  # type: ignore[arg-type]
+    x, out = op.arg("input"), m.last.out
+    geometry = _geometry(op)
+    packed = b.once(PACK_CONV, weight, *geometry, _image(_spec(x).shape))
     attr, scalars, algorithm = m.post_op()
     if m.other is None:
-        args = (b.any_strides(x), packed, bias, *geometry, attr, scalars, algorithm)
-        b.library(CONV, *args, out=out, stride=stride, op=op)
+        args = (_as_image(x, b), packed, bias, *geometry, attr, scalars, algorithm)
+        _emit_conv(CONV, args, out, op, b)
     else:
         unary = (attr, scalars, algorithm) if m.unary is not None else (None, (), None)
-        args = (b.any_strides(x), b.any_strides(m.other), packed, bias, *geometry, "add", 1.0, *unary)
-        b.library(CONV_ADD, *args, out=out, stride=stride, op=op)
+        args = (_as_image(x, b), _as_image(m.other, b), packed, bias, *geometry, "add", 1.0, *unary)
+        _emit_conv(CONV_ADD, args, out, op, b)
     b.taken(m.ops)
     _note(m, b, "oneDNN conv, packed, channels-last")
+
+
+def _geometry(op: OpView) -> tuple[Any, ...]:
+    """Padding, stride, dilation and groups, over two dimensions."""
+    neutral = {"padding": 0, "stride": 1, "dilation": 1}
+    flat = _spec(op.arg("input")).rank == 3
+    return *((n, *op.arg(k)) if flat else op.arg(k) for k, n in neutral.items()), op.arg("groups")
+
+
+def _image(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """[N, C, L] as [N, C, 1, L]."""
+    return tuple(shape) if len(shape) == 4 else (*shape[:2], 1, shape[2])
+
+
+def _as_image(value: Value, b: Builder) -> Ref | None:
+    ref = b.any_strides(value)
+    if _spec(value).rank == 4:
+        return ref
+    view = b.ctx.value(None)
+    b.call("aten::unsqueeze.default", ref, 2, out=view)
+    return Ref(view.id)
+
+
+def _emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
+    shape = _spec(out).shape
+    stride = channels_last_strides(_image(shape))  # type: ignore[arg-type]
+    if len(shape) == 4:
+        b.library(target, *args, out=out, stride=stride, op=op)
+        return
+    image = b.ctx.value(TensorSpec(_image(shape), stride, _spec(out).dtype))
+    b.call(target, *args, out=image, op=op)
+    b.library("aten::squeeze.dim", Ref(image.id), 2, out=out, stride=(*stride[:2], stride[3]), op=op)
 
 
 def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
@@ -262,6 +293,8 @@ def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
     """
     op, norm = m.anchor, m.batch_norm
     weight = b.exact(op.arg("weight"))
+    if _spec(op.arg("weight")).rank == 3:
+        weight = b.once("aten::unsqueeze.default", weight, 2)
     bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
     if norm is not None:
         dtype = _spec(op.arg("weight")).dtype
@@ -310,8 +343,7 @@ def _sdpa_reason(op: OpView) -> str | None:
 
 @LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, features={"onednn_graph"}, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
-    """softmax(q k^T * scale + mask) v through oneDNN Graph, where that measures faster than torch's
-    kernel."""
+    """softmax(q k^T * scale + mask) v through oneDNN, where that measures faster than torch's kernel."""
     op = m.anchor
     if not all(b.links.unused(v) for v in op.outs[1:]):
         b.keep(op)
@@ -320,18 +352,19 @@ def sdpa(m: Match, b: Builder) -> None:
     mask, causal, scale = op.arg("attn_mask"), bool(op.arg("is_causal")), op.arg("scale")
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
     specs = [b.spec(v) for v in values]
-    layout = " ".join(f"{s.shape}{s.stride}" for s in specs).replace(" ", "")
-    key = f"sdpa {_dtype(specs[0])} {layout}{' causal' if causal else ''}"
-    if not choices.graph_attention_pays(b.ctx, key, specs, causal):
+    layout = " ".join((_dtype(specs[0]), *(f"{s.shape}{s.stride}".replace(" ", "") for s in specs)))
+    form = choices.attention_form(b.ctx, layout, specs, causal)
+    if form == "eager":
         b.keep(op)
         b.notes[op.id] = "ATen: torch's kernel is faster for this shape"
         return
     q, k, v = (b.any_strides(x) for x in values[:3])
     query = torch.empty_strided(specs[0].shape, specs[0].stride, device="meta")  # type: ignore[arg-type]
     args = (q, k, v, b.any_strides(mask), causal, scale)
-    b.library(runtime.ATTENTION, *args, out=op.out, stride=torch.empty_like(query).stride(), op=op)
+    target = runtime.ATTENTION if form == "graph" else runtime.ATTENTION_BLOCKED
+    b.library(target, *args, out=op.out, stride=torch.empty_like(query).stride(), op=op)
     b.taken((op,))
-    b.notes[op.id] = "oneDNN Graph attention"
+    b.notes[op.id] = "oneDNN Graph attention" if form == "graph" else "attention by oneDNN products over blocks of rows"
 
 
 def _dtype(s: TensorSpec) -> str:

@@ -1,8 +1,9 @@
-"""Attention through oneDNN Graph, as a torch operator that a plan can name: `fusewright_onednn::attention`.
+"""Attention through oneDNN, as torch operators that a plan can name.
 
-oneDNN Graph runs softmax(q k^T * scale + mask) v as one partition. Torch reaches it only through
-TorchScript, so each new
-signature (shapes, strides, dtype, threads) is scripted once. Figures: docs/studies/onednn.md.
+`fusewright_onednn::attention`: oneDNN Graph runs softmax(q k^T * scale + mask) v as one partition. Torch reaches it
+only through TorchScript, so each new signature (shapes, strides, dtype, threads) is scripted once.
+`fusewright_onednn::attention_blocked`: oneDNN products over blocks of rows whose scores stay in cache, for long
+sequences. Figures: docs/studies/onednn.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from fusewright.toolkit.torchscript import onednn_fusion
 
 NAMESPACE = "fusewright_onednn"
 ATTENTION = f"{NAMESPACE}::attention.default"
+ATTENTION_BLOCKED = f"{NAMESPACE}::attention_blocked.default"
+
+BLOCK_SCORES = 3 << 17
+"""Scores of one block: 1.5 MB in fp32, so that two cores keep them in their second-level caches."""
 
 LIMIT = 128
 """Signatures kept. A caller whose shapes keep changing costs no more memory than this many compiled
@@ -93,6 +98,15 @@ def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.reshape((1,) * (like.dim() - mask.dim()) + tuple(mask.shape))
 
 
+def _hides_a_row(added: torch.Tensor) -> bool:
+    """Whether some row has no allowed key at all."""
+    return bool((added.amax(-1) == -math.inf).any())
+
+
+def _factor(query: torch.Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,18 +125,69 @@ def attention(
     such a row
     goes to that kernel.
     """
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     extra: tuple[torch.Tensor, ...] = ()
     if is_causal:
         extra = (_causal(query.shape[-2], key.shape[-2], torch.float32),)
     elif mask is not None:
         added = _additive(mask, query)
-        if bool((added.amax(-1) == -math.inf).any()):
+        if _hides_a_row(added):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         extra = (added,)
-    out = _run((query.float(), key.float(), value.float(), *extra), factor)
+    out = _run((query.float(), key.float(), value.float(), *extra), _factor(query, scale))
     result = torch.empty_like(query)  # torch's kernel lays its result out like the query, and views of it rely on that
     return out if (out.dtype, out.stride()) == (result.dtype, result.stride()) else result.copy_(out)
+
+
+def attention_blocked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The same as `attention`, by two oneDNN products and a softmax for each head and block of rows.
+
+    Scores and softmax are fp32, as in torch's kernel; probabilities have the dtype of the value. Under a causal mask
+    a block reads only the keys up to its last row.
+    """
+    added = None if mask is None else _additive(mask, query)
+    if added is not None and _hides_a_row(added):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    result = torch.empty_like(query)
+    batch, heads, length, _ = query.shape
+    if added is not None:
+        added = added.expand(batch, heads, length, key.shape[-2])
+    for b in range(batch):
+        for h in range(heads):
+            hidden = None if added is None else added[b, h]
+            q = query[b, h].float() * _factor(query, scale)
+            _head(q, key[b, h].float().contiguous(), value[b, h].t().contiguous(), hidden, is_causal, result[b, h])
+    return result
+
+
+def _head(
+    q: torch.Tensor, k: torch.Tensor, vt: torch.Tensor, added: torch.Tensor | None, causal: bool, out: torch.Tensor
+) -> None:
+    """One head into `out` [L, D]: scaled q [L, D] and k [S, D] in fp32, the transposed value vt [D, S]."""
+    length, keys = q.shape[0], k.shape[0]
+    rows = max(32, BLOCK_SCORES // keys // 32 * 32)
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        seen = min(keys, stop) if causal else keys
+        scores = _product(q[start:stop], k[:seen])
+        if added is not None:
+            scores += added[start:stop]
+        if causal and seen > start + 1:
+            later = torch.ones(stop - start, seen - start, dtype=torch.bool).triu_(1)
+            scores[:, start:].masked_fill_(later, -math.inf)
+        weights = torch.softmax(scores, -1).to(vt.dtype)
+        out[start:stop] = _product(weights, vt[:, :seen])
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [m, k] @ w[n, k].T by oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "")
 
 
 def _meta(
@@ -136,9 +201,9 @@ def _meta(
     return torch.empty_like(query)
 
 
+_SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> Tensor"
 _library = torch.library.Library(NAMESPACE, "DEF")
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> Tensor"
-)
-_library.impl("attention", attention, "CPU")
-_library.impl("attention", _meta, "Meta")
+for _function in (attention, attention_blocked):
+    _library.define(_function.__name__ + _SCHEMA)
+    _library.impl(_function.__name__, _function, "CPU")
+    _library.impl(_function.__name__, _meta, "Meta")

@@ -1,17 +1,19 @@
-"""Attention through oneDNN Graph, and the operator behind it."""
+"""Attention through oneDNN Graph and through products over blocks of rows, and the operators behind it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as eager
 
-from fusewright_onednn import runtime
+from fusewright_onednn import choices, runtime
 from tests.backends.onednn.common import BF16, F32, check
 from tests.fragments import Sketch, targets
 
+Form = Callable[..., torch.Tensor]
 ATTENTION = "fusewright_onednn::attention"
 pytestmark = pytest.mark.skipif(not runtime.graph_available(), reason="this torch has no oneDNN Graph")
 
@@ -43,37 +45,47 @@ MASKS = {
 }
 
 
+by_form = pytest.mark.parametrize("form", choices.ATTENTION_FORMS.values(), ids=choices.ATTENTION_FORMS.keys())
+
+
+@by_form
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_operator_is_as_exact_as_eager(mask: str, dtype: torch.dtype, transposed: bool) -> None:
+def test_operator_is_as_exact_as_eager(mask: str, dtype: torch.dtype, transposed: bool, form: Form) -> None:
     qkv = _qkv(dtype, transposed=transposed)
     m = MASKS[mask](dtype)
-    ours, theirs = _error(runtime.attention(*qkv, m, False, None), qkv, attn_mask=m)
+    ours, theirs = _error(form(*qkv, m, False, None), qkv, attn_mask=m)
     assert ours <= 2 * theirs + 1e-6
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(24, 24), (1, 24), (8, 24)])
+@by_form
+@pytest.mark.parametrize(("rows", "columns"), [(24, 24), (1, 24), (8, 24), (80, 80), (80, 50), (50, 80)])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_causal_and_scale(rows: int, columns: int, scale: float | None) -> None:
+def test_causal_and_scale(
+    rows: int, columns: int, scale: float | None, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "BLOCK_SCORES", 32 * columns)  # blocks of 32 rows
     qkv = _qkv(F32, rows, columns)
-    ours, theirs = _error(runtime.attention(*qkv, None, True, scale), qkv, is_causal=True, scale=scale)
+    ours, theirs = _error(form(*qkv, None, True, scale), qkv, is_causal=True, scale=scale)
     assert ours <= 2 * theirs + 1e-6
 
 
-def test_a_row_without_any_key_is_zero_as_in_eager() -> None:
+@by_form
+def test_a_row_without_any_key_is_zero_as_in_eager(form: Form) -> None:
     qkv = _qkv(F32)
     mask = torch.ones(2, 1, 24, 24, dtype=torch.bool)
     mask[:, :, 5] = False
-    ours = runtime.attention(*qkv, mask, False, None)
+    ours = form(*qkv, mask, False, None)
     torch.testing.assert_close(ours, eager(*qkv, attn_mask=mask))
     assert not ours[:, :, 5].any()
 
 
-def test_nan_stays() -> None:
+@by_form
+def test_nan_stays(form: Form) -> None:
     q, k, v = _qkv(F32)
     q[0, 0, 3, 0] = math.nan
-    ours = runtime.attention(q, k, v, None, False, None)
+    ours = form(q, k, v, None, False, None)
     torch.testing.assert_close(ours, eager(q, k, v), equal_nan=True)
 
 

@@ -139,3 +139,22 @@ def test_prepack_option(prepack: str) -> None:
     g = Net()
     fragment = check(g, [g.conv(g.image(), 8, 16)], prepack=prepack)
     assert (targets(fragment)[0] == "aten::convolution") == (prepack == "never")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("groups", "stride", "dilation"), [(1, 1, 1), (1, 2, 1), (8, 1, 2)])
+def test_a_sequence_runs_as_images_of_height_one(dtype: torch.dtype, groups: int, stride: int, dilation: int) -> None:
+    g = Net(dtype)
+    x = g.input(torch.randn(2, 8, 21, dtype=dtype))
+    geometry = ([stride], [dilation], [dilation], False, [0], groups)
+    y = g.op("gelu", g.norm(g.op("conv", x, g.weight(8, 8 // groups, 3), None, *geometry), 8))
+    z = g.op("add", g.op("conv", y, g.weight(8, 8 // groups, 3), g.weight(8), *geometry), g.weight(1, 8, 1))
+    names = targets(check(g, [z]))
+    assert names.count(CONV) == 2 and not any("gelu" in n or "batch_norm" in n for n in names)
+
+
+def test_an_addition_rides_behind_a_convolution_of_a_sequence() -> None:
+    g = Net(BF16)
+    x = g.input(torch.randn(2, 8, 21, dtype=BF16))
+    y = g.op("add", g.op("conv", x, g.weight(8, 8, 3), None, [1], [1], [1], False, [0], 1), x)
+    assert CONV_ADD in targets(check(g, [y]))
