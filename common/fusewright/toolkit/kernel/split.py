@@ -13,6 +13,7 @@ from itertools import count
 
 from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage
+from fusewright.toolkit.kernel.moments import without_moments
 from fusewright.toolkit.kernel.simplify import simplify_axes
 from fusewright.toolkit.kernel.types import TYPES, DType
 from fusewright.toolkit.kernel.verify import verify
@@ -40,6 +41,7 @@ class Split:
 def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
     """The two steps, or None when the kernel is not of that kind: static sizes, few points, a long row, and
     one row stage that holds nothing but mergeable reductions."""
+    kernel = without_moments(kernel)
     sizes = [s for s in kernel.sizes if isinstance(s, int)]
     rows = [k for k, s in enumerate(kernel.stages) if s.over == "PR"]
     if len(sizes) != len(kernel.sizes) or len(rows) != 1:
@@ -47,7 +49,6 @@ def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
     points, row = math.prod(sizes[: len(kernel.p)]), math.prod(sizes[len(kernel.p) :])
     if not 0 < points <= MAX_POINTS or row < MIN_ROW or sizes[len(kernel.p)] < 2 * parts:
         return None
-    kernel = _with_sums_for_means(kernel, rows[0], row)
     stage = kernel.stages[rows[0]]
     reductions = [n for n in stage.nodes if n.op == "reduce"]
     plain = not any(n.op in ("store", "scan", "bound") or n.keep for n in stage.nodes)
@@ -63,26 +64,6 @@ def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
 
 def _is_position(n: Node) -> bool:
     return n.how in ("argmax", "argmin")
-
-
-def _with_sums_for_means(kernel: Kernel, at: int, row: int) -> Kernel:
-    """The kernel with each mean as a sum over the row, divided after it."""
-    new_id = max(n.id for n in kernel.nodes()) + 1
-    nodes, after = [], []
-    for n in kernel.stages[at].nodes:
-        if n.op == "reduce" and n.how == "mean":
-            after += [
-                Node(new_id + 1, "const", n.dtype, value=float(row)),
-                Node(n.id, "div", n.dtype, (new_id, new_id + 1)),
-            ]
-            n = replace(n, id=new_id, how="sum")
-            new_id += 2
-        nodes.append(n)
-    if not after:
-        return kernel
-    stages = list(kernel.stages)
-    stages[at : at + 1] = [Stage("PR", tuple(nodes)), Stage("P", tuple(after))]
-    return replace(kernel, stages=tuple(stages))
 
 
 def _linear(n_axes: int, sizes: tuple[int, ...], shape: tuple[int, ...], skip: int) -> Index:

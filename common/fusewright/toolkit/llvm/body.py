@@ -59,7 +59,12 @@ class Body:
 
     def width(self) -> int:
         """Vectors that one tile of column mode holds."""
-        return tile_units(self.kernel) if self.kernel.r and not self.how.row else 1
+        if not self.kernel.r or self.how.row or self.how.v is None:
+            return 1
+        units, n = tile_units(self.kernel), self.kernel.sizes[self.how.v]
+        while isinstance(n, int) and units > 1 and units * self.how.lanes > n:
+            units //= 2
+        return units
 
     # row buffers
 
@@ -250,11 +255,18 @@ class Body:
         return isinstance(n, int) and n % step == 0 and self.how.block % step == 0
 
     def _spans(self, lo: V, hi: V, units: int, lanes: int, span: Callable[[V, V, int, int, bool], V]) -> None:
-        """Covers [lo, hi) with full steps of `units` vectors, then single ones, then a masked or scalar
-        tail."""
+        """Covers [lo, hi) with full steps of `units` vectors, then (of a known size) of half as many and so on, then
+        single ones, then a masked or scalar tail."""
         at = span(lo, hi, units, lanes, False)
         if self._divides(units * lanes):
             return
+        size = self.kernel.sizes[self.how.v] if self.how.v is not None else None
+        while isinstance(size, int) and units > 2:
+            units //= 2
+            if size // lanes & units:
+                at = span(at, hi, units, lanes, False)
+                if self._divides(units * lanes):
+                    return
         if self.target.masks or lanes == 1:
             span(at, hi, 1, lanes, lanes > 1 and not self._divides(lanes))
             return

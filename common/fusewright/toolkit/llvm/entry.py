@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fusewright.toolkit.kernel.extent import Extent
 from fusewright.toolkit.kernel.ir import Kernel
+from fusewright.toolkit.kernel.moments import without_moments
 from fusewright.toolkit.llvm.body import Body
 from fusewright.toolkit.llvm.memory import Arguments
 from fusewright.toolkit.llvm.strategy import GRAIN, choose, work_units
@@ -36,6 +37,7 @@ def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> No
     """
     if not module.target.converts_half and any(n.dtype == "f16" for n in kernel.nodes()):
         raise UnsupportedKernel(f"{kernel.name}: this CPU does not convert f16 (no F16C)")
+    kernel = without_moments(kernel)
     how = choose(kernel, module.target)
     body = Body(module, kernel, how, f"{name}.body")
     body.write()

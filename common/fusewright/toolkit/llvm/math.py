@@ -66,6 +66,8 @@ LOG2E = (1.44287109375, -0.00017605285393074155)
 LOG10E = (0.434326171875, -3.168997136526741e-05)
 PIO2 = (1.5707963267948966, 6.123233995736766e-17)
 ERF_TOP = 3.925
+LONG_POLY = 12
+"""Coefficients from which a polynomial is evaluated in parts."""
 MAX_ANGLE = 2.0**28
 """Beyond this |x| the two-part reduction of sin and cos runs out of bits, and the C library takes over."""
 
@@ -75,11 +77,17 @@ def _c(x: float, like: V) -> V:
 
 
 def _poly(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
-    """Horner's scheme."""
-    acc = f.splat(_c(coefs[-1], x), x.w)
-    for c in reversed(coefs[:-1]):
-        acc = f.fma(acc, x, _c(c, x))
-    return acc
+    """Horner's scheme; a long polynomial in four parts by powers of x^4, which do not wait for each other: the chain
+    of one long scheme takes more cycles than a core can fill with the next vectors."""
+    if len(coefs) < LONG_POLY:
+        acc = f.splat(_c(coefs[-1], x), x.w)
+        for c in reversed(coefs[:-1]):
+            acc = f.fma(acc, x, _c(c, x))
+        return acc
+    x2 = f.bin("fmul", x, x)
+    x4 = f.bin("fmul", x2, x2)
+    a, b, c, d = (_poly(f, x4, coefs[k::4]) for k in range(4))
+    return f.fma(x2, f.fma(d, x, c), f.fma(b, x, a))
 
 
 def _abs(f: Fn, x: V) -> V:

@@ -43,8 +43,8 @@ def literal(value: float | int | bool, dtype: DType) -> V:
     return const(value, LLVM_TYPE[dtype])
 
 
-SUBNORMAL = 0x90
-"""The class of subnormals of both signs in llvm.is.fpclass."""
+SUBNORMAL = 0x20
+"""The class of subnormals of both signs in the instruction that classifies floats."""
 
 
 class IntegerDivision:
@@ -314,8 +314,9 @@ def to_bf16(f: Fn, x: V) -> V:
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
     f.module.declare(name, "<16 x bfloat>", [x.ty])
     fast = f.conv("bitcast", f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})"), "i16")
-    f.module.declare("llvm.is.fpclass.v16f32", "<16 x i1>", [x.ty, "i32"])
-    tiny = f.let("i1", 16, f"call <16 x i1> @llvm.is.fpclass.v16f32({x}, i32 {SUBNORMAL})")
+    test = "llvm.x86.avx512.fpclass.ps.512"  # llvm.is.fpclass becomes three instructions
+    f.module.declare(test, "<16 x i1>", [x.ty, "i32"])
+    tiny = f.let("i1", 16, f"call <16 x i1> @{test}({x}, i32 {SUBNORMAL})")
     return f.when(f.any(tiny), lambda: [_round_bf16(f, x)], [fast])[0]
 
 

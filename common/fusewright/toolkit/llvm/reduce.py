@@ -17,7 +17,7 @@ NOWHERE = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """One `reduce` node: `dtype` is the type of its operand."""
+    """One `reduce` node: `dtype` is the type of its operand. Means and m2 are sums by now (`kernel.moments`)."""
 
     node: Node
     dtype: DType
@@ -55,10 +55,8 @@ class Reducer:
                 state = [self._edge(self.how == "max")]
             case "argmax" | "argmin":
                 state = [self._edge(self.how == "argmax"), const(NOWHERE, "i64")]
-            case "any" | "all":
-                state = [const(self.how == "all", "i1")]
             case _:
-                state = [const(0, t), const(0, t), const(0, t)]
+                state = [const(self.how == "all", "i1")]
         return [f.splat(s, w) for s in state]
 
     def step(self, f: Fn, state: State, x: V, at: V, mask: V | None) -> State:
@@ -66,8 +64,6 @@ class Reducer:
         match self.how:
             case "argmax" | "argmin":
                 new = self._better(f, state, [x, at])
-            case "mean" | "m2":
-                new = self._welford(f, state, x)
             case _:
                 new = self.merge(f, state, [x])
         if mask is None:
@@ -91,10 +87,8 @@ class Reducer:
                 return [f.select(f.cmp(pred, y, x), y, x)]
             case "any" | "all":
                 return [f.bin("or" if self.how == "any" else "and", x, y)]
-            case "argmax" | "argmin":
-                return self._better(f, a, b)
             case _:
-                return self._merge_welford(f, a, b)
+                return self._better(f, a, b)
 
     def _better(self, f: Fn, a: State, b: State) -> State:
         """Value and position of the extreme one; the first of equals; NaN beats numbers."""
@@ -111,23 +105,6 @@ class Reducer:
         take = f.bin("or", wins, f.bin("and", tie, f.cmp("icmp slt", b[1], a[1])))
         return [f.select(take, y, x), f.select(take, b[1], a[1])]
 
-    def _welford(self, f: Fn, state: State, x: V) -> State:
-        mean, m2, n = state
-        count = f.bin("fadd", n, const(1.0, n.t))
-        delta = f.bin("fsub", x, mean)
-        new = f.bin("fadd", mean, f.bin("fdiv", delta, count))
-        return [new, f.fma(delta, f.bin("fsub", x, new), m2), count]
-
-    def _merge_welford(self, f: Fn, a: State, b: State) -> State:
-        """Chan, Golub and LeVeque's update."""
-        n = f.bin("fadd", a[2], b[2])
-        empty = f.cmp("fcmp oeq", n, const(0.0, n.t))
-        share = f.bin("fdiv", b[2], f.select(empty, const(1.0, n.t), n))
-        delta = f.bin("fsub", b[0], a[0])
-        mean = f.fma(delta, share, a[0])
-        spread = f.bin("fmul", f.bin("fmul", delta, delta), f.bin("fmul", a[2], share))
-        return [mean, f.bin("fadd", f.bin("fadd", a[1], b[1]), spread), n]
-
     def fold(self, f: Fn, state: State) -> State:
         """All lanes merged into one."""
         w = state[0].w
@@ -143,17 +120,9 @@ class Reducer:
 
     def finish(self, f: Fn, state: State) -> V:
         """The value of the node."""
-        match self.how:
-            case "argmax" | "argmin":
-                return f.select(f.cmp("icmp eq", state[1], const(NOWHERE, "i64")), const(0, "i64"), state[1])
-            case "mean":
-                # of nothing: 0/0
-                none = f.cmp("fcmp oeq", state[2], const(0.0, state[2].t))
-                return f.select(none, const(math.nan, state[0].t), state[0])
-            case "m2":
-                return state[1]
-            case _:
-                return state[0]
+        if self.how in ("argmax", "argmin"):
+            return f.select(f.cmp("icmp eq", state[1], const(NOWHERE, "i64")), const(0, "i64"), state[1])
+        return state[0]
 
 
 @dataclass(frozen=True, slots=True)
