@@ -86,8 +86,8 @@ def _poly(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
         return acc
     x2 = f.bin("fmul", x, x)
     x4 = f.bin("fmul", x2, x2)
-    a, b, c, d = (_poly(f, x4, coefs[k::4]) for k in range(4))
-    return f.fma(x2, f.fma(d, x, c), f.fma(b, x, a))
+    part = [_poly(f, x4, coefs[k::4]) for k in range(4)]
+    return f.fma(x2, f.fma(part[3], x, part[2]), f.fma(part[1], x, part[0]))
 
 
 def _abs(f: Fn, x: V) -> V:
