@@ -1,7 +1,7 @@
 """What the GPUs have that a Triton kernel can be tuned to. Numbers are the vendors' own.
 
 NVIDIA: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
-AMD: ROCm "AMD GPU specifications" (LDS, wavefront size) and LLVM's AMDGPU usage guide (waves per SIMD).
+AMD: ROCm "AMD GPU specifications" (LDS, register files, wavefront size) and LLVM's AMDGPU usage guide (waves per SIMD).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ class Target:
     """One GPU architecture. `shared` is the shared memory (LDS) that one block may use, in bytes.
 
     `lanes` is the width of a warp or wave, `waves` how many of them one multiprocessor (compute unit) holds,
-    `units` how many of those its common model has, `matrix` the kind of matrix instruction, `fp8` the 8-bit
-    float types that it multiplies, by torch's names.
+    `units` how many of those its common model has, `matrix` the kind of matrix instruction, `thread_registers` and
+    `block_registers` how many 32-bit registers one thread and one block may have, `fp8` the 8-bit float types that
+    it multiplies, by torch's names.
     """
 
     arch: str
@@ -28,6 +29,8 @@ class Target:
     waves: int
     units: int
     matrix: Literal["mma", "wgmma", "tcgen05", "mfma", "wmma"]
+    thread_registers: int
+    block_registers: int
     fp8: tuple[str, ...] = ()
     features: frozenset[str] = frozenset({"fp16", "bf16"})
 
@@ -52,7 +55,7 @@ def _cuda(
 ) -> Target:
     fp8 = () if arch in ("sm_80", "sm_86") else _OCP
     features = frozenset({"fp16", "bf16", "tf32", *extra})
-    return Target(arch, "cuda", 32, kib * KiB, waves, units, matrix, fp8, features)
+    return Target(arch, "cuda", 32, kib * KiB, waves, units, matrix, 255, 64 * KiB, fp8, features)
 
 
 NVIDIA: dict[str, Target] = {
@@ -70,10 +73,10 @@ NVIDIA: dict[str, Target] = {
 AMD: dict[str, Target] = {
     t.arch: t
     for t in (
-        Target("gfx90a", "hip", 64, 64 * KiB, 32, 104, "mfma"),  # MI210, MI250
-        Target("gfx942", "hip", 64, 64 * KiB, 32, 304, "mfma", _FNUZ),  # MI300, MI325
-        Target("gfx950", "hip", 64, 160 * KiB, 32, 256, "mfma", _OCP),  # MI350, MI355
-        Target("gfx1100", "hip", 32, 64 * KiB, 32, 96, "wmma"),  # RX 7900
+        Target("gfx90a", "hip", 64, 64 * KiB, 32, 104, "mfma", 512, 128 * KiB),  # MI210, MI250
+        Target("gfx942", "hip", 64, 64 * KiB, 32, 304, "mfma", 512, 128 * KiB, _FNUZ),  # MI300, MI325
+        Target("gfx950", "hip", 64, 160 * KiB, 32, 256, "mfma", 512, 128 * KiB, _OCP),  # MI350, MI355
+        Target("gfx1100", "hip", 32, 64 * KiB, 32, 96, "wmma", 256, 96 * KiB),  # RX 7900
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -9,10 +10,11 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
-from fusewright.toolkit.kernel import structural_hash
+from fusewright.toolkit.kernel import Kernel, structural_hash
 from fusewright_triton import binaries, target, workers
 from fusewright_triton.binaries import Binary, Built, Variant, Wanted
 from fusewright_triton.config import choose
+from fusewright_triton.resources import over_limits, resources
 from fusewright_triton.runtime import Library, compile_kernels, first_variant
 from tests.backends.triton import kernels
 
@@ -32,6 +34,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
         workers.pool().close()
 
 
+def build_one(kernel: Kernel, arch: str) -> Built:
+    t = TARGETS[arch]
+    return binaries.build([Wanted(kernel, choose(kernel, t), first_variant(kernel))], t)[0]
+
+
 def build(arch: str) -> list[Built]:
     t = TARGETS[arch]
     return binaries.build([Wanted(k, choose(k, t), first_variant(k)) for k in kernels.suite()], t)
@@ -43,8 +50,9 @@ def test_every_kernel_builds_within_the_limits_of(arch: str) -> None:
     for built in build(arch):
         for b in built.binaries:
             assert b.code[:4] == b"\x7fELF", b.name
-            assert b.shared <= t.shared, b.name
-            assert b.threads <= 1024, b.name
+            assert not over_limits(b, t), b.name
+            used = resources(b, t)
+            assert used.registers and not used.scratch, b.name
             if t.triton == "hip":
                 check_amd(b, t)
             else:
@@ -52,7 +60,7 @@ def test_every_kernel_builds_within_the_limits_of(arch: str) -> None:
 
 
 def check_amd(b: Binary, t: target.Target) -> None:
-    """Wave size, spills and LDS as the code object's own metadata has them."""
+    """Wave size and spills as the code object's own metadata has them."""
 
     def field(name: str) -> int:
         found = re.search(rf"\.{name}:\s+(\d+)", b.listing)
@@ -62,7 +70,18 @@ def check_amd(b: Binary, t: target.Target) -> None:
     assert field("wavefront_size") == t.lanes
     assert field("vgpr_spill_count") == 0, b.name
     assert field("sgpr_spill_count") == 0, b.name
-    assert field("group_segment_fixed_size") <= t.shared
+
+
+def test_what_exceeds_a_target_is_named() -> None:
+    h100 = TARGETS["sm_90"]
+    (b,) = build_one(kernels.softmax(), "sm_90").binaries
+    big = dataclasses.replace(b, threads=2048, shared=1 << 20)
+    assert over_limits(big, h100)[:2] == [
+        "2048 threads in a block, sm_90 has 1024",
+        f"{1 << 20} bytes of shared memory, sm_90 has {227 * 1024}",
+    ]
+    with pytest.raises(ValueError, match="vgpr_count"):
+        resources(dataclasses.replace(b, listing=""), TARGETS["gfx942"])
 
 
 def test_stored_code_comes_back_and_foreign_code_does_not() -> None:
