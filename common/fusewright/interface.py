@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -269,6 +269,30 @@ class KernelCode:
 Compiled: TypeAlias = Opaque | Fragment
 
 
+class Recorder(Protocol):
+    """Records work on a device and replays it as a whole (CUDA and HIP graphs), for plans of fixed shapes."""
+
+    device_type: str
+
+    def lane(self, device: str) -> Hashable | None:
+        """What orders work now (a stream). Recordings of one lane may share memory. None: nothing can be recorded or
+        replayed here and now."""
+        ...
+
+    def record(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """The results of `run`, which every call of the returned function fills anew. `warm`: run it once before.
+
+        Raises `RuntimeError` (and leaves nothing behind) when something in it cannot be recorded.
+        """
+        ...
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """Device time of a call, by a short measurement."""
+        ...
+
+
 class CompileContext(Protocol):
     """What the host offers while a region is compiled."""
 
@@ -353,6 +377,10 @@ class Backend(abc.ABC):
     def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         """Code for the loop kernels of all fragments of a graph, by structural hash."""
         raise NotImplementedError(f"{self.name} makes no loop kernels")
+
+    def recorder(self) -> Recorder | None:
+        """How whole plans are recorded and replayed on this device; None: they are not."""
+        return None
 
     def store(self, kernels: Sequence[str]) -> bytes | None:
         """The loaded code of these kernels as bytes for the disk cache; None keeps plans that use them out of it."""

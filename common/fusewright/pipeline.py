@@ -29,6 +29,7 @@ from fusewright.interface import (
     Opaque,
     OpView,
     Phase,
+    Recorder,
     Region,
     TensorSpec,
     Unavailable,
@@ -42,6 +43,7 @@ from fusewright.plan import cached, codegen
 from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Run, Untrue, checked_first
 from fusewright.plan.opaque import guarded
+from fusewright.plan.replay import replayed
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
@@ -155,12 +157,17 @@ def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
 def _plan(c: Compilation) -> None:
     c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
     kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
-    run, c.report.texts["plan"] = codegen.load(c.plan, kernels)
-    c.run = run
+    plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    c.run = run = replayed(c.plan, kernels, plain, _recorder(c), c.report.tell_replay)
     if c.compiled:  # somebody believed the metadata
-        checked, _ = codegen.load(c.plan, kernels, checked=True)
+        checked, _ = codegen.load(c.plan, kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
         c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
+
+
+def _recorder(c: Compilation) -> Recorder | None:
+    """Inference is recorded; training changes what its plans share with each other from call to call."""
+    return c.backend.recorder() if c.phase == "infer" else None
 
 
 def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:
@@ -208,7 +215,7 @@ def compile_graph(
     _timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording():
         c.key = cached.key(backend, options, c.graph, phase, const)
-        found = cached.find(c.key, backend, gm)
+        found = cached.find(c.key, backend, gm, _recorder(c))
         if found is not None:
             run, summary = found
             if summary and options.fallback == "warn":

@@ -39,6 +39,12 @@ class GraphReport:
     texts: dict[str, str] = field(default_factory=dict)
     bugs: list[str] = field(default_factory=list)
     cached: bool = False
+    replay: str = ""
+    """How calls are replayed on the device, or why they are not; "" where the backend has no such thing."""
+
+    def tell_replay(self, text: str) -> None:
+        """Keep what became of replay; it is known for sure only after some calls."""
+        self.replay = text
 
     def count(self, where: str) -> int:
         return sum(1 for r in self.ops if r.where == where)

@@ -18,6 +18,7 @@ from fusewright.interface import (
     Fragment,
     KernelCode,
     OpView,
+    Recorder,
     Region,
     Unavailable,
     Verdict,
@@ -61,7 +62,11 @@ class TritonBackend(FusedBackend):
     device_type = "cuda"  # torch names HIP devices so too
     priority = 50
     lowerings = LOWERINGS
-    options: ClassVar[Mapping[str, Any]] = {"target": ""}
+    options: ClassVar[Mapping[str, Any]] = {
+        "target": "",
+        # Whole plans of fixed shapes are recorded as a graph of the device and replayed.
+        "graphs": True,
+    }
     targets: ClassVar[Mapping[str, target.Target]]
     typical: ClassVar[str]
     """The target that is simulated when none is named."""
@@ -105,6 +110,14 @@ class TritonBackend(FusedBackend):
             if reason is not None:
                 raise Decline(reason, ops=i.op_ids)
         return fragment
+
+    def recorder(self) -> Recorder | None:
+        """Graphs of the device, unless they are switched off or there is no device."""
+        if not self.values["graphs"] or self.running_on().simulated:
+            return None
+        from fusewright_triton.graphs import Graphs
+
+        return Graphs()
 
     def _loader(self) -> Loader:
         device = self.running_on()

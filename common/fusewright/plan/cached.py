@@ -18,9 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 from fusewright import __version__
 from fusewright.config import Options, env
 from fusewright.graph import printer
-from fusewright.interface import Backend, Phase
+from fusewright.interface import Backend, Phase, Recorder
 from fusewright.plan import codegen, serial, store
 from fusewright.plan.build import Plan, attribute
+from fusewright.plan.replay import replayed
 
 log = logging.getLogger("fusewright")
 
@@ -47,7 +48,9 @@ def _sources(package: str) -> str:
     return digest.hexdigest()
 
 
-def find(entry_key: str, backend: Backend, gm: GraphModule) -> tuple[Callable[[list[Any]], Any], str] | None:
+def find(
+    entry_key: str, backend: Backend, gm: GraphModule, recorder: Recorder | None = None
+) -> tuple[Callable[[list[Any]], Any], str] | None:
     """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that
     fits.
     """
@@ -58,7 +61,8 @@ def find(entry_key: str, backend: Backend, gm: GraphModule) -> tuple[Callable[[l
     try:
         plan = serial.from_data(data["plan"], lambda name: attribute(gm, name))
         kernels = backend.restore(code, list(plan.kernels)) if plan.kernels else {}
-        return codegen.load(plan, kernels)[0], str(data["summary"])
+        run = replayed(plan, kernels, codegen.load(plan, kernels)[0], recorder, log.debug)
+        return run, str(data["summary"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         log.warning("fusewright: an entry of the plan cache does not fit (%s: %s); compiling anew", type(e).__name__, e)
         store.discard(entry_key)

@@ -244,9 +244,11 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
 
 
 def load(
-    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False
+    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, once: OnceCache | None = None
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
-    """The plan as a callable that takes (and empties) a list of inputs, and its source text."""
+    """The plan as a callable that takes (and empties) a list of inputs, and its source text. `once`: prepared constants
+    of another callable of this plan, to be shared.
+    """
     names = Names()
     launches = _Launches(plan, place(plan), kernels or {}, names)
     text = source(plan, names, launches, checked)
@@ -255,5 +257,11 @@ def load(
     names.space.update(get_num_threads=torch.get_num_threads, check=checker(plan.specs))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.once:
-        names.space["once"] = OnceCache(names.space["prepare"])
+        names.space["once"] = once or OnceCache(names.space["prepare"])
     return names.space["run"], text
+
+
+def once_of(run: Callable[..., Any]) -> OnceCache | None:
+    """The prepared constants of a loaded plan; None when it has none. Others that run parts of the plan share them."""
+    found: OnceCache | None = run.__globals__.get("once")
+    return found

@@ -27,7 +27,7 @@ def place(plan: Plan) -> Placement:
     instructions = plan.instructions
     if not any(isinstance(i, Launch) for i in instructions):
         return Placement()
-    roots = _roots(instructions)
+    roots = roots_of(instructions)
     last = _last_use(instructions, roots)
     escaping = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
     last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them after everything
@@ -45,7 +45,7 @@ def place(plan: Plan) -> Placement:
     return placement
 
 
-def _roots(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
+def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
     """Value -> the values whose memory it may be: itself, or what an aliasing call was given."""
     roots: dict[int, set[int]] = {}
     for i in instructions:

@@ -1,0 +1,94 @@
+"""CUDA and HIP graphs: the `Recorder` of both backends, by torch's own graph objects."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusewright_triton.launch import errors
+
+ROUNDS = 3
+"""Calls that a measurement takes the best of, after one that is not counted."""
+
+
+class Graphs:
+    """Records on a side stream of the device of the current stream. Recordings of one stream share a memory pool: they
+    run in order, and nothing in the pool is needed after the work that follows a replay on its stream.
+    """
+
+    device_type = "cuda"  # torch names HIP devices so too
+
+    def lane(self, device: str) -> Hashable | None:
+        """The current stream, unless another device is current or the stream is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        index = torch.device(device).index or 0
+        return (index, torch.cuda.current_stream().cuda_stream) if torch.cuda.current_device() == index else None
+
+    def record(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """See `Recorder.record`. Warming up loads kernels and makes workspaces, which a capture cannot."""
+        current = torch.cuda.current_stream()
+        pool = _pool(current)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with _beside(current):
+            if warm:
+                run()
+            torch.cuda.synchronize()
+            # thread_local: other threads may go on allocating and waiting meanwhile
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture is broken; what broke it is raised
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        reports, replay = errors(), graph.replay
+
+        def again() -> None:
+            reports.check()
+            replay()
+
+        return results, again
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The best of a few calls, each between two events with nothing before it."""
+        run()
+        return min(self._once(run) for _ in range(ROUNDS))
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+_pools: dict[tuple[int, int], Any] = {}
+_sides: dict[int, torch.cuda.Stream] = {}
+
+
+def _pool(stream: torch.cuda.Stream) -> Any:
+    """The memory of everything that is recorded for one stream."""
+    key = (stream.device_index, stream.cuda_stream)
+    if key not in _pools:
+        _pools[key] = torch.cuda.graph_pool_handle()
+    return _pools[key]
+
+
+@contextlib.contextmanager
+def _beside(current: torch.cuda.Stream) -> Iterator[None]:
+    """A side stream that starts after the work of the current one, which then waits for it."""
+    side = _sides.setdefault(current.device_index, torch.cuda.Stream(current.device))
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)

@@ -1,0 +1,325 @@
+"""Replay: a plan of fixed shapes is recorded once on its device and replayed as a whole at every later call.
+
+What a backend supplies is a `Recorder` (`fusewright.interface`); what is decided here is what may be recorded and who
+owns which memory:
+
+- weights, and inputs that the plan writes, are read where they lie. When one of them lies elsewhere, or what was
+  prepared from weights was prepared again, the plan is recorded again; when that goes on, replay is given up.
+- other inputs are copied into buffers of the recording.
+- results belong to the caller. Large ones are made by the last few instructions, which run after the replay, into fresh
+  memory; small ones are copied out. So a result that the caller keeps is never overwritten.
+
+Whatever cannot be recorded, or is slower so, runs as the plain plan; the report says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusewright import ops
+from fusewright.interface import KernelCode, Recorder
+from fusewright.plan import codegen
+from fusewright.plan.build import Plan, operator_of, written_values
+from fusewright.plan.ir import Call, CallPython, Instruction, Ref, reads
+from fusewright.plan.memory import roots_of, storage_bytes
+
+log = logging.getLogger("fusewright")
+
+LARGE = 1 << 20
+"""Bytes from which a result is made in fresh memory after the replay rather than copied out."""
+
+MOST_LATE = 8
+"""Instructions that may run after the replay for the sake of large results."""
+
+FEWEST = 3
+"""A plan of fewer instructions is not worth a recording."""
+
+MOST_RECORDINGS = 32
+"""Recordings of one plan: one for each set of weights (layers that share a plan) and stream."""
+
+MOST_UNUSED = 3
+"""Recordings that were replaced before they were used twice, after which replay is given up."""
+
+SLOWER = 1.03
+"""A replay that takes this many times the plain plan's time is not used."""
+
+Run = Callable[[list[Any]], Any]
+
+
+def obstacle(plan: Plan, device: str) -> str | None:
+    """Why a plan cannot be recorded on devices of this type, or None. From the plan alone."""
+    if len(plan.instructions) < FEWEST:
+        return "too few instructions"
+    if plan.scalars or any(i not in plan.specs for i in plan.inputs):
+        return "an input is a number"
+    made = {o for i in plan.instructions for o in i.outs}
+    if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
+        return "sizes are symbolic"
+    for i in plan.instructions:
+        why = _unrecordable(i)
+        if why is not None:
+            return why
+    read = {r for i in plan.instructions for r in reads(i)} | made
+    elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
+    if elsewhere:
+        return f"a tensor is on {elsewhere[0]}"
+    return _result_obstacle(plan)
+
+
+def _devices(plan: Plan, device: str) -> set[str]:
+    """The one device of this type that the plan is on."""
+    found = sorted({s.device for s in plan.specs.values() if s.device.partition(":")[0] == device})
+    return set(found[:1])
+
+
+def _unrecordable(i: Instruction) -> str | None:
+    """Why an instruction does not do the same at every replay, or waits for the device."""
+    if isinstance(i, CallPython):
+        return f"{i.name} is an opaque function"
+    if not isinstance(i, Call):
+        return None
+    operator = operator_of(i.target)
+    if operator is None:
+        return "sizes are computed at run time"
+    row = ops.find(operator)
+    if ops.is_random(operator) if row is None else ops.draws(row, i.args, dict(i.kwargs)):
+        return f"{i.target} draws random numbers"
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
+        return f"the result of {i.target} depends on data"
+    return None
+
+
+def _result_obstacle(plan: Plan) -> str | None:
+    """Results that are inputs or views of them, which a recording would give as copies."""
+    made = {o for i in plan.instructions for o in i.outs}
+    roots = roots_of(plan.instructions)
+    results = [r.id for r in plan.outputs if isinstance(r, Ref)]
+    if not results and not written_values(plan):
+        return "there are no results"
+    if any(not roots.get(r, {r}) <= made for r in results):
+        return "a result may share memory with an input"
+    return None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A plan in two: `head` is recorded and returns `kept`, `tail` (None: there is none) runs after it.
+
+    Both take the plan's inputs, then its once-outputs; the tail then takes `kept` too. `copied` are positions of inputs
+    that are copied for the head, `fixed` of those that it reads where they lie. `late` maps positions of results to
+    those of the tail's; other results are copies of `kept` values.
+    """
+
+    head: Plan
+    tail: Plan | None
+    kept: tuple[int, ...]
+    copied: tuple[int, ...]
+    fixed: tuple[int, ...]
+    late: Mapping[int, int]
+
+
+def divide(plan: Plan) -> Parts:
+    """Split a plan that `obstacle` allows."""
+    late = _late(plan)
+    first = [i for k, i in enumerate(plan.instructions) if k not in late]
+    last = [i for k, i in enumerate(plan.instructions) if k in late]
+    made_late = {o for i in last for o in i.outs}
+    results = {k: r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref)}
+    wanted = {r for i in last for r in reads(i)} | {r for r in results.values() if r not in made_late}
+    kept = tuple(sorted(wanted & {o for i in first for o in i.outs}))
+    given = (*plan.inputs, *plan.once_outputs)
+    head = replace(plan, inputs=given, outputs=tuple(map(Ref, kept)), instructions=first, once=[])
+    tail = None
+    positions = [k for k, r in results.items() if r in made_late]
+    if positions:
+        outputs = tuple(plan.outputs[k] for k in positions)
+        tail = replace(plan, inputs=(*given, *kept), outputs=outputs, instructions=last, once=[])
+    read = {r for i in first for r in reads(i)}
+    written = written_values(plan)
+    used = [k for k, i in enumerate(plan.inputs) if i in read]
+    fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
+    copied = tuple(k for k in used if k not in fixed)
+    return Parts(head, tail, kept, copied, fixed, {k: n for n, k in enumerate(positions)})
+
+
+def _late(plan: Plan) -> set[int]:
+    """Positions of the instructions that make large results, with all that depends on them."""
+    if written_values(plan):
+        return set()
+    roots = roots_of(plan.instructions)
+    results = [r.id for r in plan.outputs if isinstance(r, Ref)]
+    late: set[int] = set()
+    for v in dict.fromkeys(results):
+        shared = any(roots[v] & roots[w] for w in results if w != v)
+        if v in plan.specs and storage_bytes(plan.specs[v]) >= LARGE and not shared:
+            more = late | _dependents(plan.instructions, roots[v])
+            late = more if len(more) <= MOST_LATE else late
+    return late if len(plan.instructions) - len(late) >= FEWEST else set()
+
+
+def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[int]:
+    """Positions of what makes one of `values`, and of everything that reads what those make."""
+    found: set[int] = set()
+    tainted: set[int] = set()
+    for k, i in enumerate(instructions):
+        if values & set(i.outs) or tainted & set(reads(i)):
+            found.add(k)
+            tainted.update(i.outs)
+    return found
+
+
+@dataclass
+class _Recording:
+    """One recording: `buffers` are (position, flat buffer) of copied inputs, `kept` what the head gives."""
+
+    replay: Callable[[], None]
+    kept: Sequence[torch.Tensor]
+    buffers: Sequence[tuple[int, torch.Tensor]]
+    prepared: tuple[Any, ...]
+    uses: int = 0
+
+
+class Replayed:
+    """A plan as a callable that records itself at its first call and replays from then on.
+
+    `run` is the plain plan, which is right at any time. Calls from several threads take turns.
+    """
+
+    def __init__(
+        self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
+    ) -> None:
+        self.plan, self.run, self.recorder, self.tell = plan, run, recorder, tell
+        self.parts = divide(plan)
+        self.once = codegen.once_of(run)
+        self.device = next(iter(_devices(plan, recorder.device_type)))
+        self._head = codegen.load(self.parts.head, kernels)[0]
+        self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
+        self._once_places = [plan.inputs.index(i) for i in plan.once_inputs]
+        self._writes = bool(written_values(plan))
+        self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
+        self._lock = threading.RLock()
+        self._unused = 0
+        self.given_up = ""
+
+    def __call__(self, args: list[Any]) -> Any:
+        lane = None if self.given_up else self.recorder.lane(self.device)
+        if lane is None:
+            return self.run(args)
+        prepared = self.once(*[args[k] for k in self._once_places]) if self.once is not None else ()
+        key = (lane, *[args[k].data_ptr() for k in self.parts.fixed])
+        with self._lock:
+            found = self._recordings.get(key)
+            if found is None or found.prepared is not prepared:
+                found = self._recorded(key, args, prepared)
+            if found is None:
+                return self.run(args)
+            result = self._replay(found, args)
+        args.clear()
+        return result
+
+    def _replay(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+        r.uses += 1
+        if r.buffers:
+            torch._foreach_copy_([b for _, b in r.buffers], [flat(args[k]) for k, _ in r.buffers])
+        r.replay()
+        late = self._tail([*args, *r.prepared, *r.kept]) if self._tail is not None else ()
+        copies = copied_out([r.kept[self.parts.kept.index(o.id)] for o in self._early()])
+        early = iter(copies)
+        return tuple(
+            late[self.parts.late[k]] if k in self.parts.late else next(early) if isinstance(o, Ref) else o
+            for k, o in enumerate(self.plan.outputs)
+        )
+
+    def _early(self) -> list[Ref]:
+        """The results that the head makes."""
+        return [o for k, o in enumerate(self.plan.outputs) if isinstance(o, Ref) and k not in self.parts.late]
+
+    def _recorded(self, key: tuple[Hashable, ...], args: list[Any], prepared: tuple[Any, ...]) -> _Recording | None:
+        """A new recording for `key`; None when replay is given up."""
+        stale = self._recordings.pop(key, None)
+        self._unused += stale is not None and stale.uses < 2
+        if self._unused >= MOST_UNUSED:
+            self._give_up("weights change at every call")
+            return None
+        if len(self._recordings) >= MOST_RECORDINGS:
+            self._give_up(f"more than {MOST_RECORDINGS} sets of weights or addresses")
+            return None
+        del stale
+        try:
+            made = self._record(args, prepared)
+            if not self._writes:
+                plain, replayed = (
+                    self.recorder.seconds(f) for f in (lambda: self.run(list(args)), lambda: self._replay(made, args))
+                )
+                if replayed > plain * SLOWER:
+                    self._give_up(f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms")
+                    return None
+        except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
+            self._give_up(f"recording failed: {str(e).splitlines()[0]}")
+            return None
+        self._recordings[key] = made
+        self.tell(f"replayed, {len(self.parts.head.instructions)} of {len(self.plan.instructions)} instructions")
+        return made
+
+    def _record(self, args: list[Any], prepared: tuple[Any, ...]) -> _Recording:
+        given = list(args)
+        buffers = []
+        with torch.inference_mode(False), torch.no_grad():
+            for k in self.parts.copied:
+                buffer = flat(args[k]).clone()
+                buffers.append((k, buffer))
+                given[k] = buffer.as_strided(args[k].shape, args[k].stride())
+            # A warm-up runs the head, so there is none where that would write into inputs.
+            record = self.recorder.record
+            kept, replay = record(lambda: self._head([*given, *prepared]), not self._writes)
+        return _Recording(replay, kept, buffers, prepared)
+
+    def _give_up(self, why: str) -> None:
+        self.given_up = why
+        self._recordings.clear()
+        self.tell(f"not replayed: {why}")
+        log.info("a plan is not replayed: %s", why)
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """The memory from the first to the last element of a tensor (its strides are never negative), as one dimension."""
+    span = 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((span,), (1,), t.storage_offset())
+
+
+def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the same strides, which share memory where the given tensors do."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for t in tensors:
+        by_storage.setdefault(t.untyped_storage().data_ptr(), []).append(t)
+    made: dict[int, torch.Tensor] = {}
+    for group in by_storage.values():
+        if len(group) == 1 or all(t is group[0] for t in group):
+            made[id(group[0])] = flat(group[0]).clone().as_strided(group[0].shape, group[0].stride(), 0)
+            continue
+        whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
+        whole.set_(group[0].untyped_storage())
+        whole = whole.clone()
+        for t in group:
+            view = torch.empty(0, dtype=t.dtype, device=t.device)
+            made[id(t)] = view.set_(whole.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    return [made[id(t)] for t in tensors]
+
+
+def replayed(
+    plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder | None, tell: Callable[[str], None]
+) -> Run:
+    """`run`, replayed by `recorder` where that is possible."""
+    if recorder is None:
+        return run
+    why = obstacle(plan, recorder.device_type)
+    if why is not None:
+        tell(f"not replayed: {why}")
+        return run
+    return Replayed(plan, kernels, run, recorder, tell)

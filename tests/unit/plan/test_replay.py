@@ -1,0 +1,229 @@
+"""Replay decides who owns which memory; a recorder of its own stands in for a device's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import capture, pipeline
+from fusewright.config import Options
+from fusewright.interface import Device
+from fusewright.plan import replay
+from fusewright.plan.ir import Call, Ref
+from fusewright.report import recording
+from fusewright.toolkit.fused import FusedBackend, interpreter_loader
+
+OPTIONS = Options.parse({"cache": False, "fallback": "allow"})
+
+
+class Recorder:
+    """Runs what it recorded again, into the results of the first time. `held` is put back after recording, since a
+    device computes nothing then."""
+
+    device_type = "cpu"
+
+    def __init__(self, held: Sequence[torch.Tensor] = (), times: Sequence[float] = ()) -> None:
+        self.stream: int | None = 0
+        self.recorded = self.replays = 0
+        self.held, self.times = held, iter(times)
+        self.fault = ""
+
+    def lane(self, device: str) -> int | None:
+        return self.stream
+
+    def record(self, run: Callable[[], Any], warm: bool) -> tuple[Any, Callable[[], None]]:
+        if self.fault:
+            raise RuntimeError(self.fault)
+        assert warm == (not self.held)
+        before = [t.clone() for t in self.held]
+        results = run()
+        for t, content in zip(self.held, before, strict=True):
+            t.copy_(content)
+        self.recorded += 1
+
+        def again() -> None:
+            self.replays += 1
+            for old, new in zip(results, run(), strict=True):
+                replay.flat(old).copy_(replay.flat(new))
+
+        return results, again
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        return next(self.times, 1.0)
+
+
+class Backend(FusedBackend):
+    name, device_type, loader = "replaying", "cpu", interpreter_loader
+    made: Recorder
+
+    @classmethod
+    def probe(cls) -> Device:
+        return Device("cpu", "test")
+
+    def recorder(self) -> Recorder:
+        return self.made
+
+
+def compiled(fn: Any, recorder: Recorder) -> Any:
+    backend = Backend()
+    backend.made = recorder
+
+    def dynamo(gm: Any, inputs: Any) -> Any:
+        return capture.capture(gm, inputs, lambda *a: pipeline.compile_graph(backend, OPTIONS, *a))
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=dynamo)
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x)) + x
+        return x
+
+
+@torch.no_grad()
+def test_results_that_are_kept_are_never_overwritten() -> None:
+    model, recorder = Small().eval(), Recorder()
+    fast = compiled(model, recorder)
+    inputs = [torch.randn(4, 8) for _ in range(5)]
+    results = [fast(x) for x in inputs]
+    for x, y in zip(inputs, results, strict=True):
+        torch.testing.assert_close(y, model(x))
+    assert recorder.recorded == 1  # at the second call: the first one is checked
+    assert recorder.replays == 4
+
+
+@torch.no_grad()
+def test_large_results_are_made_after_the_replay_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "LARGE", 64)
+    model, recorder = Small().eval(), Recorder()
+    fast = compiled(model, recorder)
+    with recording() as reports:
+        results = [fast(torch.full((4, 8), float(k))) for k in range(4)]
+    for k, y in enumerate(results):
+        torch.testing.assert_close(y, model(torch.full((4, 8), float(k))))
+    assert len({y.data_ptr() for y in results}) == 4
+    done, _, total = reports[0].replay.removeprefix("replayed, ").split()[:3]
+    assert int(done) < int(total)
+
+
+@torch.no_grad()
+def test_weights_are_read_where_they_lie() -> None:
+    model, recorder = Small().eval(), Recorder()
+    fast, x = compiled(model, recorder), torch.randn(4, 8)
+    fast(x), fast(x)
+    model.layers[0].weight.mul_(2)
+    torch.testing.assert_close(fast(x), model(x))
+    assert recorder.recorded == 1
+    model.layers[0].weight.data = torch.randn(8, 8)
+    torch.testing.assert_close(fast(x), model(x))
+    assert recorder.recorded == 2
+
+
+@torch.no_grad()
+def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that_goes_on() -> None:
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    recorder = Recorder()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(torch.mm(torch.mm(x, weight * 2).relu(), weight * 2), weight)
+
+    fast, x = compiled(f, recorder), torch.randn(8, 8)
+    for _ in range(8):
+        torch.testing.assert_close(fast(x), f(x))
+        weight.mul_(1.01)
+    assert 1 < recorder.recorded <= 1 + replay.MOST_UNUSED
+
+
+@torch.no_grad()
+def test_inputs_that_are_written_keep_their_addresses() -> None:
+    cache = torch.zeros(4, 8)
+    recorder = Recorder(held=[cache])
+
+    def f(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.add_(x)
+        return (cache.relu() @ cache.T.relu()).relu() @ x
+
+    fast, expected = compiled(f, recorder), torch.zeros(4, 8)
+    for k in range(5):
+        x = torch.full((4, 8), float(k))
+        torch.testing.assert_close(fast(cache, x), f(expected, x))
+        torch.testing.assert_close(cache, expected)
+    assert recorder.recorded == 1
+
+
+@torch.no_grad()
+def test_results_that_share_memory_still_do() -> None:
+    recorder = Recorder()
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = ((x @ w).relu() @ w).relu() @ w
+        return y, y.transpose(0, 1)
+
+    fast = compiled(f, recorder)
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    for _ in range(3):
+        y, t = fast(x, w)
+        torch.testing.assert_close(y, f(x, w)[0])
+        assert t.stride() == (1, 8)
+        y.zero_()
+        assert not t.any()
+    assert recorder.recorded == 1
+
+
+def _reason(fn: Any, *args: Any, recorder: Recorder | None = None) -> str:
+    fast = compiled(fn, recorder or Recorder())
+    with torch.no_grad(), recording() as reports:
+        for _ in range(3):
+            fast(*args)
+    return reports[0].replay
+
+
+def _long(x: torch.Tensor) -> torch.Tensor:
+    return ((x @ x).relu() @ x).relu() @ x
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda x: (x.t(), _long(x)), "a result may share memory with an input"),
+        (lambda x: _long(x) + torch.rand_like(x), "draws random numbers"),
+        (lambda x: x @ x, "too few instructions"),
+    ],
+)
+def test_what_stands_in_the_way_is_reported(fn: Any, reason: str) -> None:
+    assert reason in _reason(fn, torch.randn(4, 4))
+
+
+def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
+    assert "depends on data" in str(replay._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,))))
+    assert "depends on data" in str(replay._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,))))
+    assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,))) is None
+
+
+def test_a_recording_that_fails_or_is_slower_leaves_the_plain_plan() -> None:
+    broken = Recorder()
+    broken.fault = "operation not permitted when stream is capturing\nmore"
+    assert _reason(_long, torch.randn(4, 4), recorder=broken).endswith("not permitted when stream is capturing")
+    assert "it is slower" in _reason(_long, torch.randn(4, 4), recorder=Recorder(times=[1.0, 2.0]))
+
+
+@torch.no_grad()
+def test_inside_another_recording_the_plain_plan_runs() -> None:
+    recorder = Recorder()
+    fast, x = compiled(_long, recorder), torch.randn(4, 4)
+    fast(x)
+    recorder.stream = None
+    torch.testing.assert_close(fast(x), _long(x))
+    assert recorder.recorded == 0
+    for recorder.stream in (1, 2, 1):  # each stream has its own recording
+        torch.testing.assert_close(fast(x), _long(x))
+    assert recorder.recorded == 2
