@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.serial import canonical
+from fusewright_triton import workers
 from fusewright_triton.config import Config, Tile
 from fusewright_triton.emitter import Source, emit
 from fusewright_triton.operators import SIGNATURE
 from fusewright_triton.target import Target
-from fusewright_triton.workers import build_all
+from fusewright_triton.workers import BuildError, build_all
 
 STORED = 1
 """Version of stored binaries."""
@@ -82,11 +83,26 @@ def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
 def build(wanted: Sequence[Wanted], target: Target) -> list[Built]:
     """Builds kernels in parallel, in the order given. `workers.BuildError` when Triton fails on one."""
     sources = [w.source() for w in wanted]
-    answers = build_all([request(s, w.variant, target) for s, w in zip(sources, wanted, strict=True)])
+    answers = build_all(_requests(wanted, sources, target))
+    return [_built(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
+
+
+def build_each(wanted: Sequence[Wanted], target: Target) -> list[Built | BuildError]:
+    """As `build`, but a kernel that fails gives its error and the others are built."""
+    sources = [w.source() for w in wanted]
+    answers = workers.build_each(_requests(wanted, sources, target))
     return [
-        Built(w.kernel, w.config, s, [_binary(b) for b in answer])
+        answer if isinstance(answer, BuildError) else _built(w, s, answer)
         for w, s, answer in zip(wanted, sources, answers, strict=True)
     ]
+
+
+def _requests(wanted: Sequence[Wanted], sources: Sequence[Source], target: Target) -> list[dict[str, Any]]:
+    return [request(s, w.variant, target) for s, w in zip(sources, wanted, strict=True)]
+
+
+def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) -> Built:
+    return Built(wanted.kernel, wanted.config, source, [_binary(b) for b in answer])
 
 
 def _binary(data: Mapping[str, Any]) -> Binary:

@@ -83,4 +83,6 @@ def _amd(b: Binary) -> Resources:
             raise ValueError(f"{b.name}: the code object does not say its {name}")
         return int(found[1])
 
-    return Resources(field("vgpr_count"), field("private_segment_fixed_size"), field("group_segment_fixed_size"))
+    # Triton asks for LDS at the launch; what the code object has beside it is fixed
+    shared = max(b.shared, field("group_segment_fixed_size"))
+    return Resources(field("vgpr_count"), field("private_segment_fixed_size"), shared)

@@ -111,6 +111,19 @@ def build_all(requests: Sequence[Request]) -> list[Answer]:
         return list(threads.map(pool().build, requests))
 
 
+def build_each(requests: Sequence[Request]) -> list[Answer | BuildError]:
+    """Answers in the order of the requests, all from workers; a request that fails gives its error."""
+
+    def one(request: Request) -> Answer | BuildError:
+        try:
+            return pool().build(request)
+        except BuildError as e:
+            return e
+
+    with ThreadPoolExecutor(processors()) as threads:
+        return list(threads.map(one, requests))
+
+
 def _here(request: Request) -> Answer:
     try:
         return compiler.build(request)

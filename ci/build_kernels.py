@@ -1,0 +1,226 @@
+"""Builds every loop kernel of the suite for every GPU target, on a machine that needs no GPU.
+
+    python ci/build_kernels.py [--backend rocm_triton] [--models bert,vit] [--targets sm_90,gfx942] [--json out.json]
+
+Each model is compiled with the backend on a simulated device and run on the CPU, inference and training, with the kernels
+themselves computed by the CPU's emitter; what the backend would load is collected. Every kernel that differs is then built
+with Triton for each target, and its registers, scratch memory and shared memory (LDS) are read from the code and compared
+with what the target has. Exit code 1 when a kernel does not build or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusewright.bench import suite
+from fusewright.errors import OptionError, nearest
+from fusewright.interface import KernelCode
+from fusewright.toolkit.fused import llvm_loader
+from fusewright.toolkit.kernel import Kernel, structural_hash
+from fusewright_triton import binaries, workers
+from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
+from fusewright_triton.binaries import Built, Wanted
+from fusewright_triton.config import choose
+from fusewright_triton.operators import Unsupported
+from fusewright_triton.resources import over_limits, resources
+from fusewright_triton.runtime import first_variant
+from fusewright_triton.target import Target
+
+BACKENDS: dict[str, type[TritonBackend]] = {b.name: b for b in (NvidiaTriton, RocmTriton)}
+TARGETS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
+MODELS = tuple(dict.fromkeys([*suite.SUITE, *suite.TRAINABLE]))
+
+
+@dataclass
+class Row:
+    """What became of the kernels on one target. The worst of each kind come with the name of their function."""
+
+    target: str
+    kernels: int = 0
+    functions: int = 0
+    seconds: float = 0.0
+    registers: tuple[int, str] = (0, "")
+    shared: tuple[int, str] = (0, "")
+    scratch: tuple[int, str] = (0, "")
+    with_scratch: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, kernel: Kernel, result: Built | workers.BuildError, target: Target) -> None:
+        """Note one kernel's result."""
+        self.kernels += 1
+        if isinstance(result, workers.BuildError):
+            self.failures.append(f"{kernel.name} ({structural_hash(kernel)[:8]}): {result}")
+            return
+        for b in result.binaries:
+            used = resources(b, target)
+            self.functions += 1
+            self.registers = max(self.registers, (used.registers, b.name))
+            self.shared = max(self.shared, (used.shared, b.name))
+            self.scratch = max(self.scratch, (used.scratch, b.name))
+            self.with_scratch += used.scratch > 0
+            self.failures += [f"{b.name}: {why}" for why in over_limits(b, target)]
+
+
+# ---------------------------------------------------------------- collecting
+
+
+@contextmanager
+def collecting(found: dict[str, Kernel]) -> Iterator[None]:
+    """What Triton backends load goes into `found`, by structural hash, and is computed by the CPU's emitter."""
+    load = TritonBackend.load
+
+    def collect(self: TritonBackend, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
+        found.update(kernels)
+        return llvm_loader(kernels)
+
+    TritonBackend.load = collect  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TritonBackend.load = load  # type: ignore[method-assign]
+
+
+def kernels_of(model: str, backend: str, size: suite.Size, dtypes: Sequence[str]) -> dict[str, Kernel]:
+    """The kernels of a model, by structural hash: inference, and training forward and backward."""
+    found: dict[str, Kernel] = {}
+    with collecting(found):
+        for dtype in dtypes:
+            if model in suite.SUITE:
+                _infer(model, backend, size, dtype)
+            _train(model, backend, size, "amp" if dtype == "bf16" else dtype)
+    return found
+
+
+def _compiled(fn: Any, backend: str) -> Any:
+    torch.compiler.reset()
+    options = {"simulate": True, "cache": False, "fallback": "allow", "strict": True}
+    return torch.compile(fn, backend=backend, options=options)
+
+
+def _infer(model: str, backend: str, size: suite.Size, dtype: Any) -> None:
+    built = suite.build(model, size, dtype)
+    with torch.no_grad():
+        built.run(_compiled(built.fn, backend))
+
+
+def _train(model: str, backend: str, size: suite.Size, dtype: Any) -> None:
+    """With the model's own loss where it has one, else with the mean square of what it returns."""
+    if model in suite.TRAINABLE:
+        step = suite.train_step(model, size, dtype)
+        step.compiled = _compiled(step.module, backend)
+        step.backward()
+        return
+    built = suite.build(model, size, dtype)
+    assert built.module is not None
+    built.module.train()
+    outputs = suite.flatten_outputs(built.run(_compiled(built.fn, backend)))
+    losses = [t.float().square().mean() for t in outputs if t.requires_grad]
+    torch.stack(losses).sum().backward()
+
+
+# ---------------------------------------------------------------- building
+
+
+def build(kernels: Mapping[str, Kernel], target: Target) -> Row:
+    """Every kernel for one target, in as many processes as there are processors."""
+    row, wanted = Row(target.arch), []
+    start = time.monotonic()
+    for k in kernels.values():
+        try:
+            order = Wanted(k, choose(k, target), first_variant(k))
+            order.source()
+            wanted.append(order)
+        except Unsupported as e:
+            row.add(k, workers.BuildError(f"the emitter refuses it: {e}"), target)
+    for order, result in zip(wanted, binaries.build_each(wanted, target), strict=True):
+        row.add(order.kernel, result, target)
+    row.seconds = time.monotonic() - start
+    return row
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per target."""
+    lines = [
+        f"{'target':8} {'kernels':>7} {'functions':>9} {'failed':>6} {'seconds':>7}  {'registers':>9}  {'shared':>7}  "
+        f"{'scratch':>15}  most registers in"
+    ]
+    for r in rows:
+        scratch = f"{r.scratch[0]} ({r.with_scratch} with)"
+        lines.append(
+            f"{r.target:8} {r.kernels:7} {r.functions:9} {len(r.failures):6} {r.seconds:7.1f}  {r.registers[0]:9}  "
+            f"{r.shared[0]:7}  {scratch:>15}  {r.registers[1]}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    a = _arguments(argv)
+    targets = _chosen(a.targets, TARGETS, "target")
+    models = _chosen(a.models, MODELS, "model")
+    backends = _chosen(a.backend, tuple(BACKENDS), "backend")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache  # an old build must not hide that a kernel no longer builds
+        for name in backends:
+            mine = [BACKENDS[name].targets[t] for t in targets if t in BACKENDS[name].targets]
+            if mine:
+                kernels = _collected(name, models, a)
+                rows += [build(kernels, t) for t in mine]
+        workers.pool().close()
+    print("\n" + table(rows))
+    for r in rows:
+        for failure in r.failures:
+            print(f"FAILED {r.target} {failure.strip().splitlines()[0]}")
+    if a.json:
+        Path(a.json).write_text(json.dumps({"version": 1, "rows": [asdict(r) for r in rows]}, indent=1))
+    return 1 if not rows or any(r.failures or not r.kernels for r in rows) else 0
+
+
+def _collected(backend: str, models: Sequence[str], a: argparse.Namespace) -> dict[str, Kernel]:
+    kernels: dict[str, Kernel] = {}
+    for model in models:
+        start = time.monotonic()
+        found = kernels_of(model, backend, a.size, a.dtypes.split(","))
+        new = len(found.keys() - kernels.keys())
+        kernels.update(found)
+        print(
+            f"{backend} {model:14} {len(found):4} kernels, {new:4} of them new, {time.monotonic() - start:5.1f} s", flush=True
+        )
+    return kernels
+
+
+def _chosen(text: str, known: Sequence[str], what: str) -> Sequence[str]:
+    if text == "all":
+        return known
+    names = text.split(",")
+    for n in names:
+        if n not in known:
+            raise OptionError(f"there is no {what} {n!r}; {nearest(n, known)}")
+    return names
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--backend", default="all", help=f"of {', '.join(BACKENDS)}; comma-separated")
+    p.add_argument("--models", default="all", help="names of the suite, comma-separated")
+    p.add_argument("--targets", default="all", help=f"of {', '.join(TARGETS)}; comma-separated")
+    p.add_argument("--size", choices=("full", "small"), default="full", help="geometry of the models")
+    p.add_argument("--dtypes", default="fp32,bf16", help="fp32, bf16 (training: under autocast); comma-separated")
+    p.add_argument("--json", help="write the rows to this file")
+    return p.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
