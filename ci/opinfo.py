@@ -54,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     p.add_argument("--backend", required=True, help="a name for torch.compile(backend=...)")
+    p.add_argument("--simulate", action="store_true", help="on a simulated device of the backend, on the CPU")
     p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
     p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
     p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
     p.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too")
+    p.add_argument("--dynamic", action="store_true", help="sizes are symbols; graphs serve every sample that they fit")
     p.add_argument("--samples", type=int, default=4, help="samples per entry, spread over all; 0: every one")
     p.add_argument("--group", type=int, default=25, help="entries per child process")
     p.add_argument("--limit", type=float, default=120, help="seconds that one entry may take")
@@ -142,11 +144,12 @@ def _start(a: argparse.Namespace, group: Sequence[Job]) -> subprocess.Popen[byte
     command = [
         sys.executable, str(HERE / "opinfo.py"), "--child", "--backend", a.backend, "--samples", str(a.samples),
         "--gradients" if a.gradients else "--no-gradients", "--threads", str(a.threads),
+        *(["--dynamic"] if a.dynamic else []),
     ]  # fmt: skip
+    settings = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env={**os.environ, "FUSEWRIGHT_FALLBACK": "allow"},
-    )  # fmt: skip
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **settings}
+    )
     assert child.stdin is not None
     child.stdin.write(json.dumps([asdict(j) for j in group]).encode())
     child.stdin.close()
@@ -183,7 +186,7 @@ def _child(a: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     sys.path.insert(0, str(HERE))
-    from opinfo_check import Outcome, check
+    from opinfo_check import Compiler, Outcome, check
 
     torch.set_num_threads(a.threads)
     out = sys.stdout
@@ -191,7 +194,7 @@ def _child(a: argparse.Namespace) -> int:
     for job in json.loads(sys.stdin.read()):
         dtype = getattr(torch, job["dtype"])
         try:
-            outcome = check(job["entry"], dtype, a.backend, a.samples, a.gradients)
+            outcome = check(job["entry"], dtype, Compiler(a.backend, a.dynamic), a.samples, a.gradients)
         except Exception as e:  # a failure of the harness itself must not look like a pass
             outcome = Outcome(job["entry"], job["dtype"], problems=[f"harness: {type(e).__name__}: {e}"])
         print(json.dumps(asdict(outcome)), file=out, flush=True)
@@ -224,7 +227,8 @@ def _summary(results: Sequence[dict[str, Any]], seconds: float, a: argparse.Name
         "entries with an op lowered by the backend": f"{sum(1 for r in compared if r['lowered'])} of {len(compared)}",
         "ops lowered by the backend": f"{lowered} of {lowered + eager}",
     }
-    print(f"\n{a.backend}, shard {a.shard}, {a.dtypes}, {seconds:.0f} s")
+    sizes = "symbolic sizes, " if a.dynamic else ""
+    print(f"\n{a.backend}{' simulated' if a.simulate else ''}, shard {a.shard}, {a.dtypes}, {sizes}{seconds:.0f} s")
     for name, value in rows.items():
         print(f"  {name:<45}{value}")
 
