@@ -173,6 +173,8 @@ class _Recorder(Interpreter):
             return func(*args, **kwargs)
         if not compat.is_overload(func):
             raise Doubt(f"the graph calls {func}")
+        if func is torch.ops.aten.as_strided_.default:
+            return self._restrided(*args, **kwargs)
         written = args[0] if ops.is_mutating(func) else None
         if written is not None:
             func = self._functional(func, written)
@@ -195,11 +197,30 @@ class _Recorder(Interpreter):
     def _functional(self, func: Any, written: Any) -> Any:
         """The out-of-place form of `add_` and its like, where nobody else can see the write."""
         op = compat.out_of_place(func)
-        if op is None or not isinstance(written, torch.Tensor) or self._node(written).op != "call_function":
+        if op is None:
+            raise Doubt(f"{func} writes in place")
+        self._check_private(func, written)
+        return op
+
+    def _check_private(self, func: Any, written: Any) -> None:
+        """Whether the graph made this tensor and nothing shares its memory, so that a write stays unseen."""
+        if not isinstance(written, torch.Tensor) or self._node(written).op != "call_function":
             raise Doubt(f"{func} writes in place")
         if self.sharers[_storage(written)] != 1:
             raise Doubt(f"{func} writes into a tensor that has views")
-        return op
+
+    def _restrided(self, tensor: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
+        """`as_strided_` moves no data: the tensor goes on as a view of what it was (torch's pooling to one point)."""
+        overload = torch.ops.aten.as_strided.default
+        self._check_private(torch.ops.aten.as_strided_.default, tensor)
+        before = self._node(tensor)
+        before.meta["val"] = tensor.as_strided(tensor.shape, tensor.stride())  # this object is about to change
+        result = overload(before.meta["val"], size, stride, offset)
+        tensor.as_strided_(size, stride, offset)
+        node = self.out.call_function(overload, (before, *(self._as_argument(a) for a in (size, stride, offset))))
+        node.meta.update(val=result, stack_trace=before.meta.get("stack_trace"))
+        self.node_of[id(tensor)] = node
+        return tensor
 
     def _as_argument(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):

@@ -276,7 +276,7 @@ def _as_image(value: Value, b: Builder) -> Ref | None:
 
 def _emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
     shape = _spec(out).shape
-    stride = channels_last_strides(_image(shape))  # type: ignore[arg-type]
+    stride = channels_last_strides(_image(shape))
     if len(shape) == 4:
         b.library(target, *args, out=out, stride=stride, op=op)
         return

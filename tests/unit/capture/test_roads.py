@@ -154,6 +154,11 @@ CASES: dict[str, Case] = {
     "channels last in": Case(
         lambda x: (F.relu(x), x.mean((2, 3)), x + 1), lambda: image().to(memory_format=torch.channels_last)
     ),
+    "pooled to a point": Case(  # torch re-strides such a result in place
+        lambda x: (F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool1d(x[0].transpose(1, 2), 1).flatten(1)),
+        lambda: image().to(memory_format=torch.channels_last),
+        road="direct",
+    ),
     "channels last made": Case(lambda x: F.relu(x.to(memory_format=torch.channels_last)) * 2, image),
     "transposed in": Case(lambda x: (x * 2, x + x.contiguous(), x.sum(0)), lambda: r(5, 6).t()),
     "overlapping in": Case(lambda x: (x * 2, x.sum(0)), lambda: r(1, 6).expand(4, 6)),
