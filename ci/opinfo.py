@@ -55,7 +55,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     p.add_argument("--backend", required=True, help="a name for torch.compile(backend=...)")
     p.add_argument("--simulate", action="store_true", help="on a simulated device of the backend, on the CPU")
-    p.add_argument("--simulate", action="store_true", help="on a simulated device of the backend, on the CPU")
     p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
     p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
     p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
