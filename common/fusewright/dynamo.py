@@ -38,7 +38,7 @@ def compile_dynamo(
     name: str, gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why."""
-    from fusewright import capture, pipeline, registry
+    from fusewright import capture, masks, pipeline, registry
     from fusewright.config import Options
 
     cls = registry.info(name).cls
@@ -50,6 +50,8 @@ def compile_dynamo(
             raise
         _warn_once(f"{e} Eager runs this model.")
         return gm.forward
+    if backend.constant_masks:
+        masks.fold(gm)
     return capture.capture(
         gm,
         example_inputs,

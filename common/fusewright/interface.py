@@ -331,6 +331,9 @@ class Backend(abc.ABC):
     name.
     """
 
+    constant_masks: ClassVar[bool] = False
+    """Whether attention masks that are constants are dropped where they keep everything, and become `is_causal` where
+    they hide the future, before anything is lowered."""
     real_views: ClassVar[bool] = False
     """Whether a view op in a region always gives a view of its input's memory. If not, eager makes the views that the
     caller sees."""

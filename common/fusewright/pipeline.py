@@ -193,7 +193,7 @@ def _repaired(c: Compilation, untrue: Untrue) -> Run:
             f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it"
         ) from untrue
     log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
-    retrace.mend(c.graph, node, untrue.actual)
+    retrace.mend_alike(c.graph, node, untrue.actual)
     report = GraphReport(c.backend.name, c.phase, c.report.road)
     return _compile(Compilation(c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key))
 

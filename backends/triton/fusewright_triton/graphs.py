@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class Graphs:
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """See `Recorder.record`. Warming up loads kernels and makes workspaces, which a capture cannot."""
         current = torch.cuda.current_stream()
-        pool = _pool(current)
+        pool = _pools.setdefault((current.device_index, current.cuda_stream), _Pool())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with _beside(current):
@@ -41,7 +42,7 @@ class Graphs:
                 run()
             torch.cuda.synchronize()
             # thread_local: other threads may go on allocating and waiting meanwhile
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
             try:
                 results = run()
             except BaseException:
@@ -49,6 +50,7 @@ class Graphs:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        pool.graphs.add(graph)
         reports, replay = errors(), graph.replay
 
         def again() -> None:
@@ -72,16 +74,21 @@ class Graphs:
         return float(start.elapsed_time(end)) / 1e3
 
 
-_pools: dict[tuple[int, int], Any] = {}
+class _Pool:
+    """The memory of everything that is recorded for one stream. It goes with its last graph, and so does its handle."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        if not self.graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+
+_pools: dict[tuple[int, int], _Pool] = {}
 _sides: dict[int, torch.cuda.Stream] = {}
-
-
-def _pool(stream: torch.cuda.Stream) -> Any:
-    """The memory of everything that is recorded for one stream."""
-    key = (stream.device_index, stream.cuda_stream)
-    if key not in _pools:
-        _pools[key] = torch.cuda.graph_pool_handle()
-    return _pools[key]
 
 
 @contextlib.contextmanager

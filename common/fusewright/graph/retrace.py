@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright.graph.spec import value_of
 
-__all__ = ["downstream", "fake_like", "mend", "value_of"]
+__all__ = ["downstream", "fake_like", "mend", "mend_alike", "value_of"]
 
 
 def fake_like(
@@ -33,6 +33,25 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     static = not any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
     node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=actual.stride() if static else None)
     downstream(graph, node)
+
+
+def mend_alike(graph: Graph, node: Node, actual: torch.Tensor) -> None:
+    """`mend` for `node` and for every later node that computes the same from inputs of the same kinds: the same untruth
+    was traced for each layer of a model. Where that is wrong, the next run says so."""
+    key, traced = _computation(node), _kind(value_of(node))
+    mend(graph, node, actual)
+    later = list(graph.nodes)
+    for other in later[later.index(node) + 1 :]:
+        if other.op == "call_function" and _kind(value_of(other)) == traced and _computation(other) == key:
+            mend(graph, other, actual)
+
+
+def _computation(node: Node) -> Any:
+    """What a node computes: its operator, the kinds of its tensors and its other arguments."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return node.args[1], _computation(node.args[0])
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: (_kind(value_of(n)),))
+    return node.target, args, kwargs
 
 
 def downstream(graph: Graph, changed: Node) -> None:

@@ -1,0 +1,169 @@
+"""Attention masks that are constants: one that masks nothing is dropped, one that masks the future becomes `is_causal`.
+
+Model code that skips such a mask in eager builds it under tracing, because it may not look at values there. Attention
+kernels are then twice as slow, or refuse: a mask that was expanded has stride 0 in its last dimension, which no fused
+kernel of a GPU takes. Here the nodes that build a mask from sizes alone are run once, and the result is looked at.
+
+Works on Dynamo's graph, before anything decides how attention is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusewright import _torch_compat as compat
+
+PURE = frozenset(
+    """
+    arange full ones zeros tensor ones_like zeros_like full_like new_ones new_zeros new_full scalar_tensor
+    eq ne le lt ge gt and_ or_ xor not_ invert logical_and logical_or logical_not logical_xor
+    bitwise_and bitwise_or bitwise_not add sub mul neg floordiv mod abs minimum maximum clamp
+    __and__ __or__ __invert__ cumsum diff cat stack where masked_fill tril triu isin all any
+    view reshape expand expand_as broadcast_to repeat unsqueeze squeeze transpose permute getitem flatten
+    contiguous clone to bool int long float type size
+    """.split()
+)
+"""Functions and methods (by name) whose results depend on their arguments alone."""
+
+MOST_ELEMENTS = 1 << 26
+"""Larger constants are not built."""
+
+
+def fold(gm: GraphModule) -> int:
+    """Simplify the attention calls of a Dynamo graph whose mask is a constant; how many were."""
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
+    known: dict[Node, Any] = {}
+    changed = 0
+    for call in calls:
+        mask = call.kwargs.get("attn_mask", call.args[3] if len(call.args) > 3 else None)
+        if isinstance(mask, Node) and _square_or_all(call, _value(mask, known)):
+            changed += 1
+    if changed:
+        for node in reversed(list(known)):
+            if not node.users and node.op != "placeholder":
+                gm.graph.erase_node(node)
+        gm.recompile()
+    return changed
+
+
+def _square_or_all(call: Node, mask: Any) -> bool:
+    """Rewrite the call if its mask says all, or exactly the past."""
+    if not isinstance(mask, torch.Tensor):
+        return False
+    kept = _kept(mask)
+    if kept is None:
+        return False
+    if bool(kept.all()):
+        _set(call, is_causal=_argument(call, 5, "is_causal", False))
+        return True
+    query, key = (_example(_argument(call, k, name, None)) for k, name in ((0, "query"), (1, "key")))
+    if query is None or key is None or kept.dim() < 2 or _argument(call, 5, "is_causal", False):
+        return False
+    rows, columns = query.shape[-2], key.shape[-2]
+    if rows != columns or kept.shape[-2:] != (rows, columns):
+        return False
+    if not bool((kept == kept.new_ones(rows, columns).tril()).all()):
+        return False
+    _set(call, is_causal=True)
+    return True
+
+
+def _kept(mask: torch.Tensor) -> torch.Tensor | None:
+    """What a mask keeps; None when it also weighs."""
+    if mask.dtype is torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    kept = mask == 0
+    return kept if bool((kept | (mask <= torch.finfo(mask.dtype).min)).all()) else None
+
+
+def _argument(call: Node, position: int, name: str, default: Any) -> Any:
+    return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
+
+
+def _set(call: Node, is_causal: Any) -> None:
+    """The call without its mask."""
+    args, kwargs = list(call.args), dict(call.kwargs)
+    if len(args) > 3:
+        args[3] = None
+    kwargs.pop("attn_mask", None)
+    if len(args) > 5:
+        args[5] = is_causal
+    else:
+        kwargs["is_causal"] = is_causal
+    call.args, call.kwargs = tuple(args), kwargs
+
+
+def _example(node: Any) -> torch.Tensor | None:
+    found = node.meta.get("example_value") if isinstance(node, Node) else None
+    return found if isinstance(found, torch.Tensor) and all(isinstance(s, int) for s in found.shape) else None
+
+
+def _value(node: Node, known: dict[Node, Any]) -> Any:
+    """The value of a node that is built from sizes alone; None for any other."""
+    order = _constants(node)
+    if order is None:
+        return None
+    with compat.real_tensors(), torch.no_grad():
+        for n in order:
+            if n not in known:
+                try:
+                    known[n] = _run(n, known)
+                except (RuntimeError, TypeError, ValueError, IndexError):
+                    return None
+    return known[node]
+
+
+def _constants(node: Node) -> list[Node] | None:
+    """`node` and what it is built from, sources first; None when something among it is no constant."""
+    found: dict[Node, None] = {}
+    todo = [(node, False)]
+    while todo:
+        n, ready = todo.pop()
+        if n in found:
+            continue
+        if ready:
+            found[n] = None
+        elif _pure(n):
+            todo += [(n, True), *((i, False) for i in n.all_input_nodes)]
+        else:
+            return None
+    return list(found)
+
+
+def _pure(node: Node) -> bool:
+    """Whether the node computes the same every time, and nobody writes into its result."""
+    if node.op not in ("call_function", "call_method") or not _fits(node.meta.get("example_value")):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in PURE and not any(_writes(user) for user in node.users)
+
+
+def _fits(example: Any) -> bool:
+    if isinstance(example, torch.Tensor):
+        return all(isinstance(s, int) for s in example.shape) and example.numel() <= MOST_ELEMENTS
+    if isinstance(example, tuple | list):
+        return all(map(_fits, example))
+    return isinstance(example, int | float | bool)
+
+
+def _writes(node: Node) -> bool:
+    """Whether a node may change an argument: in-place methods and operators, `out=`, item assignment."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in PURE
+    return in_place or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
+
+
+_IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloordiv", "imod")
+
+
+def _run(node: Node, known: Mapping[Node, Any]) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
