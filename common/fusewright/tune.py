@@ -13,6 +13,7 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright import cachedir
+from fusewright.interface import Decline
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,10 @@ class Tuner:
         self._new: dict[str, str] = {}
 
     def choose(self, key: str, candidates: Mapping[str, Run]) -> str:
-        """The name of the fastest candidate. One candidate is not measured; a candidate that raises is out."""
+        """The name of the fastest candidate. One candidate is not measured; a candidate that raises is out.
+
+        Raises `Decline` when none runs, for want of memory for one: the region is given back with the reasons.
+        """
         names = list(candidates)
         if len(names) == 1:
             return names[0]
@@ -62,9 +66,10 @@ class Tuner:
         if doubtful is not None and doubtful in candidates:
             self.settled = False
             return doubtful
-        rounds = measure(candidates)
+        failures: dict[str, str] = {}
+        rounds = measure(candidates, failures)
         if not rounds[0]:
-            raise RuntimeError(f"no candidate for {key} ran: {', '.join(names)}")
+            raise Decline(f"no candidate for {key} ran: " + "; ".join(f"{n}: {why}" for n, why in failures.items()))
         best, sure = verdict(rounds)
         log.info("%s: %s%s", key, "; ".join(map(_text, rounds)), "" if sure else "; too noisy to keep")
         if sure:
@@ -104,24 +109,29 @@ def verdict(rounds: Sequence[Mapping[str, float]]) -> tuple[str, bool]:
     return best, all(r[best] <= CLOSE * min(r.values()) for r in rounds)
 
 
-def measure(candidates: Mapping[str, Run]) -> list[dict[str, float]]:
+def measure(candidates: Mapping[str, Run], failures: dict[str, str]) -> list[dict[str, float]]:
     """Best time in seconds of each candidate that runs, once per round; all rounds name the same candidates.
+    `failures` receives why the others did not run.
 
     Candidates take turns, so that a disturbance hits all of them. A key costs each candidate's first run, plus at
     most `2 * ROUNDS * BUDGET_SECONDS` or, where candidates are slow, `ROUNDS` runs of each.
     """
     with torch.no_grad(), compat.real_tensors():
-        running = {name: run for name, run in candidates.items() if _runs(name, run)}
+        found = {name: _failure(run) for name, run in candidates.items()}
+        failures.update({name: why for name, why in found.items() if why})
+        for name, why in failures.items():
+            log.info("candidate %s does not run: %s", name, why)
+        running = {name: run for name, run in candidates.items() if name not in failures}
         return [_round(running) for _ in range(ROUNDS)]
 
 
-def _runs(name: str, run: Run) -> bool:
+def _failure(run: Run) -> str:
+    """Why a candidate does not run, or ""."""
     try:
         run()
-    except (RuntimeError, NotImplementedError, TypeError) as e:  # torch's way to say "not with these arguments"
-        log.info("candidate %s does not run: %s", name, e)
-        return False
-    return True
+    except (RuntimeError, NotImplementedError, TypeError) as e:  # not with these arguments, or not in this memory
+        return f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+    return ""
 
 
 def _round(running: Mapping[str, Run]) -> dict[str, float]:

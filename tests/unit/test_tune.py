@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 
 import pytest
+import torch
 
 from fusewright import tune
+from fusewright.interface import Decline
 from fusewright.tune import Tuner
 
 SLOW = 1.0  # a run this long makes a round one pass
@@ -97,8 +99,14 @@ def test_a_candidate_that_raises_is_out(clock: Clock, scope: str) -> None:
         raise RuntimeError("not with these arguments")
 
     assert Tuner(scope).choose("k", {"a": broken, "b": clock.takes(1.0)}) == "b"
-    with pytest.raises(RuntimeError, match="no candidate for other"):
-        Tuner(scope).choose("other", {"a": broken, "b": broken})
+
+
+def test_what_never_runs_is_given_back_with_the_reasons(clock: Clock, scope: str) -> None:
+    def too_big() -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 1 GiB.\nGPU 0 has 0 free.")
+
+    with pytest.raises(Decline, match=r"no candidate for k ran: a: OutOfMemoryError: Tried to allocate 1 GiB.; b: O"):
+        Tuner(scope).choose("k", {"a": too_big, "b": too_big})
 
 
 def test_a_single_candidate_is_not_measured(clock: Clock, scope: str) -> None:

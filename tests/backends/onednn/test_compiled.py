@@ -20,8 +20,8 @@ def test_choices_are_measured_on_real_tensors(training: bool, monkeypatch: pytes
     measured: list[set[str]] = []
     original = tune.measure
 
-    def spy(candidates: Mapping[str, Callable[[], Any]]) -> list[dict[str, float]]:
-        rounds = original({**candidates, "probe": lambda: kinds.append(type(torch.empty(1)))})
+    def spy(candidates: Mapping[str, Callable[[], Any]], failures: dict[str, str]) -> list[dict[str, float]]:
+        rounds = original({**candidates, "probe": lambda: kinds.append(type(torch.empty(1)))}, failures)
         measured.append(set(candidates) & set(rounds[0]))
         assert measured[-1] == set(candidates), "a candidate did not run"
         return [{n: t for n, t in times.items() if n != "probe"} for times in rounds]
