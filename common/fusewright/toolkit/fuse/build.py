@@ -9,8 +9,9 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
-from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of
+from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of, stride_of
 from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
+from fusewright.toolkit.kernel.apart import apart, few_columns
 from fusewright.toolkit.kernel.extent import Extent, symbols
 from fusewright.toolkit.kernel.ir import used_symbols
 from fusewright.toolkit.kernel.split import split_rows
@@ -192,14 +193,18 @@ def finished(e: Evaluator, outs: Sequence[int], always: Sequence[int] = ()) -> B
     return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel))
 
 
-def split_in_two(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built]:
-    """The launches for a kernel: two where it reduces long rows of few points, else itself. `temporary` gives the id
-    of a new value.
+def in_steps(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built]:
+    """The launches for a kernel: several where it reduces long rows of few points, else itself. `temporary` gives the
+    id of a new value.
     """
+    ids = [*built.inputs, *built.outs]
     split = split_rows(built.kernel)
     if split is None:
-        return [built]
-    ids = [*built.inputs, *built.outs]
+        steps = apart(built.kernel) if few_columns(built.kernel) else None
+        if steps is None:
+            return [built]
+        ids += [temporary(TensorSpec((n,), (1,), to_torch(t))) for t, n in steps.temporaries]
+        return [b for k in steps.kernels for b in in_steps(_over(k, ids), temporary)]
     partials = [temporary(TensorSpec((n,), (1,), to_torch(t))) for t, n in split.partials]
     first = _over(split.first, [*(ids[b] for b in split.first_buffers), *partials])
     return [first, _over(split.second, [*ids, *partials])]

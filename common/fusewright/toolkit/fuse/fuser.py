@@ -10,7 +10,7 @@ from fusewright import ops
 from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
-from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, loop_order, split_in_two, units_of
+from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
 from fusewright.toolkit.fuse.evaluate import NotAligned
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group, Grouper
@@ -304,7 +304,7 @@ class _Planner:
             if group.scatters:
                 instructions = self._scatter(group, stored)
             else:
-                parts = split_in_two(self._kernel(group, stored), self._temporary)
+                parts = in_steps(self._kernel(group, stored), self._temporary)
                 instructions = tuple(self._launch(part, ops) for part in parts)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
             raise Unplaceable(ops, str(e)) from e

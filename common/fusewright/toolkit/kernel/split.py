@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+from fusewright.toolkit.kernel.apart import few_columns
 from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.kernel.moments import without_moments
@@ -47,7 +48,8 @@ def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
     if len(sizes) != len(kernel.sizes) or len(rows) != 1:
         return None
     points, row = math.prod(sizes[: len(kernel.p)]), math.prod(sizes[len(kernel.p) :])
-    if not 0 < points <= MAX_POINTS or row < MIN_ROW or sizes[len(kernel.p)] < 2 * parts:
+    few = 0 < points <= MAX_POINTS and row >= MIN_ROW
+    if not (few or few_columns(kernel)) or sizes[len(kernel.p)] < 2 * parts:
         return None
     stage = kernel.stages[rows[0]]
     reductions = [n for n in stage.nodes if n.op == "reduce"]
