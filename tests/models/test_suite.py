@@ -13,14 +13,16 @@ from torch import Tensor
 
 from fusewright import registry
 from fusewright.bench import suite
-from fusewright.bench.accuracy import compare, reference, train_reference
+from fusewright.bench.accuracy import Accuracy, compare, reference, train_reference
 from fusewright.bench.suite import Built, flatten_outputs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
+Options = dict[str, Any] | None
 
-def compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return torch.compile(fn, backend=backend)
+
+def compiled(fn: Callable[..., Any], backend: str, options: Options = None) -> Callable[..., Any]:
+    return torch.compile(fn, backend=backend, options=options)
 
 
 @cache
@@ -33,12 +35,12 @@ def wide(model: str, dtype: suite.DType) -> Sequence[Tensor]:
     return reference(built(model, dtype))
 
 
-def outputs(model: str, dtype: suite.DType, backend: str | None) -> list[Tensor]:
+def outputs(model: str, dtype: suite.DType, backend: str | None, options: Options = None) -> list[Tensor]:
     """The flat outputs of one seeded call, without gradients."""
     call = built(model, dtype)
     torch.manual_seed(3)
     with torch.no_grad():
-        return flatten_outputs(call.run(None if backend is None else compiled(call.fn, backend)))
+        return flatten_outputs(call.run(None if backend is None else compiled(call.fn, backend, options)))
 
 
 def needs(backend: str) -> None:
@@ -90,13 +92,11 @@ def test_x86_onednn_passes_the_fp64_rule(model: str, dtype: suite.DType) -> None
     assert verdict.passed, verdict.reason
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "amp"])
-@pytest.mark.parametrize("model", suite.TRAINABLE)
-def test_gradients_pass_the_fp64_rule(model: str, dtype: suite.DType) -> None:
-    needs("x86_onednn")
+def gradient_verdict(model: str, dtype: suite.DType, backend: str, options: Options = None) -> Accuracy:
+    """Loss and gradients of one step, held to the fp64 rule."""
     eager = suite.train_step(model, "small", dtype)
     ours = copy.deepcopy(eager)
-    ours.compiled = compiled(ours.module, "x86_onednn")
+    ours.compiled = compiled(ours.module, backend, options)
     torch.manual_seed(3)
     wanted = eager.loss_and_grads()
     torch.manual_seed(3)
@@ -107,5 +107,12 @@ def test_gradients_pass_the_fp64_rule(model: str, dtype: suite.DType) -> None:
     assert len(real) > len(exact) // 2
     for k in set(range(len(exact))) - set(real):
         assert float(got[k].abs().max()) <= 1e-5 * scale
-    verdict = compare([exact[k] for k in real], [wanted[k] for k in real], [got[k] for k in real], dtype)
+    return compare([exact[k] for k in real], [wanted[k] for k in real], [got[k] for k in real], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "amp"])
+@pytest.mark.parametrize("model", suite.TRAINABLE)
+def test_gradients_pass_the_fp64_rule(model: str, dtype: suite.DType) -> None:
+    needs("x86_onednn")
+    verdict = gradient_verdict(model, dtype, "x86_onednn")
     assert verdict.passed, verdict.reason

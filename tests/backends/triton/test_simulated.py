@@ -1,0 +1,130 @@
+"""`options={"simulate": True}`: whole models through both GPU backends on CPU tensors, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusewright import report
+from fusewright.bench import suite
+from fusewright.bench.accuracy import compare
+from fusewright_triton import runtime
+from tests.models.test_suite import gradient_verdict, outputs, wide
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BACKENDS = ("nvidia_triton", "rocm_triton")
+QUICK = ("bert", "gpt2", "t5_small", "llama", "vit", "resnet50", "whisper_tiny")
+"""The others take ten seconds and more: the interpreter pays for every program of a grid."""
+
+
+def simulated(fn: Any, backend: str, **options: Any) -> Any:
+    options = {"simulate": True, "strict": True, "fallback": "error", **options}
+    return torch.compile(fn, backend=backend, options=options)
+
+
+def block(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(F.gelu(x @ w), (x.shape[-1],), scale).softmax(-1)
+
+
+def tensors(rows: int = 6, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(rows)
+    return [torch.randn(s, generator=g).to(dtype) for s in ((rows, 24), (24, 24), (24,))]
+
+
+# bf16 for one and fp32 for the other: the emitter is the same, and both types pass through each of its parts
+@pytest.mark.parametrize(("backend", "dtype"), list(zip(BACKENDS, ("bf16", "fp32"), strict=True)))
+@pytest.mark.parametrize("model", QUICK)
+def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType) -> None:
+    how = {"simulate": True, "strict": True}
+    with report.recording() as reports:
+        got = outputs(model, dtype, backend, how)
+    assert sum(r.count("backend") for r in reports) > 20
+    verdict = compare(wide(model, dtype), outputs(model, dtype, None), got, dtype)
+    assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_pass_the_fp64_rule(backend: str) -> None:
+    verdict = gradient_verdict("bert_small", "amp", backend, {"simulate": True, "strict": True})
+    assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "target"), [("nvidia_triton", "sm_80"), ("rocm_triton", "gfx1100"), ("rocm_triton", "gfx950")]
+)
+def test_the_target_that_is_named_is_simulated(backend: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    real = runtime.simulate_kernels
+    monkeypatch.setattr(runtime, "simulate_kernels", lambda k, t: asked.append(t.arch) or real(k, t))
+    args = tensors()
+    torch.testing.assert_close(simulated(block, backend, target=target)(*args), block(*args))
+    assert asked == [target]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_symbolic_sizes(backend: str) -> None:
+    compiled = torch.compile(block, backend=backend, options={"simulate": True, "strict": True}, dynamic=True)
+    with report.recording() as reports:
+        for rows in (6, 9, 33):
+            args = tensors(rows)
+            torch.testing.assert_close(compiled(*args), block(*args))
+    assert len(reports) == 1
+
+
+def test_an_index_out_of_bounds_is_raised_as_in_eager() -> None:
+    def lookup(table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table) * 2
+
+    compiled = simulated(lookup, "nvidia_triton")
+    table = torch.randn(8, 4)
+    assert torch.equal(compiled(table, torch.tensor([7, 0])), lookup(table, torch.tensor([7, 0])))
+    with pytest.raises(IndexError):
+        compiled(table, torch.tensor([8, 0]))
+
+
+def test_nothing_of_a_simulation_goes_to_the_plan_cache() -> None:
+    from fusewright.plan import store
+
+    before = len(store.entries())
+    simulated(block, "nvidia_triton", cache=True)(*tensors(5))
+    assert len(store.entries()) == before
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("rocm_triton", {"target": "gfx943"}, r"rocm_triton has no target 'gfx943'; did you mean 'gfx942'\?"),
+        ("nvidia_triton", {"target": "gfx942"}, "nvidia_triton has no target 'gfx942'; valid names: sm_100, sm_120"),
+        ("nvidia_triton", {"target": 90}, "'target' of nvidia_triton is 90.*give a string"),
+        ("nvidia_triton", {"taget": "sm_90"}, "there is no option 'taget'; did you mean 'target'"),
+        ("x86_onednn", {}, "backend 'x86_onednn' is unavailable: x86_onednn has no simulated device"),
+    ],
+)
+def test_wrong_options(backend: str, options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        simulated(block, backend, **options)(*tensors())
+
+
+def test_without_triton_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, not eager: who asks for a simulation wants a check."""
+    monkeypatch.setattr("importlib.util.find_spec", _without("triton"))
+    with pytest.raises(Exception, match=r"triton is missing. Fix: pip install 'fusewright-triton\[simulate\]'"):
+        simulated(block, "rocm_triton")(*tensors())
+
+
+def _without(package: str) -> Any:
+    from importlib.util import find_spec
+
+    return lambda name, *rest: None if name == package else find_spec(name, *rest)
