@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fusewright.toolkit.kernel.ir import Node
 from fusewright.toolkit.kernel.types import TYPES, DType
-from fusewright.toolkit.llvm.pointwise import LLVM_TYPE, maximum, minimum
+from fusewright.toolkit.llvm.pointwise import LLVM_TYPE
 from fusewright.toolkit.llvm.text import BITS, Fn, V, const
 
 State = list[V]
@@ -80,8 +80,8 @@ class Reducer:
                 return [f.bin("fmul" if self.is_float else "mul", x, y)]
             case "max" | "min":
                 if self.is_float:
-                    # the new element first: its NaN must win over the accumulator, whose own NaN then stays
-                    return [(maximum if self.how == "max" else minimum)(f, y, x)]
+                    # NaN wins and stays; which zero of two is taken may depend on the order, as in eager
+                    return [f.call(f"{self.how}imum", x.t, [y, x], flags="nsz ")]
                 sign = "s" if TYPES[self.dtype].signed else "u"
                 pred = f"icmp {sign}{'gt' if self.how == 'max' else 'lt'}"
                 return [f.select(f.cmp(pred, y, x), y, x)]

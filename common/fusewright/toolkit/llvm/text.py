@@ -230,16 +230,16 @@ class Fn:
         to = t if a.w == 1 else f"<{a.w} x {t}>"
         return self.let(t, a.w, f"{op} {a} to {to}")
 
-    def call(self, name: str, result: str, args: Sequence[V], w: int | None = None) -> V:
+    def call(self, name: str, result: str, args: Sequence[V], w: int | None = None, flags: str = "") -> V:
         """An overloaded LLVM intrinsic, e.g. call("fma", "float", [a, b, c]): the suffix is made from the
-        result."""
+        result. `flags` are fast-math flags."""
         same = self.same(*args)
         width = same[0].w if w is None else w
         suffix = _suffix(result, width)
         full = f"llvm.{name}.{suffix}"
         ty = result if width == 1 else f"<{width} x {result}>"
         self.module.declare(full, ty, [v.ty for v in same])
-        return self.let(result, width, f"call {ty} @{full}({', '.join(map(str, same))})")
+        return self.let(result, width, f"call {flags}{ty} @{full}({', '.join(map(str, same))})")
 
     def fma(self, a: V, b: V, c: V) -> V:
         return self.call("fma", a.t, [a, b, c])
