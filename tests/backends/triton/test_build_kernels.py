@@ -1,0 +1,70 @@
+"""`ci/build_kernels.py`: collecting a model's kernels and building them, and what makes it fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+from fusewright.toolkit.kernel import Kernel
+from fusewright_triton import workers
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
+import build_kernels as tool
+from tests.backends.triton import kernels
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def _own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def test_kernels_of_a_model_build_for_every_target() -> None:
+    """Both backends make the same kernels; a few of them, forward and backward, are built for all targets."""
+    found = tool.kernels_of("bert_small", "nvidia_triton", "small", ["bf16"])
+    assert found.keys() == tool.kernels_of("bert_small", "rocm_triton", "small", ["bf16"]).keys()
+    assert any("backward" in k.name for k in found.values())
+    some = dict(sorted(found.items())[::12])
+    rows = [tool.build(some, t) for t in tool.TARGETS.values()]
+    workers.pool().close()
+    assert [r.target for r in rows] == ["sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100"]
+    for row in rows:
+        assert not row.failures and row.kernels == len(some) > 2 and row.registers[0] > 0
+
+
+def test_what_does_not_fit_or_build_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    h100 = tool.TARGETS["sm_90"]
+    softmax = {"k": kernels.softmax()}
+    row = tool.build(softmax, dataclasses.replace(h100, thread_registers=8))
+    assert len(row.failures) == 1 and "registers a thread, sm_90 has 8" in row.failures[0]
+    row = tool.build(softmax, dataclasses.replace(h100, arch="sm_1"))
+    assert len(row.failures) == 1 and row.failures[0].startswith("softmax")
+    workers.pool().close()
+
+    monkeypatch.setattr(tool, "kernels_of", lambda *a: softmax)
+    monkeypatch.setattr(tool, "build", lambda k, t: tool.Row(t.arch, len(k), failures=["softmax: too big"]))
+    assert tool.main(["--models", "bert", "--targets", "sm_80"]) == 1
+    assert "FAILED sm_80 softmax: too big" in capsys.readouterr().out
+    monkeypatch.setattr(tool, "build", lambda k, t: tool.Row(t.arch, len(k)))
+    assert tool.main(["--models", "bert", "--backend", "rocm_triton"]) == 0
+    assert "gfx1100" in (shown := capsys.readouterr().out) and "sm_80" not in shown
+
+
+def test_an_empty_collection_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: dict[str, Kernel] = {}
+    monkeypatch.setattr(tool, "kernels_of", lambda *a: nothing)
+    assert tool.main(["--models", "vit", "--targets", "sm_90"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [("--models=vitt", "no model 'vitt'; did you mean 'vit'"), ("--targets=sm_91", "'sm_90'")]
+)
+def test_wrong_names(argument: str, message: str) -> None:
+    with pytest.raises(tool.OptionError, match=message):
+        tool.main([argument])

@@ -1,0 +1,28 @@
+"""The fixed sample of torch's OpInfo database through both GPU backends, simulated: half of it each.
+
+The whole database takes `python ci/opinfo.py --backend rocm_triton --simulate`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+from tests.ops.test_opinfo import SAMPLE, opinfo
+
+
+@pytest.mark.parametrize(("backend", "sample"), [("nvidia_triton", SAMPLE[::2]), ("rocm_triton", SAMPLE[1::2])])
+def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
+    names = "^(" + "|".join(map(re.escape, sample)) + ")$"
+    out = tmp_path / "out.json"
+    result = opinfo("--backend", backend, "--simulate", "--ops", names, "--samples", "1", "--json", str(out))
+    assert result.returncode == 0, result.stdout + result.stderr
+    found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
+    assert {r["entry"] for r in found} == set(sample)
+    assert sum(r["lowered"] for r in found) > 80
