@@ -1,0 +1,87 @@
+"""Rules of pooling: the window of an element is written out, so that elements beside each other are vectorised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fusewright.interface import OpView
+from fusewright.toolkit.fuse.evaluate import Evaluator
+from fusewright.toolkit.fuse.movement import out_type
+from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.space import At, shape_of
+from fusewright.toolkit.kernel import Index, Val
+
+MAX_WINDOW = 25
+"""Elements of a window that is written out."""
+
+
+def _two(value: Any) -> tuple[int, int]:
+    """A parameter for height and width."""
+    found = tuple(value) if isinstance(value, Sequence) else (value,)
+    return (found[0], found[-1])
+
+
+def _window(op: OpView) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """(size, stride, padding)."""
+    size = _two(op.arg("kernel_size"))
+    return size, _two(op.arg("stride") or size), _two(op.arg("padding"))
+
+
+def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Val | None:
+    """Whether a position that lies in lowest..highest is one of the tensor's; None: always."""
+    tests = []
+    if lowest < 0:
+        tests.append(e.position(at) >= 0)
+    if highest >= size:
+        tests.append(e.position(at) < size)
+    return e.b.op("and", *tests) if len(tests) == 2 else tests[0] if tests else None
+
+
+def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """As eager: in the order of memory, a NaN and whatever is larger than all before takes the place."""
+    x, t = op.arg("self"), out_type(op)
+    shape = shape_of(x.spec)
+    (kh, kw), (sh, sw), (ph, pw) = _window(op)
+    height, width, rows, columns = (int(s) for s in (*shape[-2:], *at.shape[-2:]))  # type: ignore[arg-type]
+    top, left = at.dims[-2] * sh - ph, at.dims[-1] * sw - pw
+    best, place = e.const(-math.inf, t), _first(e, top, left, width)
+    for i in range(kh):
+        above = _inside(e, top + i, i - ph, (rows - 1) * sh + i - ph, height)
+        for j in range(kw):
+            beside = _inside(e, left + j, j - pw, (columns - 1) * sw + j - pw, width)
+            here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
+            source = At(shape, (*at.dims[:-2], top + i, left + j))
+            if here is None:
+                v = e(x, source, t)
+            else:
+                with e.masked(here):
+                    v = e(x, source, t)
+            better = e.b.op("or", v > best, e.b.op("isnan", v))
+            better = better if here is None else e.b.op("and", better, here)
+            best = e.b.where(better, v, best)
+            place = e.b.where(better, e.const(i * width + j, "i32"), place)
+    if not k:
+        return best
+    corner = e.b.cast(e.position(top * width + left), "i32")
+    return e.b.cast(e.b.op("add", corner, place), "i64")
+
+
+def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
+    """The place in the window of its first element, which is taken where all are -inf."""
+    zero = e.const(0, "i64")
+    down, right = (e.b.op("maximum", e.b.op("neg", e.position(p)), zero) for p in (top, left))
+    return e.b.cast(e.b.op("add", down * width, right), "i32")
+
+
+def _plain(op: OpView) -> str | None:
+    spec = op.arg("self").spec
+    if not spec.static or not spec.dtype.is_floating_point:
+        return "a symbolic size, or integers"
+    if _two(op.arg("dilation")) != (1, 1) or op.arg("ceil_mode"):
+        return "a dilated window, or one that ends outside"
+    return "a large window" if math.prod(_window(op)[0]) > MAX_WINDOW else None
+
+
+TABLE: Table = {"max_pool2d": (Map(_max_pool, _plain, cost=60),)}

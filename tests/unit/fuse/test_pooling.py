@@ -1,0 +1,48 @@
+"""Max pooling as a kernel: values and places as eager gives them, NaN and windows without a number included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fusewright.toolkit.fuse.tables import verdict
+from tests.fragments import Sketch
+from tests.unit.fuse.running import LOADERS, kernel_count, run_sketch
+
+
+def some_nan(shape: tuple[int, ...]) -> torch.Tensor:
+    x = torch.randn(shape)
+    return torch.where(torch.rand(shape) < 0.2, math.nan, torch.where(torch.rand(shape) < 0.3, -math.inf, x))
+
+
+def nothing(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.full(shape, -math.inf)
+
+
+@pytest.mark.parametrize("values", [torch.randn, some_nan, nothing])
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        ((2, 3, 7, 9), ([3, 3], [2, 2], [1, 1])),
+        ((2, 3, 8, 34), ([2, 2], [2, 2], [0, 0])),
+        ((1, 2, 13, 15), ([5, 3], [3, 2], [2, 1])),
+    ],
+)
+def test_max_pool(values: Callable[..., torch.Tensor], shape: tuple[int, ...], window: tuple[list[int], ...]) -> None:
+    g = Sketch()
+    g.op("max_pool2d", g.input(values(shape)), *window)
+    outputs = list(g.ops[0].outs)
+    for loader in LOADERS.values():
+        fragment, got = run_sketch(g, outputs, loader)
+        for ours, eager in zip(got, g.expected(outputs), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
+    assert kernel_count(fragment) == 1
+
+
+def test_a_window_that_ends_outside_is_left_to_eager() -> None:
+    g = Sketch()
+    g.op("max_pool2d", g.input(torch.randn(1, 1, 6, 6)), [3, 3], [2, 2], [0, 0], [1, 1], True)
+    assert "ends outside" in verdict(g.ops[0]).detail
