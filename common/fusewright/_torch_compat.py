@@ -352,3 +352,16 @@ def real_tensors() -> Any:
 
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
 """Functions in Dynamo graphs that are recorded as one operator, though tracing would take them apart."""
+
+
+def symbolic_mode() -> Any:
+    """A FakeTensorMode whose `from_tensor` makes sizes symbols."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return fake_mode(ShapeEnv())
+
+
+def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether what tracing assumed of the sizes of `fakes` is true of `tensors`."""
+    found: bool = shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False)
+    return found

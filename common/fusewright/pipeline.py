@@ -188,12 +188,17 @@ def _repaired(c: Compilation, untrue: Untrue) -> Run:
     """Mend the metadata of a value that turned out otherwise, and compile the graph again."""
     made = c.index.node_by_value(untrue.id)
     node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
-    if node is None or isinstance(node.meta.get("val"), tuple | list):
+    several = node is not None and isinstance(node.meta.get("val"), tuple | list)
+    if node is None or made is None or (several and "origin" in made.meta):
         raise BackendContractError(
             f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it"
         ) from untrue
     log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
-    retrace.mend_alike(c.graph, node, untrue.actual)
+    if several:
+        position = [v.id for v in c.index.values(made)].index(untrue.id)
+        retrace.mend_item(c.graph, node, position, untrue.actual)
+    else:
+        retrace.mend_alike(c.graph, node, untrue.actual)
     report = GraphReport(c.backend.name, c.phase, c.report.road)
     return _compile(Compilation(c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key))
 

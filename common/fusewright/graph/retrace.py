@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright.graph.spec import value_of
 
-__all__ = ["downstream", "fake_like", "mend", "mend_alike", "value_of"]
+__all__ = ["downstream", "fake_like", "mend", "mend_alike", "mend_item", "value_of"]
 
 
 def fake_like(
@@ -33,6 +33,16 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     static = not any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
     node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=actual.stride() if static else None)
     downstream(graph, node)
+
+
+def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> None:
+    """`mend` for one result of a node that makes several."""
+    items = list(value_of(node))
+    for user in list(node.users):
+        if user.target is operator.getitem and user.args[1] == position:
+            mend(graph, user, actual)
+            items[position] = value_of(user)
+    node.meta["val"] = tuple(items)
 
 
 def mend_alike(graph: Graph, node: Node, actual: torch.Tensor) -> None:

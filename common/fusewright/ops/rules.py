@@ -464,6 +464,8 @@ def replace(s: Shape, dim: int, size: Any) -> Shape:
 
 def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
     """How many elements `start:end:step` takes of `n`. Symbols are clamped by min and max expressions."""
+    if isinstance(start, int) and isinstance(end, int) and end <= start and (start < 0) == (end < 0):
+        return 0
     start = _clamp(0 if start is None else start, n)
     end = n if end is None or (isinstance(end, int) and end >= 2**63 - 1) else _clamp(end, n)
     if all(isinstance(v, int) for v in (n, start, end, step)):

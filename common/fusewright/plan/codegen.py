@@ -19,6 +19,9 @@ from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
 from fusewright.plan.once import OnceCache
 
+_SIZES = {"Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv}
+"""What the text of a symbolic size may call."""
+
 _MODULES = {"operator": operator, "math": math, "builtins": __import__("builtins")}
 
 
@@ -26,7 +29,7 @@ class Names:
     """The namespace of the generated code: operators under readable names, and objects that have no literal."""
 
     def __init__(self) -> None:
-        self.space: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
+        self.space: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **_SIZES}
 
     def function(self, target: str) -> str:
         """A name for a torch operator or Python function, bound to its fastest entry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.interface import Dim, OpView, TensorSpec, Value
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
@@ -80,17 +80,23 @@ class Root:
     level: Level
 
 
+GUESS = 64
+"""The hint of a size that no tensor has on its own."""
+
+
 def size_hints(values: Sequence[Value]) -> dict[str, int]:
-    """Symbol -> size seen when tracing, as far as the values' specs tell."""
+    """Symbol -> size seen when tracing. A symbol that only occurs in a product or a sum gets a guess."""
     hints: dict[str, int] = {}
+    mentioned: set[str] = set()
     for v in values:
-        dims = [v.dim] if v.spec is None else [*v.spec.shape, *v.spec.stride]
-        for d in dims:
-            if d is not None and not isinstance(d, int):
+        for d in (v.dim,) if v.spec is None else v.spec.shape:
+            if isinstance(d, Dim):
                 found = symbols(parse_size(d.symbol))
+                mentioned |= found
                 if found == {d.symbol}:
                     hints[d.symbol] = d.hint
-    return hints
+        mentioned.update(*(symbols(s) for s in (stride_of(v.spec) if v.spec is not None else ())))
+    return {**dict.fromkeys(sorted(mentioned), GUESS), **hints}
 
 
 def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, ...]:

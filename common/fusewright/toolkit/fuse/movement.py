@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fusewright.interface import OpView, Value, is_static
+import torch
+
+from fusewright.interface import OpView, Value
 from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
 from fusewright.toolkit.fuse.rules import Map, Table
-from fusewright.toolkit.fuse.space import At, shape_of
+from fusewright.toolkit.fuse.space import At, Shape, dense_strides, product, shape_of
 from fusewright.toolkit.fuse.views import dim_of, insert, number, start_of, static_start
 from fusewright.toolkit.kernel import Index, Val
+from fusewright.toolkit.kernel.extent import Extent
 from fusewright.toolkit.kernel.types import TYPES, from_torch
 
 CAT_LIMIT = 8
 """Most tensors that one kernel joins: each element tests them all."""
+
+BUCKETS_LIMIT = 1 << 12
+"""Most boundaries that a kernel searches: each doubling is one more step for every element."""
 
 
 def out_type(op: OpView, k: int = 0) -> str:
@@ -93,7 +99,7 @@ def integer_indices(op: OpView) -> str | None:
 
 
 def _cat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    tensors = [t for t in op.arg("tensors") if not _legacy_empty(t)]
+    tensors = [t for t in op.arg("tensors") if 0 not in shape_of(t.spec)]
     d = int(op.arg("dim")) % len(at.shape)
     t = out_type(op)
     position = e.position(at.dims[d])
@@ -118,10 +124,6 @@ def _cat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 def _value(e: Evaluator, size: Any) -> Val:
     """An extent as an i64 value."""
     return e.b.const(size, "i64") if isinstance(size, int) else e.b.index_value(Index(size, sizes=e.b.p + e.b.r))
-
-
-def _legacy_empty(v: Value) -> bool:
-    return v.spec is not None and v.spec.shape == (0,)
 
 
 def _few(op: OpView) -> str | None:
@@ -172,39 +174,52 @@ def _plain_pad(op: OpView) -> str | None:
     return None if all(isinstance(p, int) for p in op.arg(name)) else "a symbolic pad"
 
 
-def _edge_pad(clip: Callable[[Evaluator, Val, int], Val]) -> Callable[[Evaluator, OpView, int, At], Val]:
+def _edge_pad(clip: Callable[[Evaluator, Val, Extent], Val]) -> Callable[[Evaluator, OpView, int, At], Val]:
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         x, pad = op.arg("self"), op.arg("padding")
         shape, dims = shape_of(x.spec), list(at.dims)
         for i in range(2):
             d = len(shape) - 1 - i
-            p = clip(e, e.position(dims[d] - pad[2 * i]), int(shape[d]))  # type: ignore[arg-type]
+            p = clip(e, e.position(dims[d] - pad[2 * i]), shape[d])
             dims[d] = e.b.indirect(p)
         return e.value(x, At(shape, tuple(dims)))
 
     return run
 
 
-def _reflect(e: Evaluator, p: Val, size: int) -> Val:
+def _reflect(e: Evaluator, p: Val, size: Extent) -> Val:
     p = e.b.op("abs", p)
-    return e.b.op("minimum", p, (size - 1) * 2 - p)
+    return e.b.op("minimum", p, _value(e, (size - 1) * 2) - p)
 
 
-def _replicate(e: Evaluator, p: Val, size: int) -> Val:
-    return e.b.op("minimum", e.b.op("maximum", p, e.b.const(0, "i64")), e.b.const(size - 1, "i64"))
-
-
-def _static_plane(op: OpView) -> str | None:
-    return _plain_pad(op) if is_static(op.arg("self").spec.shape[-2:]) else "a symbolic size"
+def _replicate(e: Evaluator, p: Val, size: Extent) -> Val:
+    return e.b.op("minimum", e.b.op("maximum", p, e.b.const(0, "i64")), _value(e, size - 1))
 
 
 def _roll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, shifts, dims = op.arg("self"), op.arg("shifts"), op.arg("dims")
     shape = shape_of(x.spec)
+    if not dims and len(shape) > 1:  # as if it had one dim
+        return e.value(x, _unflattened(e, _around(e, at.linear, shifts[0], product(shape)), shape))
     for s, d in zip(shifts, dims or range(len(shape)), strict=True):
-        d %= len(shape)
-        at = at.with_dim(d, (at.dims[d] + (-s) % int(shape[d])) % shape[d], shape[d])
+        d, n = d % len(shape), shape[d % len(shape)]
+        moved = (at.dims[d] + (-s) % n) % n if isinstance(n, int) else e.b.indirect(_around(e, at.dims[d], s, n))
+        at = at.with_dim(d, moved, n)
     return e.value(x, at)
+
+
+def _around(e: Evaluator, index: Index, shift: int, size: Extent) -> Val:
+    """The position `index - shift`, counted around."""
+    return e.b.op("remainder", e.position(index) - shift, _value(e, size))
+
+
+def _unflattened(e: Evaluator, position: Val, shape: Shape) -> At:
+    """The element of a tensor of `shape` with that row-major number."""
+    dims = []
+    for n, step in zip(shape, dense_strides(shape), strict=True):
+        q = position if step == 1 else e.b.op("floordiv", position, _value(e, step))
+        dims.append(e.b.indirect(e.b.op("remainder", q, _value(e, n))))
+    return At(shape, tuple(dims))
 
 
 def _static_self(op: OpView) -> str | None:
@@ -212,9 +227,7 @@ def _static_self(op: OpView) -> str | None:
 
 
 def _rollable(op: OpView) -> str | None:
-    if not op.arg("dims") and op.arg("self").spec.rank > 1:
-        return "rolled as if it had one dim"
-    return _static_self(op)
+    return None if all(isinstance(s, int) for s in op.arg("shifts")) else "a symbolic shift"
 
 
 def _flip(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -252,7 +265,12 @@ def _slice_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     return e.b.where(inside, new, e(x, at, t))
 
 
-def _in_slice(e: Evaluator, index: Index, start: int, size: Any, step: int) -> tuple[Val, Index]:
+def _scattered_slice(op: OpView) -> str | None:
+    fixed = isinstance(start_of(op), int) or op.arg("step") == 1
+    return static_start(op) if fixed else "steps from the end of a symbolic size"
+
+
+def _in_slice(e: Evaluator, index: Index, start: Any, size: Any, step: int) -> tuple[Val, Index]:
     """Whether an index is among `start, start + step, ...` (`size` of them), and the how manyeth it is."""
     shifted = index - start
     p = e.position(shifted)
@@ -269,8 +287,8 @@ def _in_slice(e: Evaluator, index: Index, start: int, size: Any, step: int) -> t
 
 def _select_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, src, d = op.arg("self"), op.arg("src"), dim_of(op)
-    i = op.arg("index") % shape_of(x.spec)[d]
-    here = e.position(at.dims[d]).eq(i)
+    i, size = op.arg("index"), shape_of(x.spec)[d]
+    here = e.position(at.dims[d]).eq(_value(e, i if i >= 0 else size + i))
     rest = [a for a in range(len(at.shape)) if a != d]
     t = out_type(op)
     with e.masked(here):
@@ -303,8 +321,45 @@ def _static_grad(op: OpView) -> str | None:
 
 
 def _static_select(op: OpView) -> str | None:
-    size = op.arg("self").spec.shape[dim_of(op)]
-    return None if isinstance(size, int) and isinstance(op.arg("index"), int) else "a symbolic size or index"
+    return None if isinstance(op.arg("index"), int) else "a symbolic index"
+
+
+def _diagonal_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, src, offset = op.arg("self"), op.arg("src"), op.arg("offset")
+    a, b = dim_of(op, "dim1"), dim_of(op, "dim2")
+    here = e.position(at.dims[b] - at.dims[a]).eq(offset)
+    along = at.dims[a] - max(-offset, 0)
+    rest, shape, t = [d for d in range(len(at.shape)) if d not in (a, b)], shape_of(src.spec), out_type(op)
+    with e.masked(here):
+        new = e(src, At(shape, (*(at.dims[d] for d in rest), along)), t)
+    return e.b.where(here, new, e(x, at, t))
+
+
+def _plain_offset(op: OpView) -> str | None:
+    return None if isinstance(op.arg("offset"), int) else "a symbolic offset"
+
+
+def _bucketize(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The binary search that eager does, step by step, so that even unsorted boundaries and NaN give the same."""
+    x, boundaries = op.arg("self"), op.arg("boundaries")
+    (n,) = boundaries.spec.shape
+    v, low, high = e(x, at), e.b.const(0, "i64"), e.b.const(n, "i64")
+    for _ in range(n.bit_length()):
+        searching = low < high
+        middle = low + e.b.op("shr", high - low, e.b.const(1, "i64"))
+        with e.masked(searching):
+            bound = e(boundaries, At((n,), (e.b.indirect(middle),)))
+        below = e.b.op("and", searching, ~(bound > v if op.arg("right") else bound >= v))
+        stays = e.b.op("and", searching, ~below)
+        low, high = e.b.where(below, middle + 1, low), e.b.where(stays, middle, high)
+    return e.b.cast(low, out_type(op))
+
+
+def _known_boundaries(op: OpView) -> str | None:
+    spec = op.arg("boundaries").spec
+    if spec.dtype != op.arg("self").spec.dtype or spec.dtype == torch.bool:
+        return "boundaries of another type"
+    return None if spec.static and spec.shape[0] <= BUCKETS_LIMIT else "symbolic or very many boundaries"
 
 
 def _pixel_shuffle(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -424,15 +479,17 @@ TABLE: Table = {
         "cat": Map(_cat, _few, cost=6),
         "stack": Map(_stack, _few, cost=6),
         "constant_pad_nd": Map(_pad, _plain_pad, cost=4),
-        "reflection_pad2d": Map(_edge_pad(_reflect), _static_plane, cost=16),
-        "replication_pad2d": Map(_edge_pad(_replicate), _static_plane, cost=16),
+        "reflection_pad2d": Map(_edge_pad(_reflect), _plain_pad, cost=16),
+        "replication_pad2d": Map(_edge_pad(_replicate), _plain_pad, cost=16),
+        "bucketize": Map(_bucketize, _known_boundaries, cost=100),
         "roll": Map(_roll, _rollable, cost=4),
         "flip": Map(_flip),
         "repeat": Map(_repeat),
         "tril": Map(_triangle(lambda column, row: column <= row)),
         "triu": Map(_triangle(lambda column, row: column >= row)),
-        "slice_scatter": Map(_slice_scatter, static_start, cost=6),
+        "slice_scatter": Map(_slice_scatter, _scattered_slice, cost=6),
         "select_scatter": Map(_select_scatter, _static_select, cost=6),
+        "diagonal_scatter": Map(_diagonal_scatter, _plain_offset, cost=6),
         "select_backward": Map(_select_backward, _static_grad, cost=6),
         "slice_backward": Map(_slice_backward, _static_grad, cost=6),
         "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -86,7 +87,9 @@ def scaled(b: Builder, v: Val, alpha: Any) -> Val:
 
 
 def _add(b: Builder, op: OpView, x: Val, y: Val) -> Val:
-    return b.op("or", x, y) if is_bool(x) else x + scaled(b, y, op.arg("alpha"))
+    if is_bool(x):
+        return b.op("or", x, y) if op.arg("alpha") else x
+    return x + scaled(b, y, op.arg("alpha"))
 
 
 def _sub(b: Builder, op: OpView, x: Val, y: Val) -> Val:
@@ -188,6 +191,59 @@ def _abs(b: Builder, op: OpView, x: Val) -> Val:
 
 def _relu(b: Builder, op: OpView, x: Val) -> Val:
     return b.op("maximum", x, b.const(0, x.dtype))
+
+
+def _horner(x: Val, coefficients: Sequence[float]) -> Val:
+    """The polynomial with these coefficients, the highest power's first."""
+    out = x * coefficients[0] + coefficients[1]
+    for c in coefficients[2:]:
+        out = out * x + c
+    return out
+
+
+_ERFINV_CENTRE = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
+    0.246640727, 1.50140941,
+)  # fmt: skip
+_ERFINV_TAIL = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
+    1.00167406, 2.83297682,
+)  # fmt: skip
+"""M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade, 2011: single precision."""
+
+
+def _erfinv(b: Builder, op: OpView, x: Val) -> Val:
+    w = -b.op("log", (1 - x) * (1 + x))
+    centre, tail = _horner(w - 2.5, _ERFINV_CENTRE), _horner(b.op("sqrt", w) - 3, _ERFINV_TAIL)
+    inner = b.where(w < 5, centre, tail) * x
+    infinite = b.op("copysign", b.const(math.inf, x.dtype), x)
+    return b.where(b.op("abs", x).eq(1), infinite, inner)
+
+
+_DIGAMMA = (-1 / 132, 1 / 240, -1 / 252, 1 / 120, -1 / 12)
+"""Of powers of 1/x^2, from B(2k)/2k: Abramowitz and Stegun 6.3.18, highest power first, sign turned."""
+
+
+def _digamma(b: Builder, op: OpView, x: Val) -> Val:
+    whole = b.op("round", x)  # the nearest pole: the rest is exact
+    y = b.where(x < 0, 1 - x, x)  # by reflection
+    below = b.op("reciprocal", y)
+    for k in range(1, 10):
+        below = below + b.op("reciprocal", y + k)
+    small = y < 10
+    y = b.where(small, y + 10, y)
+    z = b.op("reciprocal", y * y)
+    large = b.op("log", y) - 0.5 / y + _horner(z, _DIGAMMA) * z
+    out = b.where(small, large - below, large)
+    turned = out - math.pi / b.op("tan", (x - whole) * math.pi)
+    pole = b.op("copysign", b.const(math.inf, x.dtype), -x)
+    out = b.where(x < 0, b.where(x.eq(whole), math.nan, turned), out)
+    return b.where(x.eq(0), pole, out)
+
+
+def _single(op: OpView) -> str | None:
+    """The formulas of a few functions are no better than fp32."""
+    return "fp64" if op.out.spec is not None and op.out.spec.dtype == torch.float64 else None
 
 
 # ---- comparisons and logic ----
@@ -300,6 +356,8 @@ TABLE: Table = {
         "trunc": formula(_rounding("trunc"), "self"),
         "frac": formula(lambda b, op, x: x - b.op("trunc", x), "self", kinds="float"),
         **{name: _unary(name, cost) for name, cost in _UNARY.items()},
+        "erfinv": formula(_erfinv, "self", kinds="float", cost=60, check=_single),
+        "digamma": formula(_digamma, "self", kinds="float", cost=150, check=_single),
         "relu": formula(_relu, "self", kinds="number"),
         **{n: formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{f"{n}_scalar": formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},

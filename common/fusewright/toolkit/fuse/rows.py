@@ -13,7 +13,7 @@ from fusewright.toolkit.fuse.activation import softplus
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, compute_dtype
 from fusewright.toolkit.fuse.movement import out_type
 from fusewright.toolkit.fuse.pointwise import truth
-from fusewright.toolkit.fuse.rules import Check, Domain, Level, Map, Row, Table, always
+from fusewright.toolkit.fuse.rules import Check, Domain, Level, Map, Row, Rules, Table, always
 from fusewright.toolkit.fuse.space import At, Shape, product, shape_of
 from fusewright.toolkit.fuse.views import number
 from fusewright.toolkit.kernel import Index, Val
@@ -93,9 +93,16 @@ def _truth(how: str) -> Rows:
     return run
 
 
-def _some_dims(op: OpView) -> str | None:
-    """An empty list of dims reduces nothing here, unlike for sums."""
-    return "no dims" if op.arg("dim") == () else None
+def _is_true(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    return truth(e.b, e(op.arg("self"), at))
+
+
+_ELEMENTWISE = (Map(_is_true),)
+
+
+def with_no_dims(rules: Rules) -> Rules:
+    """The rules of any and all, which reduce nothing, unlike sums, where the list of dims is empty."""
+    return lambda op: _ELEMENTWISE if op.arg("dim") == () else rules(op) if callable(rules) else rules
 
 
 def value_of(r: RowContext, size: Any, dtype: DType) -> Val:
@@ -423,8 +430,8 @@ TABLE: Table = {
     "min_with_indices": (_row_op(_extreme_and_position("min"), one_dim, _PAIR, some_elements, ordered=True),),
     "argmax": (_row_op(_position("max"), check=some_elements, ordered=True),),
     "argmin": (_row_op(_position("min"), check=some_elements, ordered=True),),
-    "any": (_row_op(_truth("any"), check=_some_dims),),
-    "all": (_row_op(_truth("all"), check=_some_dims),),
+    "any": (_row_op(_truth("any")),),
+    "all": (_row_op(_truth("all")),),
     "var": (_row_op(_var),),
     "std": (_row_op(_std),),
     "var_mean": (_row_op(_var_mean, levels=_PAIR),),

@@ -10,7 +10,8 @@ import torch
 from fusewright.interface import OpView
 from fusewright.toolkit.fuse.evaluate import Evaluator
 from fusewright.toolkit.fuse.movement import index_places, indexed, integer_indices, out_type
-from fusewright.toolkit.fuse.rules import Accumulator, Check, Scatter, Table, always
+from fusewright.toolkit.fuse.pointwise import truth
+from fusewright.toolkit.fuse.rules import Accumulator, Check, Map, Scatter, Table, always
 from fusewright.toolkit.fuse.space import At, Shape, shape_of
 from fusewright.toolkit.fuse.views import dim_of
 from fusewright.toolkit.kernel import Index, Val
@@ -39,8 +40,12 @@ def _single(how: str | Callable[[OpView], str], init: Any = _start) -> Callable[
 
 
 def memory_type(op: OpView, how: str) -> DType:
-    """Sums of half types are kept in fp32 until they are complete; what is only replaced is kept as it is."""
-    return out_type(op) if how else from_torch(op.out.spec.dtype)  # type: ignore[union-attr]
+    """Sums of half types are kept in fp32 and those of truth values as counts until they are complete; what is only
+    replaced is kept as it is.
+    """
+    if not how:
+        return from_torch(op.out.spec.dtype)  # type: ignore[union-attr]
+    return "i64" if out_type(op) == "bool" else out_type(op)
 
 
 def _rounded(e: Evaluator, op: OpView, at: At, accumulated: tuple[Val, ...]) -> Val:
@@ -72,7 +77,11 @@ def shape_like(name: str) -> Callable[[OpView], Shape]:
 
 def _no_bool(op: OpView) -> str | None:
     out = op.out.spec
-    return "truth values do not add up" if out is None or out.dtype == torch.bool else None
+    return "truth values are not folded" if out is None or out.dtype == torch.bool else None
+
+
+def _scaled_truth(op: OpView) -> str | None:
+    return _no_bool(op) if op.arg("alpha") != 1 else None
 
 
 def _ranked(op: OpView) -> str | None:
@@ -153,8 +162,32 @@ def _put_how(op: OpView) -> str:
     return "add" if op.arg("accumulate") else ""
 
 
-def _put_check(op: OpView) -> str | None:
-    return _no_bool(op) if op.arg("accumulate") else None
+def _put_rules(op: OpView) -> tuple[Scatter | Map, ...]:
+    """One value where a mask holds is chosen per element; the rest goes to computed places."""
+    return (_MASKED_PUT,) if _mask_of(op) is not None and _one_value(op) else (_PUT,)
+
+
+def _mask_of(op: OpView) -> int | None:
+    """Where the only index is, if that is a mask."""
+    given = [d for d, i in enumerate(op.arg("indices")) if i is not None]
+    if len(given) != 1:
+        return None
+    spec = op.arg("indices")[given[0]].spec
+    return given[0] if spec is not None and spec.dtype in (torch.bool, torch.uint8) else None
+
+
+def _one_value(op: OpView) -> bool:
+    return all(n == 1 for n in op.arg("values").spec.shape)
+
+
+def _masked_put(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    d = _mask_of(op)
+    assert d is not None
+    mask, t = op.arg("indices")[d], out_type(op)
+    hit = truth(e.b, e(mask, at.pick(range(d, d + mask.spec.rank))))
+    x, v = e(op.arg("self"), at, t), e(op.arg("values"), At((), ()).reshape(shape_of(op.arg("values").spec)), t)
+    new = v if not op.arg("accumulate") else e.b.op("or", x, v) if t == "bool" else x + v
+    return e.b.where(hit, new, x)
 
 
 # ---- embedding ----
@@ -224,13 +257,16 @@ def _fold_finish(op: OpView) -> Finish | None:
     return finish
 
 
+_PUT = _scatter(_indexed_shape, _put, _put_how, integer_indices)
+_MASKED_PUT = Map(_masked_put, cost=4)
+
 TABLE: Table = {
     "scatter": (_scatter(shape_like("index"), _element, "", _ranked),),
     "scatter_value": (_scatter(shape_like("index"), _same_value, "", _ranked),),
-    "scatter_add": (_scatter(shape_like("index"), _element, "add", _both(_ranked, _no_bool)),),
+    "scatter_add": (_scatter(shape_like("index"), _element, "add", _ranked),),
     "scatter_reduce": (Scatter(shape_like("index"), _folds, _fold, _fold_finish, _both(_ranked, _no_bool)),),
-    "index_put": (_scatter(_indexed_shape, _put, _put_how, _both(integer_indices, _put_check)),),
-    "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _no_bool)),),
+    "index_put": _put_rules,
+    "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth)),),
     "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _ranked),),
     "index_fill": (_scatter(_sliced_shape, _fill_slice, "", _ranked),),
     "embedding_backward": (_scatter(shape_like("grad_output"), _embedding, "add", _unscaled, init=_zeros),),

@@ -48,6 +48,25 @@ def _polynomial(node: ast.expr) -> Extent:
     raise ValueError("not a polynomial")
 
 
+class _NoMax(ast.NodeTransformer):
+    """`Max(1, n)` as `n`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match self.generic_visit(node):
+            case ast.Call(func=ast.Name(id="Max"), args=[ast.Constant(value=1), n]):
+                return n
+        return node
+
+
+@lru_cache(4096)
+def parse_stride(text: str) -> Extent:
+    """As `parse_size`. Torch takes empty dims for one element long, which matters to no element that exists."""
+    try:
+        return parse_size(ast.unparse(_NoMax().visit(ast.parse(text.strip(), mode="eval"))))
+    except SyntaxError:
+        return symbol(text)
+
+
 def extent(size: Size) -> Extent:
     """A size of the interface as an extent of kernels."""
     return parse_size(size.symbol) if isinstance(size, Dim) else int(size)
@@ -60,7 +79,7 @@ def shape_of(spec: TensorSpec) -> Shape:
 
 @lru_cache(4096)
 def stride_of(spec: TensorSpec) -> Shape:
-    return tuple(extent(s) for s in spec.stride)
+    return tuple(parse_stride(s.symbol) if isinstance(s, Dim) else int(s) for s in spec.stride)
 
 
 @lru_cache(4096)

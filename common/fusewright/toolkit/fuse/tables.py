@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
-from fusewright.toolkit.fuse import activation, movement, pointwise, pooling, rows, rows_backward, scatter, short, views
+from fusewright.toolkit.fuse import activation, movement, pointwise, rows, rows_backward, scatter, short, views
 from fusewright.toolkit.fuse.rules import Rule, Rules, View, merge
 from fusewright.toolkit.fuse.space import ShapeMismatch, factor_groups, shape_of
 from fusewright.toolkit.kernel.types import from_torch
@@ -11,11 +11,14 @@ from fusewright.toolkit.kernel.types import from_torch
 RULES: dict[str, Rules] = merge(
     (
         pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE,
-        short.with_short_rows(rows.TABLE), rows_backward.TABLE, scatter.TABLE, pooling.TABLE,
+        short.with_short_rows(rows.TABLE), rows_backward.TABLE, scatter.TABLE,
         {name: rows.loss_rules for name in rows.LOSSES},
     )
 )  # fmt: skip
 """Row of the opset -> how kernels compute it."""
+
+for _name in ("any", "all"):
+    RULES[_name] = rows.with_no_dims(RULES[_name])
 
 
 def rules_of(op: OpView) -> tuple[Rule, ...]:
@@ -54,7 +57,7 @@ def _types(specs: list[TensorSpec]) -> Verdict | None:
 
 
 def _sizes(op: OpView) -> Verdict | None:
-    inputs = [v.spec for v in op.inputs() if v.spec is not None]
+    inputs = [v.spec for v in op.inputs() if v.spec is not None and op.op != "cat"]
     made = [v.spec for v in op.outs if v.spec is not None]
     if any(0 in shape_of(s) for s in inputs) or all(0 in shape_of(s) for s in made):
         return Verdict(Why.TOO_SMALL, "an empty tensor: there is nothing to compute")

@@ -6,7 +6,7 @@ from fusewright.interface import Dim, OpView, Value
 from fusewright.toolkit.fuse.rules import Table, View
 from fusewright.toolkit.fuse.space import At, extent, shape_of
 from fusewright.toolkit.kernel import Index
-from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.extent import Extent, symbols
 
 
 def dim_of(op: OpView, name: str = "dim", tensor: str = "self") -> int:
@@ -38,14 +38,14 @@ def _plain(*names: str) -> object:
     return check
 
 
-def start_of(op: OpView) -> int:
-    """Where a slice starts, clipped as Python does."""
+def start_of(op: OpView) -> Extent:
+    """Where a slice starts, clipped as Python does; with a symbolic size as tracing did, which guards it."""
     start = op.arg("start")
     size = op.arg("self").spec.shape[dim_of(op)] if "self" in op.argnames else op.arg("input_sizes")[_grad_dim(op)]
     if start is None:
         return 0
     if not isinstance(size, int):
-        return int(start)
+        return int(start) if start >= 0 else extent(size) + start if size.hint + start >= 0 else 0
     return min(max(start + size, 0) if start < 0 else start, size)
 
 
@@ -59,7 +59,8 @@ def static_start(op: OpView) -> str | None:
         return "the start or step of the slice is symbolic"
     start = op.arg("start") or 0
     size = op.arg("self").spec.shape[dim_of(op)]
-    return "a start from the end of a symbolic size" if not isinstance(size, int) and start < 0 else None
+    unknown = not isinstance(size, int) and any(s.startswith("u") for s in symbols(extent(size)))
+    return "a start from the end of a size that tracing did not know" if unknown and start < 0 else None
 
 
 def _reshape(op: OpView, k: int, at: At) -> tuple[Value, At]:
