@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fusewright import ops
@@ -28,6 +29,11 @@ TITLES = {
     Kind.COMPOSITE: "Composites",
 }
 
+RECORD = Path(__file__).parent.parent / "tests" / "ops" / "lowering.json"
+"""What the tests saw of loop kernels: row -> dtype -> "static" and "dynamic" -> what computed the samples."""
+
+LOWERED = ("fp32", "bf16", "int64", "bool")
+
 INTRO = """\
 # The opset
 
@@ -38,6 +44,12 @@ the same bit for bit. What no row covers runs as eager's own op. A rule gives on
 the arguments that it reads; the section on rules explains the others. Composites stay whole until a backend
 asks for them open; "decomposed" says that they can be.
 
+The columns fp32 to bool say what loop kernels make of a row through the LLVM emitter, as the tests of
+`tests/ops/test_lowering.py` see it (`python -m tests.ops.lowering` writes their record): "kernel", "view" (eager's own,
+which moves nothing and which kernels read in place) or "eager"; where symbolic sizes differ, after a slash. Each sample
+was compared with eager, and with symbolic sizes at two sizes where one graph holds for both. An empty cell: the row has
+no such dtype.
+
 """
 
 
@@ -45,9 +57,12 @@ def page() -> str:
     """The whole page."""
     parts = [INTRO.format(version=OPSET, rows=len(ops.ROWS), aliases=len(ALIASES))]
     parts.append(_table(("kind", "rows"), [(title, str(len(_rows(kind)))) for kind, title in TITLES.items()]))
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
     for kind, title in TITLES.items():
-        head = ("name", "canonical overload", "dtype", "shape", "decomposed", "source", "what it computes")
-        parts.append(f"\n## {title}\n\n" + _table(head, [_cells(op) for op in _rows(kind)]))
+        seen = LOWERED if any(op.name in record for op in _rows(kind)) else ()
+        head = ("name", "canonical overload", "dtype", "shape", *seen, "decomposed", "source", "what it computes")
+        rows = [_cells(op, [_lowered(record[op.name], dtype) for dtype in seen]) for op in _rows(kind)]
+        parts.append(f"\n## {title}\n\n" + _table(head, rows))
     aliases = [(f"`{a.qualname}`", f"`{a.op}`") for a in ALIASES]
     parts.append("\n## Aliases\n\n" + _table(("overload", "row"), aliases))
     parts.append("\n## Rules\n\n" + _table(("rule", "meaning"), sorted(_meanings().items())))
@@ -64,9 +79,14 @@ def _rows(kind: Kind) -> list[Op]:
     return [op for op in ops.ROWS if op.kind is kind]
 
 
-def _cells(op: Op) -> tuple[str, ...]:
+def _cells(op: Op, lowered: Sequence[str]) -> tuple[str, ...]:
     rules = (_rule(op.dtype_rule), _rule(op.shape_rule))
-    return f"`{op.name}`", f"`{op.qualname}`", *rules, "yes" if op.decompose else "", op.source, op.doc
+    return f"`{op.name}`", f"`{op.qualname}`", *rules, *lowered, "yes" if op.decompose else "", op.source, op.doc
+
+
+def _lowered(seen: Mapping[str, Mapping[str, str]], dtype: str) -> str:
+    """What computed the row's samples of a dtype, static and dynamic; "" where the row has no such dtype."""
+    return " / ".join(dict.fromkeys(v for v in seen.get(dtype, {}).values()))
 
 
 def _rule(rule: object) -> str:

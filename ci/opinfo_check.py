@@ -324,7 +324,11 @@ def _compare(
             if not same:
                 yield f"{kind}: {i} is {g!r}, eager has {w!r}"[:200]
             continue
-        yield from _compare_tensor(kind, i, w, g, exact, lambda seen, i=i: part(seen)[i], scale)
+        yield from _compare_tensor(kind, i, w, g, exact, functools.partial(_item, part, i), scale)
+
+
+def _item(part: Callable[[Seen], Sequence[Any]], i: int, seen: Seen) -> Any:
+    return part(seen)[i]
 
 
 def _compare_tensor(

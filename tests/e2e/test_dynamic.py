@@ -73,3 +73,19 @@ def test_mark_dynamic() -> None:
             torch._dynamo.mark_dynamic(x, 0)
             torch.testing.assert_close(twin(x), net(x))
     assert len(reports) == 1
+
+
+def cut_and_joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (torch.cat([x[:, 2:], y[:, :-1]], 1) + 1).exp() * 2
+
+
+def test_sizes_that_a_slice_or_a_join_makes_are_fused() -> None:
+    """Traced strides of such results say Max(1, s0 - 2), which is s0 - 2 wherever there is an element."""
+    compiled = torch.compile(cut_and_joined, backend=BACKEND, dynamic=True)
+    with report.recording() as graphs:
+        for n in (5, 8, 3):
+            x, y = torch.randn(n, n + 1), torch.randn(n, n)
+            torch.testing.assert_close(compiled(x, y), cut_and_joined(x, y))
+            assert compiled(x, y).stride() == cut_and_joined(x, y).stride()
+    assert len(graphs) == 1
+    assert not graphs[0].fallbacks

@@ -71,6 +71,7 @@ UNARY |= {name: (c(UNIT),) for name in "asin acos atanh erfinv".split()}
 UNARY["bitwise_not"] = (c(X),)
 
 BINARY = {name: (c(X, Y), c(X, V), c(t(), Y), c(X, t(3, 4, dtype=F64))) for name in _BINARY.split()}
+BINARY["add"] += (c(X, Y, alpha=0),)
 for name in ("add", "sub", "mul"):
     BINARY[name] += (c(X, 2), c(X, 2.5, alpha=3) if name != "mul" else c(X, 2.5))
 BINARY |= {f"{name}_scalar": (c(X, 2), c(X, 0.1)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -212,6 +213,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         c(X, [given(2, 0, 2, dtype=I64)], t(4), True),
         c(t(2, 3, 4), [None, given(2, 0, dtype=I64)], t(2, 2, 4)),
         c(X, [mask(3, 4)], t()),
+        c(t(2, 3, 4), [None, mask(3)], t(1), True),
     ),
     "index_add": (
         c(X, 0, given(2, 0, 2, dtype=I64), t(3, 4)),

@@ -1,0 +1,25 @@
+"""Where tracing is wrong about what an op makes, the first call mends it and gives eager's answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [pytest.mark.hardware("x86_onednn"), pytest.mark.usefixtures("fresh_dynamo")]
+
+
+def normed(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> list[Tensor]:
+    return [t.exp() for t in torch._batch_norm_with_update(x, w, b, mean, var, 0.5, 0.6)[:3]]
+
+
+def test_one_of_several_results_has_another_dtype_than_traced() -> None:
+    """FakeTensor has fp32 for running statistics that a CPU gives in bf16; they are also written in place, once."""
+    torch.manual_seed(0)
+    given = [torch.randn(5, 5, 5, dtype=torch.bfloat16), *(torch.rand(5, dtype=torch.bfloat16) for _ in range(4))]
+    eager, ours = [t.clone() for t in given], [t.clone() for t in given]
+    want = normed(*eager)
+    got = torch.compile(normed, backend="x86_onednn", dynamic=False)(*ours)
+    for g, w in zip([*got, *ours], [*want, *eager], strict=True):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w)
