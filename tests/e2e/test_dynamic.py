@@ -89,3 +89,15 @@ def test_sizes_that_a_slice_or_a_join_makes_are_fused() -> None:
             assert compiled(x, y).stride() == cut_and_joined(x, y).stride()
     assert len(graphs) == 1
     assert not graphs[0].fallbacks
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.interpolate(x.exp(), scale_factor=1.7, mode="nearest") + 1
+
+
+def test_sizes_by_torchs_own_functions() -> None:
+    """The size of the result is traced as TruncToInt(1.7 * s0)."""
+    compiled = torch.compile(doubled, backend=BACKEND, dynamic=True)
+    for n in (5, 8, 11):
+        x = torch.randn(2, 3, n)
+        torch.testing.assert_close(compiled(x), doubled(x))

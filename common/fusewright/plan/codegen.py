@@ -19,7 +19,14 @@ from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
 from fusewright.plan.once import OnceCache
 
-_SIZES = {"Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv}
+_SIZES: dict[str, Callable[..., Any]] = {
+    "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv,
+    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": float,
+    "CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc, "RoundToInt": round,
+    "FloatPow": operator.pow, "PowByNatural": operator.pow, "LShift": operator.lshift, "RShift": operator.rshift,
+    "TruncToFloat": lambda x: float(math.trunc(x)), "Identity": lambda x: x, "Where": lambda c, a, b: a if c else b,
+    "ModularIndexing": lambda x, d, m: x // d % m,
+}  # fmt: skip
 """What the text of a symbolic size may call."""
 
 _MODULES = {"operator": operator, "math": math, "builtins": __import__("builtins")}
