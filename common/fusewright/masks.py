@@ -9,6 +9,7 @@ Works on Dynamo's graph, before anything decides how attention is computed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
+
+log = logging.getLogger("fusewright")
 
 PURE = frozenset(
     """
@@ -114,7 +117,8 @@ def _value(node: Node, known: dict[Node, Any]) -> Any:
             if n not in known:
                 try:
                     known[n] = _run(n, known)
-                except (RuntimeError, TypeError, ValueError, IndexError):
+                except (RuntimeError, TypeError, ValueError, IndexError) as e:
+                    log.info("a mask is left as it is: %s does not run: %s", n.format_node(), e)
                     return None
     return known[node]
 
@@ -163,7 +167,14 @@ _IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloord
 
 
 def _run(node: Node, known: Mapping[Node, Any]) -> Any:
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+    args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: _given(a, known))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _given(a: Any, known: Mapping[Node, Any]) -> Any:
+    """An argument for a run on the CPU, wherever the graph runs."""
+    if isinstance(a, Node):
+        return known[a]
+    return torch.device("cpu") if isinstance(a, torch.device) else a

@@ -20,10 +20,11 @@ from fusewright.interface import (
     Verdict,
     Why,
 )
+from fusewright.toolkit.builder import OWN_STRIDES, STRIDE_FREE, Builder
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fused import FusedBackend
+from fusewright.toolkit.match import siblings
 from fusewright_onednn import lowerings, patterns, runtime, target
-from fusewright_onednn.builder import OWN_STRIDES, STRIDE_FREE, Builder
 from fusewright_onednn.lowerings import LOWERINGS
 from fusewright_onednn.patterns import Match
 
@@ -121,7 +122,7 @@ def _concatenations(region: Region, b: Builder, matches: Mapping[int, Match]) ->
     """Linears without neighbours that share their input and are faster as one product: op id -> its group."""
     found: dict[int, tuple[OpView, ...]] = {}
     alone = [op for op in region.ops if op.id in matches and not matches[op.id].posts]
-    for group in patterns.siblings(alone, lambda op: lowerings.may_concat(op, b)):
+    for group in siblings(alone, lambda op: lowerings.may_concat(op, b)):
         if lowerings.concat_pays(group, b):
             found.update((op.id, group) for op in group)
     return found

@@ -13,9 +13,9 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
+from fusewright.toolkit.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright.toolkit.library import LoweringTable
 from fusewright_onednn import choices, runtime
-from fusewright_onednn.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright_onednn.choices import Product
 from fusewright_onednn.patterns import Match
 

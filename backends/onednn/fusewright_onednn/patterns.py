@@ -6,11 +6,12 @@ Nothing here knows the host: a pattern is found from ops, their arguments and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.match import Links
 
 Scalars = tuple[float, ...]
 
@@ -65,31 +66,6 @@ than a separate addition, and up to nine times slower with a bias (docs/studies/
 
 AFTER_ADD = frozenset({"relu"})
 """The unary ops that torch's mkldnn ops take behind a binary one."""
-
-
-class Links:
-    """Who uses which value, over the ops of one region. `escaping` are the ids of values that are used
-    outside."""
-
-    def __init__(self, ops: Sequence[OpView], escaping: frozenset[int]) -> None:
-        self._users: dict[int, list[OpView]] = {}
-        self._escaping = escaping
-        for op in ops:
-            for v in op.inputs():
-                self._users.setdefault(v.id, []).append(op)
-
-    def users(self, value: Value) -> Sequence[OpView]:
-        """The ops that read `value`, one entry per argument that does."""
-        return self._users.get(value.id, ())
-
-    def only_user(self, value: Value) -> OpView | None:
-        """The op that alone uses `value`, once; None when there are others, or it is used outside."""
-        users = self.users(value)
-        return users[0] if len(users) == 1 and value.id not in self._escaping else None
-
-    def unused(self, value: Value) -> bool:
-        """Whether nobody reads `value`."""
-        return not self.users(value) and value.id not in self._escaping
 
 
 @dataclass(frozen=True)
@@ -189,17 +165,3 @@ _STAGES: Mapping[str, Callable[[OpView, Value, Links], bool]] = {
     "batch_norm": _is_batch_norm,
     "add": _is_add,
 }
-
-
-def siblings(ops: Sequence[OpView], eligible: Callable[[OpView], bool]) -> list[tuple[OpView, ...]]:
-    """Linears that read the same value, so that one product with concatenated weights computes all of them.
-
-    Their weights agree in input size and dtype, and all have a bias or none has. Found groups are in graph
-    order.
-    """
-    groups: dict[Any, list[OpView]] = {}
-    for op in ops:
-        if op.op == "linear" and eligible(op):
-            x, w = op.arg("input"), op.arg("weight")
-            groups.setdefault((x.id, w.spec.shape[1], w.spec.dtype, op.arg("bias") is None), []).append(op)
-    return [tuple(g) for g in groups.values() if len(g) > 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,6 @@ from fusewright.interface import (
     Compiled,
     Decline,
     Device,
-    Fragment,
     KernelCode,
     OpView,
     Recorder,
@@ -25,10 +25,12 @@ from fusewright.interface import (
     Why,
 )
 from fusewright.plan.ir import Launch
+from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fused import FusedBackend, Loader
 from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
-from fusewright_triton.lowerings import LOWERINGS
+from fusewright_triton.calls import rewritten
+from fusewright_triton.lowerings import CUDNN, LOWERINGS
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable(
@@ -103,14 +105,14 @@ class TritonBackend(FusedBackend):
         """As every fused backend; what this emitter cannot print is given back."""
         from fusewright_triton.runtime import refused
 
-        fragment = super().compile(region, ctx)
-        assert isinstance(fragment, Fragment)
+        b = rewritten(self.lowerings, region, ctx)
+        fragment = fuse(b.finish(), ctx, b.calls)
         found = self.target(self.running_on())
         for i in fragment.instructions:
             reason = refused(fragment.kernels[i.kernel], found) if isinstance(i, Launch) else None
             if reason is not None:
                 raise Decline(reason, ops=i.op_ids)
-        return fragment
+        return replace(fragment, notes={**fragment.notes, **b.notes})
 
     def recorder(self) -> Recorder | None:
         """Graphs of the device, unless they are switched off or there is no device."""
@@ -129,6 +131,7 @@ class NvidiaTriton(TritonBackend):
     """NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "nvidia_triton"
+    lowerings = CUDNN
     targets, typical = target.NVIDIA, "sm_90"
 
     @classmethod

@@ -1,17 +1,30 @@
-"""Library calls of the GPU backends that differ from eager's own: attention whose mask eager's fast kernels would refuse."""
+"""The table of library calls that differ from eager's own: what they take, and where their code is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from fusewright.interface import CompileContext, OpView, Value
-from fusewright.plan.ir import Call, Instruction, Ref
-from fusewright.toolkit.library import LoweringTable, OpLowering
+from fusewright.interface import OpView, Value
+from fusewright.plan.ir import Call
+from fusewright.toolkit.builder import contiguous_strides
+from fusewright.toolkit.library import LoweringTable
+from fusewright_triton import convolutions, products
+from fusewright_triton.calls import Calls, Found, OpCode, spec_of
 
-LOWERINGS: LoweringTable[OpLowering] = LoweringTable()
+LOWERINGS: LoweringTable[OpCode] = LoweringTable()
+"""Of both vendors."""
+
+CUDNN: LoweringTable[OpCode] = LoweringTable()
+"""Of NVIDIA alone: cuDNN's fused convolutions."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+for table in (LOWERINGS, CUDNN):
+    table.add("linear", dtypes=FLOATS, when=products.reason)(products.lower)
+CUDNN.add("conv", dtypes=FLOATS, when=convolutions.reason)(convolutions.lower)
 
 
 def _broadcast_mask(op: OpView) -> str | None:
@@ -22,19 +35,22 @@ def _broadcast_mask(op: OpView) -> str | None:
     return None
 
 
+@CUDNN.add("sdpa", when=_broadcast_mask)
 @LOWERINGS.add("sdpa", when=_broadcast_mask)
-def sdpa(op: OpView, ctx: CompileContext) -> Iterable[Instruction]:
+def sdpa(op: OpView, c: Calls) -> Found:
     """Attention with the mask copied to dense memory: torch would else compute in fp32 products and a softmax.
 
     A mask made of constants is copied once, when the plan is first run.
     """
+    return Found((op,), op, partial(_masked, op), "attention with a dense mask")
+
+
+def _masked(op: OpView, c: Calls) -> None:
     mask: Value = op.arg("attn_mask")
-    assert mask.spec is not None
-    strides, step = [], 1
-    for size in reversed(mask.spec.shape):
-        strides.append(step)
-        step *= size  # type: ignore[operator]
-    dense = ctx.value(replace(mask.spec, stride=tuple(reversed(strides)), const=False))
-    copy = Call("aten::clone.default", (Ref(mask.id),), (dense.id,), (("memory_format", torch.contiguous_format),))
-    call = ctx.aten(replace(op, args=tuple(dense if a is mask else a for a in op.args)))
-    return copy, call
+    spec = spec_of(mask)
+    dense = c.ctx.value(replace(spec, stride=contiguous_strides(spec.shape), const=False))  # type: ignore[arg-type]
+    clone = Call("aten::clone.default", (c.exact(mask),), (dense.id,), (("memory_format", torch.contiguous_format),))
+    c.b.append(clone)
+    given = c.b.at_hand(op)
+    place = op.argnames.index("attn_mask")
+    c.b.append(c.ctx.aten(replace(given, args=(*given.args[:place], dense, *given.args[place + 1 :]))))

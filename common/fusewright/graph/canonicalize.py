@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -24,12 +26,25 @@ def canonicalize(graph: Graph) -> list[str]:
         found = ops.canonical(node.target, node.args, node.kwargs)
         if found is not None:
             row, node.args, node.kwargs = found
-            node.target = row.target
+            same, node.target = node.target is row.target, row.target
+            if not same:
+                _forget_unread(node)
             _mend_dtypes(graph, node, row)
             if problems := list(verify.op_problems(node)):
                 node.meta[verify.UNTRUSTED] = problems[0]
                 disagreements += problems
     return disagreements
+
+
+def _forget_unread(node: Node) -> None:
+    """Results that nobody reads are as the row makes them: a GPU's batch norm makes statistics that its row does not."""
+    val = node.meta.get("val")
+    if not isinstance(val, tuple | list):
+        return
+    read = {u.args[1] for u in node.users if u.target is operator.getitem}
+    if len(read) < len(val) and len(read) == len(node.users):
+        made = retrace.infer(node)
+        node.meta["val"] = tuple(v if k in read else made[k] for k, v in enumerate(val))
 
 
 def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright.graph.spec import value_of
 
-__all__ = ["downstream", "fake_like", "mend", "mend_alike", "mend_item", "value_of"]
+__all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "value_of"]
 
 
 def fake_like(
@@ -28,32 +28,36 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     ValueError when the shape differs: that is no slip of the metadata.
     """
     val = value_of(node)
-    if not isinstance(val, torch.Tensor) or val.dim() != actual.dim():
+    static = isinstance(val, torch.Tensor) and not any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
+    if not isinstance(val, torch.Tensor) or val.dim() != actual.dim() or (static and val.shape != actual.shape):
         raise ValueError(f"{node.name} makes a {tuple(actual.shape)} where {val!r} was traced")
-    static = not any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
     node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=actual.stride() if static else None)
     downstream(graph, node)
 
 
 def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> None:
-    """`mend` for one result of a node that makes several."""
+    """`mend` for one result of a node that makes several. One that nobody reads may have another shape."""
     items = list(value_of(node))
-    for user in list(node.users):
-        if user.target is operator.getitem and user.args[1] == position:
-            mend(graph, user, actual)
-            items[position] = value_of(user)
+    readers = [n for n in node.users if n.target is operator.getitem and n.args[1] == position]
+    for reader in readers:
+        mend(graph, reader, actual)
+        items[position] = value_of(reader)
+    if not readers:
+        with compat.fake_mode_of(items[position]):
+            items[position] = torch.empty_strided(actual.shape, actual.stride(), dtype=actual.dtype)
     node.meta["val"] = tuple(items)
 
 
-def mend_alike(graph: Graph, node: Node, actual: torch.Tensor) -> None:
-    """`mend` for `node` and for every later node that computes the same from inputs of the same kinds: the same untruth
-    was traced for each layer of a model. Where that is wrong, the next run says so."""
+def alike(graph: Graph, node: Node) -> list[Node]:
+    """`node` and every later node that computes the same from inputs of the same kinds: an untruth that was traced for
+    one layer of a model was traced for all. Where that is wrong, the next run says so."""
     key, traced = _computation(node), _kind(value_of(node))
-    mend(graph, node, actual)
     later = list(graph.nodes)
-    for other in later[later.index(node) + 1 :]:
-        if other.op == "call_function" and _kind(value_of(other)) == traced and _computation(other) == key:
-            mend(graph, other, actual)
+    return [node] + [
+        n
+        for n in later[later.index(node) + 1 :]
+        if n.op == "call_function" and _kind(value_of(n)) == traced and _computation(n) == key
+    ]
 
 
 def _computation(node: Node) -> Any:
@@ -70,13 +74,14 @@ def downstream(graph: Graph, changed: Node) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node is changed or not stale & set(node.all_input_nodes):
             continue
-        before, after = value_of(node), _infer(node)
+        before, after = value_of(node), infer(node)
         node.meta["val"] = after
         if _kind(before) != _kind(after):
             stale.add(node)
 
 
-def _infer(node: Node) -> Any:
+def infer(node: Node) -> Any:
+    """What a node's target makes of the metadata of its inputs."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     if node.target is operator.getitem:
         return operator.getitem(*args)

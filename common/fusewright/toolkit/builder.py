@@ -16,10 +16,10 @@ import torch
 
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Ref
-from fusewright.toolkit.fuse.fuser import LibraryCall, computed_once
+from fusewright.toolkit.fuse.fuser import LibraryCall
 from fusewright.toolkit.fuse.layout import restored
 from fusewright.toolkit.library import layout_of
-from fusewright_onednn.patterns import Links
+from fusewright.toolkit.match import Links, constants
 
 STRIDE_FREE = frozenset({
     "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum",
@@ -52,7 +52,7 @@ class Builder:
         self.notes: dict[int, str] = {}
         self._instructions: list[Instruction] = []  # of the match that is being lowered
         self._constants: dict[Any, Ref] = {}
-        self._const = _constants(region)
+        self._const = constants(region)
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
         self._restored: set[int] = set()
 
@@ -115,21 +115,25 @@ class Builder:
         """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
         self.call(target, *args, out=self._place(out, stride), op=op)
 
+    def append(self, instruction: Instruction) -> None:
+        """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `at_hand` gave."""
+        self._instructions.append(instruction)
+
     def taken(self, ops: Sequence[OpView]) -> None:
         """The instructions written since the last time compute these ops."""
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
-        self.ops.extend(self._rewritten(op) for op in ops)
+        self.ops.extend(self.at_hand(op) for op in ops)
 
-    def _rewritten(self, op: OpView) -> OpView:
+    def at_hand(self, op: OpView) -> OpView:
         """An op with the values that stand for the graph's own."""
         outs = tuple(self._moved.get(v.id, v) for v in op.outs)
-        return replace(op, args=self._at_hand(op.args), outs=outs)
+        return replace(op, args=self._argument(op.args), outs=outs)
 
-    def _at_hand(self, arg: Any) -> Any:
+    def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Value):
             return self._moved.get(arg.id, arg)
-        return tuple(self._at_hand(a) for a in arg) if isinstance(arg, tuple) else arg
+        return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def _place(self, out: Value, stride: Sequence[int] | None) -> Value:
         assert out.spec is not None
@@ -150,7 +154,7 @@ class Builder:
             for o, s in zip(op.outs, strides or (), strict=False):
                 if s is not None:
                     self._place(o, s)
-            self.ops.append(self._rewritten(op))
+            self.ops.append(self.at_hand(op))
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
@@ -184,15 +188,6 @@ class Builder:
             if v.spec is not None:
                 self.exact(v)
         return replace(self.region, ops=tuple(self.ops))
-
-
-def _constants(region: Region) -> set[int]:
-    """Ids of the weights, and of what the region makes of them once."""
-    if region.phase != "infer":
-        return set()
-    given = {v.id for v in region.inputs if v.spec and v.spec.const}
-    once = computed_once(region)
-    return given | {o.id for op in region.ops if op.id in once for o in op.outs}
 
 
 def _operator(target: str) -> Any:

@@ -1,0 +1,146 @@
+"""Products with weights: one for all that read the same, and widths that the fast kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright.interface import CompileContext, OpView
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.builder import contiguous_strides
+from fusewright.toolkit.match import siblings
+from fusewright_triton.calls import Calls, Found, spec_of
+
+PADDED_TO = 8
+"""Elements of a half type whose rows suit the tensor memory accelerator and 16-byte loads."""
+
+PADDING_PAYS = 1 << 22
+"""Results from which on a width that does not suit is padded: the copy back must cost less than the slow kernel."""
+
+LARGEST_COPY = 1 << 25
+"""Elements of concatenated weights at most: they are a second copy, and large products gain nothing."""
+
+REPEATS = 10
+
+Thunk = Callable[[], Any]
+HALF = (torch.bfloat16, torch.float16)
+
+
+def reason(op: OpView) -> str | None:
+    """Why a linear stays torch's own call."""
+    x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
+    if not x.static or w.rank != 2 or x.rank < 2 or 0 in (*x.shape, *w.shape):
+        return "symbolic, empty or no matrix"
+    return "mixed dtypes" if x.dtype != w.dtype else None
+
+
+def lower(op: OpView, c: Calls) -> Found | None:
+    """A linear with its siblings, or with a padded weight; else None."""
+    if not c.is_const(op.arg("weight"), op.arg("bias")):
+        return None
+    group = next((g for g in _groups(c) if op in g), None)
+    if group is not None and concat_pays(group, c.ctx):
+        return Found(group, group[0], partial(_concatenated, group), f"one product for {len(group)}")
+    return Found((op,), op, partial(_padded, op), "product, padded") if _unsuited(op) else None
+
+
+def _groups(c: Calls) -> list[tuple[OpView, ...]]:
+    def eligible(op: OpView) -> bool:
+        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and op.id not in c.found
+
+    return siblings(c.region.ops, eligible)
+
+
+def _concatenated(group: Sequence[OpView], c: Calls) -> None:
+    """All siblings as one product; each result is a slice of it, without a copy."""
+    weight = c.b.once("aten::cat.default", tuple(c.b.exact(op.arg("weight")) for op in group), 0)
+    bias = None
+    if group[0].arg("bias") is not None:
+        bias = c.b.once("aten::cat.default", tuple(c.b.exact(op.arg("bias")) for op in group), 0)
+    _sliced(group, c, weight, bias)
+
+
+def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, more: int = 0) -> None:
+    """One product whose columns are the results of `group` in order, and `more` that nobody reads."""
+    widths = [int(spec_of(op.out).shape[-1]) for op in group]  # type: ignore[arg-type]
+    shape = (*spec_of(group[0].out).shape[:-1], sum(widths) + more)
+    whole, stride, start = c.ctx.value(None), contiguous_strides(shape), 0  # type: ignore[arg-type]
+    c.b.call("aten::linear.default", c.b.any_strides(group[0].arg("input")), weight, bias, out=whole)
+    for op, width in zip(group, widths, strict=True):
+        columns = (Ref(whole.id), len(shape) - 1, start, start + width)
+        c.b.library("aten::slice.Tensor", *columns, out=op.out, stride=stride, op=op)
+        start += width
+
+
+def _unsuited(op: OpView) -> bool:
+    out = spec_of(op.out)
+    width = out.shape[-1]
+    return out.dtype in HALF and width % PADDED_TO != 0 and out.numel_hint() >= PADDING_PAYS  # type: ignore[operator]
+
+
+def _padded(op: OpView, c: Calls) -> None:
+    """The product with rows of zeros behind the weight; the result is a slice, with gaps between its rows."""
+    more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
+    weight = c.b.once("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
+    bias = c.exact(op.arg("bias"))
+    padded = None if bias is None else c.b.once("aten::constant_pad_nd.default", bias, (0, more), 0)
+    _sliced([op], c, weight, padded, more)
+
+
+def concat_pays(group: Sequence[OpView], ctx: CompileContext) -> bool:
+    """Whether one product for all siblings is faster than one for each, by a short measurement."""
+    x, ws = spec_of(group[0].arg("input")), [spec_of(op.arg("weight")) for op in group]
+    if ctx.device.simulated:
+        return True
+    if sum(w.numel_hint() for w in ws) > LARGEST_COPY:
+        return False
+    m, k, widths = x.numel_hint() // int(x.shape[-1]), int(x.shape[-1]), [int(w.shape[0]) for w in ws]  # type: ignore[arg-type]
+    biased = group[0].arg("bias") is not None
+    key = f"siblings {str(x.dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}{' bias' * biased}"
+
+    def products(ns: Sequence[int]) -> Callable[[], Thunk]:
+        return lambda: _products(m, k, ns, x.dtype, x.device, biased)
+
+    candidates = Lazy({"separate": products(widths), "together": products([sum(widths)])})
+    return ctx.choose(key, candidates) == "together"
+
+
+def _products(m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool) -> Thunk:
+    x = torch.full((m, k), 0.5, dtype=dtype, device=device)
+    ws = [torch.full((n, k), 0.5, dtype=dtype, device=device) for n in widths]
+    bs = [torch.zeros(n, dtype=dtype, device=device) if biased else None for n in widths]
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            for w, b in zip(ws, bs, strict=True):
+                torch.nn.functional.linear(x, w, b)
+        torch.cuda.synchronize()
+
+    return run
+
+
+class Lazy(Mapping[str, Thunk]):
+    """Candidates whose tensors are made when they are first run: a remembered choice then costs nothing."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Thunk]]) -> None:
+        self._makers = makers
+        self._thunks: dict[str, Thunk] = {}
+
+    def __getitem__(self, name: str) -> Thunk:
+        maker = self._makers[name]
+
+        def run() -> Any:
+            if name not in self._thunks:
+                self._thunks[name] = maker()
+            return self._thunks[name]()
+
+        return run
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
