@@ -5,9 +5,10 @@ module.
 from __future__ import annotations
 
 import logging
+import operator
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class Compilation:
     run: Run = field(init=False)
     key: str = ""
     """Of the plan cache; "" keeps the plan out of it."""
+    distrusted: frozenset[str] = frozenset()
+    """Names of nodes that make something else than was traced, beyond mending: eager runs them and what reads them."""
 
     @property
     def graph(self) -> Graph:
@@ -98,7 +101,7 @@ def _simplify(c: Compilation) -> None:
 
 def _lower(c: Compilation) -> None:
     """Partition and compile; plan again without what a backend gives back, until nothing new is given back."""
-    denied: dict[str, Verdict] = {}
+    denied = _untraceable(c)
     for _ in range(MAX_ROUNDS):
         c.working, const = expand.on_claim(c.graph, c.const, c.backend, denied, c.phase)
         c.index = GraphIndex(c.working, derived(c.working, const, c.phase), c.phase)
@@ -109,6 +112,14 @@ def _lower(c: Compilation) -> None:
             return
         denied.update(new)
     raise BackendCrashError(f"backend {c.backend.name!r} still declines after {MAX_ROUNDS} rounds of planning")
+
+
+def _untraceable(c: Compilation) -> dict[str, Verdict]:
+    """Distrusted nodes and their readers, which no kernel may compute: it would believe their metadata."""
+    verdict = Verdict(Why.DENIED, "the first run found that torch traced another shape than eager makes")
+    doubtful = [n for n in c.graph.nodes if n.name in c.distrusted]
+    items = [u for n in doubtful for u in n.users if u.target is operator.getitem]
+    return {n.name: verdict for d in (*doubtful, *items) for n in (d, *d.users)}
 
 
 def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dict[str, Verdict]]:
@@ -160,7 +171,7 @@ def _plan(c: Compilation) -> None:
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
     c.run = run = replayed(c.plan, kernels, plain, _recorder(c), c.report.tell_replay)
     if c.compiled:  # somebody believed the metadata
-        checked, _ = codegen.load(c.plan, kernels, checked=True, once=codegen.once_of(plain))
+        checked, _ = codegen.load(_believed(c), kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
         c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
 
@@ -184,23 +195,46 @@ def _passed(c: Compilation) -> None:
         cached.save(c.key, c.backend, c.plan, c.report.summary() if c.report.fallbacks else "")
 
 
+def _believed(c: Compilation) -> plan_build.Plan:
+    """The plan without the metadata of what is distrusted: the first run checks the rest."""
+    doubted = {v.id for n in c.index.ops if _origin(n) in c.distrusted for v in c.index.values(n)}
+    return replace(c.plan, specs={i: s for i, s in c.plan.specs.items() if i not in doubted})
+
+
 def _repaired(c: Compilation, untrue: Untrue) -> Run:
-    """Mend the metadata of a value that turned out otherwise, and compile the graph again."""
+    """Mend the metadata of a value that turned out otherwise, or leave what depends on it to eager, and compile the
+    graph again."""
     made = c.index.node_by_value(untrue.id)
     node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
-    several = node is not None and isinstance(node.meta.get("val"), tuple | list)
-    if node is None or made is None or (several and "origin" in made.meta):
+    if node is None or made is None or node.name in c.distrusted:
         raise BackendContractError(
             f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it"
         ) from untrue
     log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
-    if several:
-        position = [v.id for v in c.index.values(made)].index(untrue.id)
-        retrace.mend_item(c.graph, node, position, untrue.actual)
-    else:
-        retrace.mend_alike(c.graph, node, untrue.actual)
+    distrusted = c.distrusted
+    same = retrace.alike(c.graph, node)
+    try:
+        _mend(c, made, same, untrue)
+    except ValueError:
+        distrusted |= {n.name for n in same}
     report = GraphReport(c.backend.name, c.phase, c.report.road)
-    return _compile(Compilation(c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key))
+    again = Compilation(
+        c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key, distrusted=distrusted
+    )
+    return _compile(again)
+
+
+def _mend(c: Compilation, made: Node, same: Sequence[Node], untrue: Untrue) -> None:
+    """ValueError where the metadata cannot be mended."""
+    if not isinstance(same[0].meta.get("val"), tuple | list):
+        for n in same:
+            retrace.mend(c.graph, n, untrue.actual)
+        return
+    if "origin" in made.meta:
+        raise ValueError("one of several results of an op that was expanded")
+    position = [v.id for v in c.index.values(made)].index(untrue.id)
+    for n in same:
+        retrace.mend_item(c.graph, n, position, untrue.actual)
 
 
 STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (

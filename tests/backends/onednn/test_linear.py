@@ -145,6 +145,14 @@ def test_a_slice_that_a_view_refuses_is_copied_first() -> None:
     assert targets(check(g, [flat, rest])).count("kernel clone") == 1
 
 
+def test_a_repeated_slice_is_copied_once_and_repeated() -> None:
+    """Grouped-query attention repeats keys with stride 0; a copy to those strides would write an element twice."""
+    g, (q, k, v) = _qkv()
+    heads = g.op("unsqueeze", g.op("transpose", g.op("view", k, [2, 8, 2, 8]), 1, 2), 2)
+    repeated = g.op("expand", heads, [2, 2, 3, 8, 8])
+    check(g, [g.op("reshape", repeated, [2, 6, 8, 8]), repeated, g.op("add", v, 1.0), q])
+
+
 def test_claims() -> None:
     backend = X86OneDnn(DEVICE)
     g, _ = _linear()

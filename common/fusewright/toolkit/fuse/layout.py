@@ -87,12 +87,24 @@ def restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instructio
     known = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}.get(layout_of(value.spec))
     if known is not None:
         return (Call("aten::clone.default", (Ref(made.id),), (value.id,), (("memory_format", known),)),)
-    empty = ctx.value(value.spec)
-    sizes = (tuple(value.spec.shape), tuple(value.spec.stride))
-    return (
-        Call("aten::new_empty_strided.default", (Ref(made.id), *sizes), (empty.id,)),
-        Call("aten::copy_.default", (Ref(empty.id), Ref(made.id)), (value.id,)),
-    )
+    shape, stride = value.spec.shape, value.spec.stride
+    repeated = [d for d, step in enumerate(stride) if step == 0 and shape[d] != 1]
+    calls: list[Instruction] = []
+
+    def then(target: str, *args: Any) -> Ref:
+        calls.append(Call(target, args, (ctx.value(None).id,)))
+        return Ref(calls[-1].outs[0])
+
+    source = Ref(made.id)
+    for d in repeated:  # elements that share their memory are written once
+        source = then("aten::slice.Tensor", source, d, 0, 1)
+    narrow = tuple(1 if d in repeated else n for d, n in enumerate(shape))
+    empty = then("aten::new_empty_strided.default", source, narrow, tuple(stride))
+    copy = then("aten::copy_.default", empty, source)
+    if repeated:
+        then("aten::expand.default", copy, tuple(shape))
+    last = calls.pop()
+    return (*calls, replace(last, outs=(value.id,)))
 
 
 def renamed(i: Instruction, names: Mapping[int, int]) -> Instruction:
