@@ -1,7 +1,8 @@
 """Runs emitted kernels on CPU tensors with Triton's interpreter.
 
 The interpreter is Triton's own, with the parts replaced whose arithmetic is not the devices': casts (it
-truncates to bf16), maxima of NaN, and reductions by Python loops. Nothing of it stays replaced outside a run.
+truncates to bf16), maxima of NaN, types of comparisons, and reductions by Python loops. Nothing of it stays replaced
+outside a run.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class _Builder(interpreter.InterpreterBuilder):
         t = t.to(_TORCH[dst_type])
         data = t.view(torch.uint16).numpy() if dst_type == tl.bfloat16 else t.numpy()
         return interpreter.TensorHandle(data, dst_type)
+
+    def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
+        out = super().binary_op(lhs, rhs, op)
+        # Triton keeps the operands' type on comparisons, and then makes blocks of floats of them
+        return interpreter.TensorHandle(out.data, tl.int1) if out.data.dtype == np.bool_ else out
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         return self.cast_impl(src, dst_type)

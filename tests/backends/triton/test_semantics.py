@@ -343,3 +343,19 @@ def test_wide_offsets_use_64_bits() -> None:
     assert "tl.program_id(0).to(tl.int64)" in simulate_kernels([k], H100).sources.popitem()[1].text
     small = softmax(1 << 10, 4096)
     assert "int64" not in simulate_kernels([small], H100).sources.popitem()[1].text
+
+
+def test_a_comparison_of_a_row_meets_those_of_its_elements() -> None:
+    """`max(x)` in training: which elements are the maximum, or NaN where the maximum is."""
+    b = Builder("is_max", p=[3], r=[5])
+    x, out = b.input("x", "f32"), b.output("out", "bool")
+    i, j = b.axes
+    v = b.load(x, i * 5 + j)
+    top = b.reduce("max", v)
+    b.store(out, i * 5 + j, b.op("eq", v, top) | (b.op("isnan", v) & b.op("isnan", top)))
+    data, out_t = torch.randn(3, 5), torch.empty(3, 5, dtype=torch.bool)
+    data[1, 2] = math.nan
+    for target_ in (None, H100):
+        simulate(b.build(), [data, out_t], target=target_)
+        most = data.amax(1, keepdim=True)
+        assert torch.equal(out_t, (data == most) | (data.isnan() & most.isnan()))
