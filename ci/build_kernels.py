@@ -4,8 +4,8 @@
 
 Each model is compiled with the backend on a simulated device and run on the CPU, inference and training, with the kernels
 themselves computed by the CPU's emitter; what the backend would load is collected. Every kernel that differs is then built
-with Triton for each target, and its registers, scratch memory and shared memory (LDS) are read from the code and compared
-with what the target has. Exit code 1 when a kernel does not build or does not fit.
+with Triton for each of the backend's targets, and its registers, scratch memory and shared memory (LDS) are read from the
+code and compared with what the target has. Exit code 1 when a kernel does not build or does not fit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from fusewright_triton.runtime import first_variant
 from fusewright_triton.target import Target
 
 BACKENDS: dict[str, type[TritonBackend]] = {b.name: b for b in (NvidiaTriton, RocmTriton)}
-TARGETS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
+TARGETS: dict[str, Target] = {
+    name: (NvidiaTriton.targets | RocmTriton.targets)[name]
+    for name in ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
+}
 MODELS = tuple(dict.fromkeys([*suite.SUITE, *suite.TRAINABLE]))
 
 
@@ -167,17 +170,18 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     a = _arguments(argv)
-    targets = _chosen(a.targets, TARGETS, "target")
-    models = _chosen(a.models, MODELS, "model")
     backends = _chosen(a.backend, tuple(BACKENDS), "backend")
+    targets = _chosen(a.targets, [t for t in TARGETS if any(t in BACKENDS[b].targets for b in backends)], "target")
+    models = _chosen(a.models, MODELS, "model")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # an old build must not hide that a kernel no longer builds
-        for name in backends:
-            mine = [BACKENDS[name].targets[t] for t in targets if t in BACKENDS[name].targets]
-            if mine:
-                kernels = _collected(name, models, a)
-                rows += [build(kernels, t) for t in mine]
+        for backend in backends:
+            mine = [TARGETS[t] for t in targets if t in BACKENDS[backend].targets]
+            kernels = _collected(backend, models, a) if mine else {}
+            for target in mine:
+                rows.append(build(kernels, target))
+                print(f"{target.arch}: {rows[-1].kernels} kernels in {rows[-1].seconds:.0f} s", flush=True)
         workers.pool().close()
     print("\n" + table(rows))
     for r in rows:
