@@ -114,9 +114,9 @@ def _cases(
     """Pairs of model and dtype, a model's dtypes in a row. Every name is checked before anything runs."""
     chosen = [*models, *(SUITE if suite else ())]
     if only_kernels:
-        if chosen or train:
-            raise click.UsageError("--kernels takes no models and no --train")
-        chosen = kernels.names()
+        if train or not all(map(kernels.is_kernel, chosen)):
+            raise click.UsageError("--kernels takes no models (but names of kernels) and no --train")
+        chosen = chosen or kernels.names()
     elif train and not chosen:
         chosen = list(TRAINABLE)
     elif not chosen:
