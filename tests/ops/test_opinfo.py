@@ -80,6 +80,22 @@ def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
         assert sum(r["lowered"] for r in found) > 20
 
 
+OTHERS = {
+    "symbolic sizes": ("add cat roll split softmax nn.functional.interpolate.nearest", ["--dynamic"]),
+    "other dtypes": ("add any index_put scatter_add", ["--dtypes", "bool,int64,bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_sample_of(name: str, tmp_path: Path) -> None:
+    if not registry.info("x86_onednn").available:
+        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
+    entries, options = OTHERS[name]
+    names = "^(" + "|".join(map(re.escape, entries.split())) + ")$"
+    result = opinfo("--backend", "x86_onednn", "--ops", names, "--samples", "2", "--no-gradients", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_faults_are_found(plugins: Path) -> None:
     result = opinfo(
         "--backend", "opinfo_wrong", "--ops", "^(exp|argmax)$", "--samples", "1", "--no-gradients", plugins=plugins
