@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from fusewright.cli import checks
+from fusewright import registry
+from fusewright.cli import checks, doctor
 from fusewright.cli.app import app
 from fusewright.cli.checks import Report, Row
+from fusewright.interface import Device
 
 FACTS: dict[str, Any] = {
     "cache": {"path": "cache", "bytes": 0, "writable": True},
@@ -75,6 +77,27 @@ def test_problems_and_warnings(rows: list[Row], facts: dict[str, Any], problem: 
     assert problem in " ".join(report.problems) and bool(problem) == bool(report.problems)
     assert warning in " ".join(report.warnings)
     assert report.ok == (not problem)
+
+
+def test_a_simulated_backend_is_never_called_working(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(checks, "SMOKE", (sys.executable, str(script)))
+    fields = {"simulated": True, "device": "cuda gfx942", "reason": "no AMD GPU is visible"}
+    row, wrong = _row("rocm", **fields), _row("liar", **fields)
+    checks.run_smoke([row, wrong])
+    assert row.reason == "no AMD GPU is visible; simulated on CPU, no such device here (as cuda gfx942): its result was right"
+    cells = doctor._cells(row)
+    assert "simulated" in cells and "none" in cells and not any("ms" in c for c in cells)
+    assert wrong.broken and "FAILS" in doctor._cells(wrong)
+
+
+def test_a_backend_without_a_device_is_simulated_where_it_can_be() -> None:
+    rows = {r.name: r for r in checks.collect(smoke=False).rows}
+    for name in ("nvidia_triton", "rocm_triton"):
+        stand_in = registry.info(name).cls.simulated({"target": ""})  # type: ignore[union-attr]
+        if not registry.info(name).available and isinstance(stand_in, Device):
+            assert rows[name].simulated and rows[name].reason and not rows[name].chosen
 
 
 def test_json_has_a_schema_and_every_backend() -> None:

@@ -50,12 +50,13 @@ def _print(report: Report, everything: bool) -> None:
 
 def _cells(row: Row) -> tuple[str, ...]:
     """One line of the table. A path that only a simulation has seen says so."""
-    runs = "-" if row.runs is None else f"{row.ms:.2f} ms" if row.runs and row.ms is not None else "FAILS"
+    works = "simulated" if row.simulated else f"{row.ms or 0:.2f} ms"  # an interpreter's time says nothing
+    runs = "-" if row.runs is None else works if row.runs else "FAILS"
     return (
         row.name,
         row.version,
         "yes" if row.loads else "NO",
-        f"{row.device or 'none'}{' (simulated)' if row.simulated else ''}",
+        "none" if row.simulated or row.device is None else row.device,
         "?" if row.lowers is None else f"{row.lowers} ops",
         runs,
         "yes" if row.chosen else "",

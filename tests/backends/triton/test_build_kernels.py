@@ -15,6 +15,7 @@ from fusewright_triton import workers
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
 import build_kernels as tool
+
 from tests.backends.triton import kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
