@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -82,17 +83,12 @@ class Row:
 @contextmanager
 def collecting(found: dict[str, Kernel]) -> Iterator[None]:
     """What Triton backends load goes into `found`, by structural hash, and is computed by the CPU's emitter."""
-    load = TritonBackend.load
-
     def collect(self: TritonBackend, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         found.update(kernels)
         return llvm_loader(kernels)
 
-    TritonBackend.load = collect  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(TritonBackend, "load", collect):
         yield
-    finally:
-        TritonBackend.load = load  # type: ignore[method-assign]
 
 
 def kernels_of(model: str, backend: str, size: suite.Size, dtypes: Sequence[str]) -> dict[str, Kernel]:
@@ -108,7 +104,7 @@ def kernels_of(model: str, backend: str, size: suite.Size, dtypes: Sequence[str]
 
 def _compiled(fn: Any, backend: str) -> Any:
     torch.compiler.reset()
-    options = {"simulate": True, "cache": False, "fallback": "allow", "strict": True}
+    options: dict[str, Any] = {"simulate": True, "cache": False, "fallback": "allow", "strict": True}
     return torch.compile(fn, backend=backend, options=options)
 
 

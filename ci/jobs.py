@@ -69,6 +69,7 @@ FACTS: dict[str, Callable[[], bool]] = {
     "aarch64": lambda: platform.machine().lower() in ("aarch64", "arm64"),
     "avx2": lambda: "avx2" in _cpu_flags(),
     "vnni": lambda: bool({"avx512_vnni", "avx_vnni"} & _cpu_flags()),
+    "triton": lambda: importlib.util.find_spec("triton") is not None,
     "cuda": lambda: _torch_says(lambda t: t.version.cuda and t.cuda.is_available()),
     "hip": lambda: _torch_says(lambda t: t.version.hip and t.cuda.is_available()),
 }
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
             for j in jobs:
                 lacks = j.missing()
                 print(
-                    f"{j.name:15} {j.kind:10} {'can run here' if not lacks else 'lacks ' + ', '.join(lacks)}"
+                    f"{j.name:23} {j.kind:10} {'can run here' if not lacks else 'lacks ' + ', '.join(lacks)}"
                 )
     elif args.command == "table":
         print(table(jobs))

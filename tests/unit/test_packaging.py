@@ -101,6 +101,9 @@ def test_a_vendor_job_passes_only_on_its_real_device() -> None:
     assert "not installed" in require_backend.verdict({"rows": [row]}, "c")
     for change in ({"device": None}, {"simulated": True}, {"runs": False}, {"loads": False}):
         assert require_backend.verdict({"rows": [{**row, **change}]}, "b")
+    stand_in = {"rows": [{**row, "simulated": True}]}
+    assert require_backend.verdict(stand_in, "b", simulated=True) == ""
+    assert require_backend.verdict({"rows": [{**row, "simulated": True, "runs": False}]}, "b", simulated=True)
 
 
 def test_the_library_imports_neither_click_nor_rich_nor_a_vendor() -> None:

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# A GPU backend's job on a machine without that GPU: its own code on CPU tensors, and every kernel of the suite as machine
+# code for the backend's targets.
+# Usage: ci/simulated.sh NAME   (nvidia_triton or rocm_triton)
+set -euo pipefail
+name=$1
+PYTHON=${PYTHON:-python}
+"$PYTHON" -m fusewright doctor --json | "$PYTHON" ci/require_backend.py "$name" --simulated
+"$PYTHON" -m pytest -n 2 -q tests/backends/triton </dev/null
+"$PYTHON" ci/opinfo.py --backend "$name" --simulate --samples 1 --shard 1/4
+"$PYTHON" ci/build_kernels.py --backend "$name"
