@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             kernels = _collected(backend, models, a) if mine else {}
             for target in mine:
                 rows.append(build(kernels, target))
-                print(f"{target.arch}: {rows[-1].kernels} kernels in {rows[-1].seconds:.0f} s", flush=True)
+                print(f"{target.arch}: {rows[-1].kernels} kernels, {len(rows[-1].failures)} failures, {rows[-1].seconds:.0f} s", flush=True)
         workers.pool().close()
     print("\n" + table(rows))
     for r in rows:
