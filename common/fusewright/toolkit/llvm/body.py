@@ -13,6 +13,7 @@ from fusewright.toolkit.llvm.interleave import members
 from fusewright.toolkit.llvm.memory import ZERO_DIVISION, Arguments, Lanes
 from fusewright.toolkit.llvm.pointwise import IntegerDivision, cast, emit_op, literal, memory_type
 from fusewright.toolkit.llvm.rows import RowLoops
+from fusewright.toolkit.llvm.segments import segments
 from fusewright.toolkit.llvm.strategy import Strategy, tile_units
 from fusewright.toolkit.llvm.text import Fn, Module, V, i64
 from fusewright.toolkit.llvm.tiles import transpose
@@ -39,6 +40,9 @@ class Body:
         self.members = {} if how.row or how.lanes == 1 else members(kernel, how.v)
         self.unzipped: dict[tuple[int, Index, int], list[V]] = {}
         self.transposed: dict[int, list[V]] = {}
+        self.known: dict[int, bool] = {}
+        self.span: Extent | None = kernel.sizes[how.v] if how.v is not None else None
+        """The length of the vectorised axis that is being covered; None: only known at run time."""
         self.division = IntegerDivision(lambda bad: self.lanes.report(bad, ZERO_DIVISION))
 
     def write(self) -> None:
@@ -205,7 +209,21 @@ class Body:
             raise ValueError("column mode without a vectorised axis")
         lo, hi = (i64(0), self.size(v)) if block is None else self._range(v, block)
         hoisted = self._hoisted(v)
-        self._column_spans(v, lo, hi, hoisted, dict(self.uniform))
+        common, whole = dict(self.uniform), self.span
+        for part in segments(self.kernel, v):
+            self.known, self.span = part.known, part.stop - part.start if block is None else None
+            self._column_spans(v, self._least(hi, part.start, lo), self._least(hi, part.stop, lo), hoisted, common)
+        if not self.known:
+            self._column_spans(v, lo, hi, hoisted, common)
+        self.known, self.span = {}, whole
+
+    def _least(self, hi: V, at: int, lo: V) -> V:
+        """`at`, moved into lo..hi."""
+        f, x = self.f, i64(at)
+        if lo.lit and hi.lit:
+            return x
+        x = f.select(f.cmp("icmp slt", x, hi), x, hi)
+        return f.select(f.cmp("icmp sgt", x, lo), x, lo)
 
     def _column_spans(self, v: int, lo: V, hi: V, hoisted: set[int], common: dict[int, V]) -> None:
         """The columns [lo, hi) of `v`."""
@@ -250,8 +268,7 @@ class Body:
 
     def _divides(self, step: int, axis: int | None = None) -> bool:
         """Whether an axis (the vectorised one) and its block are known to be multiples of `step`."""
-        axis = self.how.v if axis is None else axis
-        n = self.kernel.sizes[axis] if axis is not None else 1
+        n = self.span if axis is None else self.kernel.sizes[axis]
         return isinstance(n, int) and n % step == 0 and self.how.block % step == 0
 
     def _spans(self, lo: V, hi: V, units: int, lanes: int, span: Callable[[V, V, int, int, bool], V]) -> None:
@@ -260,7 +277,7 @@ class Body:
         at = span(lo, hi, units, lanes, False)
         if self._divides(units * lanes):
             return
-        size = self.kernel.sizes[self.how.v] if self.how.v is not None else None
+        size = self.span
         while isinstance(size, int) and units > 2:
             units //= 2
             if size // lanes & units:
@@ -382,6 +399,8 @@ class Body:
 
     def _compute(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
         f, args = self.f, [values[a] for a in n.args]
+        if n.id in self.known:
+            return literal(self.known[n.id], "bool")
         if n.op in OPS:
             dtype = self.types[n.args[-1]]
             return emit_op(f, n.op, dtype, args, self.division)
