@@ -136,6 +136,7 @@ def _constants(node: Node) -> list[Node] | None:
         elif _pure(n):
             todo += [(n, True), *((i, False) for i in n.all_input_nodes)]
         else:
+            log.debug("a mask is left as it is: it depends on %s", n.format_node())
             return None
     return list(found)
 

@@ -26,9 +26,8 @@ def canonicalize(graph: Graph) -> list[str]:
         found = ops.canonical(node.target, node.args, node.kwargs)
         if found is not None:
             row, node.args, node.kwargs = found
-            same, node.target = node.target is row.target, row.target
-            if not same:
-                _forget_unread(node)
+            node.target = row.target
+            _forget_unread(node, row)
             _mend_dtypes(graph, node, row)
             if problems := list(verify.op_problems(node)):
                 node.meta[verify.UNTRUSTED] = problems[0]
@@ -36,15 +35,28 @@ def canonicalize(graph: Graph) -> list[str]:
     return disagreements
 
 
-def _forget_unread(node: Node) -> None:
-    """Results that nobody reads are as the row makes them: a GPU's batch norm makes statistics that its row does not."""
+def _forget_unread(node: Node, row: ops.Op) -> None:
+    """Results that nobody reads have the shapes that the table says: torch's metadata of a batch norm of inference
+    names statistics for a GPU which no device gives."""
     val = node.meta.get("val")
-    if not isinstance(val, tuple | list):
+    if not isinstance(val, tuple | list) or any(u.target is not operator.getitem for u in node.users):
         return
-    read = {u.args[1] for u in node.users if u.target is operator.getitem}
-    if len(read) < len(val) and len(read) == len(node.users):
-        made = retrace.infer(node)
-        node.meta["val"] = tuple(v if k in read else made[k] for k, v in enumerate(val))
+    read = {u.args[1] for u in node.users}
+    if len(read) == len(val):
+        return
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
+    shapes = row.shapes(args, kwargs)
+    node.meta["val"] = tuple(
+        v if k in read or k >= len(shapes) or not isinstance(v, torch.Tensor) else _shaped(v, shapes[k])
+        for k, v in enumerate(val)
+    )
+
+
+def _shaped(val: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if len(shape) == val.dim() and all(map(compat.statically_true, map(operator.eq, val.shape, shape))):
+        return val
+    with compat.fake_mode_of(val):
+        return torch.empty(shape, dtype=val.dtype, device=val.device)
 
 
 def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:

@@ -27,7 +27,8 @@ STRIDE_FREE = frozenset({
     "leaky_relu", "elu", "mish", "softplus", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
     "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
     "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
-    "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "linear", "conv",
+    "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
+    "linear", "conv",
     "matmul",
 })  # fmt: skip
 """Rows that give the same values for any strides of their inputs. Their own result may then have other
@@ -172,7 +173,7 @@ class Builder:
         except (RuntimeError, NotImplementedError):  # a view that these strides do not allow
             return None
         results = result if isinstance(result, tuple | list) else (result,)
-        return [r.stride() if isinstance(r, torch.Tensor) else None for r in results]
+        return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]
 
     def _on_meta(self, arg: Any) -> Any:
         if isinstance(arg, Value):
@@ -200,6 +201,16 @@ def _same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
     """Equal where it matters: a dimension of size 1 may have any stride."""
     pairs = zip(spec.shape, spec.stride, stride, strict=True)
     return 0 in spec.shape or all(a == b for size, a, b in pairs if size != 1)
+
+
+def _usual_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `t`, with those of channels-last where they differ in dimensions of size 1 alone: torch then calls
+    them channels-last as well (its group norm leaves an odd stride for a batch of one)."""
+    if t.dim() != 4 or t.is_contiguous():
+        return t.stride()
+    usual = channels_last_strides(t.shape)
+    pairs = zip(t.shape, t.stride(), usual, strict=True)
+    return usual if all(a == b for size, a, b in pairs if size != 1) else t.stride()
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
