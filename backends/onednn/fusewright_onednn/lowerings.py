@@ -206,8 +206,6 @@ def _conv_reason(op: OpView) -> str | None:
     x, w = _spec(op.arg("input")), _spec(op.arg("weight"))
     if x.rank not in (3, 4) or x.rank != w.rank:
         return "only 1-d and 2-d convolutions of a batch"
-    if op.arg("transposed"):
-        return "a transposed convolution"
     if 0 in x.shape or 0 in _spec(op.out).shape:
         return "an empty input or output"
     return "mixed dtypes" if _mixed_types(op) else None
@@ -232,9 +230,10 @@ def conv(m: Match, b: Builder) -> None:
     Weights that gradients flow to stay as they are: eager calls the same oneDNN kernels for those.
     """
     op = m.anchor
-    if not b.is_const(op.arg("weight")) or b.ctx.options["prepack"] == "never":
+    transposed = op.arg("transposed")  # whose strides torch's metadata functions do not foresee
+    if transposed or not b.is_const(op.arg("weight")) or b.ctx.options["prepack"] == "never":
         for part in m.ops:
-            b.keep(part)
+            b.keep(part, any_strides=not transposed)
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = _folded(m, b)

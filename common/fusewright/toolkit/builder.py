@@ -143,10 +143,10 @@ class Builder:
         self._moved[out.id] = self.ctx.value(replace(out.spec, stride=tuple(stride)))
         return self._moved[out.id]
 
-    def keep(self, op: OpView) -> None:
-        """Leave `op` to the fuser, with the strides at hand where it takes them."""
+    def keep(self, op: OpView, any_strides: bool = True) -> None:
+        """Leave `op` to the fuser, with the strides at hand where it takes them, or always with the graph's."""
         moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
-        strides = self._strides_for(op) if moved else None
+        strides = self._strides_for(op) if moved and any_strides else None
         if moved and strides is None:
             for v in moved:
                 self.exact(v)

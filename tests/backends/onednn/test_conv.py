@@ -158,3 +158,9 @@ def test_an_addition_rides_behind_a_convolution_of_a_sequence() -> None:
     x = g.input(torch.randn(2, 8, 21, dtype=BF16))
     y = g.op("add", g.op("conv", x, g.weight(8, 8, 3), None, [1], [1], [1], False, [0], 1), x)
     assert CONV_ADD in targets(check(g, [y]))
+
+
+def test_a_transposed_convolution_stays_between_the_others() -> None:
+    g = Net()
+    y = g.op("conv", g.conv(g.image(), 8, 8), g.weight(8, 8, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 1)
+    assert targets(check(g, [g.conv(y, 8, 8)])) == [CONV, COPY, "aten::convolution", CONV, COPY]
