@@ -365,3 +365,17 @@ def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Te
     """Whether what tracing assumed of the sizes of `fakes` is true of `tensors`."""
     found: bool = shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False)
     return found
+
+
+def storage_uses(storage: Any) -> int:
+    """How many tensors and others hold a storage, the given Python object among them."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def forward_results() -> int:
+    """How many results of the forward graph that AOTAutograd compiles now are not saved for backward; they come first."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    meta = getattr(context, "fw_metadata", None)
+    return int(getattr(meta, "num_forward", 0) or 0)

@@ -280,9 +280,10 @@ class Recorder(Protocol):
         ...
 
     def record(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """The results of `run`, which every call of the returned function fills anew. `warm`: run it once before.
+        `shared`: other recordings of this lane may use its memory when the work that follows a replay is done.
 
         Raises `RuntimeError` (and leaves nothing behind) when something in it cannot be recorded.
         """

@@ -45,6 +45,7 @@ from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Run, Untrue, checked_first
 from fusewright.plan.opaque import guarded
 from fusewright.plan.replay import replayed
+from fusewright.plan.retained import Handover, retained
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
@@ -76,6 +77,7 @@ class Compilation:
     run: Run = field(init=False)
     key: str = ""
     """Of the plan cache; "" keeps the plan out of it."""
+    handover: Handover = field(default_factory=Handover)
     distrusted: frozenset[str] = frozenset()
     """Names of nodes that make something else than was traced, beyond mending: eager runs them and what reads them."""
 
@@ -169,7 +171,10 @@ def _plan(c: Compilation) -> None:
     c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
     kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
-    c.run = run = replayed(c.plan, kernels, plain, _recorder(c), c.report.tell_replay)
+    if c.phase == "infer":
+        c.run = run = replayed(c.plan, kernels, plain, _recorder(c), c.report.tell_replay)
+    else:
+        c.run = run = retained(c.plan, kernels, plain, c.backend.recorder(), c.report.tell_replay, c.handover)
     if c.compiled:  # somebody believed the metadata
         checked, _ = codegen.load(_believed(c), kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
@@ -177,7 +182,7 @@ def _plan(c: Compilation) -> None:
 
 
 def _recorder(c: Compilation) -> Recorder | None:
-    """Inference is recorded; training changes what its plans share with each other from call to call."""
+    """For inference; `retained` replays training."""
     return c.backend.recorder() if c.phase == "infer" else None
 
 
@@ -219,8 +224,9 @@ def _repaired(c: Compilation, untrue: Untrue) -> Run:
         distrusted |= {n.name for n in same}
     report = GraphReport(c.backend.name, c.phase, c.report.road)
     again = Compilation(
-        c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key, distrusted=distrusted
-    )
+        c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key, handover=c.handover,
+        distrusted=distrusted,
+    )  # fmt: skip
     return _compile(again)
 
 
@@ -250,7 +256,8 @@ def compile_graph(
 ) -> Callable[[list[Any]], Any]:
     """Run every stage on one ATen graph. Returns a callable that takes (and empties) a list of inputs."""
     report = GraphReport(backend.name, phase, road)
-    c = Compilation(backend, options, gm, phase, const, report, Tuner(backend.fingerprint(), options.cache))
+    tuner = Tuner(backend.fingerprint(), options.cache)
+    c = Compilation(backend, options, gm, phase, const, report, tuner, handover=Handover.of(phase))
     _timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording():
         c.key = cached.key(backend, options, c.graph, phase, const)

@@ -30,11 +30,12 @@ class Graphs:
         return (index, torch.cuda.current_stream().cuda_stream) if torch.cuda.current_device() == index else None
 
     def record(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """See `Recorder.record`. Warming up loads kernels and makes workspaces, which a capture cannot."""
         current = torch.cuda.current_stream()
-        pool = _pools.setdefault((current.device_index, current.cuda_stream), _Pool())
+        key = (current.device_index, current.cuda_stream)
+        pool = _pools.setdefault(key, _Pool()) if shared else _Pool()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with _beside(current):

@@ -52,8 +52,9 @@ SLOWER = 1.03
 Run = Callable[[list[Any]], Any]
 
 
-def obstacle(plan: Plan, device: str) -> str | None:
-    """Why a plan cannot be recorded on devices of this type, or None. From the plan alone."""
+def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
+    """Why a plan cannot be recorded on devices of this type, or None. From the plan alone. Training draws random numbers
+    as recordings do, from the device's own generator, and its results are looked at elsewhere."""
     if len(plan.instructions) < FEWEST:
         return "too few instructions"
     if plan.scalars or any(i not in plan.specs for i in plan.inputs):
@@ -62,14 +63,21 @@ def obstacle(plan: Plan, device: str) -> str | None:
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
         return "sizes are symbolic"
     for i in plan.instructions:
-        why = _unrecordable(i)
+        why = _unrecordable(i, training)
         if why is not None:
             return why
     read = {r for i in plan.instructions for r in reads(i)} | made
     elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
+    if training:
+        return "it writes into its inputs" if written_values(plan) else None
     return _result_obstacle(plan)
+
+
+def plan_device(plan: Plan, device: str) -> str:
+    """The one device of this type that the plan is on."""
+    return next(iter(_devices(plan, device)))
 
 
 def _devices(plan: Plan, device: str) -> set[str]:
@@ -78,7 +86,7 @@ def _devices(plan: Plan, device: str) -> set[str]:
     return set(found[:1])
 
 
-def _unrecordable(i: Instruction) -> str | None:
+def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     """Why an instruction does not do the same at every replay, or waits for the device."""
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
@@ -88,7 +96,7 @@ def _unrecordable(i: Instruction) -> str | None:
     if operator is None:
         return "sizes are computed at run time"
     row = ops.find(operator)
-    if ops.is_random(operator) if row is None else ops.draws(row, i.args, dict(i.kwargs)):
+    if not training and (ops.is_random(operator) if row is None else ops.draws(row, i.args, dict(i.kwargs))):
         return f"{i.target} draws random numbers"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
@@ -197,7 +205,7 @@ class Replayed:
         self.plan, self.run, self.recorder, self.tell = plan, run, recorder, tell
         self.parts = divide(plan)
         self.once = codegen.once_of(run)
-        self.device = next(iter(_devices(plan, recorder.device_type)))
+        self.device = plan_device(plan, recorder.device_type)
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
         self._once_places = [plan.inputs.index(i) for i in plan.once_inputs]
@@ -277,7 +285,7 @@ class Replayed:
                 given[k] = buffer.as_strided(args[k].shape, args[k].stride())
             # A warm-up runs the head, so there is none where that would write into inputs.
             record = self.recorder.record
-            kept, replay = record(lambda: self._head([*given, *prepared]), not self._writes)
+            kept, replay = record(lambda: self._head([*given, *prepared]), warm=not self._writes)
         return _Recording(replay, kept, buffers, prepared)
 
     def _give_up(self, why: str) -> None:

@@ -1,0 +1,211 @@
+"""Replay of training: forward and backward recorded each, with what forward saves left where it lies.
+
+What forward saves for backward, and the gradients that backward gives, are handed out without a copy. So a replay must
+not happen while somebody still holds what the last one gave: a second forward before the backward, a retained graph,
+gradients that are accumulated. Such calls run as the plain plan. Backward finds the saved tensors at the addresses that
+forward's recording has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright.interface import KernelCode, Phase, Recorder
+from fusewright.plan import codegen
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Ref, reads
+from fusewright.plan.replay import Run, copied_out, flat, obstacle, plan_device
+
+log = logging.getLogger("fusewright")
+
+SMALL = 1 << 12
+"""Inputs of backward below this many bytes are copied; others are taken to lie where forward's recording left them."""
+
+COPY_LIMIT = 1 << 24
+"""Bytes of inputs that may be copied because they turned out to lie elsewhere at every call."""
+
+MOST_RECORDINGS = 8
+MISSES = 3
+"""Calls in a row with other addresses, after which the plan is recorded anew."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a plan of training gives to whom: its first `copies` results belong to the caller and are copied out;
+    `fixed` are positions of inputs that are read where they lie (None: all but small ones). `known` is False where
+    AOTAutograd does not say."""
+
+    copies: int = 0
+    fixed: frozenset[int] | None = None
+    known: bool = True
+
+    @classmethod
+    def of(cls, phase: Phase) -> Handover:
+        """For the graph that AOTAutograd compiles now."""
+        if phase != "forward":
+            return cls()
+        results = compat.forward_results()
+        return cls(results, compat.static_input_indices(), results > 0)
+
+
+@dataclass
+class _Recording:
+    """`fixed` are (position, address), `buffers` (position, flat buffer), `storages` (identity, references when nobody
+    else holds them)."""
+
+    lane: Hashable
+    replay: Callable[[], None]
+    kept: Sequence[torch.Tensor]
+    fixed: Sequence[tuple[int, int]]
+    buffers: Sequence[tuple[int, torch.Tensor]]
+    storages: Sequence[tuple[Any, int]]
+
+
+class Retained:
+    """A plan of training as a callable that records itself at its first call."""
+
+    def __init__(
+        self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder,
+        tell: Callable[[str], None], handover: Handover,
+    ) -> None:  # fmt: skip
+        self.plan, self.run, self.recorder, self.tell, self.copies = plan, run, recorder, tell, handover.copies
+        self.device = plan_device(plan, recorder.device_type)
+        made = {o for i in plan.instructions for o in i.outs}
+        wanted = dict.fromkeys(o.id for o in plan.outputs if isinstance(o, Ref) and o.id in made)
+        self._kept = {v: k for k, v in enumerate(wanted)}
+        self._given = {i: k for k, i in enumerate(plan.inputs)}
+        self._body = codegen.load(replace(plan, outputs=tuple(map(Ref, wanted))), kernels)[0]
+        read = {r for i in plan.instructions for r in reads(i)}
+        self._used = [k for k, i in enumerate(plan.inputs) if i in read]
+        self._fixed = handover.fixed
+        self._copied: set[int] = set()
+        self._recording: _Recording | None = None
+        self._recorded = self._misses = 0
+        self._lock = threading.RLock()
+        self.given_up = ""
+
+    def __call__(self, args: list[Any]) -> Any:
+        lane = None if self.given_up else self.recorder.lane(self.device)
+        if lane is None:
+            return self.run(args)
+        with self._lock:
+            found = self._matching(lane, args)
+            if found is None:
+                return self.run(args)
+            result = self._replay(found, args)
+        args.clear()
+        return result
+
+    def _matching(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        """A recording that this call can use: the one there is, or a new one; None for the plain plan."""
+        r = self._recording
+        if r is None:
+            return self._record(lane, args)
+        moved = [k for k, address in r.fixed if args[k].data_ptr() != address]
+        if r.lane == lane and not moved:
+            self._misses = 0
+            return None if self._held(r) else r
+        self._misses += 1
+        if self._held(r):
+            return None
+        bytes_moved = sum(args[k].numel() * args[k].element_size() for k in moved)
+        if r.lane == lane and bytes_moved <= COPY_LIMIT:
+            self._copied.update(moved)
+        elif self._misses < MISSES:
+            return None
+        return self._record(lane, args)
+
+    @staticmethod
+    def _held(r: _Recording) -> bool:
+        """Whether somebody still holds what the last replay gave."""
+        return any(compat.storage_uses(s) > count for s, count in r.storages)
+
+    def _replay(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+        if r.buffers:
+            torch._foreach_copy_([b for _, b in r.buffers], [flat(args[k]) for k, _ in r.buffers])
+        r.replay()
+        own = [o.id for o in self.plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
+        copies = dict(zip(own, copied_out([r.kept[self._kept[v]] for v in own]), strict=True))
+        return tuple(self._result(o, k < self.copies, copies, r, args) for k, o in enumerate(self.plan.outputs))
+
+    def _result(self, o: Any, own: bool, copies: Mapping[int, torch.Tensor], r: _Recording, args: list[Any]) -> Any:
+        if not isinstance(o, Ref):
+            return o
+        if o.id in self._given:
+            return args[self._given[o.id]]
+        if own:
+            return copies[o.id]
+        return r.kept[self._kept[o.id]].detach()  # a tensor of its own: autograd may take it over as a gradient
+
+    def _record(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        self._recording = None
+        self._misses = 0
+        if self._recorded >= MOST_RECORDINGS:
+            self._give_up("addresses change from call to call")
+            return None
+        self._recorded += 1
+        given, buffers, fixed = list(args), [], []
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for k in self._used:
+                    if self._stays(k, args[k]):
+                        fixed.append((k, args[k].data_ptr()))
+                        continue
+                    buffer = flat(args[k]).clone()
+                    buffers.append((k, buffer))
+                    given[k] = buffer.as_strided(args[k].shape, args[k].stride())
+                kept, again = self.recorder.record(partial(self._run_body, given), warm=False, shared=False)
+        except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
+            self._give_up(f"recording failed: {str(e).splitlines()[0]}")
+            return None
+        del given  # what forward saved must be held by nobody but its recording
+        outside = {compat.storage_id(args[k]) for k, _ in fixed}
+        mine = [t for t in (*kept, *(b for _, b in buffers)) if compat.storage_id(t) not in outside]
+        storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
+        uses = [(s, compat.storage_uses(s)) for s in storages]
+        self._recording = _Recording(lane, again, kept, fixed, buffers, uses)
+        self.tell(f"replayed, {len(self.plan.instructions)} instructions")
+        return self._recording
+
+    def _run_body(self, given: list[Any]) -> Any:
+        return self._body(list(given))
+
+    def _stays(self, position: int, x: torch.Tensor) -> bool:
+        if position in self._copied:
+            return False
+        return x.numel() * x.element_size() >= SMALL if self._fixed is None else position in self._fixed
+
+    def _give_up(self, why: str) -> None:
+        self.given_up = why
+        self.tell(f"not replayed: {why}")
+        log.info("a plan of training is not replayed: %s", why)
+
+
+def retained(
+    plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder | None,
+    tell: Callable[[str], None], handover: Handover,
+) -> Run:  # fmt: skip
+    """`run` of a plan of training, replayed by `recorder` where that is possible."""
+    if recorder is None:
+        return run
+    why = obstacle(plan, recorder.device_type, training=True) or _shared_result(plan, handover)
+    if why is not None:
+        tell(f"not replayed: {why}")
+        return run
+    return Retained(plan, kernels, run, recorder, tell, handover)
+
+
+def _shared_result(plan: Plan, handover: Handover) -> str | None:
+    """Results of the caller's own that are inputs: AOTAutograd relies on their identity."""
+    if not handover.known:
+        return "AOTAutograd does not say which results are the caller's"
+    own = {o.id for o in plan.outputs[: handover.copies] if isinstance(o, Ref)}
+    return "a result is an input" if own & set(plan.inputs) else None

@@ -1,0 +1,82 @@
+"""Replay of training: what is handed out is not copied, so nothing is replayed while somebody holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusewright import capture, pipeline
+from fusewright.report import recording
+from tests.unit.plan.test_replay import OPTIONS, Backend, Recorder, Small
+
+
+class Forgetful(Recorder):
+    """A recorder of training: it keeps no argument, as a device's graph keeps none. Its replays compute nothing, so
+    results stay those of the recorded call."""
+
+    def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
+        assert not warm and not shared
+        results = run()
+        self.recorded += 1
+
+        def again() -> None:
+            self.replays += 1
+
+        return results, again
+
+
+def compiled(model: torch.nn.Module, recorder: Recorder) -> Any:
+    backend = Backend()
+    backend.made = recorder
+
+    def dynamo(gm: Any, inputs: Any) -> Any:
+        return capture.capture(gm, inputs, lambda *a: pipeline.compile_graph(backend, OPTIONS, *a))
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=dynamo)
+
+
+def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss
+
+
+def test_forward_and_backward_are_replayed_with_the_right_gradients() -> None:
+    torch.manual_seed(0)
+    model, recorder, x = Small(), Forgetful(), torch.randn(64, 8)
+    step(model, x)
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    fast = compiled(model, recorder)
+    with recording() as reports:
+        for _ in range(4):
+            model.zero_grad(set_to_none=True)
+            step(fast, x)
+            for p, g in zip(model.parameters(), wanted, strict=True):
+                torch.testing.assert_close(p.grad, g)
+    assert [r.replay.partition(",")[0] for r in reports] == ["replayed", "replayed"]
+    assert recorder.recorded == 2
+    assert recorder.replays == 6  # three times both: the first step is checked
+
+
+def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are_open() -> None:
+    torch.manual_seed(0)
+    model, recorder, x = Small(), Forgetful(), torch.randn(64, 8)
+    fast = compiled(model, recorder)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        step(fast, x)
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    step(fast, x)  # adds to gradients that lie in the recording's memory
+    for p, g in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * g)
+    model.zero_grad(set_to_none=True)
+    first, second = fast(x).square().sum(), fast(2 * x).square().sum()
+    before = recorder.replays
+    (first + second).backward()
+    assert recorder.replays >= before
+    model.zero_grad(set_to_none=True)
+    wanted = step(model, x), step(model, 2 * x)
+    torch.testing.assert_close((first.detach(), second.detach()), tuple(w.detach() for w in wanted))
