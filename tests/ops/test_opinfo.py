@@ -81,8 +81,8 @@ def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "symbolic sizes": ("add cat roll split softmax nn.functional.interpolate.nearest", ["--dynamic"]),
-    "other dtypes": ("add any index_put scatter_add", ["--dtypes", "bool,int64,bfloat16"]),
+    "symbolic sizes": ("cat roll nn.functional.interpolate.nearest", ["--dynamic"]),
+    "other dtypes": ("add index_put", ["--dtypes", "bool,bfloat16"]),
 }
 
 
@@ -92,7 +92,7 @@ def test_sample_of(name: str, tmp_path: Path) -> None:
         pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     entries, options = OTHERS[name]
     names = "^(" + "|".join(map(re.escape, entries.split())) + ")$"
-    result = opinfo("--backend", "x86_onednn", "--ops", names, "--samples", "2", "--no-gradients", *options)
+    result = opinfo("--backend", "x86_onednn", "--ops", names, "--samples", "1", "--no-gradients", *options)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
