@@ -27,7 +27,7 @@ def canonicalize(graph: Graph) -> list[str]:
         if found is not None:
             row, node.args, node.kwargs = found
             node.target = row.target
-            _forget_unread(node, row)
+            _forget_unread(graph, node, row)
             _mend_dtypes(graph, node, row)
             if problems := list(verify.op_problems(node)):
                 node.meta[verify.UNTRUSTED] = problems[0]
@@ -35,12 +35,14 @@ def canonicalize(graph: Graph) -> list[str]:
     return disagreements
 
 
-def _forget_unread(node: Node, row: ops.Op) -> None:
+def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:
     """Results that nobody reads have the shapes that the table says: torch's metadata of a batch norm of inference
     names statistics for a GPU which no device gives."""
     val = node.meta.get("val")
     if not isinstance(val, tuple | list) or any(u.target is not operator.getitem for u in node.users):
         return
+    for user in [u for u in node.users if not u.users]:
+        graph.erase_node(user)
     read = {u.args[1] for u in node.users}
     if len(read) == len(val):
         return

@@ -70,9 +70,7 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
-    if training:
-        return "it writes into its inputs" if written_values(plan) else None
-    return _result_obstacle(plan)
+    return None if training else _result_obstacle(plan)
 
 
 def plan_device(plan: Plan, device: str) -> str:
@@ -108,7 +106,7 @@ def _result_obstacle(plan: Plan) -> str | None:
     made = {o for i in plan.instructions for o in i.outs}
     roots = roots_of(plan.instructions)
     results = [r.id for r in plan.outputs if isinstance(r, Ref)]
-    if not results and not written_values(plan):
+    if not results and not written_inputs(plan):
         return "there are no results"
     if any(not roots.get(r, {r}) <= made for r in results):
         return "a result may share memory with an input"
@@ -149,16 +147,21 @@ def divide(plan: Plan) -> Parts:
         outputs = tuple(plan.outputs[k] for k in positions)
         tail = replace(plan, inputs=(*given, *kept), outputs=outputs, instructions=last, once=[])
     read = {r for i in first for r in reads(i)}
-    written = written_values(plan)
+    written = written_inputs(plan)
     used = [k for k, i in enumerate(plan.inputs) if i in read]
     fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
     copied = tuple(k for k in used if k not in fixed)
     return Parts(head, tail, kept, copied, fixed, {k: n for n, k in enumerate(positions)})
 
 
+def written_inputs(plan: Plan) -> set[int]:
+    """Inputs (and tensors of the graph) that a run writes; what it writes of its own does not count."""
+    return written_values(plan) & {*plan.inputs, *plan.attributes}
+
+
 def _late(plan: Plan) -> set[int]:
     """Positions of the instructions that make large results, with all that depends on them."""
-    if written_values(plan):
+    if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
     results = [r.id for r in plan.outputs if isinstance(r, Ref)]
@@ -209,7 +212,7 @@ class Replayed:
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
         self._once_places = [plan.inputs.index(i) for i in plan.once_inputs]
-        self._writes = bool(written_values(plan))
+        self._writes = bool(written_inputs(plan))
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._lock = threading.RLock()
         self._unused = 0

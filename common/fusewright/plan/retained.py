@@ -22,7 +22,7 @@ from fusewright.interface import KernelCode, Phase, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Ref, reads
-from fusewright.plan.replay import Run, copied_out, flat, obstacle, plan_device
+from fusewright.plan.replay import Run, copied_out, flat, obstacle, plan_device, written_inputs
 
 log = logging.getLogger("fusewright")
 
@@ -196,16 +196,20 @@ def retained(
     """`run` of a plan of training, replayed by `recorder` where that is possible."""
     if recorder is None:
         return run
-    why = obstacle(plan, recorder.device_type, training=True) or _shared_result(plan, handover)
+    why = obstacle(plan, recorder.device_type, training=True) or _handed_out(plan, handover)
     if why is not None:
         tell(f"not replayed: {why}")
         return run
     return Retained(plan, kernels, run, recorder, tell, handover)
 
 
-def _shared_result(plan: Plan, handover: Handover) -> str | None:
-    """Results of the caller's own that are inputs: AOTAutograd relies on their identity."""
+def _handed_out(plan: Plan, handover: Handover) -> str | None:
+    """What AOTAutograd relies on that a recording would not give: the identity of inputs that are results, or that are
+    written and may lie elsewhere next time."""
     if not handover.known:
         return "AOTAutograd does not say which results are the caller's"
+    written = {k for k, i in enumerate(plan.inputs) if i in written_inputs(plan)}
+    if not written <= (handover.fixed or frozenset()):
+        return "it writes into its inputs"
     own = {o.id for o in plan.outputs[: handover.copies] if isinstance(o, Ref)}
     return "a result is an input" if own & set(plan.inputs) else None
