@@ -71,8 +71,8 @@ def bench(
     baseline: Path | None,
     verbose: bool,
 ) -> None:
-    """Time MODELs (names of the suite, or file.py:function) in eager, Inductor and ours, interleaved in one
-    process.
+    """Time MODELs (names of the suite, or file.py:function) in eager, Inductor and ours, interleaved, each in a
+    process of its own.
 
     A function of a file returns (module, args) or (module, args, kwargs). Prints medians, speed-ups, errors
     against fp64 relative to eager's, first calls, and the bars of the project. Exits with 0 unless nothing
