@@ -177,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kernels = _collected(backend, models, a) if mine else {}
             for target in mine:
                 rows.append(build(kernels, target))
-                print(f"{target.arch}: {rows[-1].kernels} kernels, {len(rows[-1].failures)} failures, {rows[-1].seconds:.0f} s", flush=True)
+                row = rows[-1]
+                print(f"{target.arch}: {row.kernels} kernels, {len(row.failures)} failures, {row.seconds:.0f} s", flush=True)
         workers.pool().close()
     print("\n" + table(rows))
     for r in rows:

@@ -54,7 +54,10 @@ def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:
     )
 
 
-def _shaped(val: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _shaped(val: torch.Tensor, shape: tuple[Any, ...] | None) -> torch.Tensor:
+    """`val` with the shape of the table; None where the table has none."""
+    if shape is None:
+        return val
     if len(shape) == val.dim() and all(map(compat.statically_true, map(operator.eq, val.shape, shape))):
         return val
     with compat.fake_mode_of(val):
