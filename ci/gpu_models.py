@@ -74,3 +74,31 @@ MODELS: dict[str, GpuModel] = {
     ),
 }  # fmt: skip
 """Rows of the table, in its order."""
+
+
+def decoder(compile: Callable[[Any], Any], context: int = 1024) -> tuple[Callable[[], Any], int]:
+    """One step of greedy decoding, batch 1, of a Llama-like model of 1 B parameters in bf16 with a static cache that is
+    `context` long and half full; and the bytes that a step must read."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        vocab_size=32000,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module = transformers.LlamaForCausalLM(config).eval().bfloat16()
+        token = torch.randint(0, config.vocab_size, (1, 1))
+        position = torch.full((1, 1), context // 2)
+        start = torch.randint(0, config.vocab_size, (1, context // 2))
+    cache = transformers.StaticCache(config=config, max_cache_len=context)
+    with torch.no_grad():
+        module(start, past_key_values=cache, use_cache=True)
+    forward = compile(module.forward)
+
+    def step() -> Any:
+        return forward(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+
+    weights = sum(p.numel() for n, p in module.named_parameters() if "embed_tokens" not in n)
+    heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return step, 2 * (weights + 2 * config.num_hidden_layers * context * heads)
