@@ -30,6 +30,8 @@ class Calls:
     region: Region
     b: Builder
     found: dict[int, Found] = field(default_factory=dict)
+    padded: dict[int, Ref] = field(default_factory=dict)
+    """Copies with padded rows, by id of what was copied."""
 
     @property
     def ctx(self) -> CompileContext:

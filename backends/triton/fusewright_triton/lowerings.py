@@ -24,6 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 for table in (LOWERINGS, CUDNN):
     table.add("linear", dtypes=FLOATS, when=products.reason)(products.lower)
+    table.add("mm", dtypes=products.HALF, when=products.mm_reason)(products.lower_mm)
 CUDNN.add("conv", dtypes=FLOATS, when=convolutions.reason)(convolutions.lower)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import CompileContext, OpView
+from fusewright.interface import CompileContext, OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.match import siblings
@@ -40,7 +40,8 @@ def reason(op: OpView) -> str | None:
 def lower(op: OpView, c: Calls) -> Found | None:
     """A linear with its siblings, or with a padded weight; else None."""
     if not c.is_const(op.arg("weight"), op.arg("bias")):
-        return None
+        trained = c.region.phase != "infer" and _unsuited(op)
+        return Found((op,), op, partial(_padded, op), "product, padded") if trained else None
     group = next((g for g in _groups(c) if op in g), None)
     if group is not None and concat_pays(group, c.ctx):
         return Found(group, group[0], partial(_concatenated, group), f"one product for {len(group)}")
@@ -84,10 +85,64 @@ def _unsuited(op: OpView) -> bool:
 def _padded(op: OpView, c: Calls) -> None:
     """The product with rows of zeros behind the weight; the result is a slice, with gaps between its rows."""
     more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
-    weight = c.b.once("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
+    make = c.b.once if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
+    weight = make("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
     bias = c.exact(op.arg("bias"))
-    padded = None if bias is None else c.b.once("aten::constant_pad_nd.default", bias, (0, more), 0)
+    padded = None if bias is None else make("aten::constant_pad_nd.default", bias, (0, more), 0)
     _sliced([op], c, weight, padded, more)
+
+
+def _each_call(c: Calls, target: str, *args: Any) -> Ref:
+    """What `Builder.once` computes, at every call: weights change in training."""
+    made = c.ctx.value(None)
+    c.b.call(target, *args, out=made)
+    return Ref(made.id)
+
+
+def mm_reason(op: OpView) -> str | None:
+    """Only products whose operands have rows that no fast kernel takes."""
+    operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
+    if not all(s.static for s in operands) or not any(map(_gapless, operands)):
+        return "the operands suit torch's kernels as they are"
+    return None
+
+
+def _gapless(s: TensorSpec) -> bool:
+    """Whether a large matrix has rows (or columns) of elements whose length does not suit."""
+    if s.dtype not in HALF or s.rank != 2 or s.numel_hint() < PADDING_PAYS or 1 not in s.stride:
+        return False
+    return max(s.stride) % PADDED_TO != 0  # type: ignore[type-var, operator]
+
+
+def lower_mm(op: OpView, c: Calls) -> Found:
+    """A product whose unsuited operands are copied to padded rows; products of one tensor share the copy."""
+    return Found((op,), op, partial(_with_padded_rows, op), "product, of padded rows")
+
+
+def _with_padded_rows(op: OpView, c: Calls) -> None:
+    args = [_suited(op.arg(n), c) for n in ("self", "mat2")]
+    c.b.call("aten::mm.default", *args, out=op.out, op=op)
+
+
+def _suited(value: Value, c: Calls) -> Ref:
+    """A matrix with padded rows: of the tensor itself, or of what it is the transpose of."""
+    spec = spec_of(value)
+    if not _gapless(spec):
+        return c.b.exact(value)
+    made = c.producer(value)
+    if spec.stride[0] == 1 and made is not None and made.op in ("t", "transpose", "permute"):
+        base = next(iter(made.inputs()))
+        if spec_of(base).shape == spec.shape[::-1] and spec_of(base).stride == spec.stride[::-1]:
+            return _each_call(c, "aten::t.default", _suited(base, c))
+    if value.id not in c.padded:
+        n, m = (int(s) for s in spec.shape)  # type: ignore[arg-type]
+        rows = spec.stride[1] == 1
+        wide = (m if rows else n) + -(m if rows else n) % PADDED_TO
+        empty = _each_call(
+            c, "aten::new_empty_strided.default", Ref(value.id), (n, m), (wide, 1) if rows else (1, wide)
+        )
+        c.padded[value.id] = _each_call(c, "aten::copy_.default", empty, c.b.exact(value))
+    return c.padded[value.id]
 
 
 def concat_pays(group: Sequence[OpView], ctx: CompileContext) -> bool:

@@ -93,12 +93,23 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     operator = operator_of(i.target)
     if operator is None:
         return "sizes are computed at run time"
-    row = ops.find(operator)
-    if not training and (ops.is_random(operator) if row is None else ops.draws(row, i.args, dict(i.kwargs))):
+    if not training and _draws(i, operator):
         return f"{i.target} draws random numbers"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
     return None
+
+
+def _draws(i: Call, operator: Any) -> bool:
+    """Whether a call draws random numbers; attention that drops nothing does not."""
+    row = ops.find(operator)
+    if row is not None:
+        return ops.draws(row, i.args, dict(i.kwargs))
+    names = [a.name for a in operator._schema.arguments]
+    if "dropout_p" not in names:
+        return ops.is_random(operator)
+    given = {**dict(zip(names, i.args, strict=False)), **dict(i.kwargs)}
+    return ops.is_random(operator) and given.get("dropout_p", 0.0) != 0.0
 
 
 def _result_obstacle(plan: Plan) -> str | None:

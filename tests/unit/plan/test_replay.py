@@ -209,6 +209,13 @@ def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
     assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,))) is None
 
 
+def test_attention_that_drops_nothing_draws_nothing() -> None:
+    flash = "aten::_scaled_dot_product_flash_attention.default"
+    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1)), (2,))) is None
+    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.0, True), (2,))) is None
+    assert "random" in str(replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.5), (2,))))
+
+
 def test_a_recording_that_fails_or_is_slower_leaves_the_plain_plan() -> None:
     broken = Recorder()
     broken.fault = "operation not permitted when stream is capturing\nmore"
