@@ -80,7 +80,7 @@ def test_what_exceeds_a_target_is_named() -> None:
         "2048 threads in a block, sm_90 has 1024",
         f"{1 << 20} bytes of shared memory, sm_90 has {227 * 1024}",
     ]
-    with pytest.raises(ValueError, match="vgpr_count"):
+    with pytest.raises(ValueError, match="does not say its group_segment_fixed_size"):
         resources(dataclasses.replace(b, listing=""), TARGETS["gfx942"])
 
 
