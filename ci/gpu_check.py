@@ -264,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="inference,train-table,accuracy,training,decode")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--suite", default=",".join(suite.SUITE), help="models of the suite for 'accuracy'")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     parts = set(given.parts.split(","))
@@ -278,7 +279,7 @@ def main() -> None:
         print("decode", json.dumps(record["decode"]), flush=True)
     if "accuracy" in parts:
         rows = record.setdefault("accuracy", [])
-        for name in suite.SUITE:
+        for name in given.suite.split(","):
             for dtype in ("bf16", "fp32"):
                 guarded(rows, name, lambda n=name, d=dtype: check(n, d))  # type: ignore[misc]
     if "training" in parts:
