@@ -169,7 +169,9 @@ class _Names:
         self.taken: set[str] = set()
 
     def fresh(self, word: str) -> str:
-        while word in self.taken or self._OWN.match(word):
+        if self._OWN.match(word):  # by its beginning: nothing put behind it would help
+            word = f"n_{word}"
+        while word in self.taken:
             word += "_"
         self.taken.add(word)
         return word
