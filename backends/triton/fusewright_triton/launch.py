@@ -114,6 +114,8 @@ class GpuLauncher:
         """Raises errors of earlier launches that are known by now: IndexError for an index out of bounds."""
         device = tensors[0].get_device()
         if device != torch.cuda.current_device():
+            if device < 0:
+                raise RuntimeError(f"{self.kernel.name} was given a tensor of the CPU")
             with torch.cuda.device(device):
                 return self(tensors, sizes, scalars)
         if self._reports:
