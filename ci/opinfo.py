@@ -55,6 +55,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     p.add_argument("--backend", required=True, help="a name for torch.compile(backend=...)")
     p.add_argument("--simulate", action="store_true", help="on a simulated device of the backend, on the CPU")
+    p.add_argument("--device", default="cpu", help="where the samples are: cpu, cuda")
     p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
     p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
     p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
@@ -79,7 +80,7 @@ def _jobs(a: argparse.Namespace) -> list[Job]:
     return [
         Job(name, dtype)
         for dtype in a.dtypes.split(",")
-        for name in entries(getattr(torch, dtype))
+        for name in entries(getattr(torch, dtype), a.device)
         if wanted.search(name)
     ]
 
@@ -144,7 +145,7 @@ def _start(a: argparse.Namespace, group: Sequence[Job]) -> subprocess.Popen[byte
     command = [
         sys.executable, str(HERE / "opinfo.py"), "--child", "--backend", a.backend, "--samples", str(a.samples),
         "--gradients" if a.gradients else "--no-gradients", "--threads", str(a.threads),
-        *(["--dynamic"] if a.dynamic else []),
+        "--device", a.device, *(["--dynamic"] if a.dynamic else []),
     ]  # fmt: skip
     settings = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
     child = subprocess.Popen(
@@ -194,7 +195,7 @@ def _child(a: argparse.Namespace) -> int:
     for job in json.loads(sys.stdin.read()):
         dtype = getattr(torch, job["dtype"])
         try:
-            outcome = check(job["entry"], dtype, Compiler(a.backend, a.dynamic), a.samples, a.gradients)
+            outcome = check(job["entry"], dtype, Compiler(a.backend, a.dynamic, a.device), a.samples, a.gradients)
         except Exception as e:  # a failure of the harness itself must not look like a pass
             outcome = Outcome(job["entry"], job["dtype"], problems=[f"harness: {type(e).__name__}: {e}"])
         print(json.dumps(asdict(outcome)), file=out, flush=True)

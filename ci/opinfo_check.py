@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ class Outcome:
             (self.shared if f.split(":")[0] in theirs else self.problems).append(f"{where}: {f}")
 
 
-def entries(dtype: torch.dtype) -> list[str]:
-    """The names of every entry that has the dtype on the CPU, variants included, in the database's order."""
-    return [full_name(op) for op in op_db if dtype in op.supported_dtypes("cpu")]
+def entries(dtype: torch.dtype, device: str = "cpu") -> list[str]:
+    """The names of every entry that has the dtype on the device, variants included, in the database's order."""
+    return [full_name(op) for op in op_db if dtype in op.supported_dtypes(device)]
 
 
 def full_name(op: Any) -> str:
@@ -55,13 +55,15 @@ def full_name(op: Any) -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """How a call is compiled. With `dynamic`, sizes are symbols and a graph serves every later sample that it fits."""
+    """How a call is compiled, and on which device its samples are. With `dynamic`, sizes are symbols and a graph serves
+    every later sample that it fits."""
 
     backend: str
     dynamic: bool = False
+    device: str = "cpu"
 
     def judge(self) -> Compiler:
-        return Compiler(JUDGE, self.dynamic)
+        return replace(self, backend=JUDGE)
 
 
 def check(name: str, dtype: torch.dtype, backend: Compiler, samples: int, gradients: bool) -> Outcome:
@@ -70,7 +72,7 @@ def check(name: str, dtype: torch.dtype, backend: Compiler, samples: int, gradie
     op = next(o for o in op_db if full_name(o) == name)
     outcome = Outcome(name, str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
-    inputs = spread(list(op.sample_inputs("cpu", dtype, requires_grad=False)), samples)
+    inputs = spread(list(op.sample_inputs(backend.device, dtype, requires_grad=False)), samples)
     if not inputs:
         outcome.skipped = "the entry has no samples"
         return outcome
@@ -79,12 +81,12 @@ def check(name: str, dtype: torch.dtype, backend: Compiler, samples: int, gradie
     with contextlib.suppress(NotImplementedError, RuntimeError):  # some samples have no non-contiguous form
         strided = inputs[len(inputs) // 2].noncontiguous()
         _check_forward(outcome, "non-contiguous", op, strided, dtype, backend)
-    if gradients and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"):
+    if gradients and op.supports_autograd and dtype in op.supported_backward_dtypes(backend.device):
         torch.manual_seed(0)
-        for i, sample in enumerate(spread(list(op.sample_inputs("cpu", dtype, requires_grad=True)), samples)):
+        for i, sample in enumerate(spread(list(op.sample_inputs(backend.device, dtype, requires_grad=True)), samples)):
             _check_gradients(outcome, f"gradients of sample {i}", op, sample, dtype, backend)
     if op.error_inputs_func is not None:
-        for i, error in enumerate(spread(list(op.error_inputs("cpu")), samples)):
+        for i, error in enumerate(spread(list(op.error_inputs(backend.device)), samples)):
             _check_error(outcome, f"error input {i}", op, error.sample_input, backend)
     return outcome
 

@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(0)  # the same numbers whichever tests ran before
     for mark in item.iter_markers("hardware"):
         device = registry.info(mark.args[0]).device
         if isinstance(device, Unavailable):

@@ -24,7 +24,7 @@ from fusewright.toolkit.kernel import Kernel, interpret
 
 def spec_of(t: torch.Tensor, const: bool = False) -> TensorSpec:
     """The spec of a tensor."""
-    return TensorSpec(tuple(t.shape), t.stride(), t.dtype, "cpu", const)
+    return TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.device.type, const)
 
 
 def operator(target: str) -> Any:

@@ -15,15 +15,21 @@ __all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "va
 
 
 def fake_like(
-    val: torch.Tensor, *, dtype: torch.dtype | None = None, stride: tuple[int, ...] | None = None
+    val: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    stride: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A FakeTensor like `val` with another dtype or other strides."""
+    """A FakeTensor like `val` with another dtype, other strides or on another device."""
     with compat.fake_mode_of(val):
-        return torch.empty_strided(val.shape, stride or val.stride(), dtype=dtype or val.dtype, device=val.device)
+        return torch.empty_strided(
+            val.shape, stride or val.stride(), dtype=dtype or val.dtype, device=device or val.device
+        )
 
 
 def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
-    """Give `node` the dtype and strides of the tensor that it really makes, and bring its users up to date.
+    """Give `node` the dtype, strides and device of the tensor that it really makes, and bring its users up to date.
 
     ValueError when the shape differs: that is no slip of the metadata.
     """
@@ -31,7 +37,8 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     static = isinstance(val, torch.Tensor) and not any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
     if not isinstance(val, torch.Tensor) or val.dim() != actual.dim() or (static and val.shape != actual.shape):
         raise ValueError(f"{node.name} makes a {tuple(actual.shape)} where {val!r} was traced")
-    node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=actual.stride() if static else None)
+    stride = actual.stride() if static else None
+    node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=stride, device=actual.device)
     downstream(graph, node)
 
 
@@ -44,7 +51,9 @@ def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> 
         items[position] = value_of(reader)
     if not readers:
         with compat.fake_mode_of(items[position]):
-            items[position] = torch.empty_strided(actual.shape, actual.stride(), dtype=actual.dtype)
+            items[position] = torch.empty_strided(
+                actual.shape, actual.stride(), dtype=actual.dtype, device=actual.device
+            )
     node.meta["val"] = tuple(items)
 
 

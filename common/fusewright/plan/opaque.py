@@ -51,6 +51,8 @@ def mismatch(t: object, spec: TensorSpec) -> str:
         return f"is {type(t).__name__}, not a tensor"
     if t.dtype != spec.dtype:
         return f"has dtype {t.dtype}, expected {spec.dtype}"
+    if t.device.type != spec.device.partition(":")[0]:
+        return f"is on {t.device}, expected {spec.device}"
     if t.dim() != spec.rank or any(isinstance(e, int) and e != s for s, e in zip(t.shape, spec.shape, strict=True)):
         return f"has shape {tuple(t.shape)}, expected {tuple(map(str, spec.shape))}"
     if spec.static and t.numel():

@@ -237,6 +237,14 @@ def test_a_long_sum_runs_in_parts_and_then_over_the_parts() -> None:
     assert second.inputs == (Ref(first.outs[0]),)
 
 
+def test_what_lies_between_the_parts_is_on_their_device() -> None:
+    g = Sketch()
+    x = g.input(torch.empty(1 << 20, device="meta"))
+    fragment, specs = fused(g.region([g.op("mean", x, [0])]))
+    first, _ = fragment.instructions
+    assert {specs[o].device for o in first.outs} == {"meta"}
+
+
 def test_long_reductions_of_one_tensor_share_their_kernels() -> None:
     g = Sketch()
     x = g.input(torch.randn(3, 1 << 15))

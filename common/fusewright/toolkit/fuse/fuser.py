@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fusewright import ops
 from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
@@ -304,7 +304,7 @@ class _Planner:
             if group.scatters:
                 instructions = self._scatter(group, stored)
             else:
-                parts = in_steps(self._kernel(group, stored), self._temporary)
+                parts = in_steps(self._kernel(group, stored), self._temporary(group))
                 instructions = tuple(self._launch(part, ops) for part in parts)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
             raise Unplaceable(ops, str(e)) from e
@@ -339,13 +339,15 @@ class _Planner:
 
     def _scatter(self, group: Group, stored: set[int]) -> tuple[Launch, ...]:
         launches = []
-        parts = build_scatter(self.flow, group, roots_of(group, stored), self._temporary)
+        parts = build_scatter(self.flow, group, roots_of(group, stored), self._temporary(group))
         for built, updates in parts:
             launches.append(self._launch(built, [u.op for u in group.units], updates))
         return tuple(launches)
 
-    def _temporary(self, spec: TensorSpec) -> int:
-        return self.ctx.value(spec).id
+    def _temporary(self, group: Group) -> Callable[[TensorSpec], int]:
+        """Makes values between the kernels of one group, on its device."""
+        device = next(v.spec.device for u in group.units for v in u.op.outs if v.spec is not None)
+        return lambda spec: self.ctx.value(replace(spec, device=device)).id
 
 
 def roots_of(group: Group, stored: set[int]) -> list[Root]:
