@@ -247,7 +247,7 @@ def test_what_lies_between_the_parts_is_on_their_device() -> None:
 
 def test_long_reductions_of_one_tensor_share_their_kernels() -> None:
     g = Sketch()
-    x = g.input(torch.randn(3, 1 << 15))
+    x = g.input(torch.randint(-8, 8, (3, 1 << 15)).float())  # sums are exact in any order
     check(g, [g.op("amax", x, [1]), g.op("sum", x, [1])], 2)
 
 
