@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_models import MODELS, GpuModel, decoder
+from gpu_models import MODELS, GpuModel, decoder  # type: ignore[import-not-found]
 
 from fusewright import report
 from fusewright.bench import accuracy, suite

@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fusewright.interface import CompileContext, TensorSpec, hint
+from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright_onednn import runtime
 
 PACKED_GAIN = 1.04
@@ -22,8 +22,6 @@ milliseconds."""
 
 PROXY_ELEMENTS = 1 << 23
 """Largest weight that a measurement makes."""
-
-Thunk = Callable[[], Any]
 
 
 def penalised(run: Thunk, factor: float) -> Thunk:
@@ -75,7 +73,7 @@ def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> 
     """ "aten", "dense" or "packed", among `forms`. "aten" is what eager calls (MKL for fp32)."""
     if len(forms) == 1:
         return forms[0]
-    return ctx.choose(f"{product.key} {'/'.join(forms)}", _Lazy({f: _linear_thunk(product.proxy(), f) for f in forms}))
+    return ctx.choose(f"{product.key} {'/'.join(forms)}", Lazy({f: _linear_thunk(product.proxy(), f) for f in forms}))
 
 
 def _linear_thunk(p: Product, form: str) -> Callable[[], Thunk]:
@@ -103,7 +101,7 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
     def together() -> Thunk:
         return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed")()
 
-    return ctx.choose(key, _Lazy({"separate": separate, "together": together})) == "together"
+    return ctx.choose(key, Lazy({"separate": separate, "together": together})) == "together"
 
 
 BLOCKED_FROM = 1 << 16
@@ -138,34 +136,10 @@ def attention_form(ctx: CompileContext, layout: str, specs: Sequence[TensorSpec]
     long = hint(specs[0].shape[-2]) * hint(specs[1].shape[-2]) >= BLOCKED_FROM
     forms = ["graph", "blocked"] if long else ["graph"]
     key = f"sdpa {'/'.join(['eager', *forms])} {layout}{' causal' if causal else ''}"
-    return ctx.choose(key, _Lazy({"eager": eager, **{f: own(f) for f in forms}}))
+    return ctx.choose(key, Lazy({"eager": eager, **{f: own(f) for f in forms}}))
 
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:
     if row_major:
         return torch.full((rows, columns), 0.5, dtype=dtype)
     return torch.full((columns, rows), 0.5, dtype=dtype).t()
-
-
-class _Lazy(Mapping[str, Thunk]):
-    """Candidates whose tensors are made when they are first run: a remembered choice then costs nothing."""
-
-    def __init__(self, makers: Mapping[str, Callable[[], Thunk]]) -> None:
-        self._makers = makers
-        self._thunks: dict[str, Thunk] = {}
-
-    def __getitem__(self, name: str) -> Thunk:
-        maker = self._makers[name]
-
-        def run() -> Any:
-            if name not in self._thunks:
-                self._thunks[name] = maker()
-            return self._thunks[name]()
-
-        return run
-
-    def __iter__(self) -> Any:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)

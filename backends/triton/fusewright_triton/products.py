@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from fusewright.interface import CompileContext, OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import contiguous_strides
+from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright.toolkit.match import siblings
 from fusewright_triton.calls import Calls, Found, spec_of
 
@@ -25,7 +26,6 @@ LARGEST_COPY = 1 << 25
 
 REPEATS = 10
 
-Thunk = Callable[[], Any]
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -175,27 +175,3 @@ def _products(m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device:
         torch.cuda.synchronize()
 
     return run
-
-
-class Lazy(Mapping[str, Thunk]):
-    """Candidates whose tensors are made when they are first run: a remembered choice then costs nothing."""
-
-    def __init__(self, makers: Mapping[str, Callable[[], Thunk]]) -> None:
-        self._makers = makers
-        self._thunks: dict[str, Thunk] = {}
-
-    def __getitem__(self, name: str) -> Thunk:
-        maker = self._makers[name]
-
-        def run() -> Any:
-            if name not in self._thunks:
-                self._thunks[name] = maker()
-            return self._thunks[name]()
-
-        return run
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
