@@ -26,6 +26,7 @@ from fusewright.interface import (
 )
 from fusewright.plan.ir import Launch
 from fusewright.toolkit.fuse.fuser import fuse
+from fusewright.toolkit.fuse.tables import RULES
 from fusewright.toolkit.fused import FusedBackend, Loader
 from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
@@ -97,7 +98,8 @@ class TritonBackend(FusedBackend):
     def supports(self, op: OpView) -> Verdict:
         """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""
         verdict = super().supports(op)
-        if not verdict and verdict.why in (Why.NO_LOWERING, Why.ATTR) and op.op in ops.OPS:
+        refused = (Why.NO_LOWERING, Why.ATTR) if op.op in RULES else (Why.NO_LOWERING, Why.ATTR, Why.DTYPE)
+        if not verdict and verdict.why in refused and op.op in ops.OPS:
             return Verdict(Why.OK, "torch's own call, inside the region")
         return verdict
 
