@@ -46,7 +46,7 @@ class Graphs:
             graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
             try:
                 results = run()
-            except BaseException:
+            except BaseException:  # an interrupt too must not leave the stream capturing
                 with contextlib.suppress(RuntimeError):  # the capture is broken; what broke it is raised
                     graph.capture_end()
                 raise
