@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from fusewright.interface import (
     Compiled,
     Decline,
     Device,
+    Fragment,
     KernelCode,
     OpView,
     Recorder,
@@ -31,6 +33,7 @@ from fusewright.toolkit.fused import FusedBackend, Loader
 from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
 from fusewright_triton.calls import rewritten
+from fusewright_triton.config import Config
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
@@ -42,14 +45,18 @@ _NO_TRITON = Unavailable(
 class TritonLoader:
     """Kernels as machine code for one target; or, simulated, their source as Triton's interpreter runs it."""
 
-    def __init__(self, found: target.Target, simulated: bool = False) -> None:
-        self.target, self.simulated = found, simulated
+    def __init__(
+        self, found: target.Target, simulated: bool = False, configs: Mapping[str, Config] = MappingProxyType({})
+    ) -> None:
+        self.target, self.simulated, self.configs = found, simulated, configs
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
         from fusewright_triton import runtime  # triton is imported when something is compiled
 
-        make = runtime.simulate_kernels if self.simulated else runtime.compile_kernels
-        module = make(list(kernels.values()), self.target)
+        if self.simulated:
+            module = runtime.simulate_kernels(list(kernels.values()), self.target)
+        else:
+            module = runtime.compile_kernels(list(kernels.values()), self.target, configs=self.configs)
         return {h: KernelCode(module.launcher(k)) for h, k in kernels.items()}
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
@@ -70,6 +77,8 @@ class TritonBackend(FusedBackend):
         "target": "",
         # Whole plans of fixed shapes are recorded as a graph of the device and replayed.
         "graphs": True,
+        # Configurations near the formula's are measured when a kernel is first compiled, and the fastest is remembered.
+        "autotune": False,
     }
     targets: ClassVar[Mapping[str, target.Target]]
     typical: ClassVar[str]
@@ -79,6 +88,11 @@ class TritonBackend(FusedBackend):
         super().__init__(device, options)
         if self.values["target"] and not (device and device.simulated):
             raise OptionError("option 'target' chooses what is simulated; give 'simulate': True with it")
+        if self.values["autotune"] and device and device.simulated:
+            raise OptionError(
+                "option 'autotune' measures on a device, and a simulated one has no speed; drop one of them"
+            )
+        self._tuned: dict[str, Config] = {}
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
@@ -114,7 +128,18 @@ class TritonBackend(FusedBackend):
             reason = refused(fragment.kernels[i.kernel], found) if isinstance(i, Launch) else None
             if reason is not None:
                 raise Decline(reason, ops=i.op_ids)
-        return replace(fragment, notes={**fragment.notes, **b.notes})
+        notes = {**fragment.notes, **b.notes}
+        return replace(fragment, notes=self._tune(fragment, ctx, notes) if self.values["autotune"] else notes)
+
+    def _tune(self, fragment: Fragment, ctx: CompileContext, notes: Mapping[int, str]) -> Mapping[int, str]:
+        """Has configurations for the kernels of a fragment afterwards; the notes say what was chosen."""
+        from fusewright_triton.tuning import tune
+
+        tuned = tune(fragment.kernels, self.target(self.running_on()), ctx.choose)
+        self._tuned.update(tuned.configs)
+        launches = [i for i in fragment.instructions if isinstance(i, Launch)]
+        words = {op: tuned.notes[i.kernel] for i in launches for op in i.op_ids}
+        return {**notes, **{op: f"{notes[op]}, {w}" if op in notes else w for op, w in words.items()}}
 
     def recorder(self) -> Recorder | None:
         """Graphs of the device, unless they are switched off or there is no device."""
@@ -126,7 +151,7 @@ class TritonBackend(FusedBackend):
 
     def _loader(self) -> Loader:
         device = self.running_on()
-        return TritonLoader(self.target(device), device.simulated)
+        return TritonLoader(self.target(device), device.simulated, self._tuned)
 
 
 class NvidiaTriton(TritonBackend):

@@ -16,6 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -58,35 +59,37 @@ class CompiledModule:
 
 
 class Library:
-    """The kernels that this process has for a target. Equal kernels are built once."""
+    """The kernels that this process has for a target. Equal kernels of one configuration are built once."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.lock = threading.RLock()
-        self.built: dict[tuple[str, Variant], Built] = {}
+        self.built: dict[tuple[str, config.Config, Variant], Built] = {}
         self.configs: dict[str, config.Config] = {}
 
-    def get(self, kernels: Mapping[str, Kernel], stored: bytes = b"") -> None:
-        """Has every kernel in its first variant afterwards: from `stored` where that fits, else built."""
+    def get(self, orders: Mapping[str, Wanted], stored: bytes = b"") -> None:
+        """Has every order, by structural hash of its kernel, afterwards: from `stored` where that fits, else built."""
         with self.lock:
-            wanted = {key: k for key, k in kernels.items() if (key, first_variant(k)) not in self.built}
-            if wanted and stored:
-                self.built.update(from_stored(stored, self.target, wanted))
-                wanted = {key: k for key, k in wanted.items() if (key, first_variant(k)) not in self.built}
-            orders = [Wanted(k, self.config(key, k), first_variant(k)) for key, k in wanted.items()]
-            for key, order, result in zip(wanted, orders, build(orders, self.target), strict=True):
-                self.built[key, order.variant] = result
+            missing = self._missing(orders)
+            if missing and stored:
+                found = from_stored(stored, self.target, {key: o.kernel for key, o in missing.items()})
+                self.built.update({(key, b.config, variant): b for (key, variant), b in found.items()})
+                missing = self._missing(orders)
+            for key, result in zip(missing, build(list(missing.values()), self.target), strict=True):
+                self.built[key, result.config, missing[key].variant] = result
 
-    def variant(self, key: str, kernel: Kernel, variant: Variant) -> Built:
+    def _missing(self, orders: Mapping[str, Wanted]) -> dict[str, Wanted]:
+        return {key: o for key, o in orders.items() if (key, o.config, o.variant) not in self.built}
+
+    def variant(self, key: str, kernel: Kernel, how: config.Config, variant: Variant) -> Built:
         """One binary of a kernel, built when it is first asked for."""
         with self.lock:
-            if (key, variant) not in self.built:
-                order = Wanted(kernel, self.config(key, kernel), variant)
-                self.built[key, variant] = build([order], self.target)[0]
-            return self.built[key, variant]
+            if (key, how, variant) not in self.built:
+                self.built[key, how, variant] = build([Wanted(kernel, how, variant)], self.target)[0]
+            return self.built[key, how, variant]
 
     def config(self, key: str, kernel: Kernel) -> config.Config:
-        """The configuration of a kernel; all its variants have the same."""
+        """The formula's configuration of a kernel."""
         return self.configs.setdefault(key, config.choose(kernel, self.target))
 
 
@@ -103,17 +106,25 @@ def first_variant(kernel: Kernel) -> Variant:
     return Variant(config.offsets_bound(kernel, hints) >= config.WIDE, True, even)
 
 
-def compile_kernels(kernels: Sequence[Kernel], target: Target, stored: bytes = b"") -> CompiledModule:
-    """Machine code for `kernels`. No GPU is touched before the first launch.
+def compile_kernels(
+    kernels: Sequence[Kernel],
+    target: Target,
+    stored: bytes = b"",
+    configs: Mapping[str, config.Config] = MappingProxyType({}),
+) -> CompiledModule:
+    """Machine code for `kernels`. No GPU is touched before the first launch. `configs` are configurations by structural
+    hash; the formula gives the others.
 
     `Unsupported` or `workers.BuildError` when one of them cannot be built."""
     by_hash = {structural_hash(k): k for k in kernels}
     lib = library(target)
-    lib.get(by_hash, stored)
-    firsts = {(key, first_variant(k)): lib.built[key, first_variant(k)] for key, k in by_hash.items()}
+    how = {key: configs.get(key) or lib.config(key, k) for key, k in by_hash.items()}
+    orders = {key: Wanted(k, how[key], first_variant(k)) for key, k in by_hash.items()}
+    lib.get(orders, stored)
+    firsts = {(key, o.variant): lib.built[key, o.config, o.variant] for key, o in orders.items()}
 
     def make(key: str, kernel: Kernel) -> Launch:
-        return GpuLauncher(kernel, target, functools.partial(lib.variant, key, kernel))
+        return GpuLauncher(kernel, target, functools.partial(lib.variant, key, kernel, how[key]))
 
     sources = {key: b.source for (key, _), b in firsts.items()}
     return CompiledModule(by_hash, sources, to_stored(target, firsts), make)
@@ -149,7 +160,7 @@ class SimulatedLauncher:
         from fusewright_triton.simulate import Simulated
 
         self.kernel, self.source = kernel, source
-        self.simulated = Simulated(source)
+        self.simulated = Simulated(source.text, [f.name for f in source.functions])
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()

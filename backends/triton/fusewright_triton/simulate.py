@@ -19,7 +19,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fusewright_triton.compiler import load
-from fusewright_triton.emitter import Source
 from fusewright_triton.simulated import Device, Libdevice
 
 _LOCK = threading.RLock()
@@ -65,6 +64,11 @@ class _Builder(interpreter.InterpreterBuilder):
         ones = torch.full((1,), -1, dtype=torch.int64).to(_TORCH[type.scalar]).numpy()
         return interpreter.TensorHandle(ones, type.scalar)
 
+    def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        """Products of halves in fp32, as matrix instructions compute them (bf16 is bits here, fp16 would round)."""
+        x, y = (self.cast_impl(operand, tl.float32).data for operand in (a, b))
+        return interpreter.TensorHandle(np.matmul(x, y) + d.data, d.dtype.scalar)
+
     def create_minnumf(self, a: Any, b: Any) -> Any:
         return self.binary_op(a, b, np.fmin)
 
@@ -108,14 +112,14 @@ def _range(*bounds: Any) -> range:
 
 
 class Simulated:
-    """The functions of a source, interpreted. `run(k, programs, args)` is the k-th launch."""
+    """Functions of a source text, interpreted. `run(k, programs, args)` is a launch of the k-th."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, text: str, functions: Sequence[str]) -> None:
         names = {"triton": _Jit, "tl": tl, "libdevice": Libdevice(), "fw": Device, "range": _range}
-        module = load(source.text, names)
+        module = load(text, names)
         with _replaced():
-            self.functions = [interpreter.InterpretedFunction(getattr(module, f.name)) for f in source.functions]
+            self.functions = [interpreter.InterpretedFunction(getattr(module, f)) for f in functions]
 
-    def run(self, k: int, programs: int, args: Sequence[Any]) -> None:
+    def run(self, k: int, programs: int, args: Sequence[Any], **constants: Any) -> None:
         with _replaced():
-            self.functions[k][(programs,)](*args)
+            self.functions[k][(programs,)](*args, **constants)

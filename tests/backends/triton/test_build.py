@@ -104,8 +104,9 @@ def test_loading_stored_code_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(workers, "_here", pytest.fail)
     monkeypatch.setattr(workers, "processors", lambda: 1)
     fresh = Library(h100)
-    fresh.get({structural_hash(k): k}, stored)
-    assert (structural_hash(k), Variant()) in fresh.built
+    order = Wanted(k, choose(k, h100), Variant())
+    fresh.get({structural_hash(k): order}, stored)
+    assert (structural_hash(k), order.config, Variant()) in fresh.built
 
 
 def test_equal_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +116,7 @@ def test_equal_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lib = Library(TARGETS["sm_90"])
     for name in ("first", "second"):
         k = kernels.add_gelu(1000)
-        lib.get({structural_hash(k): k})
+        lib.get({structural_hash(k): Wanted(k, choose(k, lib.target), Variant())})
         assert name  # the same kernel under two names of the caller
     assert built == [1, 0]
 
