@@ -1,301 +1,353 @@
-"""Check and time `nvidia_triton` on a GPU. Prints tables last, and writes a record.
+"""Check and time `nvidia_triton` on a GPU: one command, under 8 minutes on an H100 with 16 cores. The table comes last.
 
-    python ci/gpu_check.py [--parts inference,train-table,accuracy,training,decode] [--models bert,vit] [--json out.json]
+    python ci/gpu_check.py [--full] [--stages accuracy,gradients,opinfo,table,decode] [--models bert,vit] [--json out.json]
 
-- inference (bf16) and train-table (forward and backward under bf16 autocast), at sizes that fill the GPU
-  (`gpu_models.py`): eager, Inductor, Inductor with mode="reduce-overhead" and ours, and the first calls
-- accuracy: every model of the suite in bf16 and fp32 against fp64
-- training: loss and gradients of the suite's training steps against fp64, after replays
-- decode: one token of a 1 B parameter model with a static key-value cache
+First, side by side on all cores: every model of the suite in bf16 and fp32 and the suite's training steps against fp64,
+a sample of torch's OpInfo database, and Inductor's training and reduce-overhead graphs into its cache on disk. Then, with
+nothing else running, the times (`gpu_models.py`): eager, Inductor, Inductor with mode="reduce-overhead" and ours, each
+compiler in a process of its own, rounds interleaved. First calls of inference are cold and alone (Inductor, ours); other
+first calls are marked: "warm" ones find their graphs on disk, and ours of training has Inductor's warm one beside it. With
+`--full` nothing is compiled beforehand and every first call is cold and alone (about 15 minutes).
 
-A model that fails is shown with its reason, and the rest goes on.
+Everything has a time limit; what was left out is said. The record goes to `--json`, or to gpu_check.json in the folder that
+the variable OUT names. Exit code 1 when a result is wrong, something failed or was left out, or a bar was missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
-import gc
 import json
-import statistics
+import os
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from gpu_models import MODELS, GpuModel, decoder  # type: ignore[import-not-found]
+from gpu_models import MODELS  # type: ignore[import-not-found]
+from gpu_processes import CACHES, Failed, Job, Worker, end_session, side_by_side  # type: ignore[import-not-found]
+from gpu_table import decode_text, judged, table_text  # type: ignore[import-not-found]
 
-from fusewright import report
-from fusewright.bench import accuracy, suite
-from fusewright.bench.stats import geomean
-
-OURS: Any = {"backend": "nvidia_triton", "options": {"cache": False, "fallback": "allow"}}
-CONTENDERS: Mapping[str, Any] = {
-    "inductor": {},
-    "reduce-overhead": {"mode": "reduce-overhead"},
-    "ours": OURS,
-}
+HERE = Path(__file__).resolve().parent
+STAGES = ("accuracy", "gradients", "opinfo", "table", "decode")
+SHARDS, OF_SHARDS = 8, 16
 ROUNDS = 5
 """Rounds of calls; the best round's median counts."""
 
-Call = Callable[[], Any]
+TOGETHER, ALL, UNLIMITED = 165.0, 465.0, 1e6
+"""Seconds for what runs side by side, and for everything; `--full` has no limit but that of each request."""
+OPINFO_SECONDS, OPINFO_FULL, OPINFO_LATEST = 120.0, 600.0, 30.0
+"""Seconds for a shard, and for the entry in which they end."""
+ONE_MODEL = 35.0
+"""Seconds that must be left to begin with another model of the table."""
+GPU_GIB = 74.0
+GIB = {"bert": 10.0, "vit": 9.0, "distilgpt2": 11.0, "t5_small": 8.0, "resnet50": 17.0, "llama": 13.0}
+"""Of Inductor's training steps."""
 
 
-def median_ms(call: Call, runs: int = 8) -> float:
-    """Median time of a call in ms, by events around it, each on an idle GPU."""
-    times = []
-    for _ in range(runs):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+class Check:
+    """One run: its folder of caches and logs, what it found, and what went wrong."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given, self.folder, self.start = given, folder, time.monotonic()
+        self.stages = given.stages.split(",")
+        self.models = given.models.split(",")
+        self.record: dict[str, Any] = {"version": 3, "full": given.full, "stages": self.stages, "seconds": {}}
+        self.wrong: list[str] = []
+        self.ahead: dict[str, dict[str, Worker]] = {}
+        """Processes that were started before their turn."""
+
+    def note(self, text: str) -> None:
+        """Something is wrong, or was left out."""
+        self.wrong.append(text)
+        print(f"WRONG {text}", flush=True)
+
+    def left(self) -> float:
+        return UNLIMITED if self.given.full else ALL - (time.monotonic() - self.start)
+
+    def main(self) -> int:
+        try:
+            if "table" in self.stages:
+                self._start(self.models[0])
+            self._together()
+            self.record["seconds"]["together"] = round(time.monotonic() - self.start)
+            if "table" in self.stages:
+                self.record["table"] = [row for m in self.models if (row := self._row(m)) is not None]
+            if "decode" in self.stages:
+                self.record["decode"] = self._decode()
+        finally:
+            for workers in self.ahead.values():
+                for w in workers.values():
+                    w.end()
+        self.record["seconds"]["all"] = round(time.monotonic() - self.start)
+        return self._end()
+
+    # ------------------------------------------------------------ first phase
+
+    def _together(self) -> None:
+        jobs = [*self._opinfo(), *self._precompiling(), *self._accuracy()]
+        cores = 1.5 * len(os.sched_getaffinity(0))
+        shards = []
+        for job, result in side_by_side(jobs, UNLIMITED if self.given.full else TOGETHER, cores, GPU_GIB):
+            kind, _, what = job.name.partition(":")
+            if isinstance(result, Exception):
+                self.note(f"{job.name}: {type(result).__name__}: {result}")
+            elif kind == "opinfo":
+                shards.append(result)
+            elif kind in ("accuracy", "gradients"):
+                self.record.setdefault(kind, []).extend(result)
+                for row in result:
+                    if not row["right"] or row["bugs"]:
+                        self.note(f"{kind} of {row['model']} {row['dtype']}: {row['reason']} {row['bugs'] or ''}")
+            print(f"{time.monotonic() - self.start:5.0f} s  {kind} {what} done", flush=True)
+        if shards:
+            self._sum_up(shards)
+
+    def _precompiling(self) -> list[Job]:
+        """Inductor's graphs that are not to be timed cold."""
+        if self.given.full:
+            return []
+        parts = {m: (("training", "inductor"), ("inference", "reduce-overhead")) for m in self.models}
+        if "table" not in self.stages:
+            parts = {}
+        if "decode" in self.stages:
+            parts["decode"] = (("decode", "reduce-overhead"),)  # type: ignore[assignment]
+
+        def job(model: str) -> Job:
+            def run(seconds: float) -> None:
+                for part, contender in parts[model]:
+                    self._alone(f"warm_{model}_{part}", f"warm_{model}", seconds, [
+                        {"do": "first", "model": model, "part": part, "contender": contender}
+                    ])  # fmt: skip
+
+            return Job(f"precompiling:{model}", run, GIB.get(model, 5.0), 2.0)
+
+        slowest_first = ("resnet50", "t5_small", "bert", "vit")
+        order = sorted(parts, key=lambda m: slowest_first.index(m) if m in slowest_first else len(slowest_first))
+        return [job(m) for m in order]
+
+    def _alone(self, name: str, caches: str, seconds: float, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers of a process of its own."""
+        few = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4", "FUSEWRIGHT_TRITON_WORKERS": "4"}
+        worker = Worker(self.folder, name, caches, **few)
+        until = time.monotonic() + seconds
+        try:
+            return [worker.ask(until - time.monotonic(), **r) for r in requests]
+        finally:
+            worker.end()
+
+    def _accuracy(self) -> list[Job]:
+        jobs = []
+        names = self.given.suite.split(",") if self.given.suite else _suite("SUITE")
+        if "accuracy" in self.stages:
+            for name in names:
+                requests = [{"do": "check", "model": name, "dtype": d} for d in ("bf16", "fp32")]
+                jobs.append((f"accuracy:{name}", requests))
+        if "gradients" in self.stages:
+            jobs += [(f"gradients:{n}", [{"do": "check_training", "model": n}]) for n in _suite("TRAINABLE")]
+
+        def job(name: str, requests: list[dict[str, Any]]) -> Job:
+            label = name.replace(":", "_")
+            return Job(name, lambda seconds: self._alone(label, label, seconds, requests), 3.5)
+
+        return [job(*j) for j in jobs]
+
+    def _opinfo(self) -> list[Job]:
+        def job(k: int) -> Job:
+            def run(seconds: float) -> dict[str, Any]:
+                found = self.folder / f"opinfo_{k}.json"
+                wanted = OPINFO_FULL if self.given.full else OPINFO_SECONDS
+                until = max(10.0, min(wanted, seconds - OPINFO_LATEST))
+                command = [
+                    sys.executable, str(HERE / "opinfo.py"), "--backend", "nvidia_triton", "--device", "cuda", "--samples",
+                    "1", "--shard", f"{k}/{OF_SHARDS}", "--seconds", str(until), "--limit", str(OPINFO_LATEST),
+                    "--json", str(found),
+                ]  # fmt: skip
+                caches = {n: str(self.folder / f"opinfo_{k}" / n) for n in CACHES}
+                with (self.folder / f"opinfo_{k}.log").open("wb") as log:
+                    process = subprocess.Popen(
+                        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches}, start_new_session=True
+                    )
+                    try:
+                        process.wait(timeout=until + 2 * OPINFO_LATEST)
+                    finally:
+                        end_session(process)
+                results: dict[str, Any] = json.loads(found.read_text())
+                return results
+
+            return Job(f"opinfo:{k}/{OF_SHARDS}", run, 1.5)
+
+        return [job(k) for k in range(1, SHARDS + 1)] if "opinfo" in self.stages else []
+
+    def _sum_up(self, shards: Sequence[dict[str, Any]]) -> None:
+        results = [r for s in shards for r in s["results"]]
+        wrong = [f"{r['entry']} {r['dtype']}: {'; '.join(r['problems'][:2])}" for r in results if r["problems"]]
+        shared = sum(1 for r in results if r["shared"] and not r["problems"])
+        found = self.record["opinfo"] = {
+            "entries": len(results), "right": len(results) - len(wrong) - shared, "wrong_in_aot_eager_too": shared,
+            "wrong": wrong, "left_out": sum(s["left_out"] for s in shards),
+            "lowered": sum(r["lowered"] for r in results), "ops": sum(r["lowered"] + r["eager"] for r in results),
+        }  # fmt: skip
+        for w in wrong:
+            self.note(f"opinfo: {w}")
+        if found["left_out"]:
+            print(f"opinfo: {found['left_out']} entries were left out for want of time", flush=True)
+
+    # ------------------------------------------------------------ second phase
+
+    def _start(self, model: str) -> dict[str, Worker]:
+        """The processes of a row; they import and wait."""
+        if model not in self.ahead:
+            warm = f"cold_{model}_warm" if self.given.full else f"warm_{model}"
+            caches = {"cold": f"cold_{model}", "warm": warm, "ours": f"ours_{model}"}
+            if model == "decode":
+                del caches["cold"]
+            self.ahead[model] = {k: Worker(self.folder, f"{model}_{k}", c) for k, c in caches.items()}
+        return self.ahead[model]
+
+    def _row(self, model: str) -> dict[str, Any] | None:
+        """Times of one model."""
+        if self.left() < ONE_MODEL:
+            self.note(f"{model}: left out for want of time")
+            return None
+        workers = self._start(model)
+        following = self.models[self.models.index(model) + 1 :][:1]
+        row: dict[str, Any] = {"model": model, "inference": {}, "training": {}}
+        try:
+            first: dict[str, dict[str, float]] = {"inference": {}, "training": {}}
+            self._first(workers["cold"], model, "inference", "inductor", first)
+            self._first(workers["ours"], model, "inference", "ours", first)
+            for m in following or (["decode"] if "decode" in self.stages else []):
+                if not self.given.full:
+                    self._start(m)  # imports beside what follows, which is not timed to be cold
+            mine = threading.Thread(target=self._first, args=(workers["ours"], model, "training", "ours", first))
+            mine.start()
+            if self.given.full:
+                mine.join()
+            self._first(workers["warm"], model, "training", "inductor", first)
+            self._first(workers["warm"], model, "inference", "reduce-overhead", first)
+            mine.join()
+            row |= {part: {"ms": {}, "first_s": found} for part, found in first.items()}
+            by = {
+                "inference": {
+                    "eager": "cold", "inductor": "cold", "reduce-overhead": "warm", "ours": "ours",
+                },
+                "training": {"eager": "cold", "inductor": "warm", "ours": "ours"},
+            }  # fmt: skip
+            for part, contenders in by.items():
+                there = {c: workers[w] for c, w in contenders.items() if c == "eager" or c in first[part]}
+                row[part]["ms"] = self._rounds(model, part, there)
+        finally:
+            for w in self.ahead.pop(model).values():
+                w.end()
+        print(f"{time.monotonic() - self.start:5.0f} s  {json.dumps(row)}", flush=True)
+        return row
+
+    def _first(self, worker: Worker, model: str, part: str, contender: str, into: dict[str, dict[str, float]]) -> None:
+        try:
+            answer = worker.ask(120, do="first", model=model, part=part, contender=contender)
+            into[part][contender] = answer["seconds"]
+        except Failed as e:
+            self.note(f"{model}, {part}, {contender}: {e}")
+
+    def _rounds(self, model: str, part: str, contenders: Mapping[str, Worker]) -> dict[str, float]:
+        """Contenders take turns."""
+        rounds: dict[str, list[float]] = {c: [] for c in contenders}
+        for _ in range(ROUNDS):
+            for c, worker in contenders.items():
+                try:
+                    rounds[c].append(worker.ask(60, do="round", model=model, part=part, contender=c)["ms"])
+                except Failed as e:
+                    self.note(f"{model}, {part}, {c}: {e}")
+        return {c: min(ms) for c, ms in rounds.items() if ms}
+
+    def _decode(self) -> dict[str, Any]:
+        """Milliseconds a token, and the share of the floor: bytes of weights and cache over the bandwidth of a copy."""
+        if self.left() < 20:
+            self.note("decode: left out for want of time")
+            return {}
+        workers = self._start("decode")
+        first: dict[str, dict[str, float]] = {"decode": {}}
+        self._first(workers["ours"], "decode", "decode", "ours", first)
+        self._first(workers["warm"], "decode", "decode", "reduce-overhead", first)
+        there = {c: workers[w] for c, w in {"eager": "warm", "reduce-overhead": "warm", "ours": "ours"}.items()}
+        found: dict[str, Any] = {"first_s": first["decode"], "ms": self._rounds("decode", "decode", there)}
+        try:
+            found |= workers["ours"].ask(60, do="bandwidth")
+            found["floor_ms"] = found["bytes"] / found["copy_gb_s"] / 1e6
+            found["share"] = found["floor_ms"] / found["ms"]["ours"]
+        except (Failed, KeyError) as e:
+            self.note(f"decode: {type(e).__name__}: {e}")
+        return found
+
+    # ------------------------------------------------------------ the end
+
+    def _end(self) -> int:
+        r = self.record
+        bars = r["bars"] = judged(r.get("table", []), r.get("decode", {}), self.given.full)
+        self.wrong += [f"bar {b['id']}: {b['value']:.2f} of {b['first']}" for b in bars if b["verdict"] == "MISS"]
+        r["wrong"] = self.wrong
+        print(f"\n{r.get('device', '')} {r['seconds']['all']} s, of which {r['seconds']['together']} s side by side")
+        for key in ("accuracy", "gradients"):
+            if key in r:
+                replayed = sum(all(t.startswith("replayed") for t in row["replay"]) for row in r[key])
+                print(f"{key}: {sum(row['right'] for row in r[key])} of {len(r[key])} right, {replayed} of them replayed")
+        if "opinfo" in r:
+            o = r["opinfo"]
+            print(
+                f"opinfo: {o['entries']} entries, {o['right']} right, {o['wrong_in_aot_eager_too']} wrong in aot_eager too, "
+                f"{len(o['wrong'])} wrong, {o['left_out']} left out; {o['lowered']} of {o['ops']} ops lowered"
+            )
+        if r.get("decode"):
+            print(decode_text(r["decode"]))
+        for w in self.wrong:
+            print(f"WRONG {w}")
+        if r.get("table"):
+            print(table_text(r["table"], bars, self.given.full))
+        return 1 if self.wrong else 0
 
 
-def first_call(call: Call) -> float:
-    """Seconds of a call that compiles."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+def _suite(names: str) -> Sequence[str]:
+    from fusewright.bench import suite
 
-
-def best_ms(calls: Mapping[str, Call]) -> dict[str, float]:
-    """The median time of each call in its best round."""
-    for call in calls.values():
-        for _ in range(4):
-            call()
-    rounds = [{name: median_ms(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-    return {name: min(r[name] for r in rounds) for name in calls}
-
-
-def inference(model: GpuModel, names: list[str]) -> dict[str, Any]:
-    """Times of a call without gradients, in bf16."""
-    module, inputs, _ = model.build()
-    module.bfloat16()
-    given = {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-    times, firsts = {}, {}
-    with torch.no_grad():
-        for name in ("eager", *names):  # one after the other: graphs of one must not hold memory of another
-            torch.compiler.reset()
-            fn = module if name == "eager" else torch.compile(module, **CONTENDERS[name])
-            if name != "eager":
-                firsts[name] = first_call(lambda: fn(**given))  # noqa: B023
-            times[name] = best_ms({name: lambda: fn(**given)})[name]  # noqa: B023
-    return {"ms": times, "first_s": firsts}
-
-
-def training(model: GpuModel, names: list[str]) -> dict[str, Any]:
-    """Times of forward and backward under bf16 autocast, fp32 weights, dropout as configured."""
-    module, inputs, labels = model.build()
-    module.train()
-
-    def step(fn: Any) -> None:
-        module.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = fn(**inputs, **labels).loss
-        loss.backward()
-
-    times, firsts = {}, {}
-    for name in ("eager", *names):
-        torch.compiler.reset()
-        fn = module if name == "eager" else torch.compile(module, **CONTENDERS[name])
-        if name != "eager":
-            firsts[name] = first_call(lambda: step(fn))  # noqa: B023
-        times[name] = best_ms({name: lambda: step(fn)})[name]  # noqa: B023
-    return {"ms": times, "first_s": firsts}
-
-
-def table(names: list[str], parts: set[str]) -> list[dict[str, Any]]:
-    """Rows of the big table."""
-    rows = []
-    for name in names:
-        row: dict[str, Any] = {"model": name, "label": MODELS[name].label}
-        for part, run, contenders in (
-            ("inference", inference, ["inductor", "reduce-overhead", "ours"]),
-            ("training", training, ["inductor", "ours"]),
-        ):
-            if part not in parts:
-                continue
-            try:
-                row[part] = run(MODELS[name], contenders)
-            except Exception as e:  # one model must not end the run; the table says so
-                row[part] = {"error": f"{type(e).__name__}: {str(e)[:300]}"}
-            print(row["label"], part, json.dumps(row[part]), flush=True)
-            clean()
-        rows.append(row)
-    return rows
-
-
-def clean() -> None:
-    """Free what the last model held."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def on_gpu(built: suite.Built, batch: int) -> suite.Built:
-    """The model on the GPU, its example inputs repeated along the batch."""
-
-    def move(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return x.repeat(batch, *[1] * (x.dim() - 1)).cuda() if x.dim() else x.cuda()
-
-    assert built.module is not None
-    args = tuple(map(move, built.args))
-    return dataclasses.replace(
-        built, fn=built.module.cuda(), args=args, kwargs={k: move(v) for k, v in built.kwargs.items()}
-    )
-
-
-@torch.no_grad()
-def check(name: str, dtype: suite.DType, batch: int = 4) -> dict[str, Any]:
-    """A model of the suite by the fp64 rule, at its third call: what is replayed is what is judged."""
-    built = on_gpu(suite.build(name, "full", dtype), batch)
-    eager = suite.flatten_outputs(built.run())
-    with report.recording() as reports:
-        ours = torch.compile(built.fn, **OURS)
-        seconds = first_call(built.bind(ours))
-        for _ in range(2):
-            got = suite.flatten_outputs(built.run(ours))
-    verdict = accuracy.compare(accuracy.reference(built), eager, got, dtype)
-    return {
-        "model": name, "dtype": dtype, "right": verdict.passed, "ratio": verdict.ratio_max, "reason": verdict.reason,
-        "first_s": seconds, "replay": [r.replay for r in reports if r.replay],
-        "eager_ops": sum(r.count("eager") for r in reports), "bugs": [b for r in reports for b in r.bugs][:3],
-    }  # fmt: skip
-
-
-def check_training(name: str) -> dict[str, Any]:
-    """Loss and gradients under bf16 autocast by the fp64 rule, at the third step."""
-    step = suite.train_step(name, "full", "fp32")
-    step.module.cuda()
-    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in step.batch.items()}
-
-    def grads(module: torch.nn.Module, fn: Any, amp: bool, given: dict[str, Any]) -> list[torch.Tensor]:
-        module.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
-            loss = fn(**given).loss
-        loss.backward()
-        return [loss.detach().clone(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
-
-    wide = copy.deepcopy(step.module).double()
-    doubled = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
-    reference = grads(wide, wide, False, doubled)
-    eager_module = copy.deepcopy(step.module)
-    eager = grads(eager_module, eager_module, True, batch)
-    with report.recording() as reports:
-        fn = torch.compile(step.module, **OURS)
-        for _ in range(3):
-            got = grads(step.module, fn, True, batch)
-    verdict = accuracy.compare(reference, eager, got, "amp")
-    replay = [r.replay for r in reports]
-    return {
-        "model": name,
-        "right": verdict.passed,
-        "ratio": verdict.ratio_max,
-        "reason": verdict.reason,
-        "replay": replay,
-    }
-
-
-def guarded(rows: list[dict[str, Any]], label: str, run: Callable[[], dict[str, Any]]) -> None:
-    """Run one check; a failure becomes a row."""
-    try:
-        rows.append(run())
-    except Exception as e:  # one model must not end the run; its row says so
-        rows.append({"model": label, "right": False, "reason": f"{type(e).__name__}: {str(e)[:300]}"})
-    print(json.dumps(rows[-1]), flush=True)
-    clean()
-
-
-@torch.no_grad()
-def decode() -> dict[str, Any]:
-    """Milliseconds a token, and the share of the floor: bytes of weights and cache over the bandwidth of a read."""
-    found: dict[str, Any] = {}
-    for name in ("eager", "reduce-overhead", "ours"):
-        torch.compiler.reset()
-        step, bytes_read = decoder(lambda f, n=name: f if n == "eager" else torch.compile(f, **CONTENDERS[n]))
-        first = first_call(step)
-        found[name] = {"ms": best_ms({name: step})[name], "first_s": first}
-        found["bytes"] = bytes_read
-        del step
-        clean()
-    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").zero_()
-    target = torch.empty_like(source)
-    copy_ms = best_ms({"copy": lambda: target.copy_(source)})["copy"]
-    found["copy_gb_s"] = 2 * 2 * source.numel() / copy_ms / 1e6
-    found["floor_ms"] = found["bytes"] / found["copy_gb_s"] / 1e6
-    found["share"] = found["floor_ms"] / found["ours"]["ms"]
+    found: Sequence[str] = getattr(suite, names)
     return found
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Prints the table; geomeans of the bars."""
-    head = ("eager", "inductor", "reduce-overhead", "ours")
-    ratios: dict[str, list[float]] = {}
-    for part in ("inference", "training"):
-        print(f"\n{part}: ms" + "".join(f"{h:>17}" for h in head) + "   first call, s: inductor / r-o / ours")
-        for row in rows:
-            found = row.get(part)
-            if found is None or "error" in found:
-                print(f"{row['label']:22} {(found or {}).get('error', '')}")
-                continue
-            ms, first = found["ms"], found["first_s"]
-            cells = "".join(f"{ms[h]:17.2f}" if h in ms else " " * 17 for h in head)
-            print(f"{row['label']:22}" + cells + "   " + " / ".join(f"{v:.1f}" for v in first.values()))
-            for other in ("eager", "inductor", "reduce-overhead"):
-                if other in ms:
-                    ratios.setdefault(f"{part} over {other}", []).append(ms[other] / ms["ours"])
-            ratios.setdefault(f"{part} first call", []).append(first["inductor"] / first["ours"])
-    bars = {name: geomean(values) for name, values in ratios.items()}
-    print("\n" + "\n".join(f"geomean {name}: {value:.2f}x" for name, value in bars.items()))
-    return bars
+def _device() -> dict[str, Any]:
+    """Asked in a process of its own: this one holds no GPU."""
+    text = (
+        "import torch, triton, json; print(json.dumps({'torch': torch.__version__, 'triton': triton.__version__, "
+        "'cuda': torch.version.cuda, 'device': torch.cuda.get_device_name()}))"
+    )
+    found: dict[str, Any] = json.loads(subprocess.check_output([sys.executable, "-c", text], text=True))
+    return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="inference,train-table,accuracy,training,decode")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--suite", default=",".join(suite.SUITE), help="models of the suite for 'accuracy'")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    parts = set(given.parts.split(","))
-    record: dict[str, Any] = {
-        "version": 2, "torch": torch.__version__, "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
-    }  # fmt: skip
-    if "decode" in parts:
-        try:
-            record["decode"] = decode()
-        except Exception as e:  # the rest of the record must come
-            record["decode"] = {"error": f"{type(e).__name__}: {str(e)[:300]}"}
-        print("decode", json.dumps(record["decode"]), flush=True)
-    if "accuracy" in parts:
-        rows = record.setdefault("accuracy", [])
-        for name in given.suite.split(","):
-            for dtype in ("bf16", "fp32"):
-                guarded(rows, name, lambda n=name, d=dtype: check(n, d))  # type: ignore[misc]
-    if "training" in parts:
-        rows = record.setdefault("gradients", [])
-        for name in suite.TRAINABLE:
-            guarded(rows, name, lambda n=name: check_training(n))  # type: ignore[misc]
-    wanted = {p for p, flag in (("inference", "inference"), ("training", "train-table")) if flag in parts}
-    if wanted:
-        record["table"] = table(given.models.split(","), wanted)
-        record["bars"] = summary(record["table"])
-    for key in ("accuracy", "gradients"):
-        if key in record:
-            print(f"{key}: {sum(r['right'] for r in record[key])} of {len(record[key])} right")
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1))
+    parser.add_argument("--full", action="store_true", help="every first call cold and alone; no limit of time")
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated")
+    parser.add_argument("--models", default=",".join(MODELS), help="rows of the table")
+    parser.add_argument("--suite", default="", help="models of the suite for 'accuracy'; default: all")
+    parser.add_argument("--json", type=Path, default=None, help="where the record goes; default: $OUT/gpu_check.json")
+    given = parser.parse_args(argv)
+    for kind, text, known in (("stage", given.stages, STAGES), ("model", given.models, tuple(MODELS))):
+        for name in text.split(","):
+            if name not in known:
+                parser.error(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+    target = given.json or (Path(os.environ["OUT"]) / "gpu_check.json" if os.environ.get("OUT") else None)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        check = Check(given, Path(folder))
+        check.record |= _device()
+        code = check.main()
+        if target is not None:
+            target.write_text(json.dumps(check.record, indent=1))
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import selectors
@@ -40,14 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no entry of the database matches", file=sys.stderr)
         return 2
     start = time.monotonic()
-    results = []
+    results: list[dict[str, Any]] = []
     for result in _run(jobs, a):
         results.append(result)
         if result["problems"] or a.verbose:
             print(_line(result), flush=True)
+        if time.monotonic() - start > a.seconds:
+            break
+    if len(results) < len(jobs):
+        print(f"left out for want of time: {len(jobs) - len(results)} of {len(jobs)} entries")
     _summary(results, time.monotonic() - start, a)
     if a.json:
-        Path(a.json).write_text(json.dumps({"backend": a.backend, "results": results}, indent=1))
+        found = {"backend": a.backend, "results": results, "left_out": len(jobs) - len(results)}
+        Path(a.json).write_text(json.dumps(found, indent=1))
     return 1 if any(r["problems"] for r in results) else 0
 
 
@@ -64,6 +70,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=4, help="samples per entry, spread over all; 0: every one")
     p.add_argument("--group", type=int, default=25, help="entries per child process")
     p.add_argument("--limit", type=float, default=120, help="seconds that one entry may take")
+    p.add_argument("--seconds", type=float, default=math.inf, help="begin no entry after that; what is left out is said")
     p.add_argument("--threads", type=int, default=1, help="torch threads of a child")
     p.add_argument("--json", help="write every result to this file")
     p.add_argument("--verbose", action="store_true", help="print entries that are right too")
@@ -112,15 +119,17 @@ def _group(group: Sequence[Job], a: argparse.Namespace) -> Iterator[dict[str, An
     child = _start(a, group)
     done = 0
     why = ""
-    for line in _lines(child, a.limit):
-        if line is None:
-            why = f"timeout: longer than {a.limit:g} s"
-            break
-        if line.startswith("{"):
-            done += 1
-            yield json.loads(line)
-    child.kill()
-    code = child.wait()
+    try:
+        for line in _lines(child, a.limit):
+            if line is None:
+                why = f"timeout: longer than {a.limit:g} s"
+                break
+            if line.startswith("{"):
+                done += 1
+                yield json.loads(line)
+    finally:  # also when no more results are wanted
+        child.kill()
+        code = child.wait()
     if done == len(group):
         return
     job = group[done]

@@ -1,0 +1,244 @@
+"""A process of `ci/gpu_check.py`: it reads requests (one JSON object a line) and answers each with a line.
+
+    {"do": "first", "model": "bert", "part": "inference", "contender": "ours"}   {"seconds": 4.1}
+    {"do": "round", "model": "bert", "part": "inference", "contender": "ours"}   {"ms": 5.0}
+
+It says {"ready": true} when everything that needs no GPU is imported. Compilers' caches are where the environment says.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from gpu_models import MODELS, decoder  # type: ignore[import-not-found]
+
+from fusewright import report
+from fusewright.bench import accuracy, suite
+
+OURS: Any = {"backend": "nvidia_triton", "options": {"fallback": "allow"}}
+CONTENDERS: Mapping[str, Any] = {"inductor": {}, "reduce-overhead": {"mode": "reduce-overhead"}, "ours": OURS}
+SETTLE, CALLS = 4, 8
+"""Calls before the first round, and of a round."""
+BATCH = 4
+"""The suite's example inputs are repeated so many times: blocks are then partly and wholly filled."""
+
+Call = Callable[[], Any]
+
+
+def median_ms(call: Call) -> float:
+    """Median time of a call in ms, by events around it, each on an idle GPU."""
+    times = []
+    for _ in range(CALLS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def seconds_of(call: Call) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- times
+
+
+class Timed:
+    """What is timed in this process: one call for each model, part and contender, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[str, str], Callable[[Any], Call]] = {}
+        self.calls: dict[tuple[str, str, str], Call] = {}
+        self.settled: set[tuple[str, str, str]] = set()
+        self.bytes = 0
+
+    def first(self, model: str, part: str, contender: str) -> dict[str, Any]:
+        """Seconds of the call that compiles. The model is on the GPU and eager has run (its libraries are loaded)."""
+        self._call(model, part, "eager")()
+        call = self.calls[model, part, contender] = self._call(model, part, contender)
+        return {"seconds": seconds_of(call)}
+
+    def round(self, model: str, part: str, contender: str) -> dict[str, Any]:
+        key = (model, part, contender)
+        call = self.calls[key] = self.calls.get(key) or self._call(*key)
+        if key not in self.settled:
+            self.settled.add(key)
+            for _ in range(SETTLE):
+                call()
+        return {"ms": median_ms(call)}
+
+    def _call(self, model: str, part: str, contender: str) -> Call:
+        def compile(fn: Any) -> Any:
+            return fn if contender == "eager" else torch.compile(fn, **CONTENDERS[contender])
+
+        if (model, part) not in self.parts:
+            self.parts[model, part] = {"inference": inference, "training": training, "decode": self._decode}[part](model)
+        return self.parts[model, part](compile)
+
+    def _decode(self, model: str) -> Callable[[Any], Call]:
+        def made(compile: Any) -> Call:
+            step, self.bytes = decoder(compile)
+            return without_gradients(step)
+
+        return made
+
+    def bandwidth(self) -> dict[str, Any]:
+        """GB/s of a device copy, reads and writes counted, and the bytes that one decoding step reads."""
+        source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").zero_()
+        target = torch.empty_like(source)
+        best = min(median_ms(lambda: target.copy_(source)) for _ in range(3))
+        return {"copy_gb_s": 2 * 2 * source.numel() / best / 1e6, "bytes": self.bytes}
+
+
+def without_gradients(call: Call) -> Call:
+    def run() -> Any:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def inference(model: str) -> Callable[[Any], Call]:
+    """A call in bf16."""
+    module, inputs, _ = MODELS[model].build()
+    module.bfloat16()
+    given = {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+    def made(compile: Any) -> Call:
+        fn = compile(module)
+        return without_gradients(lambda: fn(**given))
+
+    return made
+
+
+def training(model: str) -> Callable[[Any], Call]:
+    """Forward and backward under bf16 autocast, fp32 weights, dropout as configured."""
+    module, inputs, labels = MODELS[model].build()
+    module.train()
+
+    def made(compile: Any) -> Call:
+        fn = compile(module)
+
+        def step() -> None:
+            module.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = fn(**inputs, **labels).loss
+            loss.backward()
+
+        return step
+
+    return made
+
+
+# ---------------------------------------------------------------- right or wrong
+
+
+def on_gpu(built: suite.Built) -> suite.Built:
+    """The model on the GPU, its example inputs repeated along the batch."""
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.repeat(BATCH, *[1] * (x.dim() - 1)).cuda() if x.dim() else x.cuda()
+
+    assert built.module is not None
+    args, kwargs = tuple(map(move, built.args)), {k: move(v) for k, v in built.kwargs.items()}
+    return dataclasses.replace(built, fn=built.module.cuda(), args=args, kwargs=kwargs)
+
+
+def _verdict(model: str, dtype: Any, found: accuracy.Accuracy, reports: list[report.GraphReport]) -> dict[str, Any]:
+    return {
+        "model": model, "dtype": dtype, "right": found.passed, "ratio": found.ratio_max, "reason": found.reason,
+        "replay": [r.replay for r in reports if r.replay], "eager_ops": sum(r.count("eager") for r in reports),
+        "bugs": [b for r in reports for b in r.bugs][:3],
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def check(model: str, dtype: suite.DType) -> dict[str, Any]:
+    """A model of the suite by the fp64 rule, at its third call: what is replayed is what is judged."""
+    built = on_gpu(suite.build(model, "full", dtype))
+    eager = suite.flatten_outputs(built.run())
+    with report.recording() as reports:
+        ours = torch.compile(built.fn, **OURS)
+        for _ in range(3):
+            got = suite.flatten_outputs(built.run(ours))
+    return _verdict(model, dtype, accuracy.compare(accuracy.reference(built), eager, got, dtype), reports)
+
+
+def check_training(model: str) -> dict[str, Any]:
+    """Loss and gradients under bf16 autocast by the fp64 rule, at the third step."""
+    step = suite.train_step(model, "full", "fp32")
+    step.module.cuda()
+    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in step.batch.items()}
+
+    def grads(module: torch.nn.Module, fn: Any, amp: bool, given: dict[str, Any]) -> list[torch.Tensor]:
+        module.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+            loss = fn(**given).loss
+        loss.backward()
+        return [loss.detach().clone(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+    wide = copy.deepcopy(step.module).double()
+    doubled = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    reference = grads(wide, wide, False, doubled)
+    eager_module = copy.deepcopy(step.module)
+    eager = grads(eager_module, eager_module, True, batch)
+    with report.recording() as reports:
+        fn = torch.compile(step.module, **OURS)
+        for _ in range(3):
+            got = grads(step.module, fn, True, batch)
+    return _verdict(model, "amp", accuracy.compare(reference, eager, got, "amp"), reports)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    timed = Timed()
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "first": timed.first, "round": timed.round, "bandwidth": timed.bandwidth, "check": check,
+        "check_training": check_training,
+    }  # fmt: skip
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    say({"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            say(commands[request.pop("do")](**request))
+        except Exception as e:  # whatever a model or a compiler raises is an answer; the parent says what was left out
+            say({"error": f"{type(e).__name__}: {str(e)[:300]}"})
+        if "check" in line:  # what one check held must not stand in the way of the next
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

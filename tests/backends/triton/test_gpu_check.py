@@ -1,0 +1,133 @@
+"""`ci/gpu_check.py` with processes that only pretend to have a GPU: what it asks, what it says is wrong, its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
+import gpu_check as tool
+import gpu_processes as processes
+import gpu_table
+
+PRETENDER = """
+import json, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    r = json.loads(line)
+    if r["do"] in ("check", "check_training"):
+        right = r["model"] != "vit" or r.get("dtype") != "fp32"
+        answer = {"model": r["model"], "dtype": r.get("dtype", "amp"), "right": right, "ratio": 1.0, "bugs": [],
+                  "reason": "" if right else "output 0: error 2 against eager's 1", "replay": ["replayed, 5 instructions"]}
+    elif r["do"] == "first":
+        answer = {"seconds": 2.0 if r["contender"] == "ours" else 10.0}
+    elif r["do"] == "round":
+        answer = {"ms": {"eager": 3.0, "inductor": 2.0, "reduce-overhead": 1.5, "ours": 1.0}[r["contender"]]}
+        if FAILS and r["contender"] == "reduce-overhead":
+            answer = {"error": "RuntimeError: no"}
+    else:
+        answer = {"copy_gb_s": 3000.0, "bytes": 2.4e9}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the tool with workers that answer at once; gives its exit code and its record."""
+
+    def run(*arguments: str, fails: bool = False) -> tuple[int, dict[str, Any]]:
+        program = tmp_path / "worker.py"
+        program.write_text(f"FAILS = {fails}\n{PRETENDER}")
+        monkeypatch.setattr(processes, "PROGRAM", program)
+        monkeypatch.setattr(tool, "_device", lambda: {"device": "a GPU"})
+        monkeypatch.setenv("OUT", str(tmp_path))
+        code = tool.main(arguments)
+        return code, json.loads((tmp_path / "gpu_check.json").read_text())
+
+    return run
+
+
+def test_a_run_without_fault(pretend: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, record = pretend("--stages", "accuracy,table,decode", "--models", "bert,llama", "--suite", "bert")
+    assert code == 0 and record["wrong"] == []
+    assert [r["model"] for r in record["table"]] == ["bert", "llama"]
+    assert record["table"][0]["inference"]["ms"] == {"eager": 3.0, "inductor": 2.0, "reduce-overhead": 1.5, "ours": 1.0}
+    bars = {b["id"]: b for b in record["bars"]}
+    assert bars["G4"]["value"] == pytest.approx(5.0) and bars["G4"]["of"] == 2, "warm first calls do not count"
+    assert bars["G1"]["verdict"] == "goal" and bars["share"]["value"] == pytest.approx(0.8)
+    shown = capsys.readouterr().out
+    assert "accuracy: 2 of 2 right, 2 of them replayed" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("decode "), "the bars come last"
+
+
+def test_what_is_wrong_shows(pretend: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, record = pretend("--stages", "accuracy,table", "--models", "bert", "--suite", "vit", fails=True)
+    assert code == 1
+    assert record["wrong"][0] == "accuracy of vit fp32: output 0: error 2 against eager's 1 "
+    assert "bert, inference, reduce-overhead: RuntimeError: no" in record["wrong"]
+    assert "G2" not in {b["id"] for b in record["bars"]}
+    assert "WRONG accuracy of vit fp32" in capsys.readouterr().out
+
+
+def test_full_compiles_nothing_beforehand(pretend: Any) -> None:
+    code, record = pretend("--full", "--stages", "table", "--models", "vit")
+    assert code == 0
+    assert next(b for b in record["bars"] if b["id"] == "G4")["of"] == 2, "cold first calls of training count"
+
+
+def test_a_missed_bar_is_wrong_and_an_aim_is_not() -> None:
+    row = {"model": "vit", "inference": {"ms": {"eager": 1.0, "inductor": 1.1, "ours": 1.0}}}
+    bars = {b["id"]: b["verdict"] for b in gpu_table.judged([row], {}, False)}
+    assert bars == {"G1": "MISS", "vit": "below"}
+
+
+def test_no_time_is_said(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "ALL", 0.0)
+    code, record = pretend("--stages", "table,decode", "--models", "bert")
+    assert code == 1
+    assert record["wrong"] == ["bert: left out for want of time", "decode: left out for want of time"]
+
+
+def test_jobs_wait_for_memory_and_end_in_time() -> None:
+    at_once: list[int] = []
+    running: set[str] = set()
+
+    def job(name: str, gib: float) -> processes.Job:
+        def run(seconds: float) -> str:
+            running.add(name)
+            at_once.append(len(running))
+            time.sleep(0.05)
+            running.discard(name)
+            return name
+
+        return processes.Job(name, run, gib)
+
+    found = dict((j.name, r) for j, r in processes.side_by_side([job(n, 2.0) for n in "abcd"], 60.0, 8, 5.0))
+    assert found == {n: n for n in "abcd"} and max(at_once) == 2
+
+    def fail(seconds: float) -> None:
+        raise processes.Failed("no")
+
+    ((_, result),) = processes.side_by_side([processes.Job("x", fail)], 60.0, 8, 5.0)
+    assert isinstance(result, processes.Failed)
+    ((_, result),) = processes.side_by_side([job("late", 1.0)], -1.0, 8, 5.0)
+    assert str(result) == "out of time"
+
+
+def test_a_worker_that_ends_or_hangs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "worker.py"
+    monkeypatch.setattr(processes, "PROGRAM", program)
+    program.write_text("import sys; sys.exit('no GPU')")
+    dead = processes.Worker(tmp_path, "dead", "caches")
+    with pytest.raises(processes.Failed, match="the process ended with 1: no GPU"):
+        dead.ask(30, do="first")
+    program.write_text("import time; time.sleep(60)")
+    slow = processes.Worker(tmp_path, "slow", "caches")
+    with pytest.raises(processes.Failed, match="out of time"):
+        slow.ask(0.2, do="first")
+    assert slow.process.poll() is not None
