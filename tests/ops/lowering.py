@@ -39,9 +39,6 @@ ROWS = {op.name: op for op in ops.OPS.values() if op.kind in KINDS}
 Seen = dict[str, dict[str, str]]
 """Column -> "static" and "dynamic" -> what became of the samples, as `_said` puts it."""
 
-KNOWN_SIZES = {"bucketize": (1,)}
-"""Tensors, by position, that are tables of a known size where other sizes are symbols."""
-
 
 class Kernels(FusedBackend):
     """Nothing but loop kernels."""
@@ -123,8 +120,8 @@ def _traced(op: Op, args: list[Any], kwargs: dict[str, Any], symbolic: bool) -> 
 
     tensors = rules.tensors(args)
     if symbolic:
-        mode, known = compat.symbolic_mode(), KNOWN_SIZES.get(op.name, ())
-        tensors = [mode.from_tensor(t, static_shapes=k in known) for k, t in enumerate(tensors)]
+        mode = compat.symbolic_mode()
+        tensors = [mode.from_tensor(t) for t in tensors]
     found: GraphModule = make_fx(run, tracing_mode="symbolic" if symbolic else "fake")(*tensors)
     return found
 

@@ -160,6 +160,10 @@ class _Launches:
                 return x.symbol
             case ("size", Ref() as r, dim):
                 return f"v{r.id}.shape[{dim}]"
+            case ("offset", Ref() as r):
+                return f"v{r.id}.storage_offset()"
+            case ("expr", str() as text):
+                return text
         return self.names.literal(x)
 
     def frame(self) -> Callable[[], Frame]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fusewright.interface import TensorSpec, hint
 from fusewright.plan.arena import Buffer, layout
 from fusewright.plan.build import Plan, may_alias
-from fusewright.plan.ir import Instruction, Launch, Ref, reads
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads, refs
 
 
 @dataclass
@@ -37,7 +37,8 @@ def place(plan: Plan) -> Placement:
     for k, i in enumerate(instructions):
         if isinstance(i, Launch):
             _take_over(plan, i, k, roots, last, fresh, placement, kept)
-    buffers = _buffers(plan, placement, kept, last, escaping)
+    located = {root for i in instructions for r in _located(i) for root in roots.get(r, {r})}
+    buffers = _buffers(plan, placement, kept, last, escaping | located)
     placement.offset, placement.arena_bytes = layout(buffers)
     for value, base in kept.items():
         if base in placement.offset:
@@ -56,6 +57,13 @@ def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
         for o in i.outs:
             roots[o] = {o} | shared
     return roots
+
+
+def _located(i: Instruction) -> set[int]:
+    """Values of which the instruction reads where in their storage they begin: in eager's, at its start."""
+    if isinstance(i, Launch):
+        return {r for x in i.sizes if isinstance(x, tuple) and x[0] == "offset" for r in refs(x)}
+    return set(reads(i)) if isinstance(i, Call) and "as_strided" in i.target else set()
 
 
 def _last_use(instructions: Sequence[Instruction], roots: dict[int, set[int]]) -> dict[int, int]:
@@ -98,10 +106,12 @@ def _same(a: TensorSpec, b: TensorSpec) -> bool:
 
 
 def _buffers(
-    plan: Plan, placement: Placement, kept: dict[int, int], last: dict[int, int], escaping: set[int]
+    plan: Plan, placement: Placement, kept: dict[int, int], last: dict[int, int], apart: set[int]
 ) -> list[Buffer]:
-    """Arena buffers: fixed size, made by a kernel, never seen by the caller (nor is anything that took them over)."""
-    seen_outside = {kept.get(v, v) for v in escaping}
+    """Arena buffers: fixed size, made by a kernel, and not among those that need storage of their own, `apart` (nor is
+    anything that took them over).
+    """
+    seen_outside = {kept.get(v, v) for v in apart}
     found = []
     for k, i in enumerate(plan.instructions):
         if not isinstance(i, Launch):

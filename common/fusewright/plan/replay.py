@@ -26,7 +26,7 @@ from fusewright import ops
 from fusewright.interface import KernelCode, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan, operator_of, written_values
-from fusewright.plan.ir import Call, CallPython, Instruction, Ref, reads
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of, storage_bytes
 
 log = logging.getLogger("fusewright")
@@ -88,8 +88,8 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     """Why an instruction does not do the same at every replay, or waits for the device."""
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
-    if not isinstance(i, Call):
-        return None
+    if isinstance(i, Launch):
+        return "it matters where a tensor begins in its storage" if any(map(_is_offset, i.sizes)) else None
     operator = operator_of(i.target)
     if operator is None:
         return "sizes are computed at run time"
@@ -98,6 +98,11 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
     return None
+
+
+def _is_offset(size: Any) -> bool:
+    """Recordings read copies of inputs, which begin elsewhere."""
+    return isinstance(size, tuple) and size[0] == "offset"
 
 
 def _draws(i: Call, operator: Any) -> bool:

@@ -83,7 +83,7 @@ def _empty(spec: TensorSpec, symbols: Mapping[str, int], env: Mapping[int, Any])
 
 def _size(s: Any, env: Mapping[int, Any]) -> int:
     if isinstance(s, tuple):
-        return int(env[s[1].id].shape[s[2]])
+        return int(env[s[1].id].storage_offset() if s[0] == "offset" else env[s[1].id].shape[s[2]])
     return int(env[s.id]) if isinstance(s, Ref) else int(s)
 
 

@@ -16,7 +16,14 @@ from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Map, Row, View
 from fusewright.toolkit.fuse.space import At, extent, is_contiguous, shape_of, stride_of
 from fusewright.toolkit.kernel import Builder, Index, Val
+from fusewright.toolkit.kernel.extent import Extent
 from fusewright.toolkit.kernel.types import TYPES, DType, compute_type, from_torch
+
+OFFSET = "offset of "
+"""A size symbol that begins so is where the tensor of that value begins in its storage."""
+
+SAME_START = frozenset({"view", "reshape", "alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"})
+"""Views that begin where their argument does."""
 
 
 class NotAligned(Exception):
@@ -138,6 +145,19 @@ class Evaluator:
             if size != 1 and step != 0:
                 out = out + ix * step
         return out
+
+    def offset(self, v: Value) -> Extent:
+        """Where a tensor begins in its storage, in elements: 0 for what kernels make."""
+        made = self.flow.producer.get(v.id)
+        if v.id in self.flow.places:
+            return 0
+        if made is None:
+            return self.b.size(f"{OFFSET}{v.id}", 0)
+        if not self.flow.is_view(made[0]):
+            return 0
+        if made[0].op not in SAME_START:
+            raise NotAligned("where a part of a tensor begins in its storage is not followed")
+        return self.offset(next(iter(made[0].inputs())))
 
     # ---- helpers for rules ----
 

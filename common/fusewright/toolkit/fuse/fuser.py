@@ -11,7 +11,7 @@ from fusewright.interface import CompileContext, Fragment, OpView, Region, Tenso
 from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
-from fusewright.toolkit.fuse.evaluate import NotAligned
+from fusewright.toolkit.fuse.evaluate import OFFSET, NotAligned
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group, Grouper
 from fusewright.toolkit.fuse.layout import choose_layouts, renamed, restored
@@ -20,7 +20,7 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
-from fusewright.toolkit.kernel import IndexTooComplex, Kernel, KernelError, crosses
+from fusewright.toolkit.kernel import IndexTooComplex, Kernel, crosses
 
 MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
@@ -308,10 +308,6 @@ class _Planner:
                 instructions = tuple(self._launch(part, ops) for part in parts)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
             raise Unplaceable(ops, str(e)) from e
-        except KernelError as e:
-            if not any(isinstance(u.rule, Row) and u.rule.ordered for u in units):
-                raise
-            raise Unplaceable(ops, f"a scan along an axis that a reshape divides: {e}") from e
         made = frozenset(o for i in instructions for o in i.outs)
         read = frozenset(r for i in instructions for r in reads(i)) - made
         self.out.items.append(_Item(max(self.position[op.id] for op in ops), instructions, read, made))
@@ -407,6 +403,8 @@ class _Sizes:
                     return source
         if symbol in self._known:
             return self._known[symbol]
+        if symbol.startswith(OFFSET):
+            return "offset", Ref(int(symbol.removeprefix(OFFSET)))
         raise Unplaceable(ops, f"no tensor has the size {symbol}")
 
 

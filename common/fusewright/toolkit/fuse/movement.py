@@ -19,8 +19,10 @@ from fusewright.toolkit.kernel.types import TYPES, from_torch
 CAT_LIMIT = 8
 """Most tensors that one kernel joins: each element tests them all."""
 
-BUCKETS_LIMIT = 1 << 12
-"""Most boundaries that a kernel searches: each doubling is one more step for every element."""
+BUCKET_STEPS = 40
+"""Steps of a search among a symbolic number of boundaries: no memory holds 2**40 of them. Steps that are too many read
+nothing.
+"""
 
 
 def out_type(op: OpView, k: int = 0) -> str:
@@ -342,9 +344,9 @@ def _plain_offset(op: OpView) -> str | None:
 def _bucketize(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     """The binary search that eager does, step by step, so that even unsorted boundaries and NaN give the same."""
     x, boundaries = op.arg("self"), op.arg("boundaries")
-    (n,) = boundaries.spec.shape
-    v, low, high = e(x, at), e.b.const(0, "i64"), e.b.const(n, "i64")
-    for _ in range(n.bit_length()):
+    (n,) = shape_of(boundaries.spec)
+    v, low, high = e(x, at), e.b.const(0, "i64"), _value(e, n)
+    for _ in range(n.bit_length() if isinstance(n, int) else BUCKET_STEPS):
         searching = low < high
         middle = low + e.b.op("shr", high - low, e.b.const(1, "i64"))
         with e.masked(searching):
@@ -355,11 +357,11 @@ def _bucketize(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     return e.b.cast(low, out_type(op))
 
 
-def _known_boundaries(op: OpView) -> str | None:
+def _same_type(op: OpView) -> str | None:
     spec = op.arg("boundaries").spec
     if spec.dtype != op.arg("self").spec.dtype or spec.dtype == torch.bool:
         return "boundaries of another type"
-    return None if spec.static and spec.shape[0] <= BUCKETS_LIMIT else "symbolic or very many boundaries"
+    return None
 
 
 def _pixel_shuffle(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -481,7 +483,7 @@ TABLE: Table = {
         "constant_pad_nd": Map(_pad, _plain_pad, cost=4),
         "reflection_pad2d": Map(_edge_pad(_reflect), _plain_pad, cost=16),
         "replication_pad2d": Map(_edge_pad(_replicate), _plain_pad, cost=16),
-        "bucketize": Map(_bucketize, _known_boundaries, cost=100),
+        "bucketize": Map(_bucketize, _same_type, cost=100),
         "roll": Map(_roll, _rollable, cost=4),
         "flip": Map(_flip),
         "repeat": Map(_repeat),

@@ -85,15 +85,24 @@ class Accumulator:
 
 
 @dataclass(frozen=True)
+class Address:
+    """A place as elements from the result's first one in memory; nothing is stored where `inside` does not hold."""
+
+    index: Index
+    inside: Val
+
+
+@dataclass(frozen=True)
 class Scatter:
-    """`code(e, op, at)`: where the source element `at` of the domain `shape(op)` goes, and one value per accumulator.
+    """`code(e, op, at)`: where the source element `at` of the domain `shape(op)` goes (an index per dim of the result, or
+    an `Address`), and one value per accumulator.
 
     Without `finish` the only accumulator is the result; else `finish(e, op, at, accumulated)` is.
     """
 
     shape: Callable[[OpView], Shape]
     accumulators: Callable[[OpView], tuple[Accumulator, ...]]
-    code: Callable[[Evaluator, OpView, At], tuple[tuple[Index, ...], tuple[Val, ...]]]
+    code: Callable[[Evaluator, OpView, At], tuple[tuple[Index, ...] | Address, tuple[Val, ...]]]
     finish: Callable[[OpView], Callable[[Evaluator, OpView, At, tuple[Val, ...]], Val] | None] = lambda op: None
     check: Check = always
 

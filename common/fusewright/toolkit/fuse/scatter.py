@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator
+from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext
 from fusewright.toolkit.fuse.movement import index_places, indexed, integer_indices, out_type
 from fusewright.toolkit.fuse.pointwise import truth
-from fusewright.toolkit.fuse.rules import Accumulator, Check, Map, Scatter, Table, always
-from fusewright.toolkit.fuse.space import At, Shape, shape_of
-from fusewright.toolkit.fuse.views import dim_of
+from fusewright.toolkit.fuse.rules import Accumulator, Address, Check, Domain, Map, Row, Scatter, Table, always
+from fusewright.toolkit.fuse.space import At, Shape, product, shape_of, stride_of
+from fusewright.toolkit.fuse.views import dim_of, number
 from fusewright.toolkit.kernel import Index, Val
+from fusewright.toolkit.kernel.extent import Extent, evaluate, nonnegative, symbols
 from fusewright.toolkit.kernel.types import TYPES, DType, from_torch, to_torch
 
-Places = tuple[tuple[Index, ...], tuple[Val, ...]]
+Places = tuple[tuple[Index, ...] | Address, tuple[Val, ...]]
 Finish = Callable[[Evaluator, OpView, At, tuple[Val, ...]], Val]
 
 _HOW = {"sum": "add", "prod": "mul", "mean": "add", "amax": "max", "amin": "min"}
@@ -257,6 +258,71 @@ def _fold_finish(op: OpView) -> Finish | None:
     return finish
 
 
+# ---- by strides ----
+
+
+def _strided(e: Evaluator, op: OpView, at: At) -> tuple[Address, tuple[Val, ...]]:
+    src, out = op.arg("src"), op.out.spec
+    assert out is not None
+    start: Extent = 0
+    if op.arg("storage_offset") is not None:  # counted from the storage's first element
+        start = number(op.arg("storage_offset")) - e.offset(op.arg("self"))
+    index = Index(start, sizes=e.b.p + e.b.r)
+    for i, step in zip(at.dims, map(number, op.arg("stride")), strict=True):
+        index = index + i * step
+    end = _reach(shape_of(out), stride_of(out)) + 1
+    p = e.position(index)
+    inside = e.b.op("and", p >= 0, p < e.b.index_value(Index(end, sizes=e.b.p + e.b.r)))
+    return Address(index, inside), (e(src, at, out_type(op)),)
+
+
+def _reach(shape: Shape, stride: Shape) -> Extent:
+    """Elements from a tensor's first one to its last."""
+    out: Extent = 0
+    for n, step in zip(shape, stride, strict=True):
+        out = out + (n - 1) * step
+    return out
+
+
+def _clear_strides(op: OpView) -> str | None:
+    """Eager copies into memory, in an order of its own where elements share it."""
+    x, out = op.arg("self").spec, op.out.spec
+    if out is None or shape_of(x) != shape_of(out) or stride_of(x) != stride_of(out):
+        return "a tensor whose elements share memory"
+    steps = [(number(s), number(n)) for s, n in zip(op.arg("stride"), op.arg("size"), strict=True)]
+    real = [(s, n) for s, n in reversed(steps) if n != 1]
+    if not any(symbols(s) for s, _ in real):
+        real.sort(key=lambda pair: evaluate(pair[0], {}))
+    reach: Extent = 0
+    for step, n in real:
+        if not nonnegative(step - reach - 1):
+            return "strides by which elements may share memory"
+        reach = reach + (n - 1) * step
+    return None
+
+
+# ---- by a mask ----
+
+
+def _flat(op: OpView) -> Domain:
+    """One row of all elements: hits are counted in their order."""
+    return Domain((product(shape_of(op.out.spec)),), (0,))
+
+
+def _masked(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    """A hit takes the element of the source whose number is that of the hits before it. IndexError where there are
+    fewer (eager: RuntimeError, which ours is too).
+    """
+    e, b, t, source = r.e, r.b, out_type(op), op.arg("source")
+    at = r.full.reshape(shape_of(op.out.spec))
+    hit = truth(b, e(op.arg("mask"), at))
+    count = product(shape_of(source.spec))
+    place = b.bound(b.scan("sum", b.cast(hit, "i64")) - 1, count, mask=hit)
+    with e.masked(hit):
+        new = e(source, At((count,), (b.indirect(place),)).reshape(shape_of(source.spec)), t)
+    return (b.where(hit, new, e(op.arg("self"), at, t)),)
+
+
 _PUT = _scatter(_indexed_shape, _put, _put_how, integer_indices)
 _MASKED_PUT = Map(_masked_put, cost=4)
 
@@ -269,5 +335,7 @@ TABLE: Table = {
     "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth)),),
     "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _ranked),),
     "index_fill": (_scatter(_sliced_shape, _fill_slice, "", _ranked),),
+    "as_strided_scatter": (_scatter(shape_like("src"), _strided, "", _clear_strides),),
+    "masked_scatter": (Row(_flat, _masked, levels=("full",), ordered=True),),
     "embedding_backward": (_scatter(shape_like("grad_output"), _embedding, "add", _unscaled, init=_zeros),),
 }

@@ -20,7 +20,7 @@ from fusewright.toolkit.fuse.build import (
 from fusewright.toolkit.fuse.evaluate import Evaluator, Space
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group
-from fusewright.toolkit.fuse.rules import Accumulator, Domain, Scatter
+from fusewright.toolkit.fuse.rules import Accumulator, Address, Domain, Scatter
 from fusewright.toolkit.fuse.space import At, shape_of
 from fusewright.toolkit.kernel.types import compute_type, from_torch, to_torch
 
@@ -82,8 +82,11 @@ def _stores(
     for i, spec in zip(started, specs, strict=True):
         e.buffer(Value(i, spec))  # a parameter of the kernel, though it is written as an output
     for k, (a, spec, value) in enumerate(zip(accumulators, specs, values, strict=True)):
-        buffer = b.inout(f"a{k}", a.dtype)
-        b.store(buffer, e.address(spec, At(shape_of(spec), places)), b.cast(value, a.dtype), how=a.how)
+        buffer, new = b.inout(f"a{k}", a.dtype), b.cast(value, a.dtype)
+        if isinstance(places, Address):
+            b.store(buffer, places.index, new, places.inside, how=a.how)
+        else:
+            b.store(buffer, e.address(spec, At(shape_of(spec), places)), new, how=a.how)
     for k, (v, at, val) in enumerate(results):
         store(e, b.output(f"y{k}", _stored_type(v)), flow.place(v).spec, at, val)  # type: ignore[arg-type]
     return finished(e, [*last, *(flow.place(r.value).id for r in roots)], started)

@@ -46,7 +46,8 @@ def _rewrite(kernel: Kernel, p: list[Extent], r: list[Extent], axes: list[Index]
 
 
 def _find_split(kernel: Kernel) -> tuple[int, Extent] | None:
-    """An axis of some division and the factor at which splitting it would help."""
+    """An axis of some division and the factor at which splitting it would help. The row of a scan stays one axis."""
+    scans = any(n.op == "scan" for n in kernel.nodes())
     for index in _indices(kernel):
         for d in index.divmods:
             if len(d.coefs) != 1 or d.offset != 0:
@@ -55,6 +56,8 @@ def _find_split(kernel: Kernel) -> tuple[int, Extent] | None:
             for cut in (d.div, None if d.mod is None else d.div * d.mod):
                 inner = divide(cut, coef) if cut is not None else None
                 outer = None if inner is None else divide(kernel.sizes[axis], inner)
+                if scans and axis >= len(kernel.p):
+                    continue
                 if inner is not None and outer is not None and 1 not in (inner, outer):
                     return axis, inner
     return None
