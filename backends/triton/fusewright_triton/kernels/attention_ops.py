@@ -1,0 +1,183 @@
+"""The attention kernel as torch operators that a plan can name, on GPUs and (interpreted) on CPU tensors.
+
+`fusewright_triton::attention`: a mask of any strides, or none. `fusewright_triton::attention_decomposed`: the bias of
+decomposed relative positions. Both compute for a target by its name, which says how large the blocks are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusewright_triton import target as targets
+from fusewright_triton.target import Target
+
+NAMESPACE = "fusewright_triton"
+ATTENTION = f"{NAMESPACE}::attention.default"
+DECOMPOSED = f"{NAMESPACE}::attention_decomposed.default"
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_DIM = 256
+LARGEST_IMAGE = 256
+"""Rows and columns of an image of keys together, at most, unless it is as wide as a block of keys."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Blocks of BM queries and BN keys, and how Triton builds the kernel. `bias` 1 and 2 are the kernel's BIAS."""
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+    bias: int = 0
+
+
+def power_of_two(n: int) -> int:
+    """The next power of two, 16 at least, as products of blocks need."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def tiles(t: Target, dtype: torch.dtype, dim: int, queries: int, image: tuple[int, int] | None = None) -> Tiles:
+    """The blocks for heads of `dim` elements; `image` is (rows, columns) of the keys of decomposed positions.
+
+    By measurement on an H100; the other targets have what their shared memory holds.
+    """
+    wide = power_of_two(dim)
+    small = dtype == torch.float32 or wide > 128
+    bm, bn, warps = (64, 32, 4) if small else (128, 64, 4 if wide <= 64 else 8)
+    bm = min(bm, power_of_two(queries))
+    bias = 0
+    if image is not None:
+        columns = power_of_two(image[1])
+        bias = 1 if 32 <= columns <= 128 and 4 * image[1] >= 3 * columns and not small else 2
+        bn = columns if bias == 1 else 32 if small else 64
+    if bm < 128 and wide <= 128:
+        warps = 4
+    stages = 3 if t.triton == "cuda" and bn * wide * dtype.itemsize <= 1 << 14 else 2 if t.triton == "cuda" else 1
+    return Tiles(bm, bn, warps, stages, bias)
+
+
+def constants(
+    how: Tiles, dtype: torch.dtype, dim: int, mask: int = 0, each: bool = False, causal: bool = False, zero: bool = True,
+    query_columns: int = 1, image: tuple[int, int] = (0, 0), precision: str = "ieee",
+) -> dict[str, Any]:  # fmt: skip
+    """The kernel's compile-time arguments."""
+    return {
+        "D": dim, "MASK": mask, "EACH": each, "CAUSAL": causal, "ZERO": zero, "BIAS": how.bias,
+        "QW": query_columns, "KH": image[0], "KW": image[1], "LEAST": torch.finfo(dtype).min,
+        "BM": how.bm, "BN": how.bn, "BD": power_of_two(dim), "BR": power_of_two(sum(image)), "PRECISION": precision,
+    }  # fmt: skip
+
+
+def _launch(programs: int, args: Sequence[Any], how: Tiles, fixed: Mapping[str, Any], device: torch.device) -> None:
+    if device.type == "cpu":
+        _interpreted().run(0, programs, args, **fixed)
+        return
+    from fusewright_triton.kernels import attention as kernels
+
+    with torch.cuda.device(device):
+        kernels.attention[(programs,)](*args, **fixed, num_warps=how.warps, num_stages=how.stages)
+
+
+@functools.cache
+def source() -> str:
+    """The kernel's source text."""
+    return Path(__file__).with_name("attention.py").read_text()
+
+
+@functools.cache
+def _interpreted() -> Any:
+    from fusewright_triton.simulate import Simulated
+
+    return Simulated(source(), ["attention"])
+
+
+@functools.cache
+def _target(name: str) -> Target:
+    return (targets.NVIDIA | targets.AMD)[name]
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
+    scale: float | None, zero: bool, stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """What `scaled_dot_product_attention` without dropout gives, in these strides.
+
+    query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk; mask is boolean or added, and broadcasts
+    to [B, H, Q, K]. A row that sees no key is 0 with `zero`, as torch's fused kernels have it, else NaN, as a softmax has.
+    """
+    q, k, v = (_dense(t) for t in (query, key, value))
+    batch, heads, queries, dim = q.shape
+    out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
+    how = tiles(_target(target), q.dtype, dim, queries)
+    kind, given, mask_strides = 0, q, (0, 0, 0, 0)
+    if mask is not None:
+        kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
+        mask_strides = given.expand(batch, heads, queries, k.shape[2]).stride()
+    fixed = constants(how, q.dtype, dim, kind, mask_strides[2] != 0, is_causal, zero)
+    numbers = (_factor(q, scale), heads, heads // k.shape[1], queries, k.shape[2])
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides, *(0,) * 8)
+    if out.numel():
+        _launch(-(-queries // how.bm) * batch * heads, (q, k, v, out, given, q, q, *numbers, *strides), how, fixed, q.device)
+    return out
+
+
+def attention_decomposed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor,
+    scale: float | None, stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """Attention over an image with bias[q, k] = rel_h[q, k // W] + rel_w[q, k % W], in these strides.
+
+    query, key and value [B, H, Q or K, D] or [N, Q or K, D]; rel_h [N, Qh, Qw, Kh] and rel_w [N, Qh, Qw, Kw] of any
+    strides, where N = B * H, Q = Qh * Qw and K = Kh * Kw. A row that sees no key is NaN.
+    """
+    flat = query.dim() == 3
+    q, k, v = (_dense(t.unsqueeze(1) if flat else t) for t in (query, key, value))
+    batch, heads, queries, dim = q.shape
+    out = torch.empty_strided(query.shape, stride, dtype=q.dtype, device=q.device)
+    image = rel_h.shape[3], rel_w.shape[3]
+    how = tiles(_target(target), q.dtype, dim, queries, image)
+    fixed = constants(how, q.dtype, dim, zero=False, query_columns=rel_h.shape[2], image=image)
+    numbers = (_factor(q, scale), heads, 1, queries, k.shape[2])
+    shaped = out.unsqueeze(1) if flat else out
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(shaped), *(0,) * 4, *rel_h.stride(), *rel_w.stride())
+    if out.numel():
+        programs = -(-queries // how.bm) * batch * heads
+        _launch(programs, (q, k, v, out, q, rel_h, rel_w, *numbers, *strides), how, fixed, q.device)
+    return out
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """With a dense last dimension, which the kernel reads as such."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _strides(t: torch.Tensor) -> tuple[int, ...]:
+    return t.stride()[:3]
+
+
+def _factor(query: torch.Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.empty_strided(query.shape, args[-2], dtype=query.dtype, device=query.device)
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_TENSORS, _REST = "Tensor query, Tensor key, Tensor value, ", "int[] stride, str target) -> Tensor"
+for _function, _own in (
+    (attention, "Tensor? mask, bool is_causal, float? scale, bool zero, "),
+    (attention_decomposed, "Tensor rel_h, Tensor rel_w, float? scale, "),
+):
+    _library.define(f"{_function.__name__}({_TENSORS}{_own}{_REST}")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_function.__name__, _function, _key)
+    _library.impl(_function.__name__, _meta, "Meta")
