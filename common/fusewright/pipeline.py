@@ -9,6 +9,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from fusewright.interface import (
     Decline,
     Device,
     Fragment,
+    KernelCode,
     Opaque,
     OpView,
     Phase,
-    Recorder,
     Region,
     TensorSpec,
     Unavailable,
@@ -43,6 +44,7 @@ from fusewright.plan import build as plan_build
 from fusewright.plan import cached, codegen
 from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Run, Untrue, checked_first
+from fusewright.plan.inplace import updated_in_place
 from fusewright.plan.opaque import guarded
 from fusewright.plan.replay import replayed
 from fusewright.plan.retained import Handover, retained
@@ -169,21 +171,37 @@ def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
 
 def _plan(c: Compilation) -> None:
     c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
+    if c.phase == "infer":
+        c.plan = updated_in_place(c.plan)
     kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
-    if c.phase == "infer":
-        c.run = run = replayed(c.plan, kernels, plain, _recorder(c), c.report.tell_replay)
-    else:
-        c.run = run = retained(c.plan, kernels, plain, c.backend.recorder(), c.report.tell_replay, c.handover)
+    c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled:  # somebody believed the metadata
         checked, _ = codegen.load(_believed(c), kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
         c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
 
 
-def _recorder(c: Compilation) -> Recorder | None:
-    """For inference; `retained` replays training."""
-    return c.backend.recorder() if c.phase == "infer" else None
+def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
+    if c.phase == "infer":
+        return replayed(plan, kernels, plain, c.backend.recorder(), c.report.tell_replay)
+    return retained(plan, kernels, plain, c.backend.recorder(), c.report.tell_replay, c.handover)
+
+
+def _from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
+    """As a plan that was just made, but without a check. Its first call is plain too: it loads what a recording of
+    training, which does not warm up, must find loaded."""
+    later, called = _replaying(c, plan, kernels, plain), False
+
+    def run(args: list[Any]) -> Any:
+        nonlocal called
+        if called:
+            return later(args)
+        result = plain(args)
+        called = True
+        return result
+
+    return plain if later is plain else run
 
 
 def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:
@@ -261,7 +279,7 @@ def compile_graph(
     _timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording():
         c.key = cached.key(backend, options, c.graph, phase, const)
-        found = cached.find(c.key, backend, gm, _recorder(c))
+        found = cached.find(c.key, backend, gm, partial(_from_disk, c))
         if found is not None:
             run, summary = found
             if summary and options.fallback == "warn":

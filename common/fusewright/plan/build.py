@@ -322,7 +322,7 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
     escapes = {r.id for r in outputs if isinstance(r, Ref)}
     for i in flat:
         if isinstance(i, Call):
-            escapes.update(_written(i))
+            escapes.update(written_by(i))
         elif isinstance(i, Launch):
             escapes.update(i.inputs[k].id for _, k in i.updates)
     for i in reversed(flat):
@@ -333,14 +333,14 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
 
 def written_values(plan: Plan) -> set[int]:
     """Ids of the values that a run of the plan writes in place, and of what these may be views of."""
-    found = {v for i in plan.instructions if isinstance(i, Call) for v in _written(i)}
+    found = {v for i in plan.instructions if isinstance(i, Call) for v in written_by(i)}
     for i in reversed(plan.instructions):
         if found & set(i.outs) and may_alias(i):
             found.update(reads(i))
     return found
 
 
-def _written(call: Call) -> Iterable[int]:
+def written_by(call: Call) -> Iterable[int]:
     """Ids of the arguments that an op writes in place."""
     operator = operator_of(call.target)
     if operator is None or not ops.is_mutating(operator):

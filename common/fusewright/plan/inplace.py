@@ -1,0 +1,136 @@
+"""Inputs that a graph overwrites are changed where they lie, where nobody needs the old content any more.
+
+A graph without mutation says `new = index_copy(x, ...)` and, at its end, `copy_(x, new)`: the whole of `x` is copied
+twice for the sake of a few elements. Here the kernel gets `x` itself; the last copy is then one of a tensor to itself,
+which torch skips (it still counts as a change of `x`, which is why it stays).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fusewright.interface import TensorSpec
+from fusewright.plan.build import Plan, written_by
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
+from fusewright.plan.memory import roots_of
+
+COPY = "aten::copy_.default"
+
+
+def updated_in_place(plan: Plan) -> Plan:
+    """The plan with launches that write into its inputs, in an order that is as good.
+
+    Inputs of a graph share no memory with each other when one of them is written: AOTAutograd sees to that.
+    """
+    roots = roots_of(plan.instructions)
+    seen = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
+    given = {i for i in plan.inputs if i in plan.specs and not plan.specs[i].const} - seen
+    found = list(plan.instructions)
+    for c in plan.instructions:
+        pair = _copied(c)
+        if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
+            continue
+        if _touched(found, roots, *pair) == 1:
+            found = _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair) or found
+    return replace(plan, instructions=found)
+
+
+def _copied(i: Instruction) -> tuple[int, int] | None:
+    """(to, from) of a copy into a tensor."""
+    if isinstance(i, Call) and i.target == COPY and all(isinstance(a, Ref) for a in i.args[:2]):
+        return i.args[0].id, i.args[1].id
+    return None
+
+
+def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
+    """Whether a kernel that makes `new` may write to `x` as well: the same type, and an element to each place."""
+    a, b = specs[x], specs.get(new)
+    if b is None or not a.static or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
+        return False
+    real = sorted((int(step), int(n)) for step, n in zip(a.stride, a.shape, strict=True) if n != 1)  # type: ignore[arg-type]
+    end = 0
+    for step, n in real:
+        if step <= end:
+            return False
+        end += step * (n - 1)
+    return True
+
+
+def _touched(instructions: Sequence[Instruction], roots: Mapping[int, set[int]], x: int, new: int) -> int:
+    """How many instructions write `x` or `new`, or are calls that read `x` (and so might make a view of it)."""
+    count = 0
+    for i in instructions:
+        if isinstance(i, Launch):
+            count += any(i.inputs[k].id in (x, new) for _, k in i.updates)
+        elif x in reads(i):
+            count += 1
+        elif isinstance(i, Call):
+            count += any(new in roots.get(r, {r}) for r in written_by(i))
+    return count
+
+
+def _scattered(
+    instructions: list[Instruction], copy: Instruction, x: int, new: int, kernels: Mapping[str, Any]
+) -> list[Instruction] | None:
+    """A scatter that starts from a copy of `x`: it starts from `x`, and there is no copy."""
+    update = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
+    if update is None:
+        return None
+    out = update.outs.index(new)
+    position = next((k for o, k in update.updates if o == out), None)
+    if position is None or Ref(x) in update.inputs:
+        return None
+    begun = update.inputs[position].id
+    start = next((i for i in instructions if begun in i.outs), None)
+    if not isinstance(start, Launch) or start.outs != (begun,) or start.inputs != (Ref(x),):
+        return None
+    if not copies(kernels[start.kernel]) or sum(begun in reads(i) for i in instructions) != 1:
+        return None
+    at = instructions.index(update)
+    if any(x in reads(i) for i in instructions[at:] if i is not copy):
+        return None
+    given = tuple(Ref(x) if k == position else r for k, r in enumerate(update.inputs))
+    return [replace(update, inputs=given) if i is update else i for i in instructions if i is not start]
+
+
+def copies(kernel: Any) -> bool:
+    """Whether a kernel stores every element that it loads, unchanged and at the same place."""
+    nodes = list(kernel.nodes())
+    loads, stores = ([n for n in nodes if n.op == op] for op in ("load", "store"))
+    if len(loads) != 1 or len(stores) != 1 or kernel.r or any(n.op not in ("load", "cast", "store") for n in nodes):
+        return False
+    (load,), (store,) = loads, stores
+    types = kernel.buffers[load.buffer].dtype, kernel.buffers[store.buffer].dtype
+    plain = not load.args and len(store.args) == 1 and not store.how
+    return plain and types[0] == types[1] and load.index == store.index
+
+
+def _computed(instructions: list[Instruction], copy: Instruction, x: int, new: int) -> list[Instruction] | None:
+    """A kernel that computes every element of `new` from that of `x`: it writes over `x`, after all who read it."""
+    launch = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
+    if launch is None or launch.inputs.count(Ref(x)) != 1:
+        return None
+    pair = (launch.outs.index(new), launch.inputs.index(Ref(x)))
+    if pair not in launch.inplace or any(pair[0] == o or pair[1] == k for o, k in launch.updates):
+        return None
+    at = instructions.index(launch)
+    after = [k for k, i in enumerate(instructions) if k > at and i is not copy and x in reads(i)]
+    rest = tuple(p for p in launch.inplace if p[0] != pair[0] and p[1] != pair[1])
+    changed = replace(launch, inplace=rest, updates=(*launch.updates, pair))
+    if not after:
+        return [changed if i is launch else i for i in instructions]
+    between = instructions[at + 1 : after[-1] + 1]
+    if any(_hinders(i, launch) for i in between):
+        return None
+    return [*instructions[:at], *between, changed, *instructions[after[-1] + 1 :]]
+
+
+def _hinders(i: Instruction, launch: Launch) -> bool:
+    """Whether `launch` cannot run after `i` instead of before it."""
+    if set(reads(i)) & set(launch.outs):
+        return True
+    if isinstance(i, Launch):
+        return any(i.inputs[k] in launch.inputs for _, k in i.updates)
+    return not isinstance(i, Call) or any(True for _ in written_by(i))

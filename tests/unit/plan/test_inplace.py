@@ -1,0 +1,114 @@
+"""Inputs that a graph overwrites: changed where they lie, and right whoever reads them before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusewright import report
+
+Tensors = tuple[torch.Tensor, ...]
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+WRITES: dict[str, Step] = {
+    "put": lambda x, y, i: x.index_copy_(0, i, y),
+    "put back": lambda x, y, i: x.index_copy_(0, i, x[:2] * 2),
+    "add to places": lambda x, y, i: x.index_put_((i,), y, accumulate=True),
+    "scatter": lambda x, y, i: x.scatter_(0, i[:, None].expand(2, 6), y),
+    "row": lambda x, y, i: x[1].copy_(y[0]),
+    "count": lambda x, y, i: x.add_(1),
+    "shift": lambda x, y, i: x.copy_(x.flip(0)),
+}
+READS: dict[str, Step] = {
+    "read": lambda x, y, i: x.sum(0),
+    "read part": lambda x, y, i: x[2:4] * y,
+    "read all": lambda x, y, i: (x.float() * 3 + 1).relu(),
+    "a copy": lambda x, y, i: x.clone(),
+}
+
+
+def arguments() -> Tensors:
+    torch.manual_seed(0)
+    return torch.randn(5, 6), torch.randn(2, 6), torch.tensor([3, 1])
+
+
+def program(steps: tuple[str, ...], x_of: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> Callable[..., Any]:
+    def run(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for s in steps:
+            result = {**WRITES, **READS}[s](x_of(x), y, i)
+            if s in READS:
+                found.append(result)
+        return found
+
+    return run
+
+
+def plan_of(run: Callable[..., Any], *args: torch.Tensor) -> str:
+    """Calls a function compiled and in eager, several times; the plan that ran."""
+    torch.compiler.reset()
+    ours, theirs = [a.clone() for a in args], [a.clone() for a in args]
+    compiled = torch.compile(run, backend="x86_onednn", options={"cache": False, "fallback": "allow"})
+    with report.recording() as reports, torch.no_grad():
+        for _ in range(3):
+            for mine, eager in zip(compiled(*ours), run(*theirs), strict=True):
+                torch.testing.assert_close(mine, eager)
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b)
+    return reports[0].texts["plan"]
+
+
+@pytest.mark.parametrize("steps", [("put",), ("read", "put"), ("put", "read all"), ("scatter", "read", "read part")])
+def test_a_scatter_writes_only_what_changes(steps: tuple[str, ...]) -> None:
+    text = plan_of(program(steps), *arguments())
+    made = [
+        line for line in text.splitlines() if "float32[5, 6]" in line and ("empty_strided" in line or "frame." in line)
+    ]
+    assert len(made) == ("read all" in steps)
+
+
+def test_a_kernel_that_computes_the_new_content_writes_over_the_old() -> None:
+    text = plan_of(program(("count", "read")), *arguments())
+    assert "empty_strided((5, 6" not in text
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from(sorted({**WRITES, **READS})), min_size=1, max_size=5).map(tuple))
+def test_any_order_of_reads_and_writes(steps: tuple[str, ...]) -> None:
+    plan_of(program(steps), *arguments())
+
+
+@pytest.mark.parametrize("steps", [("put", "read"), ("count",), ("read part", "put back", "read")])
+def test_through_a_view(steps: tuple[str, ...]) -> None:
+    x, y, i = arguments()
+    plan_of(program(steps, lambda x: x.view(5, 6)[:, :6]), x, y, i)
+    plan_of(program(steps, lambda x: x.t()[:, :5].t()), x, y, i)
+
+
+def test_inputs_that_share_memory() -> None:
+    def run(x: torch.Tensor, z: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        before = z * 2
+        x.index_copy_(0, i, y)
+        return [before, z + 1]
+
+    compiled = torch.compile(run, backend="x86_onednn", options={"cache": False, "fallback": "allow"})
+    x, y, i = arguments()
+    with torch.no_grad():
+        ours, theirs = x.clone(), x.clone()
+        for mine, eager in zip(compiled(ours, ours[1:], y, i), run(theirs, theirs[1:], y, i), strict=True):
+            torch.testing.assert_close(mine, eager)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_caller_sees_that_its_tensor_changed() -> None:
+    x, y, i = arguments()
+    compiled = torch.compile(program(("put", "read")), backend="x86_onednn", options={"cache": False})
+    with torch.no_grad():
+        compiled(x, y, i)
+        before = x._version
+        compiled(x, y, i)
+    assert x._version > before
