@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -60,10 +63,31 @@ class TritonLoader:
         return {h: KernelCode(module.launcher(k)) for h, k in kernels.items()}
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
-        return None  # binaries are stored by `runtime`; the way to the plan cache is not built
+        """Kernels with their machine code; simulated, the kernels alone, whose source is code enough."""
+        from fusewright_triton import archive, runtime
+
+        if self.simulated:
+            return archive.pack(self.target, archive.Stored(kernels, {}, {}))
+        return runtime.pack_kernels(kernels, self.target, self.configs)
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
-        raise ValueError("plans with Triton kernels are not stored")
+        from fusewright_triton import archive, runtime
+
+        if self.simulated:
+            kernels = list(archive.unpack(data, self.target).kernels.values())
+            module = runtime.simulate_kernels(kernels, self.target)
+        else:
+            module = runtime.unpack_kernels(data, self.target)
+        return {h: KernelCode(module.launcher(k)) for h, k in module.kernels.items()}
+
+
+@functools.cache
+def _triton() -> str:
+    """Triton's version, read from its file: what is stored runs without importing it."""
+    spec = importlib.util.find_spec("triton")
+    text = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
+    found = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
+    return found[1] if found else "of no version"
 
 
 class TritonBackend(FusedBackend):
@@ -140,6 +164,14 @@ class TritonBackend(FusedBackend):
         launches = [i for i in fragment.instructions if isinstance(i, Launch)]
         words = {op: tuned.notes[i.kernel] for i in launches for op in i.op_ids}
         return {**notes, **{op: f"{notes[op]}, {w}" if op in notes else w for op, w in words.items()}}
+
+    def fingerprint(self) -> str:
+        """The host adds a hash of this package's files to the keys of plans."""
+        d = self.running_on()
+        gpu = torch.cuda.get_device_name() if not d.simulated and torch.cuda.is_available() else "no GPU"
+        versions = f"{self.interface[0]}.{self.interface[1]}-{self.opset}-torch {torch.__version__}-triton {_triton()}"
+        features = ",".join(sorted(d.features))  # the order of a set differs from process to process
+        return f"{self.name}-{versions}-{d.driver}-{gpu}-{d.arch}{' simulated' * d.simulated}-{features}"
 
     def recorder(self) -> Recorder | None:
         """Graphs of the device, unless they are switched off or there is no device."""

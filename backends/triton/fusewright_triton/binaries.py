@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fusewright.toolkit.kernel.ir import Kernel
-from fusewright.toolkit.kernel.serial import canonical
 from fusewright_triton import workers
-from fusewright_triton.config import Config, Tile
+from fusewright_triton.config import Config
 from fusewright_triton.emitter import Source, emit
 from fusewright_triton.operators import SIGNATURE
 from fusewright_triton.target import Target
 from fusewright_triton.workers import BuildError, build_all
-
-STORED = 1
-"""Version of stored binaries."""
 
 
 class Variant(NamedTuple):
@@ -108,59 +102,3 @@ def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) 
 def _binary(data: Mapping[str, Any]) -> Binary:
     code = base64.b64decode(data["code"])
     return Binary(data["name"], code, data["shared"], data["threads"], data.get("listing", ""))
-
-
-def to_stored(target: Target, built: Mapping[tuple[str, Variant], Built]) -> bytes:
-    """Binaries for the cache on disk: JSON, code as base64. The source is written again from the kernel when they
-    are loaded, so only a hash of it is kept, to notice when this version would write another one."""
-    kernels = [
-        {
-            "kernel": key,
-            "variant": list(variant),
-            "config": _config_data(b.config),
-            "source": _digest(b.kernel, b.config, variant),
-            "binaries": [
-                {
-                    "name": f.name,
-                    "code": base64.b64encode(f.code).decode(),
-                    "shared": f.shared,
-                    "threads": f.threads,
-                }
-                for f in b.binaries
-            ],
-        }
-        for (key, variant), b in built.items()
-    ]
-    return json.dumps({"version": STORED, "arch": target.arch, "kernels": kernels}).encode()
-
-
-def from_stored(data: bytes, target: Target, kernels: Mapping[str, Kernel]) -> dict[tuple[str, Variant], Built]:
-    """What of `data` fits this target and these kernels (by structural hash). ValueError for damaged data."""
-    stored = json.loads(data)
-    if stored.get("version") != STORED or stored.get("arch") != target.arch:
-        return {}
-    out = {}
-    for entry in stored["kernels"]:
-        kernel, variant = kernels.get(entry["kernel"]), Variant(*entry["variant"])
-        if kernel is None:
-            continue
-        config = _config(entry["config"])
-        if _digest(kernel, config, variant) == entry["source"]:
-            binaries = [_binary(b) for b in entry["binaries"]]
-            out[entry["kernel"], variant] = Built(kernel, config, emit(kernel, config, variant.wide), binaries)
-    return out
-
-
-def _digest(kernel: Kernel, config: Config, variant: Variant) -> str:
-    """A hash of the code that this version writes, whatever the kernel's names."""
-    source = emit(canonical(kernel), config, variant.wide)
-    return hashlib.sha256(f"{source.warps} {source.text}".encode()).hexdigest()
-
-
-def _config_data(c: Config) -> list[Any]:
-    return [[[list(t.axes), t.block] for t in c.tiles], c.row, c.persistent, c.split, c.warps]
-
-
-def _config(data: Sequence[Any]) -> Config:
-    tiles, row, persistent, split, warps = data
-    return Config(tuple(Tile(tuple(axes), block) for axes, block in tiles), row, persistent, split, warps)

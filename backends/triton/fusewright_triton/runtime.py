@@ -25,8 +25,8 @@ from fusewright.toolkit.kernel.extent import evaluate
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.serial import structural_hash
 from fusewright.toolkit.kernel.types import to_torch
-from fusewright_triton import config
-from fusewright_triton.binaries import Built, Variant, Wanted, build, from_stored, to_stored
+from fusewright_triton import archive, config
+from fusewright_triton.binaries import Built, Variant, Wanted, build
 from fusewright_triton.emitter import Source, emit
 from fusewright_triton.launch import GpuLauncher, raise_error
 from fusewright_triton.operators import Unsupported
@@ -45,11 +45,10 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompiledModule:
-    """Code of several kernels, by structural hash. `stored` is for the cache on disk (b"" in simulation)."""
+    """Code of several kernels, by structural hash."""
 
     kernels: Mapping[str, Kernel]
     sources: Mapping[str, Source]
-    stored: bytes
     make: Callable[[str, Kernel], Launch]
 
     def launcher(self, kernel: Kernel) -> Launch:
@@ -67,14 +66,10 @@ class Library:
         self.built: dict[tuple[str, config.Config, Variant], Built] = {}
         self.configs: dict[str, config.Config] = {}
 
-    def get(self, orders: Mapping[str, Wanted], stored: bytes = b"") -> None:
-        """Has every order, by structural hash of its kernel, afterwards: from `stored` where that fits, else built."""
+    def get(self, orders: Mapping[str, Wanted]) -> None:
+        """Has every order, by structural hash of its kernel, afterwards."""
         with self.lock:
             missing = self._missing(orders)
-            if missing and stored:
-                found = from_stored(stored, self.target, {key: o.kernel for key, o in missing.items()})
-                self.built.update({(key, b.config, variant): b for (key, variant), b in found.items()})
-                missing = self._missing(orders)
             for key, result in zip(missing, build(list(missing.values()), self.target), strict=True):
                 self.built[key, result.config, missing[key].variant] = result
 
@@ -109,7 +104,6 @@ def first_variant(kernel: Kernel) -> Variant:
 def compile_kernels(
     kernels: Sequence[Kernel],
     target: Target,
-    stored: bytes = b"",
     configs: Mapping[str, config.Config] = MappingProxyType({}),
 ) -> CompiledModule:
     """Machine code for `kernels`. No GPU is touched before the first launch. `configs` are configurations by structural
@@ -118,16 +112,48 @@ def compile_kernels(
     `Unsupported` or `workers.BuildError` when one of them cannot be built."""
     by_hash = {structural_hash(k): k for k in kernels}
     lib = library(target)
-    how = {key: configs.get(key) or lib.config(key, k) for key, k in by_hash.items()}
+    how = _configs(lib, by_hash, configs)
     orders = {key: Wanted(k, how[key], first_variant(k)) for key, k in by_hash.items()}
-    lib.get(orders, stored)
-    firsts = {(key, o.variant): lib.built[key, o.config, o.variant] for key, o in orders.items()}
+    lib.get(orders)
+    return _module(lib, by_hash, how)
+
+
+def _configs(
+    lib: Library, kernels: Mapping[str, Kernel], chosen: Mapping[str, config.Config]
+) -> dict[str, config.Config]:
+    return {key: chosen.get(key) or lib.config(key, k) for key, k in kernels.items()}
+
+
+def _module(lib: Library, kernels: Mapping[str, Kernel], how: Mapping[str, config.Config]) -> CompiledModule:
+    """Launchers of kernels whose first variants the library has; others are built when a launch needs them."""
 
     def make(key: str, kernel: Kernel) -> Launch:
-        return GpuLauncher(kernel, target, functools.partial(lib.variant, key, kernel, how[key]))
+        return GpuLauncher(kernel, lib.target, functools.partial(lib.variant, key, kernel, how[key]))
 
-    sources = {key: b.source for (key, _), b in firsts.items()}
-    return CompiledModule(by_hash, sources, to_stored(target, firsts), make)
+    sources = {key: lib.built[key, how[key], first_variant(k)].source for key, k in kernels.items()}
+    return CompiledModule(kernels, sources, make)
+
+
+def pack_kernels(
+    kernels: Mapping[str, Kernel], target: Target, configs: Mapping[str, config.Config] = MappingProxyType({})
+) -> bytes:
+    """Compiled kernels, by structural hash, with every variant that this process has of them, for the cache on disk."""
+    lib = library(target)
+    how = _configs(lib, kernels, configs)
+    with lib.lock:
+        built = {at: b for at, b in lib.built.items() if how.get(at[0]) == at[1]}
+    return archive.pack(target, archive.Stored(kernels, how, built))
+
+
+def unpack_kernels(data: bytes, target: Target) -> CompiledModule:
+    """What `pack_kernels` gave, without Triton. ValueError, KeyError or TypeError for what does not fit."""
+    stored, lib = archive.unpack(data, target), library(target)
+    missing = [k.name for key, k in stored.kernels.items() if (key, stored.configs[key], first_variant(k)) not in stored.built]
+    if missing:
+        raise ValueError(f"there is no code for {', '.join(missing)}")
+    with lib.lock:
+        lib.built.update({at: b for at, b in stored.built.items() if at not in lib.built})
+    return _module(lib, stored.kernels, stored.configs)
 
 
 @functools.lru_cache(1024)
@@ -150,7 +176,7 @@ def simulate_kernels(kernels: Sequence[Kernel], target: Target | None = None) ->
         return emit(k, how, check_division=True)
 
     sources = {key: source(k) for key, k in by_hash.items()}
-    return CompiledModule(by_hash, sources, b"", lambda key, k: SimulatedLauncher(k, sources[key]))
+    return CompiledModule(by_hash, sources, lambda key, k: SimulatedLauncher(k, sources[key]))
 
 
 class SimulatedLauncher:

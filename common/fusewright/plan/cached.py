@@ -8,7 +8,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from fusewright import __version__
 from fusewright.config import Options, env
 from fusewright.graph import printer
-from fusewright.interface import Backend, Phase, Recorder
+from fusewright.interface import Backend, KernelCode, Phase
 from fusewright.plan import codegen, serial, store
 from fusewright.plan.build import Plan, attribute
-from fusewright.plan.replay import replayed
 
 log = logging.getLogger("fusewright")
 
@@ -48,9 +47,12 @@ def _sources(package: str) -> str:
     return digest.hexdigest()
 
 
-def find(
-    entry_key: str, backend: Backend, gm: GraphModule, recorder: Recorder | None = None
-) -> tuple[Callable[[list[Any]], Any], str] | None:
+Run = Callable[[list[Any]], Any]
+Finish = Callable[[Plan, Mapping[str, KernelCode], Run], Run]
+"""From a plan, its kernels and the plan as a callable to what is called."""
+
+
+def find(entry_key: str, backend: Backend, gm: GraphModule, finish: Finish) -> tuple[Run, str] | None:
     """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that
     fits.
     """
@@ -61,8 +63,7 @@ def find(
     try:
         plan = serial.from_data(data["plan"], lambda name: attribute(gm, name))
         kernels = backend.restore(code, list(plan.kernels)) if plan.kernels else {}
-        run = replayed(plan, kernels, codegen.load(plan, kernels)[0], recorder, log.debug)
-        return run, str(data["summary"])
+        return finish(plan, kernels, codegen.load(plan, kernels)[0]), str(data["summary"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         log.warning("fusewright: an entry of the plan cache does not fit (%s: %s); compiling anew", type(e).__name__, e)
         store.discard(entry_key)

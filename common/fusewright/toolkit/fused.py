@@ -113,6 +113,10 @@ class FusedBackend(Backend):
     loader: ClassVar[Loader] = llvm_loader
     real_views: ClassVar[bool] = True
 
+    def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(device, options)
+        self._loaded: dict[str, Any] = {}
+
     @classmethod
     def lowers(cls) -> Sequence[str]:
         return tuple(dict.fromkeys([*cls.lowerings, *RULES]))
@@ -145,7 +149,7 @@ class FusedBackend(Backend):
 
     def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         """Code for kernels; on a simulated device by the interpreter."""
-        self._loaded = dict(kernels)
+        self._loaded.update(kernels)  # one backend compiles forward and backward before either is stored
         return self._loader()(kernels)
 
     def store(self, kernels: Sequence[str]) -> bytes | None:

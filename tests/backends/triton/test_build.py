@@ -1,9 +1,8 @@
-"""Every kernel of the tests as machine code for every target, without a GPU; and stored code."""
+"""Every kernel of the tests as machine code for every target, without a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -15,7 +14,7 @@ from fusewright_triton import binaries, target, workers
 from fusewright_triton.binaries import Binary, Built, Variant, Wanted
 from fusewright_triton.config import choose
 from fusewright_triton.resources import over_limits, resources
-from fusewright_triton.runtime import Library, compile_kernels, first_variant
+from fusewright_triton.runtime import Library, first_variant
 from tests.backends.triton import kernels
 
 TARGETS = {
@@ -82,31 +81,6 @@ def test_what_exceeds_a_target_is_named() -> None:
     ]
     with pytest.raises(ValueError, match="does not say its group_segment_fixed_size"):
         resources(dataclasses.replace(b, listing=""), TARGETS["gfx942"])
-
-
-def test_stored_code_comes_back_and_foreign_code_does_not() -> None:
-    h100, k, other = TARGETS["sm_90"], kernels.add_gelu(), kernels.softmax()
-    module = compile_kernels([k], h100)
-    key = (structural_hash(k), Variant())
-    again = binaries.from_stored(module.stored, h100, {key[0]: k})
-    assert again[key].binaries[0].code.startswith(b"\x7fELF")
-    assert again[key].source.text == module.sources[key[0]].text
-    assert not binaries.from_stored(module.stored, TARGETS["sm_80"], {key[0]: k})
-    assert not binaries.from_stored(module.stored, h100, {structural_hash(other): other})
-    changed = json.loads(module.stored)
-    changed["kernels"][0]["source"] = "0"
-    assert not binaries.from_stored(json.dumps(changed).encode(), h100, {key[0]: k})
-
-
-def test_loading_stored_code_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    k, h100 = kernels.add_gelu(), TARGETS["sm_90"]
-    stored = compile_kernels([k], h100).stored
-    monkeypatch.setattr(workers, "_here", pytest.fail)
-    monkeypatch.setattr(workers, "processors", lambda: 1)
-    fresh = Library(h100)
-    order = Wanted(k, choose(k, h100), Variant())
-    fresh.get({structural_hash(k): order}, stored)
-    assert (structural_hash(k), order.config, Variant()) in fresh.built
 
 
 def test_equal_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
