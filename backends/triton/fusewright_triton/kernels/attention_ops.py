@@ -100,8 +100,19 @@ def _interpreted() -> Any:
 
 
 @functools.cache
-def _target(name: str) -> Target:
-    return (targets.NVIDIA | targets.AMD)[name]
+def target_of(arch: str) -> Target:
+    """The target of a device by the name that its backend gives it."""
+    found = targets.amd(arch) or targets.nvidia((int(arch[3:-1]), int(arch[-1])))
+    if found is None:
+        raise ValueError(f"{arch} has no target")
+    return found
+
+
+def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int]) -> bool:
+    """Whether the kernel for decomposed positions holds a block of such heads on a target."""
+    how = tiles(t, dtype, dim, LARGEST_IMAGE, image)
+    parts = power_of_two(sum(image)) if how.bias == 2 else 0
+    return dtype in DTYPES and dim <= LARGEST_DIM and parts <= LARGEST_IMAGE
 
 
 def attention(
@@ -116,7 +127,7 @@ def attention(
     q, k, v = (_dense(t) for t in (query, key, value))
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
-    how = tiles(_target(target), q.dtype, dim, queries)
+    how = tiles(target_of(target), q.dtype, dim, queries)
     kind, given, mask_strides = 0, q, (0, 0, 0, 0)
     if mask is not None:
         kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
@@ -143,7 +154,7 @@ def attention_decomposed(
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(query.shape, stride, dtype=q.dtype, device=q.device)
     image = rel_h.shape[3], rel_w.shape[3]
-    how = tiles(_target(target), q.dtype, dim, queries, image)
+    how = tiles(target_of(target), q.dtype, dim, queries, image)
     fixed = constants(how, q.dtype, dim, zero=False, query_columns=rel_h.shape[2], image=image)
     numbers = (_factor(q, scale), heads, 1, queries, k.shape[2])
     shaped = out.unsqueeze(1) if flat else out
