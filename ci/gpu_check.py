@@ -58,7 +58,7 @@ class Check:
         self.record: dict[str, Any] = {"version": 3, "full": given.full, "stages": self.stages, "seconds": {}}
         self.wrong: list[str] = []
         self.ahead: dict[str, dict[str, Worker]] = {}
-        """Processes that were started before their turn."""
+        """Processes of the second phase, by row."""
 
     def note(self, text: str) -> None:
         """Something is wrong, or was left out."""
@@ -70,8 +70,9 @@ class Check:
 
     def main(self) -> int:
         try:
-            if "table" in self.stages:
-                self._start(self.models[0])
+            # all import now, beside the checks: later nothing may run beside a cold first call
+            for m in [*(self.models if "table" in self.stages else []), *(["decode"] if "decode" in self.stages else [])]:
+                self._start(m)
             self._together()
             self.record["seconds"]["together"] = round(time.monotonic() - self.start)
             if "table" in self.stages:
@@ -125,7 +126,7 @@ class Check:
 
             return Job(f"precompiling:{model}", run, GIB.get(model, 5.0), 2.0)
 
-        slowest_first = ("resnet50", "t5_small", "bert", "vit")
+        slowest_first = ("resnet50", "t5_small", "llama", "bert", "vit")
         order = sorted(parts, key=lambda m: slowest_first.index(m) if m in slowest_first else len(slowest_first))
         return [job(m) for m in order]
 
@@ -198,31 +199,25 @@ class Check:
 
     # ------------------------------------------------------------ second phase
 
-    def _start(self, model: str) -> dict[str, Worker]:
+    def _start(self, model: str) -> None:
         """The processes of a row; they import and wait."""
-        if model not in self.ahead:
-            warm = f"cold_{model}_warm" if self.given.full else f"warm_{model}"
-            caches = {"cold": f"cold_{model}", "warm": warm, "ours": f"ours_{model}"}
-            if model == "decode":
-                del caches["cold"]
-            self.ahead[model] = {k: Worker(self.folder, f"{model}_{k}", c) for k, c in caches.items()}
-        return self.ahead[model]
+        warm = f"cold_{model}_warm" if self.given.full else f"warm_{model}"
+        caches = {"cold": f"cold_{model}", "warm": warm, "ours": f"ours_{model}"}
+        if model == "decode":
+            del caches["cold"]
+        self.ahead[model] = {k: Worker(self.folder, f"{model}_{k}", c) for k, c in caches.items()}
 
     def _row(self, model: str) -> dict[str, Any] | None:
         """Times of one model."""
         if self.left() < ONE_MODEL:
             self.note(f"{model}: left out for want of time")
             return None
-        workers = self._start(model)
-        following = self.models[self.models.index(model) + 1 :][:1]
+        workers = self.ahead[model]
         row: dict[str, Any] = {"model": model, "inference": {}, "training": {}}
         try:
             first: dict[str, dict[str, float]] = {"inference": {}, "training": {}}
             self._first(workers["cold"], model, "inference", "inductor", first)
             self._first(workers["ours"], model, "inference", "ours", first)
-            for m in following or (["decode"] if "decode" in self.stages else []):
-                if not self.given.full:
-                    self._start(m)  # imports beside what follows, which is not timed to be cold
             mine = threading.Thread(target=self._first, args=(workers["ours"], model, "training", "ours", first))
             mine.start()
             if self.given.full:
@@ -269,7 +264,7 @@ class Check:
         if self.left() < 20:
             self.note("decode: left out for want of time")
             return {}
-        workers = self._start("decode")
+        workers = self.ahead["decode"]
         first: dict[str, dict[str, float]] = {"decode": {}}
         self._first(workers["ours"], "decode", "decode", "ours", first)
         self._first(workers["warm"], "decode", "decode", "reduce-overhead", first)

@@ -26,7 +26,10 @@ from fusewright import report
 from fusewright.bench import accuracy, suite
 
 OURS: Any = {"backend": "nvidia_triton", "options": {"fallback": "allow"}}
-CONTENDERS: Mapping[str, Any] = {"inductor": {}, "reduce-overhead": {"mode": "reduce-overhead"}, "ours": OURS}
+CONTENDERS: Mapping[str, Any] = {
+    "inductor": {}, "reduce-overhead": {"mode": "reduce-overhead"}, "ours": OURS, "dynamo": {"backend": "eager"},
+}  # fmt: skip
+"""Of `torch.compile`. Dynamo alone is what no first call can be faster than."""
 SETTLE, CALLS = 4, 8
 """Calls before the first round, and of a round."""
 BATCH = 4
