@@ -162,8 +162,8 @@ class _Launches:
                 return f"v{r.id}.shape[{dim}]"
             case ("offset", Ref() as r):
                 return f"v{r.id}.storage_offset()"
-            case ("expr", str() as text):
-                return text
+            case ("expr", str() as text, sources):
+                return text.format(*map(self._number, sources))
         return self.names.literal(x)
 
     def frame(self) -> Callable[[], Frame]:

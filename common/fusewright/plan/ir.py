@@ -47,7 +47,7 @@ class Launch:
     """Run a loop kernel: `kernel` is its structural hash (the code is in the plan's kernel table).
 
     `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, ("size", Ref, dim), a Ref
-    to a scalar value, ("offset", Ref) for where a tensor begins in its storage, or ("expr", text) over size symbols.
+    to a scalar value, ("offset", Ref) for where a tensor begins in its storage, or ("expr", "({}+31)//32", sizes).
     Output tensors are allocated by the host from `out_specs` (shape entries like `sizes`).
     `inplace` are (output, input) positions that may share memory when the input dies here: the host picks among them.
     `updates` are pairs that must: the kernel changes that input in place (an output buffer with access "inout"), and

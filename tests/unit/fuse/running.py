@@ -82,6 +82,8 @@ def _empty(spec: TensorSpec, symbols: Mapping[str, int], env: Mapping[int, Any])
 
 
 def _size(s: Any, env: Mapping[int, Any]) -> int:
+    if isinstance(s, tuple) and s[0] == "expr":
+        return int(eval(s[1].format(*(_size(x, env) for x in s[2]))))
     if isinstance(s, tuple):
         return int(env[s[1].id].storage_offset() if s[0] == "offset" else env[s[1].id].shape[s[2]])
     return int(env[s.id]) if isinstance(s, Ref) else int(s)

@@ -12,10 +12,10 @@ from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter
 from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of, stride_of
 from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.kernel.apart import apart, few_columns
-from fusewright.toolkit.kernel.extent import Extent, symbols
+from fusewright.toolkit.kernel.extent import Extent, evaluate, symbols
 from fusewright.toolkit.kernel.ir import used_symbols
 from fusewright.toolkit.kernel.split import split_rows
-from fusewright.toolkit.kernel.types import from_torch, to_torch
+from fusewright.toolkit.kernel.types import DType, from_torch, to_torch
 
 __all__ = ["Built", "build_group", "loop_order", "space_for"]
 
@@ -203,17 +203,23 @@ def in_steps(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built
     """The launches for a kernel: several where it reduces long rows of few points, else itself. `temporary` gives the
     id of a new value.
     """
-    ids = [*built.inputs, *built.outs]
+    ids, hints = [*built.inputs, *built.outs], built.kernel.size_hints()
     split = split_rows(built.kernel)
     if split is None:
         steps = apart(built.kernel) if few_columns(built.kernel) else None
         if steps is None:
             return [built]
-        ids += [temporary(TensorSpec((n,), (1,), to_torch(t))) for t, n in steps.temporaries]
+        ids += [temporary(_flat(t, n, hints)) for t, n in steps.temporaries]
         return [b for k in steps.kernels for b in in_steps(_over(k, ids), temporary)]
-    partials = [temporary(TensorSpec((n,), (1,), to_torch(t))) for t, n in split.partials]
+    partials = [temporary(_flat(t, n, hints)) for t, n in split.partials]
     first = _over(split.first, [*(ids[b] for b in split.first_buffers), *partials])
     return [first, _over(split.second, [*ids, *partials])]
+
+
+def _flat(dtype: DType, count: Extent, hints: dict[str, int]) -> TensorSpec:
+    """A dense tensor of one dim."""
+    n = count if isinstance(count, int) else Dim(str(count), evaluate(count, hints))
+    return TensorSpec((n,), (1,), to_torch(dtype))
 
 
 def _over(kernel: Kernel, ids: Sequence[int]) -> Built:

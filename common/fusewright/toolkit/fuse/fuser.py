@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,8 @@ from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
 from fusewright.toolkit.kernel import IndexTooComplex, Kernel, crosses
+
+_NAMES = re.compile(r"[A-Za-z_]\w*")
 
 MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
@@ -405,6 +408,9 @@ class _Sizes:
             return self._known[symbol]
         if symbol.startswith(OFFSET):
             return "offset", Ref(int(symbol.removeprefix(OFFSET)))
+        names = [] if symbol.isidentifier() else _NAMES.findall(symbol)
+        if names and all(n in self._known for n in names):  # a formula, as `chunk_of` makes it
+            return "expr", _NAMES.sub("{}", symbol), tuple(self._known[n] for n in names)
         raise Unplaceable(ops, f"no tensor has the size {symbol}")
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.fuse.build import Unit, loop_order, segments, space_for, units_of
+from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
 from fusewright.toolkit.fuse.evaluate import Evaluator, NotAligned, RowContext, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
 from fusewright.toolkit.fuse.space import At, ShapeMismatch, product, shape_of
 from fusewright.toolkit.kernel import Builder, IndexTooComplex, Val
-from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.extent import Extent, evaluate
 from fusewright.toolkit.kernel.split import MAX_POINTS, MIN_ROW
 
 MAX_UNITS = 48
@@ -360,7 +360,9 @@ def in_parts(units: Iterable[Unit], domain: Domain) -> bool:
     """
     row = product(tuple(domain.shape[d] for d in domain.dims))
     points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
-    if not isinstance(row, int) or not isinstance(points, int) or row < MIN_ROW or points > MAX_POINTS:
+    known = isinstance(row, int) and isinstance(points, int)
+    hints = {} if known else size_hints([v for u in units for v in (*u.op.inputs(), *u.op.outs)])
+    if evaluate(row, hints) < MIN_ROW or evaluate(points, hints) > MAX_POINTS:
         return False
     rules = [u.rule for u in units if isinstance(u.rule, Row)]
     return bool(rules) and all(level == "row" for rule in rules for level in rule.levels)

@@ -3,7 +3,7 @@ each pass over the rows, one for what is computed per point, one for what is sto
 
 Columns beside each other are one work item, so such a kernel would run on one thread. Its rows are in no cache when
 they are read again, so nothing is lost by another kernel reading them. Sizes alone decide, so results do not depend on
-the number of threads.
+the number of threads; of symbolic sizes those seen when tracing decide.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 
-from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.extent import Extent, evaluate, product
 from fusewright.toolkit.kernel.index import Index, axis_index
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.kernel.moments import without_moments
@@ -35,15 +35,15 @@ class Steps:
     element count. What a kernel does not use is marked as an input of it."""
 
     kernels: tuple[Kernel, ...]
-    temporaries: tuple[tuple[DType, int], ...]
+    temporaries: tuple[tuple[DType, Extent], ...]
 
 
 def few_columns(kernel: Kernel) -> bool:
     """Whether rows run across memory, are long, and there are too few of them for the threads of a machine."""
-    sizes = [s for s in kernel.sizes if isinstance(s, int)]
-    n_p = len(kernel.p)
-    if not kernel.r or not n_p or len(sizes) != len(kernel.sizes):
+    hints, n_p = kernel.size_hints(), len(kernel.p)
+    if not kernel.r or not n_p:
         return False
+    sizes = [evaluate(s, hints) for s in kernel.sizes]
     points, row = math.prod(sizes[:n_p]), math.prod(sizes[n_p:])
     if not 0 < points <= MAX_COLUMNS or row < MIN_COLUMN or points * row < MIN_ELEMENTS:
         return False
@@ -71,10 +71,9 @@ class _Apart:
         self.fresh = count(1 + max(self.by_id))
         self.temporaries: dict[int, int] = {}
         """Value -> the temporary that holds it, one element per point."""
-        self.shape = [s for s in kernel.p if isinstance(s, int)]
         self.point = Index(sizes=kernel.sizes)
-        for a in range(len(self.shape)):
-            self.point = self.point + axis_index(a, kernel.sizes) * math.prod(self.shape[a + 1 :])
+        for a in range(len(kernel.p)):
+            self.point = self.point + axis_index(a, kernel.sizes) * product(kernel.p[a + 1 :])
 
     def run(self) -> Steps:
         rows = [s for s in self.kernel.stages if s.over == "PR"]
@@ -88,7 +87,7 @@ class _Apart:
         points = self._points(wanted - before)
         kernels += ([points] if points else []) + [self._elements(group) for group in elements]
         places = sorted(self.temporaries, key=self.temporaries.__getitem__)
-        temporaries = tuple((self.by_id[i].dtype, math.prod(self.shape)) for i in places)
+        temporaries = tuple((self.by_id[i].dtype, product(self.kernel.p)) for i in places)
         return Steps(tuple(self._complete(k) for k in kernels), temporaries)
 
     def _temporary(self, value: int) -> int:

@@ -5,7 +5,7 @@ that: a size such as `ceil(n / 2)` is a symbol of its own, whose value the launc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -108,6 +108,14 @@ def divide(a: Extent, b: Extent) -> Extent | None:
 def nonnegative(e: Extent) -> bool:
     """True when `e >= 0` for all symbols >= 0 is evident (no negative coefficient)."""
     return all(c >= 0 for _, c in _terms(e))
+
+
+def product(sizes: Iterable[Extent]) -> Extent:
+    """All of them multiplied; 1 for none."""
+    out: Extent = 1
+    for s in sizes:
+        out = s * out
+    return out
 
 
 def evaluate(e: Extent, sizes: Mapping[str, int]) -> int:

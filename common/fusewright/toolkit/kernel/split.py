@@ -1,7 +1,8 @@
 """Long reductions over few points: two kernels, the first one over parts of the row, the second one over the
 parts.
 
-The number of parts depends on sizes only, so results do not depend on the number of threads.
+The number of parts depends on sizes only, so results do not depend on the number of threads; of symbolic sizes those
+seen when tracing decide.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fusewright.toolkit.kernel.apart import few_columns
+from fusewright.toolkit.kernel.extent import Extent, evaluate, product, symbol, symbols
 from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
-from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage
+from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage, used_symbols
 from fusewright.toolkit.kernel.moments import without_moments
 from fusewright.toolkit.kernel.simplify import simplify_axes
 from fusewright.toolkit.kernel.types import TYPES, DType
@@ -25,6 +27,8 @@ MIN_ROW = 1 << 15
 MAX_POINTS = 16
 """With more points than this there is work for every thread without splitting."""
 PARTS = 32
+LINE = 64
+"""Long parts are a multiple of so many elements: vectors that lie across two cache lines take twice as long to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,52 +40,74 @@ class Split:
     first: Kernel
     first_buffers: tuple[int, ...]
     second: Kernel
-    partials: tuple[tuple[DType, int], ...]
+    partials: tuple[tuple[DType, Extent], ...]
 
 
 def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
-    """The two steps, or None when the kernel is not of that kind: static sizes, few points, a long row, and
-    one row stage that holds nothing but mergeable reductions."""
+    """The two steps, or None when the kernel is not of that kind: few points, a long row, and one row stage that holds
+    nothing but mergeable reductions."""
     kernel = without_moments(kernel)
-    sizes = [s for s in kernel.sizes if isinstance(s, int)]
+    hints, n_p = kernel.size_hints(), len(kernel.p)
+    seen = [evaluate(s, hints) for s in kernel.sizes]
     rows = [k for k, s in enumerate(kernel.stages) if s.over == "PR"]
-    if len(sizes) != len(kernel.sizes) or len(rows) != 1:
+    if len(rows) != 1:
         return None
-    points, row = math.prod(sizes[: len(kernel.p)]), math.prod(sizes[len(kernel.p) :])
-    few = 0 < points <= MAX_POINTS and row >= MIN_ROW
-    if not (few or few_columns(kernel)) or sizes[len(kernel.p)] < 2 * parts:
+    few = 0 < math.prod(seen[:n_p]) <= MAX_POINTS and math.prod(seen[n_p:]) >= MIN_ROW
+    if not (few or few_columns(kernel)) or seen[n_p] < 2 * parts:
         return None
+    chunk = chunk_of(kernel, parts)
     stage = kernel.stages[rows[0]]
     reductions = [n for n in stage.nodes if n.op == "reduce"]
     plain = not any(n.op in ("store", "scan", "bound") or n.keep for n in stage.nodes)
-    if not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
+    if chunk is None or not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
         return None
-    first, used = _first(kernel, rows[0], reductions, parts, points)
-    second = _second(kernel, rows[0], reductions, parts, points)
+    first, used = _first(with_chunk(kernel, chunk, parts), rows[0], reductions, parts, chunk)
+    second = _second(kernel, rows[0], reductions, parts)
+    points = product(kernel.p)
     types = {n.id: n.dtype for n in kernel.nodes()}
-    partials = [(types[r.args[0]], parts * points) for r in reductions]
-    partials += [("i64", parts * points) for r in reductions if _is_position(r)]
+    partials = [(types[r.args[0]], points * parts) for r in reductions]
+    partials += [("i64", points * parts) for r in reductions if _is_position(r)]
     return Split(first, used, second, tuple(partials))
+
+
+def chunk_of(kernel: Kernel, parts: int) -> Extent | None:
+    """Steps of the first row axis that one part takes; a symbol whose name is the formula where the size is symbolic.
+    None where such a size is no formula of named sizes."""
+    size = kernel.sizes[len(kernel.p)]
+    line = LINE if evaluate(size, kernel.size_hints()) >= 16 * LINE * parts else 1
+    if isinstance(size, int):
+        return -(-size // (parts * line)) * line
+    if not all(s.isidentifier() for s in symbols(size)):
+        return None
+    return symbol(f"({size}+{parts * line - 1})//{parts * line}") * line
+
+
+def with_chunk(kernel: Kernel, chunk: Extent, parts: int) -> Kernel:
+    """The kernel with the symbol that `chunk` is, if it is one."""
+    new = sorted(symbols(chunk) - set(kernel.symbols))
+    seen = evaluate(kernel.sizes[len(kernel.p)], kernel.size_hints())
+    hints = (*kernel.size_hints().values(), *(max(1, seen // parts) for _ in new))
+    return replace(kernel, symbols=(*kernel.symbols, *new), hints=hints) if new else kernel
 
 
 def _is_position(n: Node) -> bool:
     return n.how in ("argmax", "argmin")
 
 
-def _linear(n_axes: int, sizes: tuple[int, ...], shape: tuple[int, ...], skip: int) -> Index:
+def linear(n_axes: int, sizes: tuple[Extent, ...], shape: tuple[Extent, ...], skip: int) -> Index:
     """Row-major index over axes `skip` .. `skip + n_axes`."""
     out = Index(sizes=sizes)
     for a in range(n_axes):
-        out = out + axis_index(skip + a, sizes) * math.prod(shape[a + 1 :])
+        out = out + axis_index(skip + a, sizes) * product(shape[a + 1 :])
     return out
 
 
-def _first(kernel: Kernel, at: int, reductions: list[Node], parts: int, points: int) -> tuple[Kernel, tuple[int, ...]]:
+def _first(
+    kernel: Kernel, at: int, reductions: list[Node], parts: int, chunk: Extent
+) -> tuple[Kernel, tuple[int, ...]]:
     """Partial results: `parts` joins P, the first row axis becomes its chunk."""
-    old = tuple(int(s) for s in kernel.sizes if isinstance(s, int))
-    n_p = len(kernel.p)
-    chunk = -(-old[n_p] // parts)
-    sizes = (parts, *old[:n_p], chunk, *old[n_p + 1 :])
+    old, n_p = kernel.sizes, len(kernel.p)
+    sizes: tuple[Extent, ...] = (parts, *old[:n_p], chunk, *old[n_p + 1 :])
     axes = [axis_index(a + 1, sizes) for a in range(len(old))]
     axes[n_p] = axis_index(0, sizes) * chunk + axis_index(n_p + 1, sizes)
     stages = [s for s in kernel.stages[:at] if s.over == "P"]
@@ -91,19 +117,19 @@ def _first(kernel: Kernel, at: int, reductions: list[Node], parts: int, points: 
     row = [_moved(n, axes, sizes, used) for n in kernel.stages[at].nodes]
     types = {n.id: n.dtype for n in kernel.nodes()}
     fresh = count(max(types) + 1)
-    if parts * chunk != old[n_p]:
+    if chunk * parts != old[n_p]:
         row = _guarded(row, axes[n_p], old[n_p], types, fresh)
     ends = {n.id: n for n in row if n.op == "reduce"}
     results, after = [ends[r.id] for r in reductions], list[Node]()
     for r in [r for r in results if _is_position(r)]:
         # positions are compared by the values there, which go along as partial results
         value = Node(next(fresh), "reduce", types[reductions[results.index(r)].args[0]], r.args, how=r.how[3:])
-        start = Node(next(fresh), "index", "i64", index=axis_index(0, sizes) * (chunk * math.prod(old[n_p + 1 :])))
+        start = Node(next(fresh), "index", "i64", index=axis_index(0, sizes) * (product(old[n_p + 1 :]) * chunk))
         position = Node(next(fresh), "add", "i64", (r.id, start.id))
         row.append(value)
         after += [start, position]
         results = [value if x is r else x for x in results] + [position]
-    place = axis_index(0, sizes) * points + _linear(n_p, sizes, old[:n_p], 1)
+    place = axis_index(0, sizes) * product(kernel.p) + linear(n_p, sizes, old[:n_p], 1)
     after += [Node(next(fresh), "store", r.dtype, (r.id,), place, len(used) + k) for k, r in enumerate(results)]
     buffers = [replace(kernel.buffers[b], access="in") for b in used]
     buffers += [Buffer(f"part{k}", r.dtype, "out") for k, r in enumerate(results)]
@@ -118,10 +144,10 @@ def _first(kernel: Kernel, at: int, reductions: list[Node], parts: int, points: 
     return _done(first), used
 
 
-def _guarded(row: list[Node], at: Index, size: int, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
+def _guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
     """The row stage with nothing read, and nothing reduced, where `at` is past `size`."""
     here = Node(next(fresh), "index", "i64", index=at)
-    limit = Node(next(fresh), "const", "i64", value=size)
+    limit = _number(size, at, fresh)
     inside = Node(next(fresh), "lt", "bool", (here.id, limit.id))
     out = [here, limit, inside]
     for n in row:
@@ -134,7 +160,14 @@ def _guarded(row: list[Node], at: Index, size: int, types: dict[int, DType], fre
     return out
 
 
-def _moved(n: Node, axes: list[Index], sizes: tuple[int, ...], used: tuple[int, ...]) -> Node:
+def _number(size: Extent, like: Index, fresh: Iterator[int]) -> Node:
+    """A size as a value."""
+    if isinstance(size, int):
+        return Node(next(fresh), "const", "i64", value=size)
+    return Node(next(fresh), "index", "i64", index=Index(size, sizes=like.sizes))
+
+
+def _moved(n: Node, axes: list[Index], sizes: tuple[Extent, ...], used: tuple[int, ...]) -> Node:
     index = None if n.index is None else n.index.substitute(axes, sizes)
     return replace(n, index=index, buffer=None if n.buffer is None else used.index(n.buffer))
 
@@ -150,7 +183,7 @@ def _guarded_load(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
 
 def _guarded_reduce(n: Node, inside: int, dtype: DType, fresh: Iterator[int]) -> list[Node]:
     """The reduction of its operand where `inside`, of its identity elsewhere."""
-    edge = Node(next(fresh), "const", dtype, value=_identity(n.how.removeprefix("arg"), dtype))
+    edge = Node(next(fresh), "const", dtype, value=identity(n.how.removeprefix("arg"), dtype))
     value = Node(next(fresh), "where", dtype, (inside, n.args[0], edge.id))
     return [edge, value, replace(n, args=(value.id,))]
 
@@ -159,7 +192,8 @@ def _zero(dtype: DType) -> float | int | bool:
     return {"float": 0.0, "int": 0, "bool": False}[TYPES[dtype].kind]
 
 
-def _identity(how: str, dtype: DType) -> float | int | bool:
+def identity(how: str, dtype: DType) -> float | int | bool:
+    """What a reduction of `SPLITTABLE` (positions aside) gives for no element."""
     info = TYPES[dtype]
     if how in ("any", "all"):
         return how == "all"
@@ -170,12 +204,11 @@ def _identity(how: str, dtype: DType) -> float | int | bool:
     return {"sum": 0, "prod": 1, "max": low, "min": high}[how]
 
 
-def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int, points: int) -> Kernel:
+def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Kernel:
     """The row stage becomes one over the parts; everything else stays."""
-    n_p = len(kernel.p)
-    shape = tuple(int(s) for s in kernel.p if isinstance(s, int))
-    sizes = (*shape, parts)
-    point = _linear(n_p, sizes, shape, 0)
+    n_p, points = len(kernel.p), product(kernel.p)
+    sizes: tuple[Extent, ...] = (*kernel.p, parts)
+    point = linear(n_p, sizes, kernel.p, 0)
     place = axis_index(n_p, sizes) * points + point
     types = {n.id: n.dtype for n in kernel.nodes()}
     fresh, buffer = count(max(types) + 1), count(len(kernel.buffers) + len(reductions))
@@ -202,6 +235,10 @@ def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int, points:
 
 
 def _done(kernel: Kernel) -> Kernel:
+    """In normal form, with the size symbols that it uses."""
     kernel = simplify_axes(kernel)
+    used, hints = used_symbols(kernel), kernel.size_hints()
+    names = tuple(s for s in kernel.symbols if s in used)
+    kernel = replace(kernel, symbols=names, hints=tuple(hints[s] for s in names))
     verify(kernel)
     return kernel

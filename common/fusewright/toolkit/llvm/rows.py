@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusewright.toolkit.kernel.ir import Node, Stage
 from fusewright.toolkit.llvm.reduce import Reducer, Scanner, State
+from fusewright.toolkit.llvm.segments import RowEnd, row_end
 from fusewright.toolkit.llvm.strategy import row_units
 from fusewright.toolkit.llvm.text import V, i64
 
@@ -34,7 +35,10 @@ class RowLoops:
         self.row = body.how.row
         scalar = self.row and bool(self.scanners)
         self.w = 1 if scalar else body.how.lanes if self.row else body.lanes.w
+        self.end = row_end(body.kernel, stage, None if self.row else body.how.v)
         self.count = self._unit_count(scalar)
+        self.stop = body.size(body.rows[0])
+        """Where the first row axis ends."""
         self.extra = self.row and self.w > 1 and not body.target.masks
 
     def _unit_count(self, scalar: bool) -> int:
@@ -43,16 +47,32 @@ class RowLoops:
         if self.w == 1:
             return 1
         n = self.b.kernel.sizes[-1]
-        units = row_units(self.stage.nodes)
+        tested = None if self.end is None else self.end.condition
+        units = row_units([n for n in self.stage.nodes if n.id != tested and tested not in n.args[:1]])
         while isinstance(n, int) and units > 1 and units * self.w > n:
             units //= 2
         return units
 
     def run(self) -> None:
+        if self.end is not None:
+            self.b.known[self.end.condition] = True
+            self.stop = self._early(self.end)
         states = self._level(0, self._start())
+        if self.end is not None:
+            del self.b.known[self.end.condition]
         self._finish(states)
         if self.row:
             self.b.scalar_code()
+
+    def _early(self, end: RowEnd) -> V:
+        """The steps of the first row axis that are before the row's end."""
+        b, f, size = self.b, self.f, self.stop
+        limit = (
+            b.lanes.index(end.limit.index, {}, 0, lanes=False) if end.limit.index else i64(int(end.limit.value or 0))
+        )
+        n = f.bin("sub", limit, b.lanes.index(end.start, {}, 0, lanes=False))
+        n = f.select(f.cmp("icmp slt", n, size), n, size)
+        return f.select(f.cmp("icmp sgt", n, i64(0)), n, i64(0))
 
     # accumulators
 
@@ -119,7 +139,11 @@ class RowLoops:
             b.nodes([n for n in self.stage.nodes if self.depth[n.id] == d], self.count)
             return self._level(d + 1, carried)
 
-        return self._loop(i64(0), b.size(axis), 1, states, body)
+        return self._loop(i64(0), self._size(d), 1, states, body)
+
+    def _size(self, d: int) -> V:
+        """Steps of row axis `d`."""
+        return self.b.size(self.b.rows[d]) if d else self.stop
 
     def _loop(self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]]) -> State:
         """A loop over one row axis; long float sums go in chunks, so that errors grow with the chunks
@@ -141,8 +165,7 @@ class RowLoops:
 
     def _vector_loop(self, states: State) -> State:
         """The innermost row axis, vectorised: full steps, then a masked or scalar tail."""
-        b, axis = self.b, self.b.rows[-1]
-        n, step = b.size(axis), self.count * self.w
+        n, step = self._size(len(self.b.rows) - 1), self.count * self.w
         static = int(n.name) if n.lit else None
         main = i64(static - static % step) if static is not None else self.f.bin("and", n, i64(-step))
         states = self._span(i64(0), main, self.count, self.w, False, states)

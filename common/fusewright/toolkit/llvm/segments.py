@@ -3,10 +3,12 @@ pad is then a loop for each of its parts, without tests and masks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fusewright.toolkit.kernel.ir import Kernel, Node, cost
+from fusewright.toolkit.kernel.index import Index
+from fusewright.toolkit.kernel.ir import Kernel, Node, Stage, cost
+from fusewright.toolkit.kernel.split import identity
 
 MOST = 4
 """Segments, beyond which the code is not written out."""
@@ -54,3 +56,48 @@ def _turn(n: Node, nodes: dict[int, Node], v: int) -> tuple[int, bool] | None:
     room = limit.value - offset
     at = -(-room // step) if n.op in ("lt", "ge") else room // step + 1
     return at, n.op in ("lt", "le")
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnd:
+    """A row stage does nothing from the step of its first row axis on at which `start + step` reaches `limit`; before it
+    the condition holds."""
+
+    condition: int
+    start: Index
+    limit: Node
+
+
+def row_end(kernel: Kernel, stage: Stage, columns: int | None) -> RowEnd | None:
+    """Where the rows of a stage end early, as those of a last part do (see `kernel.split`): loops then run to there
+    without tests and masks. None where something depends on what lies behind, or on the axis of vectors of `columns`."""
+    nodes, first = {n.id: n for n in kernel.nodes()}, len(kernel.p)
+    for n in stage.nodes:
+        if n.op != "lt" or any(nodes[a].op not in ("index", "const") for a in n.args):
+            continue
+        ix, limit = nodes[n.args[0]].index, nodes[n.args[1]]
+        if ix is None or ix.divmods or ix.indirect or ix.stride_of(first) != 1 or columns in ix.axes():
+            continue
+        if any(a > first for a in ix.axes()) or (limit.index is not None and limit.index.axes()):
+            continue
+        if all(_idle(m, n.id, nodes) for m in stage.nodes):
+            start = replace(ix, coefs=tuple((a, c) for a, c in ix.coefs if a != first))
+            return RowEnd(n.id, start, limit)
+    return None
+
+
+def _idle(n: Node, condition: int, nodes: dict[int, Node]) -> bool:
+    """Whether a node changes nothing where the condition does not hold."""
+    if n.op == "reduce":
+        x = nodes[n.args[0]]
+        other = nodes[x.args[2]] if x.op == "where" and x.args[0] == condition else None
+        if other is None or other.op != "const" or n.how in ("mean", "m2"):
+            return False
+        return other.value == identity(n.how.removeprefix("arg"), x.dtype)
+    if n.op in ("store", "bound"):
+        return len(n.args) > 1 and _implies(nodes[n.args[1]], condition, nodes)
+    return not n.keep
+
+
+def _implies(mask: Node, condition: int, nodes: dict[int, Node]) -> bool:
+    return mask.id == condition or (mask.op == "and" and any(_implies(nodes[a], condition, nodes) for a in mask.args))

@@ -8,6 +8,7 @@ Two shapes of code cover everything:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusewright.toolkit.kernel.extent import Extent, evaluate
@@ -90,7 +91,7 @@ def tile_units(kernel: Kernel) -> int:
     return 8 if sum(cost(n) for n in nodes) <= 16 else 4
 
 
-def row_units(nodes: tuple[Node, ...]) -> int:
+def row_units(nodes: Sequence[Node]) -> int:
     """Vectors in flight in a row loop: several accumulators hide the latency of cheap bodies."""
     total = sum(cost(n) for n in nodes)
     if any(n.op == "reduce" for n in nodes):

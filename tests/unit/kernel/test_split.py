@@ -1,0 +1,106 @@
+"""Long rows of symbolic sizes in parts: the same results at every size, however few elements there are after all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fusewright.toolkit.kernel import Builder, Kernel, interpret, symbol
+from fusewright.toolkit.kernel.apart import apart, few_columns
+from fusewright.toolkit.kernel.extent import evaluate
+from fusewright.toolkit.kernel.split import Split, split_rows
+from fusewright.toolkit.kernel.types import to_torch
+from fusewright.toolkit.llvm import compile_kernels
+from fusewright.toolkit.llvm.segments import row_end
+
+TYPES = {"any": "bool", "argmax": "i64"}
+
+
+def rowwise(how: str, across: bool = False) -> Kernel:
+    """A reduction of every row of a tensor [p, r], or of [r, p] with `across`, both sizes unknown."""
+    seen = {"p": 48, "r": 9000} if across else {"p": 3, "r": 70000}
+    b = Builder(how, p=[symbol("p")], r=[symbol("r")], symbols=seen)
+    x, y = b.input("x", "f32"), b.output("y", TYPES.get(how, "f32"))
+    i, j = b.axes
+    v = b.load(x, j * symbol("p") + i if across else i * symbol("r") + j)
+    b.store(y, i, b.reduce(how, v > 2.5 if how == "any" else v))
+    return b.build()
+
+
+def sizes_of(kernel: Kernel, known: dict[str, int]) -> list[int]:
+    """The values of a kernel's symbols: a formula is its own name."""
+    return [int(eval(s, {}, known)) for s in kernel.symbols]
+
+
+def run(kernel: Kernel, tensors: Sequence[torch.Tensor], known: dict[str, int], by_llvm: bool) -> None:
+    if by_llvm:
+        compile_kernels([kernel]).launcher(kernel).checked(tensors, sizes_of(kernel, known))
+    else:
+        interpret(kernel, tensors, sizes_of(kernel, known))
+
+
+def in_parts(split: Split, tensors: Sequence[torch.Tensor], known: dict[str, int], by_llvm: bool) -> None:
+    parts = [torch.empty(evaluate(n, known), dtype=to_torch(t)) for t, n in split.partials]
+    run(split.first, [*(tensors[b] for b in split.first_buffers), *parts], known, by_llvm)
+    run(split.second, [*tensors, *parts], known, by_llvm)
+
+
+@pytest.mark.parametrize("by_llvm", [False, True], ids=["interpreter", "llvm"])
+@pytest.mark.parametrize("how", ["sum", "max", "any", "argmax", "mean"])
+@pytest.mark.parametrize("across", [False, True], ids=["rows", "columns"])
+def test_parts_of_a_symbolic_row(how: str, across: bool, by_llvm: bool) -> None:
+    split = split_rows(rowwise(how, across))
+    assert split is not None
+    for p, r in ((3, 70000), (1, 32768), (2, 1), (5, 31), (17, 2081), (4, 0)):
+        if r == 0 and how in ("argmax", "mean"):
+            continue
+        x = torch.randn(r, p).t() if across else torch.randn(p, r)
+        x[..., r // 2 :: 7] = 4.0
+        got = torch.empty(p, dtype=to_torch(TYPES.get(how, "f32")))
+        in_parts(split, [x, got], {"p": p, "r": r}, by_llvm)
+        want = torch.empty_like(got)
+        run(rowwise(how, across), [x, want], {"p": p, "r": r}, False)
+        torch.testing.assert_close(got, want, atol=1e-4 * max(r, 1) ** 0.5, rtol=1e-6)
+
+
+def test_rows_that_were_short_when_seen_stay_whole() -> None:
+    b = Builder("short", p=[symbol("p")], r=[symbol("r")], symbols={"p": 3, "r": 700})
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    b.store(y, i, b.reduce("sum", b.load(x, i * symbol("r") + j)))
+    assert split_rows(b.build()) is None
+
+
+def test_passes_over_few_symbolic_columns() -> None:
+    b = Builder("norm", p=[symbol("c")], r=[symbol("n")], symbols={"c": 32, "n": 9000})
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    at = j * symbol("c") + i
+    v = b.load(x, at)
+    b.store(y, at, v - b.reduce("mean", v))
+    kernel = b.build()
+    steps = apart(kernel)
+    assert few_columns(kernel) and steps is not None
+    for c, n in ((32, 9000), (3, 5), (1, 1)):
+        known, data, out = {"c": c, "n": n}, torch.randn(n, c), torch.empty(n, c)
+        temporaries = [torch.empty(evaluate(k, known), dtype=to_torch(t)) for t, k in steps.temporaries]
+        for step in steps.kernels:
+            run(step, [data, out, *temporaries], known, by_llvm=False)
+        torch.testing.assert_close(out, data - data.mean(0))
+
+
+def test_the_last_part_ends_early_without_tests() -> None:
+    """Loops of a part run to the row's end; what depends on steps behind it keeps its tests."""
+    split = split_rows(rowwise("sum"))
+    assert split is not None
+    (stage,) = (s for s in split.first.stages if s.over == "PR")
+    assert row_end(split.first, stage, None) is not None
+    b = Builder("counted", p=[3], r=[100])
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    v = b.load(x, i * 100 + j)
+    b.store(y, i, b.reduce("sum", b.where(b.index_value(j) < 60, v, 1.0)))
+    kernel = b.build()
+    assert all(row_end(kernel, s, None) is None for s in kernel.stages)
