@@ -10,6 +10,7 @@ from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Val
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import Builder
 from fusewright.toolkit.library import LoweringTable
+from fusewright_triton.few_rows import opened
 
 
 @dataclass
@@ -65,6 +66,7 @@ OpCode: TypeAlias = Callable[[OpView, Calls], Found | None]
 
 def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext) -> Builder:
     """The region with a table's library calls in it. Raises what lowerings raise."""
+    region = opened(region, ctx)
     b = Builder(region, ctx)
     calls = Calls(region, b)
     for op in region.ops:

@@ -1,0 +1,134 @@
+"""Products of few rows: one kernel each with what is around them, as exact as eager's product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusewright import report
+from fusewright_triton import few_rows
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+K, N = 512, 264
+OPTIONS = {"simulate": True, "strict": True, "cache": False}
+
+
+class Weights(torch.nn.Module):
+    """Weights as a model holds them. `heights` are those of products of one input."""
+
+    def __init__(self, body: Callable[..., Any], *heights: int, length: int = K, biased: bool = False) -> None:
+        super().__init__()
+        self.body = body
+        self.products = torch.nn.ModuleList(torch.nn.Linear(length, n, bias=biased) for n in heights)
+        self.gain = torch.nn.Parameter(torch.rand(length) + 0.5)
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.body(self, *args)
+
+
+def norm(x: Tensor, gain: Tensor) -> Tensor:
+    """As Llama writes it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return gain * wide.to(x.dtype)
+
+
+def plain(m: Weights, x: Tensor) -> Tensor:
+    return m.products[0](x)
+
+
+def with_residual(m: Weights, x: Tensor) -> Tensor:
+    return x[..., : m.products[0].out_features] + m.products[0](x)
+
+
+def gated(m: Weights, x: Tensor) -> Tensor:
+    return F.silu(m.products[0](x)) * m.products[1](x)
+
+
+def after_norm(m: Weights, x: Tensor) -> Tensor:
+    x = norm(x, m.gain)
+    return F.silu(m.products[0](x)) * m.products[1](x)
+
+
+def heads(m: Weights, x: Tensor) -> list[Tensor]:
+    x = norm(x, m.gain)
+    return [p(x) for p in m.products]
+
+
+def norm_kept(m: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = norm(x, m.gain)
+    return x, m.products[0](x)
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "plain": (plain, (N,)), "with_residual": (with_residual, (N,)), "gated": (gated, (N, N)),
+    "after_norm": (after_norm, (N, N)), "heads": (heads, (2 * N, N, N)), "norm_kept": (norm_kept, (N,)),
+}  # fmt: skip
+
+
+def tensors(found: Any) -> list[Tensor]:
+    return list(found) if isinstance(found, Sequence) else [found]
+
+
+def launches(model: torch.nn.Module, *args: Tensor) -> int:
+    """Runs a model compiled, in eager and in fp64; the number of kernels, and no product among the calls."""
+    with report.recording() as reports, torch.no_grad():
+        ours = tensors(torch.compile(model, backend="nvidia_triton", options=OPTIONS)(*args))
+    with torch.no_grad():
+        eager = tensors(model(*args))
+        exact = tensors(model.double()(*(a.double() if a.is_floating_point() else a for a in args)))
+    for got, theirs, right in zip(ours, eager, exact, strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        floor = 4 * torch.finfo(got.dtype).eps * right.abs().mean()
+        assert (got - right).abs().max() <= 2 * (theirs - right).abs().max() + floor
+    (found,) = reports
+    text = found.texts["plan"].partition("def run")[2]
+    assert "linear" not in text and "addmm" not in text
+    return text.count("launch_")
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "dtype", "kernels"),
+    [
+        ("plain", 1, torch.bfloat16, 1), ("plain", 3, torch.float32, 1), ("plain", 4, torch.float16, 1),
+        ("with_residual", 1, torch.bfloat16, 1), ("gated", 1, torch.bfloat16, 1), ("gated", 2, torch.float16, 1),
+        ("after_norm", 1, torch.bfloat16, 1), ("after_norm", 3, torch.float32, 1), ("heads", 1, torch.bfloat16, 1),
+        ("heads", 2, torch.bfloat16, 2), ("norm_kept", 1, torch.bfloat16, 2),
+    ],
+)  # fmt: skip
+def test_one_kernel_with_what_is_around(case: str, rows: int, dtype: torch.dtype, kernels: int) -> None:
+    torch.manual_seed(0)
+    body, heights = CASES[case]
+    model = Weights(body, *heights).to(dtype).eval()
+    assert launches(model, torch.randn(1, rows, K).to(dtype)) == kernels
+
+
+def test_with_a_bias_and_weights_that_are_arguments() -> None:
+    torch.manual_seed(0)
+    assert launches(Weights(plain, N, biased=True).bfloat16(), torch.randn(2, K).bfloat16()) == 1
+    torch.compiler.reset()
+    free = Weights(lambda m, x, w, b: F.linear(x, w, b).relu(), 4)
+    assert launches(free, torch.randn(K), torch.randn(N, K), torch.randn(N)) == 1
+
+
+def test_a_row_longer_than_a_step_and_of_an_odd_length() -> None:
+    torch.manual_seed(0)
+    assert launches(Weights(after_norm, 40, 40, length=4500).bfloat16(), torch.randn(2, 4500).bfloat16()) == 1
+
+
+@pytest.mark.parametrize("rows", [few_rows.MOST_ROWS + 1, 64])
+def test_more_rows_stay_a_library_call(rows: int) -> None:
+    model, x = Weights(plain, N), torch.randn(rows, K)
+    with report.recording() as reports, torch.no_grad():
+        got = torch.compile(model, backend="nvidia_triton", options=OPTIONS)(x)
+        torch.testing.assert_close(got, model(x))
+    assert "linear" in reports[0].texts["plan"] or reports[0].count("eager")
