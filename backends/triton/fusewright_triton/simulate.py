@@ -65,8 +65,10 @@ class _Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(ones, type.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        """Products of halves in fp32, as matrix instructions compute them (bf16 is bits here, fp16 would round)."""
-        x, y = (self.cast_impl(operand, tl.float32).data for operand in (a, b))
+        """Products of halves in fp32 and of bytes in int32, as matrix instructions compute them (bf16 is bits here, fp16
+        would round)."""
+        wide = tl.float32 if d.dtype.scalar.is_floating() else d.dtype.scalar
+        x, y = (self.cast_impl(operand, wide).data for operand in (a, b))
         return interpreter.TensorHandle(np.matmul(x, y) + d.data, d.dtype.scalar)
 
     def create_minnumf(self, a: Any, b: Any) -> Any:

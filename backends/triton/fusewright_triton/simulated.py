@@ -43,8 +43,8 @@ def _pointwise(ref: Callable[..., torch.Tensor], result: tl.dtype | None = None)
 
 def _reduce(ref: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, int], Any]:
     def run(x: Any, axis: int) -> Any:
-        out = ref(to_torch(x), axis)
-        return _shaped(out, axis, x.dtype)
+        given = to_torch(x)
+        return _shaped(ref(given, axis).to(given.dtype), axis, x.dtype)  # torch sums small integers as 64 bits
 
     return run
 

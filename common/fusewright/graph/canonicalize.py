@@ -21,6 +21,7 @@ def canonicalize(graph: Graph) -> list[str]:
     """
     disagreements = []
     size_fills(graph)
+    _integer_products(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not compat.is_overload(node.target):
             continue
@@ -34,6 +35,15 @@ def canonicalize(graph: Graph) -> list[str]:
                 node.meta[verify.UNTRUSTED] = problems[0]
                 disagreements += problems
     return disagreements
+
+
+def _integer_products(graph: Graph) -> None:
+    """`out_dtype(mm, int32, a, b)` of int8 matrices is `_int_mm`. torchao's dynamic quantization writes it so on GPUs."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") != "out_dtype" or node.args[:2] != (torch.ops.aten.mm.default, torch.int32):
+            continue
+        if all(retrace.value_of(n).dtype == torch.int8 for n in node.args[2:]):
+            node.target, node.args = torch.ops.aten._int_mm.default, node.args[2:]
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:
