@@ -128,7 +128,8 @@ def attention(
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
     how = tiles(target_of(target), q.dtype, dim, queries)
-    kind, given, mask_strides = 0, q, (0, 0, 0, 0)
+    kind, given = 0, q
+    mask_strides: tuple[int, ...] = (0,) * 4
     if mask is not None:
         kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
         mask_strides = given.expand(batch, heads, queries, k.shape[2]).stride()
