@@ -17,7 +17,7 @@ from fusewright.toolkit.kernel.extent import Extent, evaluate, product
 from fusewright.toolkit.kernel.index import Index, axis_index
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.kernel.moments import without_moments
-from fusewright.toolkit.kernel.simplify import simplify_axes
+from fusewright.toolkit.kernel.simplify import in_order, simplify_axes
 from fusewright.toolkit.kernel.types import DType
 from fusewright.toolkit.kernel.verify import verify
 
@@ -164,6 +164,6 @@ class _Apart:
         for i in sorted(self.temporaries, key=self.temporaries.__getitem__):
             buffers.append(Buffer(f"t{self.temporaries[i]}", self.by_id[i].dtype))
         given = tuple(replace(b, access="out" if k in stored else "in") for k, b in enumerate(buffers))
-        done = simplify_axes(replace(kernel, buffers=given))
+        done = in_order(simplify_axes(replace(kernel, buffers=given)))
         verify(done)
         return done

@@ -30,6 +30,18 @@ def simplify_axes(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def in_order(kernel: Kernel) -> Kernel:
+    """The kernel with its values numbered in the order of execution, which emitters rely on."""
+    ids = {n.id: i for i, n in enumerate(kernel.nodes())}
+
+    def move(n: Node) -> Node:
+        index = None if n.index is None else n.index.with_values(ids)
+        return replace(n, id=ids[n.id], args=tuple(ids[a] for a in n.args), index=index)
+
+    stages = tuple(replace(s, nodes=tuple(move(n) for n in s.nodes)) for s in kernel.stages)
+    return replace(kernel, stages=stages)
+
+
 def _indices(kernel: Kernel) -> Iterator[Index]:
     return (n.index for n in kernel.nodes() if n.index is not None)
 

@@ -17,7 +17,7 @@ from fusewright.toolkit.kernel.extent import Extent, evaluate, product, symbol, 
 from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Stage, used_symbols
 from fusewright.toolkit.kernel.moments import without_moments
-from fusewright.toolkit.kernel.simplify import simplify_axes
+from fusewright.toolkit.kernel.simplify import in_order, simplify_axes
 from fusewright.toolkit.kernel.types import TYPES, DType
 from fusewright.toolkit.kernel.verify import verify
 
@@ -235,8 +235,8 @@ def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Kern
 
 
 def _done(kernel: Kernel) -> Kernel:
-    """In normal form, with the size symbols that it uses."""
-    kernel = simplify_axes(kernel)
+    """In normal form, with values in order and the size symbols that it uses."""
+    kernel = in_order(simplify_axes(kernel))
     used, hints = used_symbols(kernel), kernel.size_hints()
     names = tuple(s for s in kernel.symbols if s in used)
     kernel = replace(kernel, symbols=names, hints=tuple(hints[s] for s in names))
