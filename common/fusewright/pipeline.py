@@ -45,6 +45,7 @@ from fusewright.plan import cached, codegen
 from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Run, Untrue, checked_first
 from fusewright.plan.inplace import updated_in_place
+from fusewright.plan.ir import Launch
 from fusewright.plan.opaque import guarded
 from fusewright.plan.replay import replayed
 from fusewright.plan.retained import Handover, retained
@@ -82,6 +83,8 @@ class Compilation:
     handover: Handover = field(default_factory=Handover)
     distrusted: frozenset[str] = frozenset()
     """Names of nodes that make something else than was traced, beyond mending: eager runs them and what reads them."""
+    unbuilt: dict[str, Verdict] = field(default_factory=dict)
+    """By name of a node: kernels of it that could not be built."""
 
     @property
     def graph(self) -> Graph:
@@ -105,7 +108,7 @@ def _simplify(c: Compilation) -> None:
 
 def _lower(c: Compilation) -> None:
     """Partition and compile; plan again without what a backend gives back, until nothing new is given back."""
-    denied = _untraceable(c)
+    denied = {**_untraceable(c), **c.unbuilt}
     for _ in range(MAX_ROUNDS):
         c.working, const = expand.on_claim(c.graph, c.const, c.backend, denied, c.phase)
         c.index = GraphIndex(c.working, derived(c.working, const, c.phase), c.phase)
@@ -170,16 +173,50 @@ def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
 
 
 def _plan(c: Compilation) -> None:
-    c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
-    if c.phase == "infer":
-        c.plan = updated_in_place(c.plan)
-    kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
+    kernels = _planned(c)
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled:  # somebody believed the metadata
         checked, _ = codegen.load(_believed(c), kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
         c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
+
+
+def _planned(c: Compilation) -> Mapping[str, KernelCode]:
+    """Has a plan afterwards, and code for its kernels; lowered again without the ops whose kernels cannot be built."""
+    for _ in range(MAX_ROUNDS):
+        c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
+        if c.phase == "infer":
+            c.plan = updated_in_place(c.plan)
+        try:
+            return c.backend.load(c.plan.kernels) if c.plan.kernels else {}
+        except Exception as e:
+            if c.options.strict:
+                raise BackendCrashError(f"backend {c.backend.name!r} could not build its kernels: {e}") from e
+            failed = _failing(c, e)
+        for i in c.plan.instructions + c.plan.once:
+            if isinstance(i, Launch) and i.kernel in failed:
+                c.unbuilt.update({_origin(c.index.node_of[k]): failed[i.kernel] for k in i.op_ids})
+        _lower(c)
+    raise BackendCrashError(f"backend {c.backend.name!r} still cannot build kernels after {MAX_ROUNDS} rounds")
+
+
+def _failing(c: Compilation, error: Exception) -> dict[str, Verdict]:
+    """Why kernels cannot be built, by hash: those that fail alone too, else all of them."""
+    found = {}
+    for key, kernel in c.plan.kernels.items():
+        try:
+            c.backend.load({key: kernel})
+        except Exception as e:  # of whatever kind: what cannot be built must not stop the user's model
+            found[key] = Verdict(Why.CRASHED, f"{type(e).__name__}: {e}")
+    found = found or dict.fromkeys(c.plan.kernels, Verdict(Why.CRASHED, f"{type(error).__name__}: {error}"))
+    verdict = next(iter(found.values()))
+    c.report.bugs.append(f"{c.backend.name} could not build {len(found)} kernels: {verdict.detail}")
+    log.warning(
+        "fusewright: backend %s could not build %d of %d kernels; eager runs those ops. %s",
+        c.backend.name, len(found), len(c.plan.kernels), str(verdict).partition("\n")[0],
+    )  # fmt: skip
+    return found
 
 
 def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -45,9 +46,12 @@ class Worker:
     def build(self, request: Request) -> Answer:
         if self.process.stdin is None or self.process.stdout is None:
             raise BuildError("a worker without pipes")
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
         if not line:
             raise BuildError(f"a compiler process ended with code {self.process.wait()}")
         answer = json.loads(line)
@@ -58,7 +62,8 @@ class Worker:
 
     def close(self) -> None:
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended by itself, with a request unread
+                self.process.stdin.close()
         self.process.wait()
 
 
@@ -71,15 +76,22 @@ class Pool:
         atexit.register(self.close)
 
     def build(self, request: Request) -> Answer:
-        with self.lock:
-            worker = self.free.pop() if self.free else None
-        worker = worker or Worker()
+        worker = self._alive() or Worker()
         try:
             return worker.build(request)
         finally:
             if worker.process.poll() is None:
                 with self.lock:
                     self.free.append(worker)
+
+    def _alive(self) -> Worker | None:
+        """A free worker; one that was ended from outside (for want of memory, say) is dropped."""
+        with self.lock:
+            while self.free:
+                worker = self.free.pop()
+                if worker.process.poll() is None:
+                    return worker
+        return None
 
     def close(self) -> None:
         """Ends the workers; the next build starts new ones."""

@@ -1,0 +1,255 @@
+"""What a GPU may lack while a model is compiled: memory, a working compiler. A clear reason, and eager's answer.
+
+Machines without a GPU, with the wrong wheel or with too old a GPU are in `test_unavailable.py`, configurations that run out
+of memory while they are tuned in `test_autotune.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+import torch
+
+from fusewright.report import recording
+from fusewright.toolkit.kernel import Kernel
+from fusewright_triton import backend, graphs, workers
+from fusewright_triton.backend import TritonBackend, TritonLoader
+from tests.unit.plan.test_replay import Recorder
+from tests.unit.plan.test_retained import Forgetful
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79.11 GiB."
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.second(torch.nn.functional.gelu(self.first(x))) + x).exp()
+
+
+def compiled(fn: Any, **options: Any) -> Any:
+    return torch.compile(fn, backend="nvidia_triton", options={"simulate": True, "cache": False, **options})
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "fusewright"]
+
+
+# ---------------------------------------------------------------- recording
+
+
+class Full(Recorder):
+    """A device without memory for a recording, or (`later`) for the measurement after it."""
+
+    def __init__(self, later: bool = False) -> None:
+        super().__init__()
+        self.later, self.asked = later, 0
+
+    def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> Any:
+        self.asked += 1
+        if not self.later:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        return super().record(run, warm)
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        raise torch.OutOfMemoryError(NO_MEMORY)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_no_memory_for_a_recording(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, model = Full(later), Small().eval()
+    monkeypatch.setattr(TritonBackend, "recorder", lambda self: device)
+    with torch.no_grad(), recording() as reports:
+        fast = compiled(model)
+        for k in range(4):
+            x = torch.full((3, 8), float(k)) + torch.arange(8)
+            torch.testing.assert_close(fast(x), model(x))
+    (report,) = reports
+    assert report.replay == "not replayed: recording failed: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert device.asked == 1, "it is not tried again"
+
+
+def test_no_memory_for_a_recording_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullInTraining(Forgetful):
+        def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> Any:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+
+    monkeypatch.setattr(TritonBackend, "recorder", lambda self: FullInTraining())
+    model, x = Small(), torch.randn(5, 8)
+    model(x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with recording() as reports:
+        fast = compiled(model)
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            fast(x).sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+    assert {r.replay for r in reports} == {
+        "not replayed: recording failed: CUDA out of memory. Tried to allocate 2.00 GiB."
+    }
+
+
+class FakeGraph:
+    """A graph of a device: it notes what is done with it."""
+
+    made: list[FakeGraph]
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.made.append(self)
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.calls.append("begin")
+
+    def capture_end(self) -> None:
+        self.calls.append("end")
+        if self.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    broken = False
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
+    """A pretended device under `graphs.Graphs`."""
+    stream = SimpleNamespace(device_index=0, cuda_stream=5, device="cuda:0", wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: recording())  # any context
+    monkeypatch.setattr(graphs, "errors", lambda: SimpleNamespace(check=lambda: None))
+    monkeypatch.setattr(graphs, "_pools", {})
+    monkeypatch.setattr(graphs, "_sides", {})
+    monkeypatch.setattr(FakeGraph, "made", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    return FakeGraph
+
+
+def fails_at(n: int) -> Callable[[], Any]:
+    calls = iter(range(10))
+
+    def run() -> list[torch.Tensor]:
+        if next(calls) == n:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        return [torch.zeros(1)]
+
+    return run
+
+
+def test_no_memory_while_warming_up_begins_no_capture(device: type[FakeGraph]) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.Graphs().record(fails_at(0), warm=True)
+    assert [g.calls for g in device.made] == [[]]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_memory_in_a_capture_leaves_the_stream_free(
+    device: type[FakeGraph], broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeGraph, "broken", broken)
+    made = graphs.Graphs()
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        made.record(fails_at(1), warm=True)
+    assert device.made[0].calls == ["begin", "end"]
+    assert not graphs._pools[0, 5].graphs, "a graph that failed keeps no memory"
+    monkeypatch.setattr(FakeGraph, "broken", False)
+    _, again = made.record(fails_at(9), warm=True)
+    again()
+    assert device.made[1].calls == ["begin", "end", "replay"]
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_no_memory_for_candidates(
+    all_of_them: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not fit is out; where none fits, the region is eager's, with the reason."""
+    real, chosen = TritonBackend.compile, []
+
+    def compile(self: TritonBackend, region: Any, ctx: Any) -> Any:
+        def no_memory() -> None:
+            raise torch.OutOfMemoryError(NO_MEMORY)
+
+        candidates = {"large": no_memory, "small": no_memory if all_of_them else lambda: None}
+        chosen.append(ctx.choose("a product", candidates))
+        return real(self, region, ctx)
+
+    monkeypatch.setattr(TritonBackend, "compile", compile)
+    model, x = Small().eval(), torch.randn(3, 8)
+    with recording() as reports, caplog.at_level(logging.WARNING, "fusewright"):
+        torch.testing.assert_close(compiled(model)(x), model(x))
+    if not all_of_them:
+        assert chosen == ["small"] and not said(caplog)
+        return
+    assert {o.where for o in reports[0].ops} == {"eager"}
+    (why,) = {str(o.verdict) for o in reports[0].ops}
+    assert "no candidate for a product ran: large: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in why
+    (line,) = said(caplog)
+    assert "6 of 6 ops of this infer graph run in eager" in line
+
+
+# ---------------------------------------------------------------- building
+
+
+def without_exp(self: TritonLoader, kernels: Mapping[str, Kernel]) -> Any:
+    """A compiler that dies of kernels with an exp."""
+    if any(n.op == "exp" for k in kernels.values() for n in k.nodes()):
+        raise workers.BuildError("a compiler process ended with code -9")
+    return REAL_LOAD(self, kernels)
+
+
+REAL_LOAD = backend.TritonLoader.__call__
+
+
+@torch.no_grad()
+def test_a_kernel_that_does_not_build_is_eagers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TritonLoader, "__call__", without_exp)
+    model, x = Small().eval(), torch.randn(3, 8)
+    with recording() as reports, caplog.at_level(logging.WARNING, "fusewright"):
+        torch.testing.assert_close(compiled(model)(x), model(x))
+    lines = said(caplog)
+    assert "could not build 1 of" in lines[0] and "a compiler process ended with code -9" in lines[0]
+    assert "eager runs those ops" in lines[0]
+    (report,) = reports
+    where = {o.op: o.where for o in report.ops}
+    assert where["exp"] == "eager" and where["gelu"] == "backend"
+    assert len(report.bugs) == 1
+
+
+@torch.no_grad()
+def test_strict_raises_what_does_not_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonLoader, "__call__", without_exp)
+    with pytest.raises(Exception, match="could not build its kernels: a compiler process ended with code -9"):
+        compiled(Small().eval(), strict=True)(torch.randn(3, 8))
+
+
+def test_a_compiler_process_that_is_killed_is_named() -> None:
+    worker = workers.Worker()
+    worker.process.kill()
+    worker.process.wait()
+    with pytest.raises(workers.BuildError, match="a compiler process ended with code -9"):
+        worker.build({"text": ""})
+    worker.close()
+    pool = workers.Pool()
+    pool.free.append(worker)
+    assert pool._alive() is None, "the next kernel gets another process"
