@@ -1,11 +1,12 @@
-"""Builds every loop kernel of the suite for every GPU target, on a machine that needs no GPU.
+"""Builds every loop kernel of the suite, and those written by hand, for every GPU target, on a machine that needs no GPU.
 
     python ci/build_kernels.py [--backend rocm_triton] [--models bert,vit] [--targets sm_90,gfx942] [--json out.json]
 
 Each model is compiled with the backend on a simulated device and run on the CPU, inference and training, with the kernels
 themselves computed by the CPU's emitter; what the backend would load is collected. Every kernel that differs is then built
 with Triton for each of the backend's targets, and its registers, scratch memory and shared memory (LDS) are read from the
-code and compared with what the target has. Exit code 1 when a kernel does not build or does not fit.
+code and compared with what the target has; so are the kernels written by hand, in the forms of the table `BY_HAND`.
+Exit code 1 when a kernel does not build or does not fit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,8 +34,9 @@ from fusewright.toolkit.fused import llvm_loader
 from fusewright.toolkit.kernel import Kernel, structural_hash
 from fusewright_triton import binaries, workers
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
-from fusewright_triton.binaries import Built, Wanted
+from fusewright_triton.binaries import Binary, Built, Wanted
 from fusewright_triton.config import choose
+from fusewright_triton.kernels import attention_ops
 from fusewright_triton.operators import Unsupported
 from fusewright_triton.resources import over_limits, resources
 from fusewright_triton.runtime import first_variant
@@ -45,6 +48,32 @@ TARGETS: dict[str, Target] = {
     for name in ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
 }
 MODELS = tuple(dict.fromkeys([*suite.SUITE, *suite.TRAINABLE]))
+
+Request = Mapping[str, Any]
+_IMAGE, _WINDOW = {"image": (64, 64), "query_columns": 64}, {"image": (14, 14), "query_columns": 14}
+_ATTENTION: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
+    "an image, 64, bf16": (torch.bfloat16, 64, _IMAGE),
+    "an image, 80, bf16": (torch.bfloat16, 80, _IMAGE),
+    "a window, 64, bf16": (torch.bfloat16, 64, _WINDOW),
+    "a window, 64, fp32": (torch.float32, 64, _WINDOW),
+    "an added mask, 64, bf16": (torch.bfloat16, 64, {"mask": 1, "each": True}),
+    "a boolean mask, 128, bf16": (torch.bfloat16, 128, {"mask": 2}),
+    "causal, 64, fp16": (torch.float16, 64, {"causal": True}),
+    "causal, 256, bf16": (torch.bfloat16, 256, {"causal": True}),
+}
+
+
+def _attention(dtype: torch.dtype, dim: int, kind: dict[str, Any], target: Target) -> Request | None:
+    """None where the backend does not give the kernel such heads."""
+    if not attention_ops.fits(target, dtype, dim, kind.get("image")):
+        return None
+    return attention_ops.request(target, dtype, dim, 4096, **kind)
+
+
+BY_HAND: dict[str, Callable[[Target], Request | None]] = {
+    f"attention, {name}": partial(_attention, *form) for name, form in _ATTENTION.items()
+}
+"""Kernels written by hand: what asks the compiler for each of their forms, for a target."""
 
 
 @dataclass
@@ -61,13 +90,13 @@ class Row:
     with_scratch: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def add(self, kernel: Kernel, result: Built | workers.BuildError, target: Target) -> None:
+    def add(self, name: str, result: Sequence[Binary] | workers.BuildError, target: Target) -> None:
         """Note one kernel's result."""
         self.kernels += 1
         if isinstance(result, workers.BuildError):
-            self.failures.append(f"{kernel.name} ({structural_hash(kernel)[:8]}): {result}")
+            self.failures.append(f"{name}: {result}")
             return
-        for b in result.binaries:
+        for b in result:
             used = resources(b, target)
             self.functions += 1
             self.registers = max(self.registers, (used.registers, b.name))
@@ -142,11 +171,27 @@ def build(kernels: Mapping[str, Kernel], target: Target) -> Row:
             order.source()
             wanted.append(order)
         except Unsupported as e:
-            row.add(k, workers.BuildError(f"the emitter refuses it: {e}"), target)
+            row.add(_name(k), workers.BuildError(f"the emitter refuses it: {e}"), target)
     for order, result in zip(wanted, binaries.build_each(wanted, target), strict=True):
-        row.add(order.kernel, result, target)
+        row.add(_name(order.kernel), result.binaries if isinstance(result, Built) else result, target)
     row.seconds = time.monotonic() - start
     return row
+
+
+def _name(k: Kernel) -> str:
+    return f"{k.name} ({structural_hash(k)[:8]})"
+
+
+def add_by_hand(row: Row, target: Target) -> None:
+    """The kernels written by hand, in every form that the target is given them in."""
+    start = time.monotonic()
+    requests = {name: made for name, make in BY_HAND.items() if (made := make(target)) is not None}
+    for name, answer in zip(requests, workers.build_each(list(requests.values())), strict=True):
+        if isinstance(answer, workers.BuildError):
+            row.add(name, answer, target)
+        else:
+            row.add(name, [binaries.binary(b, name) for b in answer], target)
+    row.seconds += time.monotonic() - start
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -176,8 +221,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             mine = [TARGETS[t] for t in targets if t in BACKENDS[backend].targets]
             kernels = _collected(backend, models, a) if mine else {}
             for target in mine:
-                rows.append(build(kernels, target))
-                row = rows[-1]
+                row = build(kernels, target)
+                if kernels:
+                    add_by_hand(row, target)
+                rows.append(row)
                 print(f"{target.arch}: {row.kernels} kernels, {len(row.failures)} failures, {row.seconds:.0f} s", flush=True)
         workers.pool().close()
     print("\n" + table(rows))

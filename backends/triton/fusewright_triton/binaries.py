@@ -96,9 +96,10 @@ def _requests(wanted: Sequence[Wanted], sources: Sequence[Source], target: Targe
 
 
 def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) -> Built:
-    return Built(wanted.kernel, wanted.config, source, [_binary(b) for b in answer])
+    return Built(wanted.kernel, wanted.config, source, [binary(b) for b in answer])
 
 
-def _binary(data: Mapping[str, Any]) -> Binary:
+def binary(data: Mapping[str, Any], name: str = "") -> Binary:
+    """What the compiler answered for a function, by its own name or this one."""
     code = base64.b64decode(data["code"])
-    return Binary(data["name"], code, data["shared"], data["threads"], data.get("listing", ""))
+    return Binary(name or data["name"], code, data["shared"], data["threads"], data.get("listing", ""))

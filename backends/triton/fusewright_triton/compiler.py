@@ -5,7 +5,8 @@ processes: `python compiler.py` reads one request per line from its input (JSON)
 A worker starts in the time that `import triton` takes.
 
 A request is {"text", "functions": [names], "signature": {parameter: Triton type}, "aligned": [parameters whose
-value is a multiple of 16], "warps", "options", "target": [backend, arch, lanes]}; the answer is {"binaries":
+value is a multiple of 16], "warps", "options", "target": [backend, arch, lanes]} and, for parameters that Triton
+knows when it compiles, "constants": {parameter: value}; the answer is {"binaries":
 [{"name", "code" (base64), "shared", "threads", "listing"}]} or {"error": text}.
 """
 
@@ -65,9 +66,8 @@ def build(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     backend, arch, lanes = request["target"]
     out = []
     for name in request["functions"]:
-        source = ASTSource(
-            getattr(module, name), request["signature"], {}, _attributes(request["signature"], request["aligned"])
-        )
+        aligned = _attributes(request["signature"], request["aligned"])
+        source = ASTSource(getattr(module, name), request["signature"], request.get("constants", {}), aligned)
         options = {"num_warps": request["warps"], **request["options"]}
         built = triton.compile(source, target=GPUTarget(backend, arch, lanes), options=options)
         out.append(

@@ -48,12 +48,23 @@ def test_what_does_not_fit_or_build_fails(monkeypatch: pytest.MonkeyPatch, capsy
     workers.pool().close()
 
     monkeypatch.setattr(tool, "kernels_of", lambda *a: softmax)
+    monkeypatch.setattr(tool, "BY_HAND", {})
     monkeypatch.setattr(tool, "build", lambda k, t: tool.Row(t.arch, len(k), failures=["softmax: too big"]))
     assert tool.main(["--models", "bert", "--targets", "sm_80"]) == 1
     assert "FAILED sm_80 softmax: too big" in capsys.readouterr().out
     monkeypatch.setattr(tool, "build", lambda k, t: tool.Row(t.arch, len(k)))
     assert tool.main(["--models", "bert", "--backend", "rocm_triton"]) == 0
     assert "gfx1100" in (shown := capsys.readouterr().out) and "sm_80" not in shown
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_kernels_written_by_hand_build(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = ("attention, an image, 64, bf16", "attention, a boolean mask, 128, bf16")
+    monkeypatch.setattr(tool, "BY_HAND", {name: tool.BY_HAND[name] for name in forms})
+    row = tool.Row(target)
+    tool.add_by_hand(row, tool.TARGETS[target])
+    workers.pool().close()
+    assert not row.failures and row.functions == 2 and row.registers[1] in forms
 
 
 def test_an_empty_collection_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from fusewright.toolkit.kernel.types import from_torch
 from fusewright_triton import target as targets
+from fusewright_triton.operators import SIGNATURE
 from fusewright_triton.target import Target
 
 NAMESPACE = "fusewright_triton"
@@ -92,6 +94,26 @@ def source() -> str:
     return Path(__file__).with_name("attention.py").read_text()
 
 
+def request(t: Target, dtype: torch.dtype, dim: int, queries: int, **kind: Any) -> dict[str, Any]:
+    """What `compiler.build` takes, to build the kernel without a GPU. `kind` goes to `constants`."""
+    from fusewright_triton.kernels import attention as kernels
+
+    how = tiles(t, dtype, dim, queries, kind.get("image"))
+    fixed = constants(how, dtype, dim, **kind)
+    parameters = [p for p in kernels.attention.arg_names if p not in fixed]
+    pointers = {p: "*" + SIGNATURE[from_torch(dtype)] for p in parameters if p.endswith("_ptr")}
+    if kind.get("mask") == 2:
+        pointers["mask_ptr"] = "*u8"
+    return {
+        "text": source(), "functions": ["attention"], "warps": how.warps, "constants": fixed,
+        "signature": {p: pointers.get(p, "fp32" if p == "scale" else "i32") for p in parameters}
+        | dict.fromkeys(fixed, "constexpr"),
+        "aligned": [p for p in parameters if p.endswith(("_ptr", "_b", "_h", "_s"))],
+        "options": {**dict(t.options), "num_stages": how.stages},
+        "target": [t.triton, int(t.arch.removeprefix("sm_")) if t.triton == "cuda" else t.arch, t.lanes],
+    }  # fmt: skip
+
+
 @functools.cache
 def _interpreted() -> Any:
     from fusewright_triton.simulate import Simulated
@@ -108,10 +130,10 @@ def target_of(arch: str) -> Target:
     return found
 
 
-def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int]) -> bool:
-    """Whether the kernel for decomposed positions holds a block of such heads on a target."""
+def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> bool:
+    """Whether the kernel is built for such heads on a target, and holds such an image of keys."""
     how = tiles(t, dtype, dim, LARGEST_IMAGE, image)
-    parts = power_of_two(sum(image)) if how.bias == 2 else 0
+    parts = power_of_two(sum(image)) if image is not None and how.bias == 2 else 0
     return dtype in DTYPES and dim <= LARGEST_DIM and parts <= LARGEST_IMAGE
 
 
