@@ -83,8 +83,10 @@ def symbol_of(size: torch.SymInt) -> tuple[str, int, int, int | None]:
     size_hint = node.hint
     lo, hi = 0, None
     env = node.shape_env
-    if env is not None:
-        bounds = env.bound_sympy(node.expr)
+    bounds = None if env is None else env.bound_sympy(node.expr)
+    if bounds is None:  # a ragged dimension of a nested tensor: it only stands for itself, its hint is no number
+        size_hint = size_hint if type(size_hint) is int else None
+    else:
         lo = int(bounds.lower) if bounds.lower.is_Integer else 0
         if bounds.upper.is_Integer:  # not is_integer: torch's integer infinity says yes to that
             hi = int(bounds.upper)
