@@ -10,6 +10,7 @@ import torch
 from fusewright.toolkit.kernel import Builder, Kernel, interpret, symbol
 from fusewright.toolkit.kernel.apart import apart, few_columns
 from fusewright.toolkit.kernel.extent import evaluate
+from fusewright.toolkit.kernel.scans import split_scan
 from fusewright.toolkit.kernel.split import Split, split_rows
 from fusewright.toolkit.kernel.types import to_torch
 from fusewright.toolkit.llvm import compile_kernels
@@ -89,6 +90,39 @@ def test_passes_over_few_symbolic_columns() -> None:
         for step in steps.kernels:
             run(step, [data, out, *temporaries], known, by_llvm=False)
         torch.testing.assert_close(out, data - data.mean(0))
+
+
+def counted(p: int | None, r: int | None) -> Kernel:
+    """Every hit gets the value that its number names, everything else -1; sizes that are None are unknown."""
+    b = Builder("counted", [symbol("p") if p is None else p], [symbol("r") if r is None else r], {"p": 2, "r": 70000})
+    mask, source, y = b.input("mask", "bool"), b.input("source", "f32"), b.output("y", "f32")
+    (i, j), row = b.axes, b.r[0]
+    hit = b.load(mask, i * row + j)
+    number = b.bound(b.scan("sum", b.cast(hit, "i64")) - 1, row, mask=hit)
+    b.store(y, i * row + j, b.where(hit, b.load(source, b.indirect(number), hit, 0), -1.0))
+    return b.build()
+
+
+@pytest.mark.parametrize("by_llvm", [False, True], ids=["interpreter", "llvm"])
+@pytest.mark.parametrize(("p", "r"), [(2, 32768), (3, 40001), (None, None)])
+def test_counting_along_a_row_in_parts(p: int | None, r: int | None, by_llvm: bool) -> None:
+    kernel = counted(p, r)
+    steps = split_scan(kernel)
+    assert steps is not None and len(steps.kernels) == 3
+    for a, b in [(p, r)] if p and r else [(2, 70000), (3, 1), (1, 257), (5, 40001)]:
+        known, mask, source = {"p": a, "r": b}, torch.rand(a, b) > 0.4, torch.randn(b)
+        y, extra = torch.empty(a, b), [torch.empty(evaluate(n, known), dtype=to_torch(t)) for t, n in steps.temporaries]
+        for step in steps.kernels:
+            run(step, [mask, source, y, *extra], known, by_llvm)
+        want = torch.stack([torch.full((b,), -1.0).masked_scatter(row, source) for row in mask])
+        assert torch.equal(y, want)
+
+
+def test_sums_of_floats_are_not_counted_in_parts() -> None:
+    b = Builder("cumsum", p=[1], r=[70000])
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    b.store(y, b.axes[1], b.scan("sum", b.load(x, b.axes[1])))
+    assert split_scan(b.build()) is None
 
 
 def test_the_last_part_ends_early_without_tests() -> None:

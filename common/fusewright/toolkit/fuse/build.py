@@ -14,6 +14,7 @@ from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.kernel.apart import apart, few_columns
 from fusewright.toolkit.kernel.extent import Extent, evaluate, symbols
 from fusewright.toolkit.kernel.ir import used_symbols
+from fusewright.toolkit.kernel.scans import split_scan
 from fusewright.toolkit.kernel.split import split_rows
 from fusewright.toolkit.kernel.types import DType, from_torch, to_torch
 
@@ -200,13 +201,13 @@ def finished(e: Evaluator, outs: Sequence[int], always: Sequence[int] = ()) -> B
 
 
 def in_steps(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built]:
-    """The launches for a kernel: several where it reduces long rows of few points, else itself. `temporary` gives the
-    id of a new value.
+    """The launches for a kernel: several where it reduces or counts along long rows of few points, else itself.
+    `temporary` gives the id of a new value.
     """
     ids, hints = [*built.inputs, *built.outs], built.kernel.size_hints()
     split = split_rows(built.kernel)
     if split is None:
-        steps = apart(built.kernel) if few_columns(built.kernel) else None
+        steps = apart(built.kernel) if few_columns(built.kernel) else split_scan(built.kernel)
         if steps is None:
             return [built]
         ids += [temporary(_flat(t, n, hints)) for t, n in steps.temporaries]

@@ -118,7 +118,7 @@ def _first(
     types = {n.id: n.dtype for n in kernel.nodes()}
     fresh = count(max(types) + 1)
     if chunk * parts != old[n_p]:
-        row = _guarded(row, axes[n_p], old[n_p], types, fresh)
+        row = guarded(row, axes[n_p], old[n_p], types, fresh)
     ends = {n.id: n for n in row if n.op == "reduce"}
     results, after = [ends[r.id] for r in reductions], list[Node]()
     for r in [r for r in results if _is_position(r)]:
@@ -141,11 +141,11 @@ def _first(
         r=sizes[n_p + 1 :],
         stages=(*before, Stage("PR", tuple(row)), Stage("P", tuple(after))),
     )
-    return _done(first), used
+    return done(first), used
 
 
-def _guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
-    """The row stage with nothing read, and nothing reduced, where `at` is past `size`."""
+def guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
+    """The row stage with nothing read, checked, reduced or stored where `at` is past `size`."""
     here = Node(next(fresh), "index", "i64", index=at)
     limit = _number(size, at, fresh)
     inside = Node(next(fresh), "lt", "bool", (here.id, limit.id))
@@ -153,6 +153,8 @@ def _guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], 
     for n in row:
         if n.op == "load":
             out += _guarded_load(n, inside.id, fresh)
+        elif n.op in ("bound", "store"):
+            out += _guarded_access(n, inside.id, fresh)
         elif n.op == "reduce":
             out += _guarded_reduce(n, inside.id, types[n.args[0]], fresh)
         else:
@@ -179,6 +181,14 @@ def _guarded_load(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
         return [both, replace(n, args=(both.id, n.args[1]))]
     zero = Node(next(fresh), "const", n.dtype, value=_zero(n.dtype))
     return [zero, replace(n, args=(inside, zero.id))]
+
+
+def _guarded_access(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
+    """The check or the store with `inside` added to its mask."""
+    if len(n.args) == 1:
+        return [replace(n, args=(n.args[0], inside))]
+    both = Node(next(fresh), "and", "bool", (n.args[1], inside))
+    return [both, replace(n, args=(n.args[0], both.id))]
 
 
 def _guarded_reduce(n: Node, inside: int, dtype: DType, fresh: Iterator[int]) -> list[Node]:
@@ -231,10 +241,10 @@ def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Kern
     stages[at : at + 1] = [Stage("PR", tuple(row)), *([Stage("P", tuple(after))] if after else [])]
     partials = [types[r.args[0]] for r in reductions] + ["i64" for r in reductions if _is_position(r)]
     buffers = [*kernel.buffers, *(Buffer(f"part{k}", t, "in") for k, t in enumerate(partials))]
-    return _done(replace(kernel, name=f"{kernel.name}_total", buffers=tuple(buffers), r=(parts,), stages=tuple(stages)))
+    return done(replace(kernel, name=f"{kernel.name}_total", buffers=tuple(buffers), r=(parts,), stages=tuple(stages)))
 
 
-def _done(kernel: Kernel) -> Kernel:
+def done(kernel: Kernel) -> Kernel:
     """In normal form, with values in order and the size symbols that it uses."""
     kernel = in_order(simplify_axes(kernel))
     used, hints = used_symbols(kernel), kernel.size_hints()
