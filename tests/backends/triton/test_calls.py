@@ -1,0 +1,334 @@
+"""From a region to the library calls of the GPU backends, drawn by hand: which calls a device gets, word for word, and
+(simulated) that they compute what eager does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+import torch
+
+from fusewright.interface import Device, Fragment, OpView, Value
+from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.library import LoweringTable
+from fusewright_triton import convolutions, products
+from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
+from fusewright_triton.calls import Calls, Found, OpCode, rewritten
+from tests.backends.onednn.common import close
+from tests.fragments import Context, Sketch, by_preference, targets
+
+F32, BF16 = torch.float32, torch.bfloat16
+H100 = NvidiaTriton.targets["sm_90"]
+REAL = Device("cpu", "sm_90", H100.all_features)
+"""A device that is no simulated one, though its tensors are on the CPU: what is lowered for it is only read."""
+SIMULATED = Device("cuda", "sm_90", H100.all_features, simulated=True)
+
+
+class Net(Sketch):
+    """Draws layers with random weights."""
+
+    def __init__(self, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dtype = dtype
+
+    def tensor(self, *shape: int, const: bool = False) -> Value:
+        return self.input(torch.randn(*shape).to(self.dtype), const)
+
+    def weight(self, *shape: int) -> Value:
+        return self.input((torch.randn(*shape) / 4).to(self.dtype), const=True)
+
+    def conv(self, x: Value, i: int, o: int, k: int = 3, bias: bool = False, **more: Any) -> Value:
+        how = {"stride": (1, 1), "padding": (k // 2, k // 2), "groups": 1, **more}
+        b = self.weight(o) if bias else None
+        w = self.weight(o, i // how["groups"], k, k)
+        return self.op("conv", x, w, b, how["stride"], how["padding"], (1, 1), False, (0, 0), how["groups"])
+
+    def norm(self, x: Value, c: int) -> Value:
+        variance = self.input((torch.rand(c) + 0.5).to(self.dtype), const=True)
+        return self.op("batch_norm", x, self.weight(c), self.weight(c), self.weight(c), variance, 0.1, 1e-5)
+
+    def relu(self, x: Value) -> Value:
+        return self.op("relu", x)
+
+
+def lowered(
+    g: Sketch, outputs: Sequence[Value], *prefer: str, device: Device = REAL, cls: type[TritonBackend] = NvidiaTriton
+) -> Fragment:
+    g.temporaries.clear()
+    ctx = Context({}, device, by_preference(*prefer, "separate", "aten", "torch"), specs=g.temporaries)
+    result = cls(device).compile(g.region(outputs), ctx)
+    assert isinstance(result, Fragment)
+    return result
+
+
+def check(g: Sketch, outputs: Sequence[Value], *prefer: str) -> Fragment:
+    """Lower for a simulated device, run, compare with eager."""
+    fragment = lowered(g, outputs, *prefer, device=SIMULATED)
+    for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
+        close(ours, eager)
+    return fragment
+
+
+def text(fragment: Fragment, once: bool | None = None) -> list[str]:
+    """Instructions as "target(values and shapes)"; `once`: only those for constants, or only the others."""
+    found = []
+    for i in fragment.instructions:
+        if isinstance(i, Call) and once in (None, i.once):
+            found.append(f"{i.target.removesuffix('.default')}{tuple(map(_word, i.args))}")
+    return found
+
+
+def _word(arg: Any) -> Any:
+    if isinstance(arg, Ref):
+        return "_"
+    return tuple(map(_word, arg)) if isinstance(arg, tuple | list) else arg
+
+
+# ---------------------------------------------------------------- convolutions
+
+
+def block(g: Net, x: Value, shortcut: bool = False) -> Value:
+    """Convolution, norm, addition, relu, as in a residual network."""
+    y = g.norm(g.conv(x, 8, 8), 8)
+    other = g.norm(g.conv(x, 8, 8, 1), 8) if shortcut else x
+    return g.relu(g.op("add", y, other))
+
+
+def test_convolution_norm_and_relu_are_one_call() -> None:
+    g = Net()
+    y = g.relu(g.norm(g.conv(g.tensor(2, 8, 7, 7), 8, 16), 16))
+    fragment = lowered(g, [y])
+    assert targets(fragment) == ["aten::cudnn_convolution_relu", "kernel clone"]
+    assert text(fragment, once=False) == [
+        "aten::cudnn_convolution_relu('_', '_', '_', (1, 1), (1, 1), (1, 1), 1)",
+    ]
+    assert text(fragment, once=True)[-2:] == ["aten::clone('_',)", "aten::_to_copy('_',)"], "weight and shift, folded"
+    assert set(fragment.notes.values()) >= {"convolution, channels-last + batch_norm + relu"}
+    assert "aten::relu" in targets(check(g, [y]))
+
+
+def test_an_addition_rides_along_and_a_shortcut_gives_its_shift() -> None:
+    g = Net()
+    y = block(g, g.tensor(2, 8, 7, 7))
+    assert text(lowered(g, [y]), once=False) == [
+        "aten::cudnn_convolution_add_relu('_', '_', '_', 1.0, '_', (1, 1), (1, 1), (1, 1), 1)",
+    ]
+    check(g, [y])
+    g = Net()
+    y = block(g, g.tensor(2, 8, 7, 7), shortcut=True)
+    assert text(lowered(g, [y]), once=False) == [
+        "aten::convolution('_', '_', None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)",
+        "aten::cudnn_convolution_add_relu('_', '_', '_', 1.0, '_', (1, 1), (1, 1), (1, 1), 1)",
+    ]
+    check(g, [y])
+
+
+def test_a_shortcut_that_is_read_elsewhere_keeps_its_norm() -> None:
+    g = Net()
+    x = g.tensor(2, 8, 7, 7)
+    side = g.norm(g.conv(x, 8, 8, 1), 8)
+    y = g.relu(g.op("add", g.norm(g.conv(x, 8, 8), 8), side))
+    z = g.op("neg", side)
+    assert targets(lowered(g, [y, z]))[:3] == [
+        "aten::convolution", "kernel batch_norm_clone", "aten::cudnn_convolution_add_relu",
+    ]  # fmt: skip
+    check(g, [y, z])
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_without_a_relu_or_with_groups_the_norm_is_a_kernel(groups: int) -> None:
+    g = Net()
+    y = g.norm(g.conv(g.tensor(2, 8, 7, 7), 8, 8, groups=groups), 8)
+    y = g.relu(y) if groups > 1 else y
+    names = targets(lowered(g, [y]))
+    assert names[0] == "aten::convolution" and names[1].startswith("kernel batch_norm") and len(names) == 2
+    check(g, [y])
+
+
+def test_images_stay_channels_last_between_convolutions() -> None:
+    g = Net()
+    y = g.relu(g.conv(g.relu(g.conv(g.tensor(2, 8, 7, 7), 8, 8, bias=True)), 8, 8, bias=True))
+    relu = "aten::cudnn_convolution_relu"
+    assert targets(lowered(g, [y])) == [relu, relu, "kernel clone"], "the copy gives the result eager's strides"
+    check(g, [y])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_patches_are_rows_of_a_matrix(layout: torch.memory_format) -> None:
+    g = Net()
+    x = g.input(torch.randn(2, 3, 16, 16).to(BF16).to(memory_format=layout))
+    y = g.conv(x, 3, 8, 8, bias=True, stride=(8, 8), padding=(0, 0))
+    dims = (0, 2, 4, 3, 5, 1) if layout is torch.channels_last else (0, 2, 4, 1, 3, 5)
+    assert [t for t in text(lowered(g, [y]), once=False) if not t.startswith("aten::clone")][:4] == [
+        "aten::view('_', (2, 3, 2, 8, 2, 8))", f"aten::permute('_', {dims})", "aten::reshape('_', (-1, 192))",
+        "aten::linear('_', '_', '_')",
+    ]  # fmt: skip
+    check(g, [y])
+
+
+@pytest.mark.parametrize(
+    ("why", "more"), [("a gap at the border", {"stride": (5, 5)}), ("overlap", {"stride": (4, 4)})]
+)
+def test_windows_that_are_no_patches_stay_convolutions(why: str, more: dict[str, Any]) -> None:
+    g = Net()
+    k = 5 if why.startswith("a gap") else 8
+    y = g.conv(g.tensor(2, 8, 16, 16), 8, 8, k, padding=(0, 0), **more)
+    assert "aten::convolution" in targets(lowered(g, [y])), why
+
+
+def test_only_cudnn_and_half_types_get_channels_last() -> None:
+    g = Net()
+    y = g.relu(g.conv(g.tensor(2, 8, 7, 7), 8, 8))
+    assert targets(lowered(g, [y], cls=RocmTriton, device=Device("cpu", "gfx942"))) == ["aten::convolution", "kernel relu"]
+    g = Net(F32)
+    y = g.relu(g.conv(g.tensor(2, 8, 7, 7), 8, 8))
+    assert targets(lowered(g, [y])) == ["aten::convolution", "kernel relu"], "fp32 would round to TF32"
+
+
+@pytest.mark.parametrize(
+    ("shape", "transposed", "reason"),
+    [
+        ((2, 8, 7), False, "only 2-d convolutions"), ((2, 8, 7, 7), True, "not transposed"),
+        ((0, 8, 7, 7), False, "empty or symbolic"),
+    ],
+)  # fmt: skip
+def test_what_stays_torchs_own_convolution(shape: tuple[int, ...], transposed: bool, reason: str) -> None:
+    g = Net()
+    spatial = len(shape) - 2
+    ones, zeros = (1,) * spatial, (0,) * spatial
+    g.op("conv", g.tensor(*shape), g.weight(8, 8, *(3,) * spatial), None, ones, ones, ones, transposed, zeros, 1)
+    found = convolutions.reason(g.ops[-1])
+    assert found is not None and reason in found
+
+
+# ---------------------------------------------------------------- calls in a region
+
+
+def drawn() -> tuple[Net, Value]:
+    g = Net(F32)
+    x = g.tensor(4, 8)
+    return g, g.op("neg", g.op("exp", g.relu(x)))
+
+
+def test_a_call_is_written_where_its_last_op_was() -> None:
+    g, y = drawn()
+    table: LoweringTable[OpCode] = LoweringTable()
+    order: list[str] = []
+
+    @table.add("relu")
+    def with_exp(op: OpView, c: Calls) -> Found:
+        then = c.b.links.only_user(op.out)
+        assert then is not None and c.producer(then.out) is then and c.producer(op.arg("self")) is None
+
+        def write(calls: Calls) -> None:
+            order.append(f"call at {then.op}")
+            calls.b.call("aten::exp.default", calls.b.exact(op.arg("self")), out=then.out, op=then)
+
+        return Found((op, then), then, write, "relu and exp")
+
+    @table.add("neg")
+    def nothing(op: OpView, c: Calls) -> None:
+        order.append("neg is asked")
+
+    b = rewritten(table, g.region([y]), Context({}, REAL))
+    assert order == ["neg is asked", "call at exp"], "first everything is found, then it is written"
+    assert b.notes == dict.fromkeys((op.id for op in g.ops[:2]), "relu and exp")
+    neg = next(op for op in b.finish().ops if op.op == "neg")
+    assert [c.instructions[0].target for c in b.calls] == ["aten::exp.default"]  # type: ignore[union-attr]
+    assert not any(neg.id in c.ops for c in b.calls), "it is left to kernels"
+
+
+def test_what_a_call_took_is_asked_no_more() -> None:
+    g, y = drawn()
+    table: LoweringTable[OpCode] = LoweringTable()
+
+    @table.add("relu")
+    def with_exp(op: OpView, c: Calls) -> Found:
+        then = c.b.links.only_user(op.out)
+        assert then is not None
+        return Found((op, then), then, lambda calls: calls.b.call("aten::exp.default", out=then.out, op=then), "both")
+
+    @table.add("exp")
+    def exp(op: OpView, c: Calls) -> Found:
+        pytest.fail("relu's call has taken it")
+
+    rewritten(table, g.region([y]), Context({}, REAL))
+
+
+# ---------------------------------------------------------------- products
+
+
+def linears(g: Net, x: Value, widths: Sequence[int], bias: bool = True) -> list[Value]:
+    k = g.tensors[x.id].shape[-1]
+    return [g.op("linear", x, g.weight(n, k), g.weight(n) if bias else None) for n in widths]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_one_tensor_are_one_and_its_slices(bias: bool) -> None:
+    g = Net()
+    ys = linears(g, g.tensor(2, 8, 16), (32, 16, 16), bias)
+    assert text(lowered(g, ys, "together"))[bias + 1 :] == [
+        f"aten::linear('_', '_', {chr(39) + '_' + chr(39) if bias else None})",
+        "aten::slice.Tensor('_', 2, 0, 32)", "aten::slice.Tensor('_', 2, 32, 48)", "aten::slice.Tensor('_', 2, 48, 64)",
+    ]  # fmt: skip
+    assert text(lowered(g, ys, "together"), once=True)[0] == "aten::cat(('_', '_', '_'), 0)"
+    check(g, ys)
+
+
+def test_they_stay_apart_where_that_is_faster_or_the_copy_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = Net()
+    ys = linears(g, g.tensor(2, 8, 16), (32, 16))
+    assert targets(lowered(g, ys, "separate")) == ["aten::linear", "aten::linear"]
+    monkeypatch.setattr(products, "LARGEST_COPY", 16 * 47)
+    assert targets(lowered(g, ys, "together")) == ["aten::linear", "aten::linear"]
+
+
+def test_products_of_two_tensors_stay_apart() -> None:
+    g = Net()
+    ys = linears(g, g.tensor(2, 8, 16), (32,)) + linears(g, g.tensor(2, 8, 16), (32,))
+    assert targets(lowered(g, ys, "together")) == ["aten::linear", "aten::linear"]
+
+
+def test_a_width_that_suits_no_fast_kernel_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30)
+    g = Net()
+    y = linears(g, g.tensor(2, 8, 16), (30,))[0]
+    fragment = lowered(g, [y])
+    assert text(fragment, once=True) == [
+        "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)", "aten::constant_pad_nd('_', (0, 2), 0)",
+    ]  # fmt: skip
+    assert text(fragment, once=False) == ["aten::linear('_', '_', '_')", "aten::slice.Tensor('_', 2, 0, 30)"]
+    check(g, [y])
+    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30 + 1)
+    assert targets(lowered(g, [y])) == ["aten::linear"], "a small result is not worth the copy"
+
+
+def test_training_pads_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30)
+    g = Net()
+    g.phase = "forward"
+    x, w = g.tensor(2, 8, 16), g.tensor(30, 16)
+    fragment = lowered(g, [g.op("linear", x, w, None)])
+    assert text(fragment, once=True) == []
+    assert text(fragment)[0] == "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)"
+
+
+def test_products_of_a_gradient_share_a_padded_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the LM head: [rows, 30] and its transpose, whose rows suit no fast kernel."""
+    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30)
+    g = Net()
+    g.phase = "backward"
+    grad, w, x = g.tensor(16, 30), g.tensor(30, 8), g.tensor(16, 8)
+    first = g.op("mm", grad, w)
+    second = g.op("mm", g.op("t", grad), x)
+    fragment = lowered(g, [first, second])
+    assert [t for t in text(fragment) if "t(" not in t] == [
+        "aten::new_empty_strided('_', (16, 30), (32, 1))", "aten::copy_('_', '_')", "aten::mm('_', '_')",
+        "aten::mm('_', '_')",
+    ]  # fmt: skip
+    check(g, [first, second])
