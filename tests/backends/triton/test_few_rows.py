@@ -19,7 +19,7 @@ from fusewright_triton import few_rows
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 K, N = 512, 264
-OPTIONS = {"simulate": True, "strict": True, "cache": False}
+OPTIONS: dict[str, Any] = {"simulate": True, "strict": True, "cache": False}
 
 
 class Weights(torch.nn.Module):

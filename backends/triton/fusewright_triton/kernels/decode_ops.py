@@ -1,0 +1,107 @@
+"""Attention of few queries as a torch operator that a plan can name: `fusewright_triton::attention_of_few`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusewright_triton.kernels.attention_ops import NAMESPACE, power_of_two, target_of
+
+OPERATOR = f"{NAMESPACE}::attention_of_few.default"
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_ROWS = 16
+"""Query heads that share a head of keys, times queries: rows of one block of a matrix instruction."""
+LARGEST_DIM = 256
+KEYS = 64
+"""Keys of one step."""
+MOST_PARTS = 64
+WARPS = 4
+
+
+def parts(batches: int, keys: int, units: int) -> tuple[int, int]:
+    """Keys of a part, a multiple of KEYS, and the number of parts: enough programs for every multiprocessor."""
+    steps = -(-keys // KEYS)
+    wanted = max(1, min(MOST_PARTS, -(-units // batches)))
+    chunk = -(-steps // wanted) * KEYS
+    return chunk, -(-keys // chunk)
+
+
+def attention_of_few(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None,
+    stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """What `scaled_dot_product_attention` gives without dropout, in these strides.
+
+    query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk, H / Hk * Q at most MOST_ROWS; mask is
+    boolean or added, and broadcasts to [B, H, Q, K]. A row that sees no key is 0.
+    """
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
+    group, n = heads // kv_heads, batch * kv_heads
+    chunk, split = parts(n, keys, target_of(target).units)
+    kind, given = 0, q
+    mask_strides: tuple[int, ...] = (0,) * 4
+    if mask is not None:
+        kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
+        mask_strides = given.expand(batch, heads, queries, keys).stride()
+    out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
+    wide = power_of_two(dim)
+    acc = torch.empty((n, split, MOST_ROWS, wide), dtype=torch.float32, device=q.device)
+    top, total = (torch.empty((n, split, MOST_ROWS), dtype=torch.float32, device=q.device) for _ in range(2))
+    numbers = (dim**-0.5 if scale is None else scale, kv_heads, group, queries, keys)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
+    shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
+    run = _interpreted if q.device.type == "cpu" else _launched
+    run("parts", n * split, (q, k, v, given, acc, top, total, *numbers, *strides), {
+        **shape, "CHUNK": chunk, "MASK": kind, "BN": KEYS, "PRECISION": "ieee"
+    })  # fmt: skip
+    held = max(2, 1 << (split - 1).bit_length())
+    run("combined", n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
+        **shape, "BP": held
+    })  # fmt: skip
+    return out
+
+
+def _launched(name: str, programs: int, args: Sequence[Any], constants: dict[str, Any]) -> None:
+    from fusewright_triton.kernels import decode as kernels
+
+    with torch.cuda.device(args[0].device):
+        getattr(kernels, name)[(programs,)](*args, **constants, num_warps=WARPS)
+
+
+def _interpreted(name: str, programs: int, args: Sequence[Any], constants: dict[str, Any]) -> None:
+    _simulated().run(_FUNCTIONS.index(name), programs, args, **constants)
+
+
+_FUNCTIONS = ["parts", "combined"]
+
+
+@functools.cache
+def source() -> str:
+    """The kernels' source text."""
+    return Path(__file__).with_name("decode.py").read_text()
+
+
+@functools.cache
+def _simulated() -> Any:
+    from fusewright_triton.simulate import Simulated
+
+    return Simulated(source(), _FUNCTIONS)
+
+
+def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.empty_strided(query.shape, args[-2], dtype=query.dtype, device=query.device)
+
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library.define(
+    "attention_of_few(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, int[] stride, str target) -> Tensor"
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention_of_few", attention_of_few, _key)
+_library.impl("attention_of_few", _meta, "Meta")
