@@ -157,11 +157,10 @@ class _Recorder(Interpreter):
         if real.requires_grad and torch.is_grad_enabled():
             raise Doubt("gradients are needed")
         name = f"constant{len(self.alive)}"
-        setattr(
-            self.root,
-            name,
-            torch.nn.Buffer(real, persistent=False) if not isinstance(real, torch.nn.Parameter) else real,
-        )
+        if isinstance(real, torch.nn.Parameter):
+            self.root.register_parameter(name, real)
+        else:
+            self.root.register_buffer(name, real, persistent=False)
         fake = self.fake_mode.from_tensor(real, static_shapes=True)
         node = self.out.get_attr(name)
         node.meta["val"] = fake
