@@ -9,6 +9,7 @@ from fusewright.interface import OpView, Value
 from fusewright_triton import attention
 from fusewright_triton.calls import Calls, Found, spec_of
 from fusewright_triton.kernels import decode_ops as kernel
+from fusewright_triton.positions import RESHAPES
 
 FEWEST_KEYS = 64
 """Keys below which torch's own kernels do as well."""
@@ -58,7 +59,7 @@ def _unrepeated(value: Value, c: Calls, ops: list[OpView]) -> Value:
     """[B, Hk, L, D] of which [B, H, L, D] is a copy with every head repeated; the ops in between that nobody else needs."""
     between: list[OpView] = []
     source = value
-    while (made := c.producer(source)) is not None and made.op in attention.RESHAPES:
+    while (made := c.producer(source)) is not None and made.op in RESHAPES:
         between.append(made)
         source = next(made.inputs())
     if made is None or made.op != "expand":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusewright.toolkit.library import LoweringTable
-from fusewright_triton import attention, convolutions, few_queries, products, quantized
+from fusewright_triton import attention, convolutions, few_queries, products, quantized, spelled_out
 from fusewright_triton.calls import OpCode
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
@@ -22,6 +22,6 @@ for table in (LOWERINGS, CUDNN):
     table.add("int_mm", when=quantized.int_mm_reason)(quantized.lower_int_mm)
     table.add("sdpa", when=few_queries.reason)(few_queries.lower)
     table.add("sdpa", when=attention.sdpa_reason)(attention.lower_sdpa)
-    table.add("softmax", dtypes=FLOATS, when=attention.softmax_reason)(attention.lower_softmax)
+    table.add("softmax", dtypes=FLOATS, when=spelled_out.reason)(spelled_out.lower)
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(convolutions.lower)

@@ -23,7 +23,7 @@ from tests.fragments import Context, Sketch, targets
 
 TARGETS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DECOMPOSED = "fusewright_triton::attention_decomposed"
+ATTENTION, DECOMPOSED = "fusewright_triton::attention", "fusewright_triton::attention_decomposed"
 VIEWS = {"aten::view", "aten::transpose.int"}
 
 
@@ -253,12 +253,72 @@ def test_a_sum_of_other_shape_stays_a_mask() -> None:
     assert check(g, [g.op("sdpa", q, k, v, mask)])[-1] == "aten::scaled_dot_product_attention"
 
 
+@pytest.mark.parametrize("mask", [torch.randn(2, 1, 24, 1), torch.rand(2, 2, 24, 1) > 0.5, torch.zeros(1)])
+def test_a_mask_that_torch_refuses(mask: Tensor) -> None:
+    g = Sketch()
+    q, k, v = (g.input(torch.randn(2, heads, 24, 16)) for heads in (4, 2, 2))
+    expanded = g.op("expand", g.input(mask), [2, mask.shape[1] if mask.dim() > 1 else 1, 24, 24])
+    if mask.dim() > 1 and mask.shape[1] == 2:
+        k, v = (g.input(torch.randn(2, 1, 24, 16)) for _ in range(2))
+        q = g.input(torch.randn(2, 2, 24, 16))
+    assert check(g, [g.op("sdpa", q, k, v, expanded, enable_gqa=True)])[-1] == ATTENTION
+
+
 def test_a_mask_that_torch_refuses_is_copied_for_training() -> None:
     g = Sketch("forward")
     q, k, v = (g.input(torch.randn(2, 2, 24, 16)) for _ in range(3))
     mask = g.op("expand", g.input(torch.randn(2, 1, 24, 1)), [2, 1, 24, 24])
     found = check(g, [g.op("sdpa", q, k, v, mask)])
     assert found[-2:] == ["aten::clone", "aten::scaled_dot_product_attention"]
+
+
+def heads_spelled_out(g: Sketch, dtype: torch.dtype, mask: Tensor | None, scale: float) -> Value:
+    """Attention as `torch.matmul` of [B, H, L, D] leaves it, with copies of heads."""
+    q, k, v = (g.input(torch.randn(2, n, 3, 16, dtype=dtype)) for n in (20, 30, 30))
+    split = [g.op("transpose", x, 1, 2) for x in (q, k, v)]
+    split[1] = g.op("transpose", split[1], -2, -1)
+    contiguous = [g.op("clone", g.op("expand", x, list(x.spec.shape)), memory_format=torch.contiguous_format) for x in split]
+    q3, k3, v3 = (g.op("view", x, [6, *x.spec.shape[2:]]) for x in contiguous)
+    scores = g.op("mul", g.op("view", g.op("bmm", q3, k3), [2, 3, 20, 30]), scale)
+    if mask is not None:
+        scores = g.op("add", scores, g.input(mask))
+    weights = g.op("cast", g.op("softmax", g.op("cast", scores, torch.float32), -1, False), dtype)
+    return g.op("view", g.op("bmm", g.op("view", weights, [6, 20, 30]), v3), [2, 3, 20, 16])
+
+
+HIDDEN = torch.zeros(2, 1, 1, 30)
+HIDDEN[:, :, :, 20:] = -math.inf
+
+
+@pytest.mark.parametrize(
+    "mask", [None, HIDDEN, torch.randn(20, 30), torch.randn(1, 3, 20, 30), torch.full((20, 30), -math.inf)]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_attention_that_is_spelled_out(dtype: str, mask: Tensor | None) -> None:
+    torch.manual_seed(0)
+    g = Sketch()
+    y = heads_spelled_out(g, DTYPES[dtype], None if mask is None else mask.to(DTYPES[dtype]), 0.25)
+    fragment = compiled(g, [y])
+    ran = targets(fragment)
+    assert ATTENTION in ran and "aten::clone" not in ran and "aten::bmm" not in ran
+    (ours,), (eager,) = g.run(fragment, [y]), g.expected([y])
+    q, k, v = (g.tensors[x.id].transpose(1, 2).double() for x in g.inputs[:3])
+    scores = q @ k.transpose(-2, -1) * 0.25
+    if mask is not None:
+        scores = scores + g.tensors[g.inputs[3].id].double()
+    passes(scores.softmax(-1) @ v, eager, ours, dtype)
+
+
+def test_weights_of_attention_that_are_returned_stay() -> None:
+    g = Sketch()
+    y = heads_spelled_out(g, torch.bfloat16, None, 0.25)
+    weights = next(op for op in reversed(g.ops) if op.op == "cast").out
+    assert ATTENTION not in targets(compiled(g, [y, weights]))
+
+
+def test_attention_in_fp32_that_is_spelled_out_stays() -> None:
+    g = Sketch()
+    assert ATTENTION not in targets(compiled(g, [heads_spelled_out(g, torch.float32, None, 0.25)]))
 
 
 # ---------------------------------------------------------------- models
