@@ -260,7 +260,8 @@ class Check:
         return {c: min(ms) for c, ms in rounds.items() if ms}
 
     def _decode(self) -> dict[str, Any]:
-        """Milliseconds a token, and the share of the floor: bytes of weights and cache over the bandwidth of a copy."""
+        """Milliseconds a token when tokens follow each other, and of one step alone; the share of the floor: bytes of
+        weights and cache over the bandwidth of a copy; and whether the tokens are eager's."""
         if self.left() < 20:
             self.note("decode: left out for want of time")
             return {}
@@ -271,6 +272,10 @@ class Check:
         there = {c: workers[w] for c, w in {"eager": "warm", "reduce-overhead": "warm", "ours": "ours"}.items()}
         found: dict[str, Any] = {"first_s": first["decode"], "ms": self._rounds("decode", "decode", there)}
         try:
+            found["alone_ms"] = {c: w.ask(60, do="decode_alone", contender=c)["ms"] for c, w in there.items() if c in found["ms"]}
+            agreed = found["agreed"] = workers["ours"].ask(60, do="decode_agrees")
+            if agreed["wrong"]:
+                self.note(f"decode: {agreed['wrong']} of {agreed['tokens']} tokens are not eager's")
             found |= workers["ours"].ask(60, do="bandwidth")
             found["floor_ms"] = found["bytes"] / found["copy_gb_s"] / 1e6
             found["share"] = found["floor_ms"] / found["ms"]["ours"]

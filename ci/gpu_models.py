@@ -76,29 +76,60 @@ MODELS: dict[str, GpuModel] = {
 """Rows of the table, in its order."""
 
 
+class Decoding:
+    """Greedy decoding, batch 1, of a Llama-like model of 1 B parameters in bf16 with a static cache that is `context` long
+    and half full. `bytes` is what a step must read."""
+
+    def __init__(self, compile: Callable[[Any], Any], context: int = 1024) -> None:
+        import transformers
+
+        config = transformers.LlamaConfig(
+            hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+            vocab_size=32000,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            module = transformers.LlamaForCausalLM(config).eval().bfloat16()
+            self.token = torch.randint(0, config.vocab_size, (1, 1))
+            self.position = torch.full((1, 1), context // 2)
+            start = torch.randint(0, config.vocab_size, (1, context // 2))
+        self.cache = transformers.StaticCache(config=config, max_cache_len=context)
+        with torch.no_grad():
+            module(start, past_key_values=self.cache, use_cache=True)
+        layers = [t for layer in self.cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+        self.state = [(t, t.clone()) for t in (self.token, self.position, *layers)]
+        self.forward = compile(module.forward)
+        weights = sum(p.numel() for n, p in module.named_parameters() if "embed_tokens" not in n)
+        heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+        self.bytes = 2 * (weights + 2 * config.num_hidden_layers * context * heads)
+
+    def step(self) -> torch.Tensor:
+        """Logits of the next token; the cache has one token more."""
+        given = {"position_ids": self.position, "past_key_values": self.cache, "use_cache": True}
+        logits: torch.Tensor = self.forward(self.token, **given).logits
+        return logits
+
+    def restore(self) -> None:
+        """Back to the half full cache."""
+        for t, before in self.state:
+            t.copy_(before)
+
+    def decode(self, steps: int, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [steps] from the half full cache on, and logits [steps, vocabulary]. No step waits for the one before on
+        the host. `given` are the tokens that are appended; by default the likeliest ones."""
+        self.restore()
+        tokens, logits = [], []
+        for k in range(steps):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = self.step()[:, -1]
+            tokens.append(out.argmax(-1, keepdim=True))
+            logits.append(out.clone())
+            self.token.copy_(tokens[-1] if given is None else given[k].view(1, 1))
+            self.position.add_(1)
+        return torch.cat(tokens).flatten(), torch.cat(logits)
+
+
 def decoder(compile: Callable[[Any], Any], context: int = 1024) -> tuple[Callable[[], Any], int]:
-    """One step of greedy decoding, batch 1, of a Llama-like model of 1 B parameters in bf16 with a static cache that is
-    `context` long and half full; and the bytes that a step must read."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
-        vocab_size=32000,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        module = transformers.LlamaForCausalLM(config).eval().bfloat16()
-        token = torch.randint(0, config.vocab_size, (1, 1))
-        position = torch.full((1, 1), context // 2)
-        start = torch.randint(0, config.vocab_size, (1, context // 2))
-    cache = transformers.StaticCache(config=config, max_cache_len=context)
-    with torch.no_grad():
-        module(start, past_key_values=cache, use_cache=True)
-    forward = compile(module.forward)
-
-    def step() -> Any:
-        return forward(token, position_ids=position, past_key_values=cache, use_cache=True).logits
-
-    weights = sum(p.numel() for n, p in module.named_parameters() if "embed_tokens" not in n)
-    heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    return step, 2 * (weights + 2 * config.num_hidden_layers * context * heads)
+    """One step of decoding, and the bytes that it must read."""
+    found = Decoding(compile, context)
+    return found.step, found.bytes

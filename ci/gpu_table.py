@@ -100,7 +100,9 @@ def table_text(rows: Sequence[Row], bars: Sequence[Row], full: bool) -> str:
 
 
 def decode_text(found: Row) -> str:
-    """One line."""
-    times = ", ".join(f"{c} {ms:.2f}" for c, ms in found.get("ms", {}).items())
+    """One line: times when tokens follow each other, in brackets those of one step on an idle GPU."""
+    alone = found.get("alone_ms", {})
+    times = ", ".join(f"{c} {ms:.2f}" + (f" ({alone[c]:.2f})" if c in alone else "") for c, ms in found.get("ms", {}).items())
     share = f"; {found['share']:.0%} of {found['copy_gb_s']:.0f} GB/s" if "share" in found else ""
-    return f"decoding one token of 1 B parameters, ms: {times}{share}"
+    same = "; {equal} of {tokens} tokens are eager's, {wrong} wrong".format(**found["agreed"]) if "agreed" in found else ""
+    return f"decoding a token of 1 B parameters, ms: {times}{share}{same}"

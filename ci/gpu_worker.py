@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from gpu_models import MODELS, decoder  # type: ignore[import-not-found]
+from gpu_models import MODELS, Decoding  # type: ignore[import-not-found]
 
 from fusewright import report
 from fusewright.bench import accuracy, suite
@@ -32,16 +32,20 @@ CONTENDERS: Mapping[str, Any] = {
 """Of `torch.compile`. Dynamo alone is what no first call can be faster than."""
 SETTLE, CALLS = 4, 8
 """Calls before the first round, and of a round."""
+STEPS = 32
+"""Tokens that are decoded one behind the other."""
+TIE = 0.02
+"""Two tokens are as likely when their logits differ by less than this share of the largest one: a few roundings of bf16."""
 BATCH = 4
 """The suite's example inputs are repeated so many times: blocks are then partly and wholly filled."""
 
 Call = Callable[[], Any]
 
 
-def median_ms(call: Call) -> float:
+def median_ms(call: Call, calls: int = CALLS) -> float:
     """Median time of a call in ms, by events around it, each on an idle GPU."""
     times = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
@@ -70,7 +74,7 @@ class Timed:
         self.parts: dict[tuple[str, str], Callable[[Any], Call]] = {}
         self.calls: dict[tuple[str, str, str], Call] = {}
         self.settled: set[tuple[str, str, str]] = set()
-        self.bytes = 0
+        self.decodings: dict[str, Decoding] = {}
 
     def first(self, model: str, part: str, contender: str) -> dict[str, Any]:
         """Seconds of the call that compiles. The model is on the GPU and eager has run (its libraries are loaded)."""
@@ -83,31 +87,52 @@ class Timed:
         call = self.calls[key] = self.calls.get(key) or self._call(*key)
         if key not in self.settled:
             self.settled.add(key)
-            for _ in range(SETTLE):
+            for _ in range(1 if part == "decode" else SETTLE):
                 call()
-        return {"ms": median_ms(call)}
+        return {"ms": median_ms(call, 2) / STEPS if part == "decode" else median_ms(call)}
 
     def _call(self, model: str, part: str, contender: str) -> Call:
         def compile(fn: Any) -> Any:
             return fn if contender == "eager" else torch.compile(fn, **CONTENDERS[contender])
 
+        if part == "decode":
+            return self._decode(contender, compile)
         if (model, part) not in self.parts:
-            self.parts[model, part] = {"inference": inference, "training": training, "decode": self._decode}[part](model)
+            self.parts[model, part] = {"inference": inference, "training": training}[part](model)
         return self.parts[model, part](compile)
 
-    def _decode(self, model: str) -> Callable[[Any], Call]:
-        def made(compile: Any) -> Call:
-            step, self.bytes = decoder(compile)
-            return without_gradients(step)
+    def _decode(self, contender: str, compile: Any) -> Call:
+        """Decoding as it is used: STEPS tokens, one issued behind the other. Its time is given for one step."""
+        if contender not in self.decodings:
+            self.decodings[contender] = Decoding(compile)
+        return without_gradients(lambda: self.decodings[contender].decode(STEPS))
 
-        return made
+    def decode_alone(self, contender: str) -> dict[str, Any]:
+        """Time of a single step on an idle GPU."""
+        decoding = self.decodings[contender]
+        decoding.restore()
+        return {"ms": median_ms(without_gradients(decoding.step))}
+
+    def decode_agrees(self) -> dict[str, Any]:
+        """Whether ours gives eager's tokens, each from the same tokens before it. Where it gives another one, the two must
+        be as likely in eager, up to rounding."""
+        for contender in ("eager", "ours"):
+            self._call("decode", "decode", contender)
+        with torch.no_grad():
+            tokens, logits = self.decodings["eager"].decode(STEPS)
+            ours, _ = self.decodings["ours"].decode(STEPS, tokens)
+        logits = logits.float()
+        lost = logits.gather(1, tokens[:, None]) - logits.gather(1, ours[:, None])
+        tied = lost.flatten() <= TIE * logits.abs().amax(1)
+        return {"tokens": STEPS, "equal": int((ours == tokens).sum()), "wrong": int((~tied).sum())}
 
     def bandwidth(self) -> dict[str, Any]:
         """GB/s of a device copy, reads and writes counted, and the bytes that one decoding step reads."""
         source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").zero_()
         target = torch.empty_like(source)
         best = min(median_ms(lambda: target.copy_(source)) for _ in range(3))
-        return {"copy_gb_s": 2 * 2 * source.numel() / best / 1e6, "bytes": self.bytes}
+        read = next(iter(self.decodings.values())).bytes
+        return {"copy_gb_s": 2 * 2 * source.numel() / best / 1e6, "bytes": read}
 
 
 def without_gradients(call: Call) -> Call:
@@ -223,7 +248,7 @@ def main() -> None:
     timed = Timed()
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "first": timed.first, "round": timed.round, "bandwidth": timed.bandwidth, "check": check,
-        "check_training": check_training,
+        "check_training": check_training, "decode_alone": timed.decode_alone, "decode_agrees": timed.decode_agrees,
     }  # fmt: skip
 
     def say(answer: dict[str, Any]) -> None:

@@ -30,6 +30,10 @@ for line in sys.stdin:
         answer = {"ms": {"eager": 3.0, "inductor": 2.0, "reduce-overhead": 1.5, "ours": 1.0}[r["contender"]]}
         if FAILS and r["contender"] == "reduce-overhead":
             answer = {"error": "RuntimeError: no"}
+    elif r["do"] == "decode_alone":
+        answer = {"ms": 4.0}
+    elif r["do"] == "decode_agrees":
+        answer = {"tokens": 32, "equal": 30, "wrong": int(FAILS)}
     else:
         answer = {"copy_gb_s": 3000.0, "bytes": 2.4e9}
     print(json.dumps(answer), flush=True)
@@ -61,13 +65,15 @@ def test_a_run_without_fault(pretend: Any, capsys: pytest.CaptureFixture[str]) -
     assert bars["G4"]["value"] == pytest.approx(5.0) and bars["G4"]["of"] == 2, "warm first calls do not count"
     assert bars["G1"]["verdict"] == "goal" and bars["share"]["value"] == pytest.approx(0.8)
     shown = capsys.readouterr().out
+    assert "ours 1.00 (4.00); 80% of 3000 GB/s; 30 of 32 tokens are eager's, 0 wrong" in shown
     assert "accuracy: 2 of 2 right, 2 of them replayed" in shown
     assert shown.rstrip().splitlines()[-1].startswith("decode "), "the bars come last"
 
 
 def test_what_is_wrong_shows(pretend: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, record = pretend("--stages", "accuracy,table", "--models", "bert", "--suite", "vit", fails=True)
+    code, record = pretend("--stages", "accuracy,table,decode", "--models", "bert", "--suite", "vit", fails=True)
     assert code == 1
+    assert "decode: 1 of 32 tokens are not eager's" in record["wrong"]
     assert record["wrong"][0] == "accuracy of vit fp32: output 0: error 2 against eager's 1 "
     assert "bert, inference, reduce-overhead: RuntimeError: no" in record["wrong"]
     assert "G2" not in {b["id"] for b in record["bars"]}
