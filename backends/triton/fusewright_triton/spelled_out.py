@@ -32,7 +32,7 @@ class Spelled:
     """weights = softmax(query [N, Q, D] @ key [N, D, K] * scale + terms); `product` = weights @ value [N, K, D].
 
     `terms` are summands with the shapes that they are broadcast to, `scores` that of the product of queries and keys.
-    `ops` compute it, and nobody else reads what is in between.
+    `hidden` says where a score became -inf. `ops` compute it, and nobody else reads what is in between.
     """
 
     product: OpView
@@ -42,6 +42,7 @@ class Spelled:
     scale: float
     terms: list[tuple[Value, Shape]]
     scores: Shape
+    hidden: Value | None
     ops: list[OpView]
 
 
@@ -52,11 +53,11 @@ def lower(op: OpView, c: Calls) -> Found | None:
         return None
     q = spec_of(s.query)
     n, queries, keys = *shape_of(s.query)[:2], shape_of(s.value)[1]
-    bias = positions.positions(s.terms, n, queries, keys)
+    bias = None if s.hidden else positions.positions(s.terms, n, queries, keys)
     if bias is not None and positions.fits(q, c, bias.keys):
         write = partial(_with_positions, s, bias)
         return Found(positions.ordered(s.ops, c), s.product, write, "attention with decomposed positions")
-    lead = _lead(s, n, queries, keys) if len(s.terms) <= 1 else None
+    lead = _lead(s, n, queries, keys) if len(s.terms) + (s.hidden is not None) <= 1 else None
     if lead is None or q.dtype not in HALF or not positions.fits(q, c):
         return None
     moves = [_split(x, lead, c) for x in (s.query, s.key, s.value)]
@@ -70,7 +71,8 @@ def _spelled(op: OpView, c: Calls) -> Spelled | None:
     product = _weighted(op, c, ops)
     if product is None:
         return None
-    found = positions.summands(_uncast(op.arg("self"), c, ops), c, Sum())
+    scores, hidden = _unhidden(_uncast(op.arg("self"), c, ops), c, ops)
+    found = positions.summands(scores, c, Sum())
     for k, (term, frame) in enumerate(found.terms):
         mine: list[OpView] = []
         term, after = _scaled(term, c, mine)
@@ -86,7 +88,7 @@ def _spelled(op: OpView, c: Calls) -> Spelled | None:
         if not same or not spec_of(query).dtype == spec_of(key).dtype == spec_of(value).dtype:
             return None
         rest = [*found.terms[:k], *found.terms[k + 1 :]]
-        return Spelled(product, query, key, value, before * after, rest, frame, [*ops, *found.ops, *mine, scored])
+        return Spelled(product, query, key, value, before * after, rest, frame, hidden, [*ops, *found.ops, *mine, scored])
     return None
 
 
@@ -114,6 +116,15 @@ def _uncast(value: Value, c: Calls, ops: list[OpView]) -> Value:
         return value
     ops.append(made)
     return next(made.inputs())
+
+
+def _unhidden(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, Value | None]:
+    """What a value is with some scores hidden, and which."""
+    made = made_for_one(value, c)
+    if made is None or made.op != "masked_fill" or made.arg("value") != -math.inf:
+        return value, None
+    ops.append(made)
+    return made.arg("self"), made.arg("mask")
 
 
 def _scaled(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, float]:
@@ -164,16 +175,22 @@ def _with_mask(s: Spelled, lead: Shape, operands: Sequence[Value], c: Calls) -> 
     """The kernel gives [B, H, Q, D] in the strides of [N, Q, D]."""
     q, k, v = (_four(x, lead, c) for x in operands)
     k = view(c, "aten::transpose.int", k, -2, -1)
-    mask = None
-    if s.terms:
-        mask = c.b.any_strides(s.terms[0][0])
-        if len(s.terms[0][1]) == 3 and len(shape_of(s.terms[0][0])) == 3:
-            mask = view(c, "aten::unsqueeze.default", mask, 1)
+    mask, given = _mask(s, c)
+    if given is not None and len(s.terms[0][1] if s.terms else s.scores) == len(shape_of(given)) == 3:
+        mask = view(c, "aten::unsqueeze.default", mask, 1)
     out = spec_of(s.product.out)
     n_stride, *rest = out.stride
     stride = (n_stride * lead[1], n_stride, *rest)  # type: ignore[operator]
     made = view(c, kernel.ATTENTION, q, k, v, mask, False, s.scale, False, stride, c.ctx.device.arch)
     c.b.call("aten::view.default", made, out.shape, out=s.product.out, op=s.product)
+
+
+def _mask(s: Spelled, c: Calls) -> tuple[Ref | None, Value | None]:
+    """The mask that the kernel reads, and what it is made of. One of weights is made once."""
+    if s.hidden is None:
+        return (c.b.any_strides(s.terms[0][0]), s.terms[0][0]) if s.terms else (None, None)
+    make = c.b.once if c.is_const(s.hidden) else partial(view, c)
+    return make("aten::logical_not.default", c.b.exact(s.hidden)), s.hidden
 
 
 def _four(value: Value, lead: Shape, c: Calls) -> Ref | None:

@@ -281,7 +281,8 @@ def heads_spelled_out(g: Sketch, dtype: torch.dtype, mask: Tensor | None, scale:
     q3, k3, v3 = (g.op("view", x, [6, *x.spec.shape[2:]]) for x in contiguous)
     scores = g.op("mul", g.op("view", g.op("bmm", q3, k3), [2, 3, 20, 30]), scale)
     if mask is not None:
-        scores = g.op("add", scores, g.input(mask))
+        given = g.input(mask)
+        scores = g.op("masked_fill", scores, given, -math.inf) if mask.dtype == torch.bool else g.op("add", scores, given)
     weights = g.op("cast", g.op("softmax", g.op("cast", scores, torch.float32), -1, False), dtype)
     return g.op("view", g.op("bmm", g.op("view", weights, [6, 20, 30]), v3), [2, 3, 20, 16])
 
@@ -291,13 +292,15 @@ HIDDEN[:, :, :, 20:] = -math.inf
 
 
 @pytest.mark.parametrize(
-    "mask", [None, HIDDEN, torch.randn(20, 30), torch.randn(1, 3, 20, 30), torch.full((20, 30), -math.inf)]
+    "mask",
+    [None, HIDDEN, HIDDEN != 0, torch.randn(20, 30), torch.randn(1, 3, 20, 30), torch.full((20, 30), -math.inf)],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_attention_that_is_spelled_out(dtype: str, mask: Tensor | None) -> None:
     torch.manual_seed(0)
     g = Sketch()
-    y = heads_spelled_out(g, DTYPES[dtype], None if mask is None else mask.to(DTYPES[dtype]), 0.25)
+    mask = mask.to(DTYPES[dtype]) if mask is not None and mask.dtype != torch.bool else mask
+    y = heads_spelled_out(g, DTYPES[dtype], mask, 0.25)
     fragment = compiled(g, [y])
     ran = targets(fragment)
     assert ATTENTION in ran and "aten::clone" not in ran and "aten::bmm" not in ran
@@ -305,7 +308,7 @@ def test_attention_that_is_spelled_out(dtype: str, mask: Tensor | None) -> None:
     q, k, v = (g.tensors[x.id].transpose(1, 2).double() for x in g.inputs[:3])
     scores = q @ k.transpose(-2, -1) * 0.25
     if mask is not None:
-        scores = scores + g.tensors[g.inputs[3].id].double()
+        scores = scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
     passes(scores.softmax(-1) @ v, eager, ours, dtype)
 
 
