@@ -38,6 +38,9 @@ class Body:
         self.keeps: dict[int, V] = {}
         self.heap: list[V] = []
         self.members = {} if how.row or how.lanes == 1 else members(kernel, how.v)
+        self.zips = {} if how.row or how.lanes == 1 else members(kernel, how.v, "store")
+        self.waiting: dict[tuple[int, Index, int], dict[int, V]] = {}
+        """Stores of a set and a unit whose neighbours are still to come: place -> value."""
         self.unzipped: dict[tuple[int, Index, int], list[V]] = {}
         self.transposed: dict[int, list[V]] = {}
         self.known: dict[int, bool] = {}
@@ -387,7 +390,7 @@ class Body:
         u = unit or 0
         values = {i: self.value(i, u) for i in n.uses()}
         if n.op == "store":
-            self.lanes.store(n, values, u, varying)
+            self._store(n, values, u, varying)
             return
         x = self._compute(n, values, u, varying)
         if unit is None:
@@ -423,6 +426,18 @@ class Body:
                 return f.conv("bitcast", args[0], memory_type(n.dtype))
             case _:
                 raise ValueError(f"no code for {n.op}")
+
+    def _store(self, n: Node, values: dict[int, V], u: int, varying: bool) -> None:
+        """A store: alone, or the last one of an interleaved set with all of them."""
+        m = self.zips.get(n.id)
+        if m is None or not varying or self.lanes.mask is not None or self.lanes.w == 1 or self.how.tile is not None:
+            self.lanes.store(n, values, u, varying)
+            return
+        places = self.waiting.setdefault((m.buffer, m.base, u), {})
+        places[m.place] = values[n.args[0]]
+        if len(places) == m.stride:
+            del self.waiting[m.buffer, m.base, u]
+            self.lanes.store_interleaved(n, m.base, [places[k] for k in range(m.stride)], u)
 
     def _load(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
         """A load: alone, one of an interleaved set, or one for all units of a tile."""

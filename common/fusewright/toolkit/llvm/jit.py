@@ -20,6 +20,7 @@ from fusewright.toolkit.llvm.entry import emit_kernel, new_module
 from fusewright.toolkit.llvm.launch import Launcher
 from fusewright.toolkit.llvm.pool import pool_symbols, symbol_address
 from fusewright.toolkit.llvm.target import CpuTarget, host_target, target_machine
+from fusewright.toolkit.llvm.unroll import unrolled
 
 ALWAYS = ("memcpy", "memset", "memmove")
 """Functions that code generation may call on its own."""
@@ -99,7 +100,7 @@ def kernels_to_text(kernels: Mapping[str, Kernel], target: CpuTarget, parallel: 
     """LLVM IR of the kernels (by structural hash) for any target, and the outside symbols that it needs."""
     module = new_module(target)
     for h, kernel in kernels.items():
-        emit_kernel(module, kernel, symbol_name(h), parallel)
+        emit_kernel(module, unrolled(kernel), symbol_name(h), parallel)
     return module.render(), tuple(sorted(module.symbols))
 
 

@@ -7,7 +7,7 @@ from fusewright.toolkit.kernel.extent import Extent, Poly
 from fusewright.toolkit.kernel.index import Coefs, Index
 from fusewright.toolkit.kernel.ir import Kernel, Node
 from fusewright.toolkit.kernel.types import TYPES
-from fusewright.toolkit.llvm.interleave import unzip
+from fusewright.toolkit.llvm.interleave import unzip, zipped
 from fusewright.toolkit.llvm.pointwise import LLVM_TYPE, cast, maximum, memory_type, minimum
 from fusewright.toolkit.llvm.text import Fn, V, const, i64
 
@@ -162,6 +162,16 @@ class Lanes:
             p = f.gep(t, self.args.buffers[n.buffer], f.add(at, i64(k * self.w)))
             parts.append(f.let(t, self.w, f"load <{self.w} x {t}>, {p}, align {size}"))
         return [self.from_memory(x, n) for x in unzip(f, parts)]
+
+    def store_interleaved(self, n: Node, base: Index, places: list[V], u: int) -> None:
+        """Writes one vector of values for each place of a set of stores, side by side from `base` on."""
+        f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
+        if n.buffer is None:
+            raise ValueError("verify the kernel first")
+        places = [f.splat(f.conv("zext", x, "i8") if n.dtype == "bool" else x, self.w) for x in places]
+        at = self.index(base, {}, u, lanes=False)
+        for k, x in enumerate(zipped(f, places)):
+            f.raw(f"store {x}, {f.gep(t, self.args.buffers[n.buffer], f.add(at, i64(k * self.w)))}, align {size}")
 
     def load_rows(self, n: Node, count: int) -> list[V]:
         """Vectors along `units_along`, one for each of `count` points of `v`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fusewright.toolkit.kernel.extent import Extent, evaluate
 from fusewright.toolkit.kernel.ir import Kernel, Node, cost
 from fusewright.toolkit.kernel.types import TYPES
+from fusewright.toolkit.llvm.interleave import members
 from fusewright.toolkit.llvm.target import CpuTarget
 from fusewright.toolkit.llvm.tiles import MOST_LANES, tile_axis
 
@@ -131,8 +132,11 @@ def _vector_axis(kernel: Kernel, sizes: list[int], serial: frozenset[int]) -> in
     axes = kernel.axes_of()
     best, best_score = candidates[-1], float("-inf")
     for a in reversed(candidates):
+        zipped = {**members(kernel, a), **members(kernel, a, "store")} if a < len(kernel.p) else {}
         score = sum(
-            _access_score(n, a, axes) * TYPES[n.dtype].size for n in kernel.nodes() if n.op in ("load", "store")
+            (1.0 if n.id in zipped else _access_score(n, a, axes)) * TYPES[n.dtype].size
+            for n in kernel.nodes()
+            if n.op in ("load", "store")
         )
         if sizes[a] < 8:
             score -= 64
