@@ -17,12 +17,14 @@ import hashlib
 import importlib.util
 import json
 import linecache
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+IDLE_SECONDS = 180.0
 LISTINGS = {"cuda": "ptx", "hip": "amdgcn"}
 """What Triton calls the assembly text."""
 CODE = {"cuda": "cubin", "hip": "hsaco"}
@@ -88,8 +90,13 @@ def _attributes(signature: Mapping[str, str], aligned: Sequence[str]) -> dict[tu
 
 
 def main() -> None:
-    """The loop of a worker."""
-    for line in sys.stdin:
+    """The loop of a worker. It ends with its parent, or when it is asked nothing for some minutes."""
+    import triton.compiler  # noqa: F401 (while the parent is still busy)
+
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
         try:
             answer: dict[str, Any] = {"binaries": build(json.loads(line))}
         except Exception as e:

@@ -21,12 +21,20 @@ Request = Mapping[str, Any]
 Answer = list[dict[str, Any]]
 
 ALONE = 4
-"""Up to this many kernels are built in this process: a worker must first import Triton."""
+"""Up to this many kernels are built in this process where no worker is there: a worker must first import Triton."""
 MOST = 16
+
+
+AHEAD = 4
+"""Workers that are started before it is known what is to be built."""
 
 
 class BuildError(RuntimeError):
     """Triton could not build a kernel; the text is Triton's."""
+
+
+class Ended(BuildError):
+    """A worker ended before it answered: it was idle for long, ran out of memory, or Triton crashed."""
 
 
 class Worker:
@@ -53,7 +61,7 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise BuildError(f"a compiler process ended with code {self.process.wait()}")
+            raise Ended(f"a compiler process ended with code {self.process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
             raise BuildError(answer["error"])
@@ -76,13 +84,26 @@ class Pool:
         atexit.register(self.close)
 
     def build(self, request: Request) -> Answer:
-        worker = self._alive() or Worker()
+        """By a worker that is there, else by a new one; by a new one too where the first ends over it."""
+        worker = self._alive()
+        if worker is not None:
+            with contextlib.suppress(Ended):
+                return self._built(worker, request)
+        return self._built(Worker(), request)
+
+    def _built(self, worker: Worker, request: Request) -> Answer:
         try:
             return worker.build(request)
         finally:
             if worker.process.poll() is None:
                 with self.lock:
                     self.free.append(worker)
+
+    def ahead(self) -> None:
+        """Has a few workers afterwards, which import Triton while this process does something else."""
+        if processors() > 1:
+            with self.lock:
+                self.free += [Worker() for _ in range(min(AHEAD, processors()) - len(self.free))]
 
     def _alive(self) -> Worker | None:
         """A free worker; one that was ended from outside (for want of memory, say) is dropped."""
@@ -116,10 +137,9 @@ def processors() -> int:
 
 def build_all(requests: Sequence[Request]) -> list[Answer]:
     """Answers in the order of the requests. Raises `BuildError` for the first that fails."""
-    count = min(processors(), len(requests))
-    if len(requests) <= ALONE or count == 1:
+    if not requests or processors() == 1 or (len(requests) <= ALONE and not pool().free):
         return [_here(r) for r in requests]
-    with ThreadPoolExecutor(count) as threads:
+    with ThreadPoolExecutor(min(processors(), len(requests))) as threads:
         return list(threads.map(pool().build, requests))
 
 

@@ -250,6 +250,45 @@ def test_a_compiler_process_that_is_killed_is_named() -> None:
     with pytest.raises(workers.BuildError, match="a compiler process ended with code -9"):
         worker.build({"text": ""})
     worker.close()
+
+
+class Answering:
+    """A worker that answers; or, `ends`, one that ends."""
+
+    def __init__(self, ends: bool = False) -> None:
+        self.ends = ends
+        self.process = SimpleNamespace(poll=lambda: 1 if self.ends else None)
+
+    def build(self, request: workers.Request) -> workers.Answer:
+        if self.ends:
+            raise workers.Ended("a compiler process ended with code -11")
+        return [{"name": request["text"]}]
+
+
+def test_a_compiler_process_that_ends_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, crashing = workers.Pool(), Answering()
+    pool.free = [crashing]  # type: ignore[list-item]
+    monkeypatch.setattr(crashing, "build", Answering(ends=True).build)
+    crashing.process = SimpleNamespace(poll=iter([None, 1]).__next__)
+    monkeypatch.setattr(workers, "Worker", Answering)
+    assert pool.build({"text": "k"}) == [{"name": "k"}]
+    monkeypatch.setattr(workers, "Worker", lambda: Answering(ends=True))
+    pool.free = []
+    with pytest.raises(workers.BuildError, match="ended with code -11"):
+        pool.build({"text": "k"})
+
+
+def test_compiler_processes_may_be_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "Worker", Answering)
+    monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "3")
     pool = workers.Pool()
-    pool.free.append(worker)
-    assert pool._alive() is None, "the next kernel gets another process"
+    pool.ahead()
+    pool.ahead()
+    assert len(pool.free) == 3
+    monkeypatch.setattr(workers, "pool", lambda: pool)
+    monkeypatch.setattr(workers, "_here", pytest.fail)
+    assert workers.build_all([{"text": "k"}]) == [[{"name": "k"}]], "they are used for a single kernel too"
+    monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "1")
+    pool.free = []
+    pool.ahead()
+    assert pool.free == []
