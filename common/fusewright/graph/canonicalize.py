@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph import retrace, verify
+from fusewright.graph import foreach, retrace, verify
 from fusewright.graph.fills import size_fills
 
 
@@ -20,6 +20,7 @@ def canonicalize(graph: Graph) -> list[str]:
     Returns where the table's rules and the traced metadata disagree. Such a node is marked, and eager runs it.
     """
     disagreements = []
+    foreach.single(graph)
     size_fills(graph)
     _integer_products(graph)
     for node in graph.nodes:

@@ -1,0 +1,74 @@
+"""`_foreach_` calls, by which optimizers update all parameters at once, as one call for each tensor.
+
+Kernels then make one pass over each parameter with its state, where eager makes one pass over all of them for each step
+of the formula.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright import _torch_compat as compat
+
+PREFIX = "aten::_foreach_"
+
+UNARY = ("neg", "sqrt", "rsqrt", "reciprocal", "exp", "abs", "sign")
+BINARY = ("add", "sub", "mul", "div")
+
+SINGLE: Mapping[str, str] = {
+    **{f"{name}.default": f"{name}.default" for name in UNARY},
+    **{f"{name}.{kind}": f"{name}.Scalar" for name in BINARY for kind in ("Scalar", "ScalarList")},
+    **{f"{name}.{kind}": f"{name}.Tensor" for name in BINARY for kind in ("List", "Tensor")},
+    **{f"{name}.{kind}": f"{name}.default" for name in ("addcmul", "addcdiv") for kind in ("Scalar", "ScalarList")},
+    **{f"pow.{kind}": "pow.Tensor_Scalar" for kind in ("Scalar", "ScalarList")},
+    "pow.List": "pow.Tensor_Tensor",
+    "pow.ScalarAndTensor": "pow.Scalar",
+    "lerp.Scalar": "lerp.Scalar",
+    "lerp.List": "lerp.Tensor",
+    "maximum.List": "maximum.default",
+    "minimum.List": "minimum.default",
+}
+"""Calls on lists -> calls on one tensor, with the same arguments: of a list, its element."""
+
+
+def single(graph: Graph) -> None:
+    """Rewrite calls whose results are only taken one by one; others stay."""
+    for node in list(graph.nodes):
+        target = _single(node)
+        if target is None or any(u.target is not operator.getitem for u in node.users):
+            continue
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        for user in list(node.users):
+            user.args, user.kwargs = _of_element(given, target, user.args[1])
+            user.target = target
+        graph.erase_node(node)
+
+
+def _single(node: Node) -> Any:
+    """The overload for one tensor, or None."""
+    if node.op != "call_function" or not compat.is_overload(node.target) or not node.target.name().startswith(PREFIX):
+        return None
+    found = SINGLE.get(node.target.__name__.removeprefix("_foreach_"))
+    if found is None:
+        return None
+    packet, overload = found.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def _of_element(given: Mapping[str, Any], target: Any, k: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for the k-th tensor: in order, but for those that `target` takes by name alone."""
+    named = {a.name for a in target._schema.arguments if a.kwarg_only}
+    args, kwargs = [], {}
+    for name, v in given.items():
+        element = v[k] if isinstance(v, list | tuple) else v
+        name = "value" if name == "scalars" and "value" in named else name
+        if name in named:
+            kwargs[name] = element
+        else:
+            args.append(element)
+    return tuple(args), kwargs
