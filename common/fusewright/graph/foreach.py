@@ -51,9 +51,10 @@ def single(graph: Graph) -> None:
 
 def _single(node: Node) -> Any:
     """The overload for one tensor, or None."""
-    if node.op != "call_function" or not compat.is_overload(node.target) or not node.target.name().startswith(PREFIX):
+    target: Any = node.target
+    if node.op != "call_function" or not compat.is_overload(target) or not target.name().startswith(PREFIX):
         return None
-    found = SINGLE.get(node.target.__name__.removeprefix("_foreach_"))
+    found = SINGLE.get(target.__name__.removeprefix("_foreach_"))
     if found is None:
         return None
     packet, overload = found.split(".")
