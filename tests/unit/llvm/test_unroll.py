@@ -26,9 +26,9 @@ def stacked(rows: int | None, points: int, dtype: str) -> Kernel:
     return b.build()
 
 
-@pytest.mark.parametrize("points", [2, 3, 4, 5])
-@pytest.mark.parametrize("rows", [3, 16, 47, 1025, None])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "u8", "bool", "f64"])
+@pytest.mark.parametrize("points", [2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("rows", [3, 47, 1025, None])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "bool"])
 def test_every_count_and_tail(points: int, rows: int | None, dtype: str) -> None:
     kernel = stacked(rows, points, dtype)
     for n in (rows,) if rows else (1, 15, 33, 700):
@@ -61,7 +61,7 @@ def test_an_output_may_live_in_what_it_is_computed_from() -> None:
     assert torch.equal(data, want)
 
 
-@pytest.mark.parametrize(("rows", "points"), [(8, 2), (64, 5)])
+@pytest.mark.parametrize(("rows", "points"), [(8, 2), (64, 8)])
 def test_short_or_wide_ones_stay(rows: int, points: int) -> None:
     kernel = stacked(rows, points, "f32")
     assert unrolled(kernel) is kernel

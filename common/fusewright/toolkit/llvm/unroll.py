@@ -1,4 +1,4 @@
-"""Kernels whose innermost axis has two to four points (pairs of a rotary embedding, repeated or stacked elements): the
+"""Kernels whose innermost axis has two to seven points (pairs of a rotary embedding, repeated or stacked elements): the
 points are written out, so that the axis beside it is the one that vectors run along, and what they store is zipped.
 
 Conditions on the position, as those of a concatenation, are known in each point.
@@ -15,7 +15,7 @@ from fusewright.toolkit.kernel.index import Index, axis_index
 from fusewright.toolkit.kernel.ir import Kernel, Node, Stage, cost
 from fusewright.toolkit.kernel.simplify import in_order
 
-FEW = 4
+FEW = 7
 """Most points of an axis that is written out."""
 LEAST = 16
 """Points of the axis beside it, below which vectors would not be full."""
