@@ -6,6 +6,7 @@ activations too, quantized row by row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensorCUTLASS
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass as from_dense
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass as to_dense
 
 from fusewright import report
 from fusewright.bench.accuracy import compare
@@ -222,3 +226,46 @@ def test_torchao(config: str, rows: int) -> None:
     assert [r.count("eager") for r in reports] == [0]
     if config == "Int8WeightOnlyConfig":
         assert "int8_linear" in plan(reports)
+
+
+# ---------------------------------------------------------------- 2:4 sparse weights
+
+
+@pytest.fixture
+def sparse_products() -> Iterator[None]:
+    """torch's sparse products on the CPU, which has none, for the length of a test: by unpacking the weight."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_sparse_semi_structured_mm", lambda a, meta, b, **_: to_dense(a, meta) @ b, "CPU")
+    library.impl(
+        "_sparse_semi_structured_addmm", lambda bias, a, meta, b, **_: bias[:, None] + to_dense(a, meta) @ b, "CPU"
+    )
+    yield
+    library._destroy()
+
+
+def two_of_four(weight: Tensor) -> nn.Parameter:
+    """The weight without every other pair of numbers, packed as CUTLASS reads it."""
+    SparseSemiStructuredTensorCUTLASS._load_dispatch_table()
+    pruned = weight.detach() * torch.tensor([0, 0, 1, 1]).bool().tile((weight.shape[0], weight.shape[1] // 4))
+    packed, meta = from_dense(pruned)
+    sparse = SparseSemiStructuredTensorCUTLASS(weight.shape, packed, meta, None, None, None)
+    return nn.Parameter(sparse, requires_grad=False)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("sparse_products")
+def test_sparse_weights_stay_torchs_products_with_kernels_around() -> None:
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64, bias=False)).bfloat16().eval()
+    )
+    for k in (1, 3):
+        model[k].weight = two_of_four(model[k].weight)  # type: ignore[union-attr,arg-type]
+    x = torch.randn(5, 64).bfloat16()
+    with report.recording() as reports:
+        got = simulated(model)(x)
+    torch.testing.assert_close(got, model(x))
+    (only,) = reports
+    where = {o.op: o.where for o in only.ops}
+    assert where.pop("layer_norm") == where.pop("gelu") == "backend"
+    assert where and all("mm" in op for op in where)
