@@ -17,9 +17,9 @@ CUDNN: LoweringTable[OpCode] = LoweringTable()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 for table in (LOWERINGS, CUDNN):
-    table.add("linear", dtypes=FLOATS, when=products.reason)(products.lower)
-    table.add("mm", dtypes=FLOATS, when=quantized.mm_reason)(quantized.lower_mm)
-    table.add("int_mm", when=quantized.int_mm_reason)(quantized.lower_int_mm)
+    table.add("linear", dtypes=FLOATS, dynamic=True, when=products.reason)(products.lower)
+    table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(quantized.lower_mm)
+    table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(quantized.lower_int_mm)
     table.add("sdpa", when=few_queries.reason)(few_queries.lower)
     table.add("sdpa", when=attention.sdpa_reason)(attention.lower_sdpa)
     table.add("softmax", dtypes=FLOATS, when=spelled_out.reason)(spelled_out.lower)
