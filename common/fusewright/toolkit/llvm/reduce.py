@@ -135,16 +135,26 @@ class Scanner:
     def wide(self) -> bool:
         return self.node.dtype == "f32" and self.node.how in ("sum", "prod")
 
+    @property
+    def by_vectors(self) -> bool:
+        """Whether sums of neighbours may be taken first: not of floats that could overflow so."""
+        return self.wide and self.node.how == "sum" or self.node.how in ("max", "min") or self.node.dtype[0] in "iu"
+
     def _reducer(self) -> Reducer:
         return Reducer(self.node, "f64" if self.wide else self.node.dtype)
 
     def start(self, f: Fn, w: int) -> State:
         return self._reducer().start(f, w)
 
-    def step(self, f: Fn, state: State, x: V) -> tuple[State, V]:
-        """(state, value of the scan here)."""
-        if self.wide:
-            state = self._reducer().merge(f, state, [f.conv("fpext", x, "double")])
-            return state, f.conv("fptrunc", state[0], "float")
-        state = self._reducer().merge(f, state, [x])
-        return state, state[0]
+    def step(self, f: Fn, state: State, x: V, along: bool) -> tuple[State, V]:
+        """(state, value of the scan here). With `along` the lanes are elements of one row, and the state in every lane
+        is that before the first one; else each lane is a row."""
+        r, w = self._reducer(), x.w if along else 1
+        x = f.conv("fpext", x, "double") if self.wide else x
+        before, reach = r.start(f, w), 1
+        while reach < w:  # each lane takes in twice as many lanes before it
+            x = r.merge(f, [f.shuffle(before[0], x, [i if i < reach else w + i - reach for i in range(w)])], [x])[0]
+            reach *= 2
+        out = r.merge(f, state, [x])
+        last = out if w == 1 else [f.lanes(out[0], [w - 1] * w)]
+        return last, f.conv("fptrunc", out[0], "float") if self.wide else out[0]

@@ -33,18 +33,19 @@ class RowLoops:
         self.scanners = [Scanner(n) for n in stage.nodes if n.op == "scan"]
         self.accumulators: list[Reducer | Scanner] = [*self.reducers, *self.scanners]
         self.row = body.how.row
-        scalar = self.row and bool(self.scanners)
+        scalar = self.row and not (body.target.masks and all(s.by_vectors for s in self.scanners))
+        scalar = scalar and bool(self.scanners)
         self.w = 1 if scalar else body.how.lanes if self.row else body.lanes.w
         self.end = row_end(body.kernel, stage, None if self.row else body.how.v)
-        self.count = self._unit_count(scalar)
+        self.count = self._unit_count()
         self.stop = body.size(body.rows[0])
         """Where the first row axis ends."""
         self.extra = self.row and self.w > 1 and not body.target.masks
 
-    def _unit_count(self, scalar: bool) -> int:
+    def _unit_count(self) -> int:
         if not self.row:
             return len(self.b.units)
-        if self.w == 1:
+        if self.w == 1 or self.scanners:
             return 1
         n = self.b.kernel.sizes[-1]
         tested = None if self.end is None else self.end.condition
@@ -214,7 +215,7 @@ class RowLoops:
         if n.op == "scan":
             k = scans[n.id]
             x = self.f.splat(x, unit[k][0].w)
-            unit[k], out = self.scanners[k - len(self.reducers)].step(self.f, unit[k], x)
+            unit[k], out = self.scanners[k - len(self.reducers)].step(self.f, unit[k], x, self.row)
             b.units[u][n.id] = out
             if n.keep:
                 b.keep_store(n, out, u)
