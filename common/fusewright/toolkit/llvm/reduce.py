@@ -138,7 +138,7 @@ class Scanner:
     @property
     def by_vectors(self) -> bool:
         """Whether sums of neighbours may be taken first: not of floats that could overflow so."""
-        return self.wide and self.node.how == "sum" or self.node.how in ("max", "min") or self.node.dtype[0] in "iu"
+        return (self.wide and self.node.how == "sum") or self.node.how in ("max", "min") or self.node.dtype[0] in "iu"
 
     def _reducer(self) -> Reducer:
         return Reducer(self.node, "f64" if self.wide else self.node.dtype)
