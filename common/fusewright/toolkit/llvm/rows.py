@@ -29,7 +29,10 @@ class RowLoops:
         self.b, self.f, self.stage, self.depth = body, body.f, stage, depth
         self.inner = [n for n in stage.nodes if depth[n.id] == len(body.rows) - 1]
         types = body.types
-        self.reducers = [Reducer(n, types[n.args[0]]) for n in stage.nodes if n.op == "reduce"]
+        reduces = [n for n in stage.nodes if n.op == "reduce"]
+        self.twins = {a.id: n.id for a in reduces for n in reduces if a.how == f"arg{n.how}" and a.args == n.args}
+        """Position of an extreme -> the extreme, which comes with it."""
+        self.reducers = [Reducer(n, types[n.args[0]]) for n in reduces if n.id not in self.twins.values()]
         self.scanners = [Scanner(n) for n in stage.nodes if n.op == "scan"]
         self.accumulators: list[Reducer | Scanner] = [*self.reducers, *self.scanners]
         self.row = body.how.row
@@ -113,7 +116,7 @@ class RowLoops:
         for k, r in enumerate(self.reducers):
             if not self.row:
                 for u, unit in enumerate(units):
-                    self.b.units[u][r.node.id] = r.finish(self.f, unit[k])
+                    self._done(r, unit[k], self.b.units[u])
                 continue
             vectors = [unit[k] for unit in units[: self.count]]
             while len(vectors) > 1:
@@ -122,7 +125,12 @@ class RowLoops:
             total = r.fold(self.f, vectors[0])
             if self.extra:
                 total = r.merge(self.f, total, units[-1][k])
-            self.b.uniform[r.node.id] = r.finish(self.f, total)
+            self._done(r, total, self.b.uniform)
+
+    def _done(self, r: Reducer, state: State, values: dict[int, V]) -> None:
+        values[r.node.id] = r.finish(self.f, state)
+        if r.node.id in self.twins:
+            values[self.twins[r.node.id]] = state[0]
 
     # loops
 
@@ -201,6 +209,8 @@ class RowLoops:
         outer, known = dict(b.uniform), [dict(u) for u in b.units]
         scans = {s.node.id: k + len(self.reducers) for k, s in enumerate(self.scanners)}
         for n in self.inner:
+            if n.id in self.twins.values():
+                continue
             if n.op in ("reduce", "scan"):
                 for u, k in enumerate(active):
                     self._accumulate(n, u, states[k], scans)
