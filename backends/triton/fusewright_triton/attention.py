@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,9 +18,6 @@ from fusewright_triton import positions
 from fusewright_triton.calls import Calls, Found, spec_of
 from fusewright_triton.kernels import attention_ops as kernel
 
-FEW_KEYS = 64
-"""Queries and keys up to which cuDNN's attention, torch's first choice, may be slower than ours under a mask."""
-
 REPEATS = 10
 
 
@@ -31,13 +29,13 @@ def sdpa_reason(op: OpView) -> str | None:
 
 
 def lower_sdpa(op: OpView, c: Calls) -> Found | None:
-    """Attention with a mask: decomposed positions by our kernel; a mask that torch's kernels refuse, or few keys, by
-    what is faster."""
+    """Attention with a mask: by our kernel where it is faster; a mask that torch's kernels refuse is else copied."""
     found = _decomposed_mask(op, c)
     if found is not None:
         return found
-    refused, ours = _refused(spec_of(op.arg("attn_mask"))), _plain(op, c)
-    if ours and (refused or _few(op)) and _pays(op, refused, c):
+    refused = _refused(spec_of(op.arg("attn_mask")))
+    tried = _plain(op, c) and (refused or _shared_mask(op))
+    if tried and (_known_to_pay(op, c) or _pays(op, refused, c)):
         return Found((op,), op, partial(_masked, op), "attention, by our kernel")
     return Found((op,), op, partial(_with_dense_mask, op), "attention with a dense mask") if refused else None
 
@@ -67,9 +65,19 @@ def _refused(mask: TensorSpec) -> bool:
     return mask.rank > 0 and mask.stride[-1] != 1 and mask.shape[-1] != 1
 
 
-def _few(op: OpView) -> bool:
-    q, k = spec_of(op.arg("query")), spec_of(op.arg("key"))
-    return q.dtype != torch.float32 and max(q.shape[-2], k.shape[-2]) <= FEW_KEYS  # type: ignore[type-var, operator]
+def _shared_mask(op: OpView) -> bool:
+    """Whether batches, heads or queries share a mask, so that reading it costs little, or whether keys are few."""
+    q, k, mask = (spec_of(op.arg(n)) for n in ("query", "key", "attn_mask"))
+    read = math.prod(n for n, step in zip(mask.shape, mask.stride, strict=True) if step != 0)  # type: ignore[misc]
+    whole = math.prod(q.shape[:3]) * k.shape[2]  # type: ignore[arg-type, operator]
+    return q.dtype != torch.float32 and (2 * read <= whole or k.shape[2] <= kernel.FEW_KEYS)  # type: ignore[operator]
+
+
+def _known_to_pay(op: OpView, c: Calls) -> bool:
+    """Where the H100 always found our kernel faster than cuDNN's, which is the first choice of torch's."""
+    q = spec_of(op.arg("query"))
+    narrow = q.dtype != torch.float32 and q.shape[-1] <= 64  # type: ignore[operator]
+    return narrow and _shared_mask(op) and kernel.target_of(c.ctx.device.arch).triton == "cuda"
 
 
 def _plain(op: OpView, c: Calls) -> bool:

@@ -141,7 +141,7 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, rel_h: Tensor, rel_w: Tensor, s
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("height", "width", "dim"), [(14, 14, 64), (5, 7, 16), (3, 64, 64), (4, 50, 32), (3, 129, 16), (9, 33, 80)]
+    ("height", "width", "dim"), [(14, 14, 64), (5, 7, 16), (4, 17, 64), (3, 64, 64), (4, 50, 32), (3, 129, 16), (9, 33, 80)]
 )
 def test_decomposed_positions(height: int, width: int, dim: int, dtype: str, target: str) -> None:
     given = decomposed(DTYPES[dtype], 2, height, width, dim)
@@ -166,9 +166,13 @@ def test_positions_that_hide_keys(height: int, width: int) -> None:
 def test_blocks_follow_the_geometry() -> None:
     """Whole rows of an image where they fill a block; else the bias is a product."""
     t = kernel.target_of("sm_90")
-    assert kernel.tiles(t, torch.bfloat16, 64, 4096, (64, 64)).bias == 1
-    assert kernel.tiles(t, torch.bfloat16, 64, 196, (14, 14)).bias == 2
-    assert kernel.tiles(t, torch.bfloat16, 64, 1).bm == 16
+    assert kernel.tiles(t, torch.bfloat16, 64, 4096, 4096, (64, 64)).bias == 1
+    assert kernel.tiles(t, torch.bfloat16, 64, 196, 196, (14, 14)).bn == 16
+    assert kernel.tiles(t, torch.bfloat16, 64, 289, 289, (17, 17)).bias == 2
+    assert kernel.tiles(t, torch.bfloat16, 64, 1, 1000).bm == 16
+    a40, image = kernel.target_of("sm_86"), (40, 90)
+    how = kernel.tiles(a40, torch.bfloat16, 128, 3600, 3600, image)
+    assert kernel.shared(how, torch.bfloat16, 128, image) <= a40.shared
     assert kernel.target_of("sm_87") == kernel.target_of("sm_86")
     assert not kernel.fits(t, torch.bfloat16, 64, (200, 150)) and not kernel.fits(t, torch.bfloat16, 512, (64, 64))
     with pytest.raises(ValueError, match="no target"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ DECOMPOSED = f"{NAMESPACE}::attention_decomposed.default"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
+FEW_KEYS = 64
+"""Keys up to which a block has few of them."""
 LARGEST_IMAGE = 256
 """Rows and columns of an image of keys together, at most, unless it is as wide as a block of keys."""
 
@@ -46,24 +48,40 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def tiles(t: Target, dtype: torch.dtype, dim: int, queries: int, image: tuple[int, int] | None = None) -> Tiles:
+def tiles(
+    t: Target, dtype: torch.dtype, dim: int, queries: int, keys: int, image: tuple[int, int] | None = None
+) -> Tiles:
     """The blocks for heads of `dim` elements; `image` is (rows, columns) of the keys of decomposed positions.
 
-    By measurement on an H100; the other targets have what their shared memory holds.
+    By measurement on an H100 (docs/performance.md); the other targets have what their registers and shared memory hold.
     """
-    wide = power_of_two(dim)
-    small = dtype == torch.float32 or wide > 128
-    bm, bn, warps = (64, 32, 4) if small else (128, 64, 4 if wide <= 64 else 8)
-    bm = min(bm, power_of_two(queries))
+    wide, single = power_of_two(dim), dtype == torch.float32
+    small = wide > 128 or t.matrix == "wmma" or (single and t.triton == "hip")
+    bm, bn = min(64, power_of_two(queries)), 32 if small or keys <= FEW_KEYS else 64
     bias = 0
     if image is not None:
         columns = power_of_two(image[1])
-        bias = 1 if 32 <= columns <= 128 and 4 * image[1] >= 3 * columns and not small else 2
-        bn = columns if bias == 1 else 32 if small else 64
-    if bm < 128 and wide <= 128:
-        warps = 4
-    stages = 3 if t.triton == "cuda" and bn * wide * dtype.itemsize <= 1 << 14 else 2 if t.triton == "cuda" else 1
-    return Tiles(bm, bn, warps, stages, bias)
+        whole = columns <= 128 and 4 * image[1] >= 3 * columns and wide <= 128
+        bias, bn = (1, columns) if whole else (2, 32 if small or single else 64)
+        bm = min(bm, 32) if single and bias == 2 else bm
+    how = Tiles(bm, bn, 4, (2 if single else 3) if t.triton == "cuda" else 1, bias)
+    while shared(how, dtype, dim, image) > t.shared and (how.stages > 1 or how.bm > 16):
+        how = replace(how, stages=how.stages - 1) if how.stages > 1 else replace(how, bm=how.bm // 2)
+    return how
+
+
+def precision(t: Target, dtype: torch.dtype) -> str:
+    """How products of fp32 are computed: by three of TF32, which are as exact, where matrix instructions have only those."""
+    return "tf32x3" if dtype == torch.float32 and t.triton == "cuda" else "ieee"
+
+
+def shared(how: Tiles, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> int:
+    """Bytes of shared memory that a block takes, at most: queries, keys and values of every stage, scores, and what a bias
+    as a product reads."""
+    wide, parts = power_of_two(dim), power_of_two(sum(image)) if image is not None and how.bias == 2 else 0
+    elements = how.bm * wide + 2 * how.stages * how.bn * wide + parts * (how.bm + how.bn)
+    # fp32 may be split in two for its products
+    return elements * (8 if dtype == torch.float32 else 2) + how.bm * how.bn
 
 
 def constants(
@@ -98,8 +116,8 @@ def request(t: Target, dtype: torch.dtype, dim: int, queries: int, **kind: Any) 
     """What `compiler.build` takes, to build the kernel without a GPU. `kind` goes to `constants`."""
     from fusewright_triton.kernels import attention as kernels
 
-    how = tiles(t, dtype, dim, queries, kind.get("image"))
-    fixed = constants(how, dtype, dim, **kind)
+    how = tiles(t, dtype, dim, queries, queries, kind.get("image"))
+    fixed = constants(how, dtype, dim, precision=precision(t, dtype), **kind)
     parameters = [p for p in kernels.attention.arg_names if p not in fixed]
     pointers = {p: "*" + SIGNATURE[from_torch(dtype)] for p in parameters if p.endswith("_ptr")}
     if kind.get("mask") == 2:
@@ -132,9 +150,11 @@ def target_of(arch: str) -> Target:
 
 def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> bool:
     """Whether the kernel is built for such heads on a target, and holds such an image of keys."""
-    how = tiles(t, dtype, dim, LARGEST_IMAGE, image)
-    parts = power_of_two(sum(image)) if image is not None and how.bias == 2 else 0
-    return dtype in DTYPES and dim <= LARGEST_DIM and parts <= LARGEST_IMAGE
+    how = tiles(t, dtype, dim, LARGEST_IMAGE, LARGEST_IMAGE, image)
+    large = image is not None and how.bias == 2 and sum(image) > LARGEST_IMAGE
+    known = dtype in DTYPES and dim <= LARGEST_DIM and not large
+    known &= dtype != torch.float32 or t.matrix != "wmma"  # which multiplies halves alone
+    return known and shared(how, dtype, dim, image) <= t.shared
 
 
 def attention(
@@ -149,13 +169,14 @@ def attention(
     q, k, v = (_dense(t) for t in (query, key, value))
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
-    how = tiles(target_of(target), q.dtype, dim, queries)
+    t = target_of(target)
+    how = tiles(t, q.dtype, dim, queries, k.shape[2])
     kind, given = 0, q
     mask_strides: tuple[int, ...] = (0,) * 4
     if mask is not None:
         kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
         mask_strides = given.expand(batch, heads, queries, k.shape[2]).stride()
-    fixed = constants(how, q.dtype, dim, kind, mask_strides[2] != 0, is_causal, zero)
+    fixed = constants(how, q.dtype, dim, kind, mask_strides[2] != 0, is_causal, zero, precision=precision(t, q.dtype))
     numbers = (_factor(q, scale), heads, heads // k.shape[1], queries, k.shape[2])
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides, *(0,) * 8)
     if out.numel():
@@ -177,8 +198,9 @@ def attention_decomposed(
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(query.shape, stride, dtype=q.dtype, device=q.device)
     image = rel_h.shape[3], rel_w.shape[3]
-    how = tiles(target_of(target), q.dtype, dim, queries, image)
-    fixed = constants(how, q.dtype, dim, zero=False, query_columns=rel_h.shape[2], image=image)
+    t = target_of(target)
+    how, exact = tiles(t, q.dtype, dim, queries, k.shape[2], image), precision(t, q.dtype)
+    fixed = constants(how, q.dtype, dim, zero=False, query_columns=rel_h.shape[2], image=image, precision=exact)
     numbers = (_factor(q, scale), heads, 1, queries, k.shape[2])
     shaped = out.unsqueeze(1) if flat else out
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(shaped), *(0,) * 4, *rel_h.stride(), *rel_w.stride())
