@@ -13,6 +13,7 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright.toolkit.match import siblings
+from fusewright_triton import epilogues
 from fusewright_triton.calls import Calls, Found, spec_of
 
 PADDED_TO = 8
@@ -38,7 +39,10 @@ def reason(op: OpView) -> str | None:
 
 
 def lower(op: OpView, c: Calls) -> Found | None:
-    """A linear with its siblings, or with a padded weight; else None."""
+    """A linear with its activation, with its siblings, or with a padded weight; else None."""
+    fused = epilogues.activated(op, c) or (epilogues.odd(op, c) if _unsuited(op) else None)
+    if fused is not None:
+        return fused
     if not c.is_const(op.arg("weight"), op.arg("bias")):
         trained = c.region.phase != "infer" and _unsuited(op)
         return Found((op,), op, partial(_padded, op), "product, padded") if trained else None

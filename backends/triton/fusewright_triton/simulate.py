@@ -108,16 +108,27 @@ class _Jit:
         return fn
 
 
-def _range(*bounds: Any) -> range:
-    """`range` over interpreted numbers (Triton's own conversion does not work with NumPy 2.4)."""
+def _range(*bounds: Any, **hints: Any) -> range:
+    """`range` over interpreted numbers (Triton's own conversion does not work with NumPy 2.4); hints of `tl.range` say how
+    to compile it."""
     return range(*(b.handle.data.item() if isinstance(b, tl.tensor) else b for b in bounds))
+
+
+class _Language:
+    """What `tl` is in interpreted source: Triton's language with our `range`."""
+
+    range = staticmethod(_range)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
 
 
 class Simulated:
     """Functions of a source text, interpreted. `run(k, programs, args)` is a launch of the k-th."""
 
     def __init__(self, text: str, functions: Sequence[str]) -> None:
-        names = {"triton": _Jit, "tl": tl, "libdevice": Libdevice(), "fw": Device, "range": _range}
+        names = {"triton": _Jit, "tl": _Language(), "libdevice": Libdevice(), "fw": Device, "range": _range}
+        names["language"] = tl  # the interpreter replaces parts of the module, which it looks for among a function's globals
         module = load(text, names)
         with _replaced():
             self.functions = [interpreter.InterpretedFunction(getattr(module, f)) for f in functions]

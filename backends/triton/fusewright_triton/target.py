@@ -6,10 +6,12 @@ AMD: ROCm "AMD GPU specifications" (LDS, register files, wavefront size) and LLV
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 KiB = 1024
+EARLY = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Target:
         """What Triton's compiler is told beside the number of warps. Denormals are kept, as eager keeps them."""
         common = (("sanitize_overflow", False),)
         return (*common, ("enable_reflect_ftz", False)) if self.triton == "cuda" else common
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may be started before the one before it has ended, and wait for it itself (CUDA Programming
+        Guide, "programmatic dependent launch")."""
+        return EARLY and self.triton == "cuda" and int(self.arch.removeprefix("sm_")) >= 90
 
     @property
     def all_features(self) -> frozenset[str]:
@@ -91,3 +99,12 @@ def nvidia(capability: tuple[int, int]) -> Target | None:
 def amd(name: str) -> Target | None:
     """The target of an architecture as HIP names it, e.g. "gfx942:sramecc+:xnack-"."""
     return AMD.get(name.split(":")[0])
+
+
+@functools.cache
+def named(arch: str) -> Target:
+    """The target of a device by the name that its backend gives it. ValueError for others."""
+    found = amd(arch) or (nvidia((int(arch[3:-1]), int(arch[-1]))) if arch.startswith("sm_") else None)
+    if found is None:
+        raise ValueError(f"{arch} has no target")
+    return found

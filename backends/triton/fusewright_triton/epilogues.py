@@ -1,0 +1,137 @@
+"""Products whose results no library call writes as they are wanted: with an activation behind, or rows of odd length.
+
+cuBLASLt's own gelu is the one by tanh, and its kernels for rows that are not multiples of 16 bytes are three to six times slower.
+`kernels/product.py` does both; where it is no faster than torch's calls, by a short measurement, they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from fusewright.interface import OpView, Value
+from fusewright.toolkit.builder import contiguous_strides
+from fusewright.toolkit.candidates import Lazy, Thunk
+from fusewright.toolkit.fuse.tables import RULES
+from fusewright_triton.calls import Calls, Found, spec_of
+from fusewright_triton.kernels import product_ops
+
+LEAST = 1 << 22
+"""Results from which on a kernel that is built for it is worth its compilation."""
+
+LEAST_ROWS = 128
+"""Rows of a block: fewer leave a library's kernels for few rows faster."""
+
+REPEATS = 10
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "": lambda x: x,
+}
+"""What the kernel computes on its sums, and eager's functions for the same."""
+
+
+def suits(op: OpView, c: Calls) -> bool:
+    """Whether the kernel takes a linear: large, of a half type, of fixed sizes, on a device with descriptors in hardware."""
+    x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
+    bias = op.arg("bias")
+    if "tma" not in c.ctx.device.features or x.dtype not in product_ops.DTYPES or not out.static:
+        return False
+    if w.dtype != x.dtype or (bias is not None and spec_of(bias).dtype != x.dtype) or w.stride[1] != 1:
+        return False
+    m, n = out.numel_hint() // int(out.shape[-1]), int(out.shape[-1])  # type: ignore[arg-type]
+    return m >= LEAST_ROWS and m * n >= LEAST and int(x.shape[-1]) % 8 == 0  # type: ignore[arg-type]
+
+
+def activated(op: OpView, c: Calls) -> Found | None:
+    """A linear with the activation that alone reads its result, unless a loop kernel behind takes the activation in."""
+    user = c.b.links.only_user(op.out)
+    name = activation_of(user) if user is not None else None
+    if user is None or name is None or spec_of(user.out).dtype != spec_of(op.out).dtype:
+        return None
+    if all(u.op in RULES for u in c.b.links.users(user.out)) and not _leaves(user.out, c):
+        return None
+    if not suits(op, c) or not dense(user.out) or not faster(op, name, c):
+        return None
+    return Found((op, user), user, partial(_write, op, user.out, name), f"product with {user.op}")
+
+
+def odd(op: OpView, c: Calls) -> Found | None:
+    """A linear with rows of odd length whose result leaves the region, so that padded rows would be copied."""
+    if not _leaves(op.out, c) or not suits(op, c) or not dense(op.out) or not faster(op, "", c):
+        return None
+    return Found((op,), op, partial(_write, op, op.out, ""), "product, rows of odd length")
+
+
+def _leaves(v: Value, c: Calls) -> bool:
+    return any(o.id == v.id for o in c.region.outputs)
+
+
+def activation_of(op: OpView) -> str | None:
+    """The kernel's name of an op, or None."""
+    if op.op == "gelu":
+        return "gelu_tanh" if op.arg("approximate") == "tanh" else "gelu"
+    return op.op if op.op in ACTIVATIONS else None
+
+
+def dense(v: Value) -> bool:
+    """Whether the graph wants a dense tensor."""
+    spec = spec_of(v)
+    return tuple(spec.stride) == contiguous_strides(spec.shape)  # type: ignore[arg-type]
+
+
+def _write(op: OpView, out: Value, name: str, c: Calls) -> None:
+    given = c.b.any_strides(op.arg("input")), c.exact(op.arg("weight")), c.exact(op.arg("bias"))
+    c.b.call(product_ops.LINEAR, *given, name, c.ctx.device.arch, out=out, op=op)
+
+
+def faster(op: OpView, name: str, c: Calls) -> bool:
+    """Whether the kernel is faster than torch's calls, by a short measurement. Simulated it always is."""
+    if c.ctx.device.simulated:
+        return True
+    x, n = spec_of(op.arg("input")), int(spec_of(op.out).shape[-1])  # type: ignore[arg-type]
+    k = int(x.shape[-1])  # type: ignore[arg-type]
+    m, biased = x.numel_hint() // k, op.arg("bias") is not None
+    key = f"product {str(x.dtype).removeprefix('torch.')} {m}x{k}x{n} {name}{' bias' * biased}"
+    like = (m, k, n, x.dtype, x.device, biased)
+    candidates = Lazy({"library": lambda: _library(name, *like), "kernel": lambda: _kernel(name, c.ctx.device.arch, *like)})
+    return c.ctx.choose(key, candidates) == "kernel"
+
+
+def _tensors(
+    m: int, k: int, n: int, dtype: torch.dtype, device: str, biased: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Random ones: the power that zeros save would change the clock."""
+    x, w = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
+    return x, w, torch.zeros(n, dtype=dtype, device=device) if biased else None
+
+
+def _library(name: str, m: int, k: int, n: int, dtype: torch.dtype, device: str, biased: bool) -> Thunk:
+    more = -n % 8
+    x, w, bias = _tensors(m, k, n + more, dtype, device, biased)
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            out = ACTIVATIONS[name](torch.nn.functional.linear(x, w, bias))
+            if more:
+                out[:, :n].contiguous()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def _kernel(name: str, arch: str, *like: int | torch.dtype | str | bool) -> Thunk:
+    x, w, bias = _tensors(*like)  # type: ignore[arg-type]
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            product_ops.linear_activation(x, w, bias, name, arch)
+        torch.cuda.synchronize()
+
+    return run
