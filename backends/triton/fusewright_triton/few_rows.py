@@ -38,6 +38,9 @@ SHAPED = frozenset({"view", "reshape", "alias", "unsqueeze", "squeeze"})
 ALONG = frozenset({"cast", "mul", "div", "neg", "abs", "pow_scalar", "add", "sub", "rsqrt", "sqrt"})
 """Ops that are computed again, element by element, for a factor of each row."""
 
+LARGEST_SCALED = 1 << 40
+"""Elements of a weight up to which a norm is taken into its product."""
+
 MOST_AGAIN = 12
 """Most ops that are computed again for a factor."""
 
@@ -50,10 +53,11 @@ def opened(region: Region, ctx: CompileContext) -> Region:
 
 
 def suits(op: OpView) -> bool:
-    """Whether a linear is one whose time is that of reading its weight."""
+    """Whether a linear is one whose time is that of reading its weight, which may be int8 (see `quantized`)."""
     x, w, bias = (op.arg(n) for n in ("input", "weight", "bias"))
-    specs = [v.spec for v in (x, w, op.out) if v is not None]
-    if any(s is None or not s.static or s.dtype not in FLOATS or s.dtype != x.spec.dtype for s in specs):
+    if any(v.spec is None or not v.spec.static for v in (x, w, op.out)) or x.spec.dtype not in FLOATS:
+        return False
+    if op.out.spec.dtype != x.spec.dtype or w.spec.dtype not in (x.spec.dtype, torch.int8):
         return False
     if (
         w.spec.rank != 2
@@ -112,7 +116,8 @@ class _Opener:
 
         def eligible(op: OpView) -> bool:
             given = [v for v in (op.arg("weight"), op.arg("bias")) if v is not None]
-            return op.id in self.found and rows_of(op) == 1 and all(v.id in self.const for v in given)
+            alike = all(spec_of(v).dtype == spec_of(op.out).dtype for v in given)
+            return op.id in self.found and rows_of(op) == 1 and alike and all(v.id in self.const for v in given)
 
         def early(group: Sequence[OpView]) -> bool:
             made = [
@@ -152,13 +157,13 @@ class _Opener:
         """The ops that make `out`; the one of them that stands for the product in reports gets this id."""
         n, k = dims_of(weight)
         full = (numel(x) // k, n, k)
-        rows = self._scaled(x, full)
+        rows = self._scaled(x, full) if n * k <= LARGEST_SCALED else _Scaled(x)
         v = self._spread(rows.base, full)
         for factor in (*rows.along, weight):  # not cast first: what is made of constants alone would be kept, in fp32
             v = self._op("mul", v, factor, shape=full)
         v = self._op("sum", v, [-1], False, shape=full[:2])
         for factor in rows.per_row:
-            v = self._op("mul", v, self._per_row(factor, full), shape=full[:2])
+            v = self._op("mul", v, self._per_row(factor, rows.base, full), shape=full[:2])
         if bias is not None:
             v = self._op("add", v, self._wide(bias), shape=full[:2])
         spec = spec_of(out)
@@ -176,7 +181,7 @@ class _Opener:
         weights, biases = ([op.arg(name) for op in group] for name in ("weight", "bias"))
         dtype, k = spec_of(weights[0]).dtype, dims_of(weights[0])[1]
         n = sum(dims_of(w)[0] for w in weights)
-        weight = self._op("cat", tuple(weights), 0, shape=(n, k), dtype=dtype)
+        weight = self._constant(self._op("cat", tuple(weights), 0, shape=(n, k), dtype=dtype))
         bias = None if biases[0] is None else self._op("cat", tuple(biases), 0, shape=(n,), dtype=dtype)
         shape = (*dims_of(group[0].out)[:-1], n)
         whole = self.ctx.value(TensorSpec(shape, contiguous_strides(shape), dtype, spec_of(weights[0]).device))
@@ -187,6 +192,12 @@ class _Opener:
             self._op("slice", whole, -1, start, stop, shape=dims_of(op.out), dtype=dtype)
             self.made[-1] = replace(self.made[-1], id=op.id, outs=(op.out,))
             start = stop
+
+    def _constant(self, v: Value) -> Value:
+        """The result of the last op as one that is known to be made once."""
+        const = replace(v, spec=replace(spec_of(v), const=True))
+        self.made[-1] = replace(self.made[-1], outs=(const,))
+        return const
 
     # ---- rows
 
@@ -221,7 +232,7 @@ class _Opener:
             found.along += step[1]
             found.per_row += step[2]
         inside = {v.id for v in passed} | {
-            v.id for f in found.per_row for op in self._chain(f).values() for v in op.outs
+            v.id for f in found.per_row for op in self._chain(f, found.base).values() for v in op.outs
         }
         return found if found.per_row and all(self._only_for_products(v, inside) for v in passed) else _Scaled(x)
 
@@ -251,9 +262,9 @@ class _Opener:
             for u in self.links.users(v)
         )
 
-    def _per_row(self, v: Value, full: Shape) -> Value:
+    def _per_row(self, v: Value, base: Value, full: Shape) -> Value:
         """A factor of each row [.., 1] as fp32 over [M, N]: computed again where a few ops make it of a sum."""
-        if len(self._chain(v)) <= MOST_AGAIN:
+        if len(self._chain(v, base)) <= MOST_AGAIN:
             return self._again(v, full)
         return self._stored(v)
 
@@ -261,12 +272,13 @@ class _Opener:
         """As it is, one number to a row or one to all."""
         return self._wide(self._op("reshape", v, [numel(v), 1], shape=(numel(v), 1), dtype=spec_of(v).dtype))
 
-    def _chain(self, v: Value) -> dict[int, OpView]:
-        """What `_again` would compute."""
+    def _chain(self, v: Value, base: Value) -> dict[int, OpView]:
+        """What `_again` would compute of `base`."""
         found: dict[int, OpView] = {}
         todo = [v]
         while todo and len(found) <= MOST_AGAIN:
-            op = self.producer.get(todo.pop().id)
+            source = todo.pop()
+            op = self.producer.get(source.id) if source.id != base.id else None
             if op is not None and op.id not in found and self._repeatable(op):
                 found[op.id] = op
                 todo += op.inputs()

@@ -69,9 +69,16 @@ def norm_kept(m: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, m.products[0](x)
 
 
+def layers(m: Weights, x: Tensor) -> Tensor:
+    for p in m.products:
+        x = x + p(norm(x, m.gain))
+    return x
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "plain": (plain, (N,)), "with_residual": (with_residual, (N,)), "gated": (gated, (N, N)),
     "after_norm": (after_norm, (N, N)), "heads": (heads, (2 * N, N, N)), "norm_kept": (norm_kept, (N,)),
+    "layers": (layers, (K,) * 6),
 }  # fmt: skip
 
 
@@ -103,6 +110,7 @@ def launches(model: torch.nn.Module, *args: Tensor) -> int:
         ("with_residual", 1, torch.bfloat16, 1), ("gated", 1, torch.bfloat16, 1), ("gated", 2, torch.float16, 1),
         ("after_norm", 1, torch.bfloat16, 1), ("after_norm", 3, torch.float32, 1), ("heads", 1, torch.bfloat16, 1),
         ("heads", 2, torch.bfloat16, 2), ("norm_kept", 1, torch.bfloat16, 2),
+        ("layers", 1, torch.bfloat16, 6),
     ],
 )  # fmt: skip
 def test_one_kernel_with_what_is_around(case: str, rows: int, dtype: torch.dtype, kernels: int) -> None:
