@@ -38,6 +38,7 @@ from fusewright_triton import target
 from fusewright_triton.calls import rewritten
 from fusewright_triton.config import Config
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
+from fusewright_triton.quantized import with_few_rows
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable(
@@ -145,7 +146,7 @@ class TritonBackend(FusedBackend):
         """As every fused backend; what this emitter cannot print is given back."""
         from fusewright_triton.runtime import refused
 
-        b = rewritten(self.lowerings, region, ctx)
+        b = rewritten(self.lowerings, with_few_rows(region, ctx), ctx)
         fragment = fuse(b.finish(), ctx, b.calls)
         found = self.target(self.running_on())
         for i in fragment.instructions:

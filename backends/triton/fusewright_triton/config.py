@@ -26,6 +26,8 @@ SPLIT_WORTH = 32768
 MAX_SPLIT = 128
 MATRIX = 1 << 16
 """Elements of a matrix from which on its products with few rows have a rule of their own."""
+LONGEST_AHEAD = 8192
+"""Longest row that a program reads before it waits for earlier kernels."""
 PRODUCT_STEP = 2048
 """Elements of a row of such a matrix that a program reads at a time."""
 WIDE = 2**31 - 2**22
@@ -176,6 +178,8 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
         return _products(shape, shared, target)
     row = _pow2(max(shape.row, 2))
     limit = PERSISTENT // max(1, (shape.live + 1) // 4)
+    if _odd(kernel, shape) and row == limit:
+        return Config(_tile(every, 1), 4096, False, 1, 1024 // target.lanes)
     if static and shape.row and row <= limit:
         block = 1
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
@@ -211,8 +215,15 @@ def _products(shape: _Shape, shared: tuple[int, ...], target: Target) -> Config:
     """A row of the matrix per program, 16 elements of it a lane at a time: by measurement on an H100."""
     tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
     row = _pow2(max(shape.row, 2))
-    step = min(row, PRODUCT_STEP)
+    step = min(row, LONGEST_AHEAD if target.early else PRODUCT_STEP)
     return Config(tiles, step, step == row, 1, _warps(step, 16, target))
+
+
+def _odd(kernel: Kernel, shape: _Shape) -> bool:
+    """Whether halves lie in rows that do not begin at multiples of 16 bytes, and are reduced once: held, each pair of
+    them has a mask and an address of its own. Measured on an H100, RMS norm of 30522: 0.88 of a copy against 0.76."""
+    reductions = sum(n.op == "reduce" for n in kernel.nodes())
+    return shape.width == 2 and shape.row * shape.width % LANE_BYTES != 0 and reductions == 1
 
 
 def _row_warps(elements: int, target: Target) -> int:

@@ -44,7 +44,13 @@ class Memory:
             masks.append(self.p.operand(n.args[0]))
             other = f", other={self.p.operand(n.args[1])}"
         mask = " & ".join(m for m in masks if m)
-        self.p.put(f"{self.p.name(n.id)} = tl.load({at}{f', mask={mask}' if mask else ''}{other})")
+        policy = ', eviction_policy="evict_last"' if self._shared(index) else ""
+        self.p.put(f"{self.p.name(n.id)} = tl.load({at}{f', mask={mask}' if mask else ''}{other}{policy})")
+
+    def _shared(self, index: Index) -> bool:
+        """Whether all programs read the same row, which stays in the caches then while others pass through them."""
+        points = len(self.kernel.p)
+        return any(a >= points for a in index.axes()) and not index.indirect and min(index.axes()) >= points
 
     def store(self, n: Node, over_row: bool) -> None:
         buffer, index = _present(n)

@@ -1,26 +1,34 @@
 """Linears with weights of 8 bits, as torchao's tensors leave them in a graph.
 
-Weight-only: `mm(x, cast(t(w)))`, then a factor for each column and a bias. For few rows the weight is read as it is; for
-many, eager's own cast before the library's product costs less than it saves. Dynamic: `_int_mm` of quantized rows, with
+Weight-only: `mm(x, cast(t(w)))`, then a factor for each column and a bias. For a few rows it is a loop kernel of sums with
+its neighbours, for more a kernel of blocks that reads the weight as it is; for many, eager's own cast before the library's
+product costs less than it saves. Dynamic: `_int_mm` of quantized rows, with
 loop kernels before and behind it; shapes that cuBLAS refuses have a kernel of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import CompileContext, OpView, Region, Value
 from fusewright.plan.ir import Ref
-from fusewright_triton import products
+from fusewright.toolkit.candidates import Lazy, Thunk
+from fusewright_triton import few_rows, products
 from fusewright_triton.calls import Calls, Found, spec_of
-from fusewright_triton.kernels.int8_ops import LINEAR, MM
+from fusewright_triton.kernels.int8_ops import LINEAR, MM, int8_mm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-FEW = 128
+FEW = 256
 """Rows up to which a product that reads the weight as it is beats one with a weight that was cast before it."""
+
+REPEATS = 20
+"""Products that are timed together."""
 
 LEAST_ROWS, MULTIPLE = 17, 8
 """What cuBLAS wants of an int8 product: rows of the left operand, and what K and N are multiples of."""
@@ -88,21 +96,67 @@ def _linear(op: OpView, weight: Value, scale: Value | None, bias: Value | None, 
     c.b.call(LINEAR, *args, out=last.out, op=last)
 
 
+def with_few_rows(region: Region, ctx: CompileContext) -> Region:
+    """The region with products of few rows by widened int8 weights as linears, which `few_rows` makes sums of. The weight
+    is widened where it is read."""
+    producer = {v.id: op for op in region.ops for v in op.outs}
+    ops: list[OpView] = []
+    for op in region.ops:
+        ops += _as_linear(op, producer, ctx) if op.op == "mm" and region.phase == "infer" else [op]
+    read = {v.id for op in ops for v in op.inputs()} | {v.id for v in region.outputs}
+    return replace(region, ops=tuple(op for op in ops if op.op != "cast" or op.out.id in read))
+
+
+def _as_linear(op: OpView, producer: Mapping[int, OpView], ctx: CompileContext) -> list[OpView]:
+    cast = producer.get(op.arg("mat2").id)
+    weight = None if cast is None or cast.op != "cast" else cast.arg("self")
+    if weight is None or spec_of(weight).dtype != torch.int8 or not _transposed(weight):
+        return [op]
+    spec = spec_of(weight)
+    rows = ctx.value(replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1]))
+    transpose = OpView(ctx.value(None).id, "t", "aten::t.default", ("self",), (weight,), (rows,))
+    names = ("input", "weight", "bias")
+    linear = replace(op, op="linear", target="aten::linear.default", argnames=names, args=(op.arg("self"), rows, None))
+    return [transpose, linear] if few_rows.suits(linear) else [op]
+
+
 def int_mm_reason(op: OpView) -> str | None:
-    """Only what the library refuses."""
+    """Why an integer product stays torch's own call."""
     a, b = spec_of(op.arg("self")), spec_of(op.arg("mat2"))
     if not (a.static and b.static) or 0 in (*a.shape, *b.shape):
         return "symbolic or empty"
-    if a.dtype != torch.int8 or b.dtype != torch.int8:
-        return "not int8 on both sides"
-    (m, k), n = a.shape, b.shape[1]
-    suits = m >= LEAST_ROWS and k % MULTIPLE == 0 and n % MULTIPLE == 0  # type: ignore[operator]
-    return "the library takes it" if suits else None
+    return None if a.dtype == b.dtype == torch.int8 else "not int8 on both sides"
 
 
-def lower_int_mm(op: OpView, c: Calls) -> Found:
-    """A product of integers that cuBLAS refuses."""
-    return Found((op,), op, partial(_int_mm, op), "int8 product of few rows")
+def lower_int_mm(op: OpView, c: Calls) -> Found | None:
+    """A product of integers that cuBLAS refuses, or that a kernel computes faster; else None."""
+    m, k, n = (int(s) for s in (*spec_of(op.arg("self")).shape, spec_of(op.arg("mat2")).shape[1]))  # type: ignore[arg-type]
+    if m >= LEAST_ROWS and k % MULTIPLE == 0 and n % MULTIPLE == 0:
+        if c.ctx.device.simulated or not _transposed(op.arg("mat2")) or not _kernel_pays(m, n, k, op, c):
+            return None
+    return Found((op,), op, partial(_int_mm, op), "int8 product")
+
+
+def _kernel_pays(m: int, n: int, k: int, op: OpView, c: Calls) -> bool:
+    """Whether the kernel is faster than the library, by a short measurement."""
+    device, target = spec_of(op.out).device, _target(c)
+
+    def products(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[], Thunk]:
+        def make() -> Thunk:
+            x, w = (torch.ones(rows, k, dtype=torch.int8, device=device) for rows in (m, n))
+            return lambda: _repeated(run, x, w)
+
+        return make
+
+    library = products(lambda x, w: torch.ops.aten._int_mm(x, w.t()))
+    kernel = products(lambda x, w: int8_mm(x, w, target))
+    return c.ctx.choose(f"int8 product {m}x{n}x{k}", Lazy({"library": library, "kernel": kernel})) == "kernel"
+
+
+def _repeated(run: Callable[[torch.Tensor, torch.Tensor], Any], x: torch.Tensor, w: torch.Tensor) -> None:
+    for _ in range(REPEATS):
+        run(x, w)
+    torch.cuda.synchronize()
 
 
 def _int_mm(op: OpView, c: Calls) -> None:

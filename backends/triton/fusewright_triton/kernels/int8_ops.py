@@ -13,42 +13,55 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.target import AMD
+from fusewright_triton.target import AMD, NVIDIA
 
 NAMESPACE = "fusewright_triton"
 LINEAR = f"{NAMESPACE}::int8_linear.default"
 MM = f"{NAMESPACE}::int8_mm.default"
 
-FUNCTIONS = ("rows", "blocks")
+FUNCTIONS = ("blocks", "joined")
 """The kernels of `int8.py`."""
+
+SHORTEST = 1024
+"""Products of a sum that are worth a program of their own."""
+
+JOINED = 1024
+"""Columns of one program that joins parts."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Which kernel, its blocks of BM x BN results over BK products at a time, and how Triton builds it."""
+    """Blocks of BM x BN results over BK products at a time, in `split` parts of K, and how Triton builds them."""
 
-    kernel: str
     bm: int
     bn: int
     bk: int
     warps: int
     stages: int
+    split: int = 1
 
 
-def tiles(m: int, n: int, integer: bool, target: str) -> Tiles:
-    """By measurement on an H100: few rows are bound by the bytes of the weight, so blocks are narrow where N is small,
-    that every multiprocessor has some."""
-    stages = 2 if target in AMD else 4
-    if m <= ROWS:
-        return Tiles("rows", 1, 4 if n <= 8192 else 8, 1024, 4, 2)
+@functools.cache
+def tiles(m: int, n: int, k: int, itemsize: int, target: str) -> Tiles:
+    """By measurement on an H100. Few rows are bound by the bytes of the weight: narrow blocks, and where there are fewer
+    than two to a multiprocessor, K in parts. Other targets have what their shared memory holds."""
+    t = (NVIDIA | AMD)[target] if target in NVIDIA or target in AMD else NVIDIA["sm_80"]
     if m <= 16:
-        return Tiles("blocks", 16, 16 if n <= 4096 else 32, 256, 4, stages)
-    bm = 64 if m <= 64 or integer else 128
-    return Tiles("blocks", min(bm, 64), 32 if n <= 4096 else 64, 128, 4, stages)
-
-
-ROWS = 2
-"""Rows of activations up to which products are summed without the units for matrices."""
+        bm, bn, bk, warps = 16, 32, 128, 4
+    elif m <= 64:
+        bm, bn, bk, warps = (64, 128, 128, 8) if n >= 12288 else (64, 32, 256, 8)
+    elif m <= 128 and n < 8192:
+        bm, bn, bk, warps = 64, 64, 256, 4
+    else:
+        bm, bn, bk, warps = 128, 128, 64 if itemsize > 1 and n >= 8192 else 128, 8
+    split = 1
+    while m <= 64 and -(-n // bn) * split < 2 * t.units and k // (2 * split) >= SHORTEST and split < 8:
+        split *= 2
+    stages = 5 if bm == 16 else 3
+    room = t.shared - 4096
+    while stages * bk * (bm * itemsize + bn) > room and (stages > 2 or bk > 32):
+        stages, bk = (stages - 1, bk) if stages > 2 else (stages, bk // 2)
+    return Tiles(bm, bn, bk, warps, stages if t.triton == "cuda" else 2, split)
 
 
 def int8_linear(
@@ -76,17 +89,19 @@ def _run(
     (m, k), n = x.shape, weight.shape[0]
     if not out.numel():
         return out
-    how = tiles(m, n, out.dtype == torch.int32, target)
-    one = next((t.contiguous() for t in (scale, bias) if t is not None), out)
-    args = (
-        x, weight, one if scale is None else scale.contiguous(), one if bias is None else bias.contiguous(), out,
-        m, n, k, x.stride(0), weight.stride(0), out.stride(0),
-    )  # fmt: skip
-    fixed = {
-        "SCALED": scale is not None, "BIASED": bias is not None, "INTEGER": out.dtype == torch.int32, "EVEN": k % how.bk == 0,
-        "BM": how.bm, "BN": how.bn, "BK": how.bk, "PRECISION": "ieee",
-    }  # fmt: skip
-    _launch(how, -(-m // how.bm) * -(-n // how.bn), args, fixed, x.device)
+    integer = out.dtype == torch.int32
+    how = tiles(m, n, k, x.element_size(), target)
+    factors = [out if t is None else t.contiguous() for t in (scale, bias)]
+    given = {"SCALED": scale is not None, "BIASED": bias is not None, "INTEGER": integer, "SPLIT": how.split}
+    into = out if how.split == 1 else out.new_empty((how.split, m, n), dtype=torch.int32 if integer else torch.float32)
+    fixed = {"EVEN": k % how.bk == 0, "BM": how.bm, "BN": how.bn, "BK": how.bk, "PRECISION": "ieee"}
+    args = (x, weight, *factors, into, m, n, k, x.stride(0), weight.stride(0), n)
+    programs = -(-m // how.bm) * -(-n // how.bn) * how.split
+    _launch("blocks", programs, args, {**given, **fixed}, x.device, num_warps=how.warps, num_stages=how.stages)
+    if how.split > 1:
+        _launch(
+            "joined", m * -(-n // JOINED), (into, *factors, out, m, n), {**given, "BN": JOINED}, x.device, num_warps=4
+        )
     return out
 
 
@@ -94,14 +109,16 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
-def _launch(how: Tiles, programs: int, args: Sequence[Any], fixed: dict[str, Any], device: torch.device) -> None:
+def _launch(
+    kernel: str, programs: int, args: Sequence[Any], fixed: dict[str, Any], device: torch.device, **options: int
+) -> None:
     if device.type == "cpu":
-        _interpreted().run(FUNCTIONS.index(how.kernel), programs, args, **fixed)
+        _interpreted().run(FUNCTIONS.index(kernel), programs, args, **fixed)
         return
     from fusewright_triton.kernels import int8
 
     with torch.cuda.device(device):
-        getattr(int8, how.kernel)[(programs,)](*args, **fixed, num_warps=how.warps, num_stages=how.stages)
+        getattr(int8, kernel)[(programs,)](*args, **fixed, **options)
 
 
 @functools.cache

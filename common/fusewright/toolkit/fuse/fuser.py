@@ -134,11 +134,11 @@ def computed_once(region: Region) -> set[int]:
 
 
 def _foldable(op: OpView, row: ops.Op) -> bool:
-    """Static, the same every time, and small if it is made from nothing."""
+    """Static, the same every time, and not much larger than what it is made of: the plan would not keep it."""
     if row.kind is ops.Kind.RANDOM or "empty" in row.name or not all(v.spec and v.spec.static for v in op.outs):
         return False
-    made = sum(v.spec.bytes_hint() for v in op.outs if v.spec is not None)
-    return any(True for _ in op.inputs()) or (row.kind is ops.Kind.CREATION and made <= FOLD_LIMIT)
+    made, given = (sum(v.spec.bytes_hint() for v in vs if v.spec is not None) for vs in (op.outs, tuple(op.inputs())))
+    return made <= FOLD_LIMIT + given and (given > 0 or row.kind is ops.Kind.CREATION)
 
 
 class _Planner:
