@@ -16,6 +16,7 @@ from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright_triton import positions
 from fusewright_triton.calls import Calls, Found, spec_of
+from fusewright_triton.heads import Heads, heads_of, take_apart
 from fusewright_triton.kernels import attention_ops as kernel
 
 REPEATS = 10
@@ -52,8 +53,16 @@ def _decomposed_mask(op: OpView, c: Calls) -> Found | None:
     if bias is None or not positions.fits(q, c, bias.keys):
         return None
     operands = op.arg("query"), op.arg("key"), op.arg("value")
-    write = partial(positions.write, op, bias, operands, op.arg("scale"))
-    return Found(positions.ordered([*found.ops, op], c), op, write, "attention with decomposed positions")
+    where = heads_of(*operands, op.out, c)
+    taken = positions.ordered([*found.ops, *where.ops, op], c)
+    if where.stack is not None:
+        take_apart(where.stack, taken, c)
+    return Found(taken, op, partial(_decomposed, op, bias, where), "attention with decomposed positions")
+
+
+def _decomposed(op: OpView, bias: positions.Positions, where: Heads, c: Calls) -> None:
+    operands = where.operands([op.arg(n) for n in ("query", "key", "value")], c)
+    where.write(op, kernel.DECOMPOSED, [*operands, *positions.summed(bias, c), op.arg("scale")], c)
 
 
 # ---------------------------------------------------------------- masks

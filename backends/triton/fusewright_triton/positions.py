@@ -110,12 +110,9 @@ def positions(terms: Sequence[tuple[Value, Shape]], heads: int, queries: int, ke
     return None
 
 
-def write(op: OpView, p: Positions, operands: Sequence[Value | Ref], scale: float | None, c: Calls) -> None:
-    """The call that makes `op.out` of query, key and value [B, H, L, D] or [N, L, D]."""
-    q, k, v = (c.b.any_strides(x) if isinstance(x, Value) else x for x in operands)
-    rel_h, rel_w = _relative(p.rel_h, -1, p.keys[0], p, c), _relative(p.rel_w, -2, p.keys[1], p, c)
-    stride = spec_of(op.out).stride
-    c.b.call(kernel.DECOMPOSED, q, k, v, rel_h, rel_w, scale, stride, c.ctx.device.arch, out=op.out, op=op)
+def summed(p: Positions, c: Calls) -> tuple[Ref | None, Ref | None]:
+    """rel_h [N, Qh, Qw, KH] and rel_w [N, Qh, Qw, KW]."""
+    return _relative(p.rel_h, -1, p.keys[0], p, c), _relative(p.rel_w, -2, p.keys[1], p, c)
 
 
 def _relative(value: Value, dim: int, size: int, p: Positions, c: Calls) -> Ref | None:

@@ -13,6 +13,7 @@ from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright_triton import positions
 from fusewright_triton.calls import Calls, Found, spec_of
+from fusewright_triton.heads import Heads, base_of, heads_of, result_of, take_apart
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.positions import RESHAPES, Shape, Sum, made_for_one, shape_of, through, view
 
@@ -55,14 +56,15 @@ def lower(op: OpView, c: Calls) -> Found | None:
     n, queries, keys = *shape_of(s.query)[:2], shape_of(s.value)[1]
     bias = None if s.hidden else positions.positions(s.terms, n, queries, keys)
     if bias is not None and positions.fits(q, c, bias.keys):
-        write = partial(_with_positions, s, bias)
-        return Found(positions.ordered(s.ops, c), s.product, write, "attention with decomposed positions")
+        return _found_with_positions(s, bias, c)
     lead = _lead(s, n, queries, keys) if len(s.terms) + (s.hidden is not None) <= 1 else None
     if lead is None or q.dtype not in HALF or not positions.fits(q, c):
         return None
     moves = [_split(x, lead, c) for x in (s.query, s.key, s.value)]
-    taken = [*s.ops, *(op for _, ops in moves for op in ops)]
-    write = partial(_with_mask, s, lead, [value for value, _ in moves])
+    result = result_of(s.product.out, c)
+    where = Heads(None, result if result is not None and result.lead == lead else None, lead, ())
+    taken = [*s.ops, *(op for _, ops in moves for op in ops), *(where.result.ops if where.result else ())]
+    write = partial(_with_mask, s, where, [value for value, _ in moves])
     return Found(positions.ordered(taken, c), s.product, write, "attention, by our kernel")
 
 
@@ -141,9 +143,20 @@ def _scaled(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, float]:
     return source, float(factor) if made.op == "mul" else 1.0 / factor
 
 
-def _with_positions(s: Spelled, p: positions.Positions, c: Calls) -> None:
-    key = view(c, "aten::transpose.int", c.b.any_strides(s.key), -2, -1)
-    positions.write(s.product, p, (s.query, key, s.value), s.scale, c)
+def _found_with_positions(s: Spelled, p: positions.Positions, c: Calls) -> Found:
+    key = base_of(s.key, c, s.ops)
+    where = heads_of(s.query, key, s.value, s.product.out, c)
+    taken = positions.ordered([*s.ops, *where.ops], c)
+    if where.stack is not None:
+        take_apart(where.stack, taken, c)
+    write = partial(_with_positions, s, p, where, key)
+    return Found(taken, s.product, write, "attention with decomposed positions")
+
+
+def _with_positions(s: Spelled, p: positions.Positions, where: Heads, key: Value | None, c: Calls) -> None:
+    k = key if key is not None or where.stack is not None else view(c, "aten::transpose.int", c.b.any_strides(s.key), 1, 2)
+    operands = where.operands([s.query, k, s.value], c)
+    where.write(s.product, kernel.DECOMPOSED, [*operands, *positions.summed(p, c), s.scale], c)
 
 
 # ---------------------------------------------------------------- with a mask, or nothing, added
@@ -171,18 +184,14 @@ def _split(value: Value, lead: Shape, c: Calls) -> tuple[Value, list[OpView]]:
     return value, []
 
 
-def _with_mask(s: Spelled, lead: Shape, operands: Sequence[Value], c: Calls) -> None:
-    """The kernel gives [B, H, Q, D] in the strides of [N, Q, D]."""
-    q, k, v = (_four(x, lead, c) for x in operands)
+def _with_mask(s: Spelled, where: Heads, operands: Sequence[Value], c: Calls) -> None:
+    assert where.lead is not None
+    q, k, v = (_four(x, where.lead, c) for x in operands)
     k = view(c, "aten::transpose.int", k, -2, -1)
     mask, given = _mask(s, c)
     if given is not None and len(s.terms[0][1] if s.terms else s.scores) == len(shape_of(given)) == 3:
         mask = view(c, "aten::unsqueeze.default", mask, 1)
-    out = spec_of(s.product.out)
-    n_stride, *rest = out.stride
-    stride = (n_stride * lead[1], n_stride, *rest)  # type: ignore[operator]
-    made = view(c, kernel.ATTENTION, q, k, v, mask, False, s.scale, False, stride, c.ctx.device.arch)
-    c.b.call("aten::view.default", made, out.shape, out=s.product.out, op=s.product)
+    where.write(s.product, kernel.ATTENTION, [q, k, v, mask, False, s.scale, False], c)
 
 
 def _mask(s: Spelled, c: Calls) -> tuple[Ref | None, Value | None]:
