@@ -146,8 +146,8 @@ def _near(kernel: Kernel, c: Config) -> Iterator[Config]:
         return
     row = _row(kernel)
     if c.persistent:
-        steps = [s for s in (4096, 2048) if s < c.row]
-        yield from (replace(c, tiles=_scaled(c.tiles, 0), row=s, persistent=False, warps=8) for s in steps)
+        steps = [(s, w) for s, w in ((4096, 32), (8192, 16), (4096, 16), (2048, 8)) if s < c.row]
+        yield from (replace(c, tiles=_scaled(c.tiles, 0), row=s, persistent=False, warps=w) for s, w in steps)
         return
     yield from (replace(c, row=int(c.row * f), warps=max(1, int(c.warps * f))) for f in (2, 0.5))
     yield from (replace(c, row=int(c.row * f)) for f in (2, 0.5))
