@@ -16,6 +16,7 @@ from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright.toolkit.fuse.tables import RULES
 from fusewright_triton.calls import Calls, Found, spec_of
+from fusewright_triton.graphs import repeated, several
 from fusewright_triton.kernels import product_ops
 
 LEAST = 1 << 22
@@ -23,8 +24,6 @@ LEAST = 1 << 22
 
 LEAST_ROWS = 128
 """Rows of a block: fewer leave a library's kernels for few rows faster."""
-
-REPEATS = 10
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": torch.nn.functional.gelu,
@@ -100,8 +99,12 @@ def faster(op: OpView, name: str, c: Calls) -> bool:
     m, biased = x.numel_hint() // k, op.arg("bias") is not None
     key = f"product {str(x.dtype).removeprefix('torch.')} {m}x{k}x{n} {name}{' bias' * biased}"
     like = (m, k, n, x.dtype, x.device, biased)
-    candidates = Lazy({"library": lambda: _library(name, *like), "kernel": lambda: _kernel(name, c.ctx.device.arch, *like)})
-    return c.ctx.choose(key, candidates) == "kernel"
+    made = repeated if c.ctx.options.get("graphs") else several
+    candidates = {
+        "library": lambda: made(_library(name, *like)),
+        "kernel": lambda: made(_kernel(name, c.ctx.device.arch, *like)),
+    }
+    return c.ctx.choose(f"{key}{' replayed' if made is repeated else ''}", Lazy(candidates)) == "kernel"
 
 
 def _tensors(
@@ -117,21 +120,13 @@ def _library(name: str, m: int, k: int, n: int, dtype: torch.dtype, device: str,
     x, w, bias = _tensors(m, k, n + more, dtype, device, biased)
 
     def run() -> None:
-        for _ in range(REPEATS):
-            out = ACTIVATIONS[name](torch.nn.functional.linear(x, w, bias))
-            if more:
-                out[:, :n].contiguous()
-        torch.cuda.synchronize()
+        out = ACTIVATIONS[name](torch.nn.functional.linear(x, w, bias))
+        if more:
+            out[:, :n].contiguous()
 
     return run
 
 
 def _kernel(name: str, arch: str, *like: int | torch.dtype | str | bool) -> Thunk:
     x, w, bias = _tensors(*like)  # type: ignore[arg-type]
-
-    def run() -> None:
-        for _ in range(REPEATS):
-            product_ops.linear_activation(x, w, bias, name, arch)
-        torch.cuda.synchronize()
-
-    return run
+    return lambda: product_ops.linear_activation(x, w, bias, name, arch)

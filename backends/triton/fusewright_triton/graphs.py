@@ -11,6 +11,9 @@ import torch
 
 from fusewright_triton.launch import errors
 
+REPEATS = 10
+"""Calls of a candidate that are measured at once."""
+
 ROUNDS = 3
 """Calls that a measurement takes the best of, after one that is not counted."""
 
@@ -73,6 +76,35 @@ class Graphs:
         end.record()
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+def several(run: Callable[[], Any]) -> Callable[[], None]:
+    """A few calls and a wait, as a candidate of a measured choice."""
+
+    def again() -> None:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize()
+
+    return again
+
+
+def repeated(run: Callable[[], Any]) -> Callable[[], None]:
+    """As `several`, from a graph: without the host's part of a call, which replayed plans do not have."""
+    current = torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
+    with _beside(current):
+        run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            for _ in range(REPEATS):
+                run()
+
+    def again() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return again
 
 
 class _Pool:
