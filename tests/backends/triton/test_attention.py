@@ -41,7 +41,8 @@ def qkv(dtype: str, batch: int, heads: int, queries: int, keys: int, dim: int, k
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any) -> Tensor:
     causal, scale, zero = how.get("causal", False), how.get("scale"), how.get("zero", True)
-    return kernel.attention(q, k, v, mask, causal, scale, zero, q.stride(), how.get("target", "sm_90"))
+    stride = torch.empty_like(q).stride()
+    return kernel.attention(q, k, v, mask, causal, scale, zero, stride, how.get("target", "sm_90"))
 
 
 # ---------------------------------------------------------------- the kernel
@@ -401,3 +402,56 @@ def test_every_layer_of_segment_anything_is_one_call(
         ours = torch.compile(module, backend=backend, options=options)(x).last_hidden_state
         passes(wide(x.double()).last_hidden_state, module(x).last_hidden_state, ours, dtype)
     assert len(launched) == 2
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.hardware("nvidia_triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_on_a_gpu(dim: int, dtype: str) -> None:
+    """Every form of the kernel, with lengths that end within blocks."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    q, k, v = (t.cuda() for t in qkv(dtype, 2, 4, 333, 450, dim, kv_heads=2))
+    kept = torch.rand(2, 4, 333, 450, device="cuda") > 0.2
+    for mask in (None, kept, kept[:, :1, :1], kept[:, :, :, :1].expand(-1, -1, -1, 450), kept.to(q.dtype)):
+        ours = run(q, k, v, mask, target=arch)
+        wide_mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
+        wide = scaled_dot_product_attention(q.double(), k.double(), v.double(), wide_mask, enable_gqa=True)
+        passes(wide, scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), ours, dtype)
+    for height, width in ((14, 14), (9, 64), (17, 17), (5, 30)):
+        given = [t.cuda() for t in decomposed(DTYPES[dtype], 3, height, width, dim)]
+        ours = kernel.attention_decomposed(*given, 0.1, given[0].stride(), arch)
+        passes(spelled_out(*(t.double() for t in given), 0.1), spelled_out(*given, 0.1), ours, dtype)
+
+
+@pytest.mark.hardware("nvidia_triton")
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_refused_mask_on_a_gpu(dim: int) -> None:
+    """By rule or by measurement; the third call is a replay."""
+    q, k, v = (t.cuda() for t in qkv("bf16", 2, 4, 333, 450, dim))
+    mask = torch.randn(2, 4, 333, 1, device="cuda").bfloat16()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, mask.expand(-1, -1, -1, 450)) * 2
+
+    compiled = torch.compile(attend, backend="nvidia_triton", options={"strict": True, "cache": False})
+    wide = attend(q.double(), k.double(), v.double(), mask.double())
+    with torch.no_grad():
+        for _ in range(3):
+            passes(wide, attend(q, k, v, mask), compiled(q, k, v, mask), "bf16")
+
+
+@pytest.mark.hardware("nvidia_triton")
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_segment_anything_on_a_gpu(implementation: str) -> None:
+    module, x = encoder(implementation).cuda(), torch.randn(2, 3, 64, 64, device="cuda")
+    wide = copy.deepcopy(module).double()(x.double()).last_hidden_state
+    module, x = module.bfloat16(), x.bfloat16()
+    compiled = torch.compile(module, backend="nvidia_triton", options={"strict": True, "cache": False, "fallback": "allow"})
+    with torch.no_grad():
+        for _ in range(3):
+            passes(wide, module(x).last_hidden_state, compiled(x).last_hidden_state, "bf16")
