@@ -33,7 +33,8 @@ Env: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class P:
-    """A pattern: the row names that may stand here, and patterns for the leading arguments.
+    """A pattern: the row names that may stand here ("aten.name.overload" for an op in no row), and patterns for the leading
+    arguments.
 
     An argument pattern is a nested `P`, a `str` that captures (the same name twice must match the same thing),
     `ANY`, or a literal that must be equal. Missing trailing patterns match everything.
@@ -56,12 +57,17 @@ def match(pattern: P, node: Any, env: Env) -> bool:
     """Whether `node` matches; captures are written to `env` (which holds rubbish after a failure)."""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
-    row = ops.find(node.target)
-    if row is None or row.name not in pattern.names() or len(pattern.args) > len(node.args):
+    if _name(node) not in pattern.names() or len(pattern.args) > len(node.args):
         return False
     if pattern.capture:
         env[pattern.capture] = node
     return all(_match_arg(a, b, env) for a, b in zip(pattern.args, node.args, strict=False))
+
+
+def _name(node: Node) -> str:
+    """What patterns call the op of a node."""
+    row = ops.find(node.target)
+    return row.name if row is not None else str(node.target)
 
 
 def _match_arg(pattern: Any, arg: Any, env: Env) -> bool:
@@ -133,8 +139,7 @@ class Rewriter:
         return self.hits
 
     def _apply_one(self, node: Node, by_root: dict[str, list[Rule]]) -> Any:
-        row = ops.find(node.target)
-        for rule in by_root.get(row.name, ()) if row else ():
+        for rule in by_root.get(_name(node), ()):
             if self.fuel is not None and sum(self.hits.values()) >= self.fuel:
                 return None
             env: Env = {}

@@ -116,9 +116,12 @@ def _attention(r: Rewriter, node: Node, env: Env) -> Node | None:
     users = [u for u in node.users if u.users or u in r.returned]
     if not users or any(not is_projection(u) or u.args[1] != 0 or u in r.returned for u in users):
         return None
-    q, k, v, dropout, causal = node.args
-    kwargs = {"scale": node.kwargs.get("scale"), "enable_gqa": False}
-    new = r.call("sdpa", (q, k, v, node.kwargs.get("attn_mask"), dropout, causal), like=users[0], kwargs=kwargs)
+    given = {f.name: f.default_value for f in node.target._schema.arguments}  # type: ignore[union-attr]
+    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    q, k, v, dropout, causal = (given[n] for n in ("query", "key", "value", "dropout_p", "is_causal"))
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    kwargs = {"scale": given["scale"], "enable_gqa": not _same(_shape(q)[1:2], _shape(k)[1:2])}
+    new = r.call("sdpa", (q, k, v, mask, dropout, causal), like=users[0], kwargs=kwargs)
     for u in list(node.users):
         u.replace_all_uses_with(new)
         r.graph.erase_node(u)
@@ -139,6 +142,9 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
     return _needless_copy(r, node, env)
 
 
+_OF_GPUS = tuple(f"aten._scaled_dot_product_{kind}_attention.default" for kind in ("cudnn", "efficient", "flash"))
+"""What AOTAutograd makes of attention there: torch's choice among its kernels, which the same inputs lead to again."""
+
 _MM_T = p("mm", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
 _ADDMM_T = p("addmm", "bias", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
 
@@ -157,7 +163,7 @@ RULES: tuple[Rule, ...] = (
         lambda r, n, e: _linear_mm(r, n, {**e, "flat": e["x"]}),
         "mm(x, w.T) = linear(x, w)",
     ),
-    Rule("sdpa.lse_unused", p("sdpa_with_lse"), _attention, "sdpa_with_lse(q, k, v)[0] = sdpa(q, k, v)"),
+    Rule("sdpa.lse_unused", p(("sdpa_with_lse", *_OF_GPUS)), _attention, "sdpa_with_lse(q, k, v)[0] = sdpa(q, k, v)"),
     Rule("view.view", p("view", p("view", "x")), _view_view, "view(view(x, a), b) = view(x, b)"),
     Rule("view.same", p("view", "x"), _identity_view, "view(x, x.shape) = x"),
     Rule("expand.same", p("expand", "x"), _identity_view, "expand(x, x.shape) = x"),

@@ -188,6 +188,23 @@ def test_a_disabled_rule_does_nothing(rule: str) -> None:
     assert to_text(graph) == before
 
 
+GPU_ATTENTION = {
+    "efficient": "(f32[1,2,8,4]{64,4,8,1}, f32[1,2,8], i64[], i64[]) = aten._scaled_dot_product_efficient_attention.default"
+    "(%0, %1, %2, None, False, 0.0, True, scale=0.5)",
+    "cudnn": "(f32[1,2,8,4]{64,4,8,1}, f32[1,2,8]) = aten._scaled_dot_product_cudnn_attention.default"
+    "(%0, %1, %2, None, False, 0.0, True, scale=0.5)",
+    "flash": "(f32[1,2,8,4]{64,4,8,1}, f32[1,2,8]) = aten._scaled_dot_product_flash_attention.default"
+    "(%0, %1, %2, 0.0, True, False, scale=0.5)",
+}
+
+
+@pytest.mark.parametrize("kind", GPU_ATTENTION)
+def test_attention_as_it_is_traced_on_a_gpu_is_attention_again(kind: str) -> None:
+    before = f"{QKV}%3: {GPU_ATTENTION[kind]}\n%4: f32[1,2,8,4]{{64,4,8,1}} = py.getitem(%3, 0)\n"
+    text, hits = rewritten(before + "%5: f32[1,2,8,4]{64,4,8,1} = relu(%4)\nreturn [%5]\n", "sdpa.lse_unused")
+    assert text == REWRITES["sdpa.lse_unused"][1] and hits == {"sdpa.lse_unused": 1}
+
+
 CHAIN = (
     X
     + "".join(f"%{i}: f32[2,3] = mul(%{i - 1}, 1)\n" for i in range(1, 6))
