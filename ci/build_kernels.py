@@ -36,7 +36,7 @@ from fusewright_triton import binaries, workers
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.binaries import Binary, Built, Wanted
 from fusewright_triton.config import choose
-from fusewright_triton.kernels import attention_ops
+from fusewright_triton.kernels import attention_ops, decode_ops
 from fusewright_triton.operators import Unsupported
 from fusewright_triton.resources import over_limits, resources
 from fusewright_triton.runtime import first_variant
@@ -70,8 +70,21 @@ def _attention(dtype: torch.dtype, dim: int, kind: dict[str, Any], target: Targe
     return attention_ops.request(target, dtype, dim, 4096, **kind)
 
 
+_FEW: dict[str, tuple[str, torch.dtype, int, int]] = {
+    "parts, 64, bf16": ("parts", torch.bfloat16, 64, 0),
+    "parts, an added mask, 128, fp16": ("parts", torch.float16, 128, 1),
+    "parts, a boolean mask, 256, fp32": ("parts", torch.float32, 256, 2),
+    "combined, 128, bf16": ("combined", torch.bfloat16, 128, 0),
+}
+
+
+def _few(name: str, dtype: torch.dtype, dim: int, mask: int, target: Target) -> Request:
+    return decode_ops.request(target, name, dtype, dim, mask)
+
+
 BY_HAND: dict[str, Callable[[Target], Request | None]] = {
-    f"attention, {name}": partial(_attention, *form) for name, form in _ATTENTION.items()
+    **{f"attention, {name}": partial(_attention, *form) for name, form in _ATTENTION.items()},
+    **{f"attention of few, {name}": partial(_few, *form) for name, form in _FEW.items()},
 }
 """Kernels written by hand: what asks the compiler for each of their forms, for a target."""
 

@@ -78,8 +78,8 @@ def test_a_query_that_sees_no_key_gives_zeros_and_nan_passes_through() -> None:
 
 @pytest.mark.parametrize(("batches", "keys"), [(1, 64), (8, 1024), (8, 1000), (300, 70), (1, 1 << 20)])
 def test_parts_cover_all_keys_and_none_is_empty(batches: int, keys: int) -> None:
-    chunk, parts = kernel.parts(batches, keys, 132)
-    assert chunk % kernel.KEYS == 0 and parts <= kernel.MOST_PARTS
+    chunk, parts = kernel.parts(batches, keys, 132, 32)
+    assert chunk % 32 == 0 and parts <= kernel.MOST_PARTS
     assert (parts - 1) * chunk < keys <= parts * chunk
 
 

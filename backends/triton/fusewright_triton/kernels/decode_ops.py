@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from fusewright.toolkit.kernel.types import from_torch
 from fusewright_triton.kernels.attention_ops import NAMESPACE, power_of_two, target_of
+from fusewright_triton.operators import SIGNATURE
+from fusewright_triton.target import Target
 
 OPERATOR = f"{NAMESPACE}::attention_of_few.default"
 
@@ -18,16 +21,24 @@ MOST_ROWS = 16
 """Query heads that share a head of keys, times queries: rows of one block of a matrix instruction."""
 LARGEST_DIM = 256
 KEYS = 64
-"""Keys of one step."""
+"""Most keys of one step."""
+STEP_BYTES = 1 << 14
+"""Bytes of the keys of one step at most: shared memory holds several such blocks."""
 MOST_PARTS = 64
 WARPS = 4
 
 
-def parts(batches: int, keys: int, units: int) -> tuple[int, int]:
-    """Keys of a part, a multiple of KEYS, and the number of parts: enough programs for every multiprocessor."""
-    steps = -(-keys // KEYS)
+def step_of(t: Target, dtype: torch.dtype, dim: int) -> int:
+    """Keys of one step."""
+    few = STEP_BYTES // (power_of_two(dim) * dtype.itemsize)
+    return max(16, min(few, KEYS) if t.triton == "cuda" else min(few // 2, KEYS))
+
+
+def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
+    """Keys of a part, a multiple of `step`, and the number of parts: enough programs for every multiprocessor."""
+    steps = -(-keys // step)
     wanted = max(1, min(MOST_PARTS, -(-units // batches)))
-    chunk = -(-steps // wanted) * KEYS
+    chunk = -(-steps // wanted) * step
     return chunk, -(-keys // chunk)
 
 
@@ -43,7 +54,9 @@ def attention_of_few(
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     group, n = heads // kv_heads, batch * kv_heads
-    chunk, split = parts(n, keys, target_of(target).units)
+    t = target_of(target)
+    step = step_of(t, q.dtype, dim)
+    chunk, split = parts(n, keys, t.units, step)
     kind, given = 0, q
     mask_strides: tuple[int, ...] = (0,) * 4
     if mask is not None:
@@ -55,10 +68,10 @@ def attention_of_few(
     top, total = (torch.empty((n, split, MOST_ROWS), dtype=torch.float32, device=q.device) for _ in range(2))
     numbers = (dim**-0.5 if scale is None else scale, kv_heads, group, queries, keys)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
-    shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
+    shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split, "EARLY": t.early and q.device.type != "cpu"}
     run = _interpreted if q.device.type == "cpu" else _launched
     run("parts", n * split, (q, k, v, given, acc, top, total, *numbers, *strides), {
-        **shape, "CHUNK": chunk, "MASK": kind, "BN": KEYS, "PRECISION": "ieee"
+        **shape, "CHUNK": chunk, "MASK": kind, "BN": step, "PRECISION": "ieee"
     })  # fmt: skip
     held = max(2, 1 << (split - 1).bit_length())
     run("combined", n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
@@ -71,7 +84,8 @@ def _launched(name: str, programs: int, args: Sequence[Any], constants: dict[str
     from fusewright_triton.kernels import decode as kernels
 
     with torch.cuda.device(args[0].device):
-        getattr(kernels, name)[(programs,)](*args, **constants, num_warps=WARPS)
+        how = {"launch_pdl": True} if constants["EARLY"] else {}
+        getattr(kernels, name)[(programs,)](*args, **constants, **how, num_warps=WARPS)
 
 
 def _interpreted(name: str, programs: int, args: Sequence[Any], constants: dict[str, Any]) -> None:
@@ -85,6 +99,27 @@ _FUNCTIONS = ["parts", "combined"]
 def source() -> str:
     """The kernels' source text."""
     return Path(__file__).with_name("decode.py").read_text()
+
+
+def request(t: Target, name: str, dtype: torch.dtype, dim: int, mask: int = 0) -> dict[str, Any]:
+    """What `compiler.build` takes, to build one of the two kernels without a GPU."""
+    from fusewright_triton.kernels import decode as kernels
+
+    step = step_of(t, dtype, dim)
+    chunk, split = parts(8, 1024, t.units, step)
+    fixed: dict[str, Any] = {"D": dim, "BR": MOST_ROWS, "BD": power_of_two(dim), "SPLIT": split, "EARLY": t.early}
+    fixed |= {"BP": 16} if name == "combined" else {"CHUNK": chunk, "MASK": mask, "BN": step, "PRECISION": "ieee"}
+    own = "*" + SIGNATURE[from_torch(dtype)]
+    types = {"q_ptr": own, "k_ptr": own, "v_ptr": own, "out_ptr": own, "mask_ptr": "*u8" if mask == 2 else own, "scale": "fp32"}
+    types |= dict.fromkeys(("acc_ptr", "top_ptr", "total_ptr"), "*fp32")
+    parameters = [p for p in getattr(kernels, name).arg_names if p not in fixed]
+    return {
+        "text": source(), "functions": [name], "warps": WARPS, "constants": fixed,
+        "signature": {p: types.get(p, "i32") for p in parameters} | dict.fromkeys(fixed, "constexpr"),
+        "aligned": [p for p in parameters if p.endswith("_ptr")],
+        "options": dict(t.options),
+        "target": [t.triton, int(t.arch.removeprefix("sm_")) if t.triton == "cuda" else t.arch, t.lanes],
+    }  # fmt: skip
 
 
 @functools.cache
