@@ -50,6 +50,8 @@ def compile_dynamo(
             raise
         _warn_once(f"{e} Eager runs this model.")
         return gm.forward
+    if backend.device_type == _device_type(example_inputs):
+        backend.prepare()
     if backend.constant_masks:
         masks.fold(gm)
     return capture.capture(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
-INTERFACE: tuple[int, int] = (1, 0)
+INTERFACE: tuple[int, int] = (1, 1)
 """(major, minor) of this interface. A minor only adds members with defaults."""
 
 OPSET = 1
@@ -361,6 +361,11 @@ class Backend(abc.ABC):
     def lowers(cls) -> Sequence[str] | None:
         """Row names of the opset that this backend has a lowering for, for reports; None when it cannot say."""
         return () if cls.supports is Backend.supports else None
+
+    def prepare(self) -> None:  # noqa: B027 (by default there is nothing to start)
+        """A graph for this device is about to be traced: the time to start what takes long and runs beside that, such as
+        processes of a compiler. Whether anything will have to be compiled is not known yet. Since interface 1.1.
+        """
 
     def supports(self, op: OpView) -> Verdict:
         """Whether this backend claims `op`. Pure, metadata only; anything but yes carries a reason."""

@@ -134,6 +134,13 @@ class TritonBackend(FusedBackend):
         """The target of a device that `probe` found."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Compiler processes import Triton while the graph is traced."""
+        from fusewright_triton import workers
+
+        if not self.running_on().simulated:
+            workers.pool().ahead()
+
     def supports(self, op: OpView) -> Verdict:
         """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""
         verdict = super().supports(op)

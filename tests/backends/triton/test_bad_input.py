@@ -17,10 +17,11 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
+from fusewright.interface import Device
 from fusewright.report import recording
 from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import backend, graphs, workers
-from fusewright_triton.backend import TritonBackend, TritonLoader
+from fusewright_triton.backend import NvidiaTriton, TritonBackend, TritonLoader
 from tests.unit.plan.test_replay import Recorder
 from tests.unit.plan.test_retained import Forgetful
 
@@ -128,6 +129,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """A pretended device under `graphs.Graphs`."""
     stream = SimpleNamespace(device_index=0, cuda_stream=5, device="cuda:0", wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
@@ -280,15 +282,24 @@ def test_a_compiler_process_that_ends_is_replaced_once(monkeypatch: pytest.Monke
 
 def test_compiler_processes_may_be_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "Worker", Answering)
-    monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "3")
     pool = workers.Pool()
-    pool.ahead()
-    pool.ahead()
-    assert len(pool.free) == 3
+    for told, there in (("8", 2), ("8", 2), ("16", 4)):
+        monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", told)
+        pool.ahead()
+        assert len(pool.free) == there
     monkeypatch.setattr(workers, "pool", lambda: pool)
     monkeypatch.setattr(workers, "_here", pytest.fail)
     assert workers.build_all([{"text": "k"}]) == [[{"name": "k"}]], "they are used for a single kernel too"
-    monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "1")
+    monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "2")
     pool.free = []
     pool.ahead()
-    assert pool.free == []
+    assert pool.free == [], "few processors have enough to do"
+
+
+def test_only_a_graph_on_a_real_device_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(workers.Pool, "ahead", lambda self: started.append("ahead"))
+    torch.compile(lambda x: x + 1, backend="nvidia_triton", options={"simulate": True, "cache": False})(torch.ones(2))
+    assert not started
+    NvidiaTriton(Device("cuda", "sm_90")).prepare()
+    assert started == ["ahead"]
