@@ -57,7 +57,7 @@ def suits(op: OpView) -> bool:
     x, w, bias = (op.arg(n) for n in ("input", "weight", "bias"))
     if any(v.spec is None or not v.spec.static for v in (x, w, op.out)) or x.spec.dtype not in FLOATS:
         return False
-    if op.out.spec.dtype != x.spec.dtype or w.spec.dtype not in (x.spec.dtype, torch.int8):
+    if spec_of(op.out).dtype != x.spec.dtype or w.spec.dtype not in (x.spec.dtype, torch.int8):
         return False
     if (
         w.spec.rank != 2
