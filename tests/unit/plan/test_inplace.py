@@ -112,3 +112,14 @@ def test_a_caller_sees_that_its_tensor_changed() -> None:
         before = x._version
         compiled(x, y, i)
     assert x._version > before
+
+
+def test_a_cache_of_keys_and_one_of_values_are_written_by_one_kernel() -> None:
+    def step(k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        k.index_copy_(0, i, y * 2)
+        v.index_copy_(0, i, y)
+        return [k.sum(0) + v.sum(0)]
+
+    x, y, i = arguments()
+    text = plan_of(step, x, x + 1, y, i)
+    assert text.count("if e: fail") == 2, "one for the caches, one for the sums"

@@ -225,7 +225,7 @@ class Grouper:
         if tiny is not None and self.groups[tiny.id] is tiny:
             scores.setdefault(tiny, 0)
         for group in sorted(scores, key=lambda g: (-scores[g], -g.id)):
-            if not isinstance(unit.rule, Scatter) or group in makers:
+            if not isinstance(unit.rule, Scatter) or group in makers or group.scatters:
                 reads = self._joined(unit, group)
                 if reads is not None:
                     self._enter(unit, group, reads, position)
@@ -235,7 +235,9 @@ class Grouper:
 
     def _joined(self, unit: Unit, group: Group) -> dict[int, int] | None:
         """What the unit would load in the group; None when it cannot be in it. A row op gives a map group its rows."""
-        if len(group.units) >= MAX_UNITS or group.scatters or self._would_wait(unit, group):
+        if len(group.units) >= MAX_UNITS or self._would_wait(unit, group):
+            return None
+        if group.scatters and not all(map(replaces, (unit, *(u for u in group.units if isinstance(u.rule, Scatter))))):
             return None
         domain = self._common_domain(unit, group)
         if domain is None:
@@ -352,6 +354,16 @@ class Grouper:
             if b in readers:
                 readers[:] = [g for g in readers if g is not b and g is not a] + [a]
         self.groups[b.id] = None
+
+
+def replaces(unit: Unit) -> bool:
+    """Whether a unit is a scatter that only puts elements in places: several of one domain share a kernel."""
+    rule = unit.rule
+    return (
+        isinstance(rule, Scatter)
+        and rule.finish(unit.op) is None
+        and not any(a.how for a in rule.accumulators(unit.op))
+    )
 
 
 def in_parts(units: Iterable[Unit], domain: Domain) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
 
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.fuse.build import (
@@ -22,33 +23,49 @@ from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group
 from fusewright.toolkit.fuse.rules import Accumulator, Address, Domain, Scatter
 from fusewright.toolkit.fuse.space import At, shape_of
+from fusewright.toolkit.kernel import Index, Val
 from fusewright.toolkit.kernel.types import compute_type, from_torch, to_torch
 
 Part = tuple[Built, tuple[tuple[int, int], ...]]
 """A kernel, and its (output, input) pairs that are one tensor, changed in place."""
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One scatter of a group: its accumulators, which live in values `started` and then `last`, of these types."""
+
+    unit: Unit
+    accumulators: Sequence[Accumulator]
+    specs: Sequence[TensorSpec]
+    started: Sequence[int]
+    last: Sequence[int]
+
+
 def build_scatter(
     flow: Flow, group: Group, roots: Sequence[Root], temporary: Callable[[TensorSpec], int]
 ) -> list[Part]:
-    """The launches of a group that ends in a scatter. `temporary` gives the id of a new value."""
-    unit = group.units[-1]
-    assert isinstance(unit.rule, Scatter)
-    op, rule = unit.op, unit.rule
+    """The launches of a group that ends in scatters. `temporary` gives the id of a new value."""
+    jobs = [_job(u, u.rule, temporary) for u in group.units if isinstance(u.rule, Scatter)]
+    parts: list[Part] = [
+        (_start(flow, j.unit, a, spec, i), ())
+        for j in jobs
+        for a, spec, i in zip(j.accumulators, j.specs, j.started, strict=True)
+    ]
+    main = _stores(flow, group, roots, jobs)
+    inputs = {i: k for k, i in enumerate(main.inputs)}
+    parts.append((main, tuple((k, inputs[i]) for k, i in enumerate(i for j in jobs for i in j.started))))
+    parts += [(_finish(flow, j.unit, j.specs, j.last), ()) for j in jobs if list(j.last) != [j.unit.op.out.id]]
+    return parts
+
+
+def _job(unit: Unit, rule: Scatter, temporary: Callable[[TensorSpec], int]) -> _Job:
+    op = unit.op
     assert op.out.spec is not None
-    accumulators, finish = rule.accumulators(op), rule.finish(op)
+    accumulators = rule.accumulators(op)
     specs = [replace(op.out.spec, dtype=to_torch(a.dtype), const=False) for a in accumulators]
     started = [temporary(s) for s in specs]
-    last = [op.out.id] if finish is None else [temporary(s) for s in specs]
-    parts: list[Part] = [
-        (_start(flow, unit, a, spec, i), ()) for a, spec, i in zip(accumulators, specs, started, strict=True)
-    ]
-    main = _stores(flow, group, roots, accumulators, specs, started, last)
-    inputs = {i: k for k, i in enumerate(main.inputs)}
-    parts.append((main, tuple((k, inputs[i]) for k, i in enumerate(started))))
-    if finish is not None:
-        parts.append((_finish(flow, unit, specs, last), ()))
-    return parts
+    last = [op.out.id] if rule.finish(op) is None else [temporary(s) for s in specs]
+    return _Job(unit, accumulators, specs, started, last)
 
 
 def _map_space(flow: Flow, unit: Unit, name: str) -> tuple[Evaluator, Space]:
@@ -66,30 +83,36 @@ def _start(flow: Flow, unit: Unit, a: Accumulator, spec: TensorSpec, out: int) -
     return finished(e, [out])
 
 
-def _stores(
-    flow: Flow, group: Group, roots: Sequence[Root], accumulators: Sequence[Accumulator],
-    specs: Sequence[TensorSpec], started: Sequence[int], last: Sequence[int],
-) -> Built:  # fmt: skip
-    unit = group.units[-1]
-    rule = unit.rule
-    assert isinstance(rule, Scatter)
-    domain = unit.domain()
-    b, space = space_for(domain, range(len(domain.shape)), unit.op.op, size_hints(values_of(flow, group.units)))
+def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job]) -> Built:
+    domain = jobs[0].unit.domain()
+    name = jobs[0].unit.op.op
+    b, space = space_for(domain, range(len(domain.shape)), name, size_hints(values_of(flow, group.units)))
     e = Evaluator(b, flow, frozenset(group.levels))
-    places, values = rule.code(e, unit.op, space.base)
+    made = [_made(e, j.unit, space) for j in jobs]
     stored = [(r.value, space.base.reshape(shape_of(r.value.spec))) for r in roots]
     results = [(v, at, e.value(v, at)) for v, at in stored]
-    for i, spec in zip(started, specs, strict=True):
+    started = [i for j in jobs for i in j.started]
+    for i, spec in zip(started, (s for j in jobs for s in j.specs), strict=True):
         e.buffer(Value(i, spec))  # a parameter of the kernel, though it is written as an output
-    for k, (a, spec, value) in enumerate(zip(accumulators, specs, values, strict=True)):
-        buffer, new = b.inout(f"a{k}", a.dtype), b.cast(value, a.dtype)
-        if isinstance(places, Address):
-            b.store(buffer, places.index, new, places.inside, how=a.how)
-        else:
-            b.store(buffer, e.address(spec, At(shape_of(spec), places)), new, how=a.how)
+    number = count()
+    for j, (places, values) in zip(jobs, made, strict=True):
+        for a, spec, value in zip(j.accumulators, j.specs, values, strict=True):
+            buffer, new = b.inout(f"a{next(number)}", a.dtype), b.cast(value, a.dtype)
+            if isinstance(places, Address):
+                b.store(buffer, places.index, new, places.inside, how=a.how)
+            else:
+                b.store(buffer, e.address(spec, At(shape_of(spec), places)), new, how=a.how)
     for k, (v, at, val) in enumerate(results):
         store(e, b.output(f"y{k}", _stored_type(v)), flow.place(v).spec, at, val)  # type: ignore[arg-type]
+    last = [i for j in jobs for i in j.last]
     return finished(e, [*last, *(flow.place(r.value).id for r in roots)], started)
+
+
+def _made(e: Evaluator, unit: Unit, space: Space) -> tuple[tuple[Index, ...] | Address, tuple[Val, ...]]:
+    """Where a scatter stores, and what, over a domain of as many elements as its own."""
+    rule = unit.rule
+    assert isinstance(rule, Scatter)
+    return rule.code(e, unit.op, space.base.reshape(rule.shape(unit.op)))
 
 
 def _stored_type(v: Value) -> str:
