@@ -41,7 +41,10 @@ def canonicalize(graph: Graph) -> list[str]:
 def _integer_products(graph: Graph) -> None:
     """`out_dtype(mm, int32, a, b)` of int8 matrices is `_int_mm`. torchao's dynamic quantization writes it so on GPUs."""
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") != "out_dtype" or node.args[:2] != (torch.ops.aten.mm.default, torch.int32):
+        if getattr(node.target, "__name__", "") != "out_dtype" or node.args[:2] != (
+            torch.ops.aten.mm.default,
+            torch.int32,
+        ):
             continue
         if all(retrace.value_of(n).dtype == torch.int8 for n in node.args[2:]):
             node.target, node.args = torch.ops.aten._int_mm.default, node.args[2:]
