@@ -26,10 +26,8 @@ SPLIT_WORTH = 32768
 MAX_SPLIT = 128
 MATRIX = 1 << 16
 """Elements of a matrix from which on its products with few rows have a rule of their own."""
-LONGEST_AHEAD = 8192
-"""Longest row that a program reads before it waits for earlier kernels."""
-PRODUCT_STEP = 2048
-"""Elements of a row of such a matrix that a program reads at a time."""
+PRODUCT_STEP = 8192
+"""Elements of such a matrix, times rows that it multiplies, that a program holds at a time."""
 WIDE = 2**31 - 2**22
 """Element offsets from here on need 64-bit arithmetic; the margin covers lanes past the end of a block."""
 
@@ -215,7 +213,7 @@ def _products(shape: _Shape, shared: tuple[int, ...], target: Target) -> Config:
     """A row of the matrix per program, 16 elements of it a lane at a time: by measurement on an H100."""
     tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
     row = _pow2(max(shape.row, 2))
-    step = min(row, LONGEST_AHEAD if target.early else PRODUCT_STEP)
+    step = min(row, PRODUCT_STEP // _product(tuple(t.block for t in tiles)))
     return Config(tiles, step, step == row, 1, _warps(step, 16, target))
 
 

@@ -38,9 +38,6 @@ SHAPED = frozenset({"view", "reshape", "alias", "unsqueeze", "squeeze"})
 ALONG = frozenset({"cast", "mul", "div", "neg", "abs", "pow_scalar", "add", "sub", "rsqrt", "sqrt"})
 """Ops that are computed again, element by element, for a factor of each row."""
 
-LARGEST_SCALED = 1 << 40
-"""Elements of a weight up to which a norm is taken into its product."""
-
 MOST_AGAIN = 12
 """Most ops that are computed again for a factor."""
 
@@ -157,7 +154,7 @@ class _Opener:
         """The ops that make `out`; the one of them that stands for the product in reports gets this id."""
         n, k = dims_of(weight)
         full = (numel(x) // k, n, k)
-        rows = self._scaled(x, full) if n * k <= LARGEST_SCALED else _Scaled(x)
+        rows = self._scaled(x, full)
         v = self._spread(rows.base, full)
         for factor in (*rows.along, weight):  # not cast first: what is made of constants alone would be kept, in fp32
             v = self._op("mul", v, factor, shape=full)
@@ -181,7 +178,7 @@ class _Opener:
         weights, biases = ([op.arg(name) for op in group] for name in ("weight", "bias"))
         dtype, k = spec_of(weights[0]).dtype, dims_of(weights[0])[1]
         n = sum(dims_of(w)[0] for w in weights)
-        weight = self._constant(self._op("cat", tuple(weights), 0, shape=(n, k), dtype=dtype))
+        weight = self._op("cat", tuple(weights), 0, shape=(n, k), dtype=dtype)
         bias = None if biases[0] is None else self._op("cat", tuple(biases), 0, shape=(n,), dtype=dtype)
         shape = (*dims_of(group[0].out)[:-1], n)
         whole = self.ctx.value(TensorSpec(shape, contiguous_strides(shape), dtype, spec_of(weights[0]).device))
@@ -192,12 +189,6 @@ class _Opener:
             self._op("slice", whole, -1, start, stop, shape=dims_of(op.out), dtype=dtype)
             self.made[-1] = replace(self.made[-1], id=op.id, outs=(op.out,))
             start = stop
-
-    def _constant(self, v: Value) -> Value:
-        """The result of the last op as one that is known to be made once."""
-        const = replace(v, spec=replace(spec_of(v), const=True))
-        self.made[-1] = replace(self.made[-1], outs=(const,))
-        return const
 
     # ---- rows
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 KiB = 1024
-EARLY = False
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,6 @@ class Target:
         """What Triton's compiler is told beside the number of warps. Denormals are kept, as eager keeps them."""
         common = (("sanitize_overflow", False),)
         return (*common, ("enable_reflect_ftz", False)) if self.triton == "cuda" else common
-
-    @property
-    def early(self) -> bool:
-        """Whether a kernel may be started before the one before it has ended, and wait for it itself (CUDA Programming
-        Guide, "programmatic dependent launch")."""
-        return EARLY and self.triton == "cuda" and int(self.arch.removeprefix("sm_")) >= 90
 
     @property
     def all_features(self) -> frozenset[str]:

@@ -19,16 +19,13 @@ def parts(
     q_ptr, k_ptr, v_ptr, mask_ptr, acc_ptr, top_ptr, total_ptr, scale, kv_heads, group, queries, keys,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_h, mask_q, mask_k,
     CHUNK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr, D: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of one head of keys against CHUNK keys: sums of values [BR, BD], largest scores and sums of weights [BR].
 
     Rows are the `group` query heads of this head of keys, with `queries` queries each. MASK: 0 none, 1 added, 2 of bytes
     (0 hides).
     """
-    if EARLY:
-        fw.start_next()
-        fw.wait_for_earlier()
     part = tl.program_id(0) % SPLIT
     n = tl.program_id(0) // SPLIT
     b = (n // kv_heads).to(tl.int64)
@@ -79,12 +76,9 @@ def parts(
 @triton.jit
 def combined(
     acc_ptr, top_ptr, total_ptr, out_ptr, kv_heads, group, queries, out_b, out_h, out_s,
-    SPLIT: tl.constexpr, BP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, BP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One query's result of its SPLIT parts. A row that sees no key is 0, as torch has it."""
-    if EARLY:
-        fw.start_next()
-        fw.wait_for_earlier()
     row = tl.program_id(0) % (group * queries)
     n = tl.program_id(0) // (group * queries)
     part = tl.arange(0, BP)

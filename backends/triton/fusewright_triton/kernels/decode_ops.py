@@ -68,7 +68,7 @@ def attention_of_few(
     top, total = (torch.empty((n, split, MOST_ROWS), dtype=torch.float32, device=q.device) for _ in range(2))
     numbers = (dim**-0.5 if scale is None else scale, kv_heads, group, queries, keys)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
-    shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split, "EARLY": t.early and q.device.type != "cpu"}
+    shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
     run = _interpreted if q.device.type == "cpu" else _launched
     run("parts", n * split, (q, k, v, given, acc, top, total, *numbers, *strides), {
         **shape, "CHUNK": chunk, "MASK": kind, "BN": step, "PRECISION": "ieee"
@@ -84,8 +84,7 @@ def _launched(name: str, programs: int, args: Sequence[Any], constants: dict[str
     from fusewright_triton.kernels import decode as kernels
 
     with torch.cuda.device(args[0].device):
-        how = {"launch_pdl": True} if constants["EARLY"] else {}
-        getattr(kernels, name)[(programs,)](*args, **constants, **how, num_warps=WARPS)
+        getattr(kernels, name)[(programs,)](*args, **constants, num_warps=WARPS)
 
 
 def _interpreted(name: str, programs: int, args: Sequence[Any], constants: dict[str, Any]) -> None:
@@ -107,7 +106,7 @@ def request(t: Target, name: str, dtype: torch.dtype, dim: int, mask: int = 0) -
 
     step = step_of(t, dtype, dim)
     chunk, split = parts(8, 1024, t.units, step)
-    fixed: dict[str, Any] = {"D": dim, "BR": MOST_ROWS, "BD": power_of_two(dim), "SPLIT": split, "EARLY": t.early}
+    fixed: dict[str, Any] = {"D": dim, "BR": MOST_ROWS, "BD": power_of_two(dim), "SPLIT": split}
     fixed |= {"BP": 16} if name == "combined" else {"CHUNK": chunk, "MASK": mask, "BN": step, "PRECISION": "ieee"}
     own = "*" + SIGNATURE[from_torch(dtype)]
     types = {"q_ptr": own, "k_ptr": own, "v_ptr": own, "out_ptr": own, "mask_ptr": "*u8" if mask == 2 else own, "scale": "fp32"}
