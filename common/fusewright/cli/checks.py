@@ -133,9 +133,7 @@ def run_smoke(rows: Sequence[Row]) -> None:
 def _child(names: list[str]) -> tuple[list[dict[str, Any]], str]:
     """Events of one child process, and in words how it ended."""
     try:
-        done = subprocess.run(
-            [*SMOKE, *names], capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False
-        )
+        done = subprocess.run([*SMOKE, *names], capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
         out, code = done.stdout, done.returncode
         last = done.stderr.strip().splitlines()[-1:] or [""]
         ending = f"killed by signal {-code}" if code < 0 else f"exit code {code} {last[0]}".rstrip()

@@ -59,9 +59,7 @@ class Explained:
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all."
-)
+@click.option("--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True)
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
 @click.option("--train", is_flag=True, help="The training step: forward and backward graphs.")
@@ -239,9 +237,7 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
     for reason, n in e.breaks.items():
         say(f"  break ({n}x): {' '.join(reason.split('Hint:')[0].split())}")
     share = coverage(e)
-    say(
-        f"covered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)"
-    )
+    say(f"covered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)")
     say("")
 
 
@@ -264,9 +260,7 @@ def _group_table(console: Console, e: Explained, title: str, reason: str, groups
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("op", "n", "time", "shape", "source", reason):
         right = name in ("n", "time")
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=right or name == "op", overflow="fold"
-        )
+        table.add_column(name, justify="right" if right else "left", no_wrap=right or name == "op", overflow="fold")
     for g in groups:
         cells = (g.op, str(g.n), f"{g.share:.1%}", _few(g.shapes), _few(g.sources), g.why)
         table.add_row(*map(escape, cells))

@@ -77,9 +77,7 @@ class Lowering(Generic[Code]):
             return None
         for v in (*op.inputs(), *op.outs):
             if v.dim is not None or (v.spec is not None and not v.spec.static):
-                return Verdict(
-                    Why.DYNAMIC_SHAPE, f"the lowering of {op.op} needs static shapes; {_shape(v)} is not"
-                )
+                return Verdict(Why.DYNAMIC_SHAPE, f"the lowering of {op.op} needs static shapes; {_shape(v)} is not")
         return None
 
     def _dtype(self, specs: Iterable[TensorSpec], device: Device) -> Verdict | None:
@@ -90,9 +88,7 @@ class Lowering(Generic[Code]):
                 return Verdict(Why.DTYPE, f"{_name(dtype)} is not among {', '.join(map(_name, self.dtypes))}")
             feature = self.dtypes[dtype]
             if feature and feature not in device.features:
-                return Verdict(
-                    Why.DEVICE_FEATURE, f"{_name(dtype)} needs {feature}, which {device.arch} has not"
-                )
+                return Verdict(Why.DEVICE_FEATURE, f"{_name(dtype)} needs {feature}, which {device.arch} has not")
         return None
 
     def _layout(self, specs: Iterable[TensorSpec]) -> Verdict | None:
