@@ -7,11 +7,13 @@ cuBLASLt's own gelu is the one by tanh, and its kernels for rows that are not mu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from fusewright.interface import OpView, Value
+from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright.toolkit.fuse.tables import RULES
@@ -50,15 +52,16 @@ def suits(op: OpView, c: Calls) -> bool:
 
 def activated(op: OpView, c: Calls) -> Found | None:
     """A linear with the activation that alone reads its result, unless a loop kernel behind takes the activation in."""
-    user = c.b.links.only_user(op.out)
+    taken, user = [op], c.b.links.only_user(op.out)
+    while user is not None and _reshapes(user):
+        taken.append(user)
+        user = c.b.links.only_user(user.out)
     name = activation_of(user) if user is not None else None
     if user is None or name is None or spec_of(user.out).dtype != spec_of(op.out).dtype:
         return None
-    if all(u.op in RULES for u in c.b.links.users(user.out)) and not _leaves(user.out, c):
+    if not _stored(user.out, c) or not suits(op, c) or not dense(user.out) or not faster(op, name, c):
         return None
-    if not suits(op, c) or not dense(user.out) or not faster(op, name, c):
-        return None
-    return Found((op, user), user, partial(_write, op, user.out, name), f"product with {user.op}")
+    return Found((*taken, user), user, partial(_write, op, user.out, name), f"product with {user.op}")
 
 
 def odd(op: OpView, c: Calls) -> Found | None:
@@ -68,8 +71,21 @@ def odd(op: OpView, c: Calls) -> Found | None:
     return Found((op,), op, partial(_write, op, op.out, ""), "product, rows of odd length")
 
 
+def _reshapes(op: OpView) -> bool:
+    """Whether an op gives the same rows in another shape."""
+    return op.op in ("view", "reshape", "alias") and spec_of(op.out).shape[-1] == spec_of(op.args[0]).shape[-1]
+
+
 def _leaves(v: Value, c: Calls) -> bool:
-    return any(o.id == v.id for o in c.region.outputs)
+    """Whether a value, or rows of it in another shape, are used outside."""
+    views = (u.out for u in c.b.links.users(v) if _reshapes(u))
+    return any(o.id == v.id for o in c.region.outputs) or any(_leaves(o, c) for o in views)
+
+
+def _stored(v: Value, c: Calls) -> bool:
+    """Whether somebody reads a value from memory, a library's call or the outside."""
+    users = c.b.links.users(v)
+    return _leaves(v, c) or any(_stored(u.out, c) if _reshapes(u) else u.op not in RULES for u in users)
 
 
 def activation_of(op: OpView) -> str | None:
@@ -87,7 +103,12 @@ def dense(v: Value) -> bool:
 
 def _write(op: OpView, out: Value, name: str, c: Calls) -> None:
     given = c.b.any_strides(op.arg("input")), c.exact(op.arg("weight")), c.exact(op.arg("bias"))
-    c.b.call(product_ops.LINEAR, *given, name, c.ctx.device.arch, out=out, op=op)
+    product, wanted = spec_of(op.out), spec_of(out)
+    same = product.shape == wanted.shape
+    made = out if same else c.ctx.value(replace(product, stride=contiguous_strides(product.shape)))  # type: ignore[arg-type]
+    c.b.call(product_ops.LINEAR, *given, name, c.ctx.device.arch, out=made, op=op)
+    if not same:
+        c.b.call("aten::view.default", Ref(made.id), wanted.shape, out=out)
 
 
 def faster(op: OpView, name: str, c: Calls) -> bool:

@@ -135,3 +135,29 @@ def test_devices_without_descriptors_keep_their_library(arch: str) -> None:
     device = Device("cpu", arch, cls.targets[arch].all_features)
     y = mlp(g, "relu")
     assert "fusewright_triton::linear_activation" not in targets(lowered(g, [y], "kernel", device=device, cls=cls))
+
+
+class Mlp(torch.nn.Module):
+    """As captured models have it: rows are flattened around each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 57)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_model_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PADDING_PAYS", 1 << 10)
+    torch.manual_seed(0)
+    seen: list[str] = []
+    launch = product_ops._launch
+    monkeypatch.setattr(product_ops, "_launch", lambda *args: (seen.append(args[4]["ACT"]), launch(*args)))
+    model, x = Mlp().eval().bfloat16(), torch.randn(2, 128, 32).bfloat16()
+    with torch.no_grad():
+        got = torch.compile(model, backend="nvidia_triton", options={"simulate": True, "cache": False, "strict": True})(x)
+        eager, exact = model(x), model.double()(x.double())
+    assert seen == ["gelu", ""]
+    assert got.is_contiguous() and (got - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-3
