@@ -112,9 +112,12 @@ def _write(op: OpView, out: Value, name: str, c: Calls) -> None:
 
 
 def faster(op: OpView, name: str, c: Calls) -> bool:
-    """Whether the kernel is faster than torch's calls, by a short measurement. Simulated it always is."""
+    """Whether the kernel is faster than torch's calls, by a short measurement, under the option `autotune`: its compilation
+    and the measurement take one to two seconds of a first call. Simulated it always is."""
     if c.ctx.device.simulated:
         return True
+    if not c.ctx.options.get("autotune"):
+        return False
     x, n = spec_of(op.arg("input")), int(spec_of(op.out).shape[-1])  # type: ignore[arg-type]
     k = int(x.shape[-1])  # type: ignore[arg-type]
     m, biased = x.numel_hint() // k, op.arg("bias") is not None

@@ -57,10 +57,11 @@ class Net(Sketch):
 
 
 def lowered(
-    g: Sketch, outputs: Sequence[Value], *prefer: str, device: Device = REAL, cls: type[TritonBackend] = NvidiaTriton
-) -> Fragment:
+    g: Sketch, outputs: Sequence[Value], *prefer: str, device: Device = REAL, cls: type[TritonBackend] = NvidiaTriton,
+    **options: Any,
+) -> Fragment:  # fmt: skip
     g.temporaries.clear()
-    ctx = Context({}, device, by_preference(*prefer, "separate", "aten", "torch"), specs=g.temporaries)
+    ctx = Context(options, device, by_preference(*prefer, "separate", "aten", "torch"), specs=g.temporaries)
     result = cls(device).compile(g.region(outputs), ctx)
     assert isinstance(result, Fragment)
     return result

@@ -74,6 +74,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epilogues, "LEAST", 1 << 10)
 
 
+@pytest.mark.usefixtures("small")
+def test_only_autotune_pays_for_the_compilation() -> None:
+    g = Net()
+    y = mlp(g, "relu")
+    assert targets(lowered(g, [y], "kernel")) == ["aten::linear", "kernel relu", "aten::linear"]
+    assert "fusewright_triton::linear_activation" in targets(lowered(g, [y], "kernel", autotune=True))
+
+
 def mlp(g: Net, act: str, *args: object, rows: int = 128, width: int = 48) -> Value:
     x = g.tensor(rows, 32)
     return g.op("linear", g.op(act, g.op("linear", x, g.weight(64, 32), g.weight(64)), *args), g.weight(width, 64), None)
@@ -97,7 +105,7 @@ def test_an_activation_goes_into_the_product_before_it(act: tuple[str, ...]) -> 
 def test_what_is_no_faster_stays_with_the_library() -> None:
     g = Net()
     y = mlp(g, "relu")
-    assert targets(lowered(g, [y], "library")) == ["aten::linear", "kernel relu", "aten::linear"]
+    assert targets(lowered(g, [y], "library", autotune=True)) == ["aten::linear", "kernel relu", "aten::linear"]
 
 
 @pytest.mark.usefixtures("small")
@@ -106,7 +114,7 @@ def test_an_activation_that_a_kernel_behind_takes_in_is_left_to_it() -> None:
     x = g.tensor(128, 32)
     gate, up = (g.op("linear", x, g.weight(64, 32), None) for _ in range(2))
     y = g.op("linear", g.op("mul", g.op("silu", gate), up), g.weight(48, 64), None)
-    assert not any("linear_activation" in t for t in targets(lowered(g, [y], "kernel")))
+    assert not any("linear_activation" in t for t in targets(lowered(g, [y], "kernel", autotune=True)))
 
 
 @pytest.mark.usefixtures("small")
@@ -114,7 +122,7 @@ def test_a_product_that_others_read_keeps_its_activation_apart() -> None:
     g = Net()
     h = g.op("linear", g.tensor(128, 32), g.weight(64, 32), None)
     y = g.op("linear", g.op("gelu", h, "none"), g.weight(48, 64), None)
-    assert not any("linear_activation" in t for t in targets(lowered(g, [y, h], "kernel")))
+    assert not any("linear_activation" in t for t in targets(lowered(g, [y, h], "kernel", autotune=True)))
 
 
 @pytest.mark.usefixtures("small")
@@ -123,7 +131,7 @@ def test_rows_of_odd_length_are_written_where_they_are_wanted(monkeypatch: pytes
     g = Net()
     y = g.op("linear", g.tensor(128, 32), g.weight(57, 32), g.weight(57))
     assert targets(check(g, [y])) == ["fusewright_triton::linear_activation"]
-    padded = targets(lowered(g, [y], "library"))
+    padded = targets(lowered(g, [y], "library", autotune=True))
     assert "fusewright_triton::linear_activation" not in padded and "aten::slice.Tensor" in padded
 
 
@@ -134,7 +142,7 @@ def test_devices_without_descriptors_keep_their_library(arch: str) -> None:
     cls = RocmTriton if arch.startswith("gfx") else NvidiaTriton
     device = Device("cpu", arch, cls.targets[arch].all_features)
     y = mlp(g, "relu")
-    assert "fusewright_triton::linear_activation" not in targets(lowered(g, [y], "kernel", device=device, cls=cls))
+    assert "fusewright_triton::linear_activation" not in targets(lowered(g, [y], "kernel", device=device, cls=cls, autotune=True))
 
 
 class Mlp(torch.nn.Module):
