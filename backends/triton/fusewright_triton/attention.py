@@ -18,6 +18,7 @@ from fusewright_triton import positions
 from fusewright_triton.calls import Calls, Found, spec_of
 from fusewright_triton.heads import Heads, heads_of, take_apart
 from fusewright_triton.kernels import attention_ops as kernel
+from fusewright_triton.target import named
 
 NARROW = 64
 """Elements of a head up to which it is narrow."""
@@ -89,7 +90,7 @@ def _shared_mask(op: OpView) -> bool:
 
 def _known_to_pay(op: OpView, c: Calls) -> bool:
     """Where the H100 always found our kernel faster than cuDNN's, torch's first choice."""
-    return _shared_mask(op) and kernel.target_of(c.ctx.device.arch).triton == "cuda"
+    return _shared_mask(op) and named(c.ctx.device.arch).triton == "cuda"
 
 
 def _plain(op: OpView, c: Calls) -> bool:

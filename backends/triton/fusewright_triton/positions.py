@@ -11,6 +11,7 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright_triton.calls import Calls, spec_of
 from fusewright_triton.kernels import attention_ops as kernel
+from fusewright_triton.target import named
 
 RESHAPES = frozenset({"view", "reshape", "clone", "alias"})
 """Ops that keep the elements and their order."""
@@ -51,7 +52,7 @@ def view(c: Calls, target: str, *args: Any) -> Ref:
 
 def fits(q: TensorSpec, c: Calls, image: tuple[int, int] | None = None) -> bool:
     """Whether our kernel takes these heads, in inference: training needs what torch's own attention saves."""
-    target = kernel.target_of(c.ctx.device.arch)
+    target = named(c.ctx.device.arch)
     return c.region.phase == "infer" and kernel.fits(target, q.dtype, int(q.shape[-1]), image)  # type: ignore[arg-type]
 
 

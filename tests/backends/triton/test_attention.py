@@ -19,6 +19,7 @@ from fusewright.interface import Device, Fragment, Value
 from fusewright.toolkit.fused import llvm_loader
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.kernels import attention_ops as kernel
+from fusewright_triton.target import named
 from tests.fragments import Context, Sketch, targets
 
 TARGETS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
@@ -166,18 +167,18 @@ def test_positions_that_hide_keys(height: int, width: int) -> None:
 
 def test_blocks_follow_the_geometry() -> None:
     """Whole rows of an image where they fill a block; else the bias is a product."""
-    t = kernel.target_of("sm_90")
+    t = named("sm_90")
     assert kernel.tiles(t, torch.bfloat16, 64, 4096, 4096, (64, 64)).bias == 1
     assert kernel.tiles(t, torch.bfloat16, 64, 196, 196, (14, 14)).bn == 16
     assert kernel.tiles(t, torch.bfloat16, 64, 289, 289, (17, 17)).bias == 2
     assert kernel.tiles(t, torch.bfloat16, 64, 1, 1000).bm == 16
-    a40, image = kernel.target_of("sm_86"), (40, 90)
+    a40, image = named("sm_86"), (40, 90)
     how = kernel.tiles(a40, torch.bfloat16, 128, 3600, 3600, image)
     assert kernel.shared(how, torch.bfloat16, 128, image) <= a40.shared
-    assert kernel.target_of("sm_87") == kernel.target_of("sm_86")
+    assert named("sm_87") == named("sm_86")
     assert not kernel.fits(t, torch.bfloat16, 64, (200, 150)) and not kernel.fits(t, torch.bfloat16, 512, (64, 64))
     with pytest.raises(ValueError, match="no target"):
-        kernel.target_of("sm_70")
+        named("sm_70")
 
 
 # ---------------------------------------------------------------- where it is put

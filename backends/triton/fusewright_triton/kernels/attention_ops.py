@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from fusewright.toolkit.kernel.types import from_torch
-from fusewright_triton import target as targets
 from fusewright_triton.operators import SIGNATURE
-from fusewright_triton.target import Target
+from fusewright_triton.target import Target, named
 
 NAMESPACE = "fusewright_triton"
 ATTENTION = f"{NAMESPACE}::attention.default"
@@ -139,15 +138,6 @@ def _interpreted() -> Any:
     return Simulated(source(), ["attention"])
 
 
-@functools.cache
-def target_of(arch: str) -> Target:
-    """The target of a device by the name that its backend gives it."""
-    found = targets.amd(arch) or targets.nvidia((int(arch[3:-1]), int(arch[-1])))
-    if found is None:
-        raise ValueError(f"{arch} has no target")
-    return found
-
-
 def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> bool:
     """Whether the kernel is built for such heads on a target, and holds such an image of keys."""
     how = tiles(t, dtype, dim, LARGEST_IMAGE, LARGEST_IMAGE, image)
@@ -169,7 +159,7 @@ def attention(
     q, k, v = (_dense(t) for t in (query, key, value))
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
-    t = target_of(target)
+    t = named(target)
     how = tiles(t, q.dtype, dim, queries, k.shape[2])
     kind, given = 0, q
     mask_strides: tuple[int, ...] = (0,) * 4
@@ -198,7 +188,7 @@ def attention_decomposed(
     batch, heads, queries, dim = q.shape
     out = torch.empty_strided(query.shape, stride, dtype=q.dtype, device=q.device)
     image = rel_h.shape[3], rel_w.shape[3]
-    t = target_of(target)
+    t = named(target)
     how, exact = tiles(t, q.dtype, dim, queries, k.shape[2], image), precision(t, q.dtype)
     fixed = constants(how, q.dtype, dim, zero=False, query_columns=rel_h.shape[2], image=image, precision=exact)
     numbers = (_factor(q, scale), heads, 1, queries, k.shape[2])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fusewright.toolkit.kernel.types import from_torch
-from fusewright_triton.kernels.attention_ops import NAMESPACE, power_of_two, target_of
+from fusewright_triton.kernels.attention_ops import NAMESPACE, power_of_two
 from fusewright_triton.operators import SIGNATURE
-from fusewright_triton.target import Target
+from fusewright_triton.target import Target, named
 
 OPERATOR = f"{NAMESPACE}::attention_of_few.default"
 
@@ -54,7 +54,7 @@ def attention_of_few(
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     group, n = heads // kv_heads, batch * kv_heads
-    t = target_of(target)
+    t = named(target)
     step = step_of(t, q.dtype, dim)
     chunk, split = parts(n, keys, t.units, step)
     kind, given = 0, q
