@@ -36,7 +36,8 @@ from fusewright_triton import binaries, workers
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.binaries import Binary, Built, Wanted
 from fusewright_triton.config import choose
-from fusewright_triton.kernels import attention_ops, decode_ops
+from fusewright_triton.handwritten import Order, noting
+from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
 from fusewright_triton.operators import Unsupported
 from fusewright_triton.resources import over_limits, resources
 from fusewright_triton.runtime import first_variant
@@ -49,44 +50,70 @@ TARGETS: dict[str, Target] = {
 }
 MODELS = tuple(dict.fromkeys([*suite.SUITE, *suite.TRAINABLE]))
 
-Request = Mapping[str, Any]
-_IMAGE, _WINDOW = {"image": (64, 64), "query_columns": 64}, {"image": (14, 14), "query_columns": 14}
-_ATTENTION: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
-    "an image, 64, bf16": (torch.bfloat16, 64, _IMAGE),
-    "an image, 80, bf16": (torch.bfloat16, 80, _IMAGE),
-    "a window, 64, bf16": (torch.bfloat16, 64, _WINDOW),
-    "a window, 64, fp32": (torch.float32, 64, _WINDOW),
-    "an added mask, 64, bf16": (torch.bfloat16, 64, {"mask": 1, "each": True}),
-    "a boolean mask, 128, bf16": (torch.bfloat16, 128, {"mask": 2}),
-    "causal, 64, fp16": (torch.float16, 64, {"causal": True}),
-    "causal, 256, bf16": (torch.bfloat16, 256, {"causal": True}),
+_IMAGE, _WINDOW = (64, 64), (14, 14)
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _meta(*shape: int, dtype: torch.dtype = _BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(dtype: torch.dtype, dim: int, mask: str, causal: bool, t: Target) -> None:
+    if attention_ops.fits(t, dtype, dim):
+        q, hides = _meta(4, 16, 4096, dim, dtype=dtype), _MASKS[mask](dtype)
+        attention_ops.attention(q, q, q, hides, causal, None, True, q.stride(), t.arch)
+
+
+_MASKS: dict[str, Callable[[torch.dtype], torch.Tensor | None]] = {
+    "": lambda dtype: None,
+    "added": lambda dtype: _meta(1, 16, 4096, 4096, dtype=dtype),
+    "boolean": lambda dtype: _meta(4, 1, 1, 4096, dtype=torch.bool).expand(4, 16, 4096, 4096),
 }
 
 
-def _attention(dtype: torch.dtype, dim: int, kind: dict[str, Any], target: Target) -> Request | None:
-    """None where the backend does not give the kernel such heads."""
-    if not attention_ops.fits(target, dtype, dim, kind.get("image")):
-        return None
-    return attention_ops.request(target, dtype, dim, 4096, **kind)
+def _positions(dtype: torch.dtype, dim: int, image: tuple[int, int], t: Target) -> None:
+    if attention_ops.fits(t, dtype, dim, image):
+        q, (h, w) = _meta(1, 12, image[0] * image[1], dim, dtype=dtype), image
+        rows, columns = _meta(12, h, w, h, dtype=dtype), _meta(12, h, w, w, dtype=dtype)
+        attention_ops.attention_decomposed(q, q, q, rows, columns, None, q.stride(), t.arch)
 
 
-_FEW: dict[str, tuple[str, torch.dtype, int, int]] = {
-    "parts, 64, bf16": ("parts", torch.bfloat16, 64, 0),
-    "parts, an added mask, 128, fp16": ("parts", torch.float16, 128, 1),
-    "parts, a boolean mask, 256, fp32": ("parts", torch.float32, 256, 2),
-    "combined, 128, bf16": ("combined", torch.bfloat16, 128, 0),
+def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target) -> None:
+    q, k = _meta(1, 32, 1, dim, dtype=dtype), _meta(1, 8, 1024, dim, dtype=dtype)
+    hides = None if mask is None else _meta(1, 1, 1, 1024, dtype=mask)
+    decode_ops.attention_of_few(q, k, k, hides, None, q.stride(), t.arch)
+
+
+def _int8(rows: int, t: Target) -> None:
+    w = _meta(14336, 4096, dtype=torch.int8)
+    int8_ops.int8_linear(_meta(rows, 4096), w, _meta(14336), _meta(14336), t.arch)
+    int8_ops.int8_mm(_meta(rows, 4096, dtype=torch.int8), w, t.arch)
+
+
+def _product(dtype: torch.dtype, columns: int, activation: str, t: Target) -> None:
+    x, w, b = _meta(8192, 768, dtype=dtype), _meta(columns, 768, dtype=dtype), _meta(columns, dtype=dtype)
+    product_ops.linear_activation(x, w, b, activation, t.arch)
+
+
+BY_HAND: dict[str, Callable[[Target], None]] = {
+    "attention, an added mask, 64, bf16": partial(_attention, _BF16, 64, "added", False),
+    "attention, a boolean mask, 128, bf16": partial(_attention, _BF16, 128, "boolean", False),
+    "attention, causal, 64, fp16": partial(_attention, _FP16, 64, "", True),
+    "attention, causal, 256, bf16": partial(_attention, _BF16, 256, "", True),
+    "attention, an image, 64, bf16": partial(_positions, _BF16, 64, _IMAGE),
+    "attention, an image, 80, bf16": partial(_positions, _BF16, 80, _IMAGE),
+    "attention, a window, 64, bf16": partial(_positions, _BF16, 64, _WINDOW),
+    "attention, a window, 64, fp32": partial(_positions, _FP32, 64, _WINDOW),
+    "attention of few, 64, bf16": partial(_few, _BF16, 64, None),
+    "attention of few, an added mask, 128, fp16": partial(_few, _FP16, 128, _FP16),
+    "attention of few, a boolean mask, 256, fp32": partial(_few, _FP32, 256, torch.bool),
+    "int8 products, 1 row": partial(_int8, 1),
+    "int8 products, 512 rows": partial(_int8, 512),
+    "product with gelu, bf16": partial(_product, _BF16, 3072, "gelu"),
+    "product, rows of odd length, fp16": partial(_product, _FP16, 30522, ""),
 }
-
-
-def _few(name: str, dtype: torch.dtype, dim: int, mask: int, target: Target) -> Request:
-    return decode_ops.request(target, name, dtype, dim, mask)
-
-
-BY_HAND: dict[str, Callable[[Target], Request | None]] = {
-    **{f"attention, {name}": partial(_attention, *form) for name, form in _ATTENTION.items()},
-    **{f"attention of few, {name}": partial(_few, *form) for name, form in _FEW.items()},
-}
-"""Kernels written by hand: what asks the compiler for each of their forms, for a target."""
+"""Kernels written by hand: calls of their operators, on tensors of the meta device, as models make them. A call asks for nothing
+where the backend gives the kernel no such tensors."""
 
 
 @dataclass
@@ -125,6 +152,7 @@ class Row:
 @contextmanager
 def collecting(found: dict[str, Kernel]) -> Iterator[None]:
     """What Triton backends load goes into `found`, by structural hash, and is computed by the CPU's emitter."""
+
     def collect(self: TritonBackend, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         found.update(kernels)
         return llvm_loader(kernels)
@@ -197,9 +225,14 @@ def _name(k: Kernel) -> str:
 
 def add_by_hand(row: Row, target: Target) -> None:
     """The kernels written by hand, in every form that the target is given them in."""
-    start = time.monotonic()
-    requests = {name: made for name, make in BY_HAND.items() if (made := make(target)) is not None}
-    for name, answer in zip(requests, workers.build_each(list(requests.values())), strict=True):
+    start, wanted = time.monotonic(), dict[Order, str]()
+    for name, call in BY_HAND.items():
+        orders: list[Order] = []
+        with noting(orders):
+            call(target)
+        wanted.update({o: f"{o.function} of {name}" for o in orders})
+    answers = workers.build_each([o.request(target) for o in wanted])
+    for name, answer in zip(wanted.values(), answers, strict=True):
         if isinstance(answer, workers.BuildError):
             row.add(name, answer, target)
         else:
@@ -238,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if kernels:
                     add_by_hand(row, target)
                 rows.append(row)
-                print(f"{target.arch}: {row.kernels} kernels, {len(row.failures)} failures, {row.seconds:.0f} s", flush=True)
+                print(
+                    f"{target.arch}: {row.kernels} kernels, {len(row.failures)} failures, {row.seconds:.0f} s",
+                    flush=True,
+                )
         workers.pool().close()
     print("\n" + table(rows))
     for r in rows:
@@ -257,7 +293,8 @@ def _collected(backend: str, models: Sequence[str], a: argparse.Namespace) -> di
         new = len(found.keys() - kernels.keys())
         kernels.update(found)
         print(
-            f"{backend} {model:14} {len(found):4} kernels, {new:4} of them new, {time.monotonic() - start:5.1f} s", flush=True
+            f"{backend} {model:14} {len(found):4} kernels, {new:4} of them new, {time.monotonic() - start:5.1f} s",
+            flush=True,
         )
     return kernels
 

@@ -1,7 +1,7 @@
 """Kernels and their machine code as bytes for the plan cache, and back. JSON and raw code, no pickle.
 
-The source of a kernel is not stored: it is written again, and compared with a hash of the one that was built. So code of
-another version of this package is noticed, and nothing of Triton's compiler is needed to start from what is stored.
+The source of a kernel is not stored: it is written again (by hand: read), and compared with a hash of the one that was built.
+So code of another version of this package is noticed, and nothing of Triton's compiler is needed to start from what is stored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusewright.toolkit.kernel.ir import Kernel
@@ -17,33 +17,38 @@ from fusewright.toolkit.kernel.serial import from_json, to_json
 from fusewright_triton.binaries import Binary, Built, Variant
 from fusewright_triton.config import Config, Tile
 from fusewright_triton.emitter import Source, emit
+from fusewright_triton.handwritten import Order, source
 from fusewright_triton.target import Target
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Kernels and their configurations, by structural hash, and what was built of them. Simulated ones have no code."""
+    """Kernels and their configurations, by structural hash, and what was built of them; the code of kernels written by hand.
+    Simulated ones have no code."""
 
     kernels: Mapping[str, Kernel]
     configs: Mapping[str, Config]
     built: Mapping[tuple[str, Config, Variant], Built]
+    by_hand: Mapping[Order, Binary] = field(default_factory=dict)
 
 
 def pack(target: Target, stored: Stored) -> bytes:
     """Bytes for `unpack`."""
     entries, code = [], []
     for (key, config, variant), b in stored.built.items():
-        functions = [[f.name, f.shared, f.threads, len(f.code)] for f in b.binaries]
-        entries.append([key, _config_data(config), list(variant), _digest(b.source), functions])
+        entries.append([key, _config_data(config), list(variant), _digest(b.source), [_facts(f) for f in b.binaries]])
         code += [f.code for f in b.binaries]
+    by_hand = [[_order_data(o), _text_digest(source(o.module)), _facts(f)] for o, f in stored.by_hand.items()]
+    code += [f.code for f in stored.by_hand.values()]
     header = {
         "version": VERSION,
         "target": _identity(target),
         "kernels": {key: to_json(k) for key, k in stored.kernels.items()},
         "configs": {key: _config_data(c) for key, c in stored.configs.items()},
         "built": entries,
+        "by_hand": by_hand,
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *code])
@@ -56,28 +61,59 @@ def unpack(data: bytes, target: Target) -> Stored:
     if header["version"] != VERSION or header["target"] != _identity(target):
         raise ValueError("kernels of another version or for another target")
     kernels = {key: from_json(k) for key, k in header["kernels"].items()}
-    built = {}
+    code, built, by_hand = _Code(data, end), {}, {}
     for key, config_data, variant_data, digest, functions in header["built"]:
         config, variant = _config(config_data), Variant(*variant_data)
-        source = emit(kernels[key], config, variant.wide)
-        if _digest(source) != digest:
+        text = emit(kernels[key], config, variant.wide)
+        if _digest(text) != digest:
             raise ValueError(f"this version writes another source for {kernels[key].name}")
-        binaries = []
-        for name, shared, threads, length in functions:
-            binaries.append(Binary(name, data[end : end + length], shared, threads))
-            end += length
-        built[key, config, variant] = Built(kernels[key], config, source, binaries)
-    if end != len(data):
+        built[key, config, variant] = Built(kernels[key], config, text, [code.next(f) for f in functions])
+    for order_data, digest, facts in header["by_hand"]:
+        order = _order(order_data)
+        if _text_digest(source(order.module)) != digest:
+            raise ValueError(f"this version has another source of {order.function}")
+        by_hand[order] = code.next(facts)
+    if code.at != len(data):
         raise ValueError("the code is not as long as it was")
-    return Stored(kernels, {key: _config(c) for key, c in header["configs"].items()}, built)
+    return Stored(kernels, {key: _config(c) for key, c in header["configs"].items()}, built, by_hand)
+
+
+@dataclass
+class _Code:
+    """Machine code, function after function."""
+
+    data: bytes
+    at: int
+
+    def next(self, facts: list[Any]) -> Binary:
+        name, shared, threads, length, descriptors = facts
+        start, self.at = self.at, self.at + length
+        return Binary(name, self.data[start : self.at], shared, threads, descriptors=tuple(descriptors))
+
+
+def _facts(f: Binary) -> list[Any]:
+    return [f.name, f.shared, f.threads, len(f.code), list(f.descriptors)]
 
 
 def _identity(target: Target) -> list[Any]:
     return [target.arch, target.triton, target.lanes, [list(o) for o in target.options]]
 
 
-def _digest(source: Source) -> str:
-    return hashlib.sha256(f"{source.warps} {source.text}".encode()).hexdigest()
+def _digest(s: Source) -> str:
+    return _text_digest(f"{s.warps} {s.text}")
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _order_data(o: Order) -> list[Any]:
+    return [o.module, o.function, list(o.types), [list(c) for c in o.constants], [list(c) for c in o.options]]
+
+
+def _order(data: list[Any]) -> Order:
+    module, function, types, constants, options = data
+    return Order(module, function, tuple(types), tuple((k, v) for k, v in constants), tuple((k, v) for k, v in options))
 
 
 def _config_data(c: Config) -> list[Any]:

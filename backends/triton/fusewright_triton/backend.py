@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,13 +30,16 @@ from fusewright.interface import (
     Why,
 )
 from fusewright.plan.ir import Launch
+from fusewright.toolkit.builder import Builder
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.tables import RULES
 from fusewright.toolkit.fused import FusedBackend, Loader
 from fusewright.toolkit.kernel import Kernel
 from fusewright_triton import target
+from fusewright_triton.ahead import orders
 from fusewright_triton.calls import rewritten
 from fusewright_triton.config import Config
+from fusewright_triton.handwritten import Order, library
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.quantized import with_few_rows
 
@@ -50,9 +53,13 @@ class TritonLoader:
     """Kernels as machine code for one target; or, simulated, their source as Triton's interpreter runs it."""
 
     def __init__(
-        self, found: target.Target, simulated: bool = False, configs: Mapping[str, Config] = MappingProxyType({})
+        self,
+        found: target.Target,
+        simulated: bool = False,
+        configs: Mapping[str, Config] = MappingProxyType({}),
+        by_hand: Iterable[Order] = (),
     ) -> None:
-        self.target, self.simulated, self.configs = found, simulated, configs
+        self.target, self.simulated, self.configs, self.by_hand = found, simulated, configs, by_hand
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
         from fusewright_triton import runtime  # triton is imported when something is compiled
@@ -69,7 +76,7 @@ class TritonLoader:
 
         if self.simulated:
             return archive.pack(self.target, archive.Stored(kernels, {}, {}))
-        return runtime.pack_kernels(kernels, self.target, self.configs)
+        return runtime.pack_kernels(kernels, self.target, self.configs, self.by_hand)
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
         from fusewright_triton import archive, runtime
@@ -118,6 +125,7 @@ class TritonBackend(FusedBackend):
                 "option 'autotune' measures on a device, and a simulated one has no speed; drop one of them"
             )
         self._tuned: dict[str, Config] = {}
+        self._by_hand: dict[Order, None] = {}
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
@@ -154,6 +162,7 @@ class TritonBackend(FusedBackend):
         from fusewright_triton.runtime import refused
 
         b = rewritten(self.lowerings, with_few_rows(region, ctx), ctx)
+        self._ask_ahead(b)
         fragment = fuse(b.finish(), ctx, b.calls)
         found = self.target(self.running_on())
         for i in fragment.instructions:
@@ -162,6 +171,14 @@ class TritonBackend(FusedBackend):
                 raise Decline(reason, ops=i.op_ids)
         notes = {**fragment.notes, **b.notes}
         return replace(fragment, notes=self._tune(fragment, ctx, notes) if self.values["autotune"] else notes)
+
+    def _ask_ahead(self, b: Builder) -> None:
+        """Compiler processes begin with the kernels written by hand while the rest of the region is lowered."""
+        device = self.running_on()
+        if not device.simulated:
+            for order in orders(b):
+                self._by_hand[order] = None
+                library(self.target(device)).ask(order)
 
     def _tune(self, fragment: Fragment, ctx: CompileContext, notes: Mapping[int, str]) -> Mapping[int, str]:
         """Has configurations for the kernels of a fragment afterwards; the notes say what was chosen."""
@@ -191,7 +208,7 @@ class TritonBackend(FusedBackend):
 
     def _loader(self) -> Loader:
         device = self.running_on()
-        return TritonLoader(self.target(device), device.simulated, self._tuned)
+        return TritonLoader(self.target(device), device.simulated, self._tuned, self._by_hand)
 
 
 class NvidiaTriton(TritonBackend):

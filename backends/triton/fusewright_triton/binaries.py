@@ -27,13 +27,15 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """One function's machine code. `listing` is the assembly text where it was built here, "" when loaded."""
+    """One function's machine code. `listing` is the assembly text where it was built here, "" when loaded. `descriptors`
+    has what the driver is told of each tensor descriptor among the parameters."""
 
     name: str
     code: bytes
     shared: int
     threads: int
     listing: str = ""
+    descriptors: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,6 @@ class Built:
 
 def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
     """What `compiler.build` takes."""
-    arch: int | str = int(target.arch.removeprefix("sm_")) if target.triton == "cuda" else target.arch
     aligned = [p.name for p in source.parameters if p.pointer and (variant.aligned or p.kind != "buffer")]
     aligned += [p.name for p in source.parameters if p.kind == "size" and variant.even]
     return {
@@ -68,9 +69,8 @@ def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
         "functions": [f.name for f in source.functions],
         "signature": {p.name: ("*" if p.pointer else "") + SIGNATURE[p.dtype] for p in source.parameters},
         "aligned": aligned,
-        "warps": source.warps,
-        "options": dict(target.options),
-        "target": [target.triton, arch, target.lanes],
+        "options": {"num_warps": source.warps, **dict(target.options)},
+        "target": target.compiler,
     }
 
 
@@ -102,4 +102,5 @@ def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) 
 def binary(data: Mapping[str, Any], name: str = "") -> Binary:
     """What the compiler answered for a function, by its own name or this one."""
     code = base64.b64decode(data["code"])
-    return Binary(name or data["name"], code, data["shared"], data["threads"], data.get("listing", ""))
+    made = name or data["name"], code, data["shared"], data["threads"], data.get("listing", "")
+    return Binary(*made, tuple(data.get("descriptors", ())))

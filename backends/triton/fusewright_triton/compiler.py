@@ -4,17 +4,18 @@ This file imports nothing but the standard library and Triton, because it is als
 processes: `python compiler.py` reads one request per line from its input (JSON) and answers each with a line.
 A worker starts in the time that `import triton` takes.
 
-A request is {"text", "functions": [names], "signature": {parameter: Triton type}, "aligned": [parameters whose
-value is a multiple of 16], "warps", "options", "target": [backend, arch, lanes]} and, for parameters that Triton
-knows when it compiles, "constants": {parameter: value}; the answer is {"binaries":
-[{"name", "code" (base64), "shared", "threads", "listing"}]} or {"error": text}.
+A request is {"text" or "module" (a file of kernels/), "functions": [names], "signature": {parameter: Triton type},
+"aligned": [parameters whose value is a multiple of 16], "options", "target": [backend, arch, lanes]} and, for
+parameters that Triton knows when it compiles, "constants": {parameter: value}; the answer is {"binaries":
+[{"name", "code" (base64), "shared", "threads", "listing", "descriptors"}]} or {"error": text}. "descriptors" has what
+the driver is told of each tensor descriptor; it is empty where descriptors are pointers, sizes and strides.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
+import importlib
 import json
 import linecache
 import select
@@ -43,45 +44,75 @@ def load(text: str, names: Mapping[str, Any]) -> ModuleType:
     return module
 
 
-def _device_module() -> ModuleType:
-    """`device.py` beside this file; found by path, because importing the package would import torch."""
-    name = "fusewright_triton.device"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("device.py"))
-        if spec is None or spec.loader is None:
-            raise ImportError("device.py is missing beside compiler.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def _imported(name: str) -> ModuleType:
+    """A module of this package. Where the package itself is not there, its __init__ is left out: it imports torch."""
+    folder = Path(__file__).parent
+    for package, path in (("fusewright_triton", folder), ("fusewright_triton.kernels", folder / "kernels")):
+        if package not in sys.modules:
+            bare = ModuleType(package)
+            bare.__path__ = [str(path)]
+            sys.modules[package] = bare
+    return importlib.import_module(f"fusewright_triton.{name}")
 
 
 def build(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The binaries of a request, one per function. Raises what Triton raises."""
     import triton
-    import triton.language as tl
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.language.extra import libdevice
 
-    names = {"triton": triton, "tl": tl, "libdevice": libdevice, "fw": _device_module()}
-    module = load(request["text"], names)
     backend, arch, lanes = request["target"]
+    module = _imported(f"kernels.{request['module']}") if "module" in request else _emitted(request["text"])
     out = []
     for name in request["functions"]:
-        aligned = _attributes(request["signature"], request["aligned"])
-        source = ASTSource(getattr(module, name), request["signature"], request.get("constants", {}), aligned)
-        options = {"num_warps": request["warps"], **request["options"]}
-        built = triton.compile(source, target=GPUTarget(backend, arch, lanes), options=options)
+        source = _source(getattr(module, name), request)
+        built = triton.compile(source, target=GPUTarget(backend, arch, lanes), options=request["options"])
+        m = built.metadata
+        if getattr(m, "global_scratch_size", 0) or m.profile_scratch_size:
+            raise NotImplementedError(f"{name} wants scratch memory, which no launch gives it")
         out.append(
             {
-                "name": built.metadata.name,
+                "name": m.name,
                 "code": base64.b64encode(built.asm[CODE[backend]]).decode(),
-                "shared": built.metadata.shared,
-                "threads": built.metadata.num_warps * lanes,
+                "shared": m.shared,
+                "threads": m.num_warps * lanes,
                 "listing": built.asm[LISTINGS[backend]],
+                "descriptors": list(getattr(m, "tensordesc_meta", None) or ()),
             }
         )
     return out
+
+
+def _emitted(text: str) -> ModuleType:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    return load(text, {"triton": triton, "tl": tl, "libdevice": libdevice, "fw": _imported("device")})
+
+
+def _source(function: Any, request: Mapping[str, Any]) -> Any:
+    """A function as the compiler takes it: of Triton, or of Gluon, whose descriptors have layouts."""
+    from triton.compiler import ASTSource
+
+    signature, constants = request["signature"], request.get("constants", {})
+    aligned = _attributes(signature, request["aligned"])
+    if not getattr(function, "is_gluon", bool)():
+        return ASTSource(function, signature, constants, aligned)
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource(function, {p: _with_layout(t) for p, t in signature.items()}, constants, aligned)
+
+
+def _with_layout(described: str) -> str:
+    """The type of a descriptor with Gluon's usual layout of such a block in shared memory; other types as they are."""
+    if not described.startswith("tensordesc"):
+        return described
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.language import str_to_ty
+
+    block = str_to_ty(described, None).block_type
+    layout = NVMMASharedLayout.get_default_for([int(n) for n in block.shape], block.element_ty)
+    return f"{described[:-1]},{layout!r}>"
 
 
 def _attributes(signature: Mapping[str, str], aligned: Sequence[str]) -> dict[tuple[int], list[list[Any]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,13 @@ MAX_DYNAMIC_SHARED = 8
 LOCAL_BYTES, REGISTERS = 3, 4
 DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory beyond this must be asked for."""
+
+
+DESCRIPTOR = 128
+"""Bytes of a tensor descriptor (CUtensorMap), which lies at a multiple of 64."""
+_ELEMENTS = {8: 10, 9: 8, 10: 9}
+"""Types whose number in device code differs from the driver's."""
+_L2_128_BYTES = 2
 
 
 class DriverError(RuntimeError):
@@ -56,6 +63,21 @@ class Driver:
             self._check(self._read(ctypes.byref(value), attribute, ctypes.c_void_p(function)), "query")
             out[name] = value.value
         return out
+
+    def describe(
+        self, to: int, address: int, shape: Sequence[int], stride: Sequence[int], how: Mapping[str, Any]
+    ) -> None:
+        """Writes to `to` the descriptor of a matrix of any rank, dense in its last dimension. `how` is the compiler's: the block
+        of one transfer, the swizzle and the type. Beyond the matrix there are zeros."""
+        rank = len(shape)
+        wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        code = self.lib.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(to), _ELEMENTS.get(how["elem_type"], how["elem_type"]), rank, ctypes.c_void_p(address),
+            wide(*reversed(shape)), wide(*(s * how["elem_size"] for s in reversed(stride[:-1]))),
+            narrow(*reversed(how["block_size"])), narrow(*[1] * rank), 0, how["swizzle"], _L2_128_BYTES, 0,
+        )  # fmt: skip
+        if code:
+            raise self.error(code, f"describe {tuple(shape)} of strides {tuple(stride)} by {how}")
 
     def launcher(self) -> Callable[..., int]:
         """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success."""

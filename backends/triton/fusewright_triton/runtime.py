@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -25,7 +25,7 @@ from fusewright.toolkit.kernel.extent import evaluate
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.serial import structural_hash
 from fusewright.toolkit.kernel.types import to_torch
-from fusewright_triton import archive, config
+from fusewright_triton import archive, config, handwritten
 from fusewright_triton.binaries import Built, Variant, Wanted, build
 from fusewright_triton.emitter import Source, emit
 from fusewright_triton.launch import GpuLauncher, raise_error
@@ -135,24 +135,33 @@ def _module(lib: Library, kernels: Mapping[str, Kernel], how: Mapping[str, confi
 
 
 def pack_kernels(
-    kernels: Mapping[str, Kernel], target: Target, configs: Mapping[str, config.Config] = MappingProxyType({})
+    kernels: Mapping[str, Kernel],
+    target: Target,
+    configs: Mapping[str, config.Config] = MappingProxyType({}),
+    by_hand: Iterable[handwritten.Order] = (),
 ) -> bytes:
-    """Compiled kernels, by structural hash, with every variant that this process has of them, for the cache on disk."""
+    """Compiled kernels, by structural hash, with every variant that this process has of them, and what was ordered of kernels
+    written by hand, for the cache on disk."""
     lib = library(target)
     how = _configs(lib, kernels, configs)
     with lib.lock:
         built = {at: b for at, b in lib.built.items() if how.get(at[0]) == at[1]}
-    return archive.pack(target, archive.Stored(kernels, how, built))
+    ordered = {order: handwritten.library(target).ask(order).result() for order in by_hand}
+    return archive.pack(target, archive.Stored(kernels, how, built, ordered))
 
 
 def unpack_kernels(data: bytes, target: Target) -> CompiledModule:
     """What `pack_kernels` gave, without Triton. ValueError, KeyError or TypeError for what does not fit."""
     stored, lib = archive.unpack(data, target), library(target)
-    missing = [k.name for key, k in stored.kernels.items() if (key, stored.configs[key], first_variant(k)) not in stored.built]
+    missing = [
+        k.name for key, k in stored.kernels.items() if (key, stored.configs[key], first_variant(k)) not in stored.built
+    ]
     if missing:
         raise ValueError(f"there is no code for {', '.join(missing)}")
     with lib.lock:
         lib.built.update({at: b for at, b in stored.built.items() if at not in lib.built})
+    for order, code in stored.by_hand.items():
+        handwritten.library(target).add(order, code)
     return _module(lib, stored.kernels, stored.configs)
 
 

@@ -42,6 +42,11 @@ class Target:
         return (*common, ("enable_reflect_ftz", False)) if self.triton == "cuda" else common
 
     @property
+    def compiler(self) -> list[int | str]:
+        """What Triton's compiler calls it: backend, architecture, lanes."""
+        return [self.triton, int(self.arch.removeprefix("sm_")) if self.triton == "cuda" else self.arch, self.lanes]
+
+    @property
     def all_features(self) -> frozenset[str]:
         """Features as a `Device` lists them: the matrix kind and 8-bit floats are features too."""
         return self.features | {self.matrix} | set(self.fp8)

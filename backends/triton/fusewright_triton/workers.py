@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,13 @@ class Pool:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.free: list[Worker] = []
+        self.busy = 0
+        self.threads = ThreadPoolExecutor(processors(), "fusewright-build")
         atexit.register(self.close)
+
+    def submit(self, request: Request) -> Future[Answer]:
+        """Has it built beside what this process does next."""
+        return self.threads.submit(self.build, request)
 
     def build(self, request: Request) -> Answer:
         """By a worker that is there, else by a new one; by a new one too where the first ends over it."""
@@ -93,11 +99,14 @@ class Pool:
         return self._built(Worker(), request)
 
     def _built(self, worker: Worker, request: Request) -> Answer:
+        with self.lock:
+            self.busy += 1
         try:
             return worker.build(request)
         finally:
-            if worker.process.poll() is None:
-                with self.lock:
+            with self.lock:
+                self.busy -= 1
+                if worker.process.poll() is None:
                     self.free.append(worker)
 
     def ahead(self) -> None:
@@ -137,23 +146,21 @@ def processors() -> int:
 
 def build_all(requests: Sequence[Request]) -> list[Answer]:
     """Answers in the order of the requests. Raises `BuildError` for the first that fails."""
-    if not requests or processors() == 1 or (len(requests) <= ALONE and not pool().free):
+    if not requests or processors() == 1 or (len(requests) <= ALONE and not (pool().free or pool().busy)):
         return [_here(r) for r in requests]
-    with ThreadPoolExecutor(min(processors(), len(requests))) as threads:
-        return list(threads.map(pool().build, requests))
+    return [answer.result() for answer in [pool().submit(r) for r in requests]]
 
 
 def build_each(requests: Sequence[Request]) -> list[Answer | BuildError]:
     """Answers in the order of the requests, all from workers; a request that fails gives its error."""
 
-    def one(request: Request) -> Answer | BuildError:
+    def one(answer: Future[Answer]) -> Answer | BuildError:
         try:
-            return pool().build(request)
+            return answer.result()
         except BuildError as e:
             return e
 
-    with ThreadPoolExecutor(processors()) as threads:
-        return list(threads.map(one, requests))
+    return [one(answer) for answer in [pool().submit(r) for r in requests]]
 
 
 def _here(request: Request) -> Answer:

@@ -394,7 +394,7 @@ def test_every_layer_of_segment_anything_is_one_call(
     monkeypatch.setattr(TritonBackend, "load", lambda self, kernels: llvm_loader(kernels))
     launched: list[Any] = []
     real = kernel._launch
-    monkeypatch.setattr(kernel, "_launch", lambda *a: (launched.append(a[2]), real(*a)))
+    monkeypatch.setattr(kernel, "_launch", lambda *a: (launched.append(a[3]), real(*a)))
     module, x = encoder(implementation), torch.randn(2, 3, 64, 64)
     wide = copy.deepcopy(module).double()
     module, x = module.to(DTYPES[dtype]), x.to(DTYPES[dtype])

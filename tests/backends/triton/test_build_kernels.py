@@ -59,12 +59,13 @@ def test_what_does_not_fit_or_build_fails(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_kernels_written_by_hand_build(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forms = ("attention, an image, 64, bf16", "attention, a boolean mask, 128, bf16")
+    forms = ("attention, a window, 64, bf16", "product with gelu, bf16", "int8 products, 1 row")
     monkeypatch.setattr(tool, "BY_HAND", {name: tool.BY_HAND[name] for name in forms})
     row = tool.Row(target)
     tool.add_by_hand(row, tool.TARGETS[target])
     workers.pool().close()
-    assert not row.failures and row.functions == 2 and row.registers[1] in forms
+    parts = 2 * (target == "gfx942")  # its sums are of several parts, which another kernel adds
+    assert not row.failures and row.functions == 4 + parts and row.registers[1].endswith(forms)
 
 
 def test_an_empty_collection_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

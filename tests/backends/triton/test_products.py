@@ -14,6 +14,7 @@ import torch
 from fusewright.interface import Device, Value
 from fusewright_triton import epilogues, products
 from fusewright_triton.backend import NvidiaTriton, RocmTriton
+from fusewright_triton.handwritten import source
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.simulate import Simulated
 from tests.backends.triton.test_calls import SIMULATED, Net, check, lowered
@@ -54,7 +55,7 @@ def test_nothing_in_nothing_out() -> None:
 
 def test_gelu_to_a_relative_error() -> None:
     """Against fp64's erfc, down to results of 1e-18; NaN and infinities."""
-    text = product_ops.source() + (
+    text = source("product") + (
         "\n\n@triton.jit\ndef run(x_ptr, out_ptr, N: tl.constexpr):\n"
         "    i = tl.arange(0, N)\n    tl.store(out_ptr + i, gelu(tl.load(x_ptr + i)))\n"
     )

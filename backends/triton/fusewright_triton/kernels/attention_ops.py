@@ -6,20 +6,17 @@ decomposed relative positions. Both compute for a target by its name, which says
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusewright.toolkit.kernel.types import from_torch
-from fusewright_triton.operators import SIGNATURE
+from fusewright_triton.handwritten import NAMESPACE, Kernel, operator
 from fusewright_triton.target import Target, named
 
-NAMESPACE = "fusewright_triton"
+KERNEL = Kernel("attention", "attention")
 ATTENTION = f"{NAMESPACE}::attention.default"
 DECOMPOSED = f"{NAMESPACE}::attention_decomposed.default"
 
@@ -95,47 +92,8 @@ def constants(
     }  # fmt: skip
 
 
-def _launch(programs: int, args: Sequence[Any], how: Tiles, fixed: Mapping[str, Any], device: torch.device) -> None:
-    if device.type == "cpu":
-        _interpreted().run(0, programs, args, **fixed)
-        return
-    from fusewright_triton.kernels import attention as kernels
-
-    with torch.cuda.device(device):
-        kernels.attention[(programs,)](*args, **fixed, num_warps=how.warps, num_stages=how.stages)
-
-
-@functools.cache
-def source() -> str:
-    """The kernel's source text."""
-    return Path(__file__).with_name("attention.py").read_text()
-
-
-def request(t: Target, dtype: torch.dtype, dim: int, queries: int, **kind: Any) -> dict[str, Any]:
-    """What `compiler.build` takes, to build the kernel without a GPU. `kind` goes to `constants`."""
-    from fusewright_triton.kernels import attention as kernels
-
-    how = tiles(t, dtype, dim, queries, queries, kind.get("image"))
-    fixed = constants(how, dtype, dim, precision=precision(t, dtype), **kind)
-    parameters = [p for p in kernels.attention.arg_names if p not in fixed]
-    pointers = {p: "*" + SIGNATURE[from_torch(dtype)] for p in parameters if p.endswith("_ptr")}
-    if kind.get("mask") == 2:
-        pointers["mask_ptr"] = "*u8"
-    return {
-        "text": source(), "functions": ["attention"], "warps": how.warps, "constants": fixed,
-        "signature": {p: pointers.get(p, "fp32" if p == "scale" else "i32") for p in parameters}
-        | dict.fromkeys(fixed, "constexpr"),
-        "aligned": [p for p in parameters if p.endswith(("_ptr", "_b", "_h", "_s"))],
-        "options": {**dict(t.options), "num_stages": how.stages},
-        "target": [t.triton, int(t.arch.removeprefix("sm_")) if t.triton == "cuda" else t.arch, t.lanes],
-    }  # fmt: skip
-
-
-@functools.cache
-def _interpreted() -> Any:
-    from fusewright_triton.simulate import Simulated
-
-    return Simulated(source(), ["attention"])
+def _launch(t: Target, programs: int, args: Sequence[Any], how: Tiles, fixed: Mapping[str, Any]) -> None:
+    KERNEL.launch(t, programs, args, fixed, num_warps=how.warps, num_stages=how.stages)
 
 
 def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> bool:
@@ -170,7 +128,8 @@ def attention(
     numbers = (_factor(q, scale), heads, heads // k.shape[1], queries, k.shape[2])
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides, *(0,) * 8)
     if out.numel():
-        _launch(-(-queries // how.bm) * batch * heads, (q, k, v, out, given, q, q, *numbers, *strides), how, fixed, q.device)
+        programs = -(-queries // how.bm) * batch * heads
+        _launch(t, programs, (q, k, v, out, given, q, q, *numbers, *strides), how, fixed)
     return out
 
 
@@ -196,7 +155,7 @@ def attention_decomposed(
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(shaped), *(0,) * 4, *rel_h.stride(), *rel_w.stride())
     if out.numel():
         programs = -(-queries // how.bm) * batch * heads
-        _launch(programs, (q, k, v, out, q, rel_h, rel_w, *numbers, *strides), how, fixed, q.device)
+        _launch(t, programs, (q, k, v, out, q, rel_h, rel_w, *numbers, *strides), how, fixed)
     return out
 
 
@@ -217,13 +176,8 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.empty_strided(query.shape, args[-2], dtype=query.dtype, device=query.device)
 
 
-_library = torch.library.Library(NAMESPACE, "DEF")
 _TENSORS, _REST = "Tensor query, Tensor key, Tensor value, ", "int[] stride, str target) -> Tensor"
-for _function, _own in (
-    (attention, "Tensor? mask, bool is_causal, float? scale, bool zero, "),
-    (attention_decomposed, "Tensor rel_h, Tensor rel_w, float? scale, "),
-):
-    _library.define(f"{_function.__name__}({_TENSORS}{_own}{_REST}")
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_function.__name__, _function, _key)
-    _library.impl(_function.__name__, _meta, "Meta")
+operator(f"attention({_TENSORS}Tensor? mask, bool is_causal, float? scale, bool zero, {_REST}", attention, _meta)
+operator(
+    f"attention_decomposed({_TENSORS}Tensor rel_h, Tensor rel_w, float? scale, {_REST}", attention_decomposed, _meta
+)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusewright.toolkit.kernel.types import from_torch
-from fusewright_triton.kernels.attention_ops import NAMESPACE, power_of_two
-from fusewright_triton.operators import SIGNATURE
+from fusewright_triton.handwritten import NAMESPACE, Kernel, operator
+from fusewright_triton.kernels.attention_ops import power_of_two
 from fusewright_triton.target import Target, named
 
+PARTS, COMBINED = Kernel("decode", "parts"), Kernel("decode", "combined")
 OPERATOR = f"{NAMESPACE}::attention_of_few.default"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,73 +67,22 @@ def attention_of_few(
     numbers = (dim**-0.5 if scale is None else scale, kv_heads, group, queries, keys)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
     shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
-    run = _interpreted if q.device.type == "cpu" else _launched
-    run("parts", n * split, (q, k, v, given, acc, top, total, *numbers, *strides), {
+    PARTS.launch(t, n * split, (q, k, v, given, acc, top, total, *numbers, *strides), {
         **shape, "CHUNK": chunk, "MASK": kind, "BN": step, "PRECISION": "ieee"
-    })  # fmt: skip
+    }, num_warps=WARPS)  # fmt: skip
     held = max(2, 1 << (split - 1).bit_length())
-    run("combined", n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
+    COMBINED.launch(t, n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
         **shape, "BP": held
-    })  # fmt: skip
+    }, num_warps=WARPS)  # fmt: skip
     return out
-
-
-def _launched(name: str, programs: int, args: Sequence[Any], constants: dict[str, Any]) -> None:
-    from fusewright_triton.kernels import decode as kernels
-
-    with torch.cuda.device(args[0].device):
-        getattr(kernels, name)[(programs,)](*args, **constants, num_warps=WARPS)
-
-
-def _interpreted(name: str, programs: int, args: Sequence[Any], constants: dict[str, Any]) -> None:
-    _simulated().run(_FUNCTIONS.index(name), programs, args, **constants)
-
-
-_FUNCTIONS = ["parts", "combined"]
-
-
-@functools.cache
-def source() -> str:
-    """The kernels' source text."""
-    return Path(__file__).with_name("decode.py").read_text()
-
-
-def request(t: Target, name: str, dtype: torch.dtype, dim: int, mask: int = 0) -> dict[str, Any]:
-    """What `compiler.build` takes, to build one of the two kernels without a GPU."""
-    from fusewright_triton.kernels import decode as kernels
-
-    step = step_of(t, dtype, dim)
-    chunk, split = parts(8, 1024, t.units, step)
-    fixed: dict[str, Any] = {"D": dim, "BR": MOST_ROWS, "BD": power_of_two(dim), "SPLIT": split}
-    fixed |= {"BP": 16} if name == "combined" else {"CHUNK": chunk, "MASK": mask, "BN": step, "PRECISION": "ieee"}
-    own = "*" + SIGNATURE[from_torch(dtype)]
-    types = {"q_ptr": own, "k_ptr": own, "v_ptr": own, "out_ptr": own, "mask_ptr": "*u8" if mask == 2 else own, "scale": "fp32"}
-    types |= dict.fromkeys(("acc_ptr", "top_ptr", "total_ptr"), "*fp32")
-    parameters = [p for p in getattr(kernels, name).arg_names if p not in fixed]
-    return {
-        "text": source(), "functions": [name], "warps": WARPS, "constants": fixed,
-        "signature": {p: types.get(p, "i32") for p in parameters} | dict.fromkeys(fixed, "constexpr"),
-        "aligned": [p for p in parameters if p.endswith("_ptr")],
-        "options": dict(t.options),
-        "target": [t.triton, int(t.arch.removeprefix("sm_")) if t.triton == "cuda" else t.arch, t.lanes],
-    }  # fmt: skip
-
-
-@functools.cache
-def _simulated() -> Any:
-    from fusewright_triton.simulate import Simulated
-
-    return Simulated(source(), _FUNCTIONS)
 
 
 def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.empty_strided(query.shape, args[-2], dtype=query.dtype, device=query.device)
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_library.define(
-    "attention_of_few(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, int[] stride, str target) -> Tensor"
+operator(
+    "attention_of_few(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, int[] stride, str target) -> Tensor",
+    attention_of_few,
+    _meta,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("attention_of_few", attention_of_few, _key)
-_library.impl("attention_of_few", _meta, "Meta")

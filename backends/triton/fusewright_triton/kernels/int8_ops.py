@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusewright_triton.target import AMD, NVIDIA
+from fusewright_triton.handwritten import NAMESPACE, Kernel, operator
+from fusewright_triton.target import named
 
-NAMESPACE = "fusewright_triton"
 LINEAR = f"{NAMESPACE}::int8_linear.default"
 MM = f"{NAMESPACE}::int8_mm.default"
 
-FUNCTIONS = ("blocks", "joined")
-"""The kernels of `int8.py`."""
+BLOCKS, JOIN = Kernel("int8", "blocks"), Kernel("int8", "joined")
 
 SHORTEST = 1024
 """Products of a sum that are worth a program of their own."""
@@ -45,7 +42,7 @@ class Tiles:
 def tiles(m: int, n: int, k: int, itemsize: int, target: str) -> Tiles:
     """By measurement on an H100. Few rows are bound by the bytes of the weight: narrow blocks, and where there are fewer
     than two to a multiprocessor, K in parts. Other targets have what their shared memory holds."""
-    t = (NVIDIA | AMD)[target] if target in NVIDIA or target in AMD else NVIDIA["sm_80"]
+    t = named(target)
     if m <= 16:
         bm, bn, bk, warps = 16, 32, 128, 4
     elif m <= 64:
@@ -95,43 +92,18 @@ def _run(
     given = {"SCALED": scale is not None, "BIASED": bias is not None, "INTEGER": integer, "SPLIT": how.split}
     into = out if how.split == 1 else out.new_empty((how.split, m, n), dtype=torch.int32 if integer else torch.float32)
     fixed = {"EVEN": k % how.bk == 0, "BM": how.bm, "BN": how.bn, "BK": how.bk, "PRECISION": "ieee"}
-    args = (x, weight, *factors, into, m, n, k, x.stride(0), weight.stride(0), n)
+    args: tuple[Any, ...] = (x, weight, *factors, into, m, n, k, x.stride(0), weight.stride(0), n)
     programs = -(-m // how.bm) * -(-n // how.bn) * how.split
-    _launch("blocks", programs, args, {**given, **fixed}, x.device, num_warps=how.warps, num_stages=how.stages)
+    t = named(target)
+    BLOCKS.launch(t, programs, args, {**given, **fixed}, num_warps=how.warps, num_stages=how.stages)
     if how.split > 1:
-        _launch(
-            "joined", m * -(-n // JOINED), (into, *factors, out, m, n), {**given, "BN": JOINED}, x.device, num_warps=4
-        )
+        over = m * -(-n // JOINED)
+        JOIN.launch(t, over, (into, *factors, out, m, n), {**given, "BN": JOINED}, num_warps=4)
     return out
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
-
-
-def _launch(
-    kernel: str, programs: int, args: Sequence[Any], fixed: dict[str, Any], device: torch.device, **options: int
-) -> None:
-    if device.type == "cpu":
-        _interpreted().run(FUNCTIONS.index(kernel), programs, args, **fixed)
-        return
-    from fusewright_triton.kernels import int8
-
-    with torch.cuda.device(device):
-        getattr(int8, kernel)[(programs,)](*args, **fixed, **options)
-
-
-@functools.cache
-def source() -> str:
-    """The kernels' source text."""
-    return Path(__file__).with_name("int8.py").read_text()
-
-
-@functools.cache
-def _interpreted() -> Any:
-    from fusewright_triton.simulate import Simulated
-
-    return Simulated(source(), FUNCTIONS)
 
 
 def _meta_linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -142,11 +114,7 @@ def _meta_mm(x: torch.Tensor, weight: torch.Tensor, target: str) -> torch.Tensor
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.int32)
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_library.define("int8_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, str target) -> Tensor")
-_library.define("int8_mm(Tensor x, Tensor weight, str target) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    _library.impl("int8_linear", int8_linear, _key)
-    _library.impl("int8_mm", int8_mm, _key)
-_library.impl("int8_linear", _meta_linear, "Meta")
-_library.impl("int8_mm", _meta_mm, "Meta")
+operator(
+    "int8_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, str target) -> Tensor", int8_linear, _meta_linear
+)
+operator("int8_mm(Tensor x, Tensor weight, str target) -> Tensor", int8_mm, _meta_mm)

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator
 from fusewright_triton.target import Target, named
 
-NAMESPACE = "fusewright_triton"
+KERNEL = Kernel("product", "product")
 LINEAR = f"{NAMESPACE}::linear_activation.default"
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -70,9 +69,9 @@ def linear_activation(
     t = named(target)
     how = tiles(t, m, n)
     direct = n * out.element_size() % ALIGNED != 0
-    block = [how.bm, how.bn // 2 if how.halves else how.bn]
-    given, kept = _descriptor(rows, [how.bm, how.bk]), _descriptor(weight, [how.bn, how.bk])
-    to = given if direct else _descriptor(out.view(m, n), block)
+    block = (how.bm, how.bn // 2 if how.halves else how.bn)
+    given, kept = Described(rows, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
+    to = given if direct else Described(out.view(m, n), block)
     fixed = {"BIAS": bias is not None, "ACT": activation, "DIRECT": direct, "HALVES": how.halves}
     args = (given, kept, to, out if bias is None else bias.contiguous(), out, m, n, k, n)
     _launch(how, t, (m, n), args, fixed, x.device)
@@ -88,46 +87,21 @@ def _described(t: torch.Tensor) -> torch.Tensor:
     return rows[:, : t.shape[1]].copy_(t)
 
 
-def _descriptor(t: torch.Tensor, block: Sequence[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
-
-
 def _launch(
     how: Tiles, t: Target, shape: tuple[int, int], args: Sequence[Any], fixed: dict[str, Any], device: torch.device
 ) -> None:
     count = -(-shape[0] // how.bm) * -(-shape[1] // how.bn)
     fixed = {**fixed, "BM": how.bm, "BN": how.bn, "BK": how.bk, "GROUP": GROUP}
-    if device.type == "cpu":
-        _interpreted().run(0, min(count, t.units), args, **fixed)
-        return
-    from fusewright_triton.kernels import product as kernels
-
-    with torch.cuda.device(device):
-        units = torch.cuda.get_device_properties(device).multi_processor_count
-        kernels.product[(min(count, units),)](*args, **fixed, num_warps=how.warps, num_stages=how.stages)
-
-
-@functools.cache
-def source() -> str:
-    """The kernels' source text."""
-    return Path(__file__).with_name("product.py").read_text()
-
-
-@functools.cache
-def _interpreted() -> Any:
-    from fusewright_triton.simulate import Simulated
-
-    return Simulated(source(), ["product"])
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else t.units
+    KERNEL.launch(t, min(count, units), args, fixed, num_warps=how.warps, num_stages=how.stages)
 
 
 def _meta(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_library.define("linear_activation(Tensor x, Tensor weight, Tensor? bias, str activation, str target) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    _library.impl("linear_activation", linear_activation, _key)
-_library.impl("linear_activation", _meta, "Meta")
+operator(
+    "linear_activation(Tensor x, Tensor weight, Tensor? bias, str activation, str target) -> Tensor",
+    linear_activation,
+    _meta,
+)

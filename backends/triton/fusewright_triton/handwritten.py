@@ -1,0 +1,287 @@
+"""Kernels written by hand: built by the compiler processes, like emitted ones, and launched by the driver's own interface.
+
+    PRODUCT = Kernel("product", "product")                    # a function of kernels/product.py, in Triton or Gluon
+    PRODUCT.launch(target, programs, args, constants, num_warps=8, num_stages=4)
+
+`args` are what the function takes beside its `tl.constexpr` parameters, in order: tensors, numbers, `Described` matrices.
+Where they lie decides what happens: on a GPU the kernel is launched on torch's current stream, CPU tensors are computed by
+Triton's interpreter, and on torch's meta device the code is only asked for, so that it is there when it is needed. What the code
+depends on is an `Order`; equal ones are built once in a process, and go to the plan cache with the plan.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fusewright.toolkit.kernel.types import from_torch
+from fusewright_triton import binaries, workers
+from fusewright_triton.binaries import Binary
+from fusewright_triton.bound import Bound, Described, bind
+from fusewright_triton.driver import driver
+from fusewright_triton.operators import SIGNATURE
+from fusewright_triton.target import Target
+
+Argument: TypeAlias = "torch.Tensor | Described | int | float"
+NAMESPACE = "fusewright_triton"
+ALIGNED = "/16"
+"""Ends the type of what is a multiple of 16."""
+ONE = "1"
+"""The type of a number that is one, which is compiled in, as Triton does."""
+MOST_BOUND = 1024
+"""Sets of sizes that a process keeps arguments for."""
+
+
+class Order(NamedTuple):
+    """What the code of a kernel depends on: a function of a file in kernels/, the types of its arguments, its constants, how
+    Triton builds it."""
+
+    module: str
+    function: str
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def request(self, target: Target) -> dict[str, Any]:
+        """What `compiler.build` takes."""
+        names = parameters(self.module, self.function)
+        given = dict(zip(names, self.types, strict=True))
+        constants = {**dict(self.constants), **{p: 1 for p, t in given.items() if t == ONE}}
+        signature = {p: t.removesuffix(ALIGNED) for p, t in given.items()} | dict.fromkeys(constants, "constexpr")
+        return {
+            "module": self.module,
+            "functions": [self.function],
+            "signature": {p: signature[p] for p in parameters(self.module, self.function, all=True)},
+            "aligned": [p for p, t in given.items() if t.endswith(ALIGNED)],
+            "constants": constants,
+            "options": dict(self.options),
+            "target": target.compiler,
+        }
+
+
+@functools.cache
+def source(module: str) -> str:
+    """The text of a file in kernels/."""
+    return Path(__file__).with_name("kernels").joinpath(f"{module}.py").read_text()
+
+
+@functools.cache
+def _functions(module: str) -> dict[str, ast.FunctionDef]:
+    """Read, not imported: that would import Triton."""
+    return {f.name: f for f in ast.parse(source(module)).body if isinstance(f, ast.FunctionDef)}
+
+
+@functools.cache
+def parameters(module: str, function: str, all: bool = False) -> tuple[str, ...]:
+    """Names of a function's parameters, or of those that are no `constexpr`."""
+    args = _functions(module)[function].args.args
+    return tuple(a.arg for a in args if all or a.annotation is None or "constexpr" not in ast.unparse(a.annotation))
+
+
+# ---------------------------------------------------------------- code
+
+
+class Library:
+    """The code that this process has, or is having built, for a target."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.lock = threading.Lock()
+        self.built: dict[Order, Future[Binary]] = {}
+
+    def ask(self, order: Order) -> Future[Binary]:
+        """The code when it is there; a compiler process builds it if nobody asked for it before."""
+        with self.lock:
+            found = self.built.get(order)
+            if found is None or (found.done() and found.exception() is not None):
+                found = self.built[order] = _then(workers.pool().submit(order.request(self.target)))
+        return found
+
+    def add(self, order: Order, code: Binary) -> None:
+        """Code from the plan cache."""
+        there: Future[Binary] = Future()
+        there.set_result(code)
+        with self.lock:
+            self.built.setdefault(order, there)
+
+
+def _then(answer: Future[workers.Answer]) -> Future[Binary]:
+    """The one binary of an answer."""
+    made: Future[Binary] = Future()
+
+    def done(answer: Future[workers.Answer]) -> None:
+        error = answer.exception()
+        if error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(binaries.binary(answer.result()[0]))
+
+    answer.add_done_callback(done)
+    return made
+
+
+@functools.cache
+def library(target: Target) -> Library:
+    """This process's code for `target`."""
+    return Library(target)
+
+
+_noted = threading.local()
+
+
+@contextmanager
+def noting(orders: list[Order]) -> Iterator[None]:
+    """What kernels are asked for on the meta device by this thread, meanwhile, goes into `orders`, and is not built."""
+    before = getattr(_noted, "orders", None)
+    _noted.orders = orders
+    try:
+        yield
+    finally:
+        _noted.orders = before
+
+
+# ---------------------------------------------------------------- launching
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of a file in kernels/."""
+
+    module: str
+    function: str
+
+    def launch(
+        self, target: Target, programs: int, args: Sequence[Argument], constants: Mapping[str, Any], **options: Any
+    ) -> None:
+        """See the module. `options` are those of Triton's compiler. `BuildError` when it cannot build the kernel."""
+        device = next(_tensor(a).device for a in args if isinstance(a, torch.Tensor | Described))
+        if device.type == "cpu":
+            _interpreted(self.module, self.function).run(0, programs, [_for_triton(a) for a in args], **constants)
+        elif device.type == "meta":
+            self._ask(target, args, constants, options)
+        elif device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._run(target, programs, args, constants, options)
+        else:
+            self._run(target, programs, args, constants, options)
+
+    def order(self, args: Sequence[Argument], constants: Mapping[str, Any], options: Mapping[str, Any]) -> Order:
+        """What a launch with such arguments needs."""
+        types = tuple(_type(a) for a in args)
+        return Order(self.module, self.function, types, tuple(constants.items()), tuple(options.items()))
+
+    def _ask(
+        self, target: Target, args: Sequence[Argument], constants: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        order, noted = self.order(args, constants, options), getattr(_noted, "orders", None)
+        if noted is None:
+            library(target).ask(order)
+        else:
+            noted.append(order)
+
+    def _run(
+        self,
+        target: Target,
+        programs: int,
+        args: Sequence[Argument],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        device = torch.cuda.current_device()
+        key = (self, device, *[_identity(a) for a in args], *constants.items(), *options.items())
+        try:
+            bound = _bound[key].pop()
+        except (KeyError, IndexError):  # the first of its kind, or all are in use by other threads
+            order = self.order(args, constants, options)
+            code = library(target).ask(order).result()
+            bound = bind(code, args, [t == ONE for t in order.types], driver(target.triton))
+        bound.place(args)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        blocks = programs * options.get("num_ctas", 1)
+        failed = bound.launch(
+            bound.function, blocks, 1, 1, bound.threads, 1, 1, bound.shared, stream, bound.params, None
+        )
+        if failed:
+            raise driver(target.triton).error(failed, f"launch {self.function}")
+        if len(_bound) >= MOST_BOUND:
+            _bound.clear()
+        _bound.setdefault(key, []).append(bound)
+
+
+_bound: dict[tuple[Any, ...], list[Bound]] = {}
+
+
+def _tensor(a: torch.Tensor | Described) -> torch.Tensor:
+    return a.tensor if isinstance(a, Described) else a
+
+
+@functools.cache
+def _element(dtype: torch.dtype) -> str:
+    return SIGNATURE[from_torch(dtype)]
+
+
+def _type(a: Argument) -> str:
+    """An argument's type in Triton's words, and what its value lets the code assume."""
+    if isinstance(a, Described):
+        return f"tensordesc<{_element(a.tensor.dtype)}{list(a.block)}>"
+    if isinstance(a, torch.Tensor):
+        return f"*{_element(a.dtype)}{'' if a.data_ptr() % 16 else ALIGNED}"
+    if isinstance(a, float):
+        return "fp32"
+    if a == 1:
+        return ONE
+    return f"{'i32' if -(1 << 31) <= a < 1 << 31 else 'i64'}{'' if a % 16 else ALIGNED}"
+
+
+def _identity(a: Argument) -> Any:
+    """What of an argument a launch is bound to: all but addresses."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype, a.data_ptr() % 16 == 0
+    if isinstance(a, Described):
+        return a.tensor.dtype, a.tensor.shape, a.tensor.stride(), a.block
+    return type(a), a
+
+
+@functools.cache
+def _interpreted(module: str, function: str) -> Any:
+    from fusewright_triton.simulate import Simulated
+
+    return Simulated(source(module), [function])
+
+
+def _for_triton(a: Argument) -> Any:
+    """As Triton's interpreter takes an argument."""
+    if not isinstance(a, Described):
+        return a
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(a.tensor, list(a.tensor.shape), list(a.tensor.stride()), list(a.block))
+
+
+# ---------------------------------------------------------------- operators
+
+OPERATORS: dict[str, Callable[..., Any]] = {}
+"""Torch operators that launch kernels written by hand, by the name that a plan has for them."""
+_libraries: list[torch.library.Library] = []
+
+
+def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> None:
+    """Defines an operator that a plan can name, for GPUs and (interpreted) for CPU tensors. `run` is also called with meta
+    tensors, to ask for its kernels before they are needed; `meta` gives its result's type alone."""
+    name = schema.partition("(")[0]
+    own = torch.library.Library(NAMESPACE, "FRAGMENT")
+    own.define(schema)
+    for key in ("CPU", "CUDA"):
+        own.impl(name, run, key)
+    own.impl(name, meta, "Meta")
+    _libraries.append(own)  # its definitions end with it
+    OPERATORS[f"{NAMESPACE}::{name}.default"] = run
