@@ -16,6 +16,8 @@ from fusewright_triton.handwritten import OPERATORS, Order, noting
 def orders(b: Builder) -> list[Order]:
     """The code that the calls of a rewritten region ask for, each once. Calls on symbolic sizes ask when they are run."""
     calls = [i for c in b.calls for i in c.instructions if isinstance(i, Call)]
+    if not any(c.target in OPERATORS for c in calls):
+        return []
     values = (v for op in (*b.region.ops, *b.ops) for v in (*op.inputs(), *op.outs))
     specs = {v.id: v.spec for v in values if v.spec is not None}
     makers = {out: c for c in calls for out in c.outs}
