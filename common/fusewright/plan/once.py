@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,13 +23,35 @@ LIMIT = 64
 """Sets of weights remembered by one plan; a plan shared by the layers of a model sees one set per layer."""
 
 
-@dataclass
-class _Entry:
-    stamp: list[tuple[int, int]]
+_VERSION = attrgetter("_version")
+_VALUE = attrgetter("value")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prepared:
+    """`values`, made of one set of weights. `alive` is empty when one of these has died: another may have its id."""
+
+    values: tuple[Any, ...]
+    ids: tuple[int, ...]
+    addresses: list[int]
+    versions: list[int]
     sampled: list[Any]
     content: list[int]
-    values: tuple[Any, ...]
+    alive: list[bool]
     watchers: list[weakref.ref[torch.Tensor]]
+
+    def placed(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the weights lie where they lay."""
+        return self.addresses == list(map(torch.Tensor.data_ptr, weights))
+
+    def holds(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether these weights, known to lie where they lay, are those of `values` and unchanged."""
+        return (
+            bool(self.alive)
+            and self.ids == tuple(map(id, weights))
+            and self.versions == list(map(_VERSION, weights))
+            and self.content == list(map(_VALUE, self.sampled))
+        )
 
 
 class OnceCache:
@@ -41,36 +64,43 @@ class OnceCache:
 
     def __init__(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
         self._prepare = prepare
-        self._entries: dict[tuple[int, ...], _Entry] = {}
+        self._entries: dict[tuple[int, ...], Prepared] = {}
         self._lock = threading.Lock()
         self.runs = 0
 
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
+        return self.prepared(weights).values
+
+    def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
+        """What was made of these weights; of two calls the same object exactly if nothing has changed."""
         key = tuple(map(id, weights))
-        entry = self._entries.get(key)
+        found = self._entries.get(key)
         # addresses first: only then may the sampled elements be read
-        if entry is not None and entry.stamp == [(w._version, w.data_ptr()) for w in weights]:
-            if entry.content == [word.value for word in entry.sampled]:
-                return entry.values
+        if found is not None and found.placed(weights) and found.holds(weights):
+            return found
         return self._run(key, weights)
 
-    def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         with self._lock, torch.no_grad():
             self.runs += 1
             self._entries.pop(key, None)  # frees the stale copies before new ones are made
-            stamp = [(w._version, w.data_ptr()) for w in weights]
+            addresses, versions = [w.data_ptr() for w in weights], [w._version for w in weights]
             # From `.data`, because a view keeps what it is a view of alive: no weight could ever be freed.
             values = self._prepare(*(w.data for w in weights))
+            alive = [True]
 
-            def forget(_: object, entries: dict[tuple[int, ...], _Entry] = self._entries) -> None:
+            def forget(_: object, entries: dict[tuple[int, ...], Prepared] = self._entries) -> None:
+                alive.clear()
                 entries.pop(key, None)
 
             while len(self._entries) >= LIMIT:
                 self._entries.pop(next(iter(self._entries)))
             sampled = [word for w in weights for word in _samples(w)]
             content = [word.value for word in sampled]
-            self._entries[key] = _Entry(stamp, sampled, content, values, [weakref.ref(w, forget) for w in weights])
-            return values
+            watchers = [weakref.ref(w, forget) for w in weights]
+            found = Prepared(values, key, addresses, versions, sampled, content, alive, watchers)
+            self._entries[key] = found
+            return found
 
 
 def _samples(w: torch.Tensor) -> list[Any]:

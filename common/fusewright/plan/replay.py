@@ -26,8 +26,10 @@ from fusewright import ops
 from fusewright.interface import KernelCode, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan, operator_of, written_values
+from fusewright.plan.copies import CopiesIn, copier_out
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of, storage_bytes
+from fusewright.plan.once import Prepared
 
 log = logging.getLogger("fusewright")
 
@@ -133,9 +135,10 @@ def _result_obstacle(plan: Plan) -> str | None:
 class Parts:
     """A plan in two: `head` is recorded and returns `kept`, `tail` (None: there is none) runs after it.
 
-    Both take the plan's inputs, then its once-outputs; the tail then takes `kept` too. `copied` are positions of inputs
+    The head takes the plan's inputs, then its once-outputs. The tail takes what it reads: of the inputs those at
+    `tail_places`, then `tail_rest`, ids of once-outputs and of what the head keeps. `copied` are positions of inputs
     that are copied for the head, `fixed` of those that it reads where they lie. `late` maps positions of results to
-    those of the tail's; other results are copies of `kept` values.
+    those of the tail's; other results are copies of the values `early`.
     """
 
     head: Plan
@@ -144,6 +147,9 @@ class Parts:
     copied: tuple[int, ...]
     fixed: tuple[int, ...]
     late: Mapping[int, int]
+    early: tuple[int, ...]
+    tail_places: tuple[int, ...]
+    tail_rest: tuple[int, ...]
 
 
 def divide(plan: Plan) -> Parts:
@@ -157,17 +163,23 @@ def divide(plan: Plan) -> Parts:
     kept = tuple(sorted(wanted & {o for i in first for o in i.outs}))
     given = (*plan.inputs, *plan.once_outputs)
     head = replace(plan, inputs=given, outputs=tuple(map(Ref, kept)), instructions=first, once=[])
-    tail = None
+    wanted_late = {r for i in last for r in reads(i)}
+    tail_places = tuple(k for k, i in enumerate(plan.inputs) if i in wanted_late)
+    tail_rest = tuple(v for v in (*plan.once_outputs, *kept) if v in wanted_late)
     positions = [k for k, r in results.items() if r in made_late]
+    tail = None
     if positions:
+        inputs = (*[plan.inputs[k] for k in tail_places], *tail_rest)
         outputs = tuple(plan.outputs[k] for k in positions)
-        tail = replace(plan, inputs=(*given, *kept), outputs=outputs, instructions=last, once=[])
+        tail = replace(plan, inputs=inputs, outputs=outputs, instructions=last, once=[])
     read = {r for i in first for r in reads(i)}
     written = written_inputs(plan)
     used = [k for k, i in enumerate(plan.inputs) if i in read]
     fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
     copied = tuple(k for k in used if k not in fixed)
-    return Parts(head, tail, kept, copied, fixed, {k: n for n, k in enumerate(positions)})
+    late_places = {k: n for n, k in enumerate(positions)}
+    early = tuple(r for r in results.values() if r not in made_late)
+    return Parts(head, tail, kept, copied, fixed, late_places, early, tail_places, tail_rest)
 
 
 def written_inputs(plan: Plan) -> set[int]:
@@ -203,12 +215,16 @@ def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[in
 
 @dataclass
 class _Recording:
-    """One recording: `buffers` are (position, flat buffer) of copied inputs, `kept` what the head gives."""
+    """One recording. `addresses` are those of all arguments, 0 for those that may lie anywhere; `rest` is what the tail
+    takes beside arguments."""
 
+    lane: Hashable
+    addresses: list[int]
+    prepared: Prepared | None
     replay: Callable[[], None]
-    kept: Sequence[torch.Tensor]
-    buffers: Sequence[tuple[int, torch.Tensor]]
-    prepared: tuple[Any, ...]
+    copy_in: CopiesIn
+    rest: Sequence[torch.Tensor]
+    copy_out: Callable[[], list[torch.Tensor]]
     uses: int = 0
 
 
@@ -228,8 +244,10 @@ class Replayed:
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
         self._once_places = [plan.inputs.index(i) for i in plan.once_inputs]
+        self._anywhere = sorted(set(range(len(plan.inputs))) - {*self.parts.fixed, *self._once_places})
         self._writes = bool(written_inputs(plan))
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
+        self._last: _Recording | None = None
         self._lock = threading.RLock()
         self._unused = 0
         self.given_up = ""
@@ -238,36 +256,52 @@ class Replayed:
         lane = None if self.given_up else self.recorder.lane(self.device)
         if lane is None:
             return self.run(args)
-        prepared = self.once(*[args[k] for k in self._once_places]) if self.once is not None else ()
-        key = (lane, *[args[k].data_ptr() for k in self.parts.fixed])
         with self._lock:
-            found = self._recordings.get(key)
-            if found is None or found.prepared is not prepared:
-                found = self._recorded(key, args, prepared)
-            if found is None:
+            addresses = self._addresses(args)
+            r = self._last
+            if r is None or r.addresses != addresses or r.lane != lane or not self._unchanged(r, args):
+                r = self._last = self._found(lane, addresses, args)
+            if r is None:
                 return self.run(args)
-            result = self._replay(found, args)
+            result = self._replay(r, args)
         args.clear()
         return result
 
+    def _addresses(self, args: list[Any]) -> list[int]:
+        """Where the arguments lie that a recording cannot find elsewhere. This is the larger part of what a call of
+        many weights costs before its replay: one pass, without a loop in Python."""
+        found = list(map(torch.Tensor.data_ptr, args))
+        for k in self._anywhere:
+            found[k] = 0
+        return found
+
+    def _unchanged(self, r: _Recording, args: list[Any]) -> bool:
+        """Whether the weights, known to lie where they lay, are those that the constants were prepared from."""
+        return r.prepared is None or r.prepared.holds([args[k] for k in self._once_places])
+
+    def _found(self, lane: Hashable, addresses: list[int], args: list[Any]) -> _Recording | None:
+        """The recording for these arguments among all; a new one if need be; None for the plain plan."""
+        prepared = self.once.prepared([args[k] for k in self._once_places]) if self.once is not None else None
+        key = (lane, *[addresses[k] for k in self.parts.fixed])
+        found = self._recordings.get(key)
+        if found is None or found.prepared is not prepared:
+            return self._recorded(key, addresses, args, prepared)
+        return found
+
     def _replay(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
         r.uses += 1
-        if r.buffers:
-            torch._foreach_copy_([b for _, b in r.buffers], [flat(args[k]) for k, _ in r.buffers])
+        r.copy_in(args)
         r.replay()
-        late = self._tail([*args, *r.prepared, *r.kept]) if self._tail is not None else ()
-        copies = copied_out([r.kept[self.parts.kept.index(o.id)] for o in self._early()])
-        early = iter(copies)
+        late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
+        early = iter(r.copy_out())
         return tuple(
             late[self.parts.late[k]] if k in self.parts.late else next(early) if isinstance(o, Ref) else o
             for k, o in enumerate(self.plan.outputs)
         )
 
-    def _early(self) -> list[Ref]:
-        """The results that the head makes."""
-        return [o for k, o in enumerate(self.plan.outputs) if isinstance(o, Ref) and k not in self.parts.late]
-
-    def _recorded(self, key: tuple[Hashable, ...], args: list[Any], prepared: tuple[Any, ...]) -> _Recording | None:
+    def _recorded(
+        self, key: tuple[Hashable, ...], addresses: list[int], args: list[Any], prepared: Prepared | None
+    ) -> _Recording | None:
         """A new recording for `key`; None when replay is given up."""
         stale = self._recordings.pop(key, None)
         self._unused += stale is not None and stale.uses < 2
@@ -279,7 +313,7 @@ class Replayed:
             return None
         del stale
         try:
-            made = self._record(args, prepared)
+            made = self._record(key[0], addresses, args, prepared)
             if not self._writes:
                 plain, replayed = (
                     self.recorder.seconds(f) for f in (lambda: self.run(list(args)), lambda: self._replay(made, args))
@@ -294,49 +328,24 @@ class Replayed:
         self.tell(f"replayed, {len(self.parts.head.instructions)} of {len(self.plan.instructions)} instructions")
         return made
 
-    def _record(self, args: list[Any], prepared: tuple[Any, ...]) -> _Recording:
-        given = list(args)
-        buffers = []
+    def _record(self, lane: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
+        constants = prepared.values if prepared is not None else ()
         with torch.inference_mode(False), torch.no_grad():
-            for k in self.parts.copied:
-                buffer = flat(args[k]).clone()
-                buffers.append((k, buffer))
-                given[k] = buffer.as_strided(args[k].shape, args[k].stride())
+            copy_in = CopiesIn(args, self.parts.copied)
+            given = copy_in.given(args)
             # A warm-up runs the head, so there is none where that would write into inputs.
-            record = self.recorder.record
-            kept, replay = record(lambda: self._head([*given, *prepared]), warm=not self._writes)
-        return _Recording(replay, kept, buffers, prepared)
+            kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
+            by_id = dict(zip((*self.plan.once_outputs, *self.parts.kept), (*constants, *kept), strict=True))
+            copy_out = copier_out([by_id[v] for v in self.parts.early])
+        rest = [by_id[v] for v in self.parts.tail_rest]
+        return _Recording(lane, addresses, prepared, replay, copy_in, rest, copy_out)
 
     def _give_up(self, why: str) -> None:
         self.given_up = why
         self._recordings.clear()
+        self._last = None
         self.tell(f"not replayed: {why}")
         log.info("a plan is not replayed: %s", why)
-
-
-def flat(t: torch.Tensor) -> torch.Tensor:
-    """The memory from the first to the last element of a tensor (its strides are never negative), as one dimension."""
-    span = 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.as_strided((span,), (1,), t.storage_offset())
-
-
-def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides, which share memory where the given tensors do."""
-    by_storage: dict[int, list[torch.Tensor]] = {}
-    for t in tensors:
-        by_storage.setdefault(t.untyped_storage().data_ptr(), []).append(t)
-    made: dict[int, torch.Tensor] = {}
-    for group in by_storage.values():
-        if len(group) == 1 or all(t is group[0] for t in group):
-            made[id(group[0])] = flat(group[0]).clone().as_strided(group[0].shape, group[0].stride(), 0)
-            continue
-        whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
-        whole.set_(group[0].untyped_storage())
-        whole = whole.clone()
-        for t in group:
-            view = torch.empty(0, dtype=t.dtype, device=t.device)
-            made[id(t)] = view.set_(whole.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-    return [made[id(t)] for t in tensors]
 
 
 def replayed(

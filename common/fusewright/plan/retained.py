@@ -21,8 +21,9 @@ from fusewright import _torch_compat as compat
 from fusewright.interface import KernelCode, Phase, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan
+from fusewright.plan.copies import CopiesIn, copied_out
 from fusewright.plan.ir import Ref, reads
-from fusewright.plan.replay import Run, copied_out, flat, obstacle, plan_device, written_inputs
+from fusewright.plan.replay import Run, obstacle, plan_device, written_inputs
 
 log = logging.getLogger("fusewright")
 
@@ -58,14 +59,13 @@ class Handover:
 
 @dataclass
 class _Recording:
-    """`fixed` are (position, address), `buffers` (position, flat buffer), `storages` (identity, references when nobody
-    else holds them)."""
+    """`fixed` are (position, address), `storages` (identity, references when nobody else holds them)."""
 
     lane: Hashable
     replay: Callable[[], None]
     kept: Sequence[torch.Tensor]
     fixed: Sequence[tuple[int, int]]
-    buffers: Sequence[tuple[int, torch.Tensor]]
+    copy_in: CopiesIn
     storages: Sequence[tuple[Any, int]]
 
 
@@ -109,7 +109,8 @@ class Retained:
         r = self._recording
         if r is None:
             return self._record(lane, args)
-        moved = [k for k, address in r.fixed if args[k].data_ptr() != address]
+        addresses = list(map(torch.Tensor.data_ptr, args))
+        moved = [k for k, address in r.fixed if addresses[k] != address]
         if r.lane == lane and not moved:
             self._misses = 0
             return None if self._held(r) else r
@@ -129,8 +130,7 @@ class Retained:
         return any(compat.storage_uses(s) > count for s, count in r.storages)
 
     def _replay(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
-        if r.buffers:
-            torch._foreach_copy_([b for _, b in r.buffers], [flat(args[k]) for k, _ in r.buffers])
+        r.copy_in(args)
         r.replay()
         own = [o.id for o in self.plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
         copies = dict(zip(own, copied_out([r.kept[self._kept[v]] for v in own]), strict=True))
@@ -152,26 +152,21 @@ class Retained:
             self._give_up("addresses change from call to call")
             return None
         self._recorded += 1
-        given, buffers, fixed = list(args), [], []
         try:
             with torch.inference_mode(False), torch.no_grad():
-                for k in self._used:
-                    if self._stays(k, args[k]):
-                        fixed.append((k, args[k].data_ptr()))
-                        continue
-                    buffer = flat(args[k]).clone()
-                    buffers.append((k, buffer))
-                    given[k] = buffer.as_strided(args[k].shape, args[k].stride())
-                kept, again = self.recorder.record(partial(self._run_body, given), warm=False, shared=False)
+                fixed = [(k, args[k].data_ptr()) for k in self._used if self._stays(k, args[k])]
+                copy_in = CopiesIn(args, sorted(set(self._used) - {k for k, _ in fixed}))
+                run = partial(self._run_body, copy_in.given(args))
+                kept, again = self.recorder.record(run, warm=False, shared=False)
         except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
-        del given  # what forward saved must be held by nobody but its recording
+        del run  # what forward saved must be held by nobody but its recording
         outside = {compat.storage_id(args[k]) for k, _ in fixed}
-        mine = [t for t in (*kept, *(b for _, b in buffers)) if compat.storage_id(t) not in outside]
+        mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
-        self._recording = _Recording(lane, again, kept, fixed, buffers, uses)
+        self._recording = _Recording(lane, again, kept, fixed, copy_in, uses)
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
         return self._recording
 

@@ -11,7 +11,7 @@ import torch
 from fusewright import capture, pipeline
 from fusewright.config import Options
 from fusewright.interface import Device
-from fusewright.plan import replay
+from fusewright.plan import copies, replay
 from fusewright.plan.ir import Call, Ref
 from fusewright.report import recording
 from fusewright.toolkit.fused import FusedBackend, interpreter_loader
@@ -47,7 +47,7 @@ class Recorder:
         def again() -> None:
             self.replays += 1
             for old, new in zip(results, run(), strict=True):
-                replay.flat(old).copy_(replay.flat(new))
+                copies.flat(old).copy_(copies.flat(new))
 
         return results, again
 

@@ -1,0 +1,75 @@
+"""Copies into and out of the memory of a recording: decided when it is made, done with little overhead at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+
+class CopiesIn:
+    """Buffers of the same shapes and strides as the arguments at `places`; a call fills them."""
+
+    def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+        self._places: list[int] = []
+        self._flat: set[int] = set()
+        self._targets: list[torch.Tensor] = []
+        for k in places:
+            x = args[k]
+            target = buffer = x.clone()  # keeps the strides of a tensor without gaps and overlaps
+            if buffer.stride() != x.stride():
+                target = flat(x).clone()
+                buffer = target.as_strided(x.shape, x.stride())
+                self._flat.add(k)
+            self.buffers[k] = buffer
+            self._places.append(k)
+            self._targets.append(target)
+
+    def given(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with the buffers in their places."""
+        return [self.buffers.get(k, x) for k, x in enumerate(args)]
+
+    def __call__(self, args: Sequence[Any]) -> None:
+        if not self._places:
+            return
+        sources = [flat(args[k]) if k in self._flat else args[k] for k in self._places]
+        if len(sources) == 1:
+            self._targets[0].copy_(sources[0])
+        else:
+            torch._foreach_copy_(self._targets, sources)
+
+
+def copier_out(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """A function that copies these tensors as they then are. Copies have the same strides, and share memory where the
+    tensors do."""
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    if len(storages) == len(tensors) and all(t.clone().stride() == t.stride() for t in tensors):
+        return lambda: [t.clone() for t in tensors]
+    return lambda: copied_out(tensors)
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """The memory from the first to the last element of a tensor (its strides are never negative), as one dimension."""
+    span = 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((span,), (1,), t.storage_offset())
+
+
+def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the same strides, which share memory where the given tensors do."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for t in tensors:
+        by_storage.setdefault(t.untyped_storage().data_ptr(), []).append(t)
+    made: dict[int, torch.Tensor] = {}
+    for group in by_storage.values():
+        if len(group) == 1 or all(t is group[0] for t in group):
+            made[id(group[0])] = flat(group[0]).clone().as_strided(group[0].shape, group[0].stride(), 0)
+            continue
+        whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
+        whole.set_(group[0].untyped_storage())
+        whole = whole.clone()
+        for t in group:
+            view = torch.empty(0, dtype=t.dtype, device=t.device)
+            made[id(t)] = view.set_(whole.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    return [made[id(t)] for t in tensors]
