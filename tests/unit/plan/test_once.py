@@ -89,6 +89,17 @@ def test_dies_with_its_weights(prepare: Any) -> None:
     assert [p() for p in packed] == [None] * len(packed)
 
 
+def test_what_was_made_of_a_dead_weight_holds_for_nobody() -> None:
+    w = torch.ones(3)
+    found = OnceCache(doubled).prepared([w])
+    assert found.holds([w])
+    w.add_(1)
+    assert not found.holds([w])
+    found = OnceCache(doubled).prepared([w])
+    del w
+    assert not found.alive, "a new tensor may get the id of the dead one"
+
+
 def test_packing_is_not_recorded_by_autograd() -> None:
     w = torch.ones(3, requires_grad=True)
     assert not OnceCache(doubled)(w)[0].requires_grad

@@ -128,6 +128,76 @@ def test_weights_are_read_where_they_lie() -> None:
     assert recorder.recorded == 2
 
 
+class Prepares(torch.nn.Module):
+    """Constants are prepared from `packed`; `read` is read where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.read = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (((x @ (self.packed * 2)).relu() @ self.read).relu() @ self.read).relu() @ self.read
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module, str], Any]] = {
+    "in place": lambda m, name: m.get_parameter(name).add_(1),
+    "other data": lambda m, name: setattr(m.get_parameter(name), "data", torch.randn(8, 8)),
+    "another parameter": lambda m, name: setattr(m, name, torch.nn.Parameter(torch.randn(8, 8))),
+    "load_state_dict": lambda m, name: m.load_state_dict(Prepares().state_dict()),
+    "through data": lambda m, name: m.get_parameter(name).data.mul_(3),
+}
+
+
+@pytest.mark.parametrize("name", ["packed", "read"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_the_next_call_sees_a_changed_weight(change: Callable[[torch.nn.Module, str], Any], name: str) -> None:
+    model, recorder = Prepares().eval(), Recorder()
+    fast, x = compiled(model, recorder), torch.randn(4, 8)
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), model(x))
+    before = recorder.replays
+    change(model, name)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    assert recorder.replays == before + 2
+
+
+@torch.no_grad()
+def test_layers_that_share_a_plan_each_have_a_recording() -> None:
+    recorder = Recorder()
+    layers = [Prepares().eval() for _ in range(3)]
+    fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(4, 8)
+    for _ in range(4):
+        for layer in layers:
+            torch.testing.assert_close(fast(layer, x), layer(x))
+    assert recorder.recorded == 3
+    layers[1].packed.mul_(2)
+    for layer in layers:
+        torch.testing.assert_close(fast(layer, x), layer(x))
+    assert recorder.recorded == 4
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t[:, :8], lambda t: t[:8, :8].t(), lambda t: t[0, :8].expand(8, 8), lambda t: t[::2, ::2]],
+    ids=["gaps", "transposed", "overlap", "steps"],
+)
+@torch.no_grad()
+def test_inputs_lie_anywhere_in_any_layout(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    recorder = Recorder()
+
+    def f(x: torch.Tensor, scale: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return ((x @ x.t()).relu() @ x.t()).index_select(0, order).relu() * scale
+
+    fast = compiled(f, recorder)
+    for _ in range(4):
+        x, scale, order = view(torch.randn(16, 16)), torch.randn(8), torch.randperm(8)
+        x = x[:8]
+        torch.testing.assert_close(fast(x, scale, order), f(x, scale, order))
+    assert recorder.recorded == 1 and recorder.replays == 3
+
+
 @torch.no_grad()
 def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that_goes_on() -> None:
     weight = torch.nn.Parameter(torch.randn(8, 8))
