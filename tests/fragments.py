@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fusewright.interface import Device, Fragment, OpView, Phase, Region, Tensor
 from fusewright.plan.build import call_of
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.kernel import Kernel, interpret
+from fusewright.toolkit.llvm import compile_kernels
 
 
 def spec_of(t: torch.Tensor, const: bool = False) -> TensorSpec:
@@ -102,7 +104,7 @@ class Sketch:
 
 def evaluate(fragment: Fragment, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
     """Run instructions in order over a dictionary of values, which receives the results. Every tensor must be what its
-    spec says; kernels run by the interpreter."""
+    spec says; loop kernels run by the interpreter."""
     for i in fragment.instructions:
         assert not set(i.outs) & set(env), f"one of the values {i.outs} is made twice"
         if isinstance(i, Launch):
@@ -123,14 +125,16 @@ def _assert_is(t: torch.Tensor, spec: TensorSpec, id: int) -> None:
     assert (tuple(t.shape), t.dtype, made) == (spec.shape, spec.dtype, wanted), f"value {id} is not what its spec says"
 
 
-def _launch(i: Launch, kernel: Kernel, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
+def _launch(i: Launch, kernel: Any, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
     onto = dict(i.updates)
     for k, o in enumerate(i.outs):
         s = specs[o]
         fresh = torch.empty_strided(s.shape, s.stride, dtype=s.dtype)  # type: ignore[arg-type]
         env[o] = env[i.inputs[onto[k]].id] if k in onto else fresh.fill_(1)
     sizes = [int(env[s[1].id].shape[s[2]]) if isinstance(s, tuple) else int(_resolved(s, env)) for s in i.sizes]
-    interpret(kernel, [env[v] for v in (*(r.id for r in i.inputs), *i.outs)], sizes, _resolved(i.scalars, env))
+    tensors = [env[v] for v in (*(r.id for r in i.inputs), *i.outs)]
+    run = partial(interpret, kernel) if isinstance(kernel, Kernel) else compile_kernels([kernel]).launcher(kernel)
+    run(tensors, sizes, _resolved(i.scalars, env))
 
 
 def _resolved(arg: Any, env: Mapping[int, Any]) -> Any:

@@ -213,22 +213,6 @@ def disable_autocast() -> Any:
     return torch._C._DisableAutocast()
 
 
-def onednn_fusion() -> Any:
-    """A context manager that switches TorchScript's oneDNN Graph fuser on, and back to what it was after."""
-    import contextlib
-
-    @contextlib.contextmanager
-    def switched_on() -> Any:
-        before = torch._C._jit_llga_enabled()
-        torch.jit.enable_onednn_fusion(True)
-        try:
-            yield
-        finally:
-            torch.jit.enable_onednn_fusion(before)
-
-    return switched_on()
-
-
 _NOT_ELEMENTWISE = frozenset(
     "copy_ set_ as_strided_ resize_ resize_as_ detach_ requires_grad_ t_ transpose_ unsqueeze_ squeeze_".split()
 )

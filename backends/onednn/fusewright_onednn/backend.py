@@ -24,7 +24,7 @@ from fusewright.toolkit.builder import OWN_STRIDES, STRIDE_FREE, Builder
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fused import FusedBackend
 from fusewright.toolkit.match import siblings
-from fusewright_onednn import lowerings, patterns, runtime, target
+from fusewright_onednn import lowerings, patterns, target
 from fusewright_onednn.lowerings import LOWERINGS
 from fusewright_onednn.patterns import Match
 
@@ -55,8 +55,6 @@ class X86OneDnn(FusedBackend):
             return Unavailable("torch is built without oneDNN", "install a build of torch with oneDNN")
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             features |= {"mkldnn_bf16"}
-        if runtime.graph_available():
-            features |= {"onednn_graph"}
         version = target.onednn_version(torch.__config__.show())
         return Device("cpu", found.arch, features, f"oneDNN {version}".rstrip())
 
@@ -82,7 +80,8 @@ class X86OneDnn(FusedBackend):
             else:
                 builder.keep(op)
         fragment = fuse(builder.finish(), ctx, builder.calls)
-        return replace(fragment, notes={**fragment.notes, **builder.notes})
+        notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}
+        return replace(fragment, notes=notes, kernels=kernels)
 
     def fingerprint(self) -> str:
         d = self.running_on()

@@ -4,14 +4,13 @@ remembered by the host."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fusewright.interface import CompileContext, TensorSpec, hint
+from fusewright.interface import CompileContext
 from fusewright.toolkit.candidates import Lazy, Thunk
-from fusewright_onednn import runtime
 
 PACKED_GAIN = 1.04
 """A packed copy of a weight doubles its memory, so it must be this much faster than the weight as it is."""
@@ -102,41 +101,6 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
         return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed")()
 
     return ctx.choose(key, Lazy({"separate": separate, "together": together})) == "together"
-
-
-BLOCKED_FROM = 1 << 16
-"""Scores of one head below which products over blocks of rows have nothing to win."""
-
-ATTENTION_FORMS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "graph": runtime.attention,
-    "blocked": runtime.attention_blocked,
-}
-
-
-def attention_form(ctx: CompileContext, layout: str, specs: Sequence[TensorSpec], causal: bool) -> str:
-    """ "eager" (torch's own kernel), "graph" or "blocked". `specs`: query, key, value and the mask, if any."""
-
-    def tensors() -> list[torch.Tensor]:
-        made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]
-        return [t.fill_(1 if t.dtype is torch.bool else 0.5) for t in made]
-
-    def eager() -> Thunk:
-        q, k, v, *mask = tensors()
-        return lambda: torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask[0] if mask else None, is_causal=causal
-        )
-
-    def own(form: str) -> Callable[[], Thunk]:
-        def make() -> Thunk:
-            q, k, v, *mask = tensors()
-            return lambda: ATTENTION_FORMS[form](q, k, v, mask[0] if mask else None, causal, None)
-
-        return make
-
-    long = hint(specs[0].shape[-2]) * hint(specs[1].shape[-2]) >= BLOCKED_FROM
-    forms = ["graph", "blocked"] if long else ["graph"]
-    key = f"sdpa {'/'.join(['eager', *forms])} {layout}{' causal' if causal else ''}"
-    return ctx.choose(key, Lazy({"eager": eager, **{f: own(f) for f in forms}}))
 
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:

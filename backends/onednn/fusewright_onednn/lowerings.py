@@ -6,6 +6,7 @@ the fragment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,8 +15,12 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import Builder, channels_last_strides, contiguous_strides
+from fusewright.toolkit.kernel.types import from_torch
 from fusewright.toolkit.library import LoweringTable
-from fusewright_onednn import choices, runtime
+from fusewright.toolkit.llvm.attention import Attention
+from fusewright.toolkit.llvm.sources import hash_of
+from fusewright.toolkit.llvm.target import host_target
+from fusewright_onednn import choices
 from fusewright_onednn.choices import Product
 from fusewright_onednn.patterns import Match
 
@@ -31,6 +36,11 @@ PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
 SMALL_PRODUCT = 1 << 15
 """Multiplications below which a product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is
 more than it takes."""
+
+MASKS = (torch.float32, torch.bfloat16, torch.bool)
+"""Types of attention masks that our kernel reads."""
+FEW_ROWS = 4
+"""Queries in fp32 below which packing the keys costs more than torch's kernel takes."""
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 
@@ -340,31 +350,46 @@ def _sdpa_reason(op: OpView) -> str | None:
     return None
 
 
-@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, features={"onednn_graph"}, when=_sdpa_reason)
+@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
-    """softmax(q k^T * scale + mask) v through oneDNN, where that measures faster than torch's kernel."""
+    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright.toolkit.llvm.attention`)."""
     op = m.anchor
-    if not all(b.links.unused(v) for v in op.outs[1:]):
+    why = _not_our_attention(op, b)
+    if why:
         b.keep(op)
-        b.notes[op.id] = "ATen: its backward needs the log-sum-exp"
+        b.notes[op.id] = f"ATen: {why}"
         return
-    mask, causal, scale = op.arg("attn_mask"), bool(op.arg("is_causal")), op.arg("scale")
+    mask, scale = op.arg("attn_mask"), op.arg("scale")
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
-    specs = [b.spec(v) for v in values]
-    layout = " ".join((_dtype(specs[0]), *(f"{s.shape}{s.stride}".replace(" ", "") for s in specs)))
-    form = choices.attention_form(b.ctx, layout, specs, causal)
-    if form == "eager":
-        b.keep(op)
-        b.notes[op.id] = "ATen: torch's kernel is faster for this shape"
-        return
-    q, k, v = (b.any_strides(x) for x in values[:3])
-    query = torch.empty_strided(specs[0].shape, specs[0].stride, device="meta")  # type: ignore[arg-type]
-    args = (q, k, v, b.any_strides(mask), causal, scale)
-    target = runtime.ATTENTION if form == "graph" else runtime.ATTENTION_BLOCKED
-    b.library(target, *args, out=op.out, stride=torch.empty_like(query).stride(), op=op)
+    query, key, *_ = specs = [b.spec(v) for v in values]
+    masked = "" if mask is None else from_torch(specs[3].dtype)
+    kernel = Attention(from_torch(query.dtype), hint(query.shape[-1]), masked, bool(op.arg("is_causal")))
+    made = torch.empty_like(torch.empty_strided(query.shape, query.stride, device="meta"))  # type: ignore[arg-type]
+    strides = [_steps(s, query.shape) for s in specs] + [made.stride()[:3]]
+    sizes = (*query.shape[:3], key.shape[2], *(s for steps in strides for s in steps))
+    factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
+    b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, stride=made.stride(), op=op)
     b.taken((op,))
-    b.notes[op.id] = "oneDNN Graph attention" if form == "graph" else "attention by oneDNN products over blocks of rows"
+    b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
 
 
-def _dtype(s: TensorSpec) -> str:
-    return str(s.dtype).removeprefix("torch.")
+def _not_our_attention(op: OpView, b: Builder) -> str:
+    """Why attention stays torch's call, or ""."""
+    if not all(b.links.unused(v) for v in op.outs[1:]):
+        return "its backward needs the log-sum-exp"
+    specs = [b.spec(op.arg(n)) for n in ("query", "key", "value")]
+    mask = None if op.arg("attn_mask") is None else b.spec(op.arg("attn_mask"))
+    if any(s.stride[-1] != 1 and s.shape[-1] != 1 for s in specs):
+        return "rows of heads that are not dense"
+    if mask is not None and (mask.shape[-1] != specs[1].shape[-2] or mask.stride[-1] != 1 or mask.dtype not in MASKS):
+        return "a mask without a dense last dimension, or of another type"
+    if specs[0].dtype is torch.float32 and hint(specs[0].shape[-2]) < FEW_ROWS:
+        return "faster for so few queries"
+    return Attention(from_torch(specs[0].dtype), hint(specs[0].shape[-1])).refused(host_target())
+
+
+def _steps(s: TensorSpec, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of batch, head and row, 0 where a mask holds for all of them."""
+    missing = 4 - s.rank
+    steps = (0,) * missing + tuple(0 if n == 1 else d for n, d in zip(s.shape, s.stride, strict=True))
+    return steps[:3]

@@ -14,7 +14,7 @@ from fusewright import _torch_compat as compat
 from fusewright.interface import Dim, KernelCode, Size
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.firstrun import checker
-from fusewright.plan.frame import Frame, Frames, entry, fail
+from fusewright.plan.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
 from fusewright.plan.once import OnceCache
@@ -133,8 +133,8 @@ class _Launches:
                 fill.append(f"b[{len(block)}] = v{v}.data_ptr()")
                 block.append(None)
         for x in (*i.sizes, *i.scalars):
-            if isinstance(x, int) and not isinstance(x, bool):
-                block.append(x)
+            if isinstance(x, int | float) and not isinstance(x, bool):
+                block.append(bits(x, isinstance(x, float)))
             else:
                 fill.append(f"b[{len(block)}] = {self._number(x)}")
                 block.append(None)

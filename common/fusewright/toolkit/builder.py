@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
-from fusewright.plan.ir import Call, Instruction, Ref
+from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.fuser import LibraryCall
 from fusewright.toolkit.fuse.layout import restored
 from fusewright.toolkit.library import layout_of
@@ -51,6 +51,8 @@ class Builder:
         self.ops: list[OpView] = []
         self.calls: list[LibraryCall] = []
         self.notes: dict[int, str] = {}
+        self.kernels: dict[str, Any] = {}
+        """Kernels that are no loop kernels of the fuser, by hash: for the fragment."""
         self._instructions: list[Instruction] = []  # of the match that is being lowered
         self._constants: dict[Any, Ref] = {}
         self._const = constants(region)
@@ -115,6 +117,16 @@ class Builder:
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
         """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
         self.call(target, *args, out=self._place(out, stride), op=op)
+
+    def launch(
+        self, kernel: Any, hash: str, inputs: Sequence[Value], sizes: Sequence[Any], scalars: Sequence[float], *,
+        out: Value, stride: Sequence[int], op: OpView,
+    ) -> None:  # fmt: skip
+        """A launch of a kernel of the backend's own, which reads its inputs with the strides at hand (see `spec`)."""
+        self.kernels[hash] = kernel
+        refs = tuple(r for v in inputs if (r := self.any_strides(v)) is not None)
+        made = self._place(out, stride)
+        self._instructions.append(Launch(hash, refs, (made.id,), tuple(sizes), tuple(scalars), op_ids=(op.id,)))
 
     def append(self, instruction: Instruction) -> None:
         """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `at_hand` gave."""

@@ -10,14 +10,14 @@ from fusewright.interface import Device, Fragment, Value
 from fusewright_onednn.backend import X86OneDnn
 from tests.fragments import Context, Sketch, by_preference
 
-DEVICE = Device("cpu", "x86_64_v4", frozenset({"mkldnn_bf16", "onednn_graph"}), "oneDNN 3.12")
+DEVICE = Device("cpu", "x86_64_v4", frozenset({"mkldnn_bf16"}), "oneDNN 3.12")
 OPTIONS = dict(X86OneDnn.options)
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 def compiled(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Fragment:
     """Lower everything drawn, choosing the forms named first in `prefer`."""
-    pick = by_preference(*prefer, "packed", "dense", "aten", "together", "graph")
+    pick = by_preference(*prefer, "packed", "dense", "aten", "together")
     g.temporaries.clear()  # of an earlier fragment
     ctx = Context({**OPTIONS, **options}, DEVICE, pick, specs=g.temporaries)
     result = X86OneDnn(DEVICE).compile(g.region(outputs), ctx)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from fusewright.toolkit.kernel import Kernel, from_json, to_json
 from fusewright.toolkit.llvm.jit import images, load_module
 from fusewright.toolkit.llvm.launch import Launcher
+from fusewright.toolkit.llvm.sources import Source, from_json, to_json
 
 
-def pack(kernels: Mapping[str, Kernel]) -> bytes:
-    """The code of loaded kernels, by structural hash. Object code that other kernels share goes along whole."""
+def pack(kernels: Mapping[str, Source]) -> bytes:
+    """The code of loaded kernels, by hash. Object code that other kernels share goes along whole."""
     found = images(kernels)
     header = {
         "kernels": {h: to_json(k) for h, k in kernels.items()},

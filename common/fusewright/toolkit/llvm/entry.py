@@ -42,27 +42,14 @@ def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> No
     body = Body(module, kernel, how, f"{name}.body")
     body.write()
     if parallel:
-        _share(module, name)
+        share(module, name)
     f = Fn(module, name, "i32", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     args = Arguments(f, kernel, block)
     error = f.alloca("i32", 1, 4)
     f.raw(f"store i32 0, {error}")
     items = _items(f, args, body)
-    if parallel:
-        team = _team(f, args, kernel, items, threads)
-        alone = f.cmp("icmp sle", team, i64(1))
-        solo, crew, done = f.new_label("solo"), f.new_label("crew"), f.new_label("out")
-        f.raw(f"br i1 {alone.name}, label %{solo}, label %{crew}")
-        f.label(solo)
-        _run(f, name, block, items, error)
-        f.raw(f"br label %{done}")
-        f.label(crew)
-        _fork(f, name, block, items, error, team)
-        f.raw(f"br label %{done}")
-        f.label(done)
-    else:
-        _run(f, name, block, items, error)
+    start(f, name, block, items, error, _team(f, args, kernel, items, threads) if parallel else None)
     f.raw(f"ret {f.let('i32', 1, f'load i32, {error}')}")
     f.finish()
 
@@ -92,31 +79,49 @@ def _team(f: Fn, args: Arguments, kernel: Kernel, items: V, threads: V) -> V:
     return f.select(f.cmp("icmp slt", worth, team), worth, team)
 
 
-def _run(f: Fn, name: str, block: V, items: V, error: V) -> None:
-    f.raw(f"call void @{name}.body({block}, i64 0, {items}, {error})")
+def start(f: Fn, name: str, block: V, items: V, shared: V, team: V | None) -> None:
+    """All work items by `void name.body(ptr block, i64 lo, i64 hi, ptr shared)`: here, or on a team of more than one (see
+    `share`)."""
+    if team is None:
+        _run(f, name, block, items, shared)
+        return
+    alone = f.cmp("icmp sle", team, i64(1))
+    solo, crew, done = f.new_label("solo"), f.new_label("crew"), f.new_label("out")
+    f.raw(f"br i1 {alone.name}, label %{solo}, label %{crew}")
+    f.label(solo)
+    _run(f, name, block, items, shared)
+    f.raw(f"br label %{done}")
+    f.label(crew)
+    _fork(f, name, block, items, shared, team)
+    f.raw(f"br label %{done}")
+    f.label(done)
 
 
-def _fork(f: Fn, name: str, block: V, items: V, error: V, team: V) -> None:
-    """Runs the work on the pool. Errors are only ever set, and a word is written whole, so the race is
+def _run(f: Fn, name: str, block: V, items: V, shared: V) -> None:
+    f.raw(f"call void @{name}.body({block}, i64 0, {items}, {shared})")
+
+
+def _fork(f: Fn, name: str, block: V, items: V, shared: V, team: V) -> None:
+    """Runs the work on the pool. Error words are only ever set, and written whole, so the race for `shared` is
     harmless."""
-    shared = f.alloca("i64", 3, 16)
-    for k, v in enumerate((f.conv("ptrtoint", block, "i64"), items, f.conv("ptrtoint", error, "i64"))):
-        f.raw(f"store {v}, {f.gep('i64', shared, i64(k))}")
+    words = f.alloca("i64", 3, 16)
+    for k, v in enumerate((f.conv("ptrtoint", block, "i64"), items, f.conv("ptrtoint", shared, "i64"))):
+        f.raw(f"store {v}, {f.gep('i64', words, i64(k))}")
     f.module.declare(PARALLEL, "void", ["ptr", "ptr", "i32", "i32"], external=True)
-    f.raw(f"call void @{PARALLEL}(ptr @{name}.part, {shared}, {f.conv('trunc', team, 'i32')}, i32 0)")
+    f.raw(f"call void @{PARALLEL}(ptr @{name}.part, {words}, {f.conv('trunc', team, 'i32')}, i32 0)")
 
 
-def _share(module: Module, name: str) -> None:
-    """`void part(ptr shared)`: this thread's contiguous share of the work items."""
+def share(module: Module, name: str) -> None:
+    """`void part(ptr words)`: this thread's contiguous share of the work items."""
     module.declare(THREAD, "i32", [], external=True)
     module.declare(THREADS, "i32", [], external=True)
     f = Fn(module, f"{name}.part", "void", ["ptr"])
     words = [f.let("i64", 1, f"load i64, {f.gep('i64', f.args[0], i64(k))}") for k in range(3)]
-    block, items, error = f.conv("inttoptr", words[0], "ptr"), words[1], f.conv("inttoptr", words[2], "ptr")
+    block, items, shared = f.conv("inttoptr", words[0], "ptr"), words[1], f.conv("inttoptr", words[2], "ptr")
     me = f.conv("zext", f.let("i32", 1, f"call i32 @{THREAD}()"), "i64")
     all_ = f.conv("zext", f.let("i32", 1, f"call i32 @{THREADS}()"), "i64")
     lo = f.bin("sdiv", f.mul(items, me), all_)
     hi = f.bin("sdiv", f.mul(items, f.add(me, const(1, "i64"))), all_)
-    f.raw(f"call void @{name}.body({block}, {lo}, {hi}, {error})")
+    f.raw(f"call void @{name}.body({block}, {lo}, {hi}, {shared})")
     f.raw("ret void")
     f.finish()

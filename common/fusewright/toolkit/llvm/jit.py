@@ -1,7 +1,7 @@
 """From kernels to callables: one LLVM module per call of `compile_kernels`, LLJIT, object code that can be
 stored.
 
-A kernel's symbol is `fw_` and its structural hash, so equal kernels of a process are compiled and linked
+A kernel's symbol is `fw_` and its hash, so equal kernels of a process are compiled and linked
 once, and object code from the disk cache is found by the same name."""
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 
-from fusewright.toolkit.kernel.ir import Kernel
-from fusewright.toolkit.kernel.serial import structural_hash
-from fusewright.toolkit.llvm.entry import emit_kernel, new_module
+from fusewright.toolkit.llvm.entry import new_module
 from fusewright.toolkit.llvm.launch import Launcher
 from fusewright.toolkit.llvm.pool import pool_symbols, symbol_address
+from fusewright.toolkit.llvm.sources import Source, emit, hash_of
 from fusewright.toolkit.llvm.target import CpuTarget, host_target, target_machine
-from fusewright.toolkit.llvm.unroll import unrolled
 
 ALWAYS = ("memcpy", "memset", "memmove")
 """Functions that code generation may call on its own."""
@@ -28,7 +26,7 @@ ALWAYS = ("memcpy", "memset", "memmove")
 
 @dataclass(frozen=True, slots=True)
 class CompiledModule:
-    """Code of several kernels. `addresses` maps a kernel's structural hash to its C function (see `entry`).
+    """Code of several kernels. `addresses` maps a kernel's hash to its C function (see `entry`).
 
     `object_bytes` is the object code of the kernels that were new to the process when this module was made
     (empty when none was), and `symbols` the outside functions it needs; both go to the disk cache."""
@@ -37,9 +35,9 @@ class CompiledModule:
     object_bytes: bytes
     symbols: tuple[str, ...]
 
-    def launcher(self, kernel: Kernel) -> Launcher:
+    def launcher(self, kernel: Source) -> Launcher:
         """A Python callable for `kernel`, which must be one of this module's."""
-        return Launcher(kernel, self.addresses[structural_hash(kernel)])
+        return Launcher(kernel, self.addresses[hash_of(kernel)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +94,11 @@ def symbol_name(kernel_hash: str) -> str:
     return f"fw_{kernel_hash[:32]}"
 
 
-def kernels_to_text(kernels: Mapping[str, Kernel], target: CpuTarget, parallel: bool) -> tuple[str, tuple[str, ...]]:
-    """LLVM IR of the kernels (by structural hash) for any target, and the outside symbols that it needs."""
+def kernels_to_text(kernels: Mapping[str, Source], target: CpuTarget, parallel: bool) -> tuple[str, tuple[str, ...]]:
+    """LLVM IR of the kernels (by hash) for any target, and the outside symbols that it needs."""
     module = new_module(target)
     for h, kernel in kernels.items():
-        emit_kernel(module, unrolled(kernel), symbol_name(h), parallel)
+        emit(module, kernel, symbol_name(h), parallel)
     return module.render(), tuple(sorted(module.symbols))
 
 
@@ -120,10 +118,10 @@ def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
     return code
 
 
-def compile_kernels(kernels: Sequence[Kernel]) -> CompiledModule:
+def compile_kernels(kernels: Sequence[Source]) -> CompiledModule:
     """Compiles what this process does not have yet, in one module. UnsupportedKernel when this machine
     cannot run one."""
-    by_hash = {structural_hash(k): k for k in kernels}
+    by_hash = {hash_of(k): k for k in kernels}
     process = _process()
     with process.lock:
         new = {h: k for h, k in by_hash.items() if h not in process.addresses}

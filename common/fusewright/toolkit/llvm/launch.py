@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from fusewright.errors import IndexOutOfBoundsError
-from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.types import is_float, to_torch
 from fusewright.toolkit.llvm.memory import INDEX_ERROR, ZERO_DIVISION
+from fusewright.toolkit.llvm.sources import Source
 
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)
 
@@ -27,7 +27,7 @@ class Launcher:
     error code: the plan has checked shapes, types and strides when it was made. Safe to call from several
     threads."""
 
-    def __init__(self, kernel: Kernel, address: int) -> None:
+    def __init__(self, kernel: Source, address: int) -> None:
         self.kernel, self.address = kernel, address
         self._block = ctypes.c_int64 * max(len(kernel.buffers) + len(kernel.symbols) + len(kernel.scalars), 1)
         self._floats = tuple(is_float(s.dtype) for s in kernel.scalars)
