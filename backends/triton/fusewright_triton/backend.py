@@ -143,11 +143,12 @@ class TritonBackend(FusedBackend):
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Compiler processes import Triton while the graph is traced."""
+        """Compiler processes get ready while the graph is traced."""
         from fusewright_triton import workers
 
-        if not self.running_on().simulated:
-            workers.pool().ahead()
+        device = self.running_on()
+        if not device.simulated:
+            workers.pool().ahead(self.target(device).compiler)
 
     def supports(self, op: OpView) -> Verdict:
         """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""

@@ -121,9 +121,12 @@ def _attributes(signature: Mapping[str, str], aligned: Sequence[str]) -> dict[tu
 
 
 def main() -> None:
-    """The loop of a worker. It ends with its parent, or when it is asked nothing for some minutes."""
+    """The loop of a worker. It ends with its parent, or when it is asked nothing for some minutes. What it is started with is
+    built first, for nobody."""
     import triton.compiler  # noqa: F401 (while the parent is still busy)
 
+    for first in sys.argv[1:]:
+        build(json.loads(first))
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
         if not line:

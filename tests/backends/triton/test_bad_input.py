@@ -203,7 +203,10 @@ def test_no_memory_for_candidates(
         return
     assert {o.where for o in reports[0].ops} == {"eager"}
     (why,) = {str(o.verdict) for o in reports[0].ops}
-    assert "no candidate for a product ran: large: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in why
+    assert (
+        "no candidate for a product ran: large: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+        in why
+    )
     (line,) = said(caplog)
     assert "6 of 6 ops of this infer graph run in eager" in line
 
@@ -281,25 +284,26 @@ def test_a_compiler_process_that_ends_is_replaced_once(monkeypatch: pytest.Monke
 
 
 def test_compiler_processes_may_be_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "Worker", Answering)
+    firsts: list[Any] = []
+    monkeypatch.setattr(workers, "Worker", lambda first: firsts.append(first["target"]) or Answering())
     pool = workers.Pool()
-    for told, there in (("8", 2), ("8", 2), ("16", 4)):
+    for told, there in (("8", 3), ("8", 3), ("16", 7)):
         monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", told)
-        pool.ahead()
-        assert len(pool.free) == there
+        pool.ahead(["cuda", 90, 32])
+        assert len(pool.free) == len(firsts) == there
     monkeypatch.setattr(workers, "pool", lambda: pool)
     monkeypatch.setattr(workers, "_here", pytest.fail)
     assert workers.build_all([{"text": "k"}]) == [[{"name": "k"}]], "they are used for a single kernel too"
     monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "2")
     pool.free = []
-    pool.ahead()
+    pool.ahead(["cuda", 90, 32])
     assert pool.free == [], "few processors have enough to do"
 
 
 def test_only_a_graph_on_a_real_device_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(workers.Pool, "ahead", lambda self: started.append("ahead"))
+    monkeypatch.setattr(workers.Pool, "ahead", lambda self, target: started.append(target[1]))
     torch.compile(lambda x: x + 1, backend="nvidia_triton", options={"simulate": True, "cache": False})(torch.ones(2))
     assert not started
     NvidiaTriton(Device("cuda", "sm_90")).prepare()
-    assert started == ["ahead"]
+    assert started == [90]
