@@ -171,13 +171,11 @@ def _transposes(shape: _Shape, a: int, b: int) -> bool:
 def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
     """Reductions along contiguous memory."""
     every = tuple(range(shape.n_p))
-    shared = _shared_by_rows(kernel, shape)
-    if static and shape.row and shared is not None:
-        return _products(shape, shared, target)
+    large = _matrices(kernel, shape)
+    if static and shape.row and large:
+        return _products(shape, _absent(large, shape), target)
     row = _pow2(max(shape.row, 2))
     limit = PERSISTENT // max(1, (shape.live + 1) // 4)
-    if _odd(kernel, shape) and row == limit:
-        return Config(_tile(every, 1), 4096, False, 1, 1024 // target.lanes)
     if static and shape.row and row <= limit:
         block = 1
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
@@ -188,21 +186,30 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
 
 
-def _shared_by_rows(kernel: Kernel, shape: _Shape) -> tuple[int, ...] | None:
-    """The axes of P that the large operand of products of few rows does not have; None for other kernels.
+def matrices(kernel: Kernel) -> frozenset[int]:
+    """Buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
+    hints = kernel.size_hints()
+    shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
+    return frozenset(n.buffer for n in _matrices(kernel, shape) if n.buffer is not None)
 
-    Such a kernel only reduces, and reads a matrix once beside rows that all its programs read.
-    """
+
+def _matrices(kernel: Kernel, shape: _Shape) -> list[Node]:
+    """Loads of the large operands of products of few rows. Such a kernel only reduces."""
     loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
     if any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel)) or len(loads) < 2:
-        return None
+        return []
     reach = {n.id: _product(tuple(shape.sizes[a] for a in n.index.axes())) for n in loads if n.index is not None}
-    large = {n.id for n in loads if reach[n.id] * 2 > max(reach.values())}
-    axes = {a for n in loads if n.id in large and n.index is not None for a in n.index.axes()}
-    absent = tuple(a for a in range(shape.n_p) if a not in axes)
+    large = [n for n in loads if reach[n.id] * 2 > max(reach.values())]
+    absent = _absent(large, shape)
     if len(large) == len(loads) or max(reach.values()) < MATRIX or _product(tuple(shape.sizes[a] for a in absent)) > 8:
-        return None
-    return absent
+        return []
+    return large
+
+
+def _absent(large: list[Node], shape: _Shape) -> tuple[int, ...]:
+    """The axes of P that these operands do not have."""
+    axes = {a for n in large if n.index is not None for a in n.index.axes()}
+    return tuple(a for a in range(shape.n_p) if a not in axes)
 
 
 def _over_row(n: Node, shape: _Shape) -> bool:
@@ -215,13 +222,6 @@ def _products(shape: _Shape, shared: tuple[int, ...], target: Target) -> Config:
     row = _pow2(max(shape.row, 2))
     step = min(row, PRODUCT_STEP // _product(tuple(t.block for t in tiles)))
     return Config(tiles, step, step == row, 1, _warps(step, 16, target))
-
-
-def _odd(kernel: Kernel, shape: _Shape) -> bool:
-    """Whether halves lie in rows that do not begin at multiples of 16 bytes, and are reduced once: held, each pair of
-    them has a mask and an address of its own. Measured on an H100, RMS norm of 30522: 0.88 of a copy against 0.76."""
-    reductions = sum(n.op == "reduce" for n in kernel.nodes())
-    return shape.width == 2 and shape.row * shape.width % LANE_BYTES != 0 and reductions == 1
 
 
 def _row_warps(elements: int, target: Target) -> int:

@@ -151,6 +151,27 @@ def reduce_sum(x, axis: tl.constexpr):
 
 
 @triton.jit
+def _add2(a, b, x, y):
+    return a + x, b + y
+
+
+@triton.jit
+def _add3(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def reduce_sum2(a, b, axis: tl.constexpr):
+    """Two sums, for which warps wait for each other once."""
+    return tl.reduce((a, b), axis, _add2, keep_dims=axis == 1)
+
+
+@triton.jit
+def reduce_sum3(a, b, c, axis: tl.constexpr):
+    return tl.reduce((a, b, c), axis, _add3, keep_dims=axis == 1)
+
+
+@triton.jit
 def reduce_prod(x, axis: tl.constexpr):
     return tl.reduce(x, axis, _mul, keep_dims=axis == 1)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fusewright.toolkit.kernel.extent import Extent
 from fusewright.toolkit.kernel.ir import Kernel, Node, Stage
-from fusewright_triton.config import Config
+from fusewright.toolkit.kernel.types import TYPES
+from fusewright_triton.config import LANE_BYTES, Config
 from fusewright_triton.online import pairs
 
 
@@ -49,6 +51,9 @@ class Layout:
     online: dict[int, int] = field(default_factory=dict)
     """Sums that are taken in the pass of a maximum (see `online`); none where rows are held."""
 
+    together: int | None = None
+    """Neighbours in a row that every access can move at once, where that is less than a lane could (see `_together`)."""
+
     @property
     def vectors(self) -> list[Dim]:
         return [d for d in self.dims if d.vector]
@@ -83,6 +88,13 @@ class Layout:
         at = self.vectors.index(dim)
         return f"[{', '.join(':' if i == at else 'None' for i in range(self.rank))}]"
 
+    def lanes(self) -> str:
+        """Positions along the row, from 0 on."""
+        if self.row is None:
+            raise ValueError("the kernel has no row")
+        text = f"tl.arange(0, {self.row.const}){self.spread(self.row)}"
+        return text if self.together is None or self.rank > 1 else f"tl.max_contiguous({text}, {self.together})"
+
     def row_axis(self) -> int:
         """The block axis that the row lies along (the last one)."""
         return self.rank - 1
@@ -112,10 +124,33 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     layout = Layout(
         kernel, config, dims, row, tuple(a for a in range(n_p) if a not in tiled), buffers, scalars, sizes,
         {}, kernel.node_map(), stage_of, rowwise,
-        {} if config.persistent else pairs(kernel),
+        {} if config.persistent else pairs(kernel), _together(kernel),
     )  # fmt: skip
     layout.dims_of = {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()}
     return layout
+
+
+def _together(kernel: Kernel) -> int | None:
+    """Neighbours in a row that all accesses of whole tensors can move at once, if rows begin between multiples of 16 bytes.
+
+    Else lanes would take as many neighbours as operands allow that all rows share, and read the others in pieces that
+    lie apart. Measured on an H100, layer norm of 30522 bf16: 0.85 of a copy against 0.60.
+    """
+    n_p = len(kernel.p)
+    found = None
+    for n in kernel.nodes():
+        if n.op not in ("load", "store") or n.index is None or min(n.index.axes(), default=n_p) >= n_p:
+            continue
+        strides = [c for a, c in n.index.coefs if c != 1] + [n.index.offset]
+        if len(strides) > len(n.index.coefs) or n.index.divmods or n.index.indirect:
+            return None  # not along the row, or at places that are not known
+        if not all(isinstance(s, int) for s in strides):
+            return None
+        lane = LANE_BYTES // TYPES[n.dtype].size
+        step = math.gcd(lane, *strides)
+        if step < lane:
+            found = min(step, found or step)
+    return found
 
 
 def axis_name(kernel: Kernel, axis: int) -> str:

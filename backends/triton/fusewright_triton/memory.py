@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fusewright.toolkit.kernel.index import Index
 from fusewright.toolkit.kernel.ir import Node
 from fusewright.toolkit.kernel.types import TYPES
+from fusewright_triton.config import matrices
 from fusewright_triton.operators import TRITON, Unsupported
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Memory:
         self.p, self.layout, self.kernel = program, program.layout, program.kernel
         self.epoch: dict[int, int] = {}
         self.unseen: set[int] = set()
+        self.matrices = matrices(self.kernel)
 
     def domain_mask(self, dims: Iterable[str]) -> str:
         """Which points of a block along `dims` exist; "" when all do."""
@@ -44,8 +46,14 @@ class Memory:
             masks.append(self.p.operand(n.args[0]))
             other = f", other={self.p.operand(n.args[1])}"
         mask = " & ".join(m for m in masks if m)
-        policy = ', eviction_policy="evict_last"' if self._shared(index) else ""
+        policy = self._policy(buffer, index)
         self.p.put(f"{self.p.name(n.id)} = tl.load({at}{f', mask={mask}' if mask else ''}{other}{policy})")
+
+    def _policy(self, buffer: int, index: Index) -> str:
+        """What the caches are told: rows that all programs read stay, matrices that are read once go first."""
+        if self._shared(index):
+            return ', eviction_policy="evict_last"'
+        return ', eviction_policy="evict_first"' if buffer in self.matrices else ""
 
     def _shared(self, index: Index) -> bool:
         """Whether all programs read the same row, which stays in the caches then while others pass through them."""

@@ -6,15 +6,21 @@ which leave parts of their reductions for the functions after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from fusewright.toolkit.kernel.ir import Node, Stage
-from fusewright.toolkit.kernel.types import DType
+from fusewright.toolkit.kernel.types import TYPES, DType
 from fusewright_triton import reductions as red
 from fusewright_triton.addressing import atom
 from fusewright_triton.layout import Dim, Layout, product
 from fusewright_triton.operators import TRITON, Unsupported, constant
 from fusewright_triton.values import Values
+
+EARLY_WORDS = 64
+"""Most 32-bit registers of a lane that loads may take before the first of them is needed."""
+MOST_SUMS = 3
+"""Sums that are taken together."""
 
 
 class Program(Values):
@@ -51,6 +57,32 @@ class Program(Values):
             else:
                 self.value(n)
 
+    def _held(self, nodes: Sequence[Node]) -> None:
+        """A stage over a row that is held: few loads are all under way before the first is needed, sums are taken together."""
+        for n in self._early_loads(nodes):
+            self.value(n)
+        self._nodes([n for n in nodes if n.op != "reduce"], over_row=True)
+        reductions = [n for n in nodes if n.op == "reduce"]
+        groups: dict[tuple[DType, str], list[Node]] = {}
+        for n in reductions:
+            if n.how in ("sum", "mean") and n.id not in self.known and not self._found(n):
+                dims = self.layout.dims_of[n.args[0]] | {self._row().var}
+                groups.setdefault((self.node(n.args[0]).dtype, self.layout.shape(dims)), []).append(n)
+        for found in groups.values():
+            for k in range(0, len(found), MOST_SUMS):
+                self._sums(found[k : k + MOST_SUMS])
+        self._nodes(reductions)
+
+    def _early_loads(self, nodes: Sequence[Node]) -> list[Node]:
+        """Loads of a stage at places that do not depend on data, if there are registers for all of them."""
+        loads = [n for n in nodes if n.op == "load" and not n.args and n.index is not None and not n.index.indirect]
+        stored = {n.buffer for n in nodes if n.op == "store"}
+        elements = math.prod(d.block for d in self.layout.vectors)
+        words = sum(TYPES[n.dtype].size for n in loads) * elements // (4 * 32 * self.config.warps)
+        if words > EARLY_WORDS or stored & {n.buffer for n in loads}:
+            return []
+        return sorted(loads, key=lambda n: n.buffer not in self.memory.matrices)
+
     def _require(self, ids: Iterable[int]) -> None:
         """Writes what nodes need of values that do not vary along the row."""
         todo, wanted = list(ids), set[int]()
@@ -73,7 +105,7 @@ class Program(Values):
         stage = self.kernel.stages[k]
         if self.config.persistent:
             self._row_position("0")
-            self._nodes(stage.nodes, over_row=True)
+            self._held(stage.nodes)
             return
         if not self.layout.passes_row(stage):
             return
@@ -100,7 +132,7 @@ class Program(Values):
         if row is None or (self.placed and not always):
             return
         self.placed = True
-        lanes = f"tl.arange(0, RB){self.layout.spread(row)}"
+        lanes = self.layout.lanes()
         text = lanes if start == "0" else f"{start} + {lanes}"
         self.put(f"{row.var} = {f'({text}).to(tl.int64)' if self.wide else text}")
         self._finish_dim(row)
@@ -150,6 +182,20 @@ class Program(Values):
 
     def _count(self, dtype: DType) -> str:
         return f"tl.full((), {self.limit}, {TRITON[dtype]})"
+
+    def _sums(self, group: Sequence[Node]) -> None:
+        """Sums and means of blocks of one shape and type: warps then wait for each other once."""
+        if len(group) == 1:
+            return self._reduce_at_once(group[0])
+        dtype, axis = self.node(group[0].args[0]).dtype, self.layout.row_axis()
+        blocks = ", ".join(self._masked(n.args[0], red.identity(n.how, dtype)) for n in group)
+        self.put(f"{', '.join(self.name(n.id) for n in group)} = fw.reduce_sum{len(group)}({blocks}, {axis})")
+        for n in group:
+            self.known.add(n.id)
+            if n.how == "mean":
+                v, i = self.name(n.id), n.args[0]
+                self.means[self.alias.get(i, i)] = v
+                self.put(f"{v} = {self._divided(v, dtype)}")
 
     def _reduce_at_once(self, n: Node) -> None:
         """A reduction over a row that is all there."""

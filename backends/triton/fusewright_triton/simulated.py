@@ -107,6 +107,10 @@ def _compare(ref: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return _pointwise(ref, tl.int1)
 
 
+def _sums(*args: Any) -> tuple[Any, ...]:
+    return tuple(Device.reduce_sum(x, args[-1]) for x in args[:-1])
+
+
 class Device:
     """What `fw` is in interpreted kernels."""
 
@@ -125,6 +129,8 @@ class Device:
     shl = staticmethod(_pointwise(torch.bitwise_left_shift))
     shr = staticmethod(_pointwise(torch.bitwise_right_shift))
     reduce_sum = staticmethod(_reduce(lambda t, a: t.sum(a, dtype=t.dtype)))
+    reduce_sum2 = staticmethod(_sums)
+    reduce_sum3 = staticmethod(_sums)
     reduce_prod = staticmethod(_reduce(lambda t, a: t.prod(a, dtype=t.dtype)))
     reduce_any = staticmethod(_reduce(lambda t, a: t.any(a)))
     reduce_all = staticmethod(_reduce(lambda t, a: t.all(a)))

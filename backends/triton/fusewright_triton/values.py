@@ -13,6 +13,7 @@ from fusewright.toolkit.kernel.types import is_int
 from fusewright_triton.addressing import Addresses, atom
 from fusewright_triton.layout import Dim, Layout, axis_name, product
 from fusewright_triton.memory import Memory
+from fusewright_triton.online import pairs
 from fusewright_triton.operators import TRITON, Unsupported, cast, constant, form_of, is_negative_zero, literal
 
 DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
@@ -33,6 +34,8 @@ class Values(abc.ABC):
         self.keys: dict[tuple[object, ...], int] = {}
         self.used_axes = self._used_axes()
         self.rounded = self._rounded()
+        self.totals = pairs(self.kernel)
+        """Sums of a softmax, which are at least 1: what is divided by them is multiplied by their reciprocal."""
         self.address = Addresses(layout.sizes, self._axis, self._index_value)
         self.memory = Memory(self)
         self.limit = self.address.extent(product(self.kernel.r))
@@ -215,7 +218,12 @@ class Values(abc.ABC):
 
     def _pointwise(self, n: Node) -> str:
         dtype = self.node(n.args[-1]).dtype
-        text, literals = ("{0} / {1}", False) if n.id in self.rounded and n.op == "div" else form_of(n.op, dtype)
+        if n.op == "div" and n.id in self.rounded:
+            if n.args[1] in self.totals:
+                return f"{self.operand(n.args[0])} * fw.reciprocal({self.operand(n.args[1])})"
+            text, literals = "{0} / {1}", False
+        else:
+            text, literals = form_of(n.op, dtype)
         args = [self.operand(a, literals) for a in n.args]
         tensors = [self.node(a).op != "const" for a in n.args]
         if literals and not any(tensors[1:] if n.op == "where" else tensors):
