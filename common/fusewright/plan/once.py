@@ -40,10 +40,6 @@ class Prepared:
     alive: list[bool]
     watchers: list[weakref.ref[torch.Tensor]]
 
-    def placed(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the weights lie where they lay."""
-        return self.addresses == list(map(torch.Tensor.data_ptr, weights))
-
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these weights, known to lie where they lay, are those of `values` and unchanged."""
         return (
@@ -69,16 +65,19 @@ class OnceCache:
         self.runs = 0
 
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
-        return self.prepared(weights).values
-
-    def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
-        """What was made of these weights; of two calls the same object exactly if nothing has changed."""
         key = tuple(map(id, weights))
         found = self._entries.get(key)
         # addresses first: only then may the sampled elements be read
-        if found is not None and found.placed(weights) and found.holds(weights):
-            return found
-        return self._run(key, weights)
+        if found is not None and found.addresses == [w.data_ptr() for w in weights]:
+            if found.versions == list(map(_VERSION, weights)) and found.content == list(map(_VALUE, found.sampled)):
+                return found.values
+        return self._run(key, weights).values
+
+    def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
+        """What was made of these weights; of two calls the same object exactly if nothing has changed."""
+        self(*weights)
+        key = tuple(map(id, weights))
+        return self._entries.get(key) or self._run(key, weights)  # another thread may have dropped it
 
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         with self._lock, torch.no_grad():
