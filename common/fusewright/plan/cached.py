@@ -62,7 +62,7 @@ def find(entry_key: str, backend: Backend, gm: GraphModule, finish: Finish) -> t
     data, code = found
     try:
         plan = serial.from_data(data["plan"], lambda name: attribute(gm, name))
-        kernels = backend.restore(code, list(plan.kernels)) if plan.kernels else {}
+        kernels = backend.restore(code, list(plan.kernels)) if code else {}
         return finish(plan, kernels, codegen.load(plan, kernels)[0]), str(data["summary"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         log.warning("fusewright: an entry of the plan cache does not fit (%s: %s); compiling anew", type(e).__name__, e)
@@ -72,9 +72,11 @@ def find(entry_key: str, backend: Backend, gm: GraphModule, finish: Finish) -> t
 
 def save(entry_key: str, backend: Backend, plan: Plan, summary: str) -> None:
     """Store a plan that is data throughout; others stay in memory."""
-    code = backend.store(list(plan.kernels)) if plan.kernels else b""
+    code = backend.store(list(plan.kernels))
     if code is None:
-        return
+        if plan.kernels:
+            return
+        code = b""  # the plan is all there is to store
     try:
         data = {"plan": serial.to_data(plan), "summary": summary}
     except serial.NotSerializable as e:

@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
-from fusewright_triton import ahead, archive, bound, handwritten, runtime, target, workers
+from fusewright_triton import ahead, archive, bound, epilogues, handwritten, runtime, target, workers
+from fusewright_triton.backend import NvidiaTriton
 from fusewright_triton.binaries import Binary
 from fusewright_triton.calls import rewritten
 from fusewright_triton.handwritten import Described, Kernel, Library, Order, noting
@@ -301,6 +302,22 @@ def test_code_goes_to_the_plan_cache_and_back(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(archive, "source", lambda module: "another version")
     with pytest.raises(ValueError, match="another source of joined"):
         archive.unpack(packed, H100)
+
+
+def test_a_backend_stores_what_its_regions_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a plan has no loop kernel."""
+    code = Binary("product", b"code", 10, 128)
+    there: Future[Binary] = Future()
+    there.set_result(code)
+    asked: list[Order] = []
+    monkeypatch.setattr(Library, "ask", lambda self, order: asked.append(order) or there)
+    monkeypatch.setattr(epilogues, "faster", lambda *a: True)
+    g, backend = Net(), NvidiaTriton(REAL)
+    y = g.op("gelu", g.op("linear", g.tensor(4096, 64), g.weight(1024, 64), None), "none")
+    backend.compile(g.region([y]), Context({}, REAL, specs=g.temporaries))
+    assert [o.function for o in asked] == ["product"]
+    data = backend.store([])
+    assert data is not None and archive.unpack(data, H100).by_hand == {asked[0]: code}
 
 
 ALONE = """
