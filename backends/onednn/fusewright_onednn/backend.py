@@ -35,6 +35,7 @@ class X86OneDnn(FusedBackend):
     name = "x86_onednn"
     device_type = "cpu"
     priority = 50
+    constant_masks = True  # attention under `is_causal` skips the future instead of reading a mask of it
     lowerings = LOWERINGS
     options: ClassVar[Mapping[str, Any]] = {
         # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".

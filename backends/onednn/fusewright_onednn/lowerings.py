@@ -347,10 +347,10 @@ def _sdpa_reason(op: OpView) -> str | None:
     mask = op.arg("attn_mask")
     if mask is not None and (op.arg("is_causal") or _spec(mask).rank not in (2, 4)):
         return "a mask of other than two or four dimensions, or a causal one beside it"
-    return None
+    return None if op.arg("scale") is None or isinstance(op.arg("scale"), int | float) else "a scale that is computed"
 
 
-@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, when=_sdpa_reason)
+@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
     """softmax(q k^T * scale + mask) v by our own kernel (`fusewright.toolkit.llvm.attention`)."""
     op = m.anchor
@@ -363,12 +363,11 @@ def sdpa(m: Match, b: Builder) -> None:
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
     query, key, *_ = specs = [b.spec(v) for v in values]
     masked = "" if mask is None else from_torch(specs[3].dtype)
-    kernel = Attention(from_torch(query.dtype), hint(query.shape[-1]), masked, bool(op.arg("is_causal")))
-    made = torch.empty_like(torch.empty_strided(query.shape, query.stride, device="meta"))  # type: ignore[arg-type]
-    strides = [_steps(s, query.shape) for s in specs] + [made.stride()[:3]]
+    kernel = Attention(from_torch(query.dtype), int(query.shape[-1]), masked, bool(op.arg("is_causal")))
+    strides = [_steps(s) for s in (*specs, _spec(op.out))]
     sizes = (*query.shape[:3], key.shape[2], *(s for steps in strides for s in steps))
     factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
-    b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, stride=made.stride(), op=op)
+    b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, op=op)
     b.taken((op,))
     b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
 
@@ -379,16 +378,18 @@ def _not_our_attention(op: OpView, b: Builder) -> str:
         return "its backward needs the log-sum-exp"
     specs = [b.spec(op.arg(n)) for n in ("query", "key", "value")]
     mask = None if op.arg("attn_mask") is None else b.spec(op.arg("attn_mask"))
+    if not _static(specs[0].shape[-1]):
+        return "heads of a symbolic width"
     if any(s.stride[-1] != 1 and s.shape[-1] != 1 for s in specs):
         return "rows of heads that are not dense"
     if mask is not None and (mask.shape[-1] != specs[1].shape[-2] or mask.stride[-1] != 1 or mask.dtype not in MASKS):
         return "a mask without a dense last dimension, or of another type"
     if specs[0].dtype is torch.float32 and hint(specs[0].shape[-2]) < FEW_ROWS:
         return "faster for so few queries"
-    return Attention(from_torch(specs[0].dtype), hint(specs[0].shape[-1])).refused(host_target())
+    return Attention(from_torch(specs[0].dtype), int(specs[0].shape[-1])).refused(host_target())
 
 
-def _steps(s: TensorSpec, shape: Sequence[Any]) -> tuple[Any, ...]:
+def _steps(s: TensorSpec) -> tuple[Any, ...]:
     """Strides of batch, head and row, 0 where a mask holds for all of them."""
     missing = 4 - s.rank
     steps = (0,) * missing + tuple(0 if n == 1 else d for n, d in zip(s.shape, s.stride, strict=True))

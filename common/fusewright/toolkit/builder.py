@@ -120,13 +120,13 @@ class Builder:
 
     def launch(
         self, kernel: Any, hash: str, inputs: Sequence[Value], sizes: Sequence[Any], scalars: Sequence[float], *,
-        out: Value, stride: Sequence[int], op: OpView,
+        out: Value, op: OpView,
     ) -> None:  # fmt: skip
-        """A launch of a kernel of the backend's own, which reads its inputs with the strides at hand (see `spec`)."""
+        """A launch of a kernel of the backend's own, which reads its inputs with the strides at hand (see `spec`) and makes
+        `out` with those of the graph."""
         self.kernels[hash] = kernel
         refs = tuple(r for v in inputs if (r := self.any_strides(v)) is not None)
-        made = self._place(out, stride)
-        self._instructions.append(Launch(hash, refs, (made.id,), tuple(sizes), tuple(scalars), op_ids=(op.id,)))
+        self._instructions.append(Launch(hash, refs, (out.id,), tuple(sizes), tuple(scalars), op_ids=(op.id,)))
 
     def append(self, instruction: Instruction) -> None:
         """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `at_hand` gave."""

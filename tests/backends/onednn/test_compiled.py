@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fusewright import report, tune
+from fusewright.toolkit.builder import Builder
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
 
@@ -74,3 +76,62 @@ def test_a_batch_norm_is_folded_under_autocast() -> None:
     assert notes["batch_norm"] == "in the call of conv" and "packed" in notes["conv"]
     once, _, each_call = graph.texts["plan"].partition("def run(")
     assert "_reorder_convolution_weight" in once and "_reorder_convolution_weight" not in each_call
+
+
+class _Attention(torch.nn.Module):
+    """Self-attention under a mask that is built in the graph, as model code builds it."""
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.causal = torch.nn.Linear(48, 144), causal
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, 3, 16).permute(2, 0, 3, 1, 4)
+        if self.causal:
+            mask = torch.ones(n, n, dtype=torch.bool).tril()
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return y.transpose(1, 2).reshape(b, n, 48)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_symbolic_lengths_is_one_kernel(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _names_of_kernels(monkeypatch)
+    m = _Attention().eval()
+    compiled = torch.compile(m, backend="x86_onednn", dynamic=True, options={"cache": False})
+    with torch.no_grad():
+        for b, n in ((2, 30), (3, 57), (4, 300)):
+            x, mask = torch.randn(b, n, 48), torch.rand(b, 1, n, n) > 0.3 if masked else None
+            torch.testing.assert_close(compiled(x, mask), m(x, mask))
+    assert len(made) == 1 and made[0].startswith("attention_f32_16_" if masked else "attention_f32_16")
+
+
+def test_a_mask_of_the_future_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _names_of_kernels(monkeypatch)
+    m, x = _Attention(causal=True).eval(), torch.randn(2, 40, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(m, backend="x86_onednn", options={"cache": False})(x), m(x))
+    assert made == ["attention_f32_16_causal"]
+
+
+def _names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Receives the names of kernels that the backend makes itself."""
+    names: list[str] = []
+    original = Builder.launch
+
+    def spy(self: Builder, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        names.append(kernel.name)
+        original(self, kernel, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "launch", spy)
+    return names
+
+
+def test_attention_comes_from_the_plan_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "plans"))
+    m, x = _Attention().eval(), torch.randn(2, 40, 48)
+    for cached in (False, True):
+        torch.compiler.reset()
+        with report.recording() as graphs, torch.no_grad():
+            torch.testing.assert_close(torch.compile(m, backend="x86_onednn", options={"prepack": "always"})(x), m(x))
+        assert [g.cached for g in graphs] == [cached]

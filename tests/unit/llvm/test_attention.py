@@ -109,6 +109,13 @@ def test_what_is_not_finite_spreads_as_in_eager(where: int, value: float) -> Non
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@pytest.mark.parametrize("empty", [(0, 2, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)])
+def test_empty(empty: tuple[int, int, int, int]) -> None:
+    b, h, rows, keys = empty
+    q, k, v = (torch.randn(b, h, n, 16) for n in (rows, keys, keys))
+    assert torch.equal(run(q, k, v), torch.zeros(b, h, rows, 16))
+
+
 def test_large_scores_and_scale() -> None:
     q, k, v = qkv(F32, 20, 300, 16)
     torch.testing.assert_close(run(q * 100, k, v, scale=0.5), eager(q * 100, k, v, scale=0.5), rtol=1e-4, atol=1e-4)

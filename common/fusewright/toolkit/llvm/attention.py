@@ -85,10 +85,10 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
     block, threads = f.args
     batch, heads, rows, keys = (_word(f, block, len(a.buffers) + k) for k in range(4))
     groups = f.mul(batch, heads)
-    most = _ceil(f, rows, i64(MOST_ROWS))
-    wanted = _least(f, _ceil(f, f.mul(threads, i64(4)), groups), _ceil(f, rows, i64(LEAST_ROWS)))
-    chunks = f.select(f.cmp("icmp sgt", most, wanted), most, wanted)
-    chunk = f.mul(_ceil(f, _ceil(f, rows, chunks), i64(ROWS)), i64(ROWS))
+    some = _most(f, rows, i64(1))
+    wanted = _least(f, _ceil(f, f.mul(threads, i64(4)), _most(f, groups, i64(1))), _ceil(f, some, i64(LEAST_ROWS)))
+    chunks = _most(f, _ceil(f, some, i64(MOST_ROWS)), wanted)
+    chunk = f.mul(_ceil(f, _ceil(f, some, chunks), i64(ROWS)), i64(ROWS))
     shared = f.alloca("i64", 1, 8)
     f.raw(f"store {chunk}, {shared}")
     items = f.mul(groups, _ceil(f, rows, chunk))
@@ -105,6 +105,10 @@ def _word(f: Fn, block: V, k: int) -> V:
 
 def _least(f: Fn, a: V, b: V) -> V:
     return f.select(f.cmp("icmp slt", a, b), a, b)
+
+
+def _most(f: Fn, a: V, b: V) -> V:
+    return f.select(f.cmp("icmp sgt", a, b), a, b)
 
 
 def _ceil(f: Fn, a: V, b: V) -> V:
@@ -138,8 +142,9 @@ class _Body:
         self.scores = f.alloca("float", ROWS * self.block)
         self.weights = f.alloca("bfloat", ROWS * self.block) if self.pairs else self.scores
         self.acc = f.alloca("float", MOST_ROWS * self.width)
-        self.top, self.total = f.alloca("float", MOST_ROWS), f.alloca("float", MOST_ROWS)
-        self.fade = f.alloca("float", ROWS)
+        self.top, self.total = f.alloca("float", MOST_ROWS + w), f.alloca("float", MOST_ROWS + w)
+        self.fresh, self.fade, self.sums = (f.alloca("float", ROWS + w) for _ in range(3))
+        """Of the rows of a tile: the largest new score (then the shift of scores), what is left of sums, and the new sums."""
 
     def write(self) -> None:
         f, a, block = self.f, self.a, self.f.args[0]
@@ -355,7 +360,7 @@ class _Body:
 
         self._each(i64(0), whole, self.vectors, lambda j: scores(self.vectors, j))
         self._each(whole, vectors, 1, lambda j: scores(1, j))
-        self._each(i64(0), i64(ROWS), 1, lambda i: self._softmax(i, r0, k0, f.add(here, i), seen, vectors))
+        self._softmax(r0, k0, here, seen, vectors)
         self._add_values(here, seen)
         return []
 
@@ -409,34 +414,62 @@ class _Body:
         f.module.declare(name, acc.ty, [acc.ty, both[0].ty, both[0].ty])
         return f.let("float", self.w, f"call {acc.ty} @{name}({acc}, {both[0]}, {both[1]})")
 
-    def _softmax(self, i: V, r0: V, k0: V, here: V, seen: V, vectors: V) -> None:
-        """Row i of the tile: scores to probabilities, and how much less what was added up before counts from now on."""
+    def _softmax(self, r0: V, k0: V, here: V, seen: V, vectors: V) -> None:
+        """Scores to probabilities, and how much less what was added up before counts from now on. What there is one of in
+        a row is computed for all rows of the tile in the lanes of a vector."""
         f, w = self.f, self.w
-        scores = f.gep("float", self.scores, f.mul(i, i64(self.block)))
-        top = self._weigh(scores, _least(f, f.add(r0, i), self.last_row), k0, seen, vectors)
-        before_at, total_at = (f.gep("float", x, here) for x in (self.top, self.total))
-        before, most = self._load("float", before_at), self._across(top, _largest)
-        most = _largest(f, before, most)
-        self._store(most, before_at)
+
+        def weigh(i: V) -> None:
+            row = _least(f, f.add(r0, i), self.last_row)
+            top = self._weigh(self._scores_of(i), row, k0, seen, vectors)
+            self._store(self._across(top, _largest), f.gep("float", self.fresh, i))
+
+        self._each(i64(0), i64(ROWS), 1, weigh)
         low, log2e = const(-math.inf, "float"), const(math.log2(math.e), "float")
-        none = f.cmp("fcmp oeq", most, low)
-        shift = f.fneg(f.select(none, const(0.0, "float"), f.bin("fmul", most, log2e)))
-        fade = exp2(f, f.fma(before, log2e, shift))
-        self._store(fade, f.gep("float", self.fade, i))
+        for c in range(0, ROWS, w):
+            top_at, fresh_at, fade_at = (
+                f.gep("float", p, i)
+                for p, i in ((self.top, f.add(here, i64(c))), (self.fresh, i64(c)), (self.fade, i64(c)))
+            )
+            before = self._load("float", top_at, w)
+            most = _largest(f, before, self._load("float", fresh_at, w))
+            none = f.cmp("fcmp oeq", most, low)
+            shift = f.fneg(f.select(none, const(0.0, "float"), f.bin("fmul", most, log2e)))
+            self._store(exp2(f, f.fma(before, log2e, shift)), fade_at)
+            self._store(shift, fresh_at)
+            self._store(most, top_at, 4, min(w, ROWS - c))
 
-        def power(j: V, total: list[V]) -> list[V]:
-            x = exp2(f, f.fma(self._load("float", f.gep("float", scores, j), w, 4 * w), log2e, shift))
-            if self.pairs:
-                at = f.gep("bfloat", self.weights, f.add(f.mul(i, i64(self.block)), j))
-                self._store(f.conv("fptrunc", x, "bfloat"), at, 2 * w)
-            else:
-                self._store(x, f.gep("float", scores, j), 4 * w)
-            return [f.bin("fadd", total[0], x)]
+        def power(i: V) -> None:
+            scores, shift = self._scores_of(i), self._load("float", f.gep("float", self.fresh, i))
 
-        zero = V("zeroinitializer", "float", w)
-        total = f.loop(i64(0), f.mul(vectors, i64(w)), i64(w), [zero], power)
-        added = self._across(total[0], lambda f, a, b: f.bin("fadd", a, b))
-        self._store(f.fma(self._load("float", total_at), fade, added), total_at)
+            def step(j: V, total: list[V]) -> list[V]:
+                x = exp2(f, f.fma(self._load("float", f.gep("float", scores, j), w, 4 * w), log2e, shift))
+                self._store_weights(x, i, j)
+                return [f.bin("fadd", total[0], x)]
+
+            zero = V("zeroinitializer", "float", w)
+            (total,) = f.loop(i64(0), f.mul(vectors, i64(w)), i64(w), [zero], step)
+            self._store(self._across(total, lambda f, a, b: f.bin("fadd", a, b)), f.gep("float", self.sums, i))
+
+        self._each(i64(0), i64(ROWS), 1, power)
+        for c in range(0, ROWS, w):
+            at = f.gep("float", self.total, f.add(here, i64(c)))
+            sums, fade = (self._load("float", f.gep("float", p, i64(c)), w) for p in (self.sums, self.fade))
+            self._store(f.fma(self._load("float", at, w), fade, sums), at, 4, min(w, ROWS - c))
+
+    def _scores_of(self, i: V) -> V:
+        return self.f.gep("float", self.scores, self.f.mul(i, i64(self.block)))
+
+    def _store_weights(self, x: V, i: V, j: V) -> None:
+        """Probabilities of row i at keys j and on; those of pairs without a detour for subnormals."""
+        f = self.f
+        if not self.pairs:
+            self._store(x, f.gep("float", self._scores_of(i), j), 4 * self.w)
+            return
+        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        f.module.declare(name, "<16 x bfloat>", [x.ty])
+        half = f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})")
+        self._store(half, f.gep("bfloat", self.weights, f.add(f.mul(i, i64(self.block)), j)), 2 * self.w)
 
     def _weigh(self, scores: V, row: V, k0: V, seen: V, vectors: V) -> V:
         """Scale and mask the scores of a row; the largest in each lane."""
@@ -445,7 +478,7 @@ class _Body:
         limit = seen
         if a.causal:
             limit = _least(f, seen, f.bin("sub", f.add(row, i64(1)), k0))
-            limit = f.select(f.cmp("icmp sgt", limit, i64(0)), limit, i64(0))
+            limit = _most(f, limit, i64(0))
         low = V(f"splat (float {const(-math.inf, 'float').name})", "float", w)
 
         def step(j: V, top: V, last: bool) -> V:
