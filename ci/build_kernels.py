@@ -81,7 +81,7 @@ def _positions(dtype: torch.dtype, dim: int, image: tuple[int, int], t: Target) 
 def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target) -> None:
     q, k = _meta(1, 32, 1, dim, dtype=dtype), _meta(1, 8, 1024, dim, dtype=dtype)
     hides = None if mask is None else _meta(1, 1, 1, 1024, dtype=mask)
-    decode_ops.attention_of_few(q, k, k, hides, None, q.stride(), t.arch)
+    decode_ops.attention_of_few(q, k, k, hides, None, None, None, q.stride(), t.arch)
 
 
 def _int8(rows: int, t: Target) -> None:

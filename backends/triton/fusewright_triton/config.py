@@ -196,7 +196,10 @@ def matrices(kernel: Kernel) -> frozenset[int]:
 def _matrices(kernel: Kernel, shape: _Shape) -> list[Node]:
     """Loads of the large operands of products of few rows. Such a kernel only reduces."""
     loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
-    if any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel)) or len(loads) < 2:
+    if (
+        any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
+        or len(loads) < 2
+    ):
         return []
     reach = {n.id: _product(tuple(shape.sizes[a] for a in n.index.axes())) for n in loads if n.index is not None}
     large = [n for n in loads if reach[n.id] * 2 > max(reach.values())]

@@ -9,7 +9,8 @@ from fusewright.interface import OpView, Value
 from fusewright_triton import attention
 from fusewright_triton.calls import Calls, Found, spec_of
 from fusewright_triton.kernels import decode_ops as kernel
-from fusewright_triton.positions import RESHAPES
+from fusewright_triton.positions import RESHAPES, ordered
+from fusewright_triton.rotary import Turned, turned
 
 FEWEST_KEYS = 64
 """Keys below which torch's own kernels do as well."""
@@ -43,16 +44,17 @@ def lower(op: OpView, c: Calls) -> Found | None:
     rows = heads // spec_of(key).shape[1] * queries  # type: ignore[operator]
     if rows > kernel.MOST_ROWS or c.region.phase != "infer":
         return attention.lower_sdpa(op, c) if op.arg("attn_mask") is not None else None
-    chosen = {o.id for o in (*ops, op)}
-    taken = tuple(o for o in c.region.ops if o.id in chosen)
-    return Found(taken, op, partial(_call, op, key, value), "attention of few queries")
+    rotation = turned(op.arg("query"), c)
+    taken = ordered([*ops, op, *(rotation.ops if rotation else ())], c)
+    return Found(taken, op, partial(_call, op, key, value, rotation), "attention of few queries")
 
 
-def _call(op: OpView, key: Value, value: Value, c: Calls) -> None:
-    q, k, v = (c.b.any_strides(x) for x in (op.arg("query"), key, value))
-    mask = c.b.any_strides(op.arg("attn_mask"))
-    stride = spec_of(op.out).stride
-    c.b.call(kernel.OPERATOR, q, k, v, mask, op.arg("scale"), stride, c.ctx.device.arch, out=op.out, op=op)
+def _call(op: OpView, key: Value, value: Value, rotation: Turned | None, c: Calls) -> None:
+    query = rotation.source if rotation else op.arg("query")
+    angles = (rotation.cos, rotation.sin) if rotation else (None, None)
+    q, k, v, mask, cos, sin = (c.b.any_strides(x) for x in (query, key, value, op.arg("attn_mask"), *angles))
+    given = (q, k, v, mask, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
+    c.b.call(kernel.OPERATOR, *given, out=op.out, op=op)
 
 
 def _unrepeated(value: Value, c: Calls, ops: list[OpView]) -> Value:

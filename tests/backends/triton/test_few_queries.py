@@ -60,7 +60,7 @@ def test_against_fp64(
     wide = m.double() if m is not None and m.is_floating_point() else m
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, scale=scale, enable_gqa=True)
     eager = scaled_dot_product_attention(q, k, v, m, scale=scale, enable_gqa=True)
-    ours = kernel.attention_of_few(q, k, v, m, scale, q.stride(), "sm_90")
+    ours = kernel.attention_of_few(q, k, v, m, None, None, scale, q.stride(), "sm_90")
     assert ours.stride() == q.stride()
     assert right(ours, eager, exact)
 
@@ -70,7 +70,7 @@ def test_a_query_that_sees_no_key_gives_zeros_and_nan_passes_through() -> None:
     mask = torch.ones(1, 1, 2, 100, dtype=torch.bool)
     mask[:, :, 1] = False
     q[0, 1, 0, 3] = torch.nan
-    ours = kernel.attention_of_few(q, k, v, mask, None, q.stride(), "sm_90")
+    ours = kernel.attention_of_few(q, k, v, mask, None, None, None, q.stride(), "sm_90")
     eager = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     torch.testing.assert_close(ours, eager, equal_nan=True)
     assert (ours[:, :, 1] == 0).all() and ours[0, 1, 0].isnan().all()
@@ -100,6 +100,45 @@ def plan_of(fn: Any, *args: Tensor) -> str:
     for o, e, x in zip(*((r if isinstance(r, tuple) else (r,)) for r in (ours, eager, exact)), strict=True):
         assert right(o, e, x)
     return reports[0].texts["plan"]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As transformers writes it."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def angles(queries: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+    at = torch.outer(torch.arange(5, 5 + queries), 10000.0 ** -(torch.arange(dim) % (dim // 2) / (dim // 2)))
+    return [f(at).to(dtype)[None, None] for f in (torch.cos, torch.sin)]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("queries", [1, 3])
+def test_queries_are_turned_on_the_way(queries: int, dtype: str) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return scaled_dot_product_attention(rotated(q * 2, cos, sin), repeated(k + 1, 4), repeated(v + 1, 4))
+
+    given = qkv(2, 8, 2, queries, 128, 40, DTYPES[dtype])
+    plan = plan_of(step, *given, *angles(queries, 40, DTYPES[dtype]))
+    assert "attention_of_few" in plan and "cat" not in plan
+
+
+def test_turned_queries_that_others_read_stay() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q = rotated(q * 2, cos, sin)
+        return scaled_dot_product_attention(q, k + 1, v + 1), q
+
+    plan_of(step, *qkv(1, 2, 2, 1, 128, 32, torch.float32), *angles(1, 32, torch.float32))
+
+
+@pytest.mark.parametrize("other", [lambda x: x.flip(-1), lambda x: torch.cat((x[..., 16:], -x[..., :16]), -1)])
+def test_what_only_resembles_a_rotation_is_computed_as_it_is(other: Any) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = q * 2
+        return scaled_dot_product_attention(q * cos + other(q) * sin, k + 1, v + 1)
+
+    plan_of(step, *qkv(1, 2, 2, 1, 128, 32, torch.float32), *angles(1, 32, torch.float32))
 
 
 def test_heads_of_a_group_read_the_cache_as_it_is() -> None:

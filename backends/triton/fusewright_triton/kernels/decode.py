@@ -16,15 +16,15 @@ from fusewright_triton import device as fw
 
 @triton.jit
 def parts(
-    q_ptr, k_ptr, v_ptr, mask_ptr, acc_ptr, top_ptr, total_ptr, scale, kv_heads, group, queries, keys,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_h, mask_q, mask_k,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr, D: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, cos_ptr, sin_ptr, acc_ptr, top_ptr, total_ptr, scale, kv_heads, group, queries, keys,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_h, mask_q, mask_k, cos_b, cos_h, cos_s, sin_b, sin_h, sin_s,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of one head of keys against CHUNK keys: sums of values [BR, BD], largest scores and sums of weights [BR].
 
     Rows are the `group` query heads of this head of keys, with `queries` queries each. MASK: 0 none, 1 added, 2 of bytes
-    (0 hides).
+    (0 hides). ROTARY: queries are turned by angles whose cos and sin are given, and rounded where eager rounds.
     """
     part = tl.program_id(0) % SPLIT
     n = tl.program_id(0) // SPLIT
@@ -36,11 +36,17 @@ def parts(
     at = rows % queries
     dims = tl.arange(0, BD)
     there = dims < D
-    q = tl.load(
-        q_ptr + b * q_b + (head * q_h + at * q_s)[:, None] + dims[None, :],
-        mask=inside[:, None] & there[None, :],
-        other=0.0,
-    )
+    row = q_ptr + b * q_b + (head * q_h + at * q_s)[:, None]
+    here = inside[:, None] & there[None, :]
+    q = tl.load(row + dims[None, :], mask=here, other=0.0)
+    if ROTARY:
+        first = dims < D // 2
+        other = tl.load(row + tl.where(first, dims + D // 2, dims - D // 2)[None, :], mask=here, other=0.0)
+        cos = tl.load(cos_ptr + b * cos_b + (head * cos_h + at * cos_s)[:, None] + dims[None, :], mask=here, other=0.0)
+        sin = tl.load(sin_ptr + b * sin_b + (head * sin_h + at * sin_s)[:, None] + dims[None, :], mask=here, other=0.0)
+        plain = (q.to(tl.float32) * cos.to(tl.float32)).to(q.dtype).to(tl.float32)
+        crossed = (other.to(tl.float32) * sin.to(tl.float32)).to(q.dtype).to(tl.float32)
+        q = (plain + tl.where(first[None, :], -crossed, crossed)).to(q.dtype)
     k_ptr += b * k_b + kv * k_h
     v_ptr += b * v_b + kv * v_h
     mask_at = mask_ptr + b * mask_b + head * mask_h + at * mask_q

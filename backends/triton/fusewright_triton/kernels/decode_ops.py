@@ -41,13 +41,14 @@ def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
 
 
 def attention_of_few(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None,
-    stride: Sequence[int], target: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
     """What `scaled_dot_product_attention` gives without dropout, in these strides.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk, H / Hk * Q at most MOST_ROWS; mask is
-    boolean or added, and broadcasts to [B, H, Q, K]. A row that sees no key is 0.
+    boolean or added, and broadcasts to [B, H, Q, K]. A row that sees no key is 0. Queries are turned first where cos and sin are
+    given, which broadcast to them (see `rotary`).
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
@@ -60,15 +61,20 @@ def attention_of_few(
     if mask is not None:
         kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
         mask_strides = given.expand(batch, heads, queries, keys).stride()
+    angles: tuple[torch.Tensor, ...] = (q, q)
+    angle_strides: tuple[int, ...] = (0,) * 6
+    if cos is not None and sin is not None:
+        angles = tuple(a.expand(q.shape) if a.stride(-1) == 1 else a.contiguous().expand(q.shape) for a in (cos, sin))
+        angle_strides = tuple(s for a in angles for s in a.stride()[:3])
     out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
     wide = power_of_two(dim)
     acc = torch.empty((n, split, MOST_ROWS, wide), dtype=torch.float32, device=q.device)
     top, total = (torch.empty((n, split, MOST_ROWS), dtype=torch.float32, device=q.device) for _ in range(2))
     numbers = (dim**-0.5 if scale is None else scale, kv_heads, group, queries, keys)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *angle_strides)
     shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
-    PARTS.launch(t, n * split, (q, k, v, given, acc, top, total, *numbers, *strides), {
-        **shape, "CHUNK": chunk, "MASK": kind, "BN": step, "PRECISION": "ieee"
+    PARTS.launch(t, n * split, (q, k, v, given, *angles, acc, top, total, *numbers, *strides), {
+        **shape, "CHUNK": chunk, "MASK": kind, "ROTARY": cos is not None, "BN": step, "PRECISION": "ieee"
     }, num_warps=WARPS)  # fmt: skip
     held = max(2, 1 << (split - 1).bit_length())
     COMBINED.launch(t, n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
@@ -82,7 +88,8 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 operator(
-    "attention_of_few(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, int[] stride, str target) -> Tensor",
+    "attention_of_few(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? cos, Tensor? sin, float? scale, "
+    "int[] stride, str target) -> Tensor",
     attention_of_few,
     _meta,
 )
