@@ -78,7 +78,8 @@ CALLS: dict[str, Callable[[str], Any]] = {
         *[torch.ones(2, 2, 4, 16, device=device)] * 3, *[torch.ones(4, 2, 2, 2, device=device)] * 2, None, (128, 64, 16, 1), "sm_90"
     ),
     "few": lambda device: decode_ops.attention_of_few(
-        torch.ones(1, 4, 1, 16, device=device), *[torch.ones(1, 2, 80, 16, device=device)] * 2, *[None] * 4, (64, 16, 16, 1), "sm_90"
+        torch.ones(1, 4, 1, 16, device=device), *[torch.ones(1, 2, 80, 16, device=device)] * 2, *[None] * 4, (64, 16, 16, 1),
+        "sm_90",
     ),
     "int8": lambda device: int8_ops.int8_linear(
         torch.ones(3, 2048, device=device), torch.ones(5, 2048, dtype=torch.int8, device=device), None, None, "sm_90"
