@@ -363,7 +363,7 @@ def sdpa(m: Match, b: Builder) -> None:
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
     query, key, *_ = specs = [b.spec(v) for v in values]
     masked = "" if mask is None else from_torch(specs[3].dtype)
-    kernel = Attention(from_torch(query.dtype), int(query.shape[-1]), masked, bool(op.arg("is_causal")))
+    kernel = Attention(from_torch(query.dtype), hint(query.shape[-1]), masked, bool(op.arg("is_causal")))
     strides = [_steps(s) for s in (*specs, _spec(op.out))]
     sizes = (*query.shape[:3], key.shape[2], *(s for steps in strides for s in steps))
     factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
@@ -386,7 +386,7 @@ def _not_our_attention(op: OpView, b: Builder) -> str:
         return "a mask without a dense last dimension, or of another type"
     if specs[0].dtype is torch.float32 and hint(specs[0].shape[-2]) < FEW_ROWS:
         return "faster for so few queries"
-    return Attention(from_torch(specs[0].dtype), int(specs[0].shape[-1])).refused(host_target())
+    return Attention(from_torch(specs[0].dtype), hint(specs[0].shape[-1])).refused(host_target())
 
 
 def _steps(s: TensorSpec) -> tuple[Any, ...]:

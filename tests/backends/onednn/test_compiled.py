@@ -129,9 +129,10 @@ def _names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_attention_comes_from_the_plan_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "plans"))
+    made = _names_of_kernels(monkeypatch)
     m, x = _Attention().eval(), torch.randn(2, 40, 48)
-    for cached in (False, True):
+    for _ in range(2):
         torch.compiler.reset()
-        with report.recording() as graphs, torch.no_grad():
+        with torch.no_grad():
             torch.testing.assert_close(torch.compile(m, backend="x86_onednn", options={"prepack": "always"})(x), m(x))
-        assert [g.cached for g in graphs] == [cached]
+    assert made == ["attention_f32_16"]  # the second time nothing is lowered
