@@ -58,7 +58,7 @@ def test_rows_between_multiples_of_16_bytes_are_right_to_their_ends() -> None:
         kernel = layer_norm(4, columns, "bf16")
         x, w, b = torch.randn(4, columns), torch.rand(columns) + 0.5, torch.randn(columns)
         given = [t.bfloat16() for t in (x, w, b)]
-        want = F.layer_norm(given[0].double(), (columns,), *(t.double() for t in given[1:]))
+        want = F.layer_norm(given[0].double(), (columns,), given[1].double(), given[2].double())
         got = torch.full((6, columns), 7.0, dtype=torch.bfloat16)
         simulate(kernel, [*given, got[1:-1]], target=H100)
         torch.testing.assert_close(got[1:-1].double(), want, atol=0.02, rtol=0.01)
