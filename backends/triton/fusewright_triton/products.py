@@ -39,8 +39,8 @@ def reason(op: OpView) -> str | None:
 
 
 def lower(op: OpView, c: Calls) -> Found | None:
-    """A linear with its activation, with its siblings, or with a padded weight; else None."""
-    fused = epilogues.activated(op, c) or (epilogues.odd(op, c) if _unsuited(op) else None)
+    """A linear with its activation or residual, with its siblings, or with a padded weight; else None."""
+    fused = epilogues.activated(op, c) or epilogues.added(op, c) or (epilogues.odd(op, c) if _unsuited(op) else None)
     if fused is not None:
         return fused
     if not c.is_const(op.arg("weight"), op.arg("bias")):

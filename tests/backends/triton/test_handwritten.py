@@ -57,12 +57,13 @@ def test_types_say_what_the_code_may_assume() -> None:
 def test_a_request_has_every_parameter_in_order() -> None:
     x = torch.empty(64, 64, dtype=BF16)
     d = Described(x, (16, 32))
-    fixed = {"BIAS": True, "ACT": "relu", "DIRECT": False, "HALVES": False, "BM": 16, "BN": 16, "BK": 32, "GROUP": 8}
-    made = order(d, d, d, x, x, 64, 1, 64, 7, **fixed).request(H100)
-    assert list(made["signature"])[:9] == ["x", "weight", "out", "bias_ptr", "out_ptr", "M", "N", "K", "stride"]
+    fixed = {"BIAS": True, "RESIDUAL": False, "ACT": "relu", "DIRECT": False, "HALVES": False}
+    fixed |= {"BM": 16, "BN": 16, "BK": 32, "GROUP": 8}
+    made = order(d, d, d, x, x, x, 64, 1, 64, **fixed).request(H100)
+    assert list(made["signature"])[:9] == ["x", "weight", "out", "bias_ptr", "residual_ptr", "out_ptr", "M", "N", "K"]
     assert made["signature"]["N"] == made["signature"]["ACT"] == "constexpr"
     assert made["constants"] == {**fixed, "N": 1}
-    assert made["aligned"] == ["bias_ptr", "out_ptr", "M", "K"]
+    assert made["aligned"] == ["bias_ptr", "residual_ptr", "out_ptr", "M", "K"]
     assert made["target"] == ["cuda", 90, 32] and made["module"] == "product"
 
 

@@ -12,12 +12,13 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 import torch
 
 from fusewright.interface import Device, Value
-from fusewright_triton import epilogues, products
+from fusewright_triton import binaries, epilogues, products, resources, workers
 from fusewright_triton.backend import NvidiaTriton, RocmTriton
-from fusewright_triton.handwritten import source
+from fusewright_triton.handwritten import Order, noting, source
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.simulate import Simulated
-from tests.backends.triton.test_calls import SIMULATED, Net, check, lowered
+from fusewright_triton.target import named
+from tests.backends.triton.test_calls import REAL, SIMULATED, Net, check, lowered
 from tests.fragments import targets
 
 ARCHS = ("sm_90", "gfx942")
@@ -33,7 +34,9 @@ def test_one_rounding(m: int, k: int, n: int, arch: str, name: str) -> None:
         x, w, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
         for bias in (b, None):
             got = product_ops.linear_activation(x, w, bias, name, arch)
-            want = EXACT[name](torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double()))
+            want = EXACT[name](
+                torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+            )
             sums = x.double().abs() @ w.double().abs().t()  # fp32 sums are as exact as what they add
             allowed = want.abs() * (torch.finfo(dtype).eps / 2 + 1e-5) + 1e-6 * (sums + 1)
             assert got.dtype == dtype and got.is_contiguous()
@@ -75,17 +78,56 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epilogues, "LEAST", 1 << 10)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("m", "k", "n"), [(70, 40, 264), (130, 64, 33)])
+def test_a_residual_is_rounded_with_the_sum(m: int, k: int, n: int, arch: str) -> None:
+    x, w, b, r = (torch.randn(*s).bfloat16() for s in ((m, k), (n, k), (n,), (m, n)))
+    want = torch.relu(torch.nn.functional.linear(x.double(), w.double(), b.double()) + r.double())
+    got = product_ops.linear_activation(x, w, b, "relu", arch, r)
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_hoppers_kernel_keeps_its_sums_in_registers(name: str, residual: bool) -> None:
+    """Built, not run: it is written for one architecture, and Triton does not interpret it."""
+    orders: list[Order] = []
+    x, w, b, r = (
+        torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((256, 64), (256, 64), (256,), (256, 256))
+    )
+    with noting(orders):
+        product_ops.linear_activation(x, w, b, name, "sm_90", r if residual else None)
+    (answer,) = workers.build_each([orders[0].request(named("sm_90"))])
+    assert isinstance(answer, list), answer
+    built = binaries.binary(answer[0])
+    assert orders[0].module == "hopper" and "wgmma.mma_async" in built.listing and ".local" not in built.listing
+    used = resources.resources(built, named("sm_90"))
+    assert used.scratch == 0 and used.registers <= product_ops.REGISTERS
+    assert not resources.over_limits(built, named("sm_90"))
+
+
+def test_a_last_round_with_few_tiles_is_not_worth_what_it_saves() -> None:
+    h100 = named("sm_90")
+    assert product_ops.gain(h100, 8192, 768, 3072, 2 * 8192 * 3072 * 2) > 30e-6  # an activation
+    assert product_ops.gain(h100, 8192, 768, 768, 8192 * 768 * 2) > 0  # a residual
+    assert product_ops.gain(h100, 12608, 3072, 768, 12608 * 768 * 2) < 0  # 594 tiles for 5 x 132
+    assert product_ops.gain(h100, 8192, 768, 3072, 0) <= 0
+
+
 @pytest.mark.usefixtures("small")
-def test_only_autotune_pays_for_the_compilation() -> None:
-    g = Net()
-    y = mlp(g, "relu")
-    assert targets(lowered(g, [y], "kernel")) == ["aten::linear", "kernel relu", "aten::linear"]
-    assert "fusewright_triton::linear_activation" in targets(lowered(g, [y], "kernel", autotune=True))
+def test_by_default_only_where_it_was_measured() -> None:
+    for device, used in ((REAL, True), (Device("cpu", "sm_100", NvidiaTriton.targets["sm_100"].all_features), False)):
+        g = Net()
+        assert (
+            "fusewright_triton::linear_activation" in targets(lowered(g, [mlp(g, "relu", rows=1 << 14)], device=device))
+        ) == used
 
 
 def mlp(g: Net, act: str, *args: object, rows: int = 128, width: int = 48) -> Value:
     x = g.tensor(rows, 32)
-    return g.op("linear", g.op(act, g.op("linear", x, g.weight(64, 32), g.weight(64)), *args), g.weight(width, 64), None)
+    return g.op(
+        "linear", g.op(act, g.op("linear", x, g.weight(64, 32), g.weight(64)), *args), g.weight(width, 64), None
+    )
 
 
 ACTS = [("gelu", "none"), ("gelu", "tanh"), ("relu",), ("silu",), ("sigmoid",)]
@@ -100,6 +142,31 @@ def test_an_activation_goes_into_the_product_before_it(act: tuple[str, ...]) -> 
     assert targets(fragment) == ["fusewright_triton::linear_activation", "aten::linear"]
     (ours,), (eager,) = g.run(fragment, [y]), g.expected([y])
     torch.testing.assert_close(ours, eager, rtol=2e-2, atol=4e-2)  # eager rounds once more, before the activation
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_residual_goes_into_the_product_before_it(swap: bool) -> None:
+    g = Net()
+    x = g.tensor(128, 32)
+    h = g.op("view", g.op("linear", x, g.weight(64, 32), g.weight(64)), (4, 32, 64))
+    r = g.tensor(4, 32, 64)
+    y = g.op("linear", g.op("add", r, h) if swap else g.op("add", h, r), g.weight(48, 64), None)
+    fragment = lowered(g, [y], device=SIMULATED)
+    assert targets(fragment) == ["fusewright_triton::linear_activation", "aten::view", "aten::linear"]
+    torch.testing.assert_close(g.run(fragment, [y])[0], g.expected([y])[0], rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("other", ["row", "self", "scaled", "read"])
+def test_what_is_no_residual_stays_apart(other: str) -> None:
+    """A row that is added to all, the product itself, a factor, a product that others read."""
+    g = Net()
+    h = g.op("linear", g.tensor(128, 32), g.weight(64, 32), None)
+    added = {"row": g.tensor(1, 64), "self": h}.get(other) or g.tensor(128, 64)
+    y = g.op("add", h, added, **({"alpha": 2} if other == "scaled" else {}))
+    fragment = lowered(g, [y, h] if other == "read" else [y], device=SIMULATED)
+    assert "fusewright_triton::linear_activation" not in targets(fragment)
 
 
 @pytest.mark.usefixtures("small")
@@ -143,7 +210,9 @@ def test_devices_without_descriptors_keep_their_library(arch: str) -> None:
     cls = RocmTriton if arch.startswith("gfx") else NvidiaTriton
     device = Device("cpu", arch, cls.targets[arch].all_features)
     y = mlp(g, "relu")
-    assert "fusewright_triton::linear_activation" not in targets(lowered(g, [y], "kernel", device=device, cls=cls, autotune=True))
+    assert "fusewright_triton::linear_activation" not in targets(
+        lowered(g, [y], "kernel", device=device, cls=cls, autotune=True)
+    )
 
 
 class Mlp(torch.nn.Module):
@@ -162,11 +231,42 @@ def test_a_model_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "PADDING_PAYS", 1 << 10)
     torch.manual_seed(0)
     seen: list[str] = []
-    launch = product_ops._launch
-    monkeypatch.setattr(product_ops, "_launch", lambda *args: (seen.append(args[4]["ACT"]), launch(*args)))
+    launch = product_ops._one_by_one
+    monkeypatch.setattr(
+        product_ops, "_one_by_one", lambda *args, **k: (seen.append(args[5]["ACT"]), launch(*args, **k))
+    )
     model, x = Mlp().eval().bfloat16(), torch.randn(2, 128, 32).bfloat16()
     with torch.no_grad():
-        got = torch.compile(model, backend="nvidia_triton", options={"simulate": True, "cache": False, "strict": True})(x)
+        got = torch.compile(model, backend="nvidia_triton", options={"simulate": True, "cache": False, "strict": True})(
+            x
+        )
         eager, exact = model(x), model.double()(x.double())
     assert seen == ["gelu", ""]
     assert got.is_contiguous() and (got - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-3
+
+
+@pytest.mark.hardware("nvidia_triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXACT)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Partly filled tiles, inner sizes around the ring's, more tiles than programs, odd rows: against fp64, one rounding."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    for m, k, n in (
+        (129, 8, 136),
+        (700, 72, 264),
+        (128, 384, 128),
+        (4100, 392, 1032),
+        (1, 4096, 8),
+        (300, 64, 57),
+        (9000, 64, 2048),
+    ):
+        x, w, b, r = (torch.randn(*s, device="cuda").to(dtype) for s in ((m, k), (n, k), (n,), (m, n)))
+        for bias, residual in ((b, None), (None, r), (b, r)):
+            sums = x.double() @ w.double().T
+            sums = sum((t.double() for t in (bias, residual) if t is not None), start=sums)
+            want, size = EXACT[name](sums), x.double().abs() @ w.double().abs().T + 1
+            got = product_ops.linear_activation(x, w, bias, name, arch, residual)
+            allowed = want.abs() * (torch.finfo(dtype).eps / 2 + 1e-5) + 1e-6 * (size + 1)
+            assert ((got - want).abs() <= allowed).all(), (m, k, n, bias is None, residual is None)
+    x[0, 0] = math.nan
+    assert product_ops.linear_activation(x, w, None, name, arch)[0].isnan().all()

@@ -59,29 +59,32 @@ def place(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def write(
-    sums, bias_ptr, out, out_ptr, row, column, M, N, stride,
-    BIAS: tl.constexpr, ACT: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    sums, bias_ptr, residual_ptr, out, out_ptr, row, column, M, N,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation and store of [BM, BN] sums. DIRECT: not through the descriptor, whose rows must be aligned."""
+    """What is added, activation and store of [BM, BN] sums. DIRECT: not through the descriptor, whose rows must be aligned."""
     columns = column + tl.arange(0, BN)
+    rows = row + tl.arange(0, BM)
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
     if BIAS:
         sums += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        sums += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     values = activated(sums, ACT).to(out_ptr.dtype.element_ty)
     if DIRECT:
-        rows = row + tl.arange(0, BM)
-        at = out_ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-        tl.store(at, values, mask=(rows < M)[:, None] & (columns < N)[None, :])
+        tl.store(out_ptr + at, values, mask=inside)
     else:
         out.store([row, column], values)
 
 
 @triton.jit
 def product(
-    x, weight, out, bias_ptr, out_ptr, M, N, K, stride,
-    BIAS: tl.constexpr, ACT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
+    x, weight, out, bias_ptr, residual_ptr, out_ptr, M, N, K,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """activation(x @ weight.T + bias) of x [M, K], weight [N, K], bias [N] into out [M, N].
+    """activation(x @ weight.T + bias + residual) of x [M, K], weight [N, K], bias [N] and dense residual into dense out [M, N].
 
     HALVES: the right half of a tile is written after the left, so that the copy in shared memory is half as large.
     """
@@ -93,8 +96,25 @@ def product(
             sums = tl.dot(x.load([row, k * BK]), weight.load([column, k * BK]).T, sums)
         if HALVES:
             left, right = tl.split(tl.permute(tl.reshape(sums, [BM, 2, BN // 2]), [0, 2, 1]))
-            write(left, bias_ptr, out, out_ptr, row, column, M, N, stride, BIAS, ACT, DIRECT, BM, BN // 2)
-            write(right, bias_ptr, out, out_ptr, row, column + BN // 2, M, N, stride, BIAS, ACT, DIRECT, BM, BN // 2)
+            write(
+                left, bias_ptr, residual_ptr, out, out_ptr, row, column, M, N, BIAS, RESIDUAL, ACT, DIRECT, BM, BN // 2
+            )
+            write(
+                right,
+                bias_ptr,
+                residual_ptr,
+                out,
+                out_ptr,
+                row,
+                column + BN // 2,
+                M,
+                N,
+                BIAS,
+                RESIDUAL,
+                ACT,
+                DIRECT,
+                BM,
+                BN // 2,
+            )
         else:
-            write(sums, bias_ptr, out, out_ptr, row, column, M, N, stride, BIAS, ACT, DIRECT, BM, BN)
-
+            write(sums, bias_ptr, residual_ptr, out, out_ptr, row, column, M, N, BIAS, RESIDUAL, ACT, DIRECT, BM, BN)

@@ -1,6 +1,6 @@
 """Products with epilogues as a torch operator that a plan can name, on GPUs and (interpreted) on CPU tensors.
 
-`fusewright_triton::linear_activation`: activation(x @ weight.T + bias), rows of any width.
+`fusewright_triton::linear_activation`: activation(x @ weight.T + bias + residual), rows of any width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator
 from fusewright_triton.target import Target, named
 
-KERNEL = Kernel("product", "product")
+ANY, HOPPER = Kernel("product", "product"), Kernel("hopper", "product")
 LINEAR = f"{NAMESPACE}::linear_activation.default"
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -26,6 +26,9 @@ GROUP = 8
 
 NARROW = 1.15
 """Time of two tiles of 128 x 128 over that of one of 128 x 256, both full: measured on an H100."""
+
+SPEED, BANDWIDTH = 650e12, 3e12
+"""Operations and bytes a second of an H100, as products and loop kernels of a model's size reach them."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,15 @@ class Tiles:
     halves: bool = False
 
 
+IN_TURNS = Tiles(128, 128, 64, 4, 6)
+"""Of `kernels/hopper.py`: 64 or more registers for sums in each thread and 192 KiB of tiles are what there is."""
+REGISTERS = 168
+"""Of a thread of `kernels/hopper.py` when it starts: its three groups of warps share 64 Ki, and divide them anew."""
+
+
 def tiles(t: Target, m: int, n: int) -> Tiles:
-    """The blocks for an [M, N] result: wide ones where as many multiprocessors have work. By measurement on an H100; the
-    other targets have what their shared memory holds."""
+    """The blocks of `kernels/product.py` for an [M, N] result: wide ones where as many multiprocessors have work. By
+    measurement on an H100; the other targets have what their shared memory holds."""
     if "tma" not in t.features or t.matrix != "wgmma":
         return Tiles(64, 64, 32, 4, 2) if t.shared <= 1 << 16 else Tiles(128, 128, 32, 8, 3)
     wide, narrow = (rounds(m, n, 128, bn, t.units) * bn for bn in (256, 128))
@@ -54,28 +63,78 @@ def rounds(m: int, n: int, bm: int, bn: int, units: int) -> int:
     return -(-(-(-m // bm) * -(-n // bn)) // units)
 
 
-def linear_activation(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, target: str
-) -> torch.Tensor:
-    """activation(x @ weight.T + bias) with one rounding, at the end. A dense [.., N] for x [.., K] and weight [N, K].
+def gain(t: Target, m: int, k: int, n: int, saved: int) -> float:
+    """Seconds that `kernels/hopper.py` is expected to gain over a library's product and a kernel that moves `saved` bytes:
+    both multiply at the same speed, but for multiprocessors that have no tile in the last round."""
+    filled = m * n / (rounds(m, n, IN_TURNS.bm, IN_TURNS.bn, t.units) * t.units * IN_TURNS.bm * IN_TURNS.bn)
+    return saved / BANDWIDTH - 2 * m * n * k / SPEED * (1 / filled - 1)
 
-    bf16 or fp16. `activation` is "", "gelu", "gelu_tanh", "silu", "sigmoid" or "relu".
+
+def linear_activation(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    target: str,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation(x @ weight.T + bias + residual) with one rounding, at the end. A dense [.., N] for x [.., K], weight [N, K].
+
+    bf16 or fp16. `activation` is "", "gelu", "gelu_tanh", "silu", "sigmoid" or "relu"; the residual has the result's shape.
     """
     rows, weight = _described(x.reshape(-1, x.shape[-1])), _described(weight)
-    (m, k), n = rows.shape, weight.shape[0]
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
+    more = [out if t is None else t.contiguous() for t in (bias, residual)]
+    fixed = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "ACT": activation}
     t = named(target)
-    how = tiles(t, m, n)
-    direct = n * out.element_size() % ALIGNED != 0
-    block = (how.bm, how.bn // 2 if how.halves else how.bn)
-    given, kept = Described(rows, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
-    to = given if direct else Described(out.view(m, n), block)
-    fixed = {"BIAS": bias is not None, "ACT": activation, "DIRECT": direct, "HALVES": how.halves}
-    args = (given, kept, to, out if bias is None else bias.contiguous(), out, m, n, k, n)
-    _launch(how, t, (m, n), args, fixed, x.device)
+    aligned = out.shape[-1] * out.element_size() % ALIGNED == 0
+    if aligned and t.matrix == "wgmma" and x.device.type != "cpu":
+        _in_turns(t, rows, weight, out, more, fixed)
+    else:
+        _one_by_one(t, rows, weight, out, more, fixed, direct=not aligned)
     return out
+
+
+def _in_turns(
+    t: Target,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    more: Sequence[torch.Tensor],
+    fixed: dict[str, Any],
+) -> None:
+    (m, k), n, how = x.shape, weight.shape[0], IN_TURNS
+    to = Described(out.view(m, n), (how.bm, how.bn // 4))
+    given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
+    fixed = {**fixed, **_blocks(how), "STAGES": how.stages}
+    programs = _programs(t, m, n, how, out)
+    HOPPER.launch(t, programs, (given, kept, to, *more, m, n, k), fixed, num_warps=how.warps, maxnreg=REGISTERS)
+
+
+def _one_by_one(
+    t: Target, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, more: Sequence[torch.Tensor], fixed: dict[str, Any],
+    direct: bool,
+) -> None:  # fmt: skip
+    (m, k), n = x.shape, weight.shape[0]
+    how = tiles(t, m, n)
+    given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
+    to = given if direct else Described(out.view(m, n), (how.bm, how.bn // 2 if how.halves else how.bn))
+    fixed = {**fixed, **_blocks(how), "DIRECT": direct, "HALVES": how.halves}
+    programs = _programs(t, m, n, how, out)
+    ANY.launch(t, programs, (given, kept, to, *more, out, m, n, k), fixed, num_warps=how.warps, num_stages=how.stages)
+
+
+def _blocks(how: Tiles) -> dict[str, int]:
+    return {"BM": how.bm, "BN": how.bn, "BK": how.bk, "GROUP": GROUP}
+
+
+def _programs(t: Target, m: int, n: int, how: Tiles, out: torch.Tensor) -> int:
+    """One to a multiprocessor, or to a tile."""
+    device = out.device
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else t.units
+    return min(-(-m // how.bm) * -(-n // how.bn), units)
 
 
 def _described(t: torch.Tensor) -> torch.Tensor:
@@ -87,21 +146,12 @@ def _described(t: torch.Tensor) -> torch.Tensor:
     return rows[:, : t.shape[1]].copy_(t)
 
 
-def _launch(
-    how: Tiles, t: Target, shape: tuple[int, int], args: Sequence[Any], fixed: dict[str, Any], device: torch.device
-) -> None:
-    count = -(-shape[0] // how.bm) * -(-shape[1] // how.bn)
-    fixed = {**fixed, "BM": how.bm, "BN": how.bn, "BK": how.bk, "GROUP": GROUP}
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else t.units
-    KERNEL.launch(t, min(count, units), args, fixed, num_warps=how.warps, num_stages=how.stages)
-
-
 def _meta(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 operator(
-    "linear_activation(Tensor x, Tensor weight, Tensor? bias, str activation, str target) -> Tensor",
+    "linear_activation(Tensor x, Tensor weight, Tensor? bias, str activation, str target, Tensor? residual=None) -> Tensor",
     linear_activation,
     _meta,
 )

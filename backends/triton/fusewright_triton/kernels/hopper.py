@@ -1,0 +1,192 @@
+"""Products with what follows in the same kernel, for Hopper's matrix units: two groups of warps in turns.
+
+A producer warp loads tiles by the tensor memory accelerator into a ring of shared memory. Two groups of four warps have output
+tiles of their own and take turns at the matrix units: while one multiplies, the other applies the activation to its sums, stores
+them and prepares its next tile. Bias and residual are what the sums begin with. This is the order of work that NVIDIA's CUTLASS
+calls "ping-pong"; Triton's own pipelining leaves the matrix units idle during an epilogue, a third of the time where K is 768.
+
+Written in Gluon, Triton's language for one architecture; it is not interpreted. `product.py` computes the same in simulation.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Parameters are Triton tensors, which have no static type.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def gelu(x):
+    """`product.gelu`, with approximations of one unit in the last place where Triton's operators handle subnormals."""
+    z = gl.minimum(gl.abs(x), 16.0)
+    t = reciprocal(1.0 + 0.3111269837220809 * z)
+    p = -0.07219681825446389 * t + 0.17297140491416643
+    p = p * t + 0.022801400736259327
+    p = p * t + 0.13062072643924016
+    p = p * t + 0.12154456654724302
+    p = p * t + 0.12425951498675834
+    return gl.maximum(x, 0.0) - p * (t * z) * exp2(x * (x * -0.7213475204444817))
+
+
+@gluon.jit
+def activated(x, ACT: gl.constexpr):
+    """An activation by its name, of fp32, as in `product.activated`."""
+    if ACT == "gelu":
+        x = gelu(x)
+    elif ACT == "gelu_tanh":
+        x = x * reciprocal(1.0 + exp2((x + 0.044715 * x * x * x) * -2.302208198144325))
+    elif ACT == "silu":
+        x = x * reciprocal(1.0 + exp2(x * -1.4426950408889634))
+    elif ACT == "sigmoid":
+        x = reciprocal(1.0 + exp2(x * -1.4426950408889634))
+    elif ACT == "relu":
+        x = gl.where(x < 0.0, 0.0, x)
+    return x
+
+
+@gluon.jit
+def place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
+    """First row and column of a tile, as in `product.place`."""
+    across = (N + BN - 1) // BN
+    down = (M + BM - 1) // BM
+    group = tile // (GROUP * across)
+    height = gl.minimum(down - group * GROUP, GROUP)
+    inside = tile % (GROUP * across)
+    return (group * GROUP + inside % height) * BM, inside // height * BN
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def first(bias_ptr, residual_ptr, row, column, M, N, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+          BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    """What the sums of a tile begin with."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    sums = gl.full([BM, BN], 0.0, gl.float32, layout)
+    if RESIDUAL:
+        rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
+        at = residual_ptr + gl.expand_dims(rows.to(gl.int64) * N, 1) + gl.expand_dims(columns, 0)
+        inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
+        sums += gl.load(at, mask=inside, other=0.0).to(gl.float32)
+    if BIAS:
+        sums += gl.expand_dims(gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32), 0)
+    return sums
+
+
+@gluon.jit
+def write(sums, rooms, out, row, column, WHICH: gl.constexpr, PART: gl.constexpr, ACT: gl.constexpr):
+    """A quarter of a tile's columns. Each group of warps has two rooms of shared memory, used in turn."""
+    W: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    values = activated(gl.convert_layout(sums, layout, assert_trivial=True), ACT).to(out.dtype)
+    room = rooms.index(WHICH * 2 + PART % 2)
+    hopper.tma.store_wait(1)
+    room.store(values)
+    hopper.fence_async_shared()
+    hopper.tma.async_copy_shared_to_global(out, [row, column + PART * W], room)
+
+
+@gluon.jit
+def consume(
+    x_ring, w_ring, full, empty, turn, rooms, out, bias_ptr, residual_ptr, M, N, K,
+    WHICH: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One of the two groups: every other tile of this program. `at` counts the ring's steps of both groups."""
+    tiles = ((M + BM - 1) // BM) * ((N + BN - 1) // BN)
+    steps = (K + BK - 1) // BK
+    at = WHICH * steps
+    turns = gl.to_tensor(1 - WHICH)
+    for tile in range(gl.program_id(0) + WHICH * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
+        row, column = place(tile, M, N, BM, BN, GROUP)
+        sums = hopper.warpgroup_mma_init(first(bias_ptr, residual_ptr, row, column, M, N, BIAS, RESIDUAL, BM, BN))
+        # before its turn a barrier of the ring may be two rounds behind, which a parity does not show
+        hopper.mbarrier.wait(turn.index(WHICH), turns & 1)
+        for step in range(at, at + steps):
+            slot = step % STAGES
+            hopper.mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            w = w_ring.index(slot).permute((1, 0))
+            sums = hopper.warpgroup_mma(x_ring.index(slot), w, sums, is_async=True)
+            sums = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(1, deps=[sums]))
+            hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > at)
+        hopper.mbarrier.arrive(turn.index(1 - WHICH))
+        done = hopper.warpgroup_mma_wait(0, deps=[sums])
+        hopper.mbarrier.arrive(empty.index((at + steps - 1) % STAGES))
+        at += 2 * steps
+        turns += 1
+        left, right = halves(done)
+        a, b = halves(left)
+        write(a, rooms, out, row, column, WHICH, 0, ACT)
+        write(b, rooms, out, row, column, WHICH, 1, ACT)
+        a, b = halves(right)
+        write(a, rooms, out, row, column, WHICH, 2, ACT)
+        write(b, rooms, out, row, column, WHICH, 3, ACT)
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def produce(
+    x, weight, x_ring, w_ring, full, empty, M, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One warp: fills the ring in the order in which the groups read it."""
+    tiles = ((M + BM - 1) // BM) * ((N + BN - 1) // BN)
+    steps = (K + BK - 1) // BK
+    at = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column = place(tile, M, N, BM, BN, GROUP)
+        for step in range(at, at + steps):
+            slot, k = step % STAGES, (step - at) * BK
+            hopper.mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            hopper.mbarrier.expect(full.index(slot), (BM + BN) * BK * 2)
+            hopper.tma.async_copy_global_to_shared(x, [row, k], full.index(slot), x_ring.index(slot))
+            hopper.tma.async_copy_global_to_shared(weight, [column, k], full.index(slot), w_ring.index(slot))
+        at += steps
+
+
+@gluon.jit
+def product(
+    x, weight, out, bias_ptr, residual_ptr, M, N, K,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """activation(x @ weight.T + bias + residual) of x [M, K], weight [N, K], bias [N] and dense residual into dense out [M, N],
+    all of one half type; rows of multiples of 16 bytes."""
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    w_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BN, BK], weight.layout)
+    rooms = gl.allocate_shared_memory(x.dtype, [4, BM, BN // 4], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(turn.index(i), count=1)
+    hopper.fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (x_ring, w_ring, full, empty, turn, rooms, out, bias_ptr, residual_ptr, M, N, K,
+                       0, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, GROUP)),
+            (consume, (x_ring, w_ring, full, empty, turn, rooms, out, bias_ptr, residual_ptr, M, N, K,
+                       1, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, GROUP)),
+            (produce, (x, weight, x_ring, w_ring, full, empty, M, N, K, BM, BN, BK, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
