@@ -37,6 +37,17 @@ def test_where_eager_is_exact_an_epsilon_is_allowed():
     assert not judge(torch.ones(8) + 1e-5, torch.ones(8), exact).passed
 
 
+def test_what_cancels_to_zero_is_judged_by_what_fp64_leaves_of_it():
+    torch.manual_seed(0)
+    terms = torch.rand(512, 300, dtype=torch.float64)
+    terms = torch.cat([terms, -terms.flip(0)])[torch.randperm(1024)]  # zero in exact arithmetic
+    wide, eager = terms.sum(0), terms.float().sum(0)
+    lucky = eager / 10
+    assert judge(eager, lucky, wide).passed
+    assert not judge(eager + 1e-3, lucky, wide).passed
+    assert not judge(eager, lucky, wide + 1e-6).passed  # small, but not zero
+
+
 def test_nan_and_inf_must_be_where_eager_has_them():
     eager = EAGER.clone()
     eager[0], eager[1] = math.nan, math.inf

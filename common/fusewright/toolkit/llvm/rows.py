@@ -14,8 +14,8 @@ from fusewright.toolkit.llvm.text import V, i64
 if TYPE_CHECKING:
     from fusewright.toolkit.llvm.body import Body
 
-CASCADE = 128
-"""Steps after which a partial sum is added to the total and starts again from zero."""
+CASCADE = 32
+"""Steps after which a partial sum is added to the next one and starts again from zero; so are as many of these."""
 
 
 class RowLoops:
@@ -155,22 +155,28 @@ class RowLoops:
         return self.b.size(self.b.rows[d]) if d else self.stop
 
     def _loop(self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]]) -> State:
-        """A loop over one row axis; long float sums go in chunks, so that errors grow with the chunks
-        only."""
-        f = self.f
-        span = None
-        if lo.lit and hi.lit:
-            span = (int(hi.name) - int(lo.name)) // step
+        """A loop over one row axis; long float sums go in chunks, and chunks of chunks, so that errors grow with their
+        lengths only."""
+        span = (int(hi.name) - int(lo.name)) // step if lo.lit and hi.lit else None
         cascades = any(r.cascades for r in self.reducers) and not self.scanners
         if not cascades or (span is not None and span <= 2 * CASCADE):
-            return f.loop(lo, hi, i64(step), states, body)
+            return self.f.loop(lo, hi, i64(step), states, body)
+        levels = 1 if span is not None and span <= 2 * CASCADE**2 else 2
+        return self._chunks(lo, hi, step, states, body, levels)
+
+    def _chunks(
+        self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]], levels: int
+    ) -> State:
+        f, width = self.f, i64(step * CASCADE**levels)
 
         def chunk(at: V, total: list[V]) -> list[V]:
-            top = f.add(at, i64(step * CASCADE))
+            top = f.add(at, width)
             top = f.select(f.cmp("icmp slt", top, hi), top, hi)
+            if levels > 1:
+                return self._merge(total, self._chunks(at, top, step, self._start(), body, levels - 1))
             return self._merge(total, f.loop(at, top, i64(step), self._start(), body))
 
-        return f.loop(lo, hi, i64(step * CASCADE), states, chunk)
+        return f.loop(lo, hi, width, states, chunk)
 
     def _vector_loop(self, states: State) -> State:
         """The innermost row axis, vectorised: full steps, then a masked or scalar tail."""
