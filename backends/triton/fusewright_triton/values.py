@@ -36,6 +36,7 @@ class Values(abc.ABC):
         self.rounded = self._rounded()
         self.totals = pairs(self.kernel)
         """Sums of a softmax, which are at least 1: what is divided by them is multiplied by their reciprocal."""
+        self.softened = self._softened()
         self.address = Addresses(layout.sizes, self._axis, self._index_value)
         self.memory = Memory(self)
         self.limit = self.address.extent(product(self.kernel.r))
@@ -82,12 +83,26 @@ class Values(abc.ABC):
         found = (n.index.axes() for n in self.kernel.nodes() if n.index is not None)
         return frozenset().union(*found)
 
-    def _rounded(self) -> frozenset[int]:
-        """f32 values that are only ever rounded to a half type: an error of 2 ulp in them changes nothing."""
+    def _users(self) -> dict[int, list[Node]]:
         users: dict[int, list[Node]] = {}
         for n in self.kernel.nodes():
             for u in n.uses():
                 users.setdefault(u, []).append(n)
+        return users
+
+    def _softened(self) -> frozenset[int]:
+        """Exponentials of a softmax that is rounded to a half type: the hardware's own are exact enough, to 2^-18."""
+        users = self._users()
+        mine = {self.node(total).args[0]: total for total in self.totals}
+        return frozenset(
+            i
+            for i, total in mine.items()
+            if all(n.id == total or (n.id in self.rounded and n.op == "div" and n.args == (i, total)) for n in users[i])
+        )
+
+    def _rounded(self) -> frozenset[int]:
+        """f32 values that are only ever rounded to a half type: an error of 2 ulp in them changes nothing."""
+        users = self._users()
         halves = ("bf16", "f16")
         return frozenset(
             i
@@ -222,6 +237,8 @@ class Values(abc.ABC):
             if n.args[1] in self.totals:
                 return f"{self.operand(n.args[0])} * fw.reciprocal({self.operand(n.args[1])})"
             text, literals = "{0} / {1}", False
+        elif n.id in self.softened:
+            text, literals = "tl.exp({0})", False
         else:
             text, literals = form_of(n.op, dtype)
         args = [self.operand(a, literals) for a in n.args]
