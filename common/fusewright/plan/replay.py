@@ -227,6 +227,12 @@ class _Recording:
     copy_out: Callable[[], list[torch.Tensor]]
     uses: int = 0
 
+    def issue(self, args: list[Any]) -> _Recording:
+        """Starts the work of a call."""
+        self.copy_in(args)
+        self.replay()
+        return self
+
 
 class Replayed:
     """A plan as a callable that records itself at its first call and replays from then on.
@@ -248,6 +254,7 @@ class Replayed:
         self._writes = bool(written_inputs(plan))
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
+        self._steady = False
         self._lock = threading.RLock()
         self._unused = 0
         self.given_up = ""
@@ -257,15 +264,34 @@ class Replayed:
         if lane is None:
             return self.run(args)
         with self._lock:
-            addresses = self._addresses(args)
-            r = self._last
-            if r is None or r.addresses != addresses or r.lane != lane or not self._unchanged(r, args):
-                r = self._last = self._found(lane, addresses, args)
+            r = self._again(lane, args) or self._anew(lane, args)
             if r is None:
                 return self.run(args)
-            result = self._replay(r, args)
+            result = self._results(r, args)
         args.clear()
         return result
+
+    def _again(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        """Replays the last recording, and gives it if it was right for these arguments. A replay writes memory of its own
+        only, unless the plan writes its inputs: so the device may begin before everything has been looked at."""
+        r = self._last
+        if r is None or r.lane != lane:
+            return None
+        steady, self._steady = self._steady, False
+        if steady:
+            r.copy_in(args)  # while the device copies, the host looks at addresses: it must not read freed memory
+        if r.addresses != self._addresses(args) or (self._writes and not self._unchanged(r, args)):
+            return None
+        if not steady:
+            r.copy_in(args)
+        r.replay()
+        self._steady = self._writes or self._unchanged(r, args)
+        return r if self._steady else None
+
+    def _anew(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        """Replays the recording for these arguments among all, or a new one; None for the plain plan."""
+        r = self._last = self._found(lane, args)
+        return r.issue(args) if r is not None else None
 
     def _addresses(self, args: list[Any]) -> list[int]:
         """Where the arguments lie that a recording cannot find elsewhere. This is the larger part of what a call of
@@ -279,19 +305,18 @@ class Replayed:
         """Whether the weights, known to lie where they lay, are those that the constants were prepared from."""
         return r.prepared is None or r.prepared.holds([args[k] for k in self._once_places])
 
-    def _found(self, lane: Hashable, addresses: list[int], args: list[Any]) -> _Recording | None:
-        """The recording for these arguments among all; a new one if need be; None for the plain plan."""
+    def _found(self, lane: Hashable, args: list[Any]) -> _Recording | None:
         prepared = self.once.prepared([args[k] for k in self._once_places]) if self.once is not None else None
+        addresses = self._addresses(args)
         key = (lane, *[addresses[k] for k in self.parts.fixed])
         found = self._recordings.get(key)
         if found is None or found.prepared is not prepared:
             return self._recorded(key, addresses, args, prepared)
         return found
 
-    def _replay(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+        """What the caller gets of a replay that was issued."""
         r.uses += 1
-        r.copy_in(args)
-        r.replay()
         late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
         early = iter(r.copy_out())
         return tuple(
@@ -315,9 +340,8 @@ class Replayed:
         try:
             made = self._record(key[0], addresses, args, prepared)
             if not self._writes:
-                plain, replayed = (
-                    self.recorder.seconds(f) for f in (lambda: self.run(list(args)), lambda: self._replay(made, args))
-                )
+                ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
+                plain, replayed = map(self.recorder.seconds, ways)
                 if replayed > plain * SLOWER:
                     self._give_up(f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms")
                     return None

@@ -160,7 +160,7 @@ def test_the_next_call_sees_a_changed_weight(change: Callable[[torch.nn.Module, 
     change(model, name)
     for _ in range(2):
         torch.testing.assert_close(fast(x), model(x))
-    assert recorder.replays == before + 2
+    assert recorder.replays >= before + 2
 
 
 @torch.no_grad()
