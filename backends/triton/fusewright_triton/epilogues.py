@@ -100,6 +100,22 @@ def _reader(op: OpView, c: Calls) -> tuple[list[OpView], OpView | None]:
     return taken, user
 
 
+def plain(op: OpView, c: Calls) -> Found | None:
+    """A linear alone, where our kernel is the faster one: rows so short that a library's kernel waits for its epilogues."""
+    if c.ctx.device.simulated or not suits(op, c) or not dense(op.out) or not faster(op, Epilogue(), c):
+        return None
+    return Found((op,), op, partial(_write, op, op.out, "", None), "product")
+
+
+def linear(op: OpView, n: int, weight: Ref, bias: Ref | None, out: Value, c: Calls) -> None:
+    """A linear of what `op` reads with another weight of `n` rows, by the faster kernel."""
+    x = c.b.any_strides(op.arg("input"))
+    if not c.ctx.device.simulated and suits(op, c) and faster(op, Epilogue(), c, n):
+        c.b.call(product_ops.LINEAR, x, weight, bias, "", c.ctx.device.arch, out=out)
+    else:
+        c.b.call("aten::linear.default", x, weight, bias, out=out)
+
+
 def odd(op: OpView, c: Calls) -> Found | None:
     """A linear with rows of odd length whose result leaves the region, so that padded rows would be copied."""
     if not _leaves(op.out, c) or not suits(op, c) or not dense(op.out) or not faster(op, Epilogue(), c):
@@ -160,10 +176,11 @@ class Epilogue:
         return 2 if self.activation else int(self.residual)
 
 
-def faster(op: OpView, after: Epilogue, c: Calls) -> bool:
-    """Whether a kernel is faster than torch's calls: by sizes, where they were measured (Hopper), or under the option
-    `autotune` by a short measurement, which takes one to two seconds of a first call. Simulated it always is."""
-    device, (m, k, n) = c.ctx.device, sizes(op)
+def faster(op: OpView, after: Epilogue, c: Calls, n: int = 0) -> bool:
+    """Whether a kernel is faster than torch's calls for a linear (or one of `n` columns): by sizes, where they were measured
+    (Hopper), or under the option `autotune` by a short measurement. Simulated it always is."""
+    device, (m, k, own) = c.ctx.device, sizes(op)
+    n = n or own
     if device.simulated:
         return True
     if not c.ctx.options.get("autotune"):

@@ -44,12 +44,13 @@ def lower(op: OpView, c: Calls) -> Found | None:
     if fused is not None:
         return fused
     if not c.is_const(op.arg("weight"), op.arg("bias")):
-        trained = c.region.phase != "infer" and _unsuited(op)
-        return Found((op,), op, partial(_padded, op), "product, padded") if trained else None
+        if c.region.phase != "infer" and _unsuited(op):
+            return Found((op,), op, partial(_padded, op), "product, padded")
+        return epilogues.plain(op, c)
     group = next((g for g in _groups(c) if op in g), None)
     if group is not None and concat_pays(group, c.ctx):
         return Found(group, group[0], partial(_concatenated, group), f"one product for {len(group)}")
-    return Found((op,), op, partial(_padded, op), "product, padded") if _unsuited(op) else None
+    return Found((op,), op, partial(_padded, op), "product, padded") if _unsuited(op) else epilogues.plain(op, c)
 
 
 def _groups(c: Calls) -> list[tuple[OpView, ...]]:
@@ -73,7 +74,7 @@ def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, mo
     widths = [int(spec_of(op.out).shape[-1]) for op in group]  # type: ignore[arg-type]
     shape = (*spec_of(group[0].out).shape[:-1], sum(widths) + more)
     whole, stride, start = c.ctx.value(None), contiguous_strides(shape), 0  # type: ignore[arg-type]
-    c.b.call("aten::linear.default", c.b.any_strides(group[0].arg("input")), weight, bias, out=whole)
+    epilogues.linear(group[0], sum(widths) + more, weight, bias, whole, c)
     for op, width in zip(group, widths, strict=True):
         columns = (Ref(whole.id), len(shape) - 1, start, start + width)
         c.b.library("aten::slice.Tensor", *columns, out=op.out, stride=stride, op=op)

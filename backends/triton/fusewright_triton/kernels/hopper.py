@@ -72,30 +72,41 @@ def halves(x):
 
 
 @gluon.jit
-def first(bias_ptr, residual_ptr, row, column, M, N, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-          BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+def first(bias_ptr, column, N, BIAS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """What the sums of a tile begin with."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
     sums = gl.full([BM, BN], 0.0, gl.float32, layout)
-    if RESIDUAL:
-        rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
-        at = residual_ptr + gl.expand_dims(rows.to(gl.int64) * N, 1) + gl.expand_dims(columns, 0)
-        inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
-        sums += gl.load(at, mask=inside, other=0.0).to(gl.float32)
     if BIAS:
+        columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
         sums += gl.expand_dims(gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32), 0)
     return sums
 
 
 @gluon.jit
-def write(sums, rooms, out, row, column, WHICH: gl.constexpr, PART: gl.constexpr, ACT: gl.constexpr):
-    """A quarter of a tile's columns. Each group of warps has two rooms of shared memory, used in turn."""
+def fetch(residual, rooms, there, row, column, WHICH: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Has a quarter of the residual's tile brought into the room that its results will leave from."""
+    W: gl.constexpr = rooms.shape[2]
+    room = WHICH * PARTS + PART % PARTS
+    hopper.mbarrier.expect(there.index(room), rooms.shape[1] * W * 2)
+    hopper.tma.async_copy_global_to_shared(residual, [row, column + PART * W], there.index(room), rooms.index(room))
+
+
+@gluon.jit
+def write(
+    sums, rooms, there, out, row, column, phase,
+    WHICH: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """A quarter of a tile's columns, by one of the rooms of shared memory that each group of warps has."""
     W: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    values = activated(gl.convert_layout(sums, layout, assert_trivial=True), ACT).to(out.dtype)
-    room = rooms.index(WHICH * 2 + PART % 2)
-    hopper.tma.store_wait(1)
+    sums = gl.convert_layout(sums, layout, assert_trivial=True)
+    room = rooms.index(WHICH * PARTS + PART % PARTS)
+    if RESIDUAL:
+        hopper.mbarrier.wait(there.index(WHICH * PARTS + PART), phase)
+        sums += room.load(layout).to(gl.float32)
+    values = activated(sums, ACT).to(out.dtype)
+    if not RESIDUAL:
+        hopper.tma.store_wait(PARTS - 1)
     room.store(values)
     hopper.fence_async_shared()
     hopper.tma.async_copy_shared_to_global(out, [row, column + PART * W], room)
@@ -103,9 +114,9 @@ def write(sums, rooms, out, row, column, WHICH: gl.constexpr, PART: gl.constexpr
 
 @gluon.jit
 def consume(
-    x_ring, w_ring, full, empty, turn, rooms, out, bias_ptr, residual_ptr, M, N, K,
+    x_ring, w_ring, full, empty, turn, rooms, there, out, residual, bias_ptr, M, N, K,
     WHICH: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups: every other tile of this program. `at` counts the ring's steps of both groups."""
     tiles = ((M + BM - 1) // BM) * ((N + BN - 1) // BN)
@@ -114,7 +125,12 @@ def consume(
     turns = gl.to_tensor(1 - WHICH)
     for tile in range(gl.program_id(0) + WHICH * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
         row, column = place(tile, M, N, BM, BN, GROUP)
-        sums = hopper.warpgroup_mma_init(first(bias_ptr, residual_ptr, row, column, M, N, BIAS, RESIDUAL, BM, BN))
+        if RESIDUAL:
+            hopper.tma.store_wait(0)  # the rooms are free
+            gl.thread_barrier()
+            for i in gl.static_range(PARTS):
+                fetch(residual, rooms, there, row, column, WHICH, i, PARTS)
+        sums = hopper.warpgroup_mma_init(first(bias_ptr, column, N, BIAS, BM, BN))
         # before its turn a barrier of the ring may be two rounds behind, which a parity does not show
         hopper.mbarrier.wait(turn.index(WHICH), turns & 1)
         for step in range(at, at + steps):
@@ -127,15 +143,16 @@ def consume(
         hopper.mbarrier.arrive(turn.index(1 - WHICH))
         done = hopper.warpgroup_mma_wait(0, deps=[sums])
         hopper.mbarrier.arrive(empty.index((at + steps - 1) % STAGES))
-        at += 2 * steps
-        turns += 1
         left, right = halves(done)
         a, b = halves(left)
-        write(a, rooms, out, row, column, WHICH, 0, ACT)
-        write(b, rooms, out, row, column, WHICH, 1, ACT)
-        a, b = halves(right)
-        write(a, rooms, out, row, column, WHICH, 2, ACT)
-        write(b, rooms, out, row, column, WHICH, 3, ACT)
+        c, d = halves(right)
+        phase = (turns + WHICH + 1) & 1
+        write(a, rooms, there, out, row, column, phase, WHICH, 0, PARTS, RESIDUAL, ACT)
+        write(b, rooms, there, out, row, column, phase, WHICH, 1, PARTS, RESIDUAL, ACT)
+        write(c, rooms, there, out, row, column, phase, WHICH, 2, PARTS, RESIDUAL, ACT)
+        write(d, rooms, there, out, row, column, phase, WHICH, 3, PARTS, RESIDUAL, ACT)
+        at += 2 * steps
+        turns += 1
     hopper.tma.store_wait(0)
 
 
@@ -161,30 +178,33 @@ def produce(
 
 @gluon.jit
 def product(
-    x, weight, out, bias_ptr, residual_ptr, M, N, K,
+    x, weight, out, residual, bias_ptr, M, N, K,
     BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """activation(x @ weight.T + bias + residual) of x [M, K], weight [N, K], bias [N] and dense residual into dense out [M, N],
     all of one half type; rows of multiples of 16 bytes."""
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     w_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BN, BK], weight.layout)
-    rooms = gl.allocate_shared_memory(x.dtype, [4, BM, BN // 4], out.layout)
+    rooms = gl.allocate_shared_memory(x.dtype, [2 * PARTS, BM, BN // 4], out.layout)
+    there = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], hopper.mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(i), count=1)
         hopper.mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2 * PARTS):
+        hopper.mbarrier.init(there.index(i), count=1)
     for i in gl.static_range(2):
         hopper.mbarrier.init(turn.index(i), count=1)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, (x_ring, w_ring, full, empty, turn, rooms, out, bias_ptr, residual_ptr, M, N, K,
-                       0, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, GROUP)),
-            (consume, (x_ring, w_ring, full, empty, turn, rooms, out, bias_ptr, residual_ptr, M, N, K,
-                       1, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, GROUP)),
+            (consume, (x_ring, w_ring, full, empty, turn, rooms, there, out, residual, bias_ptr, M, N, K,
+                       0, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, PARTS, GROUP)),
+            (consume, (x_ring, w_ring, full, empty, turn, rooms, there, out, residual, bias_ptr, M, N, K,
+                       1, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, PARTS, GROUP)),
             (produce, (x, weight, x_ring, w_ring, full, empty, M, N, K, BM, BN, BK, STAGES, GROUP)),
         ],
         [4, 1],

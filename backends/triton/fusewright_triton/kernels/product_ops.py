@@ -27,8 +27,12 @@ GROUP = 8
 NARROW = 1.15
 """Time of two tiles of 128 x 128 over that of one of 128 x 256, both full: measured on an H100."""
 
-SPEED, BANDWIDTH = 650e12, 3e12
-"""Operations and bytes a second of an H100, as products and loop kernels of a model's size reach them."""
+STEP = 0.385e-6
+"""Seconds that an H100 takes for one step of the ring of `kernels/hopper.py`, 128 x 128 x 64 products on each multiprocessor."""
+
+SPEED, RESULT, BANDWIDTH = 760e12, 0.48e-12, 3e12
+"""Of cuBLAS on an H100: operations a second, and seconds more for each result, which is written while nothing is multiplied;
+and of a loop kernel, bytes a second. Fitted to 19 shapes (docs/performance.md), with errors of up to 15%."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,9 @@ def rounds(m: int, n: int, bm: int, bn: int, units: int) -> int:
 
 
 def gain(t: Target, m: int, k: int, n: int, saved: int) -> float:
-    """Seconds that `kernels/hopper.py` is expected to gain over a library's product and a kernel that moves `saved` bytes:
-    both multiply at the same speed, but for multiprocessors that have no tile in the last round."""
-    filled = m * n / (rounds(m, n, IN_TURNS.bm, IN_TURNS.bn, t.units) * t.units * IN_TURNS.bm * IN_TURNS.bn)
-    return saved / BANDWIDTH - 2 * m * n * k / SPEED * (1 / filled - 1)
+    """Seconds that `kernels/hopper.py` is expected to gain over a library's product and a kernel that moves `saved` bytes."""
+    ours = rounds(m, n, IN_TURNS.bm, IN_TURNS.bn, t.units) * -(-k // IN_TURNS.bk) * STEP
+    return 2 * m * n * k / SPEED + m * n * RESULT + saved / BANDWIDTH - ours
 
 
 def linear_activation(
@@ -86,7 +89,7 @@ def linear_activation(
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    more = [out if t is None else t.contiguous() for t in (bias, residual)]
+    more = [out if t is None else _dense(t) for t in (bias, residual)]
     fixed = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "ACT": activation}
     t = named(target)
     aligned = out.shape[-1] * out.element_size() % ALIGNED == 0
@@ -106,11 +109,13 @@ def _in_turns(
     fixed: dict[str, Any],
 ) -> None:
     (m, k), n, how = x.shape, weight.shape[0], IN_TURNS
-    to = Described(out.view(m, n), (how.bm, how.bn // 4))
+    bias, residual = more
     given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
-    fixed = {**fixed, **_blocks(how), "STAGES": how.stages}
-    programs = _programs(t, m, n, how, out)
-    HOPPER.launch(t, programs, (given, kept, to, *more, m, n, k), fixed, num_warps=how.warps, maxnreg=REGISTERS)
+    added, to = (Described(v.view(m, n), (how.bm, how.bn // 4)) for v in (residual, out))
+    # a residual needs room for all four quarters of a tile, which is a stage of the ring
+    rooms = {"STAGES": how.stages - 1, "PARTS": 4} if fixed["RESIDUAL"] else {"STAGES": how.stages, "PARTS": 2}
+    programs, options = _programs(t, m, n, how, out), {"num_warps": how.warps, "maxnreg": REGISTERS}
+    HOPPER.launch(t, programs, (given, kept, to, added, bias, m, n, k), {**fixed, **_blocks(how), **rooms}, **options)
 
 
 def _one_by_one(
@@ -124,6 +129,11 @@ def _one_by_one(
     fixed = {**fixed, **_blocks(how), "DIRECT": direct, "HALVES": how.halves}
     programs = _programs(t, m, n, how, out)
     ANY.launch(t, programs, (given, kept, to, *more, out, m, n, k), fixed, num_warps=how.warps, num_stages=how.stages)
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """A dense tensor at an address that a descriptor may name."""
+    return t if t.is_contiguous() and t.data_ptr() % ALIGNED == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _blocks(how: Tiles) -> dict[str, int]:
