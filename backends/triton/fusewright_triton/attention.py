@@ -23,6 +23,9 @@ from fusewright_triton.target import named
 NARROW = 64
 """Elements of a head up to which it is narrow."""
 
+SECTOR = 32
+"""Bytes that memory is read by."""
+
 REPEATS = 10
 
 
@@ -40,7 +43,7 @@ def lower_sdpa(op: OpView, c: Calls) -> Found | None:
         return found
     refused = _refused(spec_of(op.arg("attn_mask")))
     tried = _plain(op, c) and (refused or _shared_mask(op))
-    if tried and (_known_to_pay(op, c) or _pays(op, refused, c)):
+    if tried and (_known_to_pay(op, refused, c) or _pays(op, refused, c)):
         return Found((op,), op, partial(_masked, op), "attention, by our kernel")
     return Found((op,), op, partial(_with_dense_mask, op), "attention with a dense mask") if refused else None
 
@@ -84,13 +87,19 @@ def _shared_mask(op: OpView) -> bool:
     q, k, mask = (spec_of(op.arg(n)) for n in ("query", "key", "attn_mask"))
     read = math.prod(n for n, step in zip(mask.shape, mask.stride, strict=True) if step != 0)  # type: ignore[misc]
     whole = math.prod(q.shape[:3]) * k.shape[2]  # type: ignore[arg-type, operator]
-    narrow = q.dtype != torch.float32 and q.shape[3] <= NARROW  # type: ignore[operator]
-    return narrow and (2 * read <= whole or k.shape[2] <= kernel.FEW_KEYS)  # type: ignore[operator]
+    return _narrow(q) and (2 * read <= whole or k.shape[2] <= kernel.FEW_KEYS)  # type: ignore[operator]
 
 
-def _known_to_pay(op: OpView, c: Calls) -> bool:
-    """Where the H100 always found our kernel faster than cuDNN's, torch's first choice."""
-    return _shared_mask(op) and named(c.ctx.device.arch).triton == "cuda"
+def _narrow(q: TensorSpec) -> bool:
+    return q.dtype != torch.float32 and q.shape[3] <= NARROW  # type: ignore[operator]
+
+
+def _known_to_pay(op: OpView, refused: bool, c: Calls) -> bool:
+    """Where the H100 always found our kernel faster than cuDNN's, torch's first choice, or than that with a copy of the mask
+    before it: steps of a mask that are less than a sector cost little."""
+    q, mask = spec_of(op.arg("query")), spec_of(op.arg("attn_mask"))
+    copied = refused and mask.static and _narrow(q) and mask.stride[-1] * mask.dtype.itemsize <= SECTOR  # type: ignore[operator]
+    return (copied or _shared_mask(op)) and named(c.ctx.device.arch).triton == "cuda"
 
 
 def _plain(op: OpView, c: Calls) -> bool:

@@ -20,6 +20,7 @@ from fusewright.toolkit.fused import llvm_loader
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.target import named
+from tests.backends.triton.test_calls import Net, lowered
 from tests.fragments import Context, Sketch, targets
 
 TARGETS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")
@@ -300,6 +301,16 @@ def test_a_mask_that_torch_refuses(mask: Tensor) -> None:
         k, v = (g.input(torch.randn(2, 1, 24, 16)) for _ in range(2))
         q = g.input(torch.randn(2, 2, 24, 16))
     assert check(g, [g.op("sdpa", q, k, v, expanded, enable_gqa=True)])[-1] == ATTENTION
+
+
+@pytest.mark.parametrize(("heads", "wide", "measured"), [(4, 16, False), (32, 16, True), (4, 128, True)])
+def test_a_mask_with_small_steps_needs_no_measurement(heads: int, wide: int, measured: bool) -> None:
+    """As T5 has it, heads innermost. The measurement would wait for the kernel, and choose what the test prefers."""
+    g = Net()
+    q, k, v = (g.tensor(2, heads, 96, wide) for _ in range(3))
+    mask = g.input(torch.randn(2, 96, 96, heads).bfloat16().permute(0, 3, 1, 2))
+    fragment = lowered(g, [g.op("sdpa", q, k, v, mask)], "torch")
+    assert (ATTENTION in targets(fragment)) is not measured
 
 
 def test_a_mask_that_torch_refuses_is_copied_for_training() -> None:
