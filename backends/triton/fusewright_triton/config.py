@@ -173,7 +173,7 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     every = tuple(range(shape.n_p))
     large = _matrices(kernel, shape)
     if static and shape.row and large:
-        return _products(shape, _absent(large, shape), target)
+        return _products(shape, _absent(large, shape), len(large), target)
     row = _pow2(max(shape.row, 2))
     limit = PERSISTENT // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
@@ -219,12 +219,12 @@ def _over_row(n: Node, shape: _Shape) -> bool:
     return n.index is not None and any(a >= shape.n_p for a in n.index.axes())
 
 
-def _products(shape: _Shape, shared: tuple[int, ...], target: Target) -> Config:
-    """A row of the matrix per program, 16 elements of it a lane at a time: by measurement on an H100."""
+def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Target) -> Config:
+    """A row of each matrix per program, 16 elements of all of them a lane at a time: by measurement on an H100."""
     tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
     row = _pow2(max(shape.row, 2))
     step = min(row, PRODUCT_STEP // _product(tuple(t.block for t in tiles)))
-    return Config(tiles, step, step == row, 1, _warps(step, 16, target))
+    return Config(tiles, step, step == row, 1, _warps(step, max(4, 16 // matrices), target))
 
 
 def _row_warps(elements: int, target: Target) -> int:

@@ -6,19 +6,17 @@ which leave parts of their reductions for the functions after them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from fusewright.toolkit.kernel.ir import Node, Stage
-from fusewright.toolkit.kernel.types import TYPES, DType
+from fusewright.toolkit.kernel.types import DType
 from fusewright_triton import reductions as red
 from fusewright_triton.addressing import atom
+from fusewright_triton.held import ahead, under_way
 from fusewright_triton.layout import Dim, Layout, product
 from fusewright_triton.operators import TRITON, Unsupported, constant
 from fusewright_triton.values import Values
 
-EARLY_WORDS = 64
-"""Most 32-bit registers of a lane that loads may take before the first of them is needed."""
 MOST_SUMS = 3
 """Sums that are taken together."""
 
@@ -59,7 +57,7 @@ class Program(Values):
 
     def _held(self, nodes: Sequence[Node]) -> None:
         """A stage over a row that is held: few loads are all under way before the first is needed, sums are taken together."""
-        for n in self._early_loads(nodes):
+        for n in (*under_way(self, nodes), *ahead(self, nodes)):
             self.value(n)
         self._nodes([n for n in nodes if n.op != "reduce"], over_row=True)
         reductions = [n for n in nodes if n.op == "reduce"]
@@ -72,16 +70,6 @@ class Program(Values):
             for k in range(0, len(found), MOST_SUMS):
                 self._sums(found[k : k + MOST_SUMS])
         self._nodes(reductions)
-
-    def _early_loads(self, nodes: Sequence[Node]) -> list[Node]:
-        """Loads of a stage at places that do not depend on data, if there are registers for all of them."""
-        loads = [n for n in nodes if n.op == "load" and not n.args and n.index is not None and not n.index.indirect]
-        stored = {n.buffer for n in nodes if n.op == "store"}
-        elements = math.prod(d.block for d in self.layout.vectors)
-        words = sum(TYPES[n.dtype].size for n in loads) * elements // (4 * 32 * self.config.warps)
-        if words > EARLY_WORDS or stored & {n.buffer for n in loads}:
-            return []
-        return sorted(loads, key=lambda n: n.buffer not in self.memory.matrices)
 
     def _require(self, ids: Iterable[int]) -> None:
         """Writes what nodes need of values that do not vary along the row."""
