@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusewright_triton import memsets
 from fusewright_triton.launch import errors
 
 REPEATS = 10
@@ -46,7 +47,8 @@ class Graphs:
         key = (current.device_index, current.cuda_stream)
         pool = _pools.setdefault(key, _Pool()) if shared else _Pool()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        cuda = torch.version.hip is None
+        graph = torch.cuda.CUDAGraph(keep_graph=cuda)
         with _beside(current):
             if warm:
                 run()
@@ -60,6 +62,9 @@ class Graphs:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        if cuda:
+            memsets.as_kernels(graph.raw_cuda_graph(), current.device_index)
+            graph.instantiate()
         pool.graphs.add(graph)
         reports, replay = errors(), graph.replay
 
