@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,13 +54,27 @@ def compile_dynamo(
         return gm.forward
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
-    if backend.constant_masks:
-        masks.fold(gm)
-    return capture.capture(
-        gm,
-        example_inputs,
-        lambda aten, phase, const, road: pipeline.compile_graph(backend, parsed, aten, phase, const, road),
-    )
+    with uncollected():
+        if backend.constant_masks:
+            masks.fold(gm)
+        return capture.capture(
+            gm,
+            example_inputs,
+            lambda aten, phase, const, road: pipeline.compile_graph(backend, parsed, aten, phase, const, road),
+        )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's collector of cycles: all that is made meanwhile has it walk the whole heap, which takes a quarter of a
+    second with torch and a model."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

@@ -270,3 +270,11 @@ class RocmTriton(TritonBackend):
     @classmethod
     def target(cls, device: Device) -> target.Target:
         return target.AMD[device.arch]
+
+
+def prepare(name: str) -> None:
+    """Has a backend get ready where its device is there."""
+    cls = next(c for c in (NvidiaTriton, RocmTriton) if c.name == name)
+    device = cls.probe()
+    if isinstance(device, Device):
+        cls(device).prepare()

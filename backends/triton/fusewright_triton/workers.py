@@ -121,7 +121,7 @@ class Pool:
     def ahead(self, target: Sequence[int | str]) -> None:
         """Has a few workers afterwards, which get Triton ready for a target while this process does something else."""
         with self.lock:
-            more = min(AHEAD, processors() // FOR_EACH - 1) - len(self.free)
+            more = min(AHEAD, processors() // FOR_EACH - 1) - len(self.free) - self.busy
             self.free += [Worker({**FIRST, "target": target}) for _ in range(more)]
 
     def _alive(self) -> Worker | None:

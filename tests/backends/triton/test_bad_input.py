@@ -6,6 +6,7 @@ of memory while they are tuned in `test_autotune.py`.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -307,3 +308,16 @@ def test_only_a_graph_on_a_real_device_starts_them(monkeypatch: pytest.MonkeyPat
     assert not started
     NvidiaTriton(Device("cuda", "sm_90")).prepare()
     assert started == [90]
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_the_backends_name_starts_them_where_a_gpu_is_in_use(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(workers.Pool, "ahead", lambda self, target: started.append(target))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(NvidiaTriton, "probe", classmethod(lambda cls: Device("cuda", "sm_90")))
+    (point,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="nvidia_triton")
+    assert point.load().__name__ == "nvidia_triton"
+    assert started == [["cuda", 90, 32]] * in_use
+    with pytest.raises(ImportError, match="nvidia_trito"):
+        from fusewright_triton import nvidia_trito  # type: ignore[attr-defined]  # noqa: F401
