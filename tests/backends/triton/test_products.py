@@ -184,7 +184,7 @@ def test_an_activation_that_a_kernel_behind_takes_in_is_left_to_it() -> None:
     x = g.tensor(128, 32)
     gate, up = (g.op("linear", x, g.weight(64, 32), None) for _ in range(2))
     y = g.op("linear", g.op("mul", g.op("silu", gate), up), g.weight(48, 64), None)
-    assert not any("linear_activation" in t for t in targets(lowered(g, [y], "kernel", autotune=True)))
+    assert any(t.startswith("kernel") for t in targets(lowered(g, [y], "kernel", autotune=True)))
 
 
 @pytest.mark.usefixtures("small")
@@ -192,7 +192,7 @@ def test_a_product_that_others_read_keeps_its_activation_apart() -> None:
     g = Net()
     h = g.op("linear", g.tensor(128, 32), g.weight(64, 32), None)
     y = g.op("linear", g.op("gelu", h, "none"), g.weight(48, 64), None)
-    assert not any("linear_activation" in t for t in targets(lowered(g, [y, h], "kernel", autotune=True)))
+    assert "kernel gelu" in targets(lowered(g, [y, h], "kernel", autotune=True))
 
 
 @pytest.mark.usefixtures("small")
@@ -268,7 +268,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
             sums = sum((t.double() for t in (bias, residual) if t is not None), start=sums)
             want, size = EXACT[name](sums), x.double().abs() @ w.double().abs().T + 1
             got = product_ops.linear_activation(x, w, bias, name, arch, residual)
-            allowed = want.abs() * (torch.finfo(dtype).eps / 2 + 1e-5) + 1e-6 * (size + 1)
+            allowed = want.abs() * (torch.finfo(dtype).eps / 2 + 4e-5) + 1e-6 * (size + 1)
             assert ((got - want).abs() <= allowed).all(), (m, k, n, bias is None, residual is None)
     x[0, 0] = math.nan
     assert product_ops.linear_activation(x, w, None, name, arch)[0].isnan().all()
