@@ -79,6 +79,8 @@ class Worker:
         return found
 
     def close(self) -> None:
+        """Ends it at once: one that is not asked for anything may still be getting ready."""
+        self.process.terminate()
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it ended by itself, with a request unread
                 self.process.stdin.close()
