@@ -68,21 +68,34 @@ class Product:
         return Product(self.m, self.k, max(64, int(most) // 64 * 64), self.dtype, self.bias, self.x_rows, self.w_rows)
 
 
+COPY = 1.5
+"""Time of a kernel that transposes a matrix, in plain copies of it."""
+
+
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> str:
-    """ "aten", "dense" or "packed", among `forms`. "aten" is what eager calls (MKL for fp32)."""
+    """ "aten", "dense", "packed" or "copied", among `forms`. "aten" is what eager calls (MKL for fp32); "copied" is dense
+    on a transposed x that a kernel has copied to rows, which oneDNN's own copy takes several times as long for."""
     if len(forms) == 1:
         return forms[0]
-    return ctx.choose(f"{product.key} {'/'.join(forms)}", Lazy({f: _linear_thunk(product.proxy(), f) for f in forms}))
+    candidates = {f: _linear_thunk(product.proxy(), f, product.n) for f in forms}
+    return ctx.choose(f"{product.key} {'/'.join(forms)}", Lazy(candidates))
 
 
-def _linear_thunk(p: Product, form: str) -> Callable[[], Thunk]:
+def _linear_thunk(p: Product, form: str, columns: int = 0) -> Callable[[], Thunk]:
+    """A product in one form. `p` may have fewer columns than are meant: a copy of x then counts in proportion."""
+
     def make() -> Thunk:
-        x, w = _matrix(p.m, p.k, p.x_rows, p.dtype), _matrix(p.n, p.k, p.w_rows, p.dtype)
+        x = _matrix(p.m, p.k, p.x_rows or form == "copied", p.dtype)
+        w = _matrix(p.n, p.k, p.w_rows, p.dtype)
         b = torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
         if form == "aten":
             return lambda: torch.nn.functional.linear(x, w, b)
         if form == "dense":
             return lambda: torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+        if form == "copied":
+            part = x.view(-1)[: max(1, int(COPY * x.numel() * p.n / max(columns, p.n)))]
+            target = torch.empty_like(part)
+            return lambda: (target.copy_(part), torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""))
         packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
         return penalised(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), PACKED_GAIN)
 

@@ -110,7 +110,7 @@ def product_of(op: OpView) -> Product:
 
 
 def linear_form(op: OpView, b: Builder) -> str:
-    """ "aten", "dense" or "packed" for this product here. Only constants are packed, for a fixed number of
+    """ "aten", "dense", "packed" or "copied" for this product here. Only constants are packed, for a fixed number of
     rows."""
     product = product_of(op)
     x, w, _ = _operands(op)
@@ -118,7 +118,9 @@ def linear_form(op: OpView, b: Builder) -> str:
         return "aten" if product.m * product.k * product.n < SMALL_PRODUCT else "dense"
     prepack = b.ctx.options["prepack"]
     if prepack == "never" or not b.is_const(w):
-        return choices.linear_form(b.ctx, product, ("aten", "dense"))
+        tall = not product.x_rows and product.dtype is torch.float32  # in bf16 eager calls oneDNN, which reads such rows well
+        forms = ("aten", "dense", "copied") if tall else ("aten", "dense")
+        return choices.linear_form(b.ctx, product, forms)
     if prepack == "always":
         return "packed"
     return choices.linear_form(b.ctx, product, ("aten", "dense", "packed"))
@@ -137,6 +139,8 @@ def linear(m: Match, b: Builder) -> None:
         return
     x, w, bias = _operands(op)
     weight = _weight(op, w, b)
+    if form == "copied":
+        x = b.in_rows(x)
     if form == "packed":
         weight = b.once(PACK_LINEAR, weight, product_of(op).m)
     _emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))

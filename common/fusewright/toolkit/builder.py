@@ -98,15 +98,27 @@ class Builder:
             self._restore(self._moved[value.id], value)
         return Ref(value.id)
 
+    def in_rows(self, value: Value) -> Value:
+        """A copy of a value of fixed size, dense and row-major: a kernel may take it in."""
+        assert value.spec is not None
+        stride = contiguous_strides(value.spec.shape)  # type: ignore[arg-type]
+        made = self.ctx.value(replace(self.spec(value), stride=stride))
+        self._copy(self._moved.get(value.id, value), made, torch.contiguous_format)
+        return made
+
     def _restore(self, source: Value, value: Value) -> None:
-        """An op that copies `source` to the graph's strides: a kernel may take it in."""
+        """An op that copies `source` to the graph's strides."""
         assert value.spec is not None
         layout = layout_of(value.spec) if value.spec.static else ""
-        id = self.ctx.value(None).id
-        args = (source, _FORMATS.get(layout, torch.preserve_format))
-        self.ops.append(OpView(id, "clone", "aten::clone.default", ("self", "memory_format"), args, (value,)))
+        id = self._copy(source, value, _FORMATS.get(layout, torch.preserve_format))
         if layout not in _FORMATS:  # no memory format says it, so eager's clone would not make these strides
             self.calls.append(LibraryCall((id,), restored(source, value, self.ctx)))
+
+    def _copy(self, source: Value, value: Value, layout: torch.memory_format) -> int:
+        id = self.ctx.value(None).id
+        args = (source, layout)
+        self.ops.append(OpView(id, "clone", "aten::clone.default", ("self", "memory_format"), args, (value,)))
+        return id
 
     # -- instructions
 

@@ -97,6 +97,18 @@ def test_prepack_option(prepack: str) -> None:
     assert bool(targets(check(g, [y], "dense", prepack=prepack), once=True)) == (prepack == "always")
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_transposed_first_matrix_is_copied_by_a_kernel(dtype: torch.dtype) -> None:
+    """As in the gradient of a weight. In bf16 eager's own product reads it well, and there is no such form."""
+    g = Sketch()
+    a = g.input(torch.randn(48, 32, dtype=dtype))
+    b = g.input(torch.randn(48, 24, dtype=dtype))
+    y = g.op("mm", g.op("transpose", g.op("relu", a), 0, 1), b)
+    made = targets(check(g, [y], "copied"))
+    assert ("kernel clone" in made) == (dtype is F32), made
+    assert made[-1] == "mkldnn::_linear_pointwise"
+
+
 @pytest.mark.parametrize("transposed", ["neither", "first", "second", "both"])
 def test_mm_in_every_layout(transposed: str) -> None:
     g = Sketch("backward")
