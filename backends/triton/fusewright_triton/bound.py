@@ -27,7 +27,7 @@ class Described:
 
 @dataclass(slots=True)
 class Bound:
-    """A kernel loaded for one device, with memory for its arguments, in which everything but addresses is filled in.
+    """A function loaded for one device, with memory for its arguments, in which everything but addresses is filled in.
 
     `pointers` are the arguments (by position) whose addresses `place` writes, and where; `descriptors` those of which it
     writes a descriptor, unless they lie where they lay before.
@@ -69,8 +69,8 @@ def _address(a: torch.Tensor | Described) -> int:
     return (a.tensor if isinstance(a, Described) else a).data_ptr()
 
 
-def bind(code: Binary, args: Sequence[Any], compiled_in: Sequence[bool], d: Driver) -> Bound:
-    """Loads a kernel for torch's current device. Arguments that are `compiled_in` are no parameters.
+def bind(code: Binary, function: int, args: Sequence[Any], compiled_in: Sequence[bool], d: Driver) -> Bound:
+    """Arguments of a function that is loaded for torch's current device. Those that are `compiled_in` are no parameters.
 
     A descriptor is a parameter of its own where the code has hardware for it, followed by sizes (i32) and strides (i64); else
     an address, sizes, strides (i64) and a flag stand for it. Two addresses of scratch memory end the list, which no kernel uses.
@@ -101,11 +101,12 @@ def bind(code: Binary, args: Sequence[Any], compiled_in: Sequence[bool], d: Driv
         else:
             fields.append(("i" if -(1 << 31) <= a < 1 << 31 else "q", a))
     fields += [("Q", 0)] * 2
-    return _laid_out(code, fields, pointers, descriptors, d)
+    return _laid_out(code, function, fields, pointers, descriptors, d)
 
 
 def _laid_out(
     code: Binary,
+    function: int,
     fields: Sequence[tuple[str, Any]],
     pointers: Sequence[tuple[int, int]],
     descriptors: Sequence[tuple[int, int, Mapping[str, Any]]],
@@ -123,7 +124,7 @@ def _laid_out(
             struct.pack_into(f"<{letter}", memory, place, value)
     base = ctypes.addressof(memory)
     return Bound(
-        d.load(code.code, code.name, code.shared), code.threads, code.shared, d.launcher(), memory,
+        function, code.threads, code.shared, d.launcher(), memory,
         (ctypes.c_void_p * len(fields))(*(base + place for place in at)),
         [(k, at[field]) for k, field in pointers],
         [_Descriptor(k, base + at[field], how, d) for k, field, how in descriptors],

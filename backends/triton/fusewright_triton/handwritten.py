@@ -201,9 +201,7 @@ class Kernel:
         try:
             bound = _bound[key].pop()
         except (KeyError, IndexError):  # the first of its kind, or all are in use by other threads
-            order = self.order(args, constants, options)
-            code = library(target).ask(order).result()
-            bound = bind(code, args, [t == ONE for t in order.types], driver(target.triton))
+            bound = _bind(self.order(args, constants, options), args, target, device)
         bound.place(args)
         stream = torch.cuda.current_stream(device).cuda_stream
         blocks = programs * options.get("num_ctas", 1)
@@ -218,6 +216,15 @@ class Kernel:
 
 
 _bound: dict[tuple[Any, ...], list[Bound]] = {}
+_loaded: dict[tuple[int, Order], int] = {}
+
+
+def _bind(order: Order, args: Sequence[Argument], target: Target, device: int) -> Bound:
+    """With the code loaded for a device, the current one, unless it is already; a stream that is being captured forbids that."""
+    code, d = library(target).ask(order).result(), driver(target.triton)
+    if (device, order) not in _loaded:
+        _loaded[device, order] = d.load(code.code, code.name, code.shared)
+    return bind(code, _loaded[device, order], args, [t == ONE for t in order.types], d)
 
 
 def _tensor(a: torch.Tensor | Described) -> torch.Tensor:

@@ -253,6 +253,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver, Binary], None]:
         monkeypatch.setattr(handwritten, "driver", lambda kind: driver)
         monkeypatch.setattr(Library, "ask", lambda self, order: there)
         monkeypatch.setattr(handwritten, "_bound", {})
+        monkeypatch.setattr(handwritten, "_loaded", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=77))
 
@@ -276,13 +277,15 @@ def test_parameters_go_in_order(t: target.Target, descriptors: Any, on_gpu: Any)
     assert driver.loaded == 1
     assert driver.described == [((70, 40), (64, 1), {"block_size": [16, 32]})] * len(descriptors), "once for an address"
     kernel._run(t, 6, (Described(x, (16, 32)), out, 0.25, 1, -8, 1 << 40), {"BM": 16}, {"num_warps": 4})
-    assert driver.launches.pop()[1] == 6 and driver.loaded == 2, "other numbers are bound anew"
+    assert driver.launches.pop()[-1][-3:] == [1 << 40, 0, 0] and driver.loaded == 2, "clusters are other code"
+    kernel._run(t, 6, (Described(x, (16, 32)), out, 0.25, 1, -9, 1 << 40), {"BM": 16}, {"num_warps": 4})
+    assert driver.launches.pop()[1] == 6 and driver.loaded == 2, "other numbers are bound anew, to the same code"
 
 
 def test_a_descriptor_follows_its_matrix() -> None:
     driver: Any = Driver([])
     x, other = torch.empty(8, 8), torch.empty(8, 8)
-    made = bound.bind(Binary("k", b"", 0, 32, descriptors=({},)), (Described(x, (8, 8)),), [False], driver)
+    made = bound.bind(Binary("k", b"", 0, 32, descriptors=({},)), 5, (Described(x, (8, 8)),), [False], driver)
     for t in (x, x, other):
         made.place((Described(t, (8, 8)),))
         assert ctypes.c_uint64.from_address(made.params[0] or 0).value == t.data_ptr()
