@@ -73,7 +73,7 @@ def halves(x):
 @gluon.jit
 def first(bias_ptr, column, N, BIAS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """What the sums of a tile begin with."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     sums = gl.full([BM, BN], 0.0, gl.float32, layout)
     if BIAS:
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
@@ -82,39 +82,53 @@ def first(bias_ptr, column, N, BIAS: gl.constexpr, BM: gl.constexpr, BN: gl.cons
 
 
 @gluon.jit
-def result(sums, rooms, there, phase, ROOM: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr):
-    """A quarter of a tile's columns, into a room of shared memory: where its quarter of the residual was."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sums.shape[1], 16])
+def fetch(residual, rooms, there, row, column, WHICH: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Has a quarter of the residual's tile brought into the room that its results will leave from."""
+    W: gl.constexpr = rooms.shape[2]
+    room = WHICH * PARTS + PART % PARTS
+    hopper.mbarrier.expect(there.index(room), rooms.shape[1] * W * 2)
+    hopper.tma.async_copy_global_to_shared(residual, [row, column + PART * W], there.index(room), rooms.index(room))
+
+
+@gluon.jit
+def write(
+    sums, rooms, there, out, row, column, phase,
+    WHICH: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """A quarter of a tile's columns, by one of the rooms of shared memory that each group of warps has."""
+    W: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, W, 16])
     sums = gl.convert_layout(sums, layout, assert_trivial=True)
-    room = rooms.index(ROOM)
+    room = rooms.index(WHICH * PARTS + PART % PARTS)
     if RESIDUAL:
-        hopper.mbarrier.wait(there.index(ROOM), phase)
+        hopper.mbarrier.wait(there.index(WHICH * PARTS + PART), phase)
         sums += room.load(layout).to(gl.float32)
-    room.store(activated(sums, ACT).to(rooms.dtype))
+    values = activated(sums, ACT).to(out.dtype)
+    if not RESIDUAL:
+        hopper.tma.store_wait(PARTS - 1)
+    room.store(values)
+    hopper.fence_async_shared()
+    hopper.tma.async_copy_shared_to_global(out, [row, column + PART * W], room)
 
 
 @gluon.jit
 def consume(
     x_ring, w_ring, full, empty, turn, rooms, there, out, residual, bias_ptr, M, N, K,
     WHICH: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups: every other tile of this program. `at` counts the ring's steps of both groups."""
     tiles = ((M + BM - 1) // BM) * ((N + BN - 1) // BN)
     steps = (K + BK - 1) // BK
-    W: gl.constexpr = BN // 4
-    own: gl.constexpr = 4 * WHICH
     at = WHICH * steps
     turns = gl.to_tensor(1 - WHICH)
     for tile in range(gl.program_id(0) + WHICH * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
         row, column = place(tile, M, N, BM, BN, GROUP)
         if RESIDUAL:
-            hopper.tma.store_wait(0)  # until then the rooms are in use
+            hopper.tma.store_wait(0)  # the rooms are free
             gl.thread_barrier()
-            for i in gl.static_range(4):
-                hopper.mbarrier.expect(there.index(own + i), BM * W * 2)
-                to = rooms.index(own + i)
-                hopper.tma.async_copy_global_to_shared(residual, [row, column + i * W], there.index(own + i), to)
+            for i in gl.static_range(PARTS):
+                fetch(residual, rooms, there, row, column, WHICH, i, PARTS)
         sums = hopper.warpgroup_mma_init(first(bias_ptr, column, N, BIAS, BM, BN))
         # before its turn a barrier of the ring may be two rounds behind, which a parity does not show
         hopper.mbarrier.wait(turn.index(WHICH), turns & 1)
@@ -131,16 +145,11 @@ def consume(
         left, right = halves(done)
         a, b = halves(left)
         c, d = halves(right)
-        if not RESIDUAL:
-            hopper.tma.store_wait(0)
         phase = (turns + WHICH + 1) & 1
-        result(a, rooms, there, phase, own, RESIDUAL, ACT)
-        result(b, rooms, there, phase, own + 1, RESIDUAL, ACT)
-        result(c, rooms, there, phase, own + 2, RESIDUAL, ACT)
-        result(d, rooms, there, phase, own + 3, RESIDUAL, ACT)
-        hopper.fence_async_shared()
-        for i in gl.static_range(4):
-            hopper.tma.async_copy_shared_to_global(out, [row, column + i * W], rooms.index(own + i))
+        write(a, rooms, there, out, row, column, phase, WHICH, 0, PARTS, RESIDUAL, ACT)
+        write(b, rooms, there, out, row, column, phase, WHICH, 1, PARTS, RESIDUAL, ACT)
+        write(c, rooms, there, out, row, column, phase, WHICH, 2, PARTS, RESIDUAL, ACT)
+        write(d, rooms, there, out, row, column, phase, WHICH, 3, PARTS, RESIDUAL, ACT)
         at += 2 * steps
         turns += 1
     hopper.tma.store_wait(0)
@@ -170,21 +179,22 @@ def produce(
 def product(
     x, weight, out, residual, bias_ptr, M, N, K,
     BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACT: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """activation(x @ weight.T + bias + residual) of x [M, K], weight [N, K], bias [N] and dense residual into dense out [M, N],
     all of one half type; rows of multiples of 16 bytes."""
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     w_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BN, BK], weight.layout)
-    rooms = gl.allocate_shared_memory(x.dtype, [8, BM, BN // 4], out.layout)
-    there = gl.allocate_shared_memory(gl.int64, [8, 1], hopper.mbarrier.MBarrierLayout())
+    rooms = gl.allocate_shared_memory(x.dtype, [2 * PARTS, BM, BN // 4], out.layout)
+    there = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], hopper.mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(i), count=1)
         hopper.mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(8):
+    for i in gl.static_range(2 * PARTS):
         hopper.mbarrier.init(there.index(i), count=1)
     for i in gl.static_range(2):
         hopper.mbarrier.init(turn.index(i), count=1)
@@ -192,11 +202,11 @@ def product(
     gl.warp_specialize(
         [
             (consume, (x_ring, w_ring, full, empty, turn, rooms, there, out, residual, bias_ptr, M, N, K,
-                       0, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, GROUP)),
+                       0, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, PARTS, GROUP)),
             (consume, (x_ring, w_ring, full, empty, turn, rooms, there, out, residual, bias_ptr, M, N, K,
-                       1, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, GROUP)),
+                       1, BIAS, RESIDUAL, ACT, BM, BN, BK, STAGES, PARTS, GROUP)),
             (produce, (x, weight, x_ring, w_ring, full, empty, M, N, K, BM, BN, BK, STAGES, GROUP)),
         ],
-        [4, 1],
-        [232, 40],
+        [gl.num_warps(), 1],
+        [REGISTERS, 40],
     )  # fmt: skip

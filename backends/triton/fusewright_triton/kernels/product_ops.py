@@ -47,10 +47,11 @@ class Tiles:
     halves: bool = False
 
 
-IN_TURNS = Tiles(128, 128, 64, 4, 5)
-"""Of `kernels/hopper.py`: 128 registers of sums in each thread, a ring of 160 KiB, 64 KiB of results."""
-REGISTERS = 168
-"""Of a thread of `kernels/hopper.py` when it starts: its three groups of warps share 64 Ki, and divide them anew."""
+IN_TURNS = Tiles(128, 128, 64, 8, 6)
+"""Of `kernels/hopper.py`, for each of its two groups: 64 registers of sums in each thread. A ring of 192 KiB (of 160 KiB it
+is a tenth slower) and 32 KiB of results fill the shared memory."""
+STARTING, TURNING = 96, 112
+"""Registers of its threads when it starts, and of those that multiply afterwards; the warp that loads gives up the others."""
 
 
 def tiles(t: Target, m: int, n: int) -> Tiles:
@@ -112,10 +113,11 @@ def _in_turns(
     bias, residual = more
     given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
     added, to = (Described(v.view(m, n), (how.bm, how.bn // 4)) for v in (residual, out))
-    programs, options = _programs(t, m, n, how, out), {"num_warps": how.warps, "maxnreg": REGISTERS}
-    HOPPER.launch(
-        t, programs, (given, kept, to, added, bias, m, n, k), {**fixed, **_blocks(how), "STAGES": how.stages}, **options
-    )
+    # a residual needs room for all four quarters of a tile, which is a stage of the ring
+    rooms = {"STAGES": how.stages - 1, "PARTS": 4} if fixed["RESIDUAL"] else {"STAGES": how.stages, "PARTS": 2}
+    rooms["REGISTERS"] = TURNING
+    programs, options = _programs(t, m, n, how, out), {"num_warps": how.warps, "maxnreg": STARTING}
+    HOPPER.launch(t, programs, (given, kept, to, added, bias, m, n, k), {**fixed, **_blocks(how), **rooms}, **options)
 
 
 def _one_by_one(
