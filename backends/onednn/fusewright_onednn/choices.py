@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fusewright.interface import CompileContext
+from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.candidates import Lazy, Thunk
+from fusewright.toolkit.llvm import compile_kernels
+from fusewright.toolkit.llvm.attention import Attention
 
 PACKED_GAIN = 1.04
 """A packed copy of a weight doubles its memory, so it must be this much faster than the weight as it is."""
@@ -114,6 +116,30 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
         return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed")()
 
     return ctx.choose(key, Lazy({"separate": separate, "together": together})) == "together"
+
+
+def attention_form(
+    ctx: CompileContext, kernel: Attention, specs: Sequence[TensorSpec], sizes: Sequence[int], scale: float
+) -> str:
+    """ "eager" (torch's own kernel) or "kernel". `specs`: query, key, value, the mask if any, and the result; `sizes` and
+    `scale` as the kernel takes them."""
+
+    def tensors() -> list[torch.Tensor]:
+        made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]
+        return [t.fill_(1 if t.dtype is torch.bool else 0.5) for t in made]
+
+    def eager() -> Thunk:
+        q, k, v, *mask, _ = tensors()
+        given = mask[0] if mask else None
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attention(q, k, v, given, is_causal=kernel.causal, scale=scale)
+
+    def own() -> Thunk:
+        launcher, given = compile_kernels([kernel]).launcher(kernel), tensors()
+        return lambda: launcher(given, sizes, (scale,))
+
+    key = f"{kernel.name} eager/kernel {'x'.join(map(str, sizes))}"
+    return ctx.choose(key, Lazy({"eager": eager, "kernel": own}))
 
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:

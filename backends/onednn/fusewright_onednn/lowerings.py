@@ -39,8 +39,6 @@ more than it takes."""
 
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
 """Types of attention masks that our kernel reads."""
-FEW_ROWS = 4
-"""Queries in fp32 below which packing the keys costs more than torch's kernel takes."""
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 
@@ -118,7 +116,9 @@ def linear_form(op: OpView, b: Builder) -> str:
         return "aten" if product.m * product.k * product.n < SMALL_PRODUCT else "dense"
     prepack = b.ctx.options["prepack"]
     if prepack == "never" or not b.is_const(w):
-        tall = not product.x_rows and product.dtype is torch.float32  # in bf16 eager calls oneDNN, which reads such rows well
+        tall = (
+            not product.x_rows and product.dtype is torch.float32
+        )  # in bf16 eager calls oneDNN, which reads such rows well
         forms = ("aten", "dense", "copied") if tall else ("aten", "dense")
         return choices.linear_form(b.ctx, product, forms)
     if prepack == "always":
@@ -356,41 +356,44 @@ def _sdpa_reason(op: OpView) -> str | None:
 
 @LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
-    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright.toolkit.llvm.attention`)."""
+    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright.toolkit.llvm.attention`), where that measures faster
+    than torch's."""
     op = m.anchor
-    why = _not_our_attention(op, b)
+    mask, scale = op.arg("attn_mask"), op.arg("scale")
+    values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
+    specs = [b.spec(v) for v in values]
+    why = _not_our_attention(op, specs, b)
+    if not why:
+        query, key, *_ = specs
+        masked = "" if mask is None else from_torch(specs[3].dtype)
+        kernel = Attention(from_torch(query.dtype), hint(query.shape[-1]), masked, bool(op.arg("is_causal")))
+        sizes = (*query.shape[:3], key.shape[2], *(n for s in (*specs, _spec(op.out)) for n in _steps(s)))
+        factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
+        why = kernel.refused(host_target())
+        if not why and all(s.static for s in specs):
+            form = choices.attention_form(b.ctx, kernel, (*specs, _spec(op.out)), sizes, factor)
+            why = "" if form == "kernel" else "torch's kernel is faster for this shape"
     if why:
         b.keep(op)
         b.notes[op.id] = f"ATen: {why}"
         return
-    mask, scale = op.arg("attn_mask"), op.arg("scale")
-    values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
-    query, key, *_ = specs = [b.spec(v) for v in values]
-    masked = "" if mask is None else from_torch(specs[3].dtype)
-    kernel = Attention(from_torch(query.dtype), hint(query.shape[-1]), masked, bool(op.arg("is_causal")))
-    strides = [_steps(s) for s in (*specs, _spec(op.out))]
-    sizes = (*query.shape[:3], key.shape[2], *(s for steps in strides for s in steps))
-    factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
     b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, op=op)
     b.taken((op,))
     b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
 
 
-def _not_our_attention(op: OpView, b: Builder) -> str:
-    """Why attention stays torch's call, or ""."""
+def _not_our_attention(op: OpView, specs: Sequence[TensorSpec], b: Builder) -> str:
+    """Why attention of these tensors stays torch's call, or ""."""
+    (query, key, value), mask = specs[:3], specs[3] if len(specs) > 3 else None
     if not all(b.links.unused(v) for v in op.outs[1:]):
-        return "its backward needs the log-sum-exp"
-    specs = [b.spec(op.arg(n)) for n in ("query", "key", "value")]
-    mask = None if op.arg("attn_mask") is None else b.spec(op.arg("attn_mask"))
-    if not _static(specs[0].shape[-1]):
+        return "its gradient needs the log-sum-exp"
+    if not _static(query.shape[-1]):
         return "heads of a symbolic width"
-    if any(s.stride[-1] != 1 and s.shape[-1] != 1 for s in specs):
+    if any(s.stride[-1] != 1 and s.shape[-1] != 1 for s in (query, key, value)):
         return "rows of heads that are not dense"
-    if mask is not None and (mask.shape[-1] != specs[1].shape[-2] or mask.stride[-1] != 1 or mask.dtype not in MASKS):
+    if mask is not None and (mask.shape[-1] != key.shape[-2] or mask.stride[-1] != 1 or mask.dtype not in MASKS):
         return "a mask without a dense last dimension, or of another type"
-    if specs[0].dtype is torch.float32 and hint(specs[0].shape[-2]) < FEW_ROWS:
-        return "faster for so few queries"
-    return Attention(from_torch(specs[0].dtype), hint(specs[0].shape[-1])).refused(host_target())
+    return ""
 
 
 def _steps(s: TensorSpec) -> tuple[Any, ...]:
