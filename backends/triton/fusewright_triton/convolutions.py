@@ -7,8 +7,8 @@ Convolutions of patches, whose stride is their size, are products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -207,6 +207,19 @@ def _patches(op: OpView) -> bool:
     return fits and still and whole and x.dtype is not torch.float32
 
 
+def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -> Value:
+    """The input of a convolution as a view with its windows apart, for a kernel to read."""
+    x = c.b.spec(op.arg("input"))
+    (batch, channel, row, column), kh, kw = x.stride, split[3], split[5]
+    strides = (batch, channel, row * kh, row, column * kw, column)
+    apart = c.ctx.value(replace(x, shape=tuple(split), stride=strides))
+    ordered = c.ctx.value(replace(x, shape=tuple(split[i] for i in order), stride=tuple(strides[i] for i in order)))
+    for name, given, made in (("view", (op.arg("input"), tuple(split)), apart), ("permute", (apart, tuple(order)), ordered)):
+        names = tuple(a.name for a in getattr(torch.ops.aten, name).default._schema.arguments)
+        c.b.ops.append(c.b.at_hand(OpView(c.ctx.value(None).id, name, f"aten::{name}.default", names, given, (made,))))
+    return ordered
+
+
 def _product(op: OpView, c: Calls) -> None:
     """Windows as rows, times the weight as a matrix; the result is channels-last."""
     b, x, w = c.b, c.b.spec(op.arg("input")), spec_of(op.arg("weight"))
@@ -219,10 +232,9 @@ def _product(op: OpView, c: Calls) -> None:
         b.call(target, *args, out=made)
         return Ref(made.id)
 
-    split = call("aten::view.default", b.any_strides(op.arg("input")), (n, channels, h, kh, v, kw))
     inner = (3, 5, 1) if x.stride[1] == 1 else (1, 3, 5)  # rows in the order in which memory lies
-    windows = call("aten::permute.default", split, (0, 2, 4, *inner))
-    rows = call("aten::reshape.default", windows, (-1, channels * kh * kw))  # type: ignore[operator]
+    windows = b.in_rows(_windows(op, (n, channels, h, kh, v, kw), (0, 2, 4, *inner), c))
+    rows = call("aten::view.default", Ref(windows.id), (-1, channels * kh * kw))  # type: ignore[operator]
     weight = b.exact(op.arg("weight"))
     if inner != (1, 3, 5):
         weight = b.once("aten::permute.default", weight, (0, 2, 3, 1))
