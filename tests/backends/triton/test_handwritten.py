@@ -325,17 +325,34 @@ def test_a_backend_stores_what_its_regions_asked_for(monkeypatch: pytest.MonkeyP
     assert data is not None and archive.unpack(data, H100).by_hand == {asked[0]: code}
 
 
-ALONE = """
+OTHER_PROCESS = """
 import sys, torch
-from fusewright_triton import handwritten
+from types import SimpleNamespace
+from fusewright_triton import handwritten, workers
+from fusewright_triton.backend import TritonLoader
 from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
-x = torch.empty(256, 64, dtype=torch.bfloat16, device="meta")
-with handwritten.noting(orders := []):
-    product_ops.linear_activation(x, x, None, "gelu", "sm_90")
-assert len(orders) == 1 and "triton" not in sys.modules
+from fusewright_triton.target import NVIDIA
+
+def no_build(*_):
+    raise AssertionError("something is built")
+
+workers.Worker.__init__ = no_build
+driver = SimpleNamespace(load=lambda *code: print(*code) or 3, launcher=lambda: lambda *args: print(args[:9]) or 0)
+handwritten.driver = lambda kind: driver
+torch.cuda.current_device = lambda: 0
+torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=77)
+TritonLoader(NVIDIA["sm_90"]).unpack(open(sys.argv[1], "rb").read())
+part, out = torch.empty(2, 3, 4), torch.empty(3, 4)
+fixed = {"SCALED": False, "BIASED": False, "INTEGER": False, "SPLIT": 2, "BN": 16}
+int8_ops.JOIN._run(NVIDIA["sm_90"], 3, (part, out, out, out, 3, 4), fixed, {"num_warps": 4})
+assert "triton" not in sys.modules
 """
 
 
-def test_triton_is_not_imported_to_ask_for_a_kernel() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+def test_another_process_launches_what_is_stored_without_triton(tmp_path: Path) -> None:
+    code = Binary("joined", b"machine code", 10, 128)
+    (tmp_path / "code").write_bytes(archive.pack(H100, archive.Stored({}, {}, {}, {some_order(): code})))
+    told = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path / "code")]
+    done = subprocess.run(told, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["b'machine code' joined 10", "(3, 3, 1, 1, 128, 1, 1, 10, 77)"]
