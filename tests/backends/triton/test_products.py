@@ -106,6 +106,22 @@ def test_hoppers_kernel_keeps_its_sums_in_registers(name: str, residual: bool) -
     assert not resources.over_limits(built, named("sm_90"))
 
 
+def test_a_triton_with_another_gluon_gets_the_other_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*args: object, **options: object) -> None:
+        raise workers.BuildError("no such name")
+
+    monkeypatch.setattr(type(product_ops.HOPPER), "launch", refused)
+    x = torch.empty(256, 64, dtype=torch.bfloat16, device="meta")
+    other: list[str] = []
+    monkeypatch.setattr(product_ops, "_one_by_one", lambda *args, **more: other.append("product"))
+    product_ops._report.cache_clear()
+    for _ in range(2):
+        product_ops.linear_activation(x, x, None, "", "sm_90")
+    assert other == ["product"] * 2 and [r.getMessage().count("no such name") for r in caplog.records] == [1]
+
+
 def test_sizes_say_which_kernel_is_faster() -> None:
     """As measured on an H100, docs/performance.md."""
     h100 = named("sm_90")

@@ -14,6 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+# Triton 3.8 renamed both, and 3.9 dropped the old names.
+load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+
 
 @gluon.jit
 def reciprocal(x):
@@ -94,7 +98,7 @@ def fetch(residual, rooms, there, row, column, WHICH: gl.constexpr, PART: gl.con
     W: gl.constexpr = rooms.shape[2]
     room = WHICH * PARTS + PART % PARTS
     hopper.mbarrier.expect(there.index(room), rooms.shape[1] * W * 2)
-    hopper.tma.async_copy_global_to_shared(residual, [row, column + PART * W], there.index(room), rooms.index(room))
+    load(residual, [row, column + PART * W], there.index(room), rooms.index(room))
 
 
 @gluon.jit
@@ -115,7 +119,7 @@ def write(
         hopper.tma.store_wait(PARTS - 1)
     room.store(values)
     hopper.fence_async_shared()
-    hopper.tma.async_copy_shared_to_global(out, [row, column + PART * W], room)
+    store(out, [row, column + PART * W], room)
 
 
 @gluon.jit
@@ -133,7 +137,6 @@ def consume(
         row, column = place(tile, M, N, BM, BN, GROUP)
         if RESIDUAL:
             hopper.tma.store_wait(0)  # the rooms are free
-            gl.thread_barrier()
             for i in gl.static_range(PARTS):
                 fetch(residual, rooms, there, row, column, WHICH, i, PARTS)
         sums = hopper.warpgroup_mma_init(first(bias_ptr, column, N, BIAS, BM, BN))
@@ -177,8 +180,8 @@ def produce(
             slot, k = step % STAGES, (step - at) * BK
             hopper.mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             hopper.mbarrier.expect(full.index(slot), (BM + BN) * BK * 2)
-            hopper.tma.async_copy_global_to_shared(x, [row, k], full.index(slot), x_ring.index(slot))
-            hopper.tma.async_copy_global_to_shared(weight, [column, k], full.index(slot), w_ring.index(slot))
+            load(x, [row, k], full.index(slot), x_ring.index(slot))
+            load(weight, [column, k], full.index(slot), w_ring.index(slot))
         at += steps
 
 
