@@ -144,10 +144,11 @@ def _together(kernel: Kernel) -> int | None:
         strides = [c for a, c in n.index.coefs if c != 1] + [n.index.offset]
         if len(strides) > len(n.index.coefs) or n.index.divmods or n.index.indirect:
             return None  # not along the row, or at places that are not known
-        if not all(isinstance(s, int) for s in strides):
+        known = [s for s in strides if isinstance(s, int)]
+        if len(known) < len(strides):
             return None
         lane = LANE_BYTES // TYPES[n.dtype].size
-        step = math.gcd(lane, *strides)
+        step = math.gcd(lane, *known)
         if step < lane:
             found = min(step, found or step)
     return found
