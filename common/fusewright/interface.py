@@ -242,8 +242,8 @@ class Fragment:
     """A compiled region as instructions (see `fusewright.plan.ir`) that the host splices into the flat plan.
 
     `notes` maps an op id to a few words on how it was lowered; `explain` shows them.
-    `kernels` are the loop kernels (`fusewright.toolkit.kernel.Kernel`) that its `Launch`es name, by structural hash;
-    `Backend.load` makes code of them, once for all fragments of a graph.
+    `kernels` are what its `Launch`es name, by hash: loop kernels (`fusewright.toolkit.kernel.Kernel`), or whatever else
+    `Backend.load` makes code of, once for all fragments of a graph.
     """
 
     instructions: tuple[Any, ...]
