@@ -11,8 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention as eager
 from fusewright.toolkit.kernel.types import from_torch
 from fusewright.toolkit.llvm import compile_kernels
 from fusewright.toolkit.llvm.attention import BLOCK, LEAST_ROWS, MOST_ROWS, Attention
+from fusewright.toolkit.llvm.jit import kernels_to_text, to_object
 from fusewright.toolkit.llvm.sources import from_json, hash_of, to_json
-from fusewright.toolkit.llvm.target import host_target, x86_target
+from fusewright.toolkit.llvm.target import host_target, target_machine, x86_target
 
 F32, BF16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.skipif(
@@ -135,6 +136,15 @@ def test_threads_do_not_change_values() -> None:
 def test_targets_that_it_is_not_written_for() -> None:
     assert Attention("f32", 64).refused(x86_target("avx")) and not Attention("bf16", 64).refused(x86_target("avx2"))
     assert Attention("f32", 512).refused(x86_target("avx512")) and Attention("f16", 64).refused(x86_target("avx512"))
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_it_is_written_for_cpus_with_other_vectors(isa: str, dtype: str) -> None:
+    kernel, target = Attention(dtype, 40, "bool"), x86_target(isa)
+    text, symbols = kernels_to_text({hash_of(kernel): kernel}, target, parallel=True)
+    assert f"<{target.vector_bytes // 4} x float>" in text and "dpbf16ps" not in text  # plain x86-64-v4 has no bf16
+    assert to_object(text, target_machine(target)) and "GOMP_parallel" in symbols
 
 
 def test_it_survives_json() -> None:
