@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,12 +99,17 @@ class Library:
         self.built: dict[Order, Future[Binary]] = {}
 
     def ask(self, order: Order) -> Future[Binary]:
-        """The code when it is there; a compiler process builds it if nobody asked for it before."""
+        """The code when it is there; a compiler process builds it if nobody asked for it before, or the process ended over it."""
         with self.lock:
             found = self.built.get(order)
-            if found is None or (found.done() and found.exception() is not None):
+            if found is None or (found.done() and isinstance(found.exception(), workers.Ended)):
                 found = self.built[order] = _then(workers.pool().submit(order.request(self.target)))
         return found
+
+    def could_be_built(self, orders: Iterable[Order]) -> dict[Order, Binary]:
+        """Code of what Triton does not refuse."""
+        found = {order: self.ask(order) for order in orders}
+        return {order: code.result() for order, code in found.items() if code.exception() is None}
 
     def add(self, order: Order, code: Binary) -> None:
         """Code from the plan cache."""

@@ -146,7 +146,7 @@ def pack_kernels(
     how = _configs(lib, kernels, configs)
     with lib.lock:
         built = {at: b for at, b in lib.built.items() if how.get(at[0]) == at[1]}
-    ordered = {order: handwritten.library(target).ask(order).result() for order in by_hand}
+    ordered = handwritten.library(target).could_be_built(by_hand)
     return archive.pack(target, archive.Stored(kernels, how, built, ordered))
 
 

@@ -142,7 +142,14 @@ def some_order() -> Order:
     return ADD.order((part, out, out, out, 3, 4), fixed, {"num_warps": 4})
 
 
-def test_equal_orders_are_built_once_and_a_failure_again(building: Building) -> None:
+def test_what_triton_refuses_is_asked_once_and_not_stored(building: Building) -> None:
+    lib = Library(H100)
+    first = lib.ask(some_order())
+    building.asked[0][1].set_exception(workers.BuildError("CompilationError"))
+    assert lib.ask(some_order()) is first and lib.could_be_built([some_order()]) == {}
+
+
+def test_equal_orders_are_built_once_and_again_after_an_accident(building: Building) -> None:
     lib = Library(H100)
     first = lib.ask(some_order())
     assert lib.ask(some_order()) is first and not first.done() and len(building.asked) == 1
