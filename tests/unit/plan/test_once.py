@@ -201,6 +201,22 @@ def test_the_next_call_sees_changed_weights(compiled: tuple[_Scaled, Any]) -> No
             torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
 
 
+def test_changed_weights_are_seen_where_the_user_skips_guards_of_modules(fresh_dynamo: None) -> None:
+    model, other = _Scaled(), _Scaled()
+    skip = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    fn = torch.compile(model, backend="fusewright_null", options=skip)
+    with torch.no_grad():
+        for change in (
+            lambda: model.weight.mul_(3),
+            lambda: model.load_state_dict(other.state_dict()),
+            lambda: setattr(model.weight, "data", torch.eye(3)),
+            lambda: setattr(model, "weight", nn.Parameter(torch.eye(3) * 4)),
+        ):
+            torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
+            change()
+            torch.testing.assert_close(fn(X), model(X), rtol=0, atol=0)
+
+
 def test_training_steps_between_evaluations(compiled: tuple[_Scaled, Any]) -> None:
     model, fn = compiled
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
