@@ -107,9 +107,15 @@ class FakeGraph:
 
     made: list[FakeGraph]
 
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[str] = []
         self.made.append(self)
+
+    def raw_cuda_graph(self) -> int:
+        return 7
+
+    def instantiate(self) -> None:
+        """As torch's, which is noted nowhere."""
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         self.calls.append("begin")
@@ -133,6 +139,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(graphs.memsets, "as_kernels", lambda graph, device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda s: recording())  # any context
     monkeypatch.setattr(graphs, "errors", lambda: SimpleNamespace(check=lambda: None))
