@@ -1,9 +1,10 @@
 """Products with what follows in the same kernel, for Hopper's matrix units: two groups of warps in turns.
 
-A producer warp loads tiles by the tensor memory accelerator into a ring of shared memory. Two groups of four warps have output
+A producer warp loads tiles by the tensor memory accelerator into a ring of shared memory. Two groups of warps have output
 tiles of their own and take turns at the matrix units: while one multiplies, the other applies the activation to its sums, stores
-them and prepares its next tile. Bias and residual are what the sums begin with. This is the order of work that NVIDIA's CUTLASS
-calls "ping-pong"; Triton's own pipelining leaves the matrix units idle during an epilogue, a third of the time where K is 768.
+them and prepares its next tile. The sums begin with the bias; a residual is fetched meanwhile into the room that results leave
+from. This is the order of work that NVIDIA's CUTLASS calls "ping-pong"; Triton's own pipelining leaves the matrix units idle
+during an epilogue, a third of the time where K is 768.
 
 Written in Gluon, Triton's language for one architecture; it is not interpreted. `product.py` computes the same in simulation.
 """
