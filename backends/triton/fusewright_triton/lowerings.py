@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusewright.toolkit.library import LoweringTable
-from fusewright_triton import attention, convolutions, few_queries, products, quantized, spelled_out
+from fusewright_triton import attention, convolutions, few_keys, few_queries, products, quantized, spelled_out
 from fusewright_triton.calls import OpCode
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
@@ -21,6 +21,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(quantized.lower_mm)
     table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(quantized.lower_int_mm)
     table.add("sdpa", when=few_queries.reason)(few_queries.lower)
+    table.add("sdpa", when=few_keys.reason)(few_keys.lower)
     table.add("sdpa", when=attention.sdpa_reason)(attention.lower_sdpa)
     table.add("softmax", dtypes=FLOATS, when=spelled_out.reason)(spelled_out.lower)
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.

@@ -57,6 +57,19 @@ def test_a_weight_changed_in_place_is_packed_again() -> None:
     torch.testing.assert_close(compiled(x), m(x))
 
 
+def test_a_weight_moved_away_and_back_is_packed_again() -> None:
+    """Other memory may lie at its old address, under its old version."""
+    m, memory = torch.nn.Linear(64, 64).requires_grad_(False), bytearray(64 * 64 * 4)
+    m.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(64, 64)
+    compiled = torch.compile(m, backend="x86_onednn", options={"prepack": "always"})
+    x = torch.randn(8, 64)
+    torch.testing.assert_close(compiled(x), m(x))
+    m.weight.data = torch.ones(64, 64)
+    torch.frombuffer(memory, dtype=torch.float32)[1] = 5.0
+    m.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(64, 64)
+    torch.testing.assert_close(compiled(x), m(x))
+
+
 def test_nothing_crashes_and_says_so() -> None:
     m = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval().requires_grad_(False)
     x = torch.randn(2, 16, 64)

@@ -53,6 +53,43 @@ def test_changes_are_seen() -> None:
         assert torch.equal(cache(layer.weight)[0], layer.weight * 2)
 
 
+def at(memory: bytearray) -> Tensor:
+    """A 3x3 tensor in this memory, a new one at the same address each time."""
+    return torch.frombuffer(memory, dtype=torch.float32).view(3, 3)
+
+
+def test_memory_that_gets_the_address_of_what_was_freed_is_seen() -> None:
+    memory = bytearray(36)
+    w = nn.Parameter(at(memory))
+    cache = OnceCache(doubled)
+    before, address, version = cache.prepared([w]), w.data_ptr(), w._version
+    w.data = torch.ones(3, 3)
+    memory[4:8] = b"\0\0\x80\x3f"  # 1.0, in an element that is not sampled
+    w.data = at(memory)
+    assert (w.data_ptr(), w._version) == (address, version) and w[0, 1] == 1
+    assert not before.holds([w])
+    assert torch.equal(cache(w)[0], w * 2)
+
+
+def test_what_was_made_of_a_weight_is_freed_when_its_memory_is() -> None:
+    """As `model.cpu()` frees a GPU's."""
+    layer = nn.Linear(3, 3)
+    cache = OnceCache(doubled)
+    packed = weakref.ref(cache(layer.weight)[0])
+    layer.to(torch.float64)
+    assert packed() is None
+
+
+def test_the_end_of_older_memory_leaves_what_was_made_since() -> None:
+    w = nn.Parameter(torch.ones(3))
+    cache, older = OnceCache(doubled), w.data
+    first = cache.prepared([w])  # as a recording keeps it
+    w.data = torch.zeros(3)
+    packed = cache(w)
+    del older
+    assert cache(w) is packed and not first.alive
+
+
 def test_each_instance_has_its_own() -> None:
     a, b = torch.ones(3), torch.zeros(3)
     cache = OnceCache(doubled)

@@ -164,6 +164,22 @@ def test_the_next_call_sees_a_changed_weight(change: Callable[[torch.nn.Module, 
 
 
 @torch.no_grad()
+def test_the_next_call_sees_a_weight_that_was_moved_away_and_back() -> None:
+    """At its old address, with its old version, and changed where nobody samples it."""
+    model, recorder, memory = Prepares().eval(), Recorder(), bytearray(256)
+    model.packed.data = torch.frombuffer(memory, dtype=torch.float32).view(8, 8)
+    fast, x = compiled(model, recorder), torch.randn(4, 8)
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), model(x))
+    model.packed.data = torch.ones(8, 8)
+    torch.frombuffer(memory, dtype=torch.float32)[1] = 7.0
+    model.packed.data = torch.frombuffer(memory, dtype=torch.float32).view(8, 8)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    assert recorder.recorded == 2
+
+
+@torch.no_grad()
 def test_layers_that_share_a_plan_each_have_a_recording() -> None:
     recorder = Recorder()
     layers = [Prepares().eval() for _ in range(3)]

@@ -160,9 +160,12 @@ def _blocks(how: Tiles) -> dict[str, int]:
 
 def _programs(t: Target, m: int, n: int, how: Tiles, out: torch.Tensor) -> int:
     """One to a multiprocessor, or to a tile."""
-    device = out.device
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else t.units
-    return min(-(-m // how.bm) * -(-n // how.bn), units)
+    return min(-(-m // how.bm) * -(-n // how.bn), units_of(t, out.device))
+
+
+def units_of(t: Target, device: torch.device) -> int:
+    """Multiprocessors of a device, or of the target where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else t.units
 
 
 def _described(t: torch.Tensor) -> torch.Tensor:
