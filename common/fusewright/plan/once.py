@@ -29,7 +29,8 @@ _VALUE = attrgetter("value")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
-    """`values`, made of one set of weights. `alive` is empty when one of these has died: another may have its id."""
+    """`values`, made of one set of weights. `alive` is empty when one of these or its memory has died: another tensor may
+    have its id, or other memory its address."""
 
     values: tuple[Any, ...]
     ids: tuple[int, ...]
@@ -38,7 +39,7 @@ class Prepared:
     sampled: list[Any]
     content: list[int]
     alive: list[bool]
-    watchers: list[weakref.ref[torch.Tensor]]
+    watchers: list[weakref.ref[Any]]
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these weights, known to lie where they lay, are those of `values` and unchanged."""
@@ -55,7 +56,9 @@ class OnceCache:
 
     A change is seen by the tensor's identity, its version counter (in-place ops, `load_state_dict`), its address
     (`weight.data = other`) and, for writes through `.data`, by a few of its elements: such a write is seen when it
-    changes one of those, as a scaling or a copy of the whole does. Entries die with their weights.
+    changes one of those, as a scaling or a copy of the whole does. Entries die with their weights, and with the memory that
+    these lay in, so that a weight which is moved away and back (`weight.data = other`, twice) is seen even where the second
+    allocation gets the address of the first.
     """
 
     def __init__(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
@@ -89,14 +92,16 @@ class OnceCache:
             alive = [True]
 
             def forget(_: object, entries: dict[tuple[int, ...], Prepared] = self._entries) -> None:
+                mine = entries.get(key)
+                if mine is not None and mine.alive is alive:
+                    entries.pop(key, None)
                 alive.clear()
-                entries.pop(key, None)
 
             while len(self._entries) >= LIMIT:
                 self._entries.pop(next(iter(self._entries)))
             sampled = [word for w in weights for word in _samples(w)]
             content = [word.value for word in sampled]
-            watchers = [weakref.ref(w, forget) for w in weights]
+            watchers = [weakref.ref(x, forget) for w in weights for x in (w, w.untyped_storage())]
             found = Prepared(values, key, addresses, versions, sampled, content, alive, watchers)
             self._entries[key] = found
             return found
