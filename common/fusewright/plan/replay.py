@@ -27,7 +27,7 @@ from fusewright.interface import KernelCode, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.copies import CopiesIn, copier_out
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.once import Prepared
 
@@ -64,8 +64,9 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     made = {o for i in plan.instructions for o in i.outs}
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
         return "sizes are symbolic"
+    roots = roots_of(plan.instructions)
     for i in plan.instructions:
-        why = _unrecordable(i, training)
+        why = _unrecordable(i, training) or _misplaced(i, plan, roots)
         if why is not None:
             return why
     read = {r for i in plan.instructions for r in reads(i)} | made
@@ -91,7 +92,7 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
     if isinstance(i, Launch):
-        return "it matters where a tensor begins in its storage" if any(map(_is_offset, i.sizes)) else None
+        return None
     operator = operator_of(i.target)
     if operator is None:
         return "sizes are computed at run time"
@@ -102,9 +103,21 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     return None
 
 
-def _is_offset(size: Any) -> bool:
-    """Recordings read copies of inputs, which begin elsewhere."""
-    return isinstance(size, tuple) and size[0] == "offset"
+def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
+    """Why an instruction would not read the same from a copy of an input: it counts from where the input's storage begins."""
+    if isinstance(i, Launch):
+        counted = {r for x in i.sizes if isinstance(x, tuple) and x[0] == "offset" for r in refs(x)}
+    else:
+        counted = set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
+    found = {r for v in counted for r in roots.get(v, {v})} & set(plan.inputs)
+    return "it matters where an input begins in its storage" if found else None
+
+
+def _given_offset(call: Call) -> bool:
+    """Whether a call (`as_strided` and its like) is told a place in a storage."""
+    operator = operator_of(call.target)
+    names = [a.name for a in operator._schema.arguments] if operator is not None else []
+    return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
 
 
 def _draws(i: Call, operator: Any) -> bool:
