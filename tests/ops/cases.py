@@ -336,6 +336,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "upsample_bilinear2d": (c(IMAGE, [12, 9], False), c(IMAGE, [9, 9], True)),
     "upsample_bicubic2d": (c(IMAGE, [12, 9], False),),
     "pixel_shuffle": (c(IMAGE, 2),),
+    "pixel_unshuffle": (c(IMAGE, 2), c(t(3, 6, 9), 3)),
     "nll_loss": tuple(
         c(X, given(0, 3, -100, dtype=I64), w, red, -100) for w in (None, t(4, low=0.5, high=1)) for red in (0, 1, 2)
     ),

@@ -171,6 +171,8 @@ ROWS: tuple[Op, ...] = (
         "resized, bicubic", "ONNX Resize", m.torch_decomposition("aten::upsample_bicubic2d")),
     _op("pixel_shuffle", "aten::pixel_shuffle", r.SELF, m.pixel_shuffle_shape, m.pixel_shuffle_ref,
         "channels moved into r x r blocks of pixels", "Shi et al., arXiv:1609.05158", m.pixel_shuffle),
+    _op("pixel_unshuffle", "aten::pixel_unshuffle", r.SELF, m.pixel_unshuffle_shape, m.pixel_unshuffle_ref,
+        "r x r blocks of pixels moved into channels", "Shi et al., arXiv:1609.05158", m.pixel_unshuffle),
     # losses
     _op("nll_loss", "aten::nll_loss_forward", r.dtype_of("self", 2), loss_shapes, m.nll_loss_ref,
         "-weight[target] * self[target], reduced; total weight", "", m.nll_loss),

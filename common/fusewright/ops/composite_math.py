@@ -545,6 +545,24 @@ def pixel_shuffle_shape(a: Args) -> tuple[Shape]:
     return ((*lead, c // (r * r), h * r, w * r),)
 
 
+def pixel_unshuffle_ref(x: Any, downscale_factor: int) -> Any:
+    *lead, c, h, w = x.shape
+    r = downscale_factor
+    blocks = x.reshape(*lead, c, h // r, r, w // r, r)
+    n = len(lead)
+    return blocks.permute(*range(n + 1), n + 2, n + 4, n + 1, n + 3).reshape(*lead, c * r * r, h // r, w // r)
+
+
+pixel_unshuffle = pixel_unshuffle_ref
+
+
+def pixel_unshuffle_shape(a: Args) -> tuple[Shape]:
+    """[..., c, h * r, w * r] -> [..., c * r * r, h, w]."""
+    *lead, c, h, w = a["self"].shape
+    r = a["downscale_factor"]
+    return ((*lead, c * r * r, h // r, w // r),)
+
+
 # ---- losses ----
 
 

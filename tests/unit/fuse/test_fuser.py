@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.interface import Value
+from fusewright.interface import Device, Value
 from fusewright.plan.ir import Call, Launch, Ref
-from fusewright.toolkit.fuse.fuser import LibraryCall
+from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
-from tests.fragments import Sketch
+from tests.fragments import Context, Sketch
 from tests.unit.fuse.running import LOADERS, execute, fused, kernel_count, run_sketch
 
 
@@ -158,6 +158,14 @@ def test_a_large_copy_alone_is_eagers() -> None:
         g = Sketch("forward")
         x = g.input(torch.randn(size, 2, 64))
         check(g, [g.op("clone", g.op("transpose", x, 0, 1), memory_format=torch.contiguous_format)], kernels)
+
+
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", 0), ("cuda", 1), ("another", 1)])
+def test_a_large_copy_alone_is_a_kernel_on_a_gpu(device: str, kernels: int) -> None:
+    g = Sketch()
+    x = g.input(torch.randn(256, 2, 64))
+    y = g.op("clone", g.op("transpose", x, 0, 1), memory_format=torch.contiguous_format)
+    assert len(fuse(g.region([y]), Context({}, Device(device, "test"))).kernels) == kernels
 
 
 def test_layer_norm_backward_is_a_row_kernel_and_a_column_kernel() -> None:

@@ -29,7 +29,11 @@ MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
 
 
-MOVES = frozenset({"clone", "reshape", "cat", "stack", "repeat", "embedding", "index_select"})
+GATHERS = frozenset({"embedding", "index_select"})
+MOVES = {
+    "cpu": GATHERS | {"clone", "reshape", "cat", "stack", "repeat"},
+    "cuda": GATHERS,  # torch's copies of anything but dense tensors take two to four times as long as a kernel
+}
 """Ops that only move elements: alone, and from `MOVE_BYTES` on, eager's own code for them is faster than a kernel."""
 
 MOVE_BYTES = 1 << 17
@@ -247,8 +251,8 @@ class _Planner:
 
     def _only_moves(self, group: Group) -> bool:
         """Whether a group is a single op that moves many elements which all lie in memory."""
-        op = group.units[0].op
-        if len(group.units) > 1 or op.op not in MOVES or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
+        op, moves = group.units[0].op, MOVES.get(self.ctx.device.type, MOVES["cuda"])
+        if len(group.units) > 1 or op.op not in moves or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
             return False
         return not any(self._computes(v) for v in op.inputs())
 

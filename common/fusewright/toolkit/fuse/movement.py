@@ -371,6 +371,13 @@ def _pixel_shuffle(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     return e.value(x, At(shape_of(x.spec), source))
 
 
+def _pixel_unshuffle(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, r = op.arg("self"), op.arg("downscale_factor")
+    *lead, c, h, w = at.dims
+    source = (*lead, c // (r * r), h * r + c // r % r, w * r + c % r)
+    return e.value(x, At(shape_of(x.spec), source))
+
+
 def _glu(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, d = op.arg("self"), dim_of(op)
     size, half = shape_of(x.spec)[d], at.shape[d]
@@ -495,6 +502,7 @@ TABLE: Table = {
         "select_backward": Map(_select_backward, _static_grad, cost=6),
         "slice_backward": Map(_slice_backward, _static_grad, cost=6),
         "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),
+        "pixel_unshuffle": Map(_pixel_unshuffle, _static_self, cost=4),
         "upsample_nearest2d": Map(_nearest, _whole_factor, cost=4),
         "glu": Map(_glu, cost=26),
         "glu_backward": Map(_glu_backward, cost=30),
