@@ -72,6 +72,29 @@ def test_gelu_to_a_relative_error() -> None:
     assert out[-3] == math.inf and math.isnan(out[-2]) and out[-1] == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "near", "error", "beyond"), [(torch.bfloat16, 3.8, 4.2e-4, 3e-7), (torch.half, 4.5, 7e-6, 1e-9)]
+)
+def test_hoppers_gelu_to_a_relative_error(dtype: torch.dtype, near: float, error: float, beyond: float) -> None:
+    """Relative for all but negative results of almost 0. Gluon is not interpreted, but its names are those of Triton here."""
+    text = source("hopper")
+    text = text[text.index("def gelu(") : text.index("@gluon.jit\ndef activated(")]
+    text = (
+        "import triton\nimport triton.language as tl\n\n@triton.jit\n"
+        + text.replace("gl.", "tl.").replace("exp2(", "tl.exp2(").replace("=ALL", "=tl.PropagateNan.ALL")
+        + "@triton.jit\ndef run(x_ptr, out_ptr, N: tl.constexpr, BF16: tl.constexpr):\n"
+        + "    i = tl.arange(0, N)\n    tl.store(out_ptr + i, gelu(tl.load(x_ptr + i), BF16))\n"
+    )
+    x, out = torch.linspace(-16, 16, 1 << 16), torch.zeros(1 << 16)
+    x[-3:] = torch.tensor([math.inf, math.nan, -math.inf])
+    Simulated(text, ["run"]).run(0, 1, (x, out), N=1 << 16, BF16=dtype == torch.bfloat16)
+    exact = x.double() * torch.special.erfc(-x.double() / math.sqrt(2)) / 2
+    wrong = (out - exact).abs()[:-3]
+    assert (wrong / exact.abs()[:-3])[x[:-3] > -near].max() < error
+    assert wrong[x[:-3] <= -near].max() < beyond
+    assert out[-3] == math.inf and math.isnan(out[-2]) and abs(out[-1]) < 1e-20
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of tests count as large."""
