@@ -6,7 +6,6 @@ multiples of 16 bytes are three to six times slower. `kernels/hopper.py` and, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,16 +26,6 @@ LEAST = 1 << 22
 
 LEAST_ROWS = 128
 """Rows of a block: fewer leave a library's kernels for few rows faster."""
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-    "silu": torch.nn.functional.silu,
-    "sigmoid": torch.sigmoid,
-    "relu": torch.relu,
-    "": lambda x: x,
-}
-"""What the kernel computes on its sums, and eager's functions for the same."""
 
 
 def suits(op: OpView, c: Calls) -> bool:
@@ -144,7 +133,7 @@ def activation_of(op: OpView) -> str | None:
     """The kernel's name of an op, or None."""
     if op.op == "gelu":
         return "gelu_tanh" if op.arg("approximate") == "tanh" else "gelu"
-    return op.op if op.op in ACTIVATIONS else None
+    return op.op if op.op in product_ops.ACTIVATIONS else None
 
 
 def dense(v: Value) -> bool:
@@ -213,7 +202,7 @@ def _library(after: Epilogue, m: int, k: int, n: int, dtype: torch.dtype, device
     residual = torch.zeros(m, n + more, dtype=dtype, device=device) if after.residual else None
 
     def run() -> None:
-        out = ACTIVATIONS[after.activation](torch.nn.functional.linear(x, w, bias))
+        out = product_ops.ACTIVATIONS[after.activation](torch.nn.functional.linear(x, w, bias))
         if residual is not None:
             out = out + residual
         if more:

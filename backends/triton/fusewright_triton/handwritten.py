@@ -7,19 +7,23 @@
 Where they lie decides what happens: on a GPU the kernel is launched on torch's current stream, CPU tensors are computed by
 Triton's interpreter, and on torch's meta device the code is only asked for, so that it is there when it is needed. What the code
 depends on is an `Order`; equal ones are built once in a process, and go to the plan cache with the plan.
+
+    @or_else(by_torch)                                        # where this Triton cannot build what `run` launches
+    def run(x, weight): ...
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -31,6 +35,11 @@ from fusewright_triton.driver import driver
 from fusewright_triton.operators import SIGNATURE
 from fusewright_triton.target import Target
 
+log = logging.getLogger("fusewright")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Argument: TypeAlias = "torch.Tensor | Described | int | float"
 NAMESPACE = "fusewright_triton"
 ALIGNED = "/16"
@@ -39,6 +48,8 @@ ONE = "1"
 """The type of a number that is one, which is compiled in, as Triton does."""
 MOST_BOUND = 1024
 """Sets of sizes that a process keeps arguments for."""
+SAID = 500
+"""Characters of a compiler's words that are repeated: the last ones say what is wrong."""
 
 
 class Order(NamedTuple):
@@ -97,14 +108,27 @@ class Library:
         self.target = target
         self.lock = threading.Lock()
         self.built: dict[Order, Future[Binary]] = {}
+        self.again: set[Order] = set()
 
     def ask(self, order: Order) -> Future[Binary]:
-        """The code when it is there; a compiler process builds it if nobody asked for it before, or the process ended over it."""
+        """The code when it is there; a compiler process builds it if nobody asked for it before, or once more if the process
+        ended over it."""
         with self.lock:
             found = self.built.get(order)
-            if found is None or (found.done() and isinstance(found.exception(), workers.Ended)):
+            ended = found is not None and found.done() and isinstance(found.exception(), workers.Ended)
+            if found is None or (ended and order not in self.again):
+                if ended:
+                    self.again.add(order)
                 found = self.built[order] = _then(workers.pool().submit(order.request(self.target)))
         return found
+
+    def code(self, order: Order) -> Binary:
+        """The code, waited for. `Unbuilt` when there is none."""
+        found = self.ask(order)
+        error = found.exception()
+        if error is not None:
+            raise Unbuilt(order, error)  # a new one: the traceback of one that is raised again grows
+        return found.result()
 
     def could_be_built(self, orders: Iterable[Order]) -> dict[Order, Binary]:
         """Code of what Triton does not refuse."""
@@ -117,6 +141,43 @@ class Library:
         there.set_result(code)
         with self.lock:
             self.built.setdefault(order, there)
+
+
+class Unbuilt(workers.BuildError):
+    """A kernel written by hand could not be built."""
+
+    def __init__(self, order: Order, why: BaseException) -> None:
+        super().__init__(str(why))
+        self.kernel = f"{order.function} of kernels/{order.module}.py"
+
+
+def or_else(
+    other: Callable[P, R], instead: str = "torch's own calls run instead"
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates what launches kernels: where Triton cannot build one of them, `other` computes the same from the same
+    arguments, and one warning says so, whatever else needs that kernel."""
+
+    def decorated(run: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(run)
+        def either(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return run(*args, **kwargs)
+            except Unbuilt as e:
+                _warn(e, instead)
+            return other(*args, **kwargs)
+
+        return either
+
+    return decorated
+
+
+_warned: set[str] = set()
+
+
+def _warn(e: Unbuilt, instead: str) -> None:
+    if e.kernel not in _warned:
+        _warned.add(e.kernel)
+        log.warning("fusewright: the kernel %s cannot be built, and %s: %s", e.kernel, instead, str(e).strip()[-SAID:])
 
 
 def _then(answer: Future[workers.Answer]) -> Future[Binary]:
@@ -167,7 +228,7 @@ class Kernel:
     def launch(
         self, target: Target, programs: int, args: Sequence[Argument], constants: Mapping[str, Any], **options: Any
     ) -> None:
-        """See the module. `options` are those of Triton's compiler. `BuildError` when it cannot build the kernel."""
+        """See the module. `options` are those of Triton's compiler. `Unbuilt` when it cannot build the kernel."""
         device = next(_tensor(a).device for a in args if isinstance(a, torch.Tensor | Described))
         if device.type == "cpu":
             _interpreted(self.module, self.function).run(0, programs, [_for_triton(a) for a in args], **constants)
@@ -226,7 +287,7 @@ _loaded: dict[tuple[int, Order], int] = {}
 
 def _bind(order: Order, args: Sequence[Argument], target: Target, device: int) -> Bound:
     """With the code loaded for a device, the current one, unless it is already; a stream that is being captured forbids that."""
-    code, d = library(target).ask(order).result(), driver(target.triton)
+    code, d = library(target).code(order), driver(target.triton)
     if (device, order) not in _loaded:
         _loaded[device, order] = d.load(code.code, code.name, code.shared)
     return bind(code, _loaded[device, order], args, [t == ONE for t in order.types], d)

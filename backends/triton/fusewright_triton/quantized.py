@@ -20,7 +20,7 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright_triton import few_rows, products
 from fusewright_triton.calls import Calls, Found, spec_of
-from fusewright_triton.kernels.int8_ops import LINEAR, MM, int8_mm
+from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MM, MULTIPLE, int8_mm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,9 +29,6 @@ FEW = 256
 
 REPEATS = 20
 """Products that are timed together."""
-
-LEAST_ROWS, MULTIPLE = 17, 8
-"""What cuBLAS wants of an int8 product: rows of the left operand, and what K and N are multiples of."""
 
 
 def linear_reason(op: OpView) -> str | None:

@@ -22,7 +22,7 @@ from tests.backends.triton.test_calls import REAL, SIMULATED, Net, check, lowere
 from tests.fragments import targets
 
 ARCHS = ("sm_90", "gfx942")
-EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(epilogues.ACTIVATIONS)
+EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(product_ops.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -127,22 +127,6 @@ def test_hoppers_kernel_keeps_its_sums_in_registers(name: str, residual: bool) -
     used = resources.resources(built, named("sm_90"))
     assert used.scratch == 0 and used.registers <= product_ops.STARTING
     assert not resources.over_limits(built, named("sm_90"))
-
-
-def test_a_triton_with_another_gluon_gets_the_other_kernel(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(*args: object, **options: object) -> None:
-        raise workers.BuildError("no such name")
-
-    monkeypatch.setattr(type(product_ops.HOPPER), "launch", refused)
-    x = torch.empty(256, 64, dtype=torch.bfloat16, device="meta")
-    other: list[str] = []
-    monkeypatch.setattr(product_ops, "_one_by_one", lambda *args, **more: other.append("product"))
-    product_ops._report.cache_clear()
-    for _ in range(2):
-        product_ops.linear_activation(x, x, None, "", "sm_90")
-    assert other == ["product"] * 2 and [r.getMessage().count("no such name") for r in caplog.records] == [1]
 
 
 def test_sizes_say_which_kernel_is_faster() -> None:

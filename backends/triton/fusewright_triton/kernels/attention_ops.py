@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Kernel, operator
+from fusewright_triton.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
 
 KERNEL = Kernel("attention", "attention")
@@ -105,6 +105,34 @@ def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None 
     return known and shared(how, dtype, dim, image) <= t.shared
 
 
+def by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
+    scale: float | None, zero: bool, stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """`attention` by torch's own kernels."""
+    operands = query, key, value
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        operands, mask = (
+            (query.float(), key.float(), value.float()),
+            mask.float(),
+        )  # which a narrower mask would not say
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *operands, mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    if mask is not None and not zero:
+        seen = mask if mask.dtype == torch.bool else mask != -math.inf
+        out = torch.where(seen.any(-1, keepdim=True), out, math.nan)
+    return _placed(out.to(query.dtype), stride)
+
+
+def _placed(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A tensor in these strides."""
+    if t.stride() == tuple(stride):
+        return t
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
+@or_else(by_torch)
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
     scale: float | None, zero: bool, stride: Sequence[int], target: str,
@@ -133,6 +161,22 @@ def attention(
     return out
 
 
+def decomposed_by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor,
+    scale: float | None, stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """`attention_decomposed` by torch's own kernels, with the bias as a matrix."""
+    flat = query.dim() == 3
+    q, k, v = (t.unsqueeze(1) if flat else t for t in (query, key, value))
+    bias = (rel_h.float().unsqueeze(-1) + rel_w.float().unsqueeze(-2)).to(q.dtype)
+    lengths = q.shape[2], k.shape[2]
+    dense = by_torch(
+        q, k, v, bias.reshape(*q.shape[:2], *lengths), False, scale, False, q.contiguous().stride(), target
+    )
+    return _placed(dense.squeeze(1) if flat else dense, stride)
+
+
+@or_else(decomposed_by_torch)
 def attention_decomposed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor,
     scale: float | None, stride: Sequence[int], target: str,

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Kernel, operator
+from fusewright_triton.handwritten import NAMESPACE, Kernel, operator, or_else
+from fusewright_triton.kernels import attention_ops
 from fusewright_triton.kernels.attention_ops import power_of_two
 from fusewright_triton.target import Target, named
 
@@ -40,6 +41,18 @@ def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
     return chunk, -(-keys // chunk)
 
 
+def by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """`attention_of_few` by torch's own kernels."""
+    if cos is not None and sin is not None:
+        first, second = query.chunk(2, -1)
+        query = query * cos + torch.cat((-second, first), -1) * sin
+    return attention_ops.by_torch(query, key, value, mask, False, scale, True, stride, target)
+
+
+@or_else(by_torch)
 def attention_of_few(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
     sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,

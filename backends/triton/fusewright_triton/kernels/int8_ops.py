@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Kernel, operator
+from fusewright_triton.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import named
 
 LINEAR = f"{NAMESPACE}::int8_linear.default"
@@ -24,6 +24,10 @@ SHORTEST = 1024
 
 JOINED = 1024
 """Columns of one program that joins parts."""
+
+
+LEAST_ROWS, MULTIPLE = 17, 8
+"""What cuBLAS wants of an int8 product: rows of the left operand, and what K and N are multiples of."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,25 @@ def tiles(m: int, n: int, k: int, itemsize: int, target: str) -> Tiles:
     return Tiles(bm, bn, bk, warps, stages if t.triton == "cuda" else 2, split)
 
 
+def linear_by_torch(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, target: str
+) -> torch.Tensor:
+    """`int8_linear` as eager computes it, with a wider copy of the weight."""
+    out = torch.nn.functional.linear(x, weight.to(x.dtype))
+    out = out if scale is None else out * scale
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def mm_by_torch(x: torch.Tensor, weight: torch.Tensor, target: str) -> torch.Tensor:
+    """`int8_mm` by the library, with zeros around operands that it refuses."""
+    (m, k), n = x.shape, weight.shape[0]
+    more = -k % MULTIPLE
+    x = torch.nn.functional.pad(x, (0, more, 0, max(0, LEAST_ROWS - m)))
+    weight = torch.nn.functional.pad(weight, (0, more, 0, -n % MULTIPLE))
+    return torch._int_mm(x, weight.t())[:m, :n].contiguous()
+
+
+@or_else(linear_by_torch)
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, target: str
 ) -> torch.Tensor:
@@ -72,6 +95,7 @@ def int8_linear(
     return _run(x, weight, scale, bias, out, target)
 
 
+@or_else(mm_by_torch)
 def int8_mm(x: torch.Tensor, weight: torch.Tensor, target: str) -> torch.Tensor:
     """x @ weight.T in int32: x [M, K] and weight [N, K] int8, of any M, N and K."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.int32, device=x.device)

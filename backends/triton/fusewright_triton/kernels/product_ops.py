@@ -5,24 +5,30 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator
+from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
-from fusewright_triton.workers import BuildError
-
-log = logging.getLogger(__name__)
 
 ANY, HOPPER = Kernel("product", "product"), Kernel("hopper", "product")
 LINEAR = f"{NAMESPACE}::linear_activation.default"
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "": lambda x: x,
+}
+"""What the kernels compute on their sums, and eager's functions for the same."""
 
 ALIGNED = 16
 """Bytes that the address and the rows of a described matrix are multiples of (CUDA driver API, cuTensorMapEncodeTiled)."""
@@ -79,6 +85,20 @@ def gain(t: Target, m: int, k: int, n: int, saved: int) -> float:
     return 2 * m * n * k / SPEED + m * n * RESULT + saved / BANDWIDTH - ours
 
 
+def by_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    target: str,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear_activation` by torch's own calls."""
+    out = torch.nn.functional.linear(x, weight, bias)
+    return ACTIVATIONS[activation](out if residual is None else out + residual.reshape(out.shape)).contiguous()
+
+
+@or_else(by_torch)
 def linear_activation(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -98,25 +118,30 @@ def linear_activation(
     more = [out if t is None else _dense(t) for t in (bias, residual)]
     fixed = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "ACT": activation}
     t = named(target)
-    aligned = out.shape[-1] * out.element_size() % ALIGNED == 0
-    if aligned and t.matrix == "wgmma" and x.device.type != "cpu":
-        try:
-            _in_turns(t, rows, weight, out, more, fixed)
-            return out
-        except BuildError as e:  # Gluon is young: another Triton may say it in other words
-            _report(str(e))
-    _one_by_one(t, rows, weight, out, more, fixed, direct=not aligned)
+    in_turns = _aligned(out) and t.matrix == "wgmma" and x.device.type != "cpu"
+    (_in_turns if in_turns else _one_by_one)(t, rows, weight, out, more, fixed)
     return out
 
 
-@functools.cache
-def _report(reason: str) -> None:
-    """Says once why the slower kernel is used."""
-    log.warning(
-        "products run in Triton's order, 10 to 30%% slower: kernels/hopper.py cannot be built (%s)", reason[-500:]
-    )
+def _aligned(out: torch.Tensor) -> bool:
+    """Whether a descriptor can name rows of a result."""
+    return out.shape[-1] * out.element_size() % ALIGNED == 0
 
 
+def _one_by_one(
+    t: Target, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, more: Sequence[torch.Tensor], fixed: dict[str, Any]
+) -> None:  # fmt: skip
+    (m, k), n = x.shape, weight.shape[0]
+    how, direct = tiles(t, m, n), not _aligned(out)
+    given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
+    to = given if direct else Described(out.view(m, n), (how.bm, how.bn // 2 if how.halves else how.bn))
+    fixed = {**fixed, **_blocks(how), "DIRECT": direct, "HALVES": how.halves}
+    programs = _programs(t, m, n, how, out)
+    ANY.launch(t, programs, (given, kept, to, *more, out, m, n, k), fixed, num_warps=how.warps, num_stages=how.stages)
+
+
+# Gluon is young: another Triton may say it in other words.
+@or_else(_one_by_one, "one that is 10 to 30% slower runs instead")
 def _in_turns(
     t: Target,
     x: torch.Tensor,
@@ -134,19 +159,6 @@ def _in_turns(
     rooms["REGISTERS"] = TURNING
     programs, options = _programs(t, m, n, how, out), {"num_warps": how.warps, "maxnreg": STARTING}
     HOPPER.launch(t, programs, (given, kept, to, added, bias, m, n, k), {**fixed, **_blocks(how), **rooms}, **options)
-
-
-def _one_by_one(
-    t: Target, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, more: Sequence[torch.Tensor], fixed: dict[str, Any],
-    direct: bool,
-) -> None:  # fmt: skip
-    (m, k), n = x.shape, weight.shape[0]
-    how = tiles(t, m, n)
-    given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
-    to = given if direct else Described(out.view(m, n), (how.bm, how.bn // 2 if how.halves else how.bn))
-    fixed = {**fixed, **_blocks(how), "DIRECT": direct, "HALVES": how.halves}
-    programs = _programs(t, m, n, how, out)
-    ANY.launch(t, programs, (given, kept, to, *more, out, m, n, k), fixed, num_warps=how.warps, num_stages=how.stages)
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:

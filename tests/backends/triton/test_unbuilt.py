@@ -1,0 +1,222 @@
+"""Kernels written by hand that this Triton cannot build: torch's own calls give the result, and one warning says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform")
+
+import torch
+
+from fusewright_triton import epilogues, handwritten, workers
+from fusewright_triton.handwritten import Kernel, Library
+from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
+from fusewright_triton.target import named
+
+BF16 = torch.bfloat16
+ASK = Library.ask
+WORDS = "at 12:34:\n  x = tl.dot(q, k)\n      ^\nCompilationError: no such name"
+ARCH = "sm_90"
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A compiler process refuses everything, and CPU tensors count as those of a GPU. What it was asked for."""
+    asked: list[Any] = []
+
+    def submit(request: Any) -> Future[Any]:
+        asked.append(request)
+        answer: Future[Any] = Future()
+        answer.set_exception(workers.BuildError(WORDS))
+        return answer
+
+    def launch(self: Kernel, target: Any, programs: int, args: Any, constants: Any, **options: Any) -> None:
+        self._run(target, programs, args, constants, options)
+
+    library = Library(named(ARCH))
+    monkeypatch.setattr(Library, "ask", ASK)
+    monkeypatch.setattr(handwritten, "library", lambda target: library)
+    monkeypatch.setattr(handwritten, "_warned", set())
+    monkeypatch.setattr(workers, "pool", lambda: SimpleNamespace(submit=submit))
+    monkeypatch.setattr(Kernel, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    yield asked
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "fusewright" and r.levelno >= logging.WARNING]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
+def attention(mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    q, (k, v) = randn(2, 4, 9, 16, dtype=dtype), randn(2, 2, 2, 11, 16, dtype=dtype)
+    stride = (9 * 4 * 16, 16, 4 * 16, 1)  # heads behind queries, as the next product reads them
+    return lambda: attention_ops.attention(q, k, v, mask, causal, 0.3, zero, stride, ARCH)
+
+
+def hidden() -> torch.Tensor:
+    """A mask of rows that all heads share, of which one sees no key."""
+    mask = torch.rand(2, 1, 9, 11) > 0.3
+    mask[0, 0, 3] = False
+    return mask
+
+
+def added(dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(2, 1, 9, 11, dtype=dtype).masked_fill(~hidden(), -torch.inf)
+
+
+def least() -> torch.Tensor:
+    """Rows that see nothing as transformers writes them: of the least number, so that all keys count alike."""
+    return torch.zeros(2, 1, 9, 11).masked_fill(~hidden(), torch.finfo(torch.float32).min)
+
+
+def positions(flat: bool) -> Callable[[], torch.Tensor]:
+    q, k, v = (x.flatten(0, 1) if flat else x for x in randn(3, 2, 2, 12, 16))
+    rel = randn(4, 3, 4, 3), randn(4, 3, 4, 4)
+    return lambda: attention_ops.attention_decomposed(q, k, v, *rel, None, q.stride(), ARCH)
+
+
+def few(rotary: bool, mask: torch.Tensor | None) -> Callable[[], torch.Tensor]:
+    q, (k, v) = randn(2, 4, 1, 16), randn(2, 2, 2, 70, 16)
+    cos, sin = randn(2, 2, 1, 1, 16) if rotary else (None, None)
+    return lambda: decode_ops.attention_of_few(q, k, v, mask, cos, sin, None, q.stride(), ARCH)
+
+
+def int8(rows: int, columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = (torch.randint(-128, 128, (n, inner), dtype=torch.int8) for n in (rows, columns))
+    return x, w
+
+
+def int8_mm(rows: int, columns: int, inner: int) -> Callable[[], torch.Tensor]:
+    x, w = int8(rows, columns, inner)
+    return lambda: int8_ops.int8_mm(x, w, ARCH)
+
+
+def int8_linear(dtype: torch.dtype, factors: bool) -> Callable[[], torch.Tensor]:
+    x, (_, w) = randn(5, 40, dtype=dtype), int8(1, 7, 40)
+    scale, bias = (randn(7, dtype=dtype) / 100, randn(7, dtype=dtype)) if factors else (None, None)
+    return lambda: int8_ops.int8_linear(x, w, scale, bias, ARCH)
+
+
+def product(activation: str, residual: tuple[int, ...] | None = None) -> Callable[[], torch.Tensor]:
+    x, w, b = randn(2, 6, 32, dtype=BF16), randn(24, 32, dtype=BF16), randn(24, dtype=BF16)
+    more = None if residual is None else randn(*residual, dtype=BF16)
+    return lambda: product_ops.linear_activation(x, w, b, activation, ARCH, more)
+
+
+CALLS: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
+    "attention": ("attention", attention(None, True)),
+    "attention, causal": ("attention", attention(None, True, causal=True)),
+    "attention, hidden keys": ("attention", attention(hidden(), True)),
+    "attention, hidden keys, NaN": ("attention", attention(hidden(), False)),
+    "attention, an added mask": ("attention", attention(added(torch.float32), True)),
+    "attention, an added mask, NaN": ("attention", attention(added(torch.float32), False)),
+    "attention, bf16 with a mask of fp32": ("attention", attention(least(), False, dtype=BF16)),
+    "positions": ("attention", positions(False)),
+    "positions, heads and batch as one": ("attention", positions(True)),
+    "few": ("parts", few(False, None)),
+    "few, turned": ("parts", few(True, torch.rand(2, 1, 1, 70) > 0.5)),
+    "int8 weight": ("blocks", int8_linear(torch.float32, False)),
+    "int8 weight, scaled": ("blocks", int8_linear(BF16, True)),
+    "int8": ("blocks", int8_mm(3, 5, 37)),
+    "int8, whole": ("blocks", int8_mm(32, 16, 64)),
+    "product": ("product", product("gelu")),
+    "product, a residual": ("product", product("relu", (12, 24))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_result_is_the_kernels(name: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
+    function, call = CALLS[name]
+    want = call()  # interpreted
+    asked = request.getfixturevalue("refused")
+    with caplog.at_level(logging.WARNING, "fusewright"):
+        found = [call() for _ in range(3)]
+    for got in found:
+        rtol, atol = (2e-2, 4e-2) if want.dtype == BF16 else (1e-5, 1e-5)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+        assert got.stride() == want.stride()
+    (line,) = said(caplog)
+    assert line.startswith(f"fusewright: the kernel {function} of kernels/")
+    assert "torch's own calls run instead" in line and line.endswith("CompilationError: no such name")
+    assert len(asked) == 1, "it is not built again at every call"
+
+
+def test_rows_without_keys_are_compared() -> None:
+    """What the cases above are about does occur in them."""
+    for name, (_, call) in CALLS.items():
+        assert bool(call().isnan().any()) == name.endswith("NaN"), name
+
+
+def test_each_kernel_is_named_once(refused: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fusewright"):
+        for _, call in CALLS.values():
+            call()
+    kernels = [line.split(" cannot")[0].partition("the kernel ")[2] for line in said(caplog)]
+    assert kernels == [
+        "attention of kernels/attention.py", "parts of kernels/decode.py", "blocks of kernels/int8.py",
+        "product of kernels/product.py",
+    ]  # fmt: skip
+
+
+def test_hoppers_product_is_computed_by_the_other_kernel(
+    refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And by torch where that cannot be built either."""
+    tried: list[str] = []
+
+    def launch(self: Kernel, target: Any, programs: int, args: Any, constants: Any, **options: Any) -> None:
+        tried.append(self.module)
+        if self.module == "hopper":
+            raise handwritten.Unbuilt(self.order(args, constants, options), workers.BuildError(WORDS))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    x = torch.empty(256, 64, dtype=BF16, device="meta")
+    with caplog.at_level(logging.WARNING, "fusewright"):
+        for _ in range(2):
+            product_ops.linear_activation(x, x, None, "", ARCH)
+    assert tried == ["hopper", "product"] * 2
+    (line,) = said(caplog)
+    assert "product of kernels/hopper.py cannot be built, and one that is 10 to 30% slower runs instead" in line
+
+
+def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each pair of processes that the pool tries, so that no call after these waits for a crash."""
+
+    def submit(request: Any) -> Future[Any]:
+        refused.append(request)
+        answer: Future[Any] = Future()
+        answer.set_exception(workers.Ended("a compiler process ended with code -11"))
+        return answer
+
+    monkeypatch.setattr(workers, "pool", lambda: SimpleNamespace(submit=submit))
+    _, call = CALLS["attention"]
+    for _ in range(4):
+        call()
+    assert len(refused) == 2
+
+
+@torch.no_grad()
+def test_a_compiled_model_gets_eagers_result(
+    refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(epilogues, "LEAST", 1)
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(BF16).eval()
+    x = randn(128, 64, dtype=BF16)
+    options: dict[str, Any] = {"simulate": True, "cache": False, "fallback": "allow"}
+    fast = torch.compile(model, backend="nvidia_triton", options=options)
+    with caplog.at_level(logging.WARNING, "fusewright"):
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), model(x))
+    (line,) = said(caplog)
+    assert "product of kernels/product.py cannot be built" in line and len(refused) == 1
