@@ -37,7 +37,7 @@ from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.binaries import Binary, Built, Wanted
 from fusewright_triton.config import choose
 from fusewright_triton.handwritten import Order, noting
-from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
+from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
 from fusewright_triton.operators import Unsupported
 from fusewright_triton.resources import over_limits, resources
 from fusewright_triton.runtime import first_variant
@@ -78,6 +78,12 @@ def _positions(dtype: torch.dtype, dim: int, image: tuple[int, int], t: Target) 
         attention_ops.attention_decomposed(q, q, q, rows, columns, None, q.stride(), t.arch)
 
 
+def _few_keys(dtype: torch.dtype, dim: int, keys: int, t: Target) -> None:
+    if t.matrix == "wgmma":
+        q, k = _meta(64, 12, 197, dim, dtype=dtype), _meta(64, 12, keys, dim, dtype=dtype)
+        few_keys_ops.attention_of_few_keys(q, k, k, None, q.stride(), t.arch)
+
+
 def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target) -> None:
     q, k = _meta(1, 32, 1, dim, dtype=dtype), _meta(1, 8, 1024, dim, dtype=dtype)
     hides = None if mask is None else _meta(1, 1, 1, 1024, dtype=mask)
@@ -90,9 +96,10 @@ def _int8(rows: int, t: Target) -> None:
     int8_ops.int8_mm(_meta(rows, 4096, dtype=torch.int8), w, t.arch)
 
 
-def _product(dtype: torch.dtype, columns: int, activation: str, t: Target) -> None:
+def _product(dtype: torch.dtype, columns: int, activation: str, t: Target, residual: bool = False) -> None:
     x, w, b = _meta(8192, 768, dtype=dtype), _meta(columns, 768, dtype=dtype), _meta(columns, dtype=dtype)
-    product_ops.linear_activation(x, w, b, activation, t.arch)
+    more = _meta(8192, columns, dtype=dtype) if residual else None
+    product_ops.linear_activation(x, w, b, activation, t.arch, more)
 
 
 BY_HAND: dict[str, Callable[[Target], None]] = {
@@ -104,12 +111,15 @@ BY_HAND: dict[str, Callable[[Target], None]] = {
     "attention, an image, 80, bf16": partial(_positions, _BF16, 80, _IMAGE),
     "attention, a window, 64, bf16": partial(_positions, _BF16, 64, _WINDOW),
     "attention, a window, 64, fp32": partial(_positions, _FP32, 64, _WINDOW),
+    "attention over 197 keys, 64, bf16": partial(_few_keys, _BF16, 64, 197),
+    "attention over 77 keys, 40, fp16": partial(_few_keys, _FP16, 40, 77),
     "attention of few, 64, bf16": partial(_few, _BF16, 64, None),
     "attention of few, an added mask, 128, fp16": partial(_few, _FP16, 128, _FP16),
     "attention of few, a boolean mask, 256, fp32": partial(_few, _FP32, 256, torch.bool),
     "int8 products, 1 row": partial(_int8, 1),
     "int8 products, 512 rows": partial(_int8, 512),
     "product with gelu, bf16": partial(_product, _BF16, 3072, "gelu"),
+    "product with a residual, bf16": partial(_product, _BF16, 768, "", residual=True),
     "product, rows of odd length, fp16": partial(_product, _FP16, 30522, ""),
 }
 """Kernels written by hand: calls of their operators, on tensors of the meta device, as models make them. A call asks for nothing
