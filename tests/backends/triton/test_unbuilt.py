@@ -16,7 +16,7 @@ import torch
 
 from fusewright_triton import epilogues, handwritten, workers
 from fusewright_triton.handwritten import Kernel, Library
-from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
+from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
 from fusewright_triton.target import named
 
 BF16 = torch.bfloat16
@@ -168,25 +168,42 @@ def test_each_kernel_is_named_once(refused: list[Any], caplog: pytest.LogCapture
     ]  # fmt: skip
 
 
-def test_hoppers_product_is_computed_by_the_other_kernel(
-    refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And by torch where that cannot be built either."""
+def _product_on_hopper(x: torch.Tensor) -> torch.Tensor:
+    return product_ops.linear_activation(x, x, None, "", ARCH)
+
+
+def _few_keys(x: torch.Tensor) -> torch.Tensor:
+    heads = x.view(1, 4, 64, 64)
+    return few_keys_ops.attention_of_few_keys(heads, heads, heads, None, heads.stride(), ARCH)
+
+
+@pytest.mark.parametrize(
+    ("call", "module", "other", "words"),
+    [
+        (_product_on_hopper, "hopper", "product", "product of kernels/hopper.py cannot be built, and one that is 10 to 30%"),
+        (_few_keys, "few_keys", "attention", "attention of kernels/few_keys.py cannot be built, and the usual one runs"),
+    ],
+)
+def test_what_gluon_cannot_build_another_kernel_computes(
+    call: Any, module: str, other: str, words: str,
+    refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And torch where that cannot be built either."""
     tried: list[str] = []
 
     def launch(self: Kernel, target: Any, programs: int, args: Any, constants: Any, **options: Any) -> None:
         tried.append(self.module)
-        if self.module == "hopper":
+        if self.module == module:
             raise handwritten.Unbuilt(self.order(args, constants, options), workers.BuildError(WORDS))
 
     monkeypatch.setattr(Kernel, "launch", launch)
     x = torch.empty(256, 64, dtype=BF16, device="meta")
     with caplog.at_level(logging.WARNING, "fusewright"):
         for _ in range(2):
-            product_ops.linear_activation(x, x, None, "", ARCH)
-    assert tried == ["hopper", "product"] * 2
+            call(x)
+    assert tried == [module, other] * 2
     (line,) = said(caplog)
-    assert "product of kernels/hopper.py cannot be built, and one that is 10 to 30% slower runs instead" in line
+    assert words in line
 
 
 def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

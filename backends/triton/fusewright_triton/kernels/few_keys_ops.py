@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator
+from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator, or_else
 from fusewright_triton.kernels.attention_ops import attention, power_of_two
 from fusewright_triton.kernels.product_ops import ALIGNED, units_of
 from fusewright_triton.target import Target, named
-from fusewright_triton.workers import BuildError
-
-log = logging.getLogger(__name__)
 
 KERNEL = Kernel("few_keys", "attention")
 OPERATOR = f"{NAMESPACE}::attention_of_few_keys.default"
@@ -31,7 +26,7 @@ ROWS = 64
 """Queries of a block: 16 to each of a group's four warps."""
 AHEAD = 2
 """Blocks of queries that are fetched early, for each group."""
-ROOM = 180 << 10
+ROOM = 128 << 10
 """Bytes of shared memory for heads of keys and values."""
 STARTING, MULTIPLYING = 168, 240
 """Registers of a thread when the kernel starts, and of those that multiply afterwards; the warp that loads gives up the others."""
@@ -65,22 +60,19 @@ def attention_of_few_keys(
     query [B, H, Q, D], key and value [B, Hk, K, D] of one half type, H a multiple of Hk, K up to MOST_KEYS, D up to
     LARGEST_DIM; `scale` is positive.
     """
-    t = named(target)
-    if query.device.type != "cpu":
-        try:
-            return _hopper(t, query, key, value, scale, stride)
-        except BuildError as e:  # Gluon is young: another Triton may say it in other words
-            _report(str(e))
-    return attention(query, key, value, None, False, scale, True, stride, target)
+    run = _in_steps if query.device.type == "cpu" else _at_once
+    return run(named(target), query, key, value, scale, stride)
 
 
-@functools.cache
-def _report(reason: str) -> None:
-    """Says once why the slower kernel is used."""
-    log.warning("attention runs in the usual kernel: kernels/few_keys.py cannot be built (%s)", reason[-500:])
+def _in_steps(
+    t: Target, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, stride: Sequence[int]
+) -> torch.Tensor:
+    return attention(query, key, value, None, False, scale, True, stride, t.arch)
 
 
-def _hopper(
+# Gluon is young: another Triton may say it in other words.
+@or_else(_in_steps, "the usual one runs instead")
+def _at_once(
     t: Target, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, stride: Sequence[int]
 ) -> torch.Tensor:
     q, k, v = (_described(x) for x in (query, key, value))
