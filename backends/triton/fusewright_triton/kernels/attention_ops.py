@@ -60,7 +60,9 @@ def tiles(
         whole = columns <= 128 and 4 * image[1] >= 3 * columns and wide <= 128
         bias, bn = (1, columns) if whole else (2, 32 if small or single else 64)
         bm = min(bm, 32) if single and bias == 2 else bm
-    how = Tiles(bm, bn, 4, (2 if single else 3) if t.triton == "cuda" else 1, bias)
+    # RDNA's warps have 32 lanes of 256 registers: four of them do not hold wide heads
+    warps = 8 if t.matrix == "wmma" and wide > 64 else 4
+    how = Tiles(bm, bn, warps, (2 if single else 3) if t.triton == "cuda" else 1, bias)
     while shared(how, dtype, dim, image) > t.shared and (how.stages > 1 or how.bm > 16):
         how = replace(how, stages=how.stages - 1) if how.stages > 1 else replace(how, bm=how.bm // 2)
     return how

@@ -24,13 +24,19 @@ KEYS = 64
 STEP_BYTES = 1 << 14
 """Bytes of the keys of one step at most: shared memory holds several such blocks."""
 MOST_PARTS = 64
-WARPS = 4
 
 
 def step_of(t: Target, dtype: torch.dtype, dim: int) -> int:
     """Keys of one step."""
+    if t.matrix == "wmma":
+        return 16  # its registers hold no more
     few = STEP_BYTES // (power_of_two(dim) * dtype.itemsize)
     return max(16, min(few, KEYS) if t.triton == "cuda" else min(few // 2, KEYS))
+
+
+def warps_of(t: Target) -> int:
+    """Warps of a program."""
+    return 8 if t.matrix == "wmma" else 4
 
 
 def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
@@ -88,11 +94,11 @@ def attention_of_few(
     shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
     PARTS.launch(t, n * split, (q, k, v, given, *angles, acc, top, total, *numbers, *strides), {
         **shape, "CHUNK": chunk, "MASK": kind, "ROTARY": cos is not None, "BN": step, "PRECISION": "ieee"
-    }, num_warps=WARPS)  # fmt: skip
+    }, num_warps=warps_of(t))  # fmt: skip
     held = max(2, 1 << (split - 1).bit_length())
     COMBINED.launch(t, n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
         **shape, "BP": held
-    }, num_warps=WARPS)  # fmt: skip
+    }, num_warps=warps_of(t))  # fmt: skip
     return out
 
 

@@ -54,7 +54,7 @@ def tiles(m: int, n: int, k: int, itemsize: int, target: str) -> Tiles:
     elif m <= 128 and n < 8192:
         bm, bn, bk, warps = 64, 64, 256, 4
     else:
-        bm, bn, bk, warps = 128, 128, 64 if itemsize > 1 and n >= 8192 else 128, 8
+        bm, bn, bk, warps = 128, 64 if t.matrix == "wmma" else 128, 64 if itemsize > 1 and n >= 8192 else 128, 8
     split = 1
     while m <= 64 and -(-n // bn) * split < 2 * t.units and k // (2 * split) >= SHORTEST and split < 8:
         split *= 2
