@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -291,8 +293,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for failure in r.failures:
             print(f"FAILED {r.target} {failure.strip().splitlines()[0]}")
     if a.json:
-        Path(a.json).write_text(json.dumps({"version": 1, "rows": [asdict(r) for r in rows]}, indent=1))
+        Path(a.json).write_text(json.dumps(_document(a, rows), indent=1))
     return 1 if not rows or any(r.failures or not r.kernels for r in rows) else 0
+
+
+def _document(a: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
+    """What is written to a file: the rows, and what made them."""
+    chosen = {name: getattr(a, name) for name in ("backend", "models", "targets", "size", "dtypes")}
+    versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers")}
+    date = datetime.now(UTC).date().isoformat()
+    return {"version": 1, "date": date, "versions": versions, **chosen, "rows": [asdict(r) for r in rows]}
 
 
 def _collected(backend: str, models: Sequence[str], a: argparse.Namespace) -> dict[str, Kernel]:

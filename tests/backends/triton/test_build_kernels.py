@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def test_kernels_written_by_hand_build(target: str, monkeypatch: pytest.MonkeyPa
     workers.pool().close()
     parts = 2 * (target == "gfx942")  # its sums are of several parts, which another kernel adds
     assert not row.failures and row.functions == 4 + parts and row.registers[1].endswith(forms)
+
+
+def test_a_record_says_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "kernels_of", lambda *a: {"k": kernels.softmax()})
+    monkeypatch.setattr(tool, "BY_HAND", {})
+    monkeypatch.setattr(tool, "build", lambda k, t: tool.Row(t.arch, len(k)))
+    record = tmp_path / "built.json"
+    assert tool.main(["--models", "bert", "--targets", "gfx942", "--json", str(record)]) == 0
+    found = json.loads(record.read_text())
+    assert (found["models"], found["targets"], found["dtypes"]) == ("bert", "gfx942", "fp32,bf16")
+    assert found["versions"]["triton"] and len(found["date"]) == 10
+    assert [(r["target"], r["kernels"]) for r in found["rows"]] == [("gfx942", 1)]
 
 
 def test_an_empty_collection_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
