@@ -95,11 +95,11 @@ def halves(x):
 def first(bias_ptr, column, N, BIAS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """What the sums of a tile begin with."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
-    sums = gl.full([BM, BN], 0.0, gl.float32, layout)
     if BIAS:
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-        sums += gl.expand_dims(gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32), 0)
-    return sums
+        bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32)
+        return gl.expand_dims(bias, 0).broadcast_to([BM, BN])
+    return gl.full([BM, BN], 0.0, gl.float32, layout)
 
 
 @gluon.jit
@@ -152,24 +152,27 @@ def consume(
         sums = hopper.warpgroup_mma_init(first(bias_ptr, column, N, BIAS, BM, BN))
         # before its turn a barrier of the ring may be two rounds behind, which a parity does not show
         hopper.mbarrier.wait(turn.index(WHICH), turns & 1)
-        for step in range(at, at + steps):
-            slot = step % STAGES
-            hopper.mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        slot, before, phase = at % STAGES, at % STAGES, (at // STAGES) & 1
+        for step in range(steps):
+            hopper.mbarrier.wait(full.index(slot), phase)
             w = w_ring.index(slot).permute((1, 0))
             sums = hopper.warpgroup_mma(x_ring.index(slot), w, sums, is_async=True)
             sums = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(1, deps=[sums]))
-            hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > at)
+            hopper.mbarrier.arrive(empty.index(before), pred=step > 0)
+            before = slot
+            phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)  # a remainder would take more instructions
+            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         hopper.mbarrier.arrive(turn.index(1 - WHICH))
         done = hopper.warpgroup_mma_wait(0, deps=[sums])
-        hopper.mbarrier.arrive(empty.index((at + steps - 1) % STAGES))
+        hopper.mbarrier.arrive(empty.index(before))
         left, right = halves(done)
         a, b = halves(left)
         c, d = halves(right)
-        phase = (turns + WHICH + 1) & 1
-        write(a, rooms, there, out, row, column, phase, WHICH, 0, PARTS, RESIDUAL, ACT)
-        write(b, rooms, there, out, row, column, phase, WHICH, 1, PARTS, RESIDUAL, ACT)
-        write(c, rooms, there, out, row, column, phase, WHICH, 2, PARTS, RESIDUAL, ACT)
-        write(d, rooms, there, out, row, column, phase, WHICH, 3, PARTS, RESIDUAL, ACT)
+        fetched = (turns + WHICH + 1) & 1
+        write(a, rooms, there, out, row, column, fetched, WHICH, 0, PARTS, RESIDUAL, ACT)
+        write(b, rooms, there, out, row, column, fetched, WHICH, 1, PARTS, RESIDUAL, ACT)
+        write(c, rooms, there, out, row, column, fetched, WHICH, 2, PARTS, RESIDUAL, ACT)
+        write(d, rooms, there, out, row, column, fetched, WHICH, 3, PARTS, RESIDUAL, ACT)
         at += 2 * steps
         turns += 1
     hopper.tma.store_wait(0)
