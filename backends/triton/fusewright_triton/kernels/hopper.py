@@ -70,7 +70,7 @@ def activated(x, ACT: gl.constexpr, BF16: gl.constexpr):
     elif ACT == "sigmoid":
         x = reciprocal(1.0 + exp2(x * -1.4426950408889634))
     elif ACT == "relu":
-        x = gl.where(x < 0.0, 0.0, x)
+        x = gl.maximum(x, 0.0, propagate_nan=ALL)
     return x
 
 
