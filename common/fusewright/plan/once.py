@@ -25,6 +25,7 @@ LIMIT = 64
 
 _VERSION = attrgetter("_version")
 _VALUE = attrgetter("value")
+_POINTER = torch.Tensor.data_ptr
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,11 +43,12 @@ class Prepared:
     watchers: list[weakref.ref[Any]]
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether these weights, known to lie where they lay, are those of `values` and unchanged."""
+        """Whether these weights are those of `values`, lie where they lay, and are unchanged."""
         return (
             bool(self.alive)
             and self.ids == tuple(map(id, weights))
             and self.versions == list(map(_VERSION, weights))
+            and self.addresses == list(map(_POINTER, weights))  # only then may the sampled elements be read
             and self.content == list(map(_VALUE, self.sampled))
         )
 

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -228,8 +229,8 @@ def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[in
 
 @dataclass
 class _Recording:
-    """One recording. `addresses` are those of all arguments, 0 for those that may lie anywhere; `rest` is what the tail
-    takes beside arguments."""
+    """One recording. `addresses` are those of the arguments that it reads where they lie; `rest` is what the tail takes beside
+    arguments."""
 
     lane: Hashable
     addresses: list[int]
@@ -262,8 +263,8 @@ class Replayed:
         self.device = plan_device(plan, recorder.device_type)
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
-        self._once_places = [plan.inputs.index(i) for i in plan.once_inputs]
-        self._anywhere = sorted(set(range(len(plan.inputs))) - {*self.parts.fixed, *self._once_places})
+        self._fixed = picker(self.parts.fixed)
+        self._once_inputs = picker([plan.inputs.index(i) for i in plan.once_inputs])
         self._writes = bool(written_inputs(plan))
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
@@ -307,21 +308,18 @@ class Replayed:
         return r.issue(args) if r is not None else None
 
     def _addresses(self, args: list[Any]) -> list[int]:
-        """Where the arguments lie that a recording cannot find elsewhere. This is the larger part of what a call of
-        many weights costs before its replay: one pass, without a loop in Python."""
-        found = list(map(torch.Tensor.data_ptr, args))
-        for k in self._anywhere:
-            found[k] = 0
-        return found
+        """Where the arguments lie that a recording reads there. This is the larger part of what a call of many weights costs
+        before its replay, for each of them is fetched from memory: one pass, and none but these."""
+        return list(map(torch.Tensor.data_ptr, self._fixed(args)))
 
     def _unchanged(self, r: _Recording, args: list[Any]) -> bool:
-        """Whether the weights, known to lie where they lay, are those that the constants were prepared from."""
-        return r.prepared is None or r.prepared.holds([args[k] for k in self._once_places])
+        """Whether the weights are those that the constants were prepared from."""
+        return r.prepared is None or r.prepared.holds(self._once_inputs(args))
 
     def _found(self, lane: Hashable, args: list[Any]) -> _Recording | None:
-        prepared = self.once.prepared([args[k] for k in self._once_places]) if self.once is not None else None
+        prepared = self.once.prepared(self._once_inputs(args)) if self.once is not None else None
         addresses = self._addresses(args)
-        key = (lane, *[addresses[k] for k in self.parts.fixed])
+        key = (lane, *addresses)
         found = self._recordings.get(key)
         if found is None or found.prepared is not prepared:
             return self._recorded(key, addresses, args, prepared)
@@ -383,6 +381,11 @@ class Replayed:
         self._last = None
         self.tell(f"not replayed: {why}")
         log.info("a plan is not replayed: %s", why)
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """`lambda args: tuple(args[k] for k in places)`, without a loop in Python where that is possible."""
+    return itemgetter(*places) if len(places) > 1 else lambda args: tuple(args[k] for k in places)
 
 
 def replayed(
