@@ -115,6 +115,16 @@ def test_channels_last_goes_through_pooling_to_the_classifier() -> None:
     assert not any("clone" in t for t in targets(check(g, [y])))
 
 
+def test_channels_last_goes_through_resizing_and_joining() -> None:
+    """As in decode heads for segmentation, where eager copies every map to planes and back."""
+    g = Net()
+    small, large = g.conv(g.image(), 8, 16), g.conv(g.input(torch.randn(2, 8, 14, 14)), 8, 16)
+    maps = [g.op("upsample_bilinear2d", m, [28, 28], False) for m in (small, large)]
+    y = g.conv(g.op("cat", maps, 1), 32, 8, k=1)
+    resized = ["kernel upsample_bilinear2d"] * 2
+    assert [t for t in targets(check(g, [y])) if t != CONV] == [*resized, "aten::cat", COPY], "one copy, of the result"
+
+
 def test_a_view_that_needs_planes_reads_a_copy() -> None:
     g = Net()
     y = g.op("view", g.conv(g.image(), 8, 16), [2, 16 * 7, 7])

@@ -168,6 +168,17 @@ def test_a_large_copy_alone_is_a_kernel_on_a_gpu(device: str, kernels: int) -> N
     assert len(fuse(g.region([y]), Context({}, Device(device, "test"))).kernels) == kernels
 
 
+@pytest.mark.parametrize(("device", "layout", "kernels"), [
+    ("cpu", torch.contiguous_format, 0), ("cpu", torch.channels_last, 1), ("cuda", torch.contiguous_format, 1),
+])  # fmt: skip
+def test_planes_alone_are_resized_by_eager_on_a_cpu(device: str, layout: torch.memory_format, kernels: int) -> None:
+    """A kernel gathers each element of a row; along channels it goes by vectors."""
+    g = Sketch()
+    x = g.input(torch.randn(2, 8, 32, 32).to(memory_format=layout))
+    y = g.op("upsample_bilinear2d", x, [64, 72], False)
+    assert len(fuse(g.region([y]), Context({}, Device(device, "test"))).kernels) == kernels
+
+
 def test_layer_norm_backward_is_a_row_kernel_and_a_column_kernel() -> None:
     g = Sketch()
     x, w, b, grad = (g.input(torch.randn(*s)) for s in ((6, 8), (8,), (8,), (6, 8)))

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from fusewright import ops
 from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.build import FOLD_LIMIT
@@ -174,9 +176,10 @@ class _Planner:
         grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
-        moves = [g.units[0].op for g in groups if self._only_moves(g) and not self._transposes(g, stored)]
-        if moves:
-            raise BetterEager(moves)
+        slower = [g.units[0].op for g in groups if self._only_moves(g) and not self._transposes(g, stored)]
+        slower += [g.units[0].op for g in groups if self._gathers_planes(g)]
+        if slower:
+            raise BetterEager(slower)
         exact = self._exact()
         if self.flow.places:
             choose_layouts(self.flow, groups, stored - exact, self.ctx)
@@ -255,6 +258,16 @@ class _Planner:
         if len(group.units) > 1 or op.op not in moves or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
             return False
         return not any(self._computes(v) for v in op.inputs())
+
+    def _gathers_planes(self, group: Group) -> bool:
+        """Whether a group only resizes large fp32 images whose rows are dense: a kernel would gather each element on a CPU, while
+        eager goes along rows."""
+        op = group.units[0].op
+        alone = len(group.units) == 1 and op.op == "upsample_bilinear2d" and self.ctx.device.type == "cpu"
+        spec = op.out.spec if alone else None
+        if spec is None or spec.bytes_hint() < MOVE_BYTES:
+            return False
+        return spec.dtype == torch.float32 and spec.stride[-1] == 1
 
     def _transposes(self, group: Group, stored: set[int]) -> bool:
         """Whether a copy loads along another axis than it stores: kernels do that in tiles, eager does not."""

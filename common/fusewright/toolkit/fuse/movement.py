@@ -459,25 +459,6 @@ def _eye(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     return e.b.where(same, e.b.const(1, t), e.b.const(0, t))
 
 
-def _nearest(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    x = op.arg("self")
-    shape, dims = shape_of(x.spec), list(at.dims)
-    for d in (-2, -1):
-        dims[d] = dims[d] // (int(at.shape[d]) // int(shape[d]))  # type: ignore[arg-type]
-    return e.value(x, At(shape, tuple(dims)))
-
-
-def _whole_factor(op: OpView) -> str | None:
-    x, out = op.arg("self").spec, op.out.spec
-    if out is None or not (x.static and out.static):
-        return "a symbolic size"
-    for d, scale in ((-2, op.arg("scales_h")), (-1, op.arg("scales_w"))):
-        factor = out.shape[d] / x.shape[d]
-        if factor != int(factor) or (scale is not None and scale != factor):
-            return "the scale is no whole number"
-    return None
-
-
 TABLE: Table = {
     name: (rule,)
     for name, rule in {
@@ -503,7 +484,6 @@ TABLE: Table = {
         "slice_backward": Map(_slice_backward, _static_grad, cost=6),
         "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),
         "pixel_unshuffle": Map(_pixel_unshuffle, _static_self, cost=4),
-        "upsample_nearest2d": Map(_nearest, _whole_factor, cost=4),
         "glu": Map(_glu, cost=26),
         "glu_backward": Map(_glu_backward, cost=30),
         "arange": Map(_arange, _plain_range),

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
-from fusewright.toolkit.fuse import activation, movement, pointwise, pooling, rows, rows_backward, scatter, short, views
+from fusewright.toolkit.fuse import (
+    activation,
+    movement,
+    pointwise,
+    pooling,
+    resize,
+    rows,
+    rows_backward,
+    scatter,
+    short,
+    views,
+)
 from fusewright.toolkit.fuse.rules import Rule, Rules, View, merge
 from fusewright.toolkit.fuse.space import ShapeMismatch, factor_groups, shape_of
 from fusewright.toolkit.kernel.types import from_torch
 
 RULES: dict[str, Rules] = merge(
     (
-        pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE,
+        pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE, resize.TABLE,
         short.with_short_rows(rows.TABLE), rows_backward.TABLE, scatter.TABLE, pooling.TABLE,
         {name: rows.loss_rules for name in rows.LOSSES},
     )
