@@ -179,6 +179,19 @@ def test_planes_alone_are_resized_by_eager_on_a_cpu(device: str, layout: torch.m
     assert len(fuse(g.region([y]), Context({}, Device(device, "test"))).kernels) == kernels
 
 
+@pytest.mark.parametrize(("device", "layout", "kernels"), [
+    ("cpu", torch.contiguous_format, 1), ("cpu", torch.channels_last, 0), ("cuda", torch.channels_last, 1),
+])  # fmt: skip
+def test_groups_of_channels_that_lie_apart_are_eagers_on_a_cpu(
+    device: str, layout: torch.memory_format, kernels: int
+) -> None:
+    g = Sketch()
+    x, w, b = (g.input(t) for t in (torch.randn(2, 8, 6, 6).to(memory_format=layout), torch.randn(8), torch.randn(8)))
+    y = g.op("group_norm", x, w, b, 2, 8, 36, 4, 1e-5)
+    launches = fuse(g.region([y[0] if isinstance(y, tuple) else y]), Context({}, Device(device, "test"))).kernels
+    assert min(len(launches), 1) == kernels
+
+
 def test_layer_norm_backward_is_a_row_kernel_and_a_column_kernel() -> None:
     g = Sketch()
     x, w, b, grad = (g.input(torch.randn(*s)) for s in ((6, 8), (8,), (8,), (6, 8)))

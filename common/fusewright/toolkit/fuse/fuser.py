@@ -99,6 +99,7 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     called = {i for c in calls for i in c.ops}
     plain = {op.id for op in region.ops if op.id not in called and not verdict(op)}
     plain |= computed_once(region) - called
+    plain |= {op.id for op in region.ops if _better_eager(op, ctx)} - called
     for _ in range(MAX_ROUNDS):
         try:
             fused = _Planner(region, ctx, calls, frozenset(plain), frozenset(solo), memo).run()
@@ -113,6 +114,14 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
             continue
         return Fragment(tuple(_ordered(fused.items)), fused.notes, fused.kernels)
     raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
+
+
+def _better_eager(op: OpView, ctx: CompileContext) -> bool:
+    """Group norms of channels-last images on a CPU: a kernel's rows, a group's channels of all pixels, lie apart there."""
+    if op.op != "group_norm" or ctx.device.type != "cpu":
+        return False
+    spec = next(op.inputs()).spec
+    return spec is not None and spec.rank > 2 and spec.stride[1] == 1 and spec.shape[1] != 1 and spec.stride[-1] != 1
 
 
 def computed_once(region: Region) -> set[int]:

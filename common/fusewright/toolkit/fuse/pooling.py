@@ -75,13 +75,49 @@ def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
     return e.b.cast(e.b.op("add", down * width, right), "i32")
 
 
+def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The sum of a window over its size, or over how much of it lies inside."""
+    x, t = op.arg("self"), out_type(op)
+    shape = shape_of(x.spec)
+    (kh, kw), (sh, sw), (ph, pw) = _window(op)
+    height, width, rows, columns = (int(s) for s in (*shape[-2:], *at.shape[-2:]))  # type: ignore[arg-type]
+    top, left = at.dims[-2] * sh - ph, at.dims[-1] * sw - pw
+    total = e.const(0, t)
+    for i in range(kh):
+        above = _inside(e, top + i, i - ph, (rows - 1) * sh + i - ph, height)
+        for j in range(kw):
+            beside = _inside(e, left + j, j - pw, (columns - 1) * sw + j - pw, width)
+            here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
+            source = At(shape, (*at.dims[:-2], top + i, left + j))
+            if here is None:
+                total = total + e(x, source, t)
+            else:
+                with e.masked(here):
+                    v = e(x, source, t)
+                total = total + e.b.where(here, v, e.const(0, t))
+    if op.arg("divisor_override") or op.arg("count_include_pad") or (ph, pw) == (0, 0):
+        return total / (op.arg("divisor_override") or kh * kw)
+    return total / e.b.cast(_extent(e, top, kh, height) * _extent(e, left, kw, width), t)
+
+
+def _extent(e: Evaluator, first: Index, size: int, limit: int) -> Val:
+    """How much of a window's side lies inside."""
+    start = e.b.op("maximum", e.position(first), e.const(0, "i64"))
+    end = e.b.op("minimum", e.position(first + size), e.const(limit, "i64"))
+    return end - start
+
+
 def _plain(op: OpView) -> str | None:
     spec = op.arg("self").spec
     if not spec.static or not spec.dtype.is_floating_point:
         return "a symbolic size, or integers"
-    if _two(op.arg("dilation")) != (1, 1) or op.arg("ceil_mode"):
+    dilated = op.op == "max_pool2d" and _two(op.arg("dilation")) != (1, 1)
+    if dilated or op.arg("ceil_mode"):
         return "a dilated window, or one that ends outside"
     return "a large window" if math.prod(_window(op)[0]) > MAX_WINDOW else None
 
 
-TABLE: Table = {"max_pool2d": (Map(_max_pool, _plain, cost=60),)}
+TABLE: Table = {
+    "max_pool2d": (Map(_max_pool, _plain, cost=60),),
+    "avg_pool2d": (Map(_avg_pool, _plain, cost=40),),
+}
