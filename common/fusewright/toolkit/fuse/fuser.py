@@ -32,11 +32,9 @@ MAX_ROUNDS = 64
 
 
 GATHERS = frozenset({"embedding", "index_select"})
-MOVES = {
-    "cpu": GATHERS | {"clone", "reshape", "cat", "stack", "repeat"},
-    "cuda": GATHERS,  # torch's copies of anything but dense tensors take two to four times as long as a kernel
-}
-"""Ops that only move elements: alone, and from `MOVE_BYTES` on, eager's own code for them is faster than a kernel."""
+COPIES = frozenset({"clone", "reshape", "cat", "stack", "repeat"})
+"""Ops that only move elements. Alone, and from `MOVE_BYTES` on, eager's own code for gathers is faster than a kernel, and on a
+CPU for copies; elsewhere eager's copies of anything but dense tensors take two to four times as long as a kernel."""
 
 MOVE_BYTES = 1 << 17
 
@@ -263,7 +261,7 @@ class _Planner:
 
     def _only_moves(self, group: Group) -> bool:
         """Whether a group is a single op that moves many elements which all lie in memory."""
-        op, moves = group.units[0].op, MOVES.get(self.ctx.device.type, MOVES["cuda"])
+        op, moves = group.units[0].op, GATHERS | COPIES if self.ctx.device.type == "cpu" else GATHERS
         if len(group.units) > 1 or op.op not in moves or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
             return False
         return not any(self._computes(v) for v in op.inputs())

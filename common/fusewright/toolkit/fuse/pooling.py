@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusewright.interface import OpView
@@ -39,32 +40,54 @@ def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Va
     return e.b.op("and", *tests) if len(tests) == 2 else tests[0] if tests else None
 
 
+@dataclass
+class _Windows:
+    """Windows of an image: where one begins, and its elements in the order of memory."""
+
+    e: Evaluator
+    op: OpView
+    at: At
+
+    def __post_init__(self) -> None:
+        self.shape = shape_of(self.op.arg("self").spec)
+        self.size, self.stride, self.padding = _window(self.op)
+        self.top, self.left = (
+            self.at.dims[d] * s - p for d, s, p in zip((-2, -1), self.stride, self.padding, strict=True)
+        )
+        self.limits = int(self.shape[-2]), int(self.shape[-1])  # type: ignore[arg-type]
+
+    def elements(self) -> Iterator[tuple[int, int, Val, Val | None]]:
+        """(row, column, element, whether it lies inside; None: always)."""
+        e, x, t = self.e, self.op.arg("self"), out_type(self.op)
+        (sh, sw), (ph, pw) = self.stride, self.padding
+        rows, columns = (int(s) for s in self.at.shape[-2:])  # type: ignore[arg-type]
+        for i in range(self.size[0]):
+            above = _inside(e, self.top + i, i - ph, (rows - 1) * sh + i - ph, self.limits[0])
+            for j in range(self.size[1]):
+                beside = _inside(e, self.left + j, j - pw, (columns - 1) * sw + j - pw, self.limits[1])
+                here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
+                source = At(self.shape, (*self.at.dims[:-2], self.top + i, self.left + j))
+                if here is None:
+                    v = e(x, source, t)
+                else:
+                    with e.masked(here):
+                        v = e(x, source, t)
+                yield i, j, v, here
+
+
 def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     """As eager: in the order of memory, a NaN and whatever is larger than all before takes the place."""
-    x, t = op.arg("self"), out_type(op)
-    shape = shape_of(x.spec)
-    (kh, kw), (sh, sw), (ph, pw) = _window(op)
-    height, width, rows, columns = (int(s) for s in (*shape[-2:], *at.shape[-2:]))  # type: ignore[arg-type]
-    top, left = at.dims[-2] * sh - ph, at.dims[-1] * sw - pw
-    best, place = e.const(-math.inf, t), _first(e, top, left, width)
-    for i in range(kh):
-        above = _inside(e, top + i, i - ph, (rows - 1) * sh + i - ph, height)
-        for j in range(kw):
-            beside = _inside(e, left + j, j - pw, (columns - 1) * sw + j - pw, width)
-            here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
-            source = At(shape, (*at.dims[:-2], top + i, left + j))
-            if here is None:
-                v = e(x, source, t)
-            else:
-                with e.masked(here):
-                    v = e(x, source, t)
-            better = e.b.op("or", v > best, e.b.op("isnan", v))
-            better = better if here is None else e.b.op("and", better, here)
-            best = e.b.where(better, v, best)
-            place = e.b.where(better, e.const(i * width + j, "i32"), place)
+    w = _Windows(e, op, at)
+    width = w.limits[1]
+    best, place = e.const(-math.inf, out_type(op)), _first(e, w.top, w.left, width)
+    for i, j, v, here in w.elements():
+        better = e.b.op("or", v > best, e.b.op("isnan", v))
+        better = better if here is None else e.b.op("and", better, here)
+        best = e.b.where(better, v, best)
+        place = e.b.where(better, e.const(i * width + j, "i32"), place)
     if not k:
         return best
-    corner = e.b.cast(e.position(top * width + left), "i32")
+    corner = e.b.cast(e.position(w.top * width + w.left), "i32")
     return e.b.cast(e.b.op("add", corner, place), "i64")
 
 
@@ -77,27 +100,16 @@ def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
 
 def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     """The sum of a window over its size, or over how much of it lies inside."""
-    x, t = op.arg("self"), out_type(op)
-    shape = shape_of(x.spec)
-    (kh, kw), (sh, sw), (ph, pw) = _window(op)
-    height, width, rows, columns = (int(s) for s in (*shape[-2:], *at.shape[-2:]))  # type: ignore[arg-type]
-    top, left = at.dims[-2] * sh - ph, at.dims[-1] * sw - pw
+    w, t = _Windows(e, op, at), out_type(op)
     total = e.const(0, t)
-    for i in range(kh):
-        above = _inside(e, top + i, i - ph, (rows - 1) * sh + i - ph, height)
-        for j in range(kw):
-            beside = _inside(e, left + j, j - pw, (columns - 1) * sw + j - pw, width)
-            here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
-            source = At(shape, (*at.dims[:-2], top + i, left + j))
-            if here is None:
-                total = total + e(x, source, t)
-            else:
-                with e.masked(here):
-                    v = e(x, source, t)
-                total = total + e.b.where(here, v, e.const(0, t))
-    if op.arg("divisor_override") or op.arg("count_include_pad") or (ph, pw) == (0, 0):
-        return total / (op.arg("divisor_override") or kh * kw)
-    return total / e.b.cast(_extent(e, top, kh, height) * _extent(e, left, kw, width), t)
+    for _, _, v, here in w.elements():
+        total = total + (v if here is None else e.b.where(here, v, e.const(0, t)))
+    if op.arg("divisor_override") or op.arg("count_include_pad") or not any(w.padding):
+        return total / (op.arg("divisor_override") or math.prod(w.size))
+    down, across = (
+        _extent(e, first, n, limit) for first, n, limit in zip((w.top, w.left), w.size, w.limits, strict=True)
+    )
+    return total / e.b.cast(down * across, t)
 
 
 def _extent(e: Evaluator, first: Index, size: int, limit: int) -> Val:
