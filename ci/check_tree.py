@@ -18,7 +18,7 @@ VENDORS = {
 # What a partner may use is what the vendors here may use.
 PUBLIC = (
     "fusewright.interface", "fusewright.ops", "fusewright.toolkit", "fusewright.plan.ir",
-    "fusewright.machine", "fusewright.errors", "fusewright.dynamo.entry",
+    "fusewright.machine", "fusewright.errors", "fusewright.strict", "fusewright.dynamo.entry",
 )  # fmt: skip
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")

@@ -32,7 +32,9 @@ class Options:
     fallback: Literal["allow", "warn", "error"] = _option(
         "warn", "what to do when ops run in eager: nothing, one line per graph, or raise", "FALLBACK"
     )
-    strict: bool = _option(False, "raise on a crash inside a backend instead of planning again without it", "STRICT")
+    strict: bool = _option(
+        False, "raise on a crash inside a backend and on a kernel that cannot be built, instead of doing without", "STRICT"
+    )
     verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
     cache: bool = _option(True, "keep plans and measured choices on disk", "CACHE")
     fuel: int | None = _option(

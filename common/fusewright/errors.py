@@ -31,7 +31,7 @@ class BackendContractError(FusewrightError, RuntimeError):
 
 
 class BackendCrashError(FusewrightError, RuntimeError):
-    """A backend crashed while compiling, in strict mode."""
+    """A backend crashed while compiling, or one of its kernels cannot be built, in strict mode."""
 
 
 class IndexOutOfBoundsError(FusewrightError, IndexError, RuntimeError):

@@ -53,6 +53,7 @@ from fusewright.report import GraphReport, OpRecord, is_recording, publish
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.rules import RULES, merge_common
+from fusewright.strict import strictly
 from fusewright.tune import Tuner
 
 log = logging.getLogger("fusewright")
@@ -309,7 +310,15 @@ STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (
 def compile_graph(
     backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], road: str
 ) -> Callable[[list[Any]], Any]:
-    """Run every stage on one ATen graph. Returns a callable that takes (and empties) a list of inputs."""
+    """Run every stage on one ATen graph, or find its plan in the cache. Returns a callable that takes (and empties) a list
+    of inputs."""
+    run = _found_or_compiled(backend, options, gm, phase, const, road)
+    return strictly(run) if options.strict else run
+
+
+def _found_or_compiled(
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], road: str
+) -> Run:
     report = GraphReport(backend.name, phase, road)
     tuner = Tuner(backend.fingerprint(), options.cache)
     c = Compilation(backend, options, gm, phase, const, report, tuner, handover=Handover.of(phase))

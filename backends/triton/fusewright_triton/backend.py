@@ -39,14 +39,12 @@ from fusewright_triton import target
 from fusewright_triton.ahead import orders
 from fusewright_triton.calls import rewritten
 from fusewright_triton.config import Config
-from fusewright_triton.handwritten import Order, library
+from fusewright_triton.handwritten import INSTALL, Order, library
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.quantized import with_few_rows
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
-_NO_TRITON = Unavailable(
-    "triton cannot be imported", "install the triton that your torch wheel asks for (pip check names it)"
-)
+_NO_TRITON = Unavailable("triton cannot be imported", INSTALL)
 
 
 class TritonLoader:

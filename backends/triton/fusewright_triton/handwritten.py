@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from fusewright.errors import BackendCrashError
+from fusewright.strict import is_strict
 from fusewright.toolkit.kernel.types import from_torch
 from fusewright_triton import binaries, workers
 from fusewright_triton.binaries import Binary
@@ -50,6 +52,8 @@ MOST_BOUND = 1024
 """Sets of sizes that a process keeps arguments for."""
 SAID = 500
 """Characters of a compiler's words that are repeated: the last ones say what is wrong."""
+INSTALL = "install the triton that your torch wheel asks for (pip check names it)"
+"""What helps where Triton is missing or refuses."""
 
 
 class Order(NamedTuple):
@@ -149,13 +153,15 @@ class Unbuilt(workers.BuildError):
     def __init__(self, order: Order, why: BaseException) -> None:
         super().__init__(str(why))
         self.kernel = f"{order.function} of kernels/{order.module}.py"
+        self.words = str(why).strip()[-SAID:]
 
 
 def or_else(
     other: Callable[P, R], instead: str = "torch's own calls run instead"
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates what launches kernels: where Triton cannot build one of them, `other` computes the same from the same
-    arguments, and one warning says so, whatever else needs that kernel."""
+    arguments, and one warning says so, whatever else needs that kernel. In a plan compiled with `strict`, a
+    `BackendCrashError` does."""
 
     def decorated(run: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(run)
@@ -163,6 +169,10 @@ def or_else(
             try:
                 return run(*args, **kwargs)
             except Unbuilt as e:
+                if is_strict():
+                    raise BackendCrashError(
+                        f"the kernel {e.kernel} cannot be built: {e.words}\nWithout 'strict' {instead}; else {INSTALL}"
+                    ) from e
                 _warn(e, instead)
             return other(*args, **kwargs)
 
@@ -177,7 +187,7 @@ _warned: set[str] = set()
 def _warn(e: Unbuilt, instead: str) -> None:
     if e.kernel not in _warned:
         _warned.add(e.kernel)
-        log.warning("fusewright: the kernel %s cannot be built, and %s: %s", e.kernel, instead, str(e).strip()[-SAID:])
+        log.warning("fusewright: the kernel %s cannot be built, and %s: %s", e.kernel, instead, e.words)
 
 
 def _then(answer: Future[workers.Answer]) -> Future[Binary]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,9 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
+from fusewright import pipeline
+from fusewright.errors import BackendCrashError
+from fusewright.strict import strictly
 from fusewright_triton import epilogues, handwritten, workers
 from fusewright_triton.handwritten import Kernel, Library
 from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
@@ -177,6 +181,23 @@ def _few_keys(x: torch.Tensor) -> torch.Tensor:
     return few_keys_ops.attention_of_few_keys(heads, heads, heads, None, heads.stride(), ARCH)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_strict_raises_instead(name: str, refused: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """An error that names the kernel, says why, and what to do."""
+    function, call = CALLS[name]
+    with pytest.raises(BackendCrashError) as error, caplog.at_level(logging.WARNING, "fusewright"):
+        strictly(lambda args: call())([])
+    text = str(error.value)
+    assert text.startswith(f"the kernel {function} of kernels/") and WORDS in text
+    assert text.endswith(
+        "Without 'strict' torch's own calls run instead; else install the triton that your torch wheel asks for "
+        "(pip check names it)"
+    )
+    assert not said(caplog)
+    call()
+    assert said(caplog), "strict ends with the run"
+
+
 @pytest.mark.parametrize(
     ("call", "module", "other", "words"),
     [
@@ -204,6 +225,9 @@ def test_what_gluon_cannot_build_another_kernel_computes(
     assert tried == [module, other] * 2
     (line,) = said(caplog)
     assert words in line
+    with pytest.raises(BackendCrashError, match=f"kernels/{module}.py cannot be built"):
+        strictly(lambda args: call(x))([])
+    assert tried[-1] == module, "no other kernel either"
 
 
 def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,18 +246,43 @@ def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: py
     assert len(refused) == 2
 
 
+def small_product(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any, torch.Tensor]:
+    """A model whose first linear is a kernel written by hand, compiled, with its input."""
+    monkeypatch.setattr(epilogues, "LEAST", 1)
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(BF16).eval()
+    options = {"simulate": True, "cache": False, "fallback": "allow", **options}
+    fast = torch.compile(model, backend="nvidia_triton", options=options)
+    return model, fast, randn(128, 64, dtype=BF16)
+
+
 @torch.no_grad()
 def test_a_compiled_model_gets_eagers_result(
     refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(epilogues, "LEAST", 1)
-    torch.compiler.reset()
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(BF16).eval()
-    x = randn(128, 64, dtype=BF16)
-    options: dict[str, Any] = {"simulate": True, "cache": False, "fallback": "allow"}
-    fast = torch.compile(model, backend="nvidia_triton", options=options)
+    model, fast, x = small_product(monkeypatch)
     with caplog.at_level(logging.WARNING, "fusewright"):
         for _ in range(3):
             torch.testing.assert_close(fast(x), model(x))
     (line,) = said(caplog)
     assert "product of kernels/product.py cannot be built" in line and len(refused) == 1
+
+
+@torch.no_grad()
+def test_a_model_compiled_with_strict_gets_the_error(
+    refused: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its plan too where it is in the cache, from a process without `strict`."""
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
+    _, fast, x = small_product(monkeypatch, strict=True)
+    for _ in range(2):
+        with pytest.raises(BackendCrashError, match=r"product of kernels/product.py cannot be built"):
+            fast(x)
+    torch.manual_seed(0)
+    model, loose, x = small_product(monkeypatch, cache=True)
+    torch.testing.assert_close(loose(x), model(x))
+    torch.compiler.reset()
+    monkeypatch.setattr(pipeline, "_compile", None)  # it is found, not compiled
+    found = torch.compile(model, backend="nvidia_triton", options={"simulate": True, "strict": True})
+    with pytest.raises(BackendCrashError, match=r"product of kernels/product.py cannot be built"):
+        found(x)
