@@ -3,10 +3,10 @@
     python ci/gpu_check.py [--full] [--stages accuracy,gradients,opinfo,table,decode] [--models bert,vit] [--json out.json]
 
 First, side by side on all cores: every model of the suite in bf16 and fp32 and the suite's training steps against fp64,
-a sample of torch's OpInfo database, and Inductor's training and reduce-overhead graphs into its cache on disk. Then, with
-nothing else running, the times (`gpu_models.py`): eager, Inductor, Inductor with mode="reduce-overhead" and ours, each
-compiler in a process of its own, rounds interleaved. First calls of inference are cold and alone (Inductor, ours); other
-first calls are marked: "warm" ones find their graphs on disk, and ours of training has Inductor's warm one beside it. With
+a sample of torch's OpInfo database, and what is not timed cold into the compilers' caches on disk: training steps and
+Inductor's reduce-overhead graphs. Then, with nothing else running, the times (`gpu_models.py`): eager, Inductor, Inductor
+with mode="reduce-overhead" and ours, each compiler in a process of its own, rounds interleaved. First calls of inference
+are cold and alone (Inductor, ours); the others are warm (they find their graphs on disk) and run beside each other. With
 `--full` nothing is compiled beforehand and every first call is cold and alone (about 15 minutes).
 
 Everything has a time limit; what was left out is said. The record goes to `--json`, or to gpu_check.json in the folder that
@@ -23,27 +23,30 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_models import MODELS  # type: ignore[import-not-found]
-from gpu_processes import CACHES, Failed, Job, Worker, end_session, side_by_side  # type: ignore[import-not-found]
+from gpu_processes import Failed, Job, Worker, caches_in, end_session, side_by_side  # type: ignore[import-not-found]
 from gpu_table import decode_text, judged, table_text  # type: ignore[import-not-found]
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("accuracy", "gradients", "opinfo", "table", "decode")
-SHARDS, OF_SHARDS = 8, 16
+OPINFO, OPINFO_JOBS = "1-8/16", 8
+"""Which part of the OpInfo database, and in how many processes."""
 ROUNDS = 5
 """Rounds of calls; the best round's median counts."""
 
-TOGETHER, ALL, UNLIMITED = 165.0, 465.0, 1e6
+TOGETHER, ALL, UNLIMITED = 190.0, 467.0, 1e6
 """Seconds for what runs side by side, and for everything; `--full` has no limit but that of each request."""
-OPINFO_SECONDS, OPINFO_FULL, OPINFO_LATEST = 120.0, 600.0, 30.0
-"""Seconds for a shard, and for the entry in which they end."""
-ONE_MODEL = 35.0
+OPINFO_SECONDS, OPINFO_FULL, OPINFO_LATEST = 120.0, 600.0, 60.0
+"""Seconds for OpInfo, and for the entries in which they end: NVRTC alone builds one for 30 s on a slow host."""
+ONE_MODEL = 30.0
 """Seconds that must be left to begin with another model of the table."""
-GPU_GIB = 60.0
+GPU_GIB = 62.0
 """For what runs side by side; the processes of the second phase have their contexts meanwhile."""
 GIB = {"bert": 10.0, "vit": 9.0, "distilgpt2": 11.0, "t5_small": 8.0, "resnet50": 17.0, "llama": 13.0}
 """Of Inductor's training steps."""
@@ -52,8 +55,8 @@ GIB = {"bert": 10.0, "vit": 9.0, "distilgpt2": 11.0, "t5_small": 8.0, "resnet50"
 class Check:
     """One run: its folder of caches and logs, what it found, and what went wrong."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.folder, self.start = given, folder, time.monotonic()
+    def __init__(self, given: argparse.Namespace, folder: Path, device: Future[dict[str, Any]]) -> None:
+        self.given, self.folder, self.device, self.start = given, folder, device, time.monotonic()
         self.stages = given.stages.split(",")
         self.models = given.models.split(",")
         self.record: dict[str, Any] = {"version": 3, "full": given.full, "stages": self.stages, "seconds": {}}
@@ -84,6 +87,7 @@ class Check:
             for workers in self.ahead.values():
                 for w in workers.values():
                     w.end()
+        self.record |= self.device.result()
         self.record["seconds"]["all"] = round(time.monotonic() - self.start)
         return self._end()
 
@@ -92,37 +96,33 @@ class Check:
     def _together(self) -> None:
         jobs = [*self._opinfo(), *self._precompiling(), *self._accuracy()]
         cores = 1.5 * len(os.sched_getaffinity(0))
-        shards = []
         for job, result in side_by_side(jobs, UNLIMITED if self.given.full else TOGETHER, cores, GPU_GIB):
             kind, _, what = job.name.partition(":")
             if isinstance(result, Exception):
                 self.note(f"{job.name}: {type(result).__name__}: {result}")
             elif kind == "opinfo":
-                shards.append(result)
+                self._sum_up(result)
             elif kind in ("accuracy", "gradients"):
                 self.record.setdefault(kind, []).extend(result)
                 for row in result:
                     if not row["right"] or row["bugs"]:
                         self.note(f"{kind} of {row['model']} {row['dtype']}: {row['reason']} {row['bugs'] or ''}")
             print(f"{time.monotonic() - self.start:5.0f} s  {kind} {what} done", flush=True)
-        if shards:
-            self._sum_up(shards)
 
     def _precompiling(self) -> list[Job]:
-        """Inductor's graphs that are not to be timed cold."""
+        """What is not to be timed cold."""
         if self.given.full:
             return []
-        parts = {m: (("training", "inductor"), ("inference", "reduce-overhead")) for m in self.models}
-        if "table" not in self.stages:
-            parts = {}
+        table = {m: {"training": ("inductor", "ours"), "inference": ("reduce-overhead",)} for m in self.models}
+        parts: dict[str, dict[str, tuple[str, ...]]] = table if "table" in self.stages else {}
         if "decode" in self.stages:
-            parts["decode"] = (("decode", "reduce-overhead"),)  # type: ignore[assignment]
+            parts["decode"] = {"decode": ("reduce-overhead",)}
 
         def job(model: str) -> Job:
             def run(seconds: float) -> None:
-                for part, contender in parts[model]:
+                for part, contenders in parts[model].items():
                     self._alone(f"warm_{model}_{part}", f"warm_{model}", seconds, [
-                        {"do": "first", "model": model, "part": part, "contender": contender}
+                        {"do": "first", "model": model, "part": part, "contender": c} for c in contenders
                     ])  # fmt: skip
 
             return Job(f"precompiling:{model}", run, GIB.get(model, 5.0), 2.0)
@@ -133,8 +133,7 @@ class Check:
 
     def _alone(self, name: str, caches: str, seconds: float, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers of a process of its own."""
-        few = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4", "FUSEWRIGHT_TRITON_WORKERS": "4"}
-        worker = Worker(self.folder, name, caches, **few)
+        worker = Worker(self.folder, name, caches, jobs=4)
         until = time.monotonic() + seconds
         try:
             return [worker.ask(until - time.monotonic(), **r) for r in requests]
@@ -158,39 +157,36 @@ class Check:
         return [job(*j) for j in jobs]
 
     def _opinfo(self) -> list[Job]:
-        def job(k: int) -> Job:
-            def run(seconds: float) -> dict[str, Any]:
-                found = self.folder / f"opinfo_{k}.json"
-                wanted = OPINFO_FULL if self.given.full else OPINFO_SECONDS
-                until = max(10.0, min(wanted, seconds - OPINFO_LATEST))
-                command = [
-                    sys.executable, str(HERE / "opinfo.py"), "--backend", "nvidia_triton", "--device", "cuda", "--samples",
-                    "1", "--shard", f"{k}/{OF_SHARDS}", "--seconds", str(until), "--limit", str(OPINFO_LATEST),
-                    "--json", str(found),
-                ]  # fmt: skip
-                caches = {n: str(self.folder / f"opinfo_{k}" / n) for n in CACHES}
-                with (self.folder / f"opinfo_{k}.log").open("wb") as log:
-                    process = subprocess.Popen(
-                        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches}, start_new_session=True
-                    )
-                    try:
-                        process.wait(timeout=until + 2 * OPINFO_LATEST)
-                    finally:
-                        end_session(process)
-                results: dict[str, Any] = json.loads(found.read_text())
-                return results
+        def run(seconds: float) -> dict[str, Any]:
+            found = self.folder / "opinfo.json"
+            wanted = OPINFO_FULL if self.given.full else OPINFO_SECONDS
+            until = max(10.0, min(wanted, seconds - OPINFO_LATEST))
+            command = [
+                sys.executable, str(HERE / "opinfo.py"), "--backend", "nvidia_triton", "--device", "cuda", "--samples",
+                "1", "--shard", OPINFO, "--jobs", str(OPINFO_JOBS), "--group", "1000", "--seconds", str(until),
+                "--limit", str(OPINFO_LATEST), "--json", str(found),
+            ]  # fmt: skip
+            with (self.folder / "opinfo.log").open("wb") as log:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches_in(self.folder / "opinfo")},
+                    start_new_session=True,
+                )  # fmt: skip
+                try:
+                    process.wait(timeout=until + 2 * OPINFO_LATEST)
+                finally:
+                    end_session(process)
+            results: dict[str, Any] = json.loads(found.read_text())
+            return results
 
-            return Job(f"opinfo:{k}/{OF_SHARDS}", run, 1.5)
+        return [Job(f"opinfo:{OPINFO}", run, 1.2 * OPINFO_JOBS, 1.5 * OPINFO_JOBS)] if "opinfo" in self.stages else []
 
-        return [job(k) for k in range(1, SHARDS + 1)] if "opinfo" in self.stages else []
-
-    def _sum_up(self, shards: Sequence[dict[str, Any]]) -> None:
-        results = [r for s in shards for r in s["results"]]
+    def _sum_up(self, opinfo: Mapping[str, Any]) -> None:
+        results = opinfo["results"]
         wrong = [f"{r['entry']} {r['dtype']}: {'; '.join(r['problems'][:2])}" for r in results if r["problems"]]
         shared = sum(1 for r in results if r["shared"] and not r["problems"])
         found = self.record["opinfo"] = {
             "entries": len(results), "right": len(results) - len(wrong) - shared, "wrong_in_aot_eager_too": shared,
-            "wrong": wrong, "left_out": sum(s["left_out"] for s in shards),
+            "wrong": wrong, "left_out": opinfo["left_out"],
             "lowered": sum(r["lowered"] for r in results), "ops": sum(r["lowered"] + r["eager"] for r in results),
         }  # fmt: skip
         for w in wrong:
@@ -219,13 +215,7 @@ class Check:
             first: dict[str, dict[str, float]] = {"inference": {}, "training": {}}
             self._first(workers["cold"], model, "inference", "inductor", first)
             self._first(workers["ours"], model, "inference", "ours", first)
-            mine = threading.Thread(target=self._first, args=(workers["ours"], model, "training", "ours", first))
-            mine.start()
-            if self.given.full:
-                mine.join()
-            self._first(workers["warm"], model, "training", "inductor", first)
-            self._first(workers["warm"], model, "inference", "reduce-overhead", first)
-            mine.join()
+            self._others(model, first)
             row |= {part: {"ms": {}, "first_s": found} for part, found in first.items()}
             by = {
                 "inference": {
@@ -242,9 +232,42 @@ class Check:
         print(f"{time.monotonic() - self.start:5.0f} s  {json.dumps(row)}", flush=True)
         return row
 
-    def _first(self, worker: Worker, model: str, part: str, contender: str, into: dict[str, dict[str, float]]) -> None:
+    def _others(self, model: str, first: dict[str, dict[str, float]]) -> None:
+        """First calls that are not timed cold and alone, side by side, while the next row gets ready. With `--full` they
+        are, one after the other."""
+        workers, later = self.ahead[model], list(self.ahead)[1:2]
+
+        def mine() -> None:
+            warm = {} if self.given.full else {"caches": caches_in(self.folder / f"warm_{model}")}
+            self._first(workers["ours"], model, "training", "ours", first, **warm)
+
+        def inductors() -> None:
+            self._first(workers["warm"], model, "training", "inductor", first)
+            self._first(workers["warm"], model, "inference", "reduce-overhead", first)
+
+        def ready(worker: Worker, row: str, part: str) -> None:
+            try:
+                worker.ask(120, do="ready", model=row, part=part)
+            except Failed as e:
+                self.note(f"{row}, {part}: {e}")
+
+        todo: list[Callable[[], None]] = [mine, inductors, partial(ready, workers["cold"], model, "training")]
+        for row in later:
+            part = "decode" if row == "decode" else "inference"
+            todo += [partial(ready, self.ahead[row][k], row, part) for k in ("cold", "ours") if k in self.ahead[row]]
+        threads = [threading.Thread(target=t) for t in todo]
+        for t in threads:
+            t.start()
+            if self.given.full:
+                t.join()
+        for t in threads:
+            t.join()
+
+    def _first(
+        self, worker: Worker, model: str, part: str, contender: str, into: dict[str, dict[str, float]], **more: Any
+    ) -> None:
         try:
-            answer = worker.ask(120, do="first", model=model, part=part, contender=contender)
+            answer = worker.ask(120, do="first", model=model, part=part, contender=contender, **more)
             into[part][contender] = answer["seconds"]
         except Failed as e:
             self.note(f"{model}, {part}, {contender}: {e}")
@@ -341,9 +364,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name not in known:
                 parser.error(f"there is no {kind} {name!r}; there are {', '.join(known)}")
     target = given.json or (Path(os.environ["OUT"]) / "gpu_check.json" if os.environ.get("OUT") else None)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        check = Check(given, Path(folder))
-        check.record |= _device()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(1) as beside:
+        device = beside.submit(_device)
+        check = Check(given, Path(folder), device)
         code = check.main()
         if target is not None:
             target.write_text(json.dumps(check.record, indent=1))

@@ -1,21 +1,27 @@
-"""Processes of `ci/gpu_check.py`: workers that answer requests, and jobs side by side as far as memory and cores go."""
+"""Processes of `ci/gpu_check.py`: workers that answer requests, and jobs side by side as far as memory and cores go.
+
+Workers are forked from one process that has imported what they all need (multiprocessing's fork server): torch, Dynamo and
+transformers are seconds of a core for each of some fifty processes.
+"""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).resolve().with_name("gpu_worker.py")
+from gpu_worker import serve  # type: ignore[import-not-found]
+
+IMPORTED = ("torch._dynamo", "transformers", "fusewright.bench.accuracy", "fusewright.report")
+"""What the fork server imports; none of it asks for a GPU, which no process forked later could use."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
 """Variables that say where compilers keep what they made."""
 
@@ -24,19 +30,37 @@ class Failed(RuntimeError):
     """A process gave no answer, or its answer is an error."""
 
 
-class Worker:
-    """One `gpu_worker.py`. It is started at once and imports while others are asked."""
+def caches_in(folder: Path) -> dict[str, str]:
+    """The environment of a process that keeps what it compiles in a folder."""
+    return {name: str(folder / name) for name in CACHES}
 
-    def __init__(self, folder: Path, name: str, caches: str, **settings: str) -> None:
-        self.name, self.log = name, folder / f"{name}.log"
-        caches_of = {n: str(folder / caches / n) for n in CACHES}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env={**os.environ, **caches_of, **settings}, start_new_session=True,
-            )  # fmt: skip
+
+def _begin(work: Callable[[Connection, int], None], connection: Connection, log: str, env: Mapping[str, str], jobs: int) -> None:
+    """In a new worker: a session of its own, its own log and environment."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.update(env)
+    work(connection, jobs)
+
+
+class Worker:
+    """One process of `gpu_worker.py`, which says what `jobs` limits. It is started at once and loads libraries while others
+    are asked."""
+
+    WORK: Callable[[Connection, int], None] = staticmethod(serve)
+
+    def __init__(self, folder: Path, name: str, caches: str, jobs: int = 0) -> None:
+        self.folder, self.name, self.log = folder, name, folder / f"{name}.log"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
+        self.connection, theirs = context.Pipe()
+        given = (self.WORK, theirs, str(self.log), caches_in(folder / caches), jobs)
+        self.process = context.Process(target=_begin, args=given, name=name)
+        self.process.start()
+        theirs.close()
         self._ready = False
-        self._rest = b""
 
     def ask(self, limit: float, **request: Any) -> dict[str, Any]:
         """The answer to a request. Raises `Failed`: after `limit` seconds, for an error, for a process that ended."""
@@ -44,10 +68,8 @@ class Worker:
         if not self._ready:
             self._answer(until)
             self._ready = True
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
+            self.connection.send(request)
         except BrokenPipeError:
             raise Failed(self._ended()) from None
         answer = self._answer(until)
@@ -56,37 +78,39 @@ class Worker:
         return answer
 
     def _answer(self, until: float) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(timeout=max(0.0, until - time.monotonic())):
-                    self.end()
-                    raise Failed("out of time")
-                chunk = os.read(self.process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise Failed(self._ended())
-                self._rest += chunk
-        line, self._rest = self._rest.split(b"\n", 1)
-        found: dict[str, Any] = json.loads(line)
+        try:
+            if not self.connection.poll(max(0.0, until - time.monotonic())):
+                self.end()
+                raise Failed("out of time")
+            found: dict[str, Any] = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise Failed(self._ended()) from None
         return found
 
     def _ended(self) -> str:
-        last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-        return f"the process ended with {self.process.wait()}: {' '.join(last)[:300]}"
+        self.process.join()
+        last = self.log.read_text(errors="replace").strip().splitlines()[-1:] if self.log.exists() else []
+        return f"the process ended with {self.process.exitcode}: {' '.join(last)[:300]}"
 
     def end(self) -> None:
         """End the process and the compilers that it started."""
-        end_session(self.process)
+        if self.process.pid is not None:
+            _kill_session(self.process.pid)
+        self.process.kill()  # it may not have a session of its own yet
+        self.process.join()
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
     """End a process that was started in a session of its own, with all of that session."""
+    _kill_session(process.pid)
+    process.wait()
+
+
+def _kill_session(leader: int) -> None:
     try:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:
         pass  # it has ended by itself, and so have its children
-    process.wait()
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def table_text(rows: Sequence[Row], bars: Sequence[Row], full: bool) -> str:
     lines = []
     notes = {
         "inference": "reduce-overhead's is warm",
-        "training": "Inductor's is warm, ours cold beside it",
+        "training": "all warm, beside each other",
     }
     for part in ("inference", "training"):
         note = "all cold" if full else notes[part]

@@ -1,10 +1,10 @@
-"""A process of `ci/gpu_check.py`: it reads requests (one JSON object a line) and answers each with a line.
+"""A process of `ci/gpu_check.py`: it answers requests, all of them dicts of JSON's types.
 
     {"do": "first", "model": "bert", "part": "inference", "contender": "ours"}   {"seconds": 4.1}
     {"do": "round", "model": "bert", "part": "inference", "contender": "ours"}   {"ms": 5.0}
 
-It says {"ready": true} when everything is imported and the GPU's libraries are loaded, which no first call is to pay for.
-Compilers' caches are where the environment says.
+It says {"ready": True} when everything is imported and the GPU's libraries are loaded, which no first call is to pay for.
+Compilers' caches are where the environment says; a request may name others for the time from then on ("caches").
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -77,9 +76,15 @@ class Timed:
         self.settled: set[tuple[str, str, str]] = set()
         self.decodings: dict[str, Decoding] = {}
 
-    def first(self, model: str, part: str, contender: str) -> dict[str, Any]:
-        """Seconds of the call that compiles. The model is on the GPU and eager has run (its libraries are loaded)."""
+    def ready(self, model: str, part: str) -> dict[str, Any]:
+        """The model is on the GPU and eager has run: its libraries are loaded."""
         self._call(model, part, "eager")()
+        torch.cuda.synchronize()
+        return {}
+
+    def first(self, model: str, part: str, contender: str) -> dict[str, Any]:
+        """Seconds of the call that compiles, once eager has run."""
+        self.ready(model, part)
         call = self.calls[model, part, contender] = self._call(model, part, contender)
         return {"seconds": seconds_of(call)}
 
@@ -250,35 +255,34 @@ def load_libraries() -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+def serve(connection: Connection, jobs: int = 0) -> None:
+    """Answer requests until the other end is closed. Our compiler starts at most `jobs` processes and torch half as many
+    threads; 0: as many as there are cores."""
     import transformers
 
     transformers.logging.set_verbosity_error()
+    if jobs:
+        os.environ["FUSEWRIGHT_TRITON_WORKERS"] = str(jobs)
+        torch.set_num_threads(max(1, jobs // 2))
     timed = Timed()
     commands: dict[str, Callable[..., dict[str, Any]]] = {
-        "first": timed.first, "round": timed.round, "bandwidth": timed.bandwidth, "check": check,
+        "ready": timed.ready, "first": timed.first, "round": timed.round, "bandwidth": timed.bandwidth, "check": check,
         "check_training": check_training, "decode_alone": timed.decode_alone, "decode_agrees": timed.decode_agrees,
     }  # fmt: skip
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
     load_libraries()
-    say({"ready": True})
-    for line in sys.stdin:
-        request = json.loads(line)
+    connection.send({"ready": True})
+    while True:
         try:
-            say(commands[request.pop("do")](**request))
+            request = connection.recv()
+        except EOFError:
+            return
+        do = request.pop("do")
+        os.environ.update(request.pop("caches", {}))
+        try:
+            connection.send(commands[do](**request))
         except Exception as e:  # whatever a model or a compiler raises is an answer; the parent says what was left out
-            say({"error": f"{type(e).__name__}: {str(e)[:300]}"})
-        if "check" in line:  # what one check held must not stand in the way of the next
+            connection.send({"error": f"{type(e).__name__}: {str(e)[:300]}"})
+        if "check" in do:  # what one check held must not stand in the way of the next
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,15 +8,18 @@ is listed apart. Exit code 0 when no entry is wrong, has crashed or ran out of t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import queue
 import re
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     start = time.monotonic()
     results: list[dict[str, Any]] = []
-    for result in _run(jobs, a):
+    for result in _run(jobs, a, start + a.seconds):
         results.append(result)
         if result["problems"] or a.verbose:
             print(_line(result), flush=True)
-        if time.monotonic() - start > a.seconds:
-            break
     if len(results) < len(jobs):
         print(f"left out for want of time: {len(jobs) - len(results)} of {len(jobs)} entries")
     _summary(results, time.monotonic() - start, a)
@@ -62,12 +63,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--backend", required=True, help="a name for torch.compile(backend=...)")
     p.add_argument("--simulate", action="store_true", help="on a simulated device of the backend, on the CPU")
     p.add_argument("--device", default="cpu", help="where the samples are: cpu, cuda")
-    p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1")
+    p.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N equal parts, from 1; I-J/N: the parts I to J")
     p.add_argument("--ops", default="", metavar="REGEX", help="only entries whose name it finds")
     p.add_argument("--dtypes", default="float32", help="comma-separated, e.g. float32,bfloat16,int64,bool")
     p.add_argument("--gradients", action=argparse.BooleanOptionalAction, default=True, help="check gradients too")
     p.add_argument("--dynamic", action="store_true", help="sizes are symbols; graphs serve every sample that they fit")
     p.add_argument("--samples", type=int, default=4, help="samples per entry, spread over all; 0: every one")
+    p.add_argument("--jobs", type=int, default=1, help="child processes side by side")
     p.add_argument("--group", type=int, default=25, help="entries per child process")
     p.add_argument("--limit", type=float, default=120, help="seconds that one entry may take")
     p.add_argument("--seconds", type=float, default=math.inf, help="begin no entry after that; what is left out is said")
@@ -93,16 +95,39 @@ def _jobs(a: argparse.Namespace) -> list[Job]:
 
 
 def _shard(jobs: list[Job], shard: str) -> list[Job]:
-    i, n = map(int, shard.split("/"))
-    if not 1 <= i <= n:
-        raise SystemExit(f"--shard {shard}: I goes from 1 to N")
-    return jobs[i - 1 :: n]
+    parts, n = shard.split("/")[0].split("-"), int(shard.split("/")[1])
+    first, last = int(parts[0]), int(parts[-1])
+    if not 1 <= first <= last <= n:
+        raise SystemExit(f"--shard {shard}: parts go from 1 to {n}")
+    return [job for k, job in enumerate(jobs) if first <= k % n + 1 <= last]
 
 
 # ---------------------------------------------------------------- parent
 
 
-def _run(jobs: Sequence[Job], a: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _run(jobs: Sequence[Job], a: argparse.Namespace, until: float) -> Iterator[dict[str, Any]]:
+    """Results as they come, of `--jobs` children side by side. No entry is begun after `until`."""
+    found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def work(part: Sequence[Job]) -> None:
+        try:
+            with contextlib.closing(_in_turn(part, a)) as results:
+                for result in results:
+                    found.put(result)
+                    if time.monotonic() > until:
+                        break
+        finally:
+            found.put(None)
+
+    with ThreadPoolExecutor(a.jobs) as pool:
+        parts = [pool.submit(work, jobs[k :: a.jobs]) for k in range(a.jobs)]
+        for _ in parts:
+            yield from iter(found.get, None)
+        for part in parts:
+            part.result()
+
+
+def _in_turn(jobs: Sequence[Job], a: argparse.Namespace) -> Generator[dict[str, Any], None, None]:
     """Results in order. After a crash or a timeout the rest of the group goes on in a new child."""
     todo = list(jobs)
     while todo:

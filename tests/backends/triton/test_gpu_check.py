@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,55 @@ import gpu_check as tool
 import gpu_processes as processes
 import gpu_table
 
-PRETENDER = """
-import json, sys
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    r = json.loads(line)
+
+def pretend_work(connection: Connection, jobs: int) -> None:
+    """Answers at once."""
+    connection.send({"ready": True})
+    while True:
+        try:
+            connection.send(answered(connection.recv()))
+        except EOFError:
+            return
+
+
+def pretend_work_that_fails(connection: Connection, jobs: int) -> None:
+    """Like `pretend_work`, but for reduce-overhead and a token."""
+    connection.send({"ready": True})
+    while True:
+        try:
+            r = connection.recv()
+        except EOFError:
+            return
+        fails = r["do"] == "round" and r["contender"] == "reduce-overhead"
+        connection.send({"error": "RuntimeError: no"} if fails else answered(r, wrong=1))
+
+
+def answered(r: dict[str, Any], wrong: int = 0) -> dict[str, Any]:
     if r["do"] in ("check", "check_training"):
         right = r["model"] != "vit" or r.get("dtype") != "fp32"
-        answer = {"model": r["model"], "dtype": r.get("dtype", "amp"), "right": right, "ratio": 1.0, "bugs": [],
-                  "reason": "" if right else "output 0: error 2 against eager's 1", "replay": ["replayed, 5 instructions"]}
-    elif r["do"] == "first":
-        answer = {"seconds": 2.0 if r["contender"] == "ours" else 10.0}
-    elif r["do"] == "round":
-        answer = {"ms": {"eager": 3.0, "inductor": 2.0, "reduce-overhead": 1.5, "ours": 1.0}[r["contender"]]}
-        if FAILS and r["contender"] == "reduce-overhead":
-            answer = {"error": "RuntimeError: no"}
-    elif r["do"] == "decode_alone":
-        answer = {"ms": 4.0}
-    elif r["do"] == "decode_agrees":
-        answer = {"tokens": 32, "equal": 30, "wrong": int(FAILS)}
-    else:
-        answer = {"copy_gb_s": 3000.0, "bytes": 2.4e9}
-    print(json.dumps(answer), flush=True)
-"""
+        return {
+            "model": r["model"], "dtype": r.get("dtype", "amp"), "right": right, "ratio": 1.0, "bugs": [],
+            "reason": "" if right else "output 0: error 2 against eager's 1", "replay": ["replayed, 5 instructions"],
+        }  # fmt: skip
+    if r["do"] == "first":
+        if r["part"] == "inference":
+            assert "caches" not in r, "what is timed cold stays cold"
+        return {"seconds": 2.0 if r["contender"] == "ours" else 10.0}
+    if r["do"] == "round":
+        return {"ms": {"eager": 3.0, "inductor": 2.0, "reduce-overhead": 1.5, "ours": 1.0}[r["contender"]]}
+    answers: dict[str, dict[str, Any]] = {
+        "ready": {}, "decode_alone": {"ms": 4.0}, "decode_agrees": {"tokens": 32, "equal": 30, "wrong": wrong},
+        "bandwidth": {"copy_gb_s": 3000.0, "bytes": 2.4e9},
+    }  # fmt: skip
+    return answers[r["do"]]
+
+
+def end_at_once(connection: Connection, jobs: int) -> None:
+    sys.exit("no GPU")
+
+
+def hang(connection: Connection, jobs: int) -> None:
+    time.sleep(60)
 
 
 @pytest.fixture
@@ -45,9 +72,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the tool with workers that answer at once; gives its exit code and its record."""
 
     def run(*arguments: str, fails: bool = False) -> tuple[int, dict[str, Any]]:
-        program = tmp_path / "worker.py"
-        program.write_text(f"FAILS = {fails}\n{PRETENDER}")
-        monkeypatch.setattr(processes, "PROGRAM", program)
+        monkeypatch.setattr(processes.Worker, "WORK", staticmethod(pretend_work_that_fails if fails else pretend_work))
         monkeypatch.setattr(tool, "_device", lambda: {"device": "a GPU"})
         monkeypatch.setenv("OUT", str(tmp_path))
         code = tool.main(arguments)
@@ -126,14 +151,12 @@ def test_jobs_wait_for_memory_and_end_in_time() -> None:
 
 
 def test_a_worker_that_ends_or_hangs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "worker.py"
-    monkeypatch.setattr(processes, "PROGRAM", program)
-    program.write_text("import sys; sys.exit('no GPU')")
+    monkeypatch.setattr(processes.Worker, "WORK", staticmethod(end_at_once))
     dead = processes.Worker(tmp_path, "dead", "caches")
     with pytest.raises(processes.Failed, match="the process ended with 1: no GPU"):
         dead.ask(30, do="first")
-    program.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(processes.Worker, "WORK", staticmethod(hang))
     slow = processes.Worker(tmp_path, "slow", "caches")
     with pytest.raises(processes.Failed, match="out of time"):
         slow.ask(0.2, do="first")
-    assert slow.process.poll() is not None
+    assert slow.process.exitcode is not None
