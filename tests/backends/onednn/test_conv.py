@@ -174,3 +174,13 @@ def test_a_transposed_convolution_stays_between_the_others() -> None:
     g = Net()
     y = g.op("conv", g.conv(g.image(), 8, 8), g.weight(8, 8, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 1)
     assert targets(check(g, [g.conv(y, 8, 8)])) == [CONV, COPY, "aten::convolution", CONV, COPY]
+
+
+def test_a_group_norm_reads_what_eager_refuses() -> None:
+    """Behind convolutions: a sequence, and half of the channels. Eager's group norm takes dense images only."""
+    g = Net()
+    conv = g.op("conv", g.input(torch.randn(2, 8, 21)), g.weight(8, 8, 3), None, [1], [1], [1], False, [0], 1)
+    half = g.op("slice", g.conv(g.input(torch.randn(1, 8, 7, 7)), 8, 16), 1, 0, 8)
+    cases = ((conv, 2, 21), (half, 1, 49))
+    norms = [g.op("group_norm", v, g.weight(8), g.weight(8), n, 8, points, 4, 1e-5) for v, n, points in cases]
+    assert not any("group_norm" in t and "kernel" not in t for t in targets(check(g, norms)))

@@ -24,6 +24,7 @@ from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
 from fusewright.toolkit.kernel import IndexTooComplex, Kernel, crosses
+from fusewright.toolkit.library import layout_of
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 
@@ -118,8 +119,8 @@ def _better_eager(op: OpView, ctx: CompileContext) -> bool:
     """Group norms of channels-last images on a CPU: a kernel's rows, a group's channels of all pixels, lie apart there."""
     if op.op != "group_norm" or ctx.device.type != "cpu":
         return False
-    spec = next(op.inputs()).spec
-    return spec is not None and spec.rank > 2 and spec.stride[1] == 1 and spec.shape[1] != 1 and spec.stride[-1] != 1
+    spec = next(op.inputs()).spec  # eager refuses every other layout: sequences, slices of channels
+    return spec is not None and layout_of(spec) == "channels_last"
 
 
 def computed_once(region: Region) -> set[int]:
