@@ -63,7 +63,7 @@ def host_us(call: Callable[[], Any]) -> list[float]:
 
     found = recordings()
     plain = [r.replay for _, r in found]
-    Replayed.__call__ = entering  # type: ignore[method-assign]
+    Replayed.__call__ = entering  # type: ignore[method-assign, assignment]
     for _, r in found:
         r.replay = timed(r.replay)
     rows = []

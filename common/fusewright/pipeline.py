@@ -43,9 +43,9 @@ from fusewright.partition import Partition, partition
 from fusewright.plan import build as plan_build
 from fusewright.plan import cached, codegen
 from fusewright.plan.constants import derived
-from fusewright.plan.firstrun import Run, Untrue, checked_first
+from fusewright.plan.firstrun import Untrue, checked_first
 from fusewright.plan.inplace import updated_in_place
-from fusewright.plan.ir import Launch
+from fusewright.plan.ir import Launch, Run
 from fusewright.plan.opaque import guarded
 from fusewright.plan.replay import replayed
 from fusewright.plan.retained import Handover, retained

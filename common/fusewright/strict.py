@@ -7,8 +7,9 @@ way, which a user of `strict` wants to see as an error instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
+
+from fusewright.plan.ir import Run
 
 _now = threading.local()
 
@@ -18,7 +19,7 @@ def is_strict() -> bool:
     return getattr(_now, "strict", False)
 
 
-def strictly(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def strictly(run: Run) -> Run:
     """`run`, with `is_strict` true meanwhile, in whichever thread it is called (autograd has threads of its own)."""
 
     def strict_run(args: list[Any]) -> Any:

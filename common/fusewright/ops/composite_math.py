@@ -114,20 +114,14 @@ def sdpa_ref(
     return _attend(q, k, v, _scores(q, k, attn_mask, is_causal, scale))[0]
 
 
-def sdpa(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else widened(attn_mask)
+def _widened_mask(mask: Any) -> Any:
+    return mask if mask is None or mask.dtype == torch.bool else widened(mask)
+
+
+def sdpa(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, **named: Any) -> Any:
+    """`sdpa_ref` of the same arguments in the type that eager computes in."""
     wide = (widened(q), widened(k), widened(v))
-    return sdpa_ref(*wide, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).to(q.dtype)
+    return sdpa_ref(*wide, _widened_mask(attn_mask), *rest, **named).to(q.dtype)
 
 
 def sdpa_lse_ref(
@@ -145,18 +139,10 @@ def sdpa_lse_ref(
     return _attend(q, k, v, _scores(q, k, attn_mask, is_causal, scale))
 
 
-def sdpa_lse(
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
-) -> tuple[Any, Any]:
-    mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else widened(attn_mask)
-    out, lse = sdpa_lse_ref(widened(q), widened(k), widened(v), dropout_p, is_causal, attn_mask=mask, scale=scale)
+def sdpa_lse(q: Any, k: Any, v: Any, *rest: Any, attn_mask: Any = None, **named: Any) -> tuple[Any, Any]:
+    """`sdpa_lse_ref` of the same arguments in the type that eager computes in."""
+    wide = (widened(q), widened(k), widened(v))
+    out, lse = sdpa_lse_ref(*wide, *rest, attn_mask=_widened_mask(attn_mask), **named)
     return out.to(q.dtype), lse
 
 
@@ -313,16 +299,10 @@ def batch_norm_train_ref(
 
 
 def batch_norm_train(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *rest: Any, **named: Any
 ) -> tuple[Any, ...]:
-    wide = batch_norm_train_ref(widened(x), weight, bias, running_mean, running_var, training, momentum, eps)
+    """`batch_norm_train_ref` of the same arguments in the types that eager computes in."""
+    wide = batch_norm_train_ref(widened(x), weight, bias, running_mean, running_var, *rest, **named)
     stats = _stats_dtype(x, running_mean)
     dtypes = (x.dtype, stats, stats, running_mean.dtype, running_var.dtype)
     return tuple(t.to(d) for t, d in zip(wide, dtypes, strict=True))
@@ -507,24 +487,8 @@ def nearest2d_ref(x: Any, output_size: Any, scales_h: float | None = None, scale
     return x[..., rows[:, None], cols]
 
 
-def bilinear2d_ref(
-    x: Any,
-    output_size: Any,
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Any:
-    return torch.ops.aten.upsample_bilinear2d.default(x, output_size, align_corners, scales_h, scales_w)
-
-
-def bicubic2d_ref(
-    x: Any,
-    output_size: Any,
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Any:
-    return torch.ops.aten.upsample_bicubic2d.default(x, output_size, align_corners, scales_h, scales_w)
+bilinear2d_ref = torch.ops.aten.upsample_bilinear2d.default
+bicubic2d_ref = torch.ops.aten.upsample_bicubic2d.default
 
 
 def pixel_shuffle_ref(x: Any, upscale_factor: int) -> Any:

@@ -46,33 +46,16 @@ def dequantize(x: Any, scale: Any, zero_point: Any, low: Any, high: Any, dtype: 
 
 
 def dequantize_channels_ref(
-    x: Any,
-    scales: Any,
-    zero_points: Any,
-    axis: int,
-    low: int,
-    high: int,
-    dtype: Any,
-    *,
-    out_dtype: Any = None,
+    x: Any, scales: Any, zero_points: Any, axis: int, *_: Any, out_dtype: Any = None, wide: torch.dtype = torch.float64
 ) -> Any:
+    """Canonical arguments behind `axis` (the limits and type of `x`) say nothing here."""
     zeros = 0 if zero_points is None else _channels(zero_points, x, axis)
-    return (x.to(torch.float64) - zeros) * _channels(scales, x, axis)
+    return (x.to(wide) - zeros) * _channels(scales, x, axis)
 
 
-def dequantize_channels(
-    x: Any,
-    scales: Any,
-    zero_points: Any,
-    axis: int,
-    low: int,
-    high: int,
-    dtype: Any,
-    *,
-    out_dtype: Any = None,
-) -> Any:
-    zeros = 0 if zero_points is None else _channels(zero_points, x, axis)
-    return ((x.to(torch.float32) - zeros) * _channels(scales, x, axis)).to(out_dtype or torch.float32)
+def dequantize_channels(x: Any, scales: Any, *rest: Any, out_dtype: Any = None) -> Any:
+    """`dequantize_channels_ref` in fp32."""
+    return dequantize_channels_ref(x, scales, *rest, wide=torch.float32).to(out_dtype or torch.float32)
 
 
 def choose_qparams_ref(x: Any, low: int, high: int, eps: float, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from fusewright.graph.effects import draws, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value, is_static
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
+from fusewright.plan.order import topological
 
 FOLD_LIMIT = 1 << 20
 """Bytes that a result computed once may take beyond the constants that it is made of (masks, positions, tables)."""
@@ -238,7 +238,7 @@ def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
         for j in range(len(items)):
             if items[j].position > items[k].position:
                 waits[j].add(k)
-    return _topological(items, waits)
+    return [items[k] for k in topological(waits)]  # it raises where a group was not convex
 
 
 def _owners(nodes: Iterable[Node], owner: Mapping[Node, int]) -> Iterable[int]:
@@ -246,27 +246,6 @@ def _owners(nodes: Iterable[Node], owner: Mapping[Node, int]) -> Iterable[int]:
         source = n.args[0] if is_projection(n) else n
         if source in owner:
             yield owner[source]  # type: ignore[index]
-
-
-def _topological(items: list[_Item], waits: list[set[int]]) -> list[_Item]:
-    releases: list[list[int]] = [[] for _ in items]
-    for k, needs in enumerate(waits):
-        for j in needs:
-            releases[j].append(k)
-    left = [len(w) for w in waits]
-    ready = [k for k, n in enumerate(left) if n == 0]
-    heapq.heapify(ready)
-    ordered = []
-    while ready:
-        k = heapq.heappop(ready)
-        ordered.append(items[k])
-        for j in releases[k]:
-            left[j] -= 1
-            if left[j] == 0:
-                heapq.heappush(ready, j)
-    if len(ordered) != len(items):
-        raise AssertionError("regions of the plan wait for each other: a group was not convex")
-    return ordered
 
 
 def operator_of(target: str) -> Any | None:

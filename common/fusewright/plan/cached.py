@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -21,6 +20,7 @@ from fusewright.graph import printer
 from fusewright.interface import Backend, KernelCode, Phase
 from fusewright.plan import codegen, serial, store
 from fusewright.plan.build import Plan, attribute
+from fusewright.plan.ir import Run
 
 log = logging.getLogger("fusewright")
 
@@ -47,7 +47,6 @@ def _sources(package: str) -> str:
     return digest.hexdigest()
 
 
-Run = Callable[[list[Any]], Any]
 Finish = Callable[[Plan, Mapping[str, KernelCode], Run], Run]
 """From a plan, its kernels and the plan as a callable to what is called."""
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from fusewright.interface import TensorSpec
+from fusewright.plan.ir import Run
 from fusewright.plan.opaque import mismatch
-
-Run = Callable[[list[Any]], Any]
 
 
 class Untrue(Exception):

@@ -78,6 +78,10 @@ class CallPython:
 Instruction: TypeAlias = Call | Launch | CallPython
 
 
+Run: TypeAlias = Callable[[list[Any]], Any]
+"""What a plan becomes: it takes (and empties) a list of inputs."""
+
+
 def refs(arg: Any) -> Iterator[int]:
     """Ids of every value that `arg` mentions, in order, repeats included."""
     if isinstance(arg, Ref):

@@ -14,8 +14,6 @@ Whatever cannot be recorded, or is slower so, runs as the plain plan; the report
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -28,11 +26,10 @@ from fusewright.interface import KernelCode, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.copies import CopiesIn, copier_out
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.once import Prepared
-
-log = logging.getLogger("fusewright")
+from fusewright.plan.recording import OnDevice
 
 LARGE = 1 << 20
 """Bytes from which a result is made in fresh memory after the replay rather than copied out."""
@@ -51,8 +48,6 @@ MOST_UNUSED = 3
 
 SLOWER = 1.03
 """A replay that takes this many times the plain plan's time is not used."""
-
-Run = Callable[[list[Any]], Any]
 
 
 def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
@@ -248,19 +243,15 @@ class _Recording:
         return self
 
 
-class Replayed:
-    """A plan as a callable that records itself at its first call and replays from then on.
-
-    `run` is the plain plan, which is right at any time. Calls from several threads take turns.
-    """
+class Replayed(OnDevice[_Recording]):
+    """A plan as a callable that records itself at its first call and replays from then on."""
 
     def __init__(
         self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
     ) -> None:
-        self.plan, self.run, self.recorder, self.tell = plan, run, recorder, tell
-        self.parts = divide(plan)
+        super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
+        self.plan, self.parts = plan, divide(plan)
         self.once = codegen.once_of(run)
-        self.device = plan_device(plan, recorder.device_type)
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
@@ -269,21 +260,10 @@ class Replayed:
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
         self._steady = False
-        self._lock = threading.RLock()
         self._unused = 0
-        self.given_up = ""
 
-    def __call__(self, args: list[Any]) -> Any:
-        lane = None if self.given_up else self.recorder.lane(self.device)
-        if lane is None:
-            return self.run(args)
-        with self._lock:
-            r = self._again(lane, args) or self._anew(lane, args)
-            if r is None:
-                return self.run(args)
-            result = self._results(r, args)
-        args.clear()
-        return result
+    def _recording_for(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        return self._again(lane, args) or self._anew(lane, args)
 
     def _again(self, lane: Hashable, args: list[Any]) -> _Recording | None:
         """Replays the last recording, and gives it if it was right for these arguments. A replay writes memory of its own
@@ -376,11 +356,9 @@ class Replayed:
         return _Recording(lane, addresses, prepared, replay, copy_in, rest, copy_out)
 
     def _give_up(self, why: str) -> None:
-        self.given_up = why
+        super()._give_up(why)
         self._recordings.clear()
         self._last = None
-        self.tell(f"not replayed: {why}")
-        log.info("a plan is not replayed: %s", why)
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -8,8 +8,6 @@ forward's recording has.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +20,9 @@ from fusewright.interface import KernelCode, Phase, Recorder
 from fusewright.plan import codegen
 from fusewright.plan.build import Plan
 from fusewright.plan.copies import CopiesIn, copied_out
-from fusewright.plan.ir import Ref, reads
-from fusewright.plan.replay import Run, obstacle, plan_device, written_inputs
-
-log = logging.getLogger("fusewright")
+from fusewright.plan.ir import Ref, Run, reads
+from fusewright.plan.recording import OnDevice
+from fusewright.plan.replay import obstacle, plan_device, written_inputs
 
 SMALL = 1 << 12
 """Inputs of backward below this many bytes are copied; others are taken to lie where forward's recording left them."""
@@ -69,15 +66,15 @@ class _Recording:
     storages: Sequence[tuple[Any, int]]
 
 
-class Retained:
+class Retained(OnDevice[_Recording]):
     """A plan of training as a callable that records itself at its first call."""
 
     def __init__(
         self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder,
         tell: Callable[[str], None], handover: Handover,
     ) -> None:  # fmt: skip
-        self.plan, self.run, self.recorder, self.tell, self.copies = plan, run, recorder, tell, handover.copies
-        self.device = plan_device(plan, recorder.device_type)
+        super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
+        self.plan, self.copies = plan, handover.copies
         made = {o for i in plan.instructions for o in i.outs}
         wanted = dict.fromkeys(o.id for o in plan.outputs if isinstance(o, Ref) and o.id in made)
         self._kept = {v: k for k, v in enumerate(wanted)}
@@ -89,23 +86,8 @@ class Retained:
         self._copied: set[int] = set()
         self._recording: _Recording | None = None
         self._recorded = self._misses = 0
-        self._lock = threading.RLock()
-        self.given_up = ""
 
-    def __call__(self, args: list[Any]) -> Any:
-        lane = None if self.given_up else self.recorder.lane(self.device)
-        if lane is None:
-            return self.run(args)
-        with self._lock:
-            found = self._matching(lane, args)
-            if found is None:
-                return self.run(args)
-            result = self._replay(found, args)
-        args.clear()
-        return result
-
-    def _matching(self, lane: Hashable, args: list[Any]) -> _Recording | None:
-        """A recording that this call can use: the one there is, or a new one; None for the plain plan."""
+    def _recording_for(self, lane: Hashable, args: list[Any]) -> _Recording | None:
         r = self._recording
         if r is None:
             return self._record(lane, args)
@@ -129,7 +111,7 @@ class Retained:
         """Whether somebody still holds what the last replay gave."""
         return any(compat.storage_uses(s) > count for s, count in r.storages)
 
-    def _replay(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
         r.copy_in(args)
         r.replay()
         own = [o.id for o in self.plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
@@ -177,11 +159,6 @@ class Retained:
         if position in self._copied:
             return False
         return x.numel() * x.element_size() >= SMALL if self._fixed is None else position in self._fixed
-
-    def _give_up(self, why: str) -> None:
-        self.given_up = why
-        self.tell(f"not replayed: {why}")
-        log.info("a plan of training is not replayed: %s", why)
 
 
 def retained(

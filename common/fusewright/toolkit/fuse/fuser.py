@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from fusewright import ops
 from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
+from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
 from fusewright.toolkit.fuse.evaluate import OFFSET, NotAligned
 from fusewright.toolkit.fuse.flow import Flow
@@ -111,7 +111,7 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
             else:
                 plain |= {op.id for op in e.ops}
             continue
-        return Fragment(tuple(_ordered(fused.items)), fused.notes, fused.kernels)
+        return Fragment(_ordered(fused.items), fused.notes, fused.kernels)
     raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
 
 
@@ -446,28 +446,9 @@ def _dims(v: Value) -> Iterable[tuple[str, object]]:
                 yield s.symbol, ("size", Ref(v.id), d)
 
 
-def _ordered(items: list[_Item]) -> Iterable[Instruction]:
+def _ordered(items: list[_Item]) -> tuple[Instruction, ...]:
     """Topological order, as near to the graph's own as the groups allow. ValueError when groups wait for each other."""
     items.sort(key=lambda i: i.position)
     maker = {v: k for k, item in enumerate(items) for v in item.makes}
     waits = [{maker[r] for r in item.reads if r in maker} - {k} for k, item in enumerate(items)]
-    releases: list[list[int]] = [[] for _ in items]
-    for k, needs in enumerate(waits):
-        for j in needs:
-            releases[j].append(k)
-    left = [len(w) for w in waits]
-    ready = [k for k, n in enumerate(left) if n == 0]
-    heapq.heapify(ready)
-    out: list[Instruction] = []
-    done = 0
-    while ready:
-        k = heapq.heappop(ready)
-        done += 1
-        out.extend(items[k].instructions)
-        for j in releases[k]:
-            left[j] -= 1
-            if left[j] == 0:
-                heapq.heappush(ready, j)
-    if done != len(items):
-        raise ValueError("kernels of the region wait for each other")
-    return out
+    return tuple(i for k in topological(waits) for i in items[k].instructions)

@@ -1,0 +1,29 @@
+"""Topological order of things that wait for each other."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+
+def topological(waits: Sequence[Iterable[int]]) -> list[int]:
+    """The numbers of `waits`, each behind all that `waits[k]` names (once each), else as they come. ValueError when some wait
+    for each other."""
+    releases: list[list[int]] = [[] for _ in waits]
+    left = [0] * len(waits)
+    for k, needs in enumerate(waits):
+        for j in needs:
+            releases[j].append(k)
+            left[k] += 1
+    ready = [k for k, n in enumerate(left) if n == 0]  # ascending, so a heap
+    ordered: list[int] = []
+    while ready:
+        k = heapq.heappop(ready)
+        ordered.append(k)
+        for j in releases[k]:
+            left[j] -= 1
+            if left[j] == 0:
+                heapq.heappush(ready, j)
+    if len(ordered) != len(waits):
+        raise ValueError(f"{len(waits) - len(ordered)} of {len(waits)} wait for each other")
+    return ordered

@@ -1,0 +1,52 @@
+"""A plan that is recorded on a device and replayed: what inference (`replay.py`) and training (`retained.py`) share."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+from fusewright.interface import Recorder
+from fusewright.plan.ir import Run
+
+log = logging.getLogger("fusewright")
+
+R = TypeVar("R")
+
+
+class OnDevice(abc.ABC, Generic[R]):
+    """A callable that replays recordings of type `R`. `run`, the plain plan, is right at any time. Calls from several threads
+    take turns."""
+
+    def __init__(self, run: Run, recorder: Recorder, device: str, tell: Callable[[str], None]) -> None:
+        self.run, self.recorder, self.device, self.tell = run, recorder, device, tell
+        self._lock = threading.RLock()
+        self.given_up = ""
+
+    def __call__(self, args: list[Any]) -> Any:
+        lane = None if self.given_up else self.recorder.lane(self.device)
+        if lane is None:
+            return self.run(args)
+        with self._lock:
+            found = self._recording_for(lane, args)
+            if found is None:
+                return self.run(args)
+            result = self._results(found, args)
+        args.clear()
+        return result
+
+    @abc.abstractmethod
+    def _recording_for(self, lane: Hashable, args: list[Any]) -> R | None:
+        """A recording for these arguments, made now if need be; None for the plain plan."""
+
+    @abc.abstractmethod
+    def _results(self, r: R, args: list[Any]) -> tuple[Any, ...]:
+        """What the caller gets of a replay."""
+
+    def _give_up(self, why: str) -> None:
+        """Has the plain plan run from now on."""
+        self.given_up = why
+        self.tell(f"not replayed: {why}")
+        log.info("a plan is not replayed: %s", why)
