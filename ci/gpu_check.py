@@ -3,11 +3,10 @@
     python ci/gpu_check.py [--full] [--stages accuracy,gradients,opinfo,table,decode] [--models bert,vit] [--json out.json]
 
 First, side by side on all cores: every model of the suite in bf16 and fp32 and the suite's training steps against fp64,
-a sample of torch's OpInfo database, and what is not timed cold into the compilers' caches on disk: training steps and
-Inductor's reduce-overhead graphs. Then, with nothing else running, the times (`gpu_models.py`): eager, Inductor, Inductor
-with mode="reduce-overhead" and ours, each compiler in a process of its own, rounds interleaved. First calls of inference
-are cold and alone (Inductor, ours); the others are warm (they find their graphs on disk) and run beside each other. With
-`--full` nothing is compiled beforehand and every first call is cold and alone (about 15 minutes).
+a sample of torch's OpInfo database, and the first calls that are not timed: training steps, and Inductor's with
+mode="reduce-overhead". Then, with nothing else running, row by row (`gpu_models.py`): first calls of inference, cold and
+alone (Inductor, ours), and the times of eager, Inductor, reduce-overhead and ours, rounds interleaved. With `--full` every
+first call is timed cold and alone (about 20 minutes). Compilers are in processes of their own.
 
 Everything has a time limit; what was left out is said. The record goes to `--json`, or to gpu_check.json in the folder that
 the variable OUT names. Exit code 1 when a result is wrong, something failed or was left out, or a bar was missed.
@@ -21,11 +20,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +43,25 @@ OPINFO_SECONDS, OPINFO_FULL, OPINFO_LATEST = 120.0, 600.0, 60.0
 """Seconds for OpInfo, and for the entries in which they end: NVRTC alone builds one for 30 s on a slow host."""
 ONE_MODEL = 30.0
 """Seconds that must be left to begin with another model of the table."""
-GPU_GIB = 62.0
-"""For what runs side by side; the processes of the second phase have their contexts meanwhile."""
-GIB = {"bert": 10.0, "vit": 9.0, "distilgpt2": 11.0, "t5_small": 8.0, "resnet50": 17.0, "llama": 13.0}
-"""Of Inductor's training steps."""
+GPU_GIB = 40.0
+"""For what runs side by side. The rest of 78 is for the processes of the second phase, which keep their models, and for
+training steps: each holds up to 17 for a moment, and is made again when that was too much."""
+
+COLD = {"cold_inductor": "inductor", "cold_ours": "ours"}
+"""Processes of a row whose first call of inference is timed, and what they run."""
+BEFOREHAND = {"inductor": (("training", "inductor"), ("inference", "reduce-overhead")), "ours": (("training", "ours"),)}
+"""Processes of a row that compile side by side with all others, and what. Decoding has `DECODE` instead."""
+DECODE = {"inductor": (("decode", "reduce-overhead"),), "ours": ()}
+ROUNDS_OF = {
+    "inference": {
+        "eager": "cold_inductor", "inductor": "cold_inductor", "reduce-overhead": "inductor", "ours": "cold_ours",
+    },
+    "training": {"eager": "cold_inductor", "inductor": "inductor", "ours": "ours"},
+}  # fmt: skip
+"""Which process each contender is timed in."""
+
+Seconds = dict[str, dict[str, float]]
+"""Of first calls, by part and contender."""
 
 
 class Check:
@@ -63,6 +75,8 @@ class Check:
         self.wrong: list[str] = []
         self.ahead: dict[str, dict[str, Worker]] = {}
         """Processes of the second phase, by row."""
+        self.firsts: dict[str, Seconds] = {}
+        """By row."""
 
     def note(self, text: str) -> None:
         """Something is wrong, or was left out."""
@@ -74,9 +88,11 @@ class Check:
 
     def main(self) -> int:
         try:
-            # all import and load libraries now, beside the checks: later nothing may run beside a cold first call
-            for m in [*(self.models if "table" in self.stages else []), *(["decode"] if "decode" in self.stages else [])]:
-                self._start(m)
+            # all load libraries and models now, beside the checks: later nothing may run beside a cold first call
+            for row in [*(self.models if "table" in self.stages else []), *(["decode"] if "decode" in self.stages else [])]:
+                keys = DECODE if row == "decode" else [*COLD, *BEFOREHAND]
+                self.ahead[row] = {k: Worker(self.folder, f"{row}_{k}", f"{row}_{k}") for k in keys}
+                self.firsts[row] = {}
             self._together()
             self.record["seconds"]["together"] = round(time.monotonic() - self.start)
             if "table" in self.stages:
@@ -94,8 +110,9 @@ class Check:
     # ------------------------------------------------------------ first phase
 
     def _together(self) -> None:
-        jobs = [*self._opinfo(), *self._precompiling(), *self._accuracy()]
-        cores = 1.5 * len(os.sched_getaffinity(0))
+        # the longest ones first
+        jobs = [*self._opinfo(), *self._beforehand("inductor"), *self._accuracy(), *self._beforehand("ours", *COLD)]
+        cores = 2.0 * len(os.sched_getaffinity(0))
         for job, result in side_by_side(jobs, UNLIMITED if self.given.full else TOGETHER, cores, GPU_GIB):
             kind, _, what = job.name.partition(":")
             if isinstance(result, Exception):
@@ -109,27 +126,28 @@ class Check:
                         self.note(f"{kind} of {row['model']} {row['dtype']}: {row['reason']} {row['bugs'] or ''}")
             print(f"{time.monotonic() - self.start:5.0f} s  {kind} {what} done", flush=True)
 
-    def _precompiling(self) -> list[Job]:
-        """What is not to be timed cold."""
-        if self.given.full:
-            return []
-        table = {m: {"training": ("inductor", "ours"), "inference": ("reduce-overhead",)} for m in self.models}
-        parts: dict[str, dict[str, tuple[str, ...]]] = table if "table" in self.stages else {}
-        if "decode" in self.stages:
-            parts["decode"] = {"decode": ("reduce-overhead",)}
+    def _beforehand(self, *keys: str) -> list[Job]:
+        """Processes of the second phase load their models; those that are not timed cold compile them."""
 
-        def job(model: str) -> Job:
+        def job(row: str, key: str) -> Job:
             def run(seconds: float) -> None:
-                for part, contenders in parts[model].items():
-                    self._alone(f"warm_{model}_{part}", f"warm_{model}", seconds, [
-                        {"do": "first", "model": model, "part": part, "contender": c} for c in contenders
-                    ])  # fmt: skip
+                until = time.monotonic() + seconds
+                part = "decode" if row == "decode" else "inference"
+                if key in COLD or row == "decode":
+                    self.ahead[row][key].ask(until - time.monotonic(), do="ready", model=row, part=part, patient=True)
+                if not self.given.full:
+                    self._compile(row, key, until)
 
-            return Job(f"precompiling:{model}", run, GIB.get(model, 5.0), 2.0)
+            return Job(f"beforehand:{row} {key}", run, 2.0, 1.0)
 
-        slowest_first = ("resnet50", "t5_small", "llama", "bert", "vit")
-        order = sorted(parts, key=lambda m: slowest_first.index(m) if m in slowest_first else len(slowest_first))
-        return [job(m) for m in order]
+        slowest_first = ("resnet50", "t5_small", "llama", "bert", "vit", "distilgpt2", "decode")
+        rows = sorted(self.ahead, key=slowest_first.index)
+        return [job(row, key) for key in keys for row in rows if key in self.ahead[row]]
+
+    def _compile(self, row: str, key: str, until: float) -> None:
+        """The first calls that a process makes beforehand, or alone with `--full`."""
+        for part, contender in (DECODE if row == "decode" else BEFOREHAND).get(key, ()):
+            self._first(row, key, part, contender, until - time.monotonic(), patient=not self.given.full)
 
     def _alone(self, name: str, caches: str, seconds: float, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers of a process of its own."""
@@ -145,14 +163,14 @@ class Check:
         names = self.given.suite.split(",") if self.given.suite else _suite("SUITE")
         if "accuracy" in self.stages:
             for name in names:
-                requests = [{"do": "check", "model": name, "dtype": d} for d in ("bf16", "fp32")]
+                requests = [{"do": "check", "model": name, "dtype": d, "patient": True} for d in ("bf16", "fp32")]
                 jobs.append((f"accuracy:{name}", requests))
         if "gradients" in self.stages:
-            jobs += [(f"gradients:{n}", [{"do": "check_training", "model": n}]) for n in _suite("TRAINABLE")]
+            jobs += [(f"gradients:{n}", [{"do": "check_training", "model": n, "patient": True}]) for n in _suite("TRAINABLE")]
 
         def job(name: str, requests: list[dict[str, Any]]) -> Job:
             label = name.replace(":", "_")
-            return Job(name, lambda seconds: self._alone(label, label, seconds, requests), 3.5)
+            return Job(name, lambda seconds: self._alone(label, label, seconds, requests), 3.0, 2.0)
 
         return [job(*j) for j in jobs]
 
@@ -196,81 +214,39 @@ class Check:
 
     # ------------------------------------------------------------ second phase
 
-    def _start(self, model: str) -> None:
-        """The processes of a row; they import, load libraries and wait."""
-        warm = f"cold_{model}_warm" if self.given.full else f"warm_{model}"
-        caches = {"cold": f"cold_{model}", "warm": warm, "ours": f"ours_{model}"}
-        if model == "decode":
-            del caches["cold"]
-        self.ahead[model] = {k: Worker(self.folder, f"{model}_{k}", c) for k, c in caches.items()}
-
     def _row(self, model: str) -> dict[str, Any] | None:
         """Times of one model."""
         if self.left() < ONE_MODEL:
             self.note(f"{model}: left out for want of time")
             return None
-        workers = self.ahead[model]
-        row: dict[str, Any] = {"model": model, "inference": {}, "training": {}}
+        start, workers, first = time.monotonic(), self.ahead[model], self.firsts[model]
+        row: dict[str, Any] = {"model": model}
         try:
-            first: dict[str, dict[str, float]] = {"inference": {}, "training": {}}
-            self._first(workers["cold"], model, "inference", "inductor", first)
-            self._first(workers["ours"], model, "inference", "ours", first)
-            self._others(model, first)
-            row |= {part: {"ms": {}, "first_s": found} for part, found in first.items()}
-            by = {
-                "inference": {
-                    "eager": "cold", "inductor": "cold", "reduce-overhead": "warm", "ours": "ours",
-                },
-                "training": {"eager": "cold", "inductor": "warm", "ours": "ours"},
-            }  # fmt: skip
-            for part, contenders in by.items():
-                there = {c: workers[w] for c, w in contenders.items() if c == "eager" or c in first[part]}
-                row[part]["ms"] = self._rounds(model, part, there)
+            for key, contender in COLD.items():
+                self._first(model, key, "inference", contender)
+            if self.given.full:
+                for key in BEFOREHAND:
+                    self._compile(model, key, start + 600)
+            between = time.monotonic()
+            for part, contenders in ROUNDS_OF.items():
+                there = {c: workers[w] for c, w in contenders.items() if c == "eager" or c in first.get(part, {})}
+                cold = there if self.given.full else COLD.values() if part == "inference" else ()
+                alone = {c: first[part][c] for c in cold if c in first.get(part, {})}
+                row[part] = {"ms": self._rounds(model, part, there), "first_s": alone}
+            row["seconds"] = {"first": round(between - start), "rounds": round(time.monotonic() - between)}
         finally:
             for w in self.ahead.pop(model).values():
                 w.end()
         print(f"{time.monotonic() - self.start:5.0f} s  {json.dumps(row)}", flush=True)
         return row
 
-    def _others(self, model: str, first: dict[str, dict[str, float]]) -> None:
-        """First calls that are not timed cold and alone, side by side, while the next row gets ready. With `--full` they
-        are, one after the other."""
-        workers, later = self.ahead[model], list(self.ahead)[1:2]
-
-        def mine() -> None:
-            warm = {} if self.given.full else {"caches": caches_in(self.folder / f"warm_{model}")}
-            self._first(workers["ours"], model, "training", "ours", first, **warm)
-
-        def inductors() -> None:
-            self._first(workers["warm"], model, "training", "inductor", first)
-            self._first(workers["warm"], model, "inference", "reduce-overhead", first)
-
-        def ready(worker: Worker, row: str, part: str) -> None:
-            try:
-                worker.ask(120, do="ready", model=row, part=part)
-            except Failed as e:
-                self.note(f"{row}, {part}: {e}")
-
-        todo: list[Callable[[], None]] = [mine, inductors, partial(ready, workers["cold"], model, "training")]
-        for row in later:
-            part = "decode" if row == "decode" else "inference"
-            todo += [partial(ready, self.ahead[row][k], row, part) for k in ("cold", "ours") if k in self.ahead[row]]
-        threads = [threading.Thread(target=t) for t in todo]
-        for t in threads:
-            t.start()
-            if self.given.full:
-                t.join()
-        for t in threads:
-            t.join()
-
-    def _first(
-        self, worker: Worker, model: str, part: str, contender: str, into: dict[str, dict[str, float]], **more: Any
-    ) -> None:
+    def _first(self, row: str, key: str, part: str, contender: str, limit: float = 120, patient: bool = False) -> None:
+        request = {"do": "first", "model": row, "part": part, "contender": contender, "patient": patient}
         try:
-            answer = worker.ask(120, do="first", model=model, part=part, contender=contender, **more)
-            into[part][contender] = answer["seconds"]
+            answer = self.ahead[row][key].ask(limit, **request)
+            self.firsts[row].setdefault(part, {})[contender] = answer["seconds"]
         except Failed as e:
-            self.note(f"{model}, {part}, {contender}: {e}")
+            self.note(f"{row}, {part}, {contender}: {e}")
 
     def _rounds(self, model: str, part: str, contenders: Mapping[str, Worker]) -> dict[str, float]:
         """Contenders take turns."""
@@ -289,12 +265,13 @@ class Check:
         if self.left() < 20:
             self.note("decode: left out for want of time")
             return {}
-        workers = self.ahead["decode"]
-        first: dict[str, dict[str, float]] = {"decode": {}}
-        self._first(workers["ours"], "decode", "decode", "ours", first)
-        self._first(workers["warm"], "decode", "decode", "reduce-overhead", first)
-        there = {c: workers[w] for c, w in {"eager": "warm", "reduce-overhead": "warm", "ours": "ours"}.items()}
-        found: dict[str, Any] = {"first_s": first["decode"], "ms": self._rounds("decode", "decode", there)}
+        workers, first = self.ahead["decode"], self.firsts["decode"]
+        if self.given.full:
+            self._compile("decode", "inductor", time.monotonic() + 120)
+        self._first("decode", "ours", "decode", "ours")
+        of = {"eager": "inductor", "reduce-overhead": "inductor", "ours": "ours"}
+        there = {c: workers[w] for c, w in of.items() if c == "eager" or c in first.get("decode", {})}
+        found: dict[str, Any] = {"ms": self._rounds("decode", "decode", there), "first_s": first["decode"]}
         try:
             found["alone_ms"] = {c: w.ask(60, do="decode_alone", contender=c)["ms"] for c, w in there.items() if c in found["ms"]}
             agreed = found["agreed"] = workers["ours"].ask(60, do="decode_agrees")

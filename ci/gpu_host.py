@@ -31,7 +31,8 @@ def compiled(model: str) -> Callable[[], Any]:
         decoding.restore()
         call: Callable[[], Any] = without_gradients(decoding.step)
     else:
-        call = inference(model)(lambda module: torch.compile(module, **OURS))
+        _, made = inference(model)
+        call = made(lambda module: torch.compile(module, **OURS))
     for _ in range(6):
         call()
     return call

@@ -79,14 +79,10 @@ def judged(rows: Sequence[Row], decode: Row, full: bool) -> list[Row]:
 def table_text(rows: Sequence[Row], bars: Sequence[Row], full: bool) -> str:
     """Times in ms, first calls in s, then the bars."""
     lines = []
-    notes = {
-        "inference": "reduce-overhead's is warm",
-        "training": "all warm, beside each other",
-    }
     for part in ("inference", "training"):
-        note = "all cold" if full else notes[part]
+        timed = "   cold first call, s" if full or part == "inference" else ""
         title = {"inference": "inference, bf16, ms", "training": "training step, autocast, ms"}[part]
-        lines += ["", f"{title:30}" + "".join(f"{c:>16}" for c in CONTENDERS) + f"   first call, s ({note})"]
+        lines += ["", f"{title:30}" + "".join(f"{c:>16}" for c in CONTENDERS) + timed]
         for row in rows:
             ms, first = (row.get(part, {}).get(k, {}) for k in ("ms", "first_s"))
             cells = "".join(f"{ms[c]:16.2f}" if c in ms else f"{'':16}" for c in CONTENDERS)

@@ -4,7 +4,8 @@
     {"do": "round", "model": "bert", "part": "inference", "contender": "ours"}   {"ms": 5.0}
 
 It says {"ready": True} when everything is imported and the GPU's libraries are loaded, which no first call is to pay for.
-Compilers' caches are where the environment says; a request may name others for the time from then on ("caches").
+Compilers' caches are where the environment says. A request with "patient": True is tried once more when it was out of the
+device's memory, which another process may have held for a moment.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ BATCH = 4
 Call = Callable[[], Any]
 
 
+def release() -> None:
+    """Give the device's memory that is not in use back to other processes."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def median_ms(call: Call, calls: int = CALLS) -> float:
     """Median time of a call in ms, by events around it, each on an idle GPU."""
     times = []
@@ -71,7 +79,7 @@ class Timed:
     """What is timed in this process: one call for each model, part and contender, made when it is first asked for."""
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[str, str], Callable[[Any], Call]] = {}
+        self.parts: dict[tuple[str, str], tuple[torch.nn.Module, Callable[[Any], Call]]] = {}
         self.calls: dict[tuple[str, str, str], Call] = {}
         self.settled: set[tuple[str, str, str]] = set()
         self.decodings: dict[str, Decoding] = {}
@@ -79,14 +87,20 @@ class Timed:
     def ready(self, model: str, part: str) -> dict[str, Any]:
         """The model is on the GPU and eager has run: its libraries are loaded."""
         self._call(model, part, "eager")()
-        torch.cuda.synchronize()
+        release()
         return {}
 
     def first(self, model: str, part: str, contender: str) -> dict[str, Any]:
-        """Seconds of the call that compiles, once eager has run."""
-        self.ready(model, part)
+        """Seconds of the call that compiles, once eager has run. No training step runs beforehand: it would take more
+        memory than the compiled ones."""
+        if part != "training":
+            self.ready(model, part)
         call = self.calls[model, part, contender] = self._call(model, part, contender)
-        return {"seconds": seconds_of(call)}
+        seconds = seconds_of(call)
+        for module, _ in self.parts.values():
+            module.zero_grad(set_to_none=True)
+        release()
+        return {"seconds": seconds}
 
     def round(self, model: str, part: str, contender: str) -> dict[str, Any]:
         key = (model, part, contender)
@@ -105,7 +119,7 @@ class Timed:
             return self._decode(contender, compile)
         if (model, part) not in self.parts:
             self.parts[model, part] = {"inference": inference, "training": training}[part](model)
-        return self.parts[model, part](compile)
+        return self.parts[model, part][1](compile)
 
     def _decode(self, contender: str, compile: Any) -> Call:
         """Decoding as it is used: STEPS tokens, one issued behind the other. Its time is given for one step."""
@@ -149,8 +163,8 @@ def without_gradients(call: Call) -> Call:
     return run
 
 
-def inference(model: str) -> Callable[[Any], Call]:
-    """A call in bf16."""
+def inference(model: str) -> tuple[torch.nn.Module, Callable[[Any], Call]]:
+    """A model, and a call of it in bf16 when compiled in a way."""
     module, inputs, _ = MODELS[model].build()
     module.bfloat16()
     given = {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
@@ -159,11 +173,11 @@ def inference(model: str) -> Callable[[Any], Call]:
         fn = compile(module)
         return without_gradients(lambda: fn(**given))
 
-    return made
+    return module, made
 
 
-def training(model: str) -> Callable[[Any], Call]:
-    """Forward and backward under bf16 autocast, fp32 weights, dropout as configured."""
+def training(model: str) -> tuple[torch.nn.Module, Callable[[Any], Call]]:
+    """A model, and forward and backward of it under bf16 autocast, fp32 weights, dropout as configured."""
     module, inputs, labels = MODELS[model].build()
     module.train()
 
@@ -178,7 +192,7 @@ def training(model: str) -> Callable[[Any], Call]:
 
         return step
 
-    return made
+    return module, made
 
 
 # ---------------------------------------------------------------- right or wrong
@@ -277,12 +291,22 @@ def serve(connection: Connection, jobs: int = 0) -> None:
         except EOFError:
             return
         do = request.pop("do")
-        os.environ.update(request.pop("caches", {}))
-        try:
-            connection.send(commands[do](**request))
-        except Exception as e:  # whatever a model or a compiler raises is an answer; the parent says what was left out
-            connection.send({"error": f"{type(e).__name__}: {str(e)[:300]}"})
+        connection.send(answered(commands[do], request, request.pop("patient", False)))
         if "check" in do:  # what one check held must not stand in the way of the next
             torch.compiler.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
+            release()
+
+
+def answered(command: Callable[..., dict[str, Any]], request: Mapping[str, Any], patient: bool) -> dict[str, Any]:
+    """The answer, or an error."""
+    try:
+        return command(**request)
+    except torch.OutOfMemoryError as e:
+        found = {"error": f"{type(e).__name__}: {str(e)[:300]}"}
+    except Exception as e:  # whatever a model or a compiler raises is an answer; the parent says what was left out
+        return {"error": f"{type(e).__name__}: {str(e)[:300]}"}
+    if not patient:
+        return found
+    release()
+    time.sleep(5)
+    return answered(command, request, patient=False)
