@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from fusewright import ops
 from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
+from fusewright.toolkit.fuse.eager import Alone, faster
 from fusewright.toolkit.fuse.evaluate import OFFSET, NotAligned
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group, Grouper
@@ -23,21 +22,12 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
-from fusewright.toolkit.kernel import IndexTooComplex, Kernel, crosses
-from fusewright.toolkit.library import layout_of
+from fusewright.toolkit.kernel import IndexTooComplex, Kernel
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 
 MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
-
-
-GATHERS = frozenset({"embedding", "index_select"})
-COPIES = frozenset({"clone", "reshape", "cat", "stack", "repeat"})
-"""Ops that only move elements. Alone, and from `MOVE_BYTES` on, eager's own code for gathers is faster than a kernel, and on a
-CPU for copies; elsewhere eager's copies of anything but dense tensors take two to four times as long as a kernel."""
-
-MOVE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     called = {i for c in calls for i in c.ops}
     plain = {op.id for op in region.ops if op.id not in called and not verdict(op)}
     plain |= computed_once(region) - called
-    plain |= {op.id for op in region.ops if _better_eager(op, ctx)} - called
+    plain |= {op.id for op in region.ops if faster(op, ctx.device)} - called
     for _ in range(MAX_ROUNDS):
         try:
             fused = _Planner(region, ctx, calls, frozenset(plain), frozenset(solo), memo).run()
@@ -113,14 +103,6 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
             continue
         return Fragment(_ordered(fused.items), fused.notes, fused.kernels)
     raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
-
-
-def _better_eager(op: OpView, ctx: CompileContext) -> bool:
-    """Group norms of channels-last images on a CPU: a kernel's rows, a group's channels of all pixels, lie apart there."""
-    if op.op != "group_norm" or ctx.device.type != "cpu":
-        return False
-    spec = next(op.inputs()).spec  # eager refuses every other layout: sequences, slices of channels
-    return spec is not None and layout_of(spec) == "channels_last"
 
 
 def computed_once(region: Region) -> set[int]:
@@ -184,8 +166,7 @@ class _Planner:
         grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
-        slower = [g.units[0].op for g in groups if self._only_moves(g) and not self._transposes(g, stored)]
-        slower += [g.units[0].op for g in groups if self._gathers_planes(g)]
+        slower = [g.units[0].op for g in groups if self._better_eager(g, stored)]
         if slower:
             raise BetterEager(slower)
         exact = self._exact()
@@ -260,38 +241,10 @@ class _Planner:
         found = [s for v in unit.op.inputs() for s in self.flow.sources(v)]
         return [s for s in found if s.spec is not None and s.id not in group.levels]
 
-    def _only_moves(self, group: Group) -> bool:
-        """Whether a group is a single op that moves many elements which all lie in memory."""
-        op, moves = group.units[0].op, GATHERS | COPIES if self.ctx.device.type == "cpu" else GATHERS
-        if len(group.units) > 1 or op.op not in moves or op.out.spec is None or op.out.spec.bytes_hint() < MOVE_BYTES:
-            return False
-        return not any(self._computes(v) for v in op.inputs())
-
-    def _gathers_planes(self, group: Group) -> bool:
-        """Whether a group only resizes large fp32 images whose rows are dense: a kernel would gather each element on a CPU, while
-        eager goes along rows."""
+    def _better_eager(self, group: Group, stored: set[int]) -> bool:
         op = group.units[0].op
-        alone = len(group.units) == 1 and op.op == "upsample_bilinear2d" and self.ctx.device.type == "cpu"
-        spec = op.out.spec if alone else None
-        if spec is None or spec.bytes_hint() < MOVE_BYTES:
-            return False
-        return spec.dtype == torch.float32 and spec.stride[-1] == 1
-
-    def _transposes(self, group: Group, stored: set[int]) -> bool:
-        """Whether a copy loads along another axis than it stores: kernels do that in tiles, eager does not."""
-        if group.units[0].op.op not in ("clone", "reshape"):
-            return False
-        try:
-            return crosses(self._kernel(group, stored).kernel)
-        except (NotAligned, IndexTooComplex, ShapeMismatch):
-            return False
-
-    def _computes(self, v: Value) -> bool:
-        """Whether an inlined op lies behind the views of a value."""
-        made = self.flow.producer.get(v.id)
-        if made is None or not (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):
-            return False
-        return self.flow.is_inline(made[0]) or any(self._computes(x) for x in made[0].inputs())
+        kernel = Alone(op, self.flow, lambda: self._kernel(group, stored).kernel)
+        return len(group.units) == 1 and faster(op, self.ctx.device, kernel) is not None
 
     def _group_of(self, op: OpView, k: int, grouper: Grouper) -> Group:
         v = op.outs[k]
