@@ -115,20 +115,6 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def dynamo_reset() -> None:
-    """Forget all compiled code, for tests and benchmarks."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
-
-
-def compile_counters() -> dict[str, int]:
-    """Dynamo's counters of captured graphs and graph breaks in this process."""
-    from torch._dynamo.utils import counters
-
-    return {"graphs": int(counters["stats"]["unique_graphs"]), "breaks": sum(counters["graph_break"].values())}
-
-
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text into the structured trace (TORCH_TRACE), where tlparse shows it beside Dynamo's own."""
     from torch._logging._internal import trace_structured

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """One level. `vector_bits` is the length of its widest vectors."""
+    """One level."""
 
     arch: str
-    vector_bits: int
     requires: frozenset[str]
 
 
@@ -23,8 +22,8 @@ _V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"})
 
 # Best first. AVX2 is the least that oneDNN has fast kernels for.
 TARGETS: tuple[Target, ...] = (
-    Target("x86_64_v4", 512, _V3 | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}),
-    Target("x86_64_v3", 256, _V3),
+    Target("x86_64_v4", _V3 | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}),
+    Target("x86_64_v3", _V3),
 )
 
 

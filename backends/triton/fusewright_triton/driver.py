@@ -17,7 +17,6 @@ import torch
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, and its HIP counterpart."""
-LOCAL_BYTES, REGISTERS = 3, 4
 DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory beyond this must be asked for."""
 
@@ -27,6 +26,8 @@ DESCRIPTOR = 128
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
 """Types whose number in device code differs from the driver's."""
 _L2_128_BYTES = 2
+_NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT."""
 
 
 class DriverError(RuntimeError):
@@ -39,30 +40,18 @@ class Driver:
     def __init__(self, kind: Literal["cuda", "hip"]) -> None:
         self.kind = kind
         self.lib = ctypes.CDLL(_library(kind))
-        self._load, self._function, self._launch, self._attribute, self._read = (
-            getattr(self.lib, name) for name in _NAMES[kind]
-        )
+        self._load, self._function, self._launch, self._attribute = (getattr(self.lib, name) for name in _NAMES[kind])
         uint, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
 
     def load(self, code: bytes, name: str, shared: int) -> int:
         """The function `name` of a cubin or code object, for torch's current device."""
-        torch.cuda.current_stream()  # makes the device's context current in this thread
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(self._load(ctypes.byref(module), code), f"load {name}")
-        self._check(self._function(ctypes.byref(function), module, name.encode()), f"find {name}")
+        self.call(f"load {name}", self._load, ctypes.byref(module), code)
+        self.call(f"find {name}", self._function, ctypes.byref(function), module, name.encode())
         if shared > DEFAULT_SHARED:
-            self._check(self._attribute(function, MAX_DYNAMIC_SHARED, shared), f"give {name} {shared} bytes")
+            self.call(f"give {name} {shared} bytes", self._attribute, function, MAX_DYNAMIC_SHARED, shared)
         return int(function.value or 0)
-
-    def usage(self, function: int) -> dict[str, int]:
-        """Registers per thread and bytes spilled to local memory."""
-        out = {}
-        for name, attribute in (("registers", REGISTERS), ("spilled", LOCAL_BYTES)):
-            value = ctypes.c_int()
-            self._check(self._read(ctypes.byref(value), attribute, ctypes.c_void_p(function)), "query")
-            out[name] = value.value
-        return out
 
     def describe(
         self, to: int, address: int, shape: Sequence[int], stride: Sequence[int], how: Mapping[str, Any]
@@ -71,22 +60,44 @@ class Driver:
         of one transfer, the swizzle and the type. Beyond the matrix there are zeros."""
         rank = len(shape)
         wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-        code = self.lib.cuTensorMapEncodeTiled(
+        self.call(
+            f"describe {tuple(shape)} of strides {tuple(stride)} by {how}", self.lib.cuTensorMapEncodeTiled,
             ctypes.c_void_p(to), _ELEMENTS.get(how["elem_type"], how["elem_type"]), rank, ctypes.c_void_p(address),
             wide(*reversed(shape)), wide(*(s * how["elem_size"] for s in reversed(stride[:-1]))),
             narrow(*reversed(how["block_size"])), narrow(*[1] * rank), 0, how["swizzle"], _L2_128_BYTES, 0,
         )  # fmt: skip
-        if code:
-            raise self.error(code, f"describe {tuple(shape)} of strides {tuple(stride)} by {how}")
 
     def launcher(self) -> Callable[..., int]:
-        """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success."""
+        """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, after all else `relaunch` knows why."""
         launch: Callable[..., int] = self._launch
         return launch
 
-    def _check(self, code: int, what: str) -> None:
+    def relaunch(self, name: str, *arguments: Any) -> None:
+        """Once more what the launcher failed at. Raises `DriverError` when it fails again."""
+        self.call(f"launch {name}", self._launch, *arguments)
+
+    def call(self, what: str, function: Callable[..., int], *arguments: Any) -> None:
+        """Calls a function of the driver. Raises `DriverError` when it refuses.
+
+        A thread that torch's allocator has served from memory it holds (autograd's own, a new one) has no context yet: it
+        gets that of torch's current device.
+        """
+        code = function(*arguments)
+        if code == _NO_CONTEXT and self.kind == "cuda":
+            self._enter_context()
+            code = function(*arguments)
         if code:
             raise self.error(code, what)
+
+    def _enter_context(self) -> None:
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        for code in (
+            self.lib.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()),
+            self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+            self.lib.cuCtxSetCurrent(context),
+        ):
+            if code:
+                raise self.error(code, "enter the context of the device")
 
     def error(self, code: int, what: str) -> DriverError:
         """What a code means, in the driver's words."""
@@ -101,20 +112,8 @@ class Driver:
 
 
 _NAMES = {
-    "cuda": (
-        "cuModuleLoadData",
-        "cuModuleGetFunction",
-        "cuLaunchKernel",
-        "cuFuncSetAttribute",
-        "cuFuncGetAttribute",
-    ),
-    "hip": (
-        "hipModuleLoadData",
-        "hipModuleGetFunction",
-        "hipModuleLaunchKernel",
-        "hipFuncSetAttribute",
-        "hipFuncGetAttribute",
-    ),
+    "cuda": ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute"),
+    "hip": ("hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute"),
 }
 
 

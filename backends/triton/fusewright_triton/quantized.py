@@ -22,8 +22,6 @@ from fusewright_triton import few_rows, products
 from fusewright_triton.calls import Calls, Found, spec_of
 from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MM, MULTIPLE, int8_mm
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
 FEW = 256
 """Rows up to which a product that reads the weight as it is beats one with a weight that was cast before it."""
 

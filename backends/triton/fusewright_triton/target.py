@@ -1,7 +1,7 @@
 """What the GPUs have that a Triton kernel can be tuned to. Numbers are the vendors' own.
 
 NVIDIA: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
-AMD: ROCm "AMD GPU specifications" (LDS, register files, wavefront size) and LLVM's AMDGPU usage guide (waves per SIMD).
+AMD: ROCm "AMD GPU specifications" (LDS, register files, wavefront size) and LLVM's AMDGPU usage guide.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ KiB = 1024
 class Target:
     """One GPU architecture. `shared` is the shared memory (LDS) that one block may use, in bytes.
 
-    `lanes` is the width of a warp or wave, `waves` how many of them one multiprocessor (compute unit) holds,
-    `units` how many of those its common model has, `matrix` the kind of matrix instruction, `thread_registers` and
-    `block_registers` how many 32-bit registers one thread and one block may have, `fp8` the 8-bit float types that
-    it multiplies, by torch's names.
+    `lanes` is the width of a warp or wave, `units` how many multiprocessors (compute units) its common model has,
+    `matrix` the kind of matrix instruction, `thread_registers` and `block_registers` how many 32-bit registers one
+    thread and one block may have, `fp8` the 8-bit float types that it multiplies, by torch's names.
     """
 
     arch: str
     triton: Literal["cuda", "hip"]
     lanes: int
     shared: int
-    waves: int
     units: int
     matrix: Literal["mma", "wgmma", "tcgen05", "mfma", "wmma"]
     thread_registers: int
@@ -56,33 +54,31 @@ _OCP = ("float8_e4m3fn", "float8_e5m2")
 _FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")  # CDNA3 has 8-bit formats of its own, CDNA4 those of the OCP
 
 
-def _cuda(
-    arch: str, kib: int, waves: int, units: int, matrix: Literal["mma", "wgmma", "tcgen05"], *extra: str
-) -> Target:
+def _cuda(arch: str, kib: int, units: int, matrix: Literal["mma", "wgmma", "tcgen05"], *extra: str) -> Target:
     fp8 = () if arch in ("sm_80", "sm_86") else _OCP
     features = frozenset({"fp16", "bf16", "tf32", *extra})
-    return Target(arch, "cuda", 32, kib * KiB, waves, units, matrix, 255, 64 * KiB, fp8, features)
+    return Target(arch, "cuda", 32, kib * KiB, units, matrix, 255, 64 * KiB, fp8, features)
 
 
 NVIDIA: dict[str, Target] = {
     t.arch: t
     for t in (
-        _cuda("sm_80", 163, 64, 108, "mma"),
-        _cuda("sm_86", 99, 48, 84, "mma"),
-        _cuda("sm_89", 99, 48, 128, "mma"),
-        _cuda("sm_90", 227, 64, 132, "wgmma", "tma"),
-        _cuda("sm_100", 227, 64, 148, "tcgen05", "tma"),
-        _cuda("sm_120", 99, 48, 170, "mma", "tma"),
+        _cuda("sm_80", 163, 108, "mma"),
+        _cuda("sm_86", 99, 84, "mma"),
+        _cuda("sm_89", 99, 128, "mma"),
+        _cuda("sm_90", 227, 132, "wgmma", "tma"),
+        _cuda("sm_100", 227, 148, "tcgen05", "tma"),
+        _cuda("sm_120", 99, 170, "mma", "tma"),
     )
 }
 
 AMD: dict[str, Target] = {
     t.arch: t
     for t in (
-        Target("gfx90a", "hip", 64, 64 * KiB, 32, 104, "mfma", 512, 128 * KiB),  # MI210, MI250
-        Target("gfx942", "hip", 64, 64 * KiB, 32, 304, "mfma", 512, 128 * KiB, _FNUZ),  # MI300, MI325
-        Target("gfx950", "hip", 64, 160 * KiB, 32, 256, "mfma", 512, 128 * KiB, _OCP),  # MI350, MI355
-        Target("gfx1100", "hip", 32, 64 * KiB, 32, 96, "wmma", 256, 96 * KiB),  # RX 7900
+        Target("gfx90a", "hip", 64, 64 * KiB, 104, "mfma", 512, 128 * KiB),  # MI210, MI250
+        Target("gfx942", "hip", 64, 64 * KiB, 304, "mfma", 512, 128 * KiB, _FNUZ),  # MI300, MI325
+        Target("gfx950", "hip", 64, 160 * KiB, 256, "mfma", 512, 128 * KiB, _OCP),  # MI350, MI355
+        Target("gfx1100", "hip", 32, 64 * KiB, 96, "wmma", 256, 96 * KiB),  # RX 7900
     )
 }
 

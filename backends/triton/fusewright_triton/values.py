@@ -221,8 +221,6 @@ class Values(abc.ABC):
             return self._pointwise(n)
         if n.op == "cast":
             return cast(self.operand(n.args[0]), self.node(n.args[0]).dtype, n.dtype)
-        if n.op == "bitcast":
-            return f"{self.operand(n.args[0])}.to({TRITON[n.dtype]}, bitcast=True)"
         if n.op == "scalar":
             name = self.layout.scalars[int(n.value or 0)]
             return f"{name} != 0" if n.dtype == "bool" else f"tl.full((), {name}, {TRITON[n.dtype]})"

@@ -18,8 +18,6 @@ from .core import Args, DtypeRule, Shape, ShapeRule
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 def named(rule: F, name: str) -> F:
     """Give a made rule the name that the docs page shows."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.fuse.rules import Map, Row, Rule, Scatter, View
+from fusewright.toolkit.fuse.rules import Map, Row, Rule, View
 from fusewright.toolkit.fuse.space import Shape, factor_groups, shape_of, stride_of
 
 RulesOf = Callable[[OpView], tuple[Rule, ...]]
@@ -82,16 +82,9 @@ class Flow:
         rules = self.rules(op)
         return bool(rules) and isinstance(rules[0], View)
 
-    def is_scatter(self, op: OpView) -> bool:
-        rules = self.rules(op)
-        return bool(rules) and isinstance(rules[0], Scatter)
-
     def is_inline(self, op: OpView) -> bool:
         """Whether each user computes `op` for itself."""
         return op.id in self._inline
-
-    def stop_inlining(self, op: OpView) -> None:
-        self._inline.pop(op.id, None)
 
     def _inline_depth(self, op: OpView, rules: tuple[Rule, ...]) -> int | None:
         rule = rules[0]

@@ -137,13 +137,6 @@ def _pow_scalar(b: Builder, op: OpView, x: Val) -> Val:
     return power(b, x, op.arg("exponent"))
 
 
-def _is_number(name: str) -> Check:
-    def check(op: OpView) -> str | None:
-        return None if isinstance(op.arg(name), int | float) else f"{name} is no plain number"
-
-    return check
-
-
 def _integer_power(op: OpView) -> str | None:
     n = op.arg("exponent")
     if not isinstance(n, int | float):

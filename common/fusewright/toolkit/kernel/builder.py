@@ -9,20 +9,19 @@
     kernel = b.build()
 
 Nobody says where a stage begins: `build` finds it from the reductions, recomputes cheap values in later
-stages and keeps dear ones (`keep=`), drops dead values, merges and splits axes so that indices become
+stages and keeps dear ones, drops dead values, merges and splits axes so that indices become
 affine, and verifies the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from fusewright.toolkit.kernel.extent import Extent, symbol
 from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
 from fusewright.toolkit.kernel.ir import Access, Buffer, Kernel, Node, Scalar
 from fusewright.toolkit.kernel.optable import OPS
-from fusewright.toolkit.kernel.types import TYPES, DType, is_float
+from fusewright.toolkit.kernel.types import TYPES, DType
 
 Number = int | float | bool
 
@@ -202,10 +201,6 @@ class Builder:
             return value
         return self._add(Node(0, "cast", dtype, (value.id,)))
 
-    def bitcast(self, value: Val, dtype: DType) -> Val:
-        """The bits of `value` seen as `dtype` of the same size."""
-        return self._add(Node(0, "bitcast", dtype, (value.id,)))
-
     def reduce(self, how: str, value: Val) -> Val:
         """A reduction over all row axes (`optable.REDUCTIONS`)."""
         dtype = "i64" if how.startswith("arg") else value.dtype
@@ -215,19 +210,13 @@ class Builder:
         """An inclusive scan along the row axis (`optable.SCANS`)."""
         return self._add(Node(0, "scan", value.dtype, (value.id,), how=how))
 
-    def keep(self, value: Val) -> Val:
-        """Marks a value to be held in a row buffer when a later stage needs it."""
-        n = self.nodes[value.id]
-        self.nodes[value.id] = Node(n.id, n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, True)
-        return value
-
-    def build(self, keep: Literal["auto", "marked"] = "auto") -> Kernel:
-        """The verified kernel. `keep="auto"` also keeps values that are dear to recompute."""
+    def build(self) -> Kernel:
+        """The verified kernel."""
         from fusewright.toolkit.kernel.schedule import staged
         from fusewright.toolkit.kernel.simplify import simplify_axes
         from fusewright.toolkit.kernel.verify import verify
 
-        stages = staged(self.nodes, len(self.p), keep == "auto")
+        stages = staged(self.nodes, len(self.p))
         kernel = Kernel(
             self.name,
             tuple(self._buffers),
@@ -260,8 +249,3 @@ class Builder:
         else:
             self._known[key] = val
         return val
-
-
-def is_half(dtype: DType) -> bool:
-    """Whether math on `dtype` must be written with casts to f32."""
-    return is_float(dtype) and not TYPES[dtype].compute

@@ -137,10 +137,6 @@ class _Run:
     def do_cast(self, n: Node, args: list[torch.Tensor]) -> torch.Tensor:
         return args[0].to(to_torch(n.dtype)).to(self.type(n.dtype))
 
-    def do_bitcast(self, n: Node, args: list[torch.Tensor]) -> torch.Tensor:
-        source = to_torch(self.kernel.node_map()[n.args[0]].dtype)
-        return args[0].to(source).view(to_torch(n.dtype)).to(self.type(n.dtype))
-
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """`x` over P x R with R flattened into the last dimension."""
         row = torch.empty([1] * self.n_p + self.shape[self.n_p :], device="meta")

@@ -28,7 +28,7 @@ Kinds of nodes (`Node.op`), beside the pointwise rows of `optable.OPS`:
 - `bound`: args[0] is an i64 index checked against [0, `extent`), or [-extent, extent) with `how="wrap"` (as
   indexing does, the result is then made positive); args[1] is an optional mask. Out of bounds: the kernel
   reports an error, touches no memory there and the launch raises IndexError;
-- `cast` (value-preserving conversion as `Tensor.to`), `bitcast` (same size, same bits);
+- `cast` (value-preserving conversion as `Tensor.to`);
 - `reduce` with `how` of `optable.REDUCTIONS` over all of R (argument positions count lexicographically over
   R);
 - `scan` with `how` of `optable.SCANS` along R, which must be a single axis.

@@ -26,10 +26,10 @@ class _Facts:
     live: set[int] = field(default_factory=set)
 
 
-def staged(nodes: Sequence[Node], n_p: int, auto_keep: bool) -> tuple[Stage, ...]:
+def staged(nodes: Sequence[Node], n_p: int) -> tuple[Stage, ...]:
     """Stages of the recorded `nodes` (ids are positions), with values renumbered in order of execution."""
     facts = _analyse(nodes, n_p)
-    return _Scheduler(nodes, facts, auto_keep).run()
+    return _Scheduler(nodes, facts).run()
 
 
 def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
@@ -58,8 +58,8 @@ def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
 
 
 class _Scheduler:
-    def __init__(self, nodes: Sequence[Node], facts: _Facts, auto_keep: bool) -> None:
-        self.nodes, self.f, self.auto_keep = nodes, facts, auto_keep
+    def __init__(self, nodes: Sequence[Node], facts: _Facts) -> None:
+        self.nodes, self.f = nodes, facts
         self.new_id: dict[int, int] = {}
         self.next = 0
         self.kept: set[int] = set()
@@ -104,7 +104,7 @@ class _Scheduler:
         return seen
 
     def _worth_keeping(self, n: Node) -> bool:
-        return n.op == "scan" or n.keep or (self.auto_keep and self._price(n.id, set()) >= KEEP_COST)
+        return n.op == "scan" or self._price(n.id, set()) >= KEEP_COST
 
     def _price(self, i: int, seen: set[int]) -> int:
         """Cost of recomputing row value `i` from its loads."""

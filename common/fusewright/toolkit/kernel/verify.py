@@ -148,10 +148,6 @@ class _Verifier:
         if n.extent is not None:
             self.expect(symbols(n.extent) <= set(self.kernel.symbols), n, "unknown symbol")
 
-    def bits(self, n: Node) -> None:
-        src = TYPES[self.arg(n, 0).dtype]
-        self.expect(src.size == TYPES[n.dtype].size and "bool" not in (src.name, n.dtype), n, "sizes differ")
-
     def scalar(self, n: Node) -> None:
         ok = isinstance(n.value, int) and 0 <= n.value < len(self.kernel.scalars)
         self.expect(ok and self.kernel.scalars[int(n.value or 0)].dtype == n.dtype, n, "no such scalar")
@@ -172,7 +168,6 @@ _RULES: dict[str, Callable[[_Verifier, Node], None]] = {
     "reduce": _Verifier.reduction,
     "scan": _Verifier.scanning,
     "bound": _Verifier.bounded,
-    "bitcast": _Verifier.bits,
     "cast": _Verifier.unary,
     "const": _Verifier.literal,
     "scalar": _Verifier.scalar,

@@ -422,8 +422,6 @@ class Body:
                 return self.lanes.bound(n, values)
             case "cast":
                 return cast(f, args[0], self.types[n.args[0]], n.dtype)
-            case "bitcast":
-                return f.conv("bitcast", args[0], memory_type(n.dtype))
             case _:
                 raise ValueError(f"no code for {n.op}")
 

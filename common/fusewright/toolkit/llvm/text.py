@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from fusewright.toolkit.llvm.target import CpuTarget
 
-FLOATS = ("half", "float", "double")
 BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "float": 32, "double": 64}
 
 
