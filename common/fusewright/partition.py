@@ -13,6 +13,7 @@ from fusewright.graph.effects import draws, shared_views, writes
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
 from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
+from fusewright.plan.order import closure
 
 log = logging.getLogger(__name__)
 
@@ -181,16 +182,6 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
     return [tuple(m) for m in members if m]
 
 
-def _closure(mask: int, needs: Sequence[int]) -> int:
-    """All groups that those in `mask` depend on, themselves included."""
-    done = 0
-    while todo := mask & ~done:
-        low = (todo & -todo).bit_length() - 1
-        done |= 1 << low
-        mask |= needs[low]
-    return done
-
-
 def _candidates(
     node: Node, const: frozenset[Node], group_of: Mapping[Node, int], members: Sequence[Sequence[Node]], first_open: int
 ) -> list[int]:
@@ -219,7 +210,7 @@ def _joinable(
         for i in inputs:
             if group_of.get(i) != g:
                 outside |= reach.get(i, 0)
-        if not _closure(outside, needs) >> g & 1:
+        if not closure(outside, needs) >> g & 1:
             return g
     return None
 

@@ -1,4 +1,4 @@
-"""Topological order of things that wait for each other."""
+"""Things that wait for each other: in order, and with all that they wait for."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def topological(waits: Sequence[Iterable[int]]) -> list[int]:
     if len(ordered) != len(waits):
         raise ValueError(f"{len(waits) - len(ordered)} of {len(waits)} wait for each other")
     return ordered
+
+
+def closure(mask: int, needs: Sequence[int]) -> int:
+    """All that those in the bit set `mask` wait for, themselves included; `needs[k]` is what `k` waits for at once."""
+    done = 0
+    while todo := mask & ~done:
+        low = (todo & -todo).bit_length() - 1
+        done |= 1 << low
+        mask |= needs[low]
+    return done

@@ -16,7 +16,7 @@ log = logging.getLogger("fusewright")
 R = TypeVar("R")
 
 
-class OnDevice(abc.ABC, Generic[R]):
+class Recorded(abc.ABC, Generic[R]):
     """A callable that replays recordings of type `R`. `run`, the plain plan, is right at any time. Calls from several threads
     take turns."""
 

@@ -29,7 +29,7 @@ from fusewright.plan.copies import CopiesIn, copier_out
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.once import Prepared
-from fusewright.plan.recording import OnDevice
+from fusewright.plan.recording import Recorded
 
 LARGE = 1 << 20
 """Bytes from which a result is made in fresh memory after the replay rather than copied out."""
@@ -243,7 +243,7 @@ class _Recording:
         return self
 
 
-class Replayed(OnDevice[_Recording]):
+class Replayed(Recorded[_Recording]):
     """A plan as a callable that records itself at its first call and replays from then on."""
 
     def __init__(

@@ -21,7 +21,7 @@ from fusewright.plan import codegen
 from fusewright.plan.build import Plan
 from fusewright.plan.copies import CopiesIn, copied_out
 from fusewright.plan.ir import Ref, Run, reads
-from fusewright.plan.recording import OnDevice
+from fusewright.plan.recording import Recorded
 from fusewright.plan.replay import obstacle, plan_device, written_inputs
 
 SMALL = 1 << 12
@@ -66,7 +66,7 @@ class _Recording:
     storages: Sequence[tuple[Any, int]]
 
 
-class Retained(OnDevice[_Recording]):
+class Retained(Recorded[_Recording]):
     """A plan of training as a callable that records itself at its first call."""
 
     def __init__(

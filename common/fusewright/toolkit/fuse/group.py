@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusewright.interface import OpView, Value
+from fusewright.plan.order import closure
 from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
 from fusewright.toolkit.fuse.evaluate import Evaluator, NotAligned, RowContext, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
@@ -161,15 +162,6 @@ class Grouper:
             mask |= self._reach.get(v.id, 0)
         return mask
 
-    def _closure(self, mask: int) -> int:
-        """All groups that those in `mask` depend on, themselves included."""
-        done = 0
-        while todo := mask & ~done:
-            low = (todo & -todo).bit_length() - 1
-            done |= 1 << low
-            mask |= self._needs[low]
-        return done
-
     def _call(self, op: OpView) -> None:
         call = self.fixed[op.id]
         if call not in self._calls:
@@ -186,7 +178,7 @@ class Grouper:
             for s in self.flow.sources(v):
                 if self.group_of.get(s.id) is not group:
                     outside |= self._reach.get(s.id, 0)
-        return bool(self._closure(outside & ~(1 << group.id)) >> group.id & 1) or bool(outside >> group.id & 1)
+        return bool(closure(outside & ~(1 << group.id), self._needs) >> group.id & 1) or bool(outside >> group.id & 1)
 
     def _enter(self, unit: Unit, group: Group, reads: Mapping[int, int], position: int) -> None:
         mask = self._mask(unit.op.inputs())
@@ -323,8 +315,8 @@ class Grouper:
             return False
         if any(u.op.id in self.solo for u in b.units):
             return False
-        around_a = self._closure(self._needs[a.id] & ~(1 << b.id | 1 << a.id))
-        around_b = self._closure(self._needs[b.id] & ~(1 << a.id | 1 << b.id))
+        around_a = closure(self._needs[a.id] & ~(1 << b.id | 1 << a.id), self._needs)
+        around_b = closure(self._needs[b.id] & ~(1 << a.id | 1 << b.id), self._needs)
         if around_a >> b.id & 1 or around_b >> a.id & 1 or self._needs[b.id] >> a.id & 1:
             return False
         return self._fits_together(a, b)
