@@ -114,22 +114,16 @@ class Decoding:
         for t, before in self.state:
             t.copy_(before)
 
-    def decode(self, steps: int, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [steps] from the half full cache on, and logits [steps, vocabulary]. No step waits for the one before on
-        the host. `given` are the tokens that are appended; by default the likeliest ones."""
-        self.restore()
-        tokens, logits = [], []
+    def decode(self, steps: int, given: torch.Tensor | None = None, logits: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """The next tokens [steps]. No step waits for the one before on the host. `given` are the tokens that are appended;
+        by default the likeliest ones. `logits` is given those of every step, [1, vocabulary]."""
+        tokens = []
         for k in range(steps):
             torch.compiler.cudagraph_mark_step_begin()
             out = self.step()[:, -1]
             tokens.append(out.argmax(-1, keepdim=True))
-            logits.append(out.clone())
+            if logits is not None:
+                logits.append(out.clone())
             self.token.copy_(tokens[-1] if given is None else given[k].view(1, 1))
             self.position.add_(1)
-        return torch.cat(tokens).flatten(), torch.cat(logits)
-
-
-def decoder(compile: Callable[[Any], Any], context: int = 1024) -> tuple[Callable[[], Any], int]:
-    """One step of decoding, and the bytes that it must read."""
-    found = Decoding(compile, context)
-    return found.step, found.bytes
+        return torch.cat(tokens).flatten()

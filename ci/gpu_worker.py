@@ -50,10 +50,11 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def median_ms(call: Call, calls: int = CALLS) -> float:
-    """Median time of a call in ms, by events around it, each on an idle GPU."""
+def median_ms(call: Call, calls: int = CALLS, before: Call = lambda: None) -> float:
+    """Median time of a call in ms, by events around it, each on an idle GPU. `before` each call something is done untimed."""
     times = []
     for _ in range(calls):
+        before()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
@@ -109,7 +110,9 @@ class Timed:
             self.settled.add(key)
             for _ in range(1 if part == "decode" else SETTLE):
                 call()
-        return {"ms": median_ms(call, 2) / STEPS if part == "decode" else median_ms(call)}
+        if part == "decode":
+            return {"ms": median_ms(call, 2, self.decodings[contender].restore) / STEPS}
+        return {"ms": median_ms(call)}
 
     def _call(self, model: str, part: str, contender: str) -> Call:
         def compile(fn: Any) -> Any:
@@ -122,9 +125,10 @@ class Timed:
         return self.parts[model, part][1](compile)
 
     def _decode(self, contender: str, compile: Any) -> Call:
-        """Decoding as it is used: STEPS tokens, one issued behind the other. Its time is given for one step."""
+        """Decoding as it is used: STEPS tokens, one issued behind the other, the likeliest appended. Its time is given for one."""
         if contender not in self.decodings:
             self.decodings[contender] = Decoding(compile)
+        self.decodings[contender].restore()
         return without_gradients(lambda: self.decodings[contender].decode(STEPS))
 
     def decode_alone(self, contender: str) -> dict[str, Any]:
@@ -139,9 +143,12 @@ class Timed:
         for contender in ("eager", "ours"):
             self._call("decode", "decode", contender)
         with torch.no_grad():
-            tokens, logits = self.decodings["eager"].decode(STEPS)
-            ours, _ = self.decodings["ours"].decode(STEPS, tokens)
-        logits = logits.float()
+            for decoding in self.decodings.values():
+                decoding.restore()
+            found: list[torch.Tensor] = []
+            tokens = self.decodings["eager"].decode(STEPS, logits=found)
+            ours = self.decodings["ours"].decode(STEPS, tokens)
+        logits = torch.cat(found).float()
         lost = logits.gather(1, tokens[:, None]) - logits.gather(1, ours[:, None])
         tied = lost.flatten() <= TIE * logits.abs().amax(1)
         return {"tokens": STEPS, "equal": int((ours == tokens).sum()), "wrong": int((~tied).sum())}

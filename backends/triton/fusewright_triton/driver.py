@@ -68,7 +68,7 @@ class Driver:
         )  # fmt: skip
 
     def launcher(self) -> Callable[..., int]:
-        """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, after all else `relaunch` knows why."""
+        """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, else `relaunch` says why."""
         launch: Callable[..., int] = self._launch
         return launch
 
@@ -86,18 +86,17 @@ class Driver:
         if code == _NO_CONTEXT and self.kind == "cuda":
             self._enter_context()
             code = function(*arguments)
-        if code:
-            raise self.error(code, what)
+        self._check(code, what)
 
     def _enter_context(self) -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        for code in (
-            self.lib.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()),
-            self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-            self.lib.cuCtxSetCurrent(context),
-        ):
-            if code:
-                raise self.error(code, "enter the context of the device")
+        self._check(self.lib.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device()), "find the device")
+        self._check(self.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "find its context")
+        self._check(self.lib.cuCtxSetCurrent(context), "enter its context")
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            raise self.error(code, what)
 
     def error(self, code: int, what: str) -> DriverError:
         """What a code means, in the driver's words."""

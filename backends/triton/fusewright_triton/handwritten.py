@@ -281,11 +281,9 @@ class Kernel:
         bound.place(args)
         stream = torch.cuda.current_stream(device).cuda_stream
         blocks = programs * options.get("num_ctas", 1)
-        failed = bound.launch(
-            bound.function, blocks, 1, 1, bound.threads, 1, 1, bound.shared, stream, bound.params, None
-        )
-        if failed:
-            raise driver(target.triton).error(failed, f"launch {self.function}")
+        arguments = (bound.function, blocks, 1, 1, bound.threads, 1, 1, bound.shared, stream, bound.params, None)
+        if bound.launch(*arguments):
+            driver(target.triton).relaunch(self.function, *arguments)
         if len(_bound) >= MOST_BOUND:
             _bound.clear()
         _bound.setdefault(key, []).append(bound)

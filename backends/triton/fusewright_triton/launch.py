@@ -134,9 +134,9 @@ class GpuLauncher:
         stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
         for (function, threads, shared, name), programs in zip(bound.functions, known.programs, strict=True):
             if programs:
-                code = launch(function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
-                if code:
-                    raise driver(self.target.triton).error(code, f"launch {name}")
+                arguments = (function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
+                if launch(*arguments):
+                    driver(self.target.triton).relaunch(name, *arguments)
         del workspace
         self._free.setdefault(key, []).append(bound)
 

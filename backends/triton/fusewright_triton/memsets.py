@@ -92,9 +92,8 @@ class _Graph:
         self.handle, self.fill = ctypes.c_void_p(handle), ctypes.c_void_p(fill)
 
     def call(self, name: str, *args: Any) -> None:
-        code = getattr(driver("cuda").lib, name)(*args)
-        if code:
-            raise driver("cuda").error(code, name)
+        d = driver("cuda")
+        d.call(name, getattr(d.lib, name), *args)
 
     def listed(self, name: str, of: ctypes.c_void_p) -> list[int]:
         """What a driver function lists: asked for the number first."""

@@ -190,6 +190,22 @@ def test_threads_and_streams() -> None:
         assert all(pool.map(work, range(8)))
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["loads", "launches"])
+def test_a_thread_that_has_used_no_gpu(before: bool) -> None:
+    """Autograd's threads are such: what torch's allocator holds already gives them no context."""
+    kernel = kernels.add_gelu(10007)
+    data = [t.cuda() for t in NUMERIC["add_gelu"][1]]
+    launcher = compile_kernels([kernel], here()).launcher(kernel)
+    if before:
+        launcher(data)
+    want = data[0] + data[1]
+    data[2].zero_()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(launcher, data).result()
+    raise_errors()
+    torch.testing.assert_close(data[2], torch.nn.functional.gelu(want), rtol=1e-5, atol=1e-5)
+
+
 def test_half_precision_accumulation_builds_or_is_refused() -> None:
     for dtype in ("bf16", "f16"):
         k = kernels.scatter_add(300, 20, 50, dtype)

@@ -13,6 +13,7 @@ from fusewright.toolkit.kernel import Builder, Kernel, symbol
 from fusewright_triton import launch, target
 from fusewright_triton.binaries import Binary, Built, Variant
 from fusewright_triton.config import Config, Tile
+from fusewright_triton.driver import Driver, DriverError
 from fusewright_triton.emitter import emit
 from fusewright_triton.launch import GpuLauncher, raise_errors
 from tests.backends.triton.kernels import column_sum, embedding
@@ -40,8 +41,8 @@ class Recorder:
         self.launches.append((function, gx, threads, rest[2], rest[3], values))
         return self.result
 
-    def error(self, code: int, what: str) -> Exception:
-        return RuntimeError(f"cannot {what}: {code}")
+    def relaunch(self, name: str, *arguments: Any) -> None:
+        raise RuntimeError(f"cannot launch {name}: {self.launch(*arguments)}")
 
 
 @pytest.fixture
@@ -139,3 +140,41 @@ def test_a_refused_launch_says_which(recorder: Recorder) -> None:
     recorder.result = 1
     with pytest.raises(RuntimeError, match="launch column_sum"):
         launcher(k, Config((Tile((0,), 32),), 64, True, 1, 4))([torch.zeros(64, 70), torch.zeros(70)])
+
+
+class NoContextYet:
+    """CUDA's driver, of which this thread has used nothing."""
+
+    def __init__(self, device: int) -> None:
+        self.device, self.entered, self.launched = device, 0, 0
+        self.hipGetErrorString = lambda code: b"no context"
+
+    def cuDeviceGet(self, found: Any, ordinal: int) -> int:
+        assert ordinal == self.device
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, found: Any, device: Any) -> int:
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.entered += 1
+        return 0
+
+    def cuLaunchKernel(self, *arguments: Any) -> int:
+        self.launched += self.entered
+        return 0 if self.entered else 201
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_a_thread_without_a_context_enters_the_devices(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = Driver.__new__(Driver)
+    d.kind, d.lib = kind, NoContextYet(3)
+    d._launch = d.lib.cuLaunchKernel
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    if kind == "cuda":
+        d.relaunch("scale", 1, 2)
+        d.relaunch("scale", 1, 2)
+        assert (d.lib.entered, d.lib.launched) == (1, 2)
+    else:
+        with pytest.raises(DriverError, match="cannot launch scale: no context"):
+            d.relaunch("scale", 1, 2)
