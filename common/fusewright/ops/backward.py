@@ -9,21 +9,22 @@ from typing import Any
 import torch
 
 from . import backward_math as b
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .composite_math import torch_decomposition
 from .core import Args, DtypeRule, Kind, Op, Shape, row
 
 _op = partial(row, Kind.COMPOSITE)
-_GRAD = r.dtype_of("grad_output")
+_GRAD = dt.dtype_of("grad_output")
 
 
 def _elementwise(
     name: str, reference: Any, doc: str, second: str = "self", dtype_rule: Any = None, decompose: Any = None
 ) -> Op:
     q = f"aten::{name}"
-    rule = dtype_rule or r.promote("grad_output", second)
+    rule = dtype_rule or dt.promote("grad_output", second)
     decompose = decompose or torch_decomposition(q)
-    return _op(name, q, rule, r.broadcast("grad_output", second), reference, doc, "", decompose)
+    return _op(name, q, rule, sh.broadcast("grad_output", second), reference, doc, "", decompose)
 
 
 def softmax_backward_dtype(a: Args) -> tuple[torch.dtype]:
@@ -35,30 +36,30 @@ def conv_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
     """The shapes of input, weight and bias, where `output_mask` asks for them."""
     w = tuple(a["weight"].shape)
     bias = w[1] * a["groups"] if a["transposed"] else w[0]
-    return r.masked_shapes(lambda x: (tuple(x["input"].shape), w, (bias,)))(a)
+    return sh.masked_shapes(lambda x: (tuple(x["input"].shape), w, (bias,)))(a)
 
 
 def norm_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
     """The shapes of input, weight and bias, where `output_mask` asks for them."""
     n = tuple(a["normalized_shape"])
-    return r.masked_shapes(lambda x: (tuple(x["input"].shape), n, n))(a)
+    return sh.masked_shapes(lambda x: (tuple(x["input"].shape), n, n))(a)
 
 
 def rms_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
     """The shapes of input and weight, where `output_mask` asks for them."""
-    return r.masked_shapes(lambda x: (tuple(x["input"].shape), tuple(x["normalized_shape"])))(a)
+    return sh.masked_shapes(lambda x: (tuple(x["input"].shape), tuple(x["normalized_shape"])))(a)
 
 
 def channel_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
     """The shape of input and twice [C], where `output_mask` asks for them."""
-    return r.masked_shapes(r.channel_stats)(a)
+    return sh.masked_shapes(sh.channel_stats)(a)
 
 
 def norm_backward_dtypes(a: Args) -> tuple[torch.dtype | None, ...]:
     """The input's dtype, then the weight's (the input's without weight), where `output_mask` asks for
     them."""
     w = a["input"].dtype if a["weight"] is None else a["weight"].dtype
-    return r.masked(lambda x: (x["input"].dtype, *(w,) * (len(x["output_mask"]) - 1)))(a)
+    return dt.masked(lambda x: (x["input"].dtype, *(w,) * (len(x["output_mask"]) - 1)))(a)
 
 
 def embedding_grad_shape(a: Args) -> tuple[Shape]:
@@ -88,17 +89,17 @@ def weight_norm_grad_shapes(a: Args) -> tuple[Shape, Shape]:
 
 def _grad_of_input(name: str, reference: Any, doc: str, qualname: str = "") -> Op:
     q = f"aten::{qualname or name}"
-    return _op(name, q, _GRAD, r.SAME, reference, doc)
+    return _op(name, q, _GRAD, sh.SAME, reference, doc)
 
 
 def _resize_grad(name: str, doc: str) -> Op:
-    return _op(name, f"aten::{name}", _GRAD, r.attr_shape("input_size"), b.resize_backward(name), doc)
+    return _op(name, f"aten::{name}", _GRAD, sh.attr_shape("input_size"), b.resize_backward(name), doc)
 
 
 SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
-    "layer_norm_backward": (("mean", "rstd"), r.norm_stats()),
-    "group_norm_backward": (("mean", "rstd"), r.norm_stats()),
-    "batch_norm_backward": (("save_mean", "save_invstd"), r.norm_stats(weight_="running_mean")),
+    "layer_norm_backward": (("mean", "rstd"), dt.norm_stats()),
+    "group_norm_backward": (("mean", "rstd"), dt.norm_stats()),
+    "batch_norm_backward": (("save_mean", "save_invstd"), dt.norm_stats(weight_="running_mean")),
 }
 """Arguments that a forward saved, and the dtypes that they really have (see `Op.fake_differs`)."""
 
@@ -117,16 +118,16 @@ ROWS: tuple[Op, ...] = (
     _elementwise("leaky_relu_backward", b.leaky_relu_backward, "gradient of leaky_relu"),
     _elementwise("elu_backward", b.elu_backward, "gradient of elu", "self_or_result"),
     _elementwise("softplus_backward", b.softplus_backward, "gradient of softplus"),
-    _op("glu_backward", "aten::glu_backward", _GRAD, r.SAME, b.glu_backward, "gradient of glu", "",
+    _op("glu_backward", "aten::glu_backward", _GRAD, sh.SAME, b.glu_backward, "gradient of glu", "",
         torch_decomposition("aten::glu_backward")),
-    _op("dropout_backward", "aten::native_dropout_backward", r.promote("grad_output", "scale"),
-        r.shape_of("grad_output"), b.dropout_backward, "grad_output * mask * scale", "",
+    _op("dropout_backward", "aten::native_dropout_backward", dt.promote("grad_output", "scale"),
+        sh.shape_of("grad_output"), b.dropout_backward, "grad_output * mask * scale", "",
         torch_decomposition("aten::native_dropout_backward")),
-    _op("softmax_backward", "aten::_softmax_backward_data", softmax_backward_dtype, r.shape_of("grad_output"),
+    _op("softmax_backward", "aten::_softmax_backward_data", softmax_backward_dtype, sh.shape_of("grad_output"),
         b.softmax_backward, "gradient of softmax from its output", "",
         torch_decomposition("aten::_softmax_backward_data")),
     _op("log_softmax_backward", "aten::_log_softmax_backward_data", softmax_backward_dtype,
-        r.shape_of("grad_output"), b.log_softmax_backward, "gradient of log_softmax from its output", "",
+        sh.shape_of("grad_output"), b.log_softmax_backward, "gradient of log_softmax from its output", "",
         torch_decomposition("aten::_log_softmax_backward_data")),
     _op("layer_norm_backward", "aten::native_layer_norm_backward", norm_backward_dtypes, norm_backward_shapes,
         b.layer_norm_backward, "gradients of layer_norm", "",
@@ -147,13 +148,13 @@ ROWS: tuple[Op, ...] = (
         b.embedding_backward),
     _op("sdpa_backward", "aten::_scaled_dot_product_flash_attention_for_cpu_backward", sdpa_backward_dtypes,
         sdpa_backward_shapes, b.sdpa_backward, "gradients of sdpa_with_lse", "Dao et al., arXiv:2205.14135"),
-    _op("nll_loss_backward", "aten::nll_loss_backward", r.SELF, r.SAME, b.nll_loss_backward,
+    _op("nll_loss_backward", "aten::nll_loss_backward", dt.SELF, sh.SAME, b.nll_loss_backward,
         "gradient of nll_loss", "", torch_decomposition("aten::nll_loss_backward")),
-    _op("mse_loss_backward", "aten::mse_loss_backward", r.promote("grad_output", "self", "target"),
-        r.broadcast("self", "target"), b.mse_loss_backward, "gradient of mse_loss", "",
+    _op("mse_loss_backward", "aten::mse_loss_backward", dt.promote("grad_output", "self", "target"),
+        sh.broadcast("self", "target"), b.mse_loss_backward, "gradient of mse_loss", "",
         torch_decomposition("aten::mse_loss_backward")),
     _op("smooth_l1_loss_backward", "aten::smooth_l1_loss_backward",
-        r.promote("grad_output", "self", "target"), r.broadcast("self", "target"), b.smooth_l1_backward,
+        dt.promote("grad_output", "self", "target"), sh.broadcast("self", "target"), b.smooth_l1_backward,
         "gradient of smooth_l1_loss", "", torch_decomposition("aten::smooth_l1_loss_backward")),
     _op("weight_norm_backward", "aten::_weight_norm_interface_backward", weight_norm_grad_dtypes,
         weight_norm_grad_shapes, b.weight_norm_backward, "gradients of weight_norm by v and g"),
@@ -165,11 +166,11 @@ ROWS: tuple[Op, ...] = (
     _resize_grad("upsample_nearest2d_backward", "gradient of upsample_nearest2d"),
     _resize_grad("upsample_bilinear2d_backward", "gradient of upsample_bilinear2d"),
     _resize_grad("upsample_bicubic2d_backward", "gradient of upsample_bicubic2d"),
-    _op("select_backward", "aten::select_backward", _GRAD, r.attr_shape("input_sizes"), b.select_backward,
+    _op("select_backward", "aten::select_backward", _GRAD, sh.attr_shape("input_sizes"), b.select_backward,
         "zeros with the gradient at one index of dim", "", torch_decomposition("aten::select_backward")),
-    _op("slice_backward", "aten::slice_backward", _GRAD, r.attr_shape("input_sizes"), b.slice_backward,
+    _op("slice_backward", "aten::slice_backward", _GRAD, sh.attr_shape("input_sizes"), b.slice_backward,
         "zeros with the gradient at start:end:step of dim", "", torch_decomposition("aten::slice_backward")),
-    _op("unfold_backward", "aten::unfold_backward", r.dtype_of("grad_in"), r.attr_shape("input_sizes"),
+    _op("unfold_backward", "aten::unfold_backward", dt.dtype_of("grad_in"), sh.attr_shape("input_sizes"),
         b.unfold_backward, "gradient of unfold: windows added up", "",
         torch_decomposition("aten::unfold_backward")),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import composite_math as m
+from . import norm_math as nm
 
 
 def grads(
@@ -153,7 +154,7 @@ def group_norm_backward(
     def forward(t: Any, w: Any, b: Any) -> Any:
         z = t.reshape(N, group, -1)
         z = (z - z.mean(-1, keepdim=True)) / torch.sqrt(z.var(-1, correction=0, keepdim=True) + eps.unsqueeze(-1))
-        return m._affine(z.reshape(t.shape), m._per_channel(w, t.dim()), m._per_channel(b, t.dim()))
+        return nm.affine(z.reshape(t.shape), nm.per_channel(w, t.dim()), nm.per_channel(b, t.dim()))
 
     return grads(
         forward,
@@ -179,7 +180,7 @@ def batch_norm_backward(
 
     def forward(t: Any, w: Any, b: Any) -> Any:
         mean, var = (t.mean(dims), t.var(dims, correction=0)) if train else (running_mean, running_var)
-        return m.batch_norm_ref(t, w, b, mean, var, 0.0, eps)[0]
+        return nm.batch_norm_ref(t, w, b, mean, var, 0.0, eps)[0]
 
     c = x.shape[1:2]
     return grads(forward, [x, _with_default(weight, x, c, 1.0), _with_default(None, x, c, 0.0)], grad, output_mask)
@@ -260,7 +261,7 @@ def smooth_l1_backward(grad: Any, x: Any, target: Any, reduction: int, beta: flo
 
 
 def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, ...]:
-    return grads(lambda a, b: m.weight_norm_ref(a, b, dim)[0], [v, g], grad)
+    return grads(lambda a, b: nm.weight_norm_ref(a, b, dim)[0], [v, g], grad)
 
 
 def max_pool2d_backward(

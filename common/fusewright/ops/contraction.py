@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .core import Kind, Op, row
 
 _op = partial(row, Kind.CONTRACTION)
@@ -25,18 +26,18 @@ def addbmm_ref(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 
 
 # fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("mm", "aten::mm", r.SELF, r.mm, lambda x, y: torch.einsum("nk,km->nm", x, y), "matrix product"),
-    _op("bmm", "aten::bmm", r.SELF, r.bmm, lambda x, y: torch.einsum("bnk,bkm->bnm", x, y),
+    _op("mm", "aten::mm", dt.SELF, sh.mm, lambda x, y: torch.einsum("nk,km->nm", x, y), "matrix product"),
+    _op("bmm", "aten::bmm", dt.SELF, sh.bmm, lambda x, y: torch.einsum("bnk,bkm->bnm", x, y),
         "batch of matrix products"),
-    _op("addmm", "aten::addmm", r.SELF, r.mm, addmm_ref,
+    _op("addmm", "aten::addmm", dt.SELF, sh.mm, addmm_ref,
         "beta * self + alpha * (mat1 @ mat2); self is not read when beta is 0"),
-    _op("baddbmm", "aten::baddbmm", r.SELF, r.bmm, addmm_ref, "beta * self + alpha * (batch1 @ batch2)"),
-    _op("addbmm", "aten::addbmm", r.SELF, r.bmm_sum, addbmm_ref,
+    _op("baddbmm", "aten::baddbmm", dt.SELF, sh.bmm, addmm_ref, "beta * self + alpha * (batch1 @ batch2)"),
+    _op("addbmm", "aten::addbmm", dt.SELF, sh.bmm_sum, addbmm_ref,
         "beta * self + alpha * sum over the batch of (batch1 @ batch2)"),
-    _op("mv", "aten::mv", r.SELF, r.matvec, lambda x, v: (x * v).sum(-1), "matrix times vector"),
-    _op("addmv", "aten::addmv", r.SELF, r.matvec, addmm_ref, "beta * self + alpha * (mat @ vec)"),
-    _op("dot", "aten::dot", r.SELF, r.scalar_shape, lambda x, y: (x * y).sum(), "product of two vectors"),
-    _op("conv", "aten::convolution", r.INPUT, r.conv, torch.convolution,
+    _op("mv", "aten::mv", dt.SELF, sh.matvec, lambda x, v: (x * v).sum(-1), "matrix times vector"),
+    _op("addmv", "aten::addmv", dt.SELF, sh.matvec, addmm_ref, "beta * self + alpha * (mat @ vec)"),
+    _op("dot", "aten::dot", dt.SELF, sh.scalar_shape, lambda x, y: (x * y).sum(), "product of two vectors"),
+    _op("conv", "aten::convolution", dt.INPUT, sh.conv, torch.convolution,
         "1-3d convolution with bias, groups, dilation, transposed", "ONNX Conv, ConvTranspose"),
 )
 # fmt: on

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .core import Kind, Op, resolve, row
 from .pointwise import wide
 
@@ -69,45 +70,45 @@ def _drawn(name: str, qualname: str, dtype_rule: Any, shape_rule: Any, doc: str,
 
 
 _UNDEFINED = "values undefined; the reference has zeros"
-_DROPOUT = r.dtypes(r.INPUT, r.BOOL)
+_DROPOUT = dt.dtypes(dt.INPUT, dt.BOOL)
 
 # fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("arange", "aten::arange.start_step", r.range_dtype, r.range_length, arange_ref,
+    _op("arange", "aten::arange.start_step", dt.range_dtype, sh.range_length, arange_ref,
         "start, start + step, ... below end"),
-    _op("full", "aten::full", r.fill_dtype, r.attr_shape(), full_ref, "filled with a number"),
-    _op("full_like", "aten::full_like", r.attr_or_self, r.SAME, full_like_ref,
+    _op("full", "aten::full", dt.fill_dtype, sh.attr_shape(), full_ref, "filled with a number"),
+    _op("full_like", "aten::full_like", dt.attr_or_self, sh.SAME, full_like_ref,
         "filled with a number, shaped and laid out as self"),
-    _op("fill", "aten::fill.Scalar", r.SELF, r.SAME, fill_ref, "filled with a number, shaped as self"),
-    _op("fill_tensor", "aten::fill.Tensor", r.SELF, r.SAME, fill_ref,
+    _op("fill", "aten::fill.Scalar", dt.SELF, sh.SAME, fill_ref, "filled with a number, shaped as self"),
+    _op("fill_tensor", "aten::fill.Tensor", dt.SELF, sh.SAME, fill_ref,
         "filled with a 0-dim tensor, shaped as self"),
-    _op("new_full", "aten::new_full", r.attr_or_self, r.attr_shape(), new_full_ref,
+    _op("new_full", "aten::new_full", dt.attr_or_self, sh.attr_shape(), new_full_ref,
         "filled with a number, dtype and device of self"),
-    _op("empty", "aten::empty.memory_format", r.attr_or_default, r.attr_shape(), empty_ref, _UNDEFINED),
-    _op("empty_like", "aten::empty_like", r.attr_or_self, r.SAME, empty_like_ref, _UNDEFINED),
-    _op("empty_strided", "aten::empty_strided", r.attr_or_default, r.attr_shape(), empty_ref, _UNDEFINED),
-    _op("new_empty", "aten::new_empty", r.attr_or_self, r.attr_shape(), new_empty_ref, _UNDEFINED),
-    _op("new_empty_strided", "aten::new_empty_strided", r.attr_or_self, r.attr_shape(), new_empty_ref,
+    _op("empty", "aten::empty.memory_format", dt.attr_or_default, sh.attr_shape(), empty_ref, _UNDEFINED),
+    _op("empty_like", "aten::empty_like", dt.attr_or_self, sh.SAME, empty_like_ref, _UNDEFINED),
+    _op("empty_strided", "aten::empty_strided", dt.attr_or_default, sh.attr_shape(), empty_ref, _UNDEFINED),
+    _op("new_empty", "aten::new_empty", dt.attr_or_self, sh.attr_shape(), new_empty_ref, _UNDEFINED),
+    _op("new_empty_strided", "aten::new_empty_strided", dt.attr_or_self, sh.attr_shape(), new_empty_ref,
         _UNDEFINED),
-    _op("scalar_tensor", "aten::scalar_tensor", r.attr_or_default, r.scalar_shape, scalar_tensor_ref,
+    _op("scalar_tensor", "aten::scalar_tensor", dt.attr_or_default, sh.scalar_shape, scalar_tensor_ref,
         "a number as a 0-dim tensor"),
-    _op("linspace", "aten::linspace", r.attr_or_default, r.attr_sizes("steps"), linspace_ref,
+    _op("linspace", "aten::linspace", dt.attr_or_default, sh.attr_sizes("steps"), linspace_ref,
         "steps numbers from start to end"),
-    _op("eye", "aten::eye.m", r.attr_or_default, r.attr_sizes("n", "m"), eye_ref, "ones on the diagonal"),
-    _drawn("rand", "aten::rand", r.attr_or_default, r.attr_shape(), "uniform in [0, 1)"),
-    _drawn("randn", "aten::randn", r.attr_or_default, r.attr_shape(), "standard normal"),
-    _drawn("rand_like", "aten::rand_like", r.attr_or_self, r.SAME, "uniform in [0, 1), shaped as self"),
-    _drawn("randn_like", "aten::randn_like", r.attr_or_self, r.SAME, "standard normal, shaped as self"),
-    _drawn("randint", "aten::randint.low", r.attr_or_int64, r.attr_shape(), "integers in [low, high)"),
-    _drawn("randperm", "aten::randperm", r.attr_or_int64, r.attr_sizes("n"), "0..n-1 shuffled"),
-    _drawn("bernoulli", "aten::bernoulli", r.SELF, r.SAME, "one with the probability that self gives"),
-    _drawn("bernoulli_p", "aten::bernoulli.p", r.SELF, r.SAME, "one with probability p, shaped as self"),
-    _drawn("uniform", "aten::uniform", r.SELF, r.SAME, "uniform in [from, to), shaped as self"),
-    _drawn("normal", "aten::normal_functional", r.SELF, r.SAME, "normal with mean and std, shaped as self"),
-    _drawn("exponential", "aten::exponential", r.SELF, r.SAME, "exponential with rate lambd, shaped as self"),
-    _drawn("multinomial", "aten::multinomial", r.INT64, r.drawn,
+    _op("eye", "aten::eye.m", dt.attr_or_default, sh.attr_sizes("n", "m"), eye_ref, "ones on the diagonal"),
+    _drawn("rand", "aten::rand", dt.attr_or_default, sh.attr_shape(), "uniform in [0, 1)"),
+    _drawn("randn", "aten::randn", dt.attr_or_default, sh.attr_shape(), "standard normal"),
+    _drawn("rand_like", "aten::rand_like", dt.attr_or_self, sh.SAME, "uniform in [0, 1), shaped as self"),
+    _drawn("randn_like", "aten::randn_like", dt.attr_or_self, sh.SAME, "standard normal, shaped as self"),
+    _drawn("randint", "aten::randint.low", dt.attr_or_int64, sh.attr_shape(), "integers in [low, high)"),
+    _drawn("randperm", "aten::randperm", dt.attr_or_int64, sh.attr_sizes("n"), "0..n-1 shuffled"),
+    _drawn("bernoulli", "aten::bernoulli", dt.SELF, sh.SAME, "one with the probability that self gives"),
+    _drawn("bernoulli_p", "aten::bernoulli.p", dt.SELF, sh.SAME, "one with probability p, shaped as self"),
+    _drawn("uniform", "aten::uniform", dt.SELF, sh.SAME, "uniform in [from, to), shaped as self"),
+    _drawn("normal", "aten::normal_functional", dt.SELF, sh.SAME, "normal with mean and std, shaped as self"),
+    _drawn("exponential", "aten::exponential", dt.SELF, sh.SAME, "exponential with rate lambd, shaped as self"),
+    _drawn("multinomial", "aten::multinomial", dt.INT64, sh.drawn,
         "indices drawn with the weights that self gives"),
-    _drawn("dropout", "aten::native_dropout", _DROPOUT, r.shape_of("input", 2),
+    _drawn("dropout", "aten::native_dropout", _DROPOUT, sh.shape_of("input", 2),
         "zero with probability p, else input / (1 - p); and the mask", "Srivastava et al., JMLR 15 (2014)"),
 )
 # fmt: on

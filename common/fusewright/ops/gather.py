@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .core import Kind, Op, row
 
 _op = partial(row, Kind.GATHER)
 _scatter = partial(row, Kind.SCATTER)
-_OUT_DTYPE = r.promote("tensors")
+_OUT_DTYPE = dt.promote("tensors")
 
 
 def gather_ref(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
@@ -32,7 +33,7 @@ def index_put_ref(x: Any, indices: Any, values: Any, accumulate: bool = False) -
     if moved is x:
         return torch.index_put(x, given, values.to(x.dtype), accumulate)
     spread = values.expand(index_ref(x, indices).shape)
-    lead = given[0].dim() if len(given) == 1 else len(r.broadcast_shapes([tuple(t.shape) for t in given]))
+    lead = given[0].dim() if len(given) == 1 else len(sh.broadcast_shapes([tuple(t.shape) for t in given]))
     at = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     spread = torch.movedim(spread, list(range(at, at + lead)), list(range(lead)))
     out = torch.index_put(moved, given, spread.to(x.dtype), accumulate)
@@ -111,53 +112,53 @@ def roll_ref(x: Any, shifts: Any, dims: Any = ()) -> Any:
 
 # fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("gather", "aten::gather", r.SELF, r.shape_of("index"), gather_ref, "self[i][index[i][j]] along dim",
+    _op("gather", "aten::gather", dt.SELF, sh.shape_of("index"), gather_ref, "self[i][index[i][j]] along dim",
         "ONNX GatherElements"),
-    _op("index", "aten::index.Tensor", r.SELF, r.indexed, index_ref,
+    _op("index", "aten::index.Tensor", dt.SELF, sh.indexed, index_ref,
         "self[indices], as NumPy's advanced indexing"),
-    _op("index_select", "aten::index_select", r.SELF, r.index_selected, torch.index_select,
+    _op("index_select", "aten::index_select", dt.SELF, sh.index_selected, torch.index_select,
         "listed indices of dim", "ONNX Gather"),
-    _op("cat", "aten::cat", _OUT_DTYPE, r.concatenated, cat_ref, "joined along dim"),
-    _op("stack", "aten::stack", _OUT_DTYPE, r.stacked, stack_ref, "joined along a new dim"),
-    _op("constant_pad_nd", "aten::constant_pad_nd", r.SELF, r.padded("pad"), pad_ref,
+    _op("cat", "aten::cat", _OUT_DTYPE, sh.concatenated, cat_ref, "joined along dim"),
+    _op("stack", "aten::stack", _OUT_DTYPE, sh.stacked, stack_ref, "joined along a new dim"),
+    _op("constant_pad_nd", "aten::constant_pad_nd", dt.SELF, sh.padded("pad"), pad_ref,
         "padded with a value; negative pads cut", "ONNX Pad"),
-    _op("reflection_pad2d", "aten::reflection_pad2d", r.SELF, r.padded("padding"), reflect_ref,
+    _op("reflection_pad2d", "aten::reflection_pad2d", dt.SELF, sh.padded("padding"), reflect_ref,
         "padded by mirroring, the edge not repeated"),
-    _op("replication_pad2d", "aten::replication_pad2d", r.SELF, r.padded("padding"), replicate_ref,
+    _op("replication_pad2d", "aten::replication_pad2d", dt.SELF, sh.padded("padding"), replicate_ref,
         "padded by repeating the edge"),
-    _op("roll", "aten::roll", r.SELF, r.SAME, roll_ref, "shifted around dims"),
-    _op("flip", "aten::flip", r.SELF, r.SAME, torch.flip, "dims reversed"),
-    _op("repeat", "aten::repeat", r.SELF, r.repeated, lambda x, repeats: x.repeat(*repeats), "tiled",
+    _op("roll", "aten::roll", dt.SELF, sh.SAME, roll_ref, "shifted around dims"),
+    _op("flip", "aten::flip", dt.SELF, sh.SAME, torch.flip, "dims reversed"),
+    _op("repeat", "aten::repeat", dt.SELF, sh.repeated, lambda x, repeats: x.repeat(*repeats), "tiled",
         "ONNX Tile"),
-    _op("tril", "aten::tril", r.SELF, r.SAME, torch.tril, "zero above a diagonal"),
-    _op("triu", "aten::triu", r.SELF, r.SAME, torch.triu, "zero below a diagonal"),
-    _op("bucketize", "aten::bucketize.Tensor", r.index_dtype, r.SAME, torch.bucketize,
+    _op("tril", "aten::tril", dt.SELF, sh.SAME, torch.tril, "zero above a diagonal"),
+    _op("triu", "aten::triu", dt.SELF, sh.SAME, torch.triu, "zero below a diagonal"),
+    _op("bucketize", "aten::bucketize.Tensor", dt.index_dtype, sh.SAME, torch.bucketize,
         "which interval of sorted boundaries each element falls in"),
-    _scatter("scatter", "aten::scatter.src", r.SELF, r.SAME, scatter_ref,
+    _scatter("scatter", "aten::scatter.src", dt.SELF, sh.SAME, scatter_ref,
         "out[index[i][j]] = src[i][j] along dim", "ONNX ScatterElements"),
-    _scatter("scatter_value", "aten::scatter.value", r.SELF, r.SAME, scatter_value_ref,
+    _scatter("scatter_value", "aten::scatter.value", dt.SELF, sh.SAME, scatter_value_ref,
         "out[index[i][j]] = value along dim"),
-    _scatter("scatter_add", "aten::scatter_add", r.SELF, r.SAME, torch.scatter_add,
+    _scatter("scatter_add", "aten::scatter_add", dt.SELF, sh.SAME, torch.scatter_add,
         "out[index[i][j]] += src[i][j] along dim"),
-    _scatter("scatter_reduce", "aten::scatter_reduce.two", r.SELF, r.SAME, scatter_reduce_ref,
+    _scatter("scatter_reduce", "aten::scatter_reduce.two", dt.SELF, sh.SAME, scatter_reduce_ref,
              "scatter that folds by sum, prod, mean, amax or amin"),
-    _scatter("index_put", "aten::index_put", r.SELF, r.SAME, index_put_ref,
+    _scatter("index_put", "aten::index_put", dt.SELF, sh.SAME, index_put_ref,
         "out[indices] = values, or += when accumulate"),
-    _scatter("index_add", "aten::index_add", r.SELF, r.SAME, index_add_ref,
+    _scatter("index_add", "aten::index_add", dt.SELF, sh.SAME, index_add_ref,
         "out[index] += alpha * source along dim"),
-    _scatter("index_copy", "aten::index_copy", r.SELF, r.SAME, torch.index_copy,
+    _scatter("index_copy", "aten::index_copy", dt.SELF, sh.SAME, torch.index_copy,
         "out[index] = source along dim"),
-    _scatter("index_fill", "aten::index_fill.int_Scalar", r.SELF, r.SAME, torch.index_fill,
+    _scatter("index_fill", "aten::index_fill.int_Scalar", dt.SELF, sh.SAME, torch.index_fill,
         "out[index] = value along dim"),
-    _scatter("slice_scatter", "aten::slice_scatter", r.SELF, r.SAME, slice_scatter_ref,
+    _scatter("slice_scatter", "aten::slice_scatter", dt.SELF, sh.SAME, slice_scatter_ref,
         "a copy with src at start:end:step of dim"),
-    _scatter("select_scatter", "aten::select_scatter", r.SELF, r.SAME, select_scatter_ref,
+    _scatter("select_scatter", "aten::select_scatter", dt.SELF, sh.SAME, select_scatter_ref,
         "a copy with src at one index of dim"),
-    _scatter("as_strided_scatter", "aten::as_strided_scatter", r.SELF, r.SAME, as_strided_scatter_ref,
+    _scatter("as_strided_scatter", "aten::as_strided_scatter", dt.SELF, sh.SAME, as_strided_scatter_ref,
              "a copy with src at given sizes, strides and offset"),
-    _scatter("diagonal_scatter", "aten::diagonal_scatter", r.SELF, r.SAME, diagonal_scatter_ref,
+    _scatter("diagonal_scatter", "aten::diagonal_scatter", dt.SELF, sh.SAME, diagonal_scatter_ref,
         "a copy with src on a diagonal"),
-    _scatter("masked_scatter", "aten::masked_scatter", r.SELF, r.broadcast("self", "mask"),
+    _scatter("masked_scatter", "aten::masked_scatter", dt.SELF, sh.broadcast("self", "mask"),
         masked_scatter_ref, "a copy with the next element of source at every hit of mask"),
 )
 # fmt: on

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .core import Kind, Op
-from .rules import is_tensor, result_type
+from .dtype_rules import result_type
+from .rules import is_tensor
 
 COMPARISONS = frozenset({"eq_scalar", "ne_scalar", "lt_scalar", "le_scalar", "gt_scalar", "ge_scalar"})
 

@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .core import Args, Kind, Op, row
 
 _op = partial(row, Kind.POINTWISE)
 
 
-def _unary(name: str, doc: str, dtype_rule: Any = r.FLOAT, reference: Any = None, aten: str = "") -> Op:
-    return _op(name, f"aten::{aten or name}", dtype_rule, r.SAME, reference or getattr(torch, name), doc)
+def _unary(name: str, doc: str, dtype_rule: Any = dt.FLOAT, reference: Any = None, aten: str = "") -> Op:
+    return _op(name, f"aten::{aten or name}", dtype_rule, sh.SAME, reference or getattr(torch, name), doc)
 
 
-def _binary(name: str, doc: str, dtype_rule: Any = r.PROMOTE, reference: Any = None, overload: str = ".Tensor") -> Op:
-    return _op(name, f"aten::{name}{overload}", dtype_rule, r.BROADCAST, reference or getattr(torch, name), doc)
+def _binary(name: str, doc: str, dtype_rule: Any = dt.PROMOTE, reference: Any = None, overload: str = ".Tensor") -> Op:
+    return _op(name, f"aten::{name}{overload}", dtype_rule, sh.BROADCAST, reference or getattr(torch, name), doc)
 
 
-def _scalar(name: str, doc: str, dtype_rule: Any = r.PROMOTE, overload: str = ".Scalar") -> Op:
+def _scalar(name: str, doc: str, dtype_rule: Any = dt.PROMOTE, overload: str = ".Scalar") -> Op:
     # Only arithmetic takes a number in place of a tensor; elsewhere it is an overload, and a row, of its own.
-    return _op(f"{name}_scalar", f"aten::{name}{overload}", dtype_rule, r.SAME, getattr(torch, name), doc)
+    return _op(f"{name}_scalar", f"aten::{name}{overload}", dtype_rule, sh.SAME, getattr(torch, name), doc)
 
 
 def wide(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -35,7 +36,7 @@ def wide(dtype: torch.dtype | None) -> torch.dtype | None:
 
 def clamp_dtype(a: Args) -> tuple[torch.dtype]:
     """The promoted dtype of self, min and max, where given."""
-    return (r.result_type([a["self"], a["min"], a["max"]]),)
+    return (dt.result_type([a["self"], a["min"], a["max"]]),)
 
 
 def cast_ref(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
@@ -76,52 +77,52 @@ ROWS: tuple[Op, ...] = (
     # arithmetic
     _binary("add", "self + alpha * other"),
     _binary("sub", "self - alpha * other"),
-    _op("rsub", "aten::rsub.Scalar", r.PROMOTE, r.SAME, rsub_ref, "other - alpha * self, other a number"),
+    _op("rsub", "aten::rsub.Scalar", dt.PROMOTE, sh.SAME, rsub_ref, "other - alpha * self, other a number"),
     _binary("mul", "self * other"),
-    _binary("div", "self / other, true division", r.promote_float("self", "other")),
-    _op("div_rounded", "aten::div.Tensor_mode", r.PROMOTE, r.BROADCAST, div_rounded_ref,
+    _binary("div", "self / other, true division", dt.promote_float("self", "other")),
+    _op("div_rounded", "aten::div.Tensor_mode", dt.PROMOTE, sh.BROADCAST, div_rounded_ref,
         "self / other rounded by rounding_mode: trunc or floor"),
     _binary("fmod", "remainder with the sign of self"),
     _scalar("fmod", "remainder with the sign of self, other a number"),
     _binary("remainder", "remainder with the sign of other, as Python's %"),
     _scalar("remainder", "remainder with the sign of other, as Python's %, other a number"),
-    _op("pow", "aten::pow.Tensor_Tensor", r.promote("self", "exponent"), r.broadcast("self", "exponent"),
+    _op("pow", "aten::pow.Tensor_Tensor", dt.promote("self", "exponent"), sh.broadcast("self", "exponent"),
         torch.pow, "self ** exponent, both tensors"),
-    _op("pow_scalar", "aten::pow.Tensor_Scalar", r.promote("self", "exponent"), r.SAME, torch.pow,
+    _op("pow_scalar", "aten::pow.Tensor_Scalar", dt.promote("self", "exponent"), sh.SAME, torch.pow,
         "self ** exponent, exponent a number"),
-    _op("scalar_pow", "aten::pow.Scalar", r.promote("self", "exponent"), r.shape_of("exponent"), torch.pow,
+    _op("scalar_pow", "aten::pow.Scalar", dt.promote("self", "exponent"), sh.shape_of("exponent"), torch.pow,
         "self ** exponent, self a number"),
     _binary("maximum", "the larger; NaN wins", overload=""),
     _binary("minimum", "the smaller; NaN wins", overload=""),
     _binary("fmax", "the larger; NaN loses", overload=""),
     _binary("fmin", "the smaller; NaN loses", overload=""),
-    _op("clamp", "aten::clamp", clamp_dtype, r.SAME, torch.clamp,
+    _op("clamp", "aten::clamp", clamp_dtype, sh.SAME, torch.clamp,
         "limited to min and max, numbers; NaN stays"),
-    _op("clamp_tensor", "aten::clamp.Tensor", clamp_dtype, r.broadcast("self", "min", "max"), torch.clamp,
+    _op("clamp_tensor", "aten::clamp.Tensor", clamp_dtype, sh.broadcast("self", "min", "max"), torch.clamp,
         "limited to min and max, tensors; NaN wins"),
-    _binary("atan2", "angle of the point (other, self)", r.promote_float("self", "other"), overload=""),
+    _binary("atan2", "angle of the point (other, self)", dt.promote_float("self", "other"), overload=""),
     _binary("hypot", "sqrt(self^2 + other^2)", overload=""),
-    _binary("copysign", "size of self, sign of other", r.promote_float("self", "other")),
-    _scalar("copysign", "size of self, sign of other, other a number", r.promote_float("self", "other")),
+    _binary("copysign", "size of self, sign of other", dt.promote_float("self", "other")),
+    _scalar("copysign", "size of self, sign of other, other a number", dt.promote_float("self", "other")),
     _binary("logaddexp", "log(exp(self) + exp(other))", overload=""),
-    _op("addcmul", "aten::addcmul", r.promote("self", "tensor1", "tensor2"),
-        r.broadcast("self", "tensor1", "tensor2"), addcmul_ref, "self + value * tensor1 * tensor2"),
-    _op("addcdiv", "aten::addcdiv", r.promote("self", "tensor1", "tensor2"),
-        r.broadcast("self", "tensor1", "tensor2"), addcdiv_ref, "self + value * tensor1 / tensor2"),
-    _op("lerp", "aten::lerp.Tensor", r.SELF, r.broadcast("self", "end", "weight"), lerp_ref,
+    _op("addcmul", "aten::addcmul", dt.promote("self", "tensor1", "tensor2"),
+        sh.broadcast("self", "tensor1", "tensor2"), addcmul_ref, "self + value * tensor1 * tensor2"),
+    _op("addcdiv", "aten::addcdiv", dt.promote("self", "tensor1", "tensor2"),
+        sh.broadcast("self", "tensor1", "tensor2"), addcdiv_ref, "self + value * tensor1 / tensor2"),
+    _op("lerp", "aten::lerp.Tensor", dt.SELF, sh.broadcast("self", "end", "weight"), lerp_ref,
         "self + weight * (end - self)"),
-    _op("lerp_scalar", "aten::lerp.Scalar", r.SELF, r.broadcast("self", "end"), lerp_ref,
+    _op("lerp_scalar", "aten::lerp.Scalar", dt.SELF, sh.broadcast("self", "end"), lerp_ref,
         "self + weight * (end - self), weight a number"),
     # unary
-    _unary("abs", "absolute value", r.magnitude),
-    _unary("neg", "-self", r.SELF),
-    _unary("sign", "-1, 0 or 1", r.SELF),
-    _unary("sgn", "sign; for complex numbers the direction", r.SELF),
-    _unary("ceil", "rounded up", r.SELF),
-    _unary("floor", "rounded down", r.SELF),
-    _unary("round", "rounded to nearest, half to even", r.SELF),
-    _unary("trunc", "rounded to zero", r.SELF),
-    _unary("frac", "self - trunc(self)", r.SELF),
+    _unary("abs", "absolute value", dt.magnitude),
+    _unary("neg", "-self", dt.SELF),
+    _unary("sign", "-1, 0 or 1", dt.SELF),
+    _unary("sgn", "sign; for complex numbers the direction", dt.SELF),
+    _unary("ceil", "rounded up", dt.SELF),
+    _unary("floor", "rounded down", dt.SELF),
+    _unary("round", "rounded to nearest, half to even", dt.SELF),
+    _unary("trunc", "rounded to zero", dt.SELF),
+    _unary("frac", "self - trunc(self)", dt.SELF),
     _unary("sqrt", "square root"),
     _unary("rsqrt", "1 / sqrt(self)"),
     _unary("reciprocal", "1 / self"),
@@ -150,28 +151,28 @@ ROWS: tuple[Op, ...] = (
     _unary("erfinv", "inverse of erf"),
     _unary("lgamma", "log of the absolute gamma function"),
     _unary("digamma", "derivative of lgamma"),
-    _unary("relu", "max(self, 0); NaN stays", r.SELF),
+    _unary("relu", "max(self, 0); NaN stays", dt.SELF),
     # comparisons and logic
-    _binary("eq", "self == other", r.BOOL),
-    _scalar("eq", "self == other, other a number", r.BOOL),
-    _binary("ne", "self != other", r.BOOL),
-    _scalar("ne", "self != other, other a number", r.BOOL),
-    _binary("lt", "self < other", r.BOOL),
-    _scalar("lt", "self < other, other a number", r.BOOL),
-    _binary("le", "self <= other", r.BOOL),
-    _scalar("le", "self <= other, other a number", r.BOOL),
-    _binary("gt", "self > other", r.BOOL),
-    _scalar("gt", "self > other, other a number", r.BOOL),
-    _binary("ge", "self >= other", r.BOOL),
-    _scalar("ge", "self >= other, other a number", r.BOOL),
-    _unary("isnan", "is not a number", r.BOOL),
-    _unary("isinf", "is infinite", r.BOOL),
-    _unary("signbit", "has its sign bit set", r.BOOL),
-    _unary("logical_not", "is zero", r.BOOL),
-    _binary("logical_and", "and of the truth values", r.BOOL, overload=""),
-    _binary("logical_or", "or of the truth values", r.BOOL, overload=""),
-    _binary("logical_xor", "xor of the truth values", r.BOOL, overload=""),
-    _unary("bitwise_not", "every bit flipped; logical for bool", r.SELF),
+    _binary("eq", "self == other", dt.BOOL),
+    _scalar("eq", "self == other, other a number", dt.BOOL),
+    _binary("ne", "self != other", dt.BOOL),
+    _scalar("ne", "self != other, other a number", dt.BOOL),
+    _binary("lt", "self < other", dt.BOOL),
+    _scalar("lt", "self < other, other a number", dt.BOOL),
+    _binary("le", "self <= other", dt.BOOL),
+    _scalar("le", "self <= other, other a number", dt.BOOL),
+    _binary("gt", "self > other", dt.BOOL),
+    _scalar("gt", "self > other, other a number", dt.BOOL),
+    _binary("ge", "self >= other", dt.BOOL),
+    _scalar("ge", "self >= other, other a number", dt.BOOL),
+    _unary("isnan", "is not a number", dt.BOOL),
+    _unary("isinf", "is infinite", dt.BOOL),
+    _unary("signbit", "has its sign bit set", dt.BOOL),
+    _unary("logical_not", "is zero", dt.BOOL),
+    _binary("logical_and", "and of the truth values", dt.BOOL, overload=""),
+    _binary("logical_or", "or of the truth values", dt.BOOL, overload=""),
+    _binary("logical_xor", "xor of the truth values", dt.BOOL, overload=""),
+    _unary("bitwise_not", "every bit flipped; logical for bool", dt.SELF),
     _binary("bitwise_and", "and of the bits"),
     _scalar("bitwise_and", "and of the bits, other a number"),
     _binary("bitwise_or", "or of the bits"),
@@ -184,17 +185,17 @@ ROWS: tuple[Op, ...] = (
     _scalar("bitwise_right_shift", "self >> other, the sign is kept, other a number",
         overload=".Tensor_Scalar"),
     # selection
-    _op("where", "aten::where.self", r.PROMOTE, r.broadcast("condition", "self", "other"), torch.where,
+    _op("where", "aten::where.self", dt.PROMOTE, sh.broadcast("condition", "self", "other"), torch.where,
         "self where condition, else other"),
-    _op("masked_fill", "aten::masked_fill.Scalar", r.SELF, r.broadcast("self", "mask"), torch.masked_fill,
+    _op("masked_fill", "aten::masked_fill.Scalar", dt.SELF, sh.broadcast("self", "mask"), torch.masked_fill,
         "a number where mask, else self"),
-    _op("masked_fill_tensor", "aten::masked_fill.Tensor", r.SELF, r.broadcast("self", "mask"),
+    _op("masked_fill_tensor", "aten::masked_fill.Tensor", dt.SELF, sh.broadcast("self", "mask"),
         torch.masked_fill, "a 0-dim value where mask, else self"),
     # dtype and memory
-    _op("cast", "aten::_to_copy", r.attr_or_self, r.SAME, cast_ref,
+    _op("cast", "aten::_to_copy", dt.attr_or_self, sh.SAME, cast_ref,
         "a copy with another dtype, device or memory format"),
-    _op("clone", "aten::clone", r.SELF, r.SAME, clone_ref, "a copy"),
-    _op("copy", "aten::copy", r.SELF, r.SAME, copy_ref,
+    _op("clone", "aten::clone", dt.SELF, sh.SAME, clone_ref, "a copy"),
+    _op("copy", "aten::copy", dt.SELF, sh.SAME, copy_ref,
         "src broadcast and cast to self, whose values are not read"),
 )
 # fmt: on

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .composite_math import widened
 from .core import Args, Kind, Op, Shape, row
 
@@ -149,7 +150,7 @@ def q_linear_shape(a: Args) -> tuple[Shape]:
 def q_conv_shape(a: Args) -> tuple[Shape]:
     """As conv."""
     zeros = [0] * len(a["stride"])
-    return r.conv({**a, "input": a["qx"], "weight": a["qw"], "transposed": False, "output_padding": zeros})
+    return sh.conv({**a, "input": a["qx"], "weight": a["qw"], "transposed": False, "output_padding": zeros})
 
 
 def qparams_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
@@ -160,20 +161,20 @@ def qparams_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
 _D = "quantized_decomposed::"
 # fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("quantize", _D + "quantize_per_tensor", r.attr("dtype"), r.SAME_INPUT, quantize,
+    _op("quantize", _D + "quantize_per_tensor", dt.attr("dtype"), sh.SAME_INPUT, quantize,
         "clamp(round(input / scale) + zero_point)", _INT8, quantize),
-    _op("quantize_tensor", _D + "quantize_per_tensor.tensor", r.attr("dtype"), r.SAME_INPUT, quantize,
+    _op("quantize_tensor", _D + "quantize_per_tensor.tensor", dt.attr("dtype"), sh.SAME_INPUT, quantize,
         "quantize, scale and zero point being tensors", _INT8, quantize),
-    _op("quantize_per_channel", _D + "quantize_per_channel", r.attr("dtype"), r.SAME_INPUT, quantize_channels,
+    _op("quantize_per_channel", _D + "quantize_per_channel", dt.attr("dtype"), sh.SAME_INPUT, quantize_channels,
         "quantize, one scale and zero point per index of axis", _INT8, quantize_channels),
-    _op("dequantize", _D + "dequantize_per_tensor", out_dtype, r.SAME_INPUT, dequantize_ref,
+    _op("dequantize", _D + "dequantize_per_tensor", out_dtype, sh.SAME_INPUT, dequantize_ref,
         "(input - zero_point) * scale", _INT8, dequantize),
-    _op("dequantize_tensor", _D + "dequantize_per_tensor.tensor", out_dtype, r.SAME_INPUT, dequantize_ref,
+    _op("dequantize_tensor", _D + "dequantize_per_tensor.tensor", out_dtype, sh.SAME_INPUT, dequantize_ref,
         "dequantize, scale and zero point being tensors", _INT8, dequantize),
-    _op("dequantize_per_channel", _D + "dequantize_per_channel", out_dtype, r.SAME_INPUT,
+    _op("dequantize_per_channel", _D + "dequantize_per_channel", out_dtype, sh.SAME_INPUT,
         dequantize_channels_ref, "dequantize, one scale and zero point per index of axis", _INT8,
         dequantize_channels),
-    _op("choose_qparams", _D + "choose_qparams.tensor", qparams_dtypes, r.constant_shape((1,), (1,)),
+    _op("choose_qparams", _D + "choose_qparams.tensor", qparams_dtypes, sh.constant_shape((1,), (1,)),
         choose_qparams_ref, "scale and zero point that cover the input's range and zero", _INT8),
     _op("q_linear", "onednn::qlinear_pointwise", output_dtype, q_linear_shape, q_linear_ref,
         "int8 linear on a packed weight, with a post-op, requantized", "oneDNN Matmul, quantization"),
@@ -182,7 +183,7 @@ ROWS: tuple[Op, ...] = (
     _op("q_conv", "onednn::qconv_pointwise", output_dtype, q_conv_shape, q_conv_ref,
         "int8 convolution on a packed weight, with a post-op, requantized",
         "oneDNN Convolution, quantization"),
-    row(Kind.CONTRACTION, "int_mm", "aten::_int_mm", r.fixed(torch.int32), r.mm,
+    row(Kind.CONTRACTION, "int_mm", "aten::_int_mm", dt.fixed(torch.int32), sh.mm,
         lambda x, y: torch.mm(x.to(torch.int32), y.to(torch.int32)), "int8 matrix product, summed in int32"),
 )
 # fmt: on

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from . import rules as r
+from . import dtype_rules as dt
+from . import shape_rules as sh
 from .core import Kind, Op, row
 from .pointwise import wide
 
@@ -71,44 +72,44 @@ def sort_ref(x: Any, *, stable: bool | None, dim: int = -1, descending: bool = F
     return torch.sort(x, stable=bool(stable), dim=dim, descending=descending)
 
 
-_VALUES_INDICES = r.dtypes(r.SELF, r.INT64)
+_VALUES_INDICES = dt.dtypes(dt.SELF, dt.INT64)
 
 # fmt: off
 ROWS: tuple[Op, ...] = (
-    _op("sum", "aten::sum.dim_IntList", r.accumulated, r.reduced(), sum_ref, "sum over dim"),
-    _op("mean", "aten::mean.dim", r.attr_or_self, r.reduced(), mean_ref, "sum over dim / count"),
-    _op("prod", "aten::prod.dim_int", r.accumulated, r.reduced(), prod_ref, "product over one dim"),
-    _op("prod_all", "aten::prod", r.accumulated, r.scalar_shape, prod_all_ref, "product of all elements"),
-    _op("amax", "aten::amax", r.SELF, r.reduced(), torch.amax, "largest over dim; NaN wins"),
-    _op("amin", "aten::amin", r.SELF, r.reduced(), torch.amin, "smallest over dim; NaN wins"),
-    _op("max_with_indices", "aten::max.dim", _VALUES_INDICES, r.reduced(2), torch.max,
+    _op("sum", "aten::sum.dim_IntList", dt.accumulated, sh.reduced(), sum_ref, "sum over dim"),
+    _op("mean", "aten::mean.dim", dt.attr_or_self, sh.reduced(), mean_ref, "sum over dim / count"),
+    _op("prod", "aten::prod.dim_int", dt.accumulated, sh.reduced(), prod_ref, "product over one dim"),
+    _op("prod_all", "aten::prod", dt.accumulated, sh.scalar_shape, prod_all_ref, "product of all elements"),
+    _op("amax", "aten::amax", dt.SELF, sh.reduced(), torch.amax, "largest over dim; NaN wins"),
+    _op("amin", "aten::amin", dt.SELF, sh.reduced(), torch.amin, "smallest over dim; NaN wins"),
+    _op("max_with_indices", "aten::max.dim", _VALUES_INDICES, sh.reduced(2), torch.max,
         "largest over one dim, and where"),
-    _op("min_with_indices", "aten::min.dim", _VALUES_INDICES, r.reduced(2), torch.min,
+    _op("min_with_indices", "aten::min.dim", _VALUES_INDICES, sh.reduced(2), torch.min,
         "smallest over one dim, and where"),
-    _op("argmax", "aten::argmax", r.INT64, r.reduced(), torch.argmax,
+    _op("argmax", "aten::argmax", dt.INT64, sh.reduced(), torch.argmax,
         "index of the largest; of the flattened input without dim"),
-    _op("argmin", "aten::argmin", r.INT64, r.reduced(), torch.argmin,
+    _op("argmin", "aten::argmin", dt.INT64, sh.reduced(), torch.argmin,
         "index of the smallest; of the flattened input without dim"),
-    _op("any", "aten::any.dims", r.truth, r.all_any_dims, any_ref, "whether some element over dim is true"),
-    _op("all", "aten::all.dims", r.truth, r.all_any_dims, all_ref, "whether every element over dim is true"),
-    _op("var", "aten::var.correction", r.magnitude, r.reduced(), var_ref,
+    _op("any", "aten::any.dims", dt.truth, sh.all_any_dims, any_ref, "whether some element over dim is true"),
+    _op("all", "aten::all.dims", dt.truth, sh.all_any_dims, all_ref, "whether every element over dim is true"),
+    _op("var", "aten::var.correction", dt.magnitude, sh.reduced(), var_ref,
         "sum((self - mean)^2) / (count - correction)"),
-    _op("std", "aten::std.correction", r.magnitude, r.reduced(), std_ref, "square root of var"),
-    _op("var_mean", "aten::var_mean.correction", r.dtypes(r.magnitude, r.SELF), r.reduced(2), var_mean_ref,
+    _op("std", "aten::std.correction", dt.magnitude, sh.reduced(), std_ref, "square root of var"),
+    _op("var_mean", "aten::var_mean.correction", dt.dtypes(dt.magnitude, dt.SELF), sh.reduced(2), var_mean_ref,
         "var and mean"),
-    _op("vector_norm", "aten::linalg_vector_norm", r.magnitude_or_attr, r.reduced(), norm_ref,
+    _op("vector_norm", "aten::linalg_vector_norm", dt.magnitude_or_attr, sh.reduced(), norm_ref,
         "(sum |self|^ord)^(1/ord) over dim"),
-    _op("logsumexp", "aten::logsumexp", r.FLOAT, r.reduced(), torch.logsumexp,
+    _op("logsumexp", "aten::logsumexp", dt.FLOAT, sh.reduced(), torch.logsumexp,
         "log(sum(exp(self))) over dim"),
-    _scan("cumsum", "aten::cumsum", r.accumulated, r.SAME, cumsum_ref, "running sum along dim"),
-    _scan("cumprod", "aten::cumprod", r.accumulated, r.SAME, cumprod_ref, "running product along dim"),
-    _scan("cummax", "aten::cummax", _VALUES_INDICES, r.shape_of("self", 2), torch.cummax,
+    _scan("cumsum", "aten::cumsum", dt.accumulated, sh.SAME, cumsum_ref, "running sum along dim"),
+    _scan("cumprod", "aten::cumprod", dt.accumulated, sh.SAME, cumprod_ref, "running product along dim"),
+    _scan("cummax", "aten::cummax", _VALUES_INDICES, sh.shape_of("self", 2), torch.cummax,
         "running maximum along dim, and where"),
-    _scan("logcumsumexp", "aten::logcumsumexp", r.SELF, r.SAME, torch.logcumsumexp,
+    _scan("logcumsumexp", "aten::logcumsumexp", dt.SELF, sh.SAME, torch.logcumsumexp,
         "log of the running sum of exponentials"),
-    _scan("sort", "aten::sort.stable", _VALUES_INDICES, r.shape_of("self", 2), sort_ref,
+    _scan("sort", "aten::sort.stable", _VALUES_INDICES, sh.shape_of("self", 2), sort_ref,
         "sorted along dim, and from where"),
-    _scan("topk", "aten::topk", _VALUES_INDICES, r.top_k, torch.topk,
+    _scan("topk", "aten::topk", _VALUES_INDICES, sh.top_k, torch.topk,
         "the k largest (or smallest) along dim, and where"),
 )
 # fmt: on

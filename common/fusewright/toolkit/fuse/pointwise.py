@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from fusewright.interface import OpView, Value
-from fusewright.ops.rules import result_type
+from fusewright.ops.dtype_rules import result_type
 from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
 from fusewright.toolkit.fuse.rules import Check, Map, Table, always
 from fusewright.toolkit.fuse.space import At
