@@ -109,9 +109,9 @@ def find_matches(region: Region, b: Builder) -> dict[int, Match]:
         def allowed(stage: str, op: OpView, anchor: OpView = anchor) -> bool:
             if op.id in found:
                 return False
-            if stage == "unary":
-                return finite or patterns.POST_OPS[op.op].exact
-            return lowerings.conv_match_allowed(stage, op, anchor, b)
+            if stage == "unary" and not (finite or patterns.POST_OPS[op.op].exact):
+                return False
+            return anchor.op != "conv" or lowerings.conv_match_allowed(stage, op, anchor, b)
 
         m = patterns.match(anchor, b.links, allowed)
         found.update((op.id, m) for op in m.ops)

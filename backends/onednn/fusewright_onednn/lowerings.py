@@ -20,7 +20,7 @@ from fusewright.toolkit.library import LoweringTable
 from fusewright.toolkit.llvm.attention import Attention
 from fusewright.toolkit.llvm.sources import hash_of
 from fusewright.toolkit.llvm.target import host_target
-from fusewright_onednn import choices
+from fusewright_onednn import choices, sums
 from fusewright_onednn.choices import Product
 from fusewright_onednn.patterns import Match
 
@@ -230,10 +230,13 @@ def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bo
     if stage == "batch_norm":
         statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
         return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
+    if _is_packed(anchor, b) and sums.parts_of(anchor) > 1:
+        return False  # the kernel that adds up the parts takes it in
+    if stage == "unary":
+        return True
     # In fp32 an addition of its own is as fast or faster. Grouped convolutions have no fused one. Behind a batch norm
     # the bias is fp32, which the fused one does not take.
-    fusable = anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16 and anchor.out in op.inputs()
-    return stage != "add" or fusable
+    return anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16 and anchor.out in op.inputs()
 
 
 @LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)
@@ -244,16 +247,18 @@ def conv(m: Match, b: Builder) -> None:
     Weights that gradients flow to stay as they are: eager calls the same oneDNN kernels for those.
     """
     op = m.anchor
-    transposed = op.arg("transposed")  # whose strides torch's metadata functions do not foresee
-    if transposed or not b.is_const(op.arg("weight")) or b.ctx.options["prepack"] == "never":
+    if not _is_packed(op, b):
         for part in m.ops:
-            b.keep(part, any_strides=not transposed)
+            b.keep(part, any_strides=not op.arg("transposed"))  # its strides torch's metadata functions do not foresee
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = _folded(m, b)
     x, out = op.arg("input"), m.last.out
     geometry = _geometry(op)
-    packed = b.once(PACK_CONV, weight, *geometry, _image(_spec(x).shape))
+    parts = sums.parts_of(op)
+    if parts > 1:
+        return _conv_in_parts(m, parts, weight, bias, b)
+    packed = _packed(weight, geometry, x, b)
     attr, scalars, algorithm = m.post_op()
     if m.other is None:
         args = (_as_image(x, b), packed, bias, *geometry, attr, scalars, algorithm)
@@ -264,6 +269,38 @@ def conv(m: Match, b: Builder) -> None:
         _emit_conv(CONV_ADD, args, out, op, b)
     b.taken(m.ops)
     _note(m, b, "oneDNN conv, packed, channels-last")
+
+
+def _is_packed(op: OpView, b: Builder) -> bool:
+    return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
+
+
+def _packed(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
+    weight = b.once("aten::clone.default", weight, memory_format=torch.channels_last)
+    return b.once(PACK_CONV, weight, *geometry, _image(_spec(x).shape))
+
+
+def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Builder) -> None:
+    """A convolution whose long sums are `parts` shorter ones, side by side as groups; a kernel adds them up."""
+    op, out, x = m.anchor, m.last.out, m.anchor.arg("input")
+    geometry = (*_geometry(op)[:-1], parts)
+    packed = _packed(sums.grouped(weight, _spec(op.arg("weight")).shape, parts, b), geometry, x, b)
+    n, channels, *points = _spec(out).shape
+    assert isinstance(channels, int)
+    if bias is not None:
+        bias = b.once("aten::constant_pad_nd.default", bias, (0, (parts - 1) * channels))
+    shape = (n, channels * parts, *points)
+    whole = b.ctx.value(TensorSpec(shape, _channels_last(shape), _spec(out).dtype))
+    _emit_conv(CONV, (_as_image(x, b), packed, bias, *geometry, "none", (), ""), whole, op, b)
+    b.taken_as(op, whole)
+    sums.add_up(whole, parts, out, _channels_last(_spec(out).shape), b)
+    _note(m, b, f"oneDNN conv, packed, channels-last, in {parts} sums")
+
+
+def _channels_last(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Strides of [N, C, H, W] or [N, C, L] with C innermost."""
+    stride = channels_last_strides(_image(shape))
+    return stride if len(shape) == 4 else (*stride[:2], stride[3])
 
 
 def _geometry(op: OpView) -> tuple[Any, ...]:
@@ -312,7 +349,7 @@ def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
     if norm is not None:
         dtype = _spec(op.arg("weight")).dtype
         weight, bias = _fold(weight, bias, norm, b, dtype)
-    return b.once("aten::clone.default", weight, memory_format=torch.channels_last), bias
+    return weight, bias
 
 
 def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.dtype) -> tuple[Ref, Ref]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.fuser import LibraryCall
@@ -128,7 +129,7 @@ class Builder:
 
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
         """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
-        self.call(target, *args, out=self._place(out, stride), op=op)
+        self.call(target, *args, out=self.placed(out, stride), op=op)
 
     def launch(
         self, kernel: Any, hash: str, inputs: Sequence[Value], sizes: Sequence[Any], scalars: Sequence[float], *,
@@ -150,6 +151,23 @@ class Builder:
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
         self.ops.extend(self.at_hand(op) for op in ops)
 
+    def taken_as(self, op: OpView, made: Value) -> None:
+        """The instructions written since the last time make `made` in place of the result of `op`, which ops behind it (see
+        `behind`) are to make of it."""
+        instructions, self._instructions = tuple(self._instructions), []
+        self.calls.append(LibraryCall((op.id,), instructions))
+        self.ops.append(replace(self.at_hand(op), outs=(made,)))
+
+    def behind(self, name: str, *args: Any, out: Value) -> Value:
+        """One more op of the opset, for the fuser, over values of this builder."""
+        row = ops.OPS[name]
+        given = row.bind(args, {})
+        target = row.target.name()
+        target = target if "." in target else f"{target}.default"
+        id = self.ctx.value(None).id
+        self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
+        return out
+
     def at_hand(self, op: OpView) -> OpView:
         """An op with the values that stand for the graph's own."""
         outs = tuple(self._moved.get(v.id, v) for v in op.outs)
@@ -160,7 +178,8 @@ class Builder:
             return self._moved.get(arg.id, arg)
         return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
-    def _place(self, out: Value, stride: Sequence[int] | None) -> Value:
+    def placed(self, out: Value, stride: Sequence[int] | None) -> Value:
+        """What stands for `out`, a result of the region, when it is made with these strides; None: the graph's."""
         assert out.spec is not None
         if stride is None or _same_strides(out.spec, stride):
             return out
@@ -178,7 +197,7 @@ class Builder:
         else:
             for o, s in zip(op.outs, strides or (), strict=False):
                 if s is not None:
-                    self._place(o, s)
+                    self.placed(o, s)
             self.ops.append(self.at_hand(op))
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:

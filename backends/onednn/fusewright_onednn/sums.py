@@ -1,0 +1,65 @@
+"""Long sums of fp32 convolutions in parts, so that they are as exact as eager's.
+
+oneDNN's channels-last convolutions add the products of a pixel one by one; its kernels for blocked layouts, which eager calls on
+planes, add up parts of 16 channels. The rounding error of one running sum grows with the root of its length, that of parts with the
+root of a part's (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14, 1993). Parts that oneDNN can
+compute in one call are groups: the same products, side by side in the channels of the result, and a loop kernel adds them up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.builder import Builder
+
+LONGEST = 576
+"""Products in one running sum: 3x3 over 64 channels has 1.95 times the error of eager's kernels, which hardly grows with the length
+(docs/performance.md, "Accuracy of fp32 products")."""
+
+LANES = 16
+"""Channels of a part are a multiple of this, so that oneDNN's kernels stay in whole vectors."""
+
+LARGEST = 1 << 25
+"""Bytes of all parts together. A C library maps larger blocks afresh for every call (mallopt(3), M_MMAP_THRESHOLD), and the
+page faults take as long as half of the convolution."""
+
+
+def parts_of(op: OpView) -> int:
+    """Into how many sums a convolution with a packed weight is divided; 1 where it is not."""
+    weight, out = op.arg("weight").spec, op.out.spec
+    channels, taps = weight.shape[1], math.prod(weight.shape[2:])
+    if weight.dtype is not torch.float32 or op.arg("groups") != 1 or channels * taps <= LONGEST:
+        return 1
+    assert out is not None
+    most = min(channels // LANES, LARGEST // out.bytes_hint())
+    found = [p for p in range(1, most + 1) if channels % (p * LANES) == 0]
+    return min((p for p in found if channels // p * taps <= LONGEST), default=max(found, default=1))
+
+
+def grouped(weight: Ref, shape: Sequence[Any], parts: int, b: Builder) -> Ref:
+    """[O, I, H, W] as [parts * O, I / parts, H, W]: the channels of each part are a group. `shape` may have no H."""
+    out, channels, *taps = shape
+    taps = [1, *taps] if len(taps) == 1 else taps
+    apart = b.once("aten::view.default", weight, (out, parts, channels // parts, *taps))
+    turned = b.once("aten::transpose.int", apart, 0, 1)
+    return b.once("aten::reshape.default", turned, (parts * out, channels // parts, *taps))
+
+
+def add_up(whole: Value, parts: int, out: Value, stride: tuple[int, ...], b: Builder) -> None:
+    """Ops that make `out`, with these strides, of its parts, which lie side by side in the channels of `whole`; in pairs."""
+    assert whole.spec is not None and out.spec is not None
+    shape, n = out.spec.shape, out.spec.shape[1]
+    assert isinstance(n, int)
+    side, dense = (TensorSpec(shape, s, out.spec.dtype) for s in (whole.spec.stride, stride))
+    terms = [b.behind("slice", whole, 1, k * n, (k + 1) * n, 1, out=b.ctx.value(side)) for k in range(parts)]
+    while len(terms) > 2:
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        odd = terms[len(terms) & ~1 :]
+        terms = [b.behind("add", x, y, out=b.ctx.value(dense)) for x, y in pairs] + odd
+    b.behind("add", *terms, out=b.placed(out, stride))

@@ -1,0 +1,90 @@
+"""Long sums of fp32 convolutions: computed in parts, as exact as eager's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright_onednn import sums
+from tests.backends.onednn.common import BF16, F32, check, compiled
+from tests.fragments import Sketch, targets
+
+CONV = "mkldnn::_convolution_pointwise"
+ADDED = "kernel add"
+
+
+def drawn(g: Sketch, shape: tuple[int, ...], out: int, taps: tuple[int, ...], **how: Any) -> Any:
+    """A convolution of an image or a sequence, over as many points as before."""
+    torch.manual_seed(0)
+    dtype, groups = how.get("dtype", F32), how.get("groups", 1)
+    w = torch.randn(out, shape[1] // groups, *taps, dtype=dtype) / 16
+    bias = g.input(torch.randn(out, dtype=dtype), const=True) if how.get("bias") else None
+    w = w.to(memory_format=how.get("layout", torch.contiguous_format))
+    ones, padding = [1] * len(taps), [t // 2 for t in taps]
+    args = (ones, padding, ones, False, [0] * len(taps), groups)
+    return g.op("conv", g.input(torch.randn(*shape, dtype=dtype)), g.input(w, const=True), bias, *args)
+
+
+@pytest.mark.parametrize(("shape", "taps"), [
+    ((1, 256, 8, 8), (3, 3)), ((1, 512, 99), (3,)), ((1, 128, 100), (11,)),
+])  # fmt: skip
+def test_long_sums_are_as_exact_as_eagers(shape: tuple[int, ...], taps: tuple[int, ...]) -> None:
+    """Root mean square errors against fp64. One running sum has two and a half to four times eager's."""
+    g = Sketch()
+    y = drawn(g, shape, 128, taps)
+    (ours,) = g.run(compiled(g, [y]), [y])
+    x, w = (g.tensors[v.id].double() for v in g.ops[0].inputs())
+    exact = torch.convolution(x, w, None, *g.ops[0].args[3:])
+    error, theirs = ((t.double() - exact).square().mean().sqrt() for t in (ours, g.tensors[y.id]))
+    assert error <= 2.3 * theirs, f"{error / theirs:.2f} times eager's error"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_follows_rides_on_the_kernel_that_adds_up(bias: bool, layout: torch.memory_format) -> None:
+    g = Sketch()
+    y = drawn(g, (2, 192, 7, 7), 32, (3, 3), bias=bias, layout=layout)
+    norm = [g.input(t, const=True) for t in (*torch.randn(3, 32), torch.rand(32) + 0.5)]
+    z = g.op("silu", g.op("batch_norm", y, *norm, 0.1, 1e-5))
+    fragment = check(g, [z])
+    names = targets(fragment)
+    assert names[0] == CONV and len(names) == 2 and names[1].startswith(ADDED)
+
+
+def test_activations_ride_on_a_sequences_sum() -> None:
+    g = Sketch()
+    z = g.op("gelu", drawn(g, (2, 256, 21), 32, (3,), bias=True))
+    views = {"aten::unsqueeze", "aten::squeeze.dim"}
+    names = [t for t in targets(check(g, [z])) if t not in views]
+    assert names[0] == CONV and len(names) == 2 and names[1].startswith(ADDED)
+
+
+@pytest.mark.parametrize(("shape", "taps", "how", "parts"), [
+    ((1, 64, 8, 8), (3, 3), {}, 1),
+    ((1, 128, 8, 8), (3, 3), {}, 2),
+    ((1, 320, 8, 8), (3, 3), {}, 5),
+    ((1, 96, 8, 8), (5, 5), {}, 6),  # of 16 channels, which is as few as there may be
+    ((1, 3, 32, 32), (16, 16), {}, 1),
+    ((1, 256, 8, 8), (3, 3), {"groups": 2}, 1),
+    ((1, 256, 8, 8), (3, 3), {"dtype": BF16}, 1),
+])  # fmt: skip
+def test_parts(shape: tuple[int, ...], taps: tuple[int, ...], how: dict[str, Any], parts: int) -> None:
+    g = Sketch()
+    drawn(g, shape, 16, taps, **how)
+    assert sums.parts_of(g.ops[0]) == parts
+
+
+def test_parts_stay_in_memory_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = Sketch()
+    drawn(g, (1, 512, 8, 8), 16, (3, 3))
+    assert sums.parts_of(g.ops[0]) == 8
+    monkeypatch.setattr(sums, "LARGEST", 5 * 16 * 64 * 4)
+    assert sums.parts_of(g.ops[0]) == 4
+
+
+def test_the_result_may_be_read_by_many() -> None:
+    g = Sketch()
+    y = drawn(g, (1, 128, 9, 9), 16, (3, 3), bias=True)
+    check(g, [y, g.op("relu", y), g.op("mean", y, [2, 3], True)])
