@@ -10,8 +10,10 @@ import torch
 
 from fusewright.interface import Device, Value
 from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.toolkit.fuse.eager import CONDITIONS
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
+from fusewright.toolkit.fuse.tables import RULES
 from tests.fragments import Context, Sketch
 from tests.unit.fuse.running import LOADERS, execute, fused, kernel_count, run_sketch
 
@@ -165,7 +167,15 @@ def test_a_large_copy_alone_is_a_kernel_on_a_gpu(device: str, kernels: int) -> N
     g = Sketch()
     x = g.input(torch.randn(256, 2, 64))
     y = g.op("clone", g.op("transpose", x, 0, 1), memory_format=torch.contiguous_format)
-    assert len(fuse(g.region([y]), Context({}, Device(device, "test"))).kernels) == kernels
+    fragment = fuse(g.region([y]), Context({}, Device(device, "test")))
+    assert len(fragment.kernels) == kernels
+    assert ("eager: faster for copies" in fragment.notes.values()) == (kernels == 0)
+
+
+def test_where_eager_is_faster_a_kernel_is_possible() -> None:
+    """A row about anything else would be dead."""
+    assert all(name in RULES for row in CONDITIONS for name in row.ops)
+    assert len({row.name for row in CONDITIONS}) == len(CONDITIONS)
 
 
 @pytest.mark.parametrize(("device", "layout", "kernels"), [

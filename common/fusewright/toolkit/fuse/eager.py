@@ -80,6 +80,11 @@ class Condition:
     when: Callable[[OpView], bool] = _anything
     alone: Callable[[Alone], bool] | None = None
 
+    @property
+    def note(self) -> str:
+        """What `explain` says of such an op."""
+        return f"eager: faster for {self.name}"
+
     def holds(self, op: OpView, device: Device, kernel: Alone | None) -> bool:
         """`kernel` is None as long as there are no groups."""
         if op.op not in self.ops or self.device not in ("", device.type) or (self.alone is not None and kernel is None):

@@ -12,7 +12,7 @@ from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
-from fusewright.toolkit.fuse.eager import Alone, faster
+from fusewright.toolkit.fuse.eager import Alone, Condition, faster
 from fusewright.toolkit.fuse.evaluate import OFFSET, NotAligned
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group, Grouper
@@ -54,11 +54,11 @@ class Unplaceable(Exception):
 
 
 class BetterEager(Exception):
-    """Ops that a kernel could compute, but that are faster in eager."""
+    """Ops that a kernel could compute, but that are faster in eager: ids, each with the row that says so."""
 
-    def __init__(self, ops: Sequence[OpView]) -> None:
+    def __init__(self, ops: Mapping[int, Condition]) -> None:
         super().__init__("eager is faster")
-        self.ops = tuple(ops)
+        self.ops = ops
 
 
 @dataclass
@@ -86,20 +86,20 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     """
     solo: set[int] = set()
     called = {i for c in calls for i in c.ops}
-    plain = {op.id for op in region.ops if op.id not in called and not verdict(op)}
-    plain |= computed_once(region) - called
-    plain |= {op.id for op in region.ops if faster(op, ctx.device)} - called
+    ours = [op for op in region.ops if op.id not in called]
+    plain = dict.fromkeys(computed_once(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
+    plain |= {op.id: row.note for op in ours if (row := faster(op, ctx.device))}
     for _ in range(MAX_ROUNDS):
         try:
-            fused = _Planner(region, ctx, calls, frozenset(plain), frozenset(solo), memo).run()
+            fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo).run()
         except BetterEager as e:
-            plain |= {op.id for op in e.ops}
+            plain |= {i: row.note for i, row in e.ops.items()}
             continue
         except Unplaceable as e:
             if len(e.ops) > 1:
                 solo |= {op.id for op in e.ops}
             else:
-                plain |= {op.id for op in e.ops}
+                plain[e.ops[0].id] = "eager"
             continue
         return Fragment(_ordered(fused.items), fused.notes, fused.kernels)
     raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
@@ -138,17 +138,17 @@ def _foldable(op: OpView, row: ops.Op) -> bool:
 
 
 class _Planner:
-    """One attempt. `plain` are ops that eager runs; `solo` are ops that get a kernel of their own."""
+    """One attempt. `plain` are ops that eager runs, with notes; `solo` are ops that get a kernel of their own."""
 
     def __init__(
         self, region: Region, ctx: CompileContext, calls: Sequence[LibraryCall],
-        plain: frozenset[int], solo: frozenset[int], memo: KernelMemo,
+        plain: Mapping[int, str], solo: frozenset[int], memo: KernelMemo,
     ) -> None:  # fmt: skip
         self.region, self.ctx, self.calls, self.solo, self.memo = region, ctx, calls, solo, memo
         self.position = {op.id: k for k, op in enumerate(region.ops)}
         by_id = {op.id: op for op in region.ops}
         in_order = sorted(plain, key=self.position.__getitem__)
-        alone = [LibraryCall((i,), (ctx.aten(by_id[i]),), "eager") for i in in_order]
+        alone = [LibraryCall((i,), (ctx.aten(by_id[i]),), plain[i]) for i in in_order]
         self.all_calls = [*calls, *alone]
         self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
@@ -166,7 +166,7 @@ class _Planner:
         grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
-        slower = [g.units[0].op for g in groups if self._better_eager(g, stored)]
+        slower = {g.units[0].op.id: row for g in groups if (row := self._better_eager(g, stored))}
         if slower:
             raise BetterEager(slower)
         exact = self._exact()
@@ -241,10 +241,10 @@ class _Planner:
         found = [s for v in unit.op.inputs() for s in self.flow.sources(v)]
         return [s for s in found if s.spec is not None and s.id not in group.levels]
 
-    def _better_eager(self, group: Group, stored: set[int]) -> bool:
+    def _better_eager(self, group: Group, stored: set[int]) -> Condition | None:
         op = group.units[0].op
         kernel = Alone(op, self.flow, lambda: self._kernel(group, stored).kernel)
-        return len(group.units) == 1 and faster(op, self.ctx.device, kernel) is not None
+        return faster(op, self.ctx.device, kernel) if len(group.units) == 1 else None
 
     def _group_of(self, op: OpView, k: int, grouper: Grouper) -> Group:
         v = op.outs[k]
