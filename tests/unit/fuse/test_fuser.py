@@ -172,6 +172,13 @@ def test_a_large_copy_alone_is_a_kernel_on_a_gpu(device: str, kernels: int) -> N
     assert ("eager: faster for copies" in fragment.notes.values()) == (kernels == 0)
 
 
+@pytest.mark.parametrize(("n", "dim", "kernels"), [(2, -1, 1), (6, 2, 1), (7, -1, 0), (2, 1, 0)])
+def test_few_tensors_are_stacked_along_the_last_dimension_by_a_kernel(n: int, dim: int, kernels: int) -> None:
+    g = Sketch()
+    y = g.op("stack", [g.input(torch.randn(128, 256)) for _ in range(n)], dim)
+    assert len(fuse(g.region([y]), Context({}, Device("cpu", "test"))).kernels) == kernels
+
+
 def test_where_eager_is_faster_a_kernel_is_possible() -> None:
     """A row about anything else would be dead."""
     assert all(name in RULES for row in CONDITIONS for name in row.ops)
