@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from fusewright_onednn import sums
-from tests.backends.onednn.common import BF16, F32, check, compiled
+from tests.backends.onednn.common import BF16, DEVICE, F32, check, compiled
 from tests.fragments import Sketch, targets
 
 CONV = "mkldnn::_convolution_pointwise"
@@ -65,7 +66,9 @@ def test_activations_ride_on_a_sequences_sum() -> None:
     ((1, 64, 8, 8), (3, 3), {}, 1),
     ((1, 128, 8, 8), (3, 3), {}, 2),
     ((1, 320, 8, 8), (3, 3), {}, 5),
-    ((1, 96, 8, 8), (5, 5), {}, 6),  # of 16 channels, which is as few as there may be
+    ((1, 100, 8, 8), (3, 3), {}, 2),
+    ((1, 32, 32, 32), (17, 17), {}, 4),  # of 8 channels, which is as few as there may be
+    ((1, 512, 1, 1), (3, 3), {}, 1),  # the other taps add nothing
     ((1, 3, 32, 32), (16, 16), {}, 1),
     ((1, 256, 8, 8), (3, 3), {"groups": 2}, 1),
     ((1, 256, 8, 8), (3, 3), {"dtype": BF16}, 1),
@@ -73,15 +76,21 @@ def test_activations_ride_on_a_sequences_sum() -> None:
 def test_parts(shape: tuple[int, ...], taps: tuple[int, ...], how: dict[str, Any], parts: int) -> None:
     g = Sketch()
     drawn(g, shape, 16, taps, **how)
-    assert sums.parts_of(g.ops[0]) == parts
+    assert sums.parts_of(g.ops[0], DEVICE) == parts
+
+
+def test_kernels_for_avx2_have_no_parts_to_keep_up_with() -> None:
+    g = Sketch()
+    drawn(g, (1, 128, 8, 8), 16, (3, 3))
+    assert sums.parts_of(g.ops[0], replace(DEVICE, arch="x86_64_v3")) == 1
 
 
 def test_parts_stay_in_memory_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     g = Sketch()
     drawn(g, (1, 512, 8, 8), 16, (3, 3))
-    assert sums.parts_of(g.ops[0]) == 8
-    monkeypatch.setattr(sums, "LARGEST", 5 * 16 * 64 * 4)
-    assert sums.parts_of(g.ops[0]) == 4
+    assert sums.parts_of(g.ops[0], DEVICE) == 8
+    monkeypatch.setattr(sums, "LARGEST", 8 * 16 * 64 * 4)
+    assert sums.parts_of(g.ops[0], DEVICE) == 4
 
 
 def test_the_result_may_be_read_by_many() -> None:
