@@ -230,7 +230,7 @@ def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bo
     if stage == "batch_norm":
         statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
         return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
-    if _is_packed(anchor, b) and sums.parts_of(anchor, b.ctx.device) > 1:
+    if _is_packed(anchor, b) and sums.parts_of(anchor) > 1:
         return False  # the kernel that adds up the parts takes it in
     if stage == "unary":
         return True
@@ -255,7 +255,7 @@ def conv(m: Match, b: Builder) -> None:
     weight, bias = _folded(m, b)
     x, out = op.arg("input"), m.last.out
     geometry = _geometry(op)
-    parts = sums.parts_of(op, b.ctx.device)
+    parts = sums.parts_of(op)
     if parts > 1:
         return _conv_in_parts(m, parts, weight, bias, b)
     packed = _packed(weight, geometry, x, b)

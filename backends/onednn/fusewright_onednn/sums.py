@@ -1,10 +1,10 @@
 """Long sums of fp32 convolutions in parts, so that they are as exact as eager's.
 
-oneDNN's channels-last convolutions add the products of a pixel one by one; its AVX-512 kernels for blocked layouts, which eager
-calls on planes, add up parts of 16 channels (those for AVX2 do not, and are as inexact). The rounding error of one running sum
-grows with the root of its length, that of parts with the root of a part's (N. J. Higham, "The accuracy of floating point
-summation", SIAM J. Sci. Comput. 14, 1993). Parts that oneDNN can compute in one call are groups: the same products, side by side in
-the channels of the result, and a loop kernel adds them up.
+oneDNN's channels-last convolutions add the products of a pixel one by one; its kernels for blocked layouts, which eager calls on
+planes, add up parts of 16 channels (for AVX2 only those of 1x1). The rounding error of one running sum grows with the root of its
+length, that of parts with the root of a part's (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14,
+1993). Parts that oneDNN can compute in one call are groups: the same products, side by side in the channels of the result, and a
+loop kernel adds them up.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import Device, OpView, TensorSpec, Value
+from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.builder import Builder
-
-BLOCKED = frozenset({"x86_64_v4"})
-"""CPUs for which oneDNN has kernels that add up parts."""
 
 LONGEST = 576
 """Products in one running sum: 3x3 over 64 channels has 1.95 times the error of eager's kernels, which hardly grows with the length
@@ -34,16 +31,14 @@ LARGEST = 1 << 25
 and the page faults take up to as long as the convolution."""
 
 
-def parts_of(op: OpView, device: Device) -> int:
+def parts_of(op: OpView) -> int:
     """Into how many sums a convolution with a packed weight is divided; 1 where it is not."""
     x, weight, out = op.arg("input").spec, op.arg("weight").spec, op.out.spec
     channels, *kernel = weight.shape[1:]
     # Taps of one pixel that lie inside of the image.
     sides = zip(kernel, x.shape[2:], op.arg("dilation"), strict=True)
     taps = math.prod(min(k, -(-size // dilation)) for k, size, dilation in sides)
-    if device.arch not in BLOCKED or weight.dtype is not torch.float32 or op.arg("groups") != 1:
-        return 1
-    if channels * taps <= LONGEST:
+    if weight.dtype is not torch.float32 or op.arg("groups") != 1 or channels * taps <= LONGEST:
         return 1
     assert out is not None
     most = min(channels // FEWEST, (LARGEST - 1) // out.bytes_hint())
