@@ -273,8 +273,8 @@ class Symbols:
         if name not in self._known:
             symbol = sympy.Symbol(name, positive=True, integer=True)
             add = getattr(self.env, "add_backed_var_to_val", None) or self.env.add_var_to_val
-            self._hints[symbol] = 7 + 6 * len(self._known)
-            add(symbol, self._hints[symbol])
+            self._hints[symbol] = sympy.Integer(7 + 6 * len(self._known))  # torch 2.10 asks what stands for a symbol is_Add
+            add(symbol, int(self._hints[symbol]))
             self.env.var_to_range[symbol] = ValueRanges(0, int_oo)
             self.env.var_to_range_sloc[symbol] = ValueRangesSLoc(None, None)  # type: ignore[arg-type]
             self._known[name] = symbol

@@ -5,17 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusewright import machine
+from fusewright_int8 import target as int8
+from fusewright_onednn import target as onednn
 
-XEON = "model name : Some Xeon\nflags\t\t: fpu fma avx2 avx512f avx512bw avx512vl avx512_vnni\n"
+XEON = (
+    "model name : Some Xeon\nflags\t\t: fpu pni fma sse4_1 avx f16c abm bmi1 avx2 bmi2 avx512f avx512dq avx512ifma avx512cd "
+    "sha_ni avx512bw avx512vl avx512vbmi avx512_vnni avx512_bf16\n"
+)
 GRAVITON = "processor : 0\nFeatures\t: fp asimd asimdhp asimddp sve svebf16 i8mm bf16\nCPU part : 0xd40\n"
 
 
 def test_features_carry_the_names_that_torch_uses() -> None:
-    assert {"avx2", "fma3", "avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni"} <= machine.features_of(XEON)
+    assert onednn.best(machine.features_of(XEON)) == onednn.TARGETS[0]
+    assert int8.best(machine.features_of(XEON)) is not None
     assert {"neon", "fp16_arith", "dot", "sve", "sve_bf16", "bf16"} <= machine.features_of(GRAVITON)
     assert machine.features_of("") == frozenset()
+
+
+def test_the_kernel_and_torch_name_the_same_features_here() -> None:
+    if not (hasattr(torch.cpu, "get_capabilities") and Path("/proc/cpuinfo").exists()):
+        pytest.skip("torch 2.10 lists no capabilities, and only Linux has /proc/cpuinfo")
+    told = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
+    assert told <= machine.features_of(Path("/proc/cpuinfo").read_text())
 
 
 @pytest.mark.parametrize(

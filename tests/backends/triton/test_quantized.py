@@ -310,5 +310,6 @@ def test_sparse_weights_stay_torchs_products_with_kernels_around() -> None:
     torch.testing.assert_close(got, model(x))
     (only,) = reports
     where = {o.op: o.where for o in only.ops}
-    assert where.pop("layer_norm") == where.pop("gelu") == "backend"
-    assert where and all("mm" in op for op in where)
+    assert where["layer_norm"] == where["gelu"] == "backend"
+    theirs = [op for op, runs in where.items() if runs == "eager"]
+    assert theirs and all("mm" in op for op in theirs)
