@@ -16,7 +16,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 _KERNEL_NAMES = {
     "avx512_f": "avx512f", "avx512_bw": "avx512bw", "avx512_vl": "avx512vl", "avx512_dq": "avx512dq",
     "avx512_cd": "avx512cd", "avx512_ifma": "avx512ifma", "avx512_vbmi": "avx512vbmi", "fma3": "fma", "lzcnt": "abm",
-    "bmi": "bmi1", "sse3": "pni", "sha": "sha_ni", "neon": "asimd", "fp16_arith": "asimdhp", "dot": "asimddp", "sve_bf16": "svebf16",
+    "bmi": "bmi1", "sse3": "pni", "sha": "sha_ni",
+    "neon": "asimd", "fp16_arith": "asimdhp", "dot": "asimddp", "sve_bf16": "svebf16",
 }  # fmt: skip
 
 
