@@ -24,7 +24,7 @@ from fusewright.toolkit.builder import OWN_STRIDES, STRIDE_FREE, Builder
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fused import FusedBackend
 from fusewright.toolkit.match import siblings
-from fusewright_onednn import lowerings, patterns, target
+from fusewright_onednn import lowerings, norms, patterns, target
 from fusewright_onednn.lowerings import LOWERINGS
 from fusewright_onednn.patterns import Match
 
@@ -78,7 +78,7 @@ class X86OneDnn(FusedBackend):
                 m = matches[op.id]
                 if m.last is op:  # everything that the call reads is there by now
                     _code(m.anchor, ctx.device)(m, builder)
-            else:
+            elif not norms.lower(op, builder):
                 builder.keep(op)
         fragment = fuse(builder.finish(), ctx, builder.calls)
         notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}

@@ -8,7 +8,7 @@ makes kernels of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,12 +158,16 @@ class Builder:
         self.calls.append(LibraryCall((op.id,), instructions))
         self.ops.append(replace(self.at_hand(op), outs=(made,)))
 
-    def behind(self, name: str, *args: Any, out: Value) -> Value:
-        """One more op of the opset, for the fuser, over values of this builder."""
+    def behind(self, name: str, *args: Any, out: Value | None = None) -> Value:
+        """One more op of the opset, for the fuser, over values of this builder. `out`: what it makes, if not a value of its own
+        with the strides that torch's metadata functions say."""
         row = ops.OPS[name]
         given = row.bind(args, {})
         target = row.target.name()
         target = target if "." in target else f"{target}.default"
+        if out is None:
+            made = self._metadata(row.target, given)
+            out = self.ctx.value(TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype))
         id = self.ctx.value(None).id
         self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
         return out
@@ -205,18 +209,20 @@ class Builder:
         keep the graph's."""
         if op.op not in STRIDE_FREE or any(v.spec is None or not v.spec.static for v in op.inputs()):
             return None
-        operator = _operator(op.target)
-        given = dict(zip(op.argnames, (self._on_meta(a) for a in op.args), strict=True))
-        named = {a.name for a in operator._schema.arguments if a.kwarg_only}
         try:
-            result = operator(
-                *(v for k, v in given.items() if k not in named),
-                **{k: v for k, v in given.items() if k in named},
-            )
+            result = self._metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)))
         except (RuntimeError, NotImplementedError):  # a view that these strides do not allow
             return None
         results = result if isinstance(result, tuple | list) else (result,)
         return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]
+
+    def _metadata(self, operator: Any, given: Mapping[str, Any]) -> Any:
+        """What torch's metadata functions say that an operator makes of values at hand."""
+        named = {a.name for a in operator._schema.arguments if a.kwarg_only}
+        meta = {k: self._on_meta(a) for k, a in given.items()}
+        return operator(
+            *(v for k, v in meta.items() if k not in named), **{k: v for k, v in meta.items() if k in named}
+        )
 
     def _on_meta(self, arg: Any) -> Any:
         if isinstance(arg, Value):

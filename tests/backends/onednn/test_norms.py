@@ -1,0 +1,59 @@
+"""Group norms behind convolutions: channels-last, and as exact as eager's are in planes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.onednn.common import BF16, F32, check, compiled
+from tests.fragments import Sketch, targets
+
+CONV = "mkldnn::_convolution_pointwise"
+
+
+def drawn(g: Sketch, mean: float = 0.0, groups: int = 4, batch: int = 2, affine: bool = True, dtype: Any = F32) -> Any:
+    """conv, group norm; the convolution's bias gives the mean."""
+    torch.manual_seed(0)
+    x = g.input(torch.randn(batch, 8, 9, 9, dtype=dtype))
+    w = g.input(torch.randn(16, 8, 1, 1, dtype=dtype) / 3, const=True)
+    bias = g.input(torch.full((16,), mean, dtype=dtype), const=True)
+    y = g.op("conv", x, w, bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    scale = [g.input(torch.randn(16, dtype=dtype), const=True) if affine else None for _ in range(2)]
+    return g.op("group_norm", y, *scale, batch, 16, 81, groups, 1e-5)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("groups", "batch"), [(4, 2), (1, 1), (16, 2)])
+def test_group_norms_stay_channels_last(groups: int, batch: int, affine: bool) -> None:
+    g = Sketch()
+    z = g.op("silu", drawn(g, 1.0, groups, batch, affine))
+    names = [t for t in targets(check(g, [z])) if t not in ("aten::view", "aten::expand")]
+    assert names[0] == CONV and all(t.startswith("kernel") for t in names[1:])
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0, 100.0])
+def test_a_mean_does_not_cancel_the_variance(mean: float) -> None:
+    """Eager's kernel for channels-last images loses it: 50 times its error on planes and more."""
+    g = Sketch()
+    z = drawn(g, mean)
+    (ours,) = g.run(compiled(g, [z]), [z])
+    wide = [v if v is None else g.tensors[v.id].double() for v in g.ops[0].args[:3]]
+    w, b = (g.tensors[v.id].double() for v in g.ops[1].args[1:3])
+    exact = torch.nn.functional.group_norm(torch.nn.functional.conv2d(*wide), 4, w, b)
+    error, theirs = ((t.double() - exact).square().mean().sqrt() for t in (ours, g.tensors[z.id]))
+    assert error <= 2 * theirs + 1e-7
+
+
+def test_statistics_that_are_read_are_eagers() -> None:
+    g = Sketch()
+    drawn(g)
+    outs = list(g.ops[-1].outs)
+    assert "aten::native_group_norm" in targets(check(g, outs))
+
+
+def test_bf16_is_eagers() -> None:
+    """Which computes in fp32: what cancels lies far below a rounding step of bf16."""
+    g = Sketch()
+    assert "aten::native_group_norm" in targets(check(g, [drawn(g, 3.0, dtype=BF16)]))
