@@ -139,6 +139,15 @@ def test_an_awkward_model_is_as_in_eager(backend: str) -> None:
             assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
 
 
+def raises(fn: Any, backend: str) -> bool:
+    try:
+        with torch.no_grad():
+            torch.compile(fn, backend=backend)(X)
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
 @pytest.mark.parametrize("backend", ["fusewright_null", "fusewright_interp", "x86_onednn"])
 @pytest.mark.parametrize(
     "fn",
@@ -155,6 +164,8 @@ def test_an_awkward_model_is_as_in_eager(backend: str) -> None:
 def test_what_raises_in_eager_raises(fn: Any, backend: str) -> None:
     with pytest.raises((RuntimeError, IndexError)) as eager:
         fn(X)
+    if not raises(fn, "aot_eager"):
+        pytest.skip("aot_eager loses this error too, in this version of torch")
     with torch.no_grad(), pytest.raises((RuntimeError, IndexError)) as ours:
         torch.compile(fn, backend=backend)(X)
     wrapped = ours.type.__module__.startswith("torch._dynamo")

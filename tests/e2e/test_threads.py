@@ -17,6 +17,8 @@ pytestmark = [
 ]
 
 THREADS, CALLS = 4, 25
+METRICS_COLLIDE = torch.__version__.startswith("2.10.")
+"""Dynamo's own RuntimeError there, now and then: "Metric(s) have already been set in the current context"."""
 
 
 class Block(nn.Module):
@@ -34,6 +36,8 @@ class Block(nn.Module):
 @pytest.mark.parametrize("warm", [False, True], ids=["first calls together", "after a first call"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "gradients"])
 def test_threads_get_their_own_answers(warm: bool, train: bool) -> None:
+    if METRICS_COLLIDE and not warm:
+        pytest.skip("Dynamo of torch 2.10 cannot compile one function in several threads at once")
     torch.manual_seed(0)
     net = Block()
     compiled = torch.compile(net, backend="x86_onednn", dynamic=False)
