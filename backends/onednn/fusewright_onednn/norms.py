@@ -17,8 +17,11 @@ from fusewright.toolkit.library import layout_of
 
 
 def lower(op: OpView, b: Builder) -> bool:
-    """Write `op` as means over points and then over the channels of a group, of the values and of their squared distances: kernels
-    that go along the channels. False where it is something else, or somebody reads its statistics."""
+    """Write `op` as means over points and then over the channels of a group, of the values, of their distances from that and of the
+    squares of those: kernels that go along the channels. False where it is something else, or somebody reads its statistics.
+
+    The mean of the distances is what rounding left of the mean: the same at every point, so that it would add up further on.
+    """
     if op.op != "group_norm" or not all(b.links.unused(v) for v in op.outs[1:]):
         return False
     given: tuple[Any, ...] = b.at_hand(op).args
@@ -26,17 +29,21 @@ def lower(op: OpView, b: Builder) -> bool:
     spec = x.spec
     if spec is None or spec.dtype is not torch.float32 or not spec.static or layout_of(spec) != "channels_last":
         return False
-    distance = b.behind("sub", x, _means(x, groups, b))
-    variance = _means(b.behind("mul", distance, distance), groups, b)
+    mean = _means(x, groups, b)
+
+    def distance() -> Value:  # written out for every use, so that each kernel computes it and none stores it
+        return b.behind("sub", x, mean)
+
+    d = distance()
+    rest, squares = _means(distance(), groups, b), _means(b.behind("mul", d, d), groups, b)
+    variance = b.behind("sub", squares, b.behind("mul", rest, rest))
     factor = b.behind("rsqrt", b.behind("add", variance, eps))
     column = (1, spec.shape[1], 1, 1)
     if weight is not None:
         factor = b.behind("mul", factor, b.behind("view", weight, column))
-    out = b.placed(op.out, spec.stride)
-    if bias is None:
-        b.behind("mul", distance, factor, out=out)
-    else:
-        b.behind("add", b.behind("mul", distance, factor), b.behind("view", bias, column), out=out)
+    shift = b.behind("mul", rest, factor)
+    shift = b.behind("neg", shift) if bias is None else b.behind("sub", b.behind("view", bias, column), shift)
+    b.behind("add", b.behind("mul", distance(), factor), shift, out=b.placed(op.out, spec.stride))
     b.notes[op.id] = "in kernels, along the channels"
     return True
 
