@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -321,8 +322,9 @@ def _suite(names: str) -> Sequence[str]:
 def _device() -> dict[str, Any]:
     """Asked in a process of its own: this one holds no GPU."""
     text = (
-        "import torch, triton, json; print(json.dumps({'torch': torch.__version__, 'triton': triton.__version__, "
-        "'cuda': torch.version.cuda, 'device': torch.cuda.get_device_name()}))"
+        "import torch, triton, transformers, json; print(json.dumps({'torch': torch.__version__, "
+        "'triton': triton.__version__, 'transformers': transformers.__version__, 'cuda': torch.version.cuda, "
+        "'device': torch.cuda.get_device_name()}))"
     )
     found: dict[str, Any] = json.loads(subprocess.check_output([sys.executable, "-c", text], text=True))
     return found
@@ -346,6 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(1) as beside:
         device = beside.submit(_device)
         check = Check(given, Path(folder), device)
+        check.record["date"] = datetime.now(UTC).date().isoformat()
+        check.record["command"] = ["python", "ci/gpu_check.py", *(sys.argv[1:] if argv is None else argv)]
         code = check.main()
         if target is not None:
             target.write_text(json.dumps(check.record, indent=1))
