@@ -143,7 +143,7 @@ def test_random_ops_stay_with_eager() -> None:
 def test_views_alone_are_not_worth_a_region() -> None:
     text = (
         X
-        + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[2,3] = t(%1)\n%3: f32[2,3] = aten.cholesky.default(%2)\nreturn [%3]\n"
+        + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[2,3] = t(%1)\n%3: f32[2,3] = aten.cholesky_inverse.default(%2)\nreturn [%3]\n"
     )
     found = partition(toy(["t"]), index_of(text), {})
     assert found.regions == []
