@@ -20,7 +20,9 @@ from typing import Any
 
 from gpu_worker import serve  # type: ignore[import-not-found]
 
-IMPORTED = ("torch._dynamo", "transformers", "fusewright.bench.accuracy", "fusewright.report")
+from fusewright._torch_compat import DYNAMO
+
+IMPORTED = (DYNAMO, "transformers", "fusewright.bench.accuracy", "fusewright.report")
 """What the fork server imports; none of it asks for a GPU, which no process forked later could use."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
 """Variables that say where compilers keep what they made."""

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+DYNAMO = "torch._dynamo"
+"""What the first compilation of a process imports: a second of a core. Who forks many processes imports it once."""
+
 
 def aot_compile(
     gm: GraphModule,
