@@ -87,7 +87,7 @@ def table_text(rows: Sequence[Row], bars: Sequence[Row], full: bool) -> str:
             ms, first = (row.get(part, {}).get(k, {}) for k in ("ms", "first_s"))
             cells = "".join(f"{ms[c]:16.2f}" if c in ms else f"{'':16}" for c in CONTENDERS)
             firsts = " / ".join(f"{c} {first[c]:.1f}" for c in CONTENDERS if c in first)
-            lines.append(f"{MODELS[row['model']].label:30}{cells}   {firsts}")
+            lines.append(f"{MODELS[row['model']].label:30}{cells}   {firsts}".rstrip())
     lines.append("")
     for b in bars:
         aim = f"first bar {b['first']:g}, goal {b['goal']:g}" if b["verdict"] != "below" else f"aim {b['first']:g}"
