@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,8 +18,11 @@ pytestmark = [
 ]
 
 THREADS, CALLS = 4, 25
-METRICS_COLLIDE = torch.__version__.startswith("2.10.")
-"""Dynamo's own RuntimeError there, now and then: "Metric(s) have already been set in the current context"."""
+TORCHS_OWN = ("symbolically trace a dynamo-optimized function", "already been set in the current context")
+"""What torch raises now and then, whatever the backend, when threads compile at once: fx's flag of tracing was global before
+2.15, Dynamo's metrics in 2.10."""
+CRASHES = torch.__version__.startswith("2.10.")
+"""There the process ends when threads compile at once, with `aot_eager` as well."""
 
 
 class Block(nn.Module):
@@ -36,8 +40,8 @@ class Block(nn.Module):
 @pytest.mark.parametrize("warm", [False, True], ids=["first calls together", "after a first call"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "gradients"])
 def test_threads_get_their_own_answers(warm: bool, train: bool) -> None:
-    if METRICS_COLLIDE and not warm:
-        pytest.skip("Dynamo of torch 2.10 cannot compile one function in several threads at once")
+    if CRASHES and not warm:
+        pytest.skip("torch 2.10 crashes when threads compile one function at once; a newer one does not")
     torch.manual_seed(0)
     net = Block()
     compiled = torch.compile(net, backend="x86_onednn", dynamic=False)
@@ -45,6 +49,15 @@ def test_threads_get_their_own_answers(warm: bool, train: bool) -> None:
     together = threading.Barrier(THREADS)
 
     def answer(f: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return once(f, x)
+        except RuntimeError as e:
+            if not any(words in str(e) for words in TORCHS_OWN):
+                raise
+            time.sleep(0.5)
+            return answer(f, x)
+
+    def once(f: nn.Module, x: Tensor) -> Tensor:
         if not train:
             with torch.no_grad():
                 return f(x)
