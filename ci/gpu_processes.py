@@ -54,7 +54,7 @@ class Worker:
     WORK: Callable[[Connection, int], None] = staticmethod(serve)
 
     def __init__(self, folder: Path, name: str, caches: str, jobs: int = 0) -> None:
-        self.folder, self.name, self.log = folder, name, folder / f"{name}.log"
+        self.log = folder / f"{name}.log"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(IMPORTED))
         self.connection, theirs = context.Pipe()

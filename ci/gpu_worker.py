@@ -308,12 +308,9 @@ def answered(command: Callable[..., dict[str, Any]], request: Mapping[str, Any],
     """The answer, or an error."""
     try:
         return command(**request)
-    except torch.OutOfMemoryError as e:
-        found = {"error": f"{type(e).__name__}: {str(e)[:300]}"}
     except Exception as e:  # whatever a model or a compiler raises is an answer; the parent says what was left out
-        return {"error": f"{type(e).__name__}: {str(e)[:300]}"}
-    if not patient:
-        return found
+        if not (patient and isinstance(e, torch.OutOfMemoryError)):
+            return {"error": f"{type(e).__name__}: {str(e)[:300]}"}
     release()
     time.sleep(5)
     return answered(command, request, patient=False)
