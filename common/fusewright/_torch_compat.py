@@ -132,6 +132,11 @@ def may_return_alias(op: Any) -> bool:
     """
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
+    return is_composite(op)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operator is made of others alone, so that its schema does not say what those do."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 

@@ -36,6 +36,10 @@ class Options:
         False, "raise on a crash inside a backend and on a kernel that cannot be built, instead of doing without", "STRICT"
     )
     verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
+    check: tuple[Literal["contract"], ...] = _option(
+        (), "what is checked while a model runs, at the cost of speed: 'contract' compares every lowered region with eager "
+        "at its first run", "CHECK", compiled=True
+    )  # fmt: skip
     cache: bool = _option(True, "keep plans and measured choices on disk", "CACHE")
     fuel: int | None = _option(
         None, "how many rewrites may be applied at most, to bisect a wrong result", "FUEL", compiled=True
@@ -132,7 +136,7 @@ def _parse_text(name: str, text: str, kind: Any) -> Any:
         except ValueError:
             raise OptionError(f"{name}={text!r} is not a whole number") from None
     if typing.get_origin(kind) is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
+        return _check(name, tuple(part.strip() for part in text.split(",") if part.strip()), kind)
     return _check(name, text, kind)
 
 
@@ -147,6 +151,9 @@ def _check(what: str, value: Any, kind: Any) -> Any:
             return value
         raise OptionError(f"{what} is {value!r}; use one of {', '.join(map(repr, choices))}")
     if typing.get_origin(kind) is tuple or kind is tuple:
+        one = (typing.get_args(kind) or (str,))[0]
+        if typing.get_origin(one) is Literal:
+            return tuple(_check(what, v, one) for v in (value if isinstance(value, list | tuple) else (value,)))
         if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
             return tuple(value)
         raise OptionError(f"{what} is {value!r}; give a list of names, e.g. ['a']")

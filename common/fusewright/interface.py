@@ -197,6 +197,11 @@ class Region:
     outputs: tuple[Value, ...]
     phase: Phase = "infer"
 
+    @property
+    def op_names(self) -> str:
+        """The names of its ops, each once, for messages."""
+        return ", ".join(dict.fromkeys(op.op for op in self.ops))
+
 
 @dataclass(frozen=True)
 class GraphView:

@@ -41,14 +41,16 @@ from fusewright.interface import (
 )  # fmt: skip
 from fusewright.partition import Partition, partition
 from fusewright.plan import build as plan_build
-from fusewright.plan import cached, codegen
+from fusewright.plan import cached, codegen, contract
+from fusewright.plan import verify as plan_verify
 from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Untrue, checked_first
 from fusewright.plan.inplace import updated_in_place
-from fusewright.plan.ir import Launch, Run
+from fusewright.plan.ir import Call, Launch, Run, reads
 from fusewright.plan.opaque import guarded
 from fusewright.plan.replay import replayed
 from fusewright.plan.retained import Handover, retained
+from fusewright.plan.verify import PlanError
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
@@ -86,6 +88,8 @@ class Compilation:
     """Names of nodes that make something else than was traced, beyond mending: eager runs them and what reads them."""
     unbuilt: dict[str, Verdict] = field(default_factory=dict)
     """By name of a node: kernels of it that could not be built."""
+    suspected: dict[str, Verdict] = field(default_factory=dict)
+    """By name of a node: a region of it gave something else than was traced. Eager runs it, which shows who is to blame."""
 
     @property
     def graph(self) -> Graph:
@@ -109,7 +113,7 @@ def _simplify(c: Compilation) -> None:
 
 def _lower(c: Compilation) -> None:
     """Partition and compile; plan again without what a backend gives back, until nothing new is given back."""
-    denied = {**_untraceable(c), **c.unbuilt}
+    denied = {**_untraceable(c), **c.unbuilt, **c.suspected}
     for _ in range(MAX_ROUNDS):
         c.working, const = expand.on_claim(c.graph, c.const, c.backend, denied, c.phase)
         c.index = GraphIndex(c.working, derived(c.working, const, c.phase), c.phase)
@@ -137,7 +141,7 @@ def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dic
     for region in c.partition.regions:
         ids: tuple[int, ...] = tuple(op.id for op in region.ops)
         try:
-            result = _checked(c.backend, region, c.backend.compile(region, context))
+            result = _checked(c, region, c.backend.compile(region, context))
         except Decline as d:
             verdict, ids = Verdict(d.why, d.detail), d.ops or ids
         except Exception as e:
@@ -160,16 +164,19 @@ def _origin(node: Node) -> str:
     return str(node.meta.get("origin", node.name))
 
 
-def _checked(backend: Backend, region: Region, result: Compiled) -> Compiled:
-    """A backend's answer, held to the interface."""
+def _checked(c: Compilation, region: Region, result: Compiled) -> Compiled:
+    """A backend's answer, held to the interface. Raises `BackendContractError` for a fragment that breaks it."""
     if isinstance(result, Opaque):
-        return Opaque(guarded(backend.name, region, result.fn))
+        return Opaque(guarded(c.backend.name, region, result.fn))
     if not isinstance(result, Fragment):
         raise TypeError(f"compile() returned {type(result).__name__}, not Fragment or Opaque")
-    made = {o for i in result.instructions for o in i.outs} | {v.id for v in region.inputs}
-    missing = [v.id for v in region.outputs if v.id not in made]
-    if missing:
-        raise ValueError(f"the fragment of {region.name} does not make the values {missing}")
+    problems = list(plan_verify.fragment_problems(region, result, c.index.temporaries)) if c.options.verify else []
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise BackendContractError(f"the fragment of {region.name} ({region.op_names}): {problems[0]}{more}")
+    if "contract" in c.options.check:
+        inputs = [c.index.values(n)[0] for n in c.working.find_nodes(op="placeholder")]
+        return contract.checked(c.backend, region, result, c.index.temporaries, inputs)
     return result
 
 
@@ -177,18 +184,28 @@ def _plan(c: Compilation) -> None:
     kernels = _planned(c)
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
     c.run = run = _replaying(c, c.plan, kernels, plain)
-    if c.compiled:  # somebody believed the metadata
+    if c.compiled or c.suspected:  # somebody believed the metadata
         checked, _ = codegen.load(_believed(c), kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
         c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
 
 
+PLAN_PASSES: tuple[tuple[str, Callable[[Compilation], plan_build.Plan]], ...] = (
+    ("build", lambda c: plan_build.build(c.index, c.partition.members, c.compiled)),
+    ("updated_in_place", lambda c: updated_in_place(c.plan) if c.phase == "infer" else c.plan),
+)
+
+
 def _planned(c: Compilation) -> Mapping[str, KernelCode]:
     """Has a plan afterwards, and code for its kernels; lowered again without the ops whose kernels cannot be built."""
     for _ in range(MAX_ROUNDS):
-        c.plan = plan_build.build(c.index, c.partition.members, c.compiled)
-        if c.phase == "infer":
-            c.plan = updated_in_place(c.plan)
+        try:
+            _make_plan(c)
+        except PlanError as e:
+            if c.options.strict or not c.compiled:
+                raise
+            _give_back_everything(c, e)
+            continue
         try:
             return c.backend.load(c.plan.kernels) if c.plan.kernels else {}
         except Exception as e:
@@ -200,6 +217,22 @@ def _planned(c: Compilation) -> Mapping[str, KernelCode]:
                 c.unbuilt.update({_origin(c.index.node_of[k]): failed[i.kernel] for k in i.op_ids})
         _lower(c)
     raise BackendCrashError(f"backend {c.backend.name!r} still cannot build kernels after {MAX_ROUNDS} rounds")
+
+
+def _make_plan(c: Compilation) -> None:
+    for name, make in PLAN_PASSES:
+        c.plan = make(c)
+        if c.options.verify:
+            plan_verify.check(c.plan, name)
+
+
+def _give_back_everything(c: Compilation, error: PlanError) -> None:
+    """Lower again with nothing claimed: what fragments made of the plan is not valid, though each of them is."""
+    verdict = Verdict(Why.CRASHED, str(error))
+    c.report.bugs.append(str(error))
+    log.warning("fusewright: %s\nEager runs this graph. This is a bug of Fusewright.", error)
+    c.unbuilt.update({_origin(n): verdict for nodes in c.partition.members for n in nodes})
+    _lower(c)
 
 
 def _failing(c: Compilation, error: Exception) -> dict[str, Verdict]:
@@ -252,6 +285,8 @@ def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.T
 
 def _passed(c: Compilation) -> None:
     """The first run found everything true: the plan may be kept, unless noise chose how it computes."""
+    if c.suspected:
+        _blame(c)
     if c.key and c.tuner.settled:
         cached.save(c.key, c.backend, c.plan, c.report.summary() if c.report.fallbacks else "")
 
@@ -267,23 +302,55 @@ def _repaired(c: Compilation, untrue: Untrue) -> Run:
     graph again."""
     made = c.index.node_by_value(untrue.id)
     node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
-    if node is None or made is None or node.name in c.distrusted:
+    suspected = _suspects(c, untrue)
+    if not suspected and (node is None or made is None or node.name in c.distrusted):
         raise BackendContractError(
             f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it"
         ) from untrue
-    log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
     distrusted = c.distrusted
-    same = retrace.alike(c.graph, node)
-    try:
-        _mend(c, made, same, untrue)
-    except ValueError:
-        distrusted |= {n.name for n in same}
+    if not suspected:
+        assert node is not None and made is not None
+        log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
+        same = retrace.alike(c.graph, node)
+        try:
+            _mend(c, made, same, untrue)
+        except ValueError:
+            distrusted |= {n.name for n in same}
     report = GraphReport(c.backend.name, c.phase, c.report.road)
     again = Compilation(
         c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key, handover=c.handover,
-        distrusted=distrusted,
+        distrusted=distrusted, suspected=suspected,
     )  # fmt: skip
     return _compile(again)
+
+
+def _suspects(c: Compilation, untrue: Untrue) -> dict[str, Verdict]:
+    """The nodes of the region that made a value by anything but eager's own call; none if eager made it.
+
+    Either what was traced is untrue, or the backend broke its contract. The next run tells: eager makes the value then.
+    """
+    for nodes, (region, result) in zip(c.partition.members, c.compiled, strict=True):
+        made = [i for i in result.instructions if untrue.id in i.outs] if isinstance(result, Fragment) else []
+        own = [plan_build.aten_call(c.index, n) for n in nodes]
+        if any(isinstance(i, Call) and not any(_same_call(i, o) for o in own) for i in made):
+            op = next((op for op in region.ops if untrue.id in (v.id for v in op.outs)), None)
+            what = f"{op.op}{f' at {op.source}' if op.source else ''}" if op else "a temporary"
+            verdict = Verdict(Why.CRASHED, f"{region.name} ({region.op_names}): {what} {untrue.reason}")
+            return {_origin(n): verdict for n in nodes}
+    return {}
+
+
+def _same_call(a: Call, b: Call) -> bool:
+    return (a.target, a.outs, set(reads(a))) == (b.target, b.outs, set(reads(b)))
+
+
+def _blame(c: Compilation) -> None:
+    """Eager made what was traced, so the backend that did not has broken its contract."""
+    message = f"backend {c.backend.name!r}, {next(iter(c.suspected.values())).detail}. This is a bug of the backend."
+    c.report.bugs.append(message)
+    if c.options.strict:
+        raise BackendContractError(message)
+    log.warning("fusewright: %s Eager runs those ops.", message)
 
 
 def _mend(c: Compilation, made: Node, same: Sequence[Node], untrue: Untrue) -> None:

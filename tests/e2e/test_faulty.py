@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = F.gelu(self.norm(self.a(x)))
-        z = (y @ y.t()) * x[:, :4].exp()
+        z = (y @ y.t()) * x[:, :1].exp()
         return self.b(y).softmax(-1), z.sin() + z.relu() * 2
 
 
@@ -50,9 +51,70 @@ FAULTS: dict[str, str | None] = {
     "raises_at_run_time": "failed on purpose",
 }
 
+# fault of a fragment -> the words of the report: seen before anything runs
+FRAGMENTS: dict[str, str] = {
+    "fragment_names_no_op": "names an operator that does not exist",
+    "fragment_reads_what_nobody_makes": "reads %1000000 before it is made",
+    "fragment_makes_a_value_twice": "a second time",
+    "fragment_drops_a_result": "nobody makes the result",
+    "fragment_leaves_out_an_argument": "does not give input, weight",
+    "fragment_changes_an_input": "writes the constant",
+    "fragment_returns_an_input": "is memory of the input",
+}
+
+# seen in the first run, where eager shows who is to blame
+FIRST_RUN: dict[str, str] = {
+    "fragment_has_another_dtype": r"add at test_faulty.py:\d+ has dtype torch.float16, expected torch.float32",
+    "fragment_has_other_strides": r"add at test_faulty.py:\d+ has strides \(1, 4\), expected \(4, 1\)",
+}
+
+# seen where the option `check` asks for it
+CHECKED: dict[str, str] = {
+    "fragment_has_another_dtype": r"result 1, add at test_faulty.py:\d+, has dtype torch.float16",
+    "fragment_has_other_strides": r"result 1, add at test_faulty.py:\d+, has strides",
+    "fragment_has_other_values": r"result 1, add at test_faulty.py:\d+, is wrong: error .* against eager's",
+}
+
 
 def test_every_fault_has_a_verdict() -> None:
-    assert set(FAULTS) == set(Faulty.FAULTS)
+    assert {*FAULTS, *FRAGMENTS, *FIRST_RUN, *CHECKED} == set(Faulty.FAULTS)
+
+
+@pytest.mark.parametrize("fault", [*FRAGMENTS, *FIRST_RUN])
+def test_a_faulty_fragment_is_given_back_to_eager(net: Net, fault: str) -> None:
+    with torch.no_grad():
+        wanted = net(X)
+    with report.recording() as reports:
+        got = run(net, fault)
+    for w, g in zip(wanted, got, strict=True):
+        assert (g.dtype, g.stride()) == (w.dtype, w.stride())
+        torch.testing.assert_close(g, w)
+    bugs = [b for r in reports for b in r.bugs]
+    assert any("fusewright_faulty" in b and re.search({**FRAGMENTS, **FIRST_RUN}[fault], b) for b in bugs), bugs
+
+
+@pytest.mark.parametrize("fault", [*FRAGMENTS, *FIRST_RUN])
+def test_a_faulty_fragment_is_an_error_in_strict_mode(net: Net, fault: str) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s)'fusewright_faulty'.*{ {**FRAGMENTS, **FIRST_RUN}[fault]}"):
+        run(net, fault, strict=True)
+
+
+@pytest.mark.parametrize("fault", CHECKED)
+def test_a_checked_fragment_is_compared_with_eager(net: Net, fault: str) -> None:
+    """Values are nobody's but the backend's to know, unless they are asked for."""
+    with pytest.raises(BackendContractError, match=f"'fusewright_faulty', region0.*{CHECKED[fault]}.*bug of the backend"):
+        run(net, fault, check="contract")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["x86_onednn", "fusewright_interp", "fusewright_null"])
+def test_a_backend_that_keeps_its_contract_passes(net: Net, backend: str, dynamic: bool) -> None:
+    compiled = torch.compile(net, backend=backend, dynamic=dynamic, options={"check": "contract", "fallback": "allow"})
+    with torch.no_grad():
+        for rows in (4, 4, 7) if dynamic else (4, 4):
+            x = torch.linspace(-1, 1, 6 * rows).view(rows, 6)
+            for w, g in zip(net(x), compiled(x), strict=True):
+                torch.testing.assert_close(g, w)
 
 
 def run(net: Net, fault: str, **options: Any) -> Any:

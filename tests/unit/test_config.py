@@ -34,9 +34,11 @@ def test_defaults_and_values() -> None:
     [
         ({"fallbck": "warn"}, "there is no option 'fallbck'; did you mean 'fallback'?"),
         ({"tiel": 8}, "did you mean 'tile'?"),
-        ({"zzzzzzz": 8}, "valid names: cache, disable_rules"),
+        ({"zzzzzzz": 8}, "valid names: cache, check, disable_rules"),
         ({"fallback": "never"}, "use one of 'allow', 'warn', 'error'"),
         ({"verify": 1}, "option 'verify' is 1 (int); give True or False"),
+        ({"check": "contrct"}, "option 'check' is 'contrct'; use one of 'contract'"),
+        ({"check": 1}, "option 'check' is 1"),
         ({"fuel": True}, "give a whole number"),
         ({"fuel": 1.5}, "give a whole number"),
         ({"disable_rules": "x"}, "give a list of names"),

@@ -18,6 +18,7 @@ from fusewright.plan.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
 from fusewright.plan.once import OnceCache
+from fusewright.plan.verify import PlanError, placement_problems
 
 _SIZES: dict[str, Callable[..., Any]] = {
     "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv,
@@ -264,7 +265,10 @@ def load(
     of another callable of this plan, to be shared.
     """
     names = Names()
-    launches = _Launches(plan, place(plan), kernels or {}, names)
+    placement = place(plan)
+    if problems := list(placement_problems(plan, placement)):
+        raise PlanError("the memory of a plan is not valid:\n  " + "\n  ".join(problems))
+    launches = _Launches(plan, placement, kernels or {}, names)
     text = source(plan, names, launches, checked)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)

@@ -24,6 +24,7 @@ class Untrue(Exception):
         super().__init__(f"value {id} {reason}")
         self.id = id
         self.actual = actual
+        self.reason = reason
 
 
 def checker(specs: dict[int, TensorSpec]) -> Callable[[int, Any], None]:

@@ -16,10 +16,9 @@ def guarded(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """`fn` with its results compared with the region's outputs at every call. Raises `BackendContractError`."""
     specs = [v.spec for v in region.outputs]
-    ops = ", ".join(dict.fromkeys(op.op for op in region.ops))
 
     def complain(what: str) -> None:
-        raise BackendContractError(f"backend {backend!r}, {region.name} ({ops}): {what}. This is a bug of the backend.")
+        raise BackendContractError(f"backend {backend!r}, {region.name} ({region.op_names}): {what}. This is a bug of the backend.")
 
     def run(*args: Any) -> Sequence[torch.Tensor]:
         tensors = [a for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
@@ -27,8 +26,8 @@ def guarded(
         results = tuple(fn(*args))
         if [t._version for t in tensors] != versions:
             complain("it changed one of its inputs in place")
-        memory = {_address(t) for t in tensors} - {0}
-        if any(isinstance(t, torch.Tensor) and _address(t) in memory for t in results):
+        memory = {address(t) for t in tensors} - {0}
+        if any(isinstance(t, torch.Tensor) and address(t) in memory for t in results):
             complain("a result shares memory with an input")
         if len(results) != len(specs):
             complain(f"it returned {len(results)} results where {len(specs)} were expected")
@@ -40,7 +39,7 @@ def guarded(
     return run
 
 
-def _address(t: torch.Tensor) -> int:
+def address(t: torch.Tensor) -> int:
     """Where the tensor's memory starts; 0 when it has none."""
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 

@@ -2,14 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from fusewright.errors import OptionError, nearest
-from fusewright.interface import CompileContext, Compiled, Decline, Device, Opaque, OpView, Region, Verdict
+from fusewright.interface import (
+    CompileContext,
+    Compiled,
+    Decline,
+    Device,
+    Fragment,
+    Opaque,
+    OpView,
+    Region,
+    TensorSpec,
+    Verdict,
+)
+from fusewright.plan.ir import Call, Ref
 from fusewright.reference.interp import Interp
+
+Fault: TypeAlias = Callable[[Region, CompileContext, list[Call]], Sequence[Call]]
+
+
+def _with_last(behind: Callable[[Ref, int, TensorSpec], Sequence[Call]]) -> Fault:
+    """A fault behind the region's last result: the op makes a temporary, and `behind` makes the result of it."""
+
+    def fault(region: Region, ctx: CompileContext, calls: list[Call]) -> list[Call]:
+        value = region.outputs[-1]
+        assert value.spec is not None
+        temporary = ctx.value(value.spec)
+        renamed = {value.id: temporary.id}
+        moved = [
+            replace(
+                c, args=_renamed(c.args, renamed), kwargs=_renamed(c.kwargs, renamed),
+                outs=tuple(renamed.get(o, o) for o in c.outs),
+            )
+            for c in calls
+        ]  # fmt: skip
+        return [*moved, *behind(Ref(temporary.id), value.id, value.spec)]
+
+    return fault
+
+
+def _renamed(x: Any, names: Mapping[int, int]) -> Any:
+    if isinstance(x, Ref):
+        return Ref(names.get(x.id, x.id))
+    return tuple(_renamed(y, names) for y in x) if isinstance(x, tuple) else x
+
+
+def _transposed_memory(given: Ref, out: int, spec: TensorSpec) -> list[Call]:
+    """The same values with dimensions in the opposite order in memory."""
+    order = tuple(reversed(range(spec.rank)))
+    a, b = out + 10**6, out + 2 * 10**6
+    return [
+        Call("aten::permute.default", (given, order), (a,)),
+        Call("aten::clone.default", (Ref(a),), (b,), (("memory_format", torch.contiguous_format),)),
+        Call("aten::permute.default", (Ref(b), order), (out,)),
+    ]
+
+
+def _changed_input(region: Region, ctx: CompileContext, calls: list[Call]) -> list[Call]:
+    given = next(v for v in region.inputs if v.spec is not None and v.spec.dtype.is_floating_point)
+    return [Call("aten::add_.Tensor", (Ref(given.id), Ref(given.id)), (ctx.value(given.spec).id,)), *calls]
+
+
+def _input_as_result(region: Region, ctx: CompileContext, calls: list[Call]) -> list[Call]:
+    given = max((v for v in region.inputs if v.spec is not None), key=lambda v: v.spec.numel_hint())  # type: ignore[union-attr]
+    value = region.outputs[-1]
+    assert value.spec is not None
+    rest = [c for c in calls if value.id not in c.outs]
+    return [*rest, Call("aten::as_strided.default", (Ref(given.id), value.spec.shape, value.spec.stride), (value.id,))]
+
+
+def _first(change: Callable[[Call], Call]) -> Fault:
+    return lambda region, ctx, calls: [change(calls[0]), *calls[1:]]
+
+
+FRAGMENT_FAULTS: dict[str, Fault] = {
+    "fragment_names_no_op": _first(lambda c: replace(c, target="aten::no_such_op.default")),
+    "fragment_reads_what_nobody_makes": _first(lambda c: replace(c, args=(Ref(10**6), *c.args[1:]))),
+    "fragment_makes_a_value_twice": lambda region, ctx, calls: [*calls, calls[-1]],
+    "fragment_drops_a_result": lambda region, ctx, calls: [c for c in calls if region.outputs[-1].id not in c.outs],
+    "fragment_leaves_out_an_argument": _first(lambda c: replace(c, args=())),
+    "fragment_changes_an_input": _changed_input,
+    "fragment_returns_an_input": _input_as_result,
+    "fragment_has_another_dtype": _with_last(
+        lambda given, out, spec: [Call("aten::to.dtype", (given, torch.float16), (out,))]
+    ),
+    "fragment_has_other_strides": _with_last(_transposed_memory),
+    "fragment_has_other_values": _with_last(lambda given, out, spec: [Call("aten::mul.Scalar", (given, 1.01), (out,))]),
+}
+"""By name: from the calls that are right to those that are wrong."""
 
 
 class Faulty(Interp):
@@ -20,7 +106,7 @@ class Faulty(Interp):
 
     FAULTS: ClassVar[tuple[str, ...]] = (
         "decline", "crash", "supports_raises", "supports_lies", "wrong_shape", "wrong_dtype", "mutates_input", "drops_result",
-        "returns_input", "raises_at_run_time", "group_not_convex",
+        "returns_input", "raises_at_run_time", "group_not_convex", *FRAGMENT_FAULTS,
     )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +139,8 @@ class Faulty(Interp):
             raise Decline("declined on purpose")
         if fault == "crash":
             raise RuntimeError("crashed on purpose")
+        if fault in FRAGMENT_FAULTS:
+            return Fragment(tuple(FRAGMENT_FAULTS[fault](region, ctx, [ctx.aten(op) for op in region.ops])))
         right = super().compile(region, ctx)
         assert isinstance(right, Opaque)
         return Opaque(_broken(fault, right.fn))

@@ -1,0 +1,109 @@
+"""Judging results: error against fp64, relative to eager's own error at that dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+LIMIT = 2.0
+FLOOR = 4.0
+"""Rounding steps at the scale of the output that pass whatever eager's error is: libraries that add products in another order
+differ by that much (docs/performance.md, "Accuracy of fp32 products")."""
+VANISHED = 2.0**-24
+"""A result that in fp64 is so much smaller than eager's error is zero but for rounding: the gradient of a key's bias, which
+softmax does not see."""
+_EPS = {
+    "fp64": torch.finfo(torch.float64).eps,
+    "fp32": torch.finfo(torch.float32).eps,
+    "fp16": torch.finfo(torch.float16).eps,
+    "bf16": torch.finfo(torch.bfloat16).eps,
+    "amp": torch.finfo(torch.bfloat16).eps,
+}
+_FULL = ("fp64", "fp32")
+"""Precisions in which libraries that add in another order differ by `FLOOR` steps."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Worst output of a call. `ratio_*` = our error / eager's error; errors are absolute, against fp64.
+
+    `passed` means every output has error <= 2x eager's + one epsilon of the dtype (four in fp32) at the output's scale, in
+    max and rms norm, has eager's dtype and shape, and NaN and Inf exactly where eager has them. Where the exact result
+    is zero, eager's error is at least fp64's, in epsilons.
+    """
+
+    passed: bool
+    ratio_max: float
+    ratio_rms: float
+    err_max: float
+    err_rms: float
+    eager_err_max: float
+    eager_err_rms: float
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(
+    wide: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], ours: Sequence[torch.Tensor], dtype: str
+) -> Accuracy:
+    """Judges `ours` beside `eager`, output by output; the worst output (a failed one first, then the highest
+    ratio) is returned.
+    """
+    if not len(wide) == len(eager) == len(ours):
+        return _failed(f"{len(ours)} outputs, eager has {len(eager)}")
+    leaves = [
+        _compare_leaf(w, e, o, dtype, f"output {i}") for i, (w, e, o) in enumerate(zip(wide, eager, ours, strict=True))
+    ]
+    if not leaves:
+        return _failed("no outputs to compare")
+    return max(leaves, key=lambda leaf: (not leaf.passed, max(leaf.ratio_max, leaf.ratio_rms)))
+
+
+def _failed(reason: str) -> Accuracy:
+    return Accuracy(False, math.inf, math.inf, math.inf, math.inf, math.nan, math.nan, reason)
+
+
+def _compare_leaf(wide: torch.Tensor, eager: torch.Tensor, ours: torch.Tensor, dtype: str, name: str) -> Accuracy:
+    if ours.shape != eager.shape or ours.dtype != eager.dtype:
+        return _failed(f"{name}: {ours.dtype} {tuple(ours.shape)}, eager has {eager.dtype} {tuple(eager.shape)}")
+    if not eager.dtype.is_floating_point:
+        equal = torch.equal(ours, eager)
+        return (
+            Accuracy(True, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+            if equal
+            else _failed(f"{name}: {eager.dtype} values differ from eager's")
+        )
+    finite = eager.isfinite()
+    if not torch.equal(finite, ours.isfinite()) or not torch.equal(
+        eager[~finite].nan_to_num(nan=0.0), ours[~finite].nan_to_num(nan=0.0)
+    ):
+        return _failed(f"{name}: NaN or Inf where eager has none, or the other way round")
+    finite &= wide.isfinite()
+    if not finite.any():
+        return Accuracy(True, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    exact = wide[finite].double()
+    eager_max, eager_rms = _norms(eager[finite].double() - exact)
+    ours_max, ours_rms = _norms(ours[finite].double() - exact)
+    scale_max, scale_rms = _norms(exact)
+    if dtype == "fp32" and scale_max <= VANISHED * eager_max:
+        # Eager's error is one draw of what is left of the terms, whose size nobody sees; what fp64 leaves of them tells it.
+        wider = _EPS[dtype] / torch.finfo(torch.float64).eps
+        eager_max, eager_rms = max(eager_max, scale_max * wider), max(eager_rms, scale_rms * wider)
+    eps = FLOOR * _EPS[dtype] if dtype in _FULL else _EPS[dtype]
+    passed = ours_max <= LIMIT * eager_max + eps * scale_max and ours_rms <= LIMIT * eager_rms + eps * scale_rms
+    reason = "" if passed else f"{name}: error {ours_max:.3g} against eager's {eager_max:.3g}"
+    # The ratio of two errors far below the floor says nothing: the floor's hundredth bounds the denominator.
+    ratio_max = ours_max / max(eager_max, 0.01 * eps * scale_max, 1e-300)
+    ratio_rms = ours_rms / max(eager_rms, 0.01 * eps * scale_rms, 1e-300)
+    return Accuracy(passed, ratio_max, ratio_rms, ours_max, ours_rms, eager_max, eager_rms, reason)
+
+
+def _norms(values: torch.Tensor) -> tuple[float, float]:
+    """(max, root mean square) of the absolute values."""
+    return float(values.abs().max()), float(values.square().mean().sqrt())

@@ -1,0 +1,306 @@
+"""The specification of plans: what compiles obeys it, and what is changed by hand is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusewright import pipeline
+from fusewright.interface import TensorSpec
+from fusewright.plan import codegen, verify
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Call, Instruction, Launch, Ref
+from fusewright.plan.memory import place
+from fusewright.plan.verify import PlanError, find_problems, placement_problems
+
+pytestmark = pytest.mark.hardware("x86_onednn")
+
+
+class Net(nn.Module):
+    """Weights to prepack, kernels around products, several results and a sum that lives long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.norm(self.a(x)))
+        z = self.b(y).softmax(-1) + x
+        parts = z.split(32, -1)
+        return (z @ z.t()).sin() * 2, torch.exp(parts[0] * parts[1]).cumsum(0)
+
+
+def updating(cache: Tensor, at: Tensor, new: Tensor) -> Tensor:
+    cache.index_copy_(0, at, new * 2)
+    return cache.sum() + new
+
+
+def crossing(x: Tensor) -> Tensor:
+    """Two results of kernels live at the same time, and neither fits an input that dies."""
+    a, b = x.exp(), x.sin()
+    return (a @ b.t()) @ (b @ a.t())
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[list[Plan]]:
+    """Plans as they were when their kernels were loaded."""
+    found: list[Plan] = []
+    original = pipeline._planned
+
+    def noting(c: Any) -> Any:
+        kernels = original(c)
+        found.append(c.plan)
+        return kernels
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(pipeline, "_planned", noting)
+        torch.compiler.reset()
+        options = {"cache": False, "prepack": "always"}
+        torch.manual_seed(0)
+        torch.compile(Net().eval(), backend="x86_onednn", options=options)(torch.randn(8, 64))
+        torch.compile(updating, backend="x86_onednn", options=options)(
+            torch.zeros(16, 8), torch.tensor([3, 5]), torch.randn(2, 8)
+        )
+        torch.compile(crossing, backend="x86_onednn", options=options)(torch.randn(8, 16))
+        yield found
+
+
+@pytest.fixture
+def net(plans: list[Plan]) -> Plan:
+    return plans[0]
+
+
+@pytest.fixture
+def update(plans: list[Plan]) -> Plan:
+    return plans[1]
+
+
+@pytest.fixture
+def cross(plans: list[Plan]) -> Plan:
+    return plans[2]
+
+
+def changed(plan: Plan, k: int, new: Instruction) -> Plan:
+    return replace(plan, instructions=[*plan.instructions[:k], new, *plan.instructions[k + 1 :]])
+
+
+def position(plan: Plan, kind: type[Instruction], where: Callable[[Any], bool] = lambda i: True) -> int:
+    return next(k for k, i in enumerate(plan.instructions) if isinstance(i, kind) and where(i))
+
+
+def launch(plan: Plan, where: Callable[[Launch], bool] = lambda i: True) -> tuple[int, Launch]:
+    k = position(plan, Launch, where)
+    found = plan.instructions[k]
+    assert isinstance(found, Launch)
+    return k, found
+
+
+def call(plan: Plan, where: Callable[[Call], bool] = lambda i: True) -> tuple[int, Call]:
+    k = position(plan, Call, where)
+    found = plan.instructions[k]
+    assert isinstance(found, Call)
+    return k, found
+
+
+def test_plans_of_models_are_valid(plans: list[Plan]) -> None:
+    assert len(plans) == 3
+    for plan in plans:
+        assert any(isinstance(i, Launch) for i in plan.instructions)
+        assert [*find_problems(plan), *placement_problems(plan, place(plan))] == []
+
+
+def read_too_early(p: Plan) -> Plan:
+    return replace(p, instructions=[p.instructions[-1], *p.instructions[:-1]])
+
+
+def never_made(p: Plan) -> Plan:
+    return replace(p, instructions=p.instructions[1:])
+
+
+def made_twice(p: Plan) -> Plan:
+    return replace(p, instructions=[*p.instructions, p.instructions[0]])
+
+
+def unknown_result(p: Plan) -> Plan:
+    return replace(p, outputs=(*p.outputs, Ref(9999)))
+
+
+def input_given_twice(p: Plan) -> Plan:
+    return replace(p, inputs=(*p.inputs, p.inputs[0]))
+
+
+def unknown_operator(p: Plan) -> Plan:
+    k, i = call(p)
+    return changed(p, k, replace(i, target="aten::no_such_op.default"))
+
+
+def too_many_arguments(p: Plan) -> Plan:
+    k, i = call(p)
+    return changed(p, k, replace(i, args=(*i.args, *[1] * 40)))
+
+
+def argument_left_out(p: Plan) -> Plan:
+    k, i = call(p)
+    return changed(p, k, replace(i, args=(), kwargs=()))
+
+
+def argument_of_no_name(p: Plan) -> Plan:
+    k, i = call(p)
+    return changed(p, k, replace(i, kwargs=(*i.kwargs, ("flavour", 1))))
+
+
+def number_for_a_tensor(p: Plan) -> Plan:
+    k, i = call(p)
+    return changed(p, k, replace(i, args=(1.5, *i.args[1:])))
+
+
+def one_result_taken_apart(p: Plan) -> Plan:
+    k, i = call(p, lambda i: not i.packed)
+    return changed(p, k, replace(i, packed=True))
+
+
+def kernel_that_is_not_there(p: Plan) -> Plan:
+    k, i = launch(p)
+    return changed(p, k, replace(i, kernel="f" * 64))
+
+
+def tensor_too_few(p: Plan) -> Plan:
+    k, i = launch(p)
+    return changed(p, k, replace(i, inputs=i.inputs[1:], inplace=()))
+
+
+def size_too_many(p: Plan) -> Plan:
+    k, i = launch(p)
+    return changed(p, k, replace(i, sizes=(*i.sizes, 3)))
+
+
+def scalar_too_many(p: Plan) -> Plan:
+    k, i = launch(p)
+    return changed(p, k, replace(i, scalars=(*i.scalars, 3.0)))
+
+
+def size_of_no_dimension(p: Plan) -> Plan:
+    k, i = launch(p)
+    return changed(p, k, replace(i, sizes=(*i.sizes, ("size", i.inputs[0], 17))))
+
+
+def another_dtype(p: Plan) -> Plan:
+    _, i = launch(p)
+    made = {o for j in p.instructions for o in j.outs}
+    v = next(r.id for r in (*i.inputs, *map(Ref, i.outs)) if r.id in p.specs and (r.id in made or r.id in p.inputs))
+    return replace(p, specs={**p.specs, v: replace(p.specs[v], dtype=torch.int16)})
+
+
+def result_without_a_spec(p: Plan) -> Plan:
+    _, i = launch(p)
+    return replace(p, specs={v: s for v, s in p.specs.items() if v not in i.outs})
+
+
+def inplace_of_nothing(p: Plan) -> Plan:
+    k, i = launch(p)
+    return changed(p, k, replace(i, inplace=((0, 99),)))
+
+
+def weight_written(p: Plan) -> Plan:
+    weight = p.once_inputs[0]
+    return replace(p, instructions=[Call("aten::zero_.default", (Ref(weight),), (9999,)), *p.instructions])
+
+
+def prepared_constant_written(p: Plan) -> Plan:
+    constant = Ref(p.once_outputs[0])
+    return replace(p, instructions=[Call("aten::mul_.Scalar", (constant, 2), (9999,)), *p.instructions])
+
+
+def once_of_an_input(p: Plan) -> Plan:
+    given = next(i for i in p.inputs if not p.specs[i].const)
+    first = p.once[0]
+    assert isinstance(first, Call)
+    changed_once = replace(first, args=(Ref(given), *first.args[1:]))
+    return replace(p, once=[changed_once, *p.once[1:]], once_inputs=(*p.once_inputs, given))
+
+
+def once_result_never_made(p: Plan) -> Plan:
+    return replace(p, once_outputs=(*p.once_outputs, 9999))
+
+
+def once_draws(p: Plan) -> Plan:
+    drawn = Call("aten::rand_like.default", (Ref(p.once_inputs[0]),), (9999,))
+    return replace(p, once=[*p.once, drawn])
+
+
+MUTATIONS = [
+    read_too_early, never_made, made_twice, unknown_result, input_given_twice, unknown_operator, too_many_arguments,
+    argument_left_out, argument_of_no_name, number_for_a_tensor, one_result_taken_apart, kernel_that_is_not_there,
+    tensor_too_few, size_too_many, scalar_too_many, size_of_no_dimension, another_dtype, result_without_a_spec,
+    inplace_of_nothing, weight_written, prepared_constant_written, once_of_an_input, once_result_never_made, once_draws,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_a_change_by_hand_is_found(net: Plan, mutate: Callable[[Plan], Plan]) -> None:
+    assert list(find_problems(mutate(net)))
+    with pytest.raises(PlanError, match="the plan is not valid after a change"):
+        verify.check(mutate(net), "a change")
+
+
+def the_updating_launch(p: Plan) -> tuple[int, Launch]:
+    return launch(p, lambda i: bool(i.updates))
+
+
+def test_what_is_written_over_has_no_later_reader(update: Plan) -> None:
+    k, i = the_updating_launch(update)
+    (_, r) = i.updates[0]
+    late = Call("aten::sin.default", (i.inputs[r],), (9999,))
+    broken = replace(update, instructions=[*update.instructions[: k + 1], late, *update.instructions[k + 1 :]])
+    assert any("after" in p and "wrote over it" in p for p in find_problems(broken))
+
+
+def test_nor_has_a_view_of_it(update: Plan) -> None:
+    k, i = the_updating_launch(update)
+    source = i.inputs[i.updates[0][1]]
+    view = Call("aten::view.default", (source, (-1,)), (9998,))
+    late = Call("aten::sin.default", (Ref(9998),), (9999,))
+    broken = replace(update, instructions=[view, *update.instructions[: k + 1], late, *update.instructions[k + 1 :]])
+    assert any("after" in p and "wrote over it" in p for p in find_problems(broken))
+
+
+def test_a_weight_is_not_written_over(update: Plan) -> None:
+    _, i = the_updating_launch(update)
+    source = i.inputs[i.updates[0][1]].id
+    broken = replace(update, specs={**update.specs, source: replace(update.specs[source], const=True)})
+    assert any("writes over the constant" in p for p in find_problems(broken))
+
+
+def test_two_values_that_live_at_once_do_not_share_a_slot(cross: Plan) -> None:
+    good = place(cross)
+    (a, b) = good.offset
+    bad = replace(good, offset={a: good.offset[b], b: good.offset[b]})
+    assert [p for p in placement_problems(cross, bad) if "still lives" in p]
+
+
+def test_a_result_does_not_lie_in_the_arena(cross: Plan) -> None:
+    (v, _) = place(cross).offset
+    (problem,) = placement_problems(replace(cross, outputs=(*cross.outputs, Ref(v))), place(cross))
+    assert problem == f"%{v} is a result, but lies in the arena"
+
+
+def test_a_value_that_is_read_later_is_not_taken_over() -> None:
+    spec = TensorSpec((4,), (1,), torch.float32)
+    launches = [Launch("k", (Ref(1),), (2,)), Launch("k", (Ref(2),), (3,)), Launch("j", (Ref(2), Ref(3)), (4,))]
+    plan = Plan((1,), (Ref(4),), list(launches), [], (), (), dict.fromkeys((1, 2, 3, 4), spec), kernels={"k": 0, "j": 0})
+    placement = place(plan)
+    assert not list(placement_problems(plan, placement))
+    bad = replace(placement, onto={3: 2}, offset={2: 0}, arena_bytes=64)
+    assert list(placement_problems(plan, bad)) == ["%3 takes over %2, which is read after that"]
+
+
+def test_memory_that_is_wrong_is_no_code(cross: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = place(cross)
+    monkeypatch.setattr(codegen, "place", lambda plan: replace(good, arena_bytes=0))
+    with pytest.raises(PlanError, match="outside of the arena"):
+        codegen.load(cross)
