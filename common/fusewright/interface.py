@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
-INTERFACE: tuple[int, int] = (1, 1)
+INTERFACE: tuple[int, int] = (1, 2)
 """(major, minor) of this interface. A minor only adds members with defaults."""
 
 OPSET = 1
@@ -264,11 +264,15 @@ class KernelCode:
     `address`, where there is one, is that of a C function `int32 f(int64 *block, int64 threads)`, whose block holds the
     addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error
     code that `error(code)` turns into the exception that eager would raise; 0 is success.
+
+    `kernel` is what the code was made of. Where it has `buffers`, `symbols` and `scalars`, as loop kernels do, launches are held
+    to them when a plan comes from the disk. Since interface 1.2.
     """
 
     call: Callable[..., None]
     address: int | None = None
     error: Callable[[int], Exception] | None = None
+    kernel: Any = None
 
 
 Compiled: TypeAlias = Opaque | Fragment

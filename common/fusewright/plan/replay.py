@@ -23,7 +23,7 @@ import torch
 
 from fusewright import ops
 from fusewright.interface import KernelCode, Recorder
-from fusewright.plan import codegen
+from fusewright.plan import codegen, verify
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.copies import CopiesIn, copier_out
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
@@ -171,7 +171,8 @@ def divide(plan: Plan) -> Parts:
     wanted = {r for i in last for r in reads(i)} | {r for r in results.values() if r not in made_late}
     kept = tuple(sorted(wanted & {o for i in first for o in i.outs}))
     given = (*plan.inputs, *plan.once_outputs)
-    head = replace(plan, inputs=given, outputs=tuple(map(Ref, kept)), instructions=first, once=[])
+    part = replace(plan, once=[], once_inputs=(), once_outputs=())
+    head = replace(part, inputs=given, outputs=tuple(map(Ref, kept)), instructions=first)
     wanted_late = {r for i in last for r in reads(i)}
     tail_places = tuple(k for k, i in enumerate(plan.inputs) if i in wanted_late)
     tail_rest = tuple(v for v in (*plan.once_outputs, *kept) if v in wanted_late)
@@ -180,7 +181,7 @@ def divide(plan: Plan) -> Parts:
     if positions:
         inputs = (*[plan.inputs[k] for k in tail_places], *tail_rest)
         outputs = tuple(plan.outputs[k] for k in positions)
-        tail = replace(plan, inputs=inputs, outputs=outputs, instructions=last, once=[])
+        tail = replace(part, inputs=inputs, outputs=outputs, instructions=last)
     read = {r for i in first for r in reads(i)}
     written = written_inputs(plan)
     used = [k for k, i in enumerate(plan.inputs) if i in read]
@@ -251,6 +252,8 @@ class Replayed(Recorded[_Recording]):
     ) -> None:
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
         self.plan, self.parts = plan, divide(plan)
+        for part in filter(None, (self.parts.head, self.parts.tail)):
+            verify.check(part, "division for replay", {h: code.kernel for h, code in kernels.items()})
         self.once = codegen.once_of(run)
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None

@@ -55,7 +55,7 @@ class InterpreterLoader:
     """Kernels run by the reference interpreter: slow, on CPU tensors, on every machine."""
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
-        return {h: KernelCode(_interpreted(k)) for h, k in kernels.items()}
+        return {h: KernelCode(_interpreted(k), kernel=k) for h, k in kernels.items()}
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
         return None
@@ -89,7 +89,7 @@ class LlvmLoader:
 
 
 def _native(launcher: Launcher) -> KernelCode:
-    return KernelCode(launcher, launcher.address, partial(_error, name=launcher.kernel.name))
+    return KernelCode(launcher, launcher.address, partial(_error, name=launcher.kernel.name), launcher.kernel)
 
 
 def _error(code: int, name: str) -> Exception:
