@@ -103,6 +103,30 @@ def statically_true(condition: Any) -> bool:
     return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
 
 
+def is_zero_tensor(t: torch.Tensor) -> bool:
+    """Whether a tensor is zeros without memory, as autograd's formulas make them."""
+    return t._is_zerotensor()
+
+
+def lazy_view(fake: Any, kind: str) -> torch.Tensor:
+    """A view of a FakeTensor that is negated ("neg") or conjugated ("conj") when it is read."""
+    views = {"neg": torch.ops.aten._neg_view.default, "conj": torch.ops.aten._conj.default}
+    with fake_mode_of(fake):
+        return views[kind](fake)
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Whether a placeholder of AOTAutograd's backward graph is a gradient that autograd hands in, not a saved value."""
+    return node.name.startswith("tangents")
+
+
+def is_wrapper(t: object) -> bool:
+    """Whether a tensor is of a subclass that holds other tensors, which AOTAutograd takes out of it."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(t)
+
+
 def bound_op(op: Any) -> Callable[..., Any]:
     """The C++ entry of an OpOverload: skips one Python frame a call."""
     return getattr(op, "_op", op)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
-from fusewright import direct
+from fusewright import direct, storage
 from fusewright.graph.effects import writes, written
 from fusewright.graph.fills import size_fills
 from fusewright.interface import Phase
@@ -22,6 +22,10 @@ Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[An
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
     """Compile a Dynamo graph: directly where that is certainly right, else through AOTAutograd."""
+    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph), example_inputs)
+
+
+def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
     try:
         aten, constants = direct.capture(gm, example_inputs)
     except direct.Doubt as doubt:
@@ -42,11 +46,16 @@ def through_aot(
 ) -> Callable[..., Any]:
     """The long road: right for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
+    untraced = next(filter(None, map(storage.untraced, example_inputs)), "")
+    wrapped = any(compat.is_wrapper(x) for x in example_inputs)
 
     def compiler(phase: Phase) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_aten(aten: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             constants = constant_placeholders(aten) if phase == "infer" and trackable else frozenset()
+            if untraced:
+                aten.meta[storage.UNTRACED] = untraced
             run = compile_graph(aten, phase, constants, road)
+            run = storage.materializing(run, _unguarded(aten, phase, wrapped))
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
@@ -60,6 +69,15 @@ def through_aot(
         inference=compiler("infer"),
         joint=size_fills,
     )
+
+
+def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:
+    """Positions of the inputs of which no guard says whether they are lazy: what autograd hands to a backward graph, and what
+    lies inside of subclasses. Those that the graph writes must stay themselves."""
+    changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
+    places = [(k, n) for k, n in enumerate(aten.graph.find_nodes(op="placeholder")) if n not in changed]
+    found = [k for k, n in places if wrapped or (phase == "backward" and compat.is_tangent(n))]
+    return found
 
 
 def constant_placeholders(aten: GraphModule) -> frozenset[Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class FusewrightError(Exception):
@@ -38,6 +39,21 @@ class IndexOutOfBoundsError(FusewrightError, IndexError, RuntimeError):
     """An index outside a tensor, found by a kernel. Eager raises IndexError for some ops and RuntimeError for others
     (gather, scatter), and a fused kernel may hold both: this is caught as either.
     """
+
+
+class FreedStorageError(FusewrightError, RuntimeError):
+    """A kernel was to read a tensor whose memory was given back, e.g. sharded weights between two uses."""
+
+
+def without_memory(t: Any) -> int:
+    """What stands for the address of a tensor whose pointer is null: 0 for an empty one. Raises `FreedStorageError` for one with
+    elements, which a kernel would read."""
+    if t.numel() == 0:
+        return 0
+    raise FreedStorageError(
+        f"a tensor of shape {tuple(t.shape)} and {t.dtype} on {t.device} has no memory; was its storage freed "
+        "(untyped_storage().resize_(0))?"
+    )
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

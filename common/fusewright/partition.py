@@ -10,10 +10,12 @@ from torch.fx import Node
 
 from fusewright.cost import work
 from fusewright.graph.effects import draws, shared_views, writes
+from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
 from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
 from fusewright.plan.order import closure
+from fusewright.storage import lazy
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
     for v in (*op.inputs(), *op.outs):
         if isinstance(v.spec, TensorSpec) and v.spec.rank and not v.spec.stride:
             return Verdict(Why.LAYOUT, "a sparse or opaque layout")
+    if any(lazy(value_of(n)) for n in (node, *node.all_input_nodes)):
+        return Verdict(Why.LAYOUT, "a view that negates or conjugates, or zeros without memory: memory is not the value")
     try:
         verdict = backend.supports(op)
     except Exception as e:  # a backend's bug must not take the user's model down; it is reported

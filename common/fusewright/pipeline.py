@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright import storage
 from fusewright.config import Options
 from fusewright.cost import work
 from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
@@ -293,7 +294,8 @@ def _passed(c: Compilation) -> None:
 
 def _believed(c: Compilation) -> plan_build.Plan:
     """The plan without the metadata of what is distrusted: the first run checks the rest."""
-    doubted = {v.id for n in c.index.ops if _origin(n) in c.distrusted for v in c.index.values(n)}
+    nodes = [n for n in c.working.nodes if n.op != "output" and _origin(n) in c.distrusted]
+    doubted = {v.id for n in nodes for v in c.index.values(n)}
     return replace(c.plan, specs={i: s for i, s in c.plan.specs.items() if i not in doubted})
 
 
@@ -355,6 +357,8 @@ def _blame(c: Compilation) -> None:
 
 def _mend(c: Compilation, made: Node, same: Sequence[Node], untrue: Untrue) -> None:
     """ValueError where the metadata cannot be mended."""
+    if untrue.actual is None:
+        raise ValueError("no metadata says what its memory holds")
     if not isinstance(same[0].meta.get("val"), tuple | list):
         for n in same:
             retrace.mend(c.graph, n, untrue.actual)
@@ -390,7 +394,7 @@ def _found_or_compiled(
     tuner = Tuner(backend.fingerprint(), options.cache)
     c = Compilation(backend, options, gm, phase, const, report, tuner, handover=Handover.of(phase))
     _timed(c, "canonicalize", _canonicalize)
-    if options.cache and options.fallback != "error" and not options.dump and not is_recording():
+    if options.cache and options.fallback != "error" and not options.dump and not is_recording() and _plainly_traced(gm):
         c.key = cached.key(backend, options, c.graph, phase, const)
         found = cached.find(c.key, backend, gm, partial(_from_disk, c))
         if found is not None:
@@ -399,6 +403,13 @@ def _found_or_compiled(
                 log.warning("fusewright: %s", summary)
             return run
     return _compile(c)
+
+
+def _plainly_traced(gm: GraphModule) -> bool:
+    """Whether the text of a graph tells all there is to know of the memory that it reads. No plan may be shared otherwise."""
+    held = (plan_build.attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr"))
+    odd = (isinstance(t, torch.Tensor) and not compat.is_fake(t) and storage.why_not(t) for t in held)
+    return storage.UNTRACED not in gm.meta and not any(odd)
 
 
 def _compile(c: Compilation) -> Run:

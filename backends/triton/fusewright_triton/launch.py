@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusewright.errors import without_memory
 from fusewright.toolkit.kernel.extent import evaluate
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.types import TYPES
@@ -120,7 +121,7 @@ class GpuLauncher:
                 return self(tensors, sizes, scalars)
         if self._reports:
             errors().check()
-        addresses = [t.data_ptr() for t in tensors]
+        addresses = [t.data_ptr() or without_memory(t) for t in tensors]
         joined = 0
         for a in addresses:
             joined |= a

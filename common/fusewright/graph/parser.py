@@ -123,13 +123,15 @@ class _Reader:
                 return _SCALARS[text]
             raise ValueError(f"type {text!r} cannot be read back")
         text, _, device = text.partition("@")
+        text, _, unread = text.partition("~")
         dtype, rest = _until(text, "[")
         shape, rest = _until(rest, "]")
         sizes = [self.symbols.size(s) for s in _split(shape)]
         strides = [self.symbols.size(s) for s in _split(rest[1:-1])] if rest else _contiguous(sizes)
         if len(strides) != len(sizes):
             raise ValueError(f"{text} has {len(sizes)} sizes but {len(strides)} strides")
-        return compat.fake_tensor(self.mode, sizes, strides, _dtype(dtype), device or "cpu")
+        fake = compat.fake_tensor(self.mode, sizes, strides, _dtype(dtype), device or "cpu")
+        return compat.lazy_view(fake, unread) if unread else fake
 
 
 def _dtype(name: str) -> torch.dtype:

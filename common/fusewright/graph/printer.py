@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from fusewright import ops
 from fusewright.graph.spec import size, value_of
 from fusewright.graph.view import is_op, qualified_name, source_line
+from fusewright.storage import lazy
 
 SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
@@ -23,11 +24,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def type_text(val: Any) -> str:
-    """The type of a value: `f32[2,3]`, with `{strides}` when not contiguous and `@device` when not the CPU."""
+    """The type of a value: `f32[2,3]`, with `{strides}` when not contiguous, `~neg` when memory is not the value, and `@device`
+    when not the CPU."""
     if isinstance(val, torch.Tensor):
         text = f"{dtype_name(val.dtype)}[{','.join(str(size(s)) for s in val.shape)}]"
         if val.layout is torch.strided and not _is_contiguous(val):
             text += "{" + ",".join(str(size(s)) for s in val.stride()) + "}"
+        text = f"{text}~{found}" if (found := lazy(val)) else text
         return text if val.device.type == "cpu" else f"{text}@{val.device.type}"
     if isinstance(val, torch.SymInt):
         return f"sym({size(val)})"

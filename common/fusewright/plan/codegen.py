@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright.errors import without_memory
 from fusewright.interface import Dim, KernelCode, Size
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.firstrun import checker
@@ -131,7 +132,7 @@ class _Launches:
             if self._in_arena(v):
                 block.append(("arena", v))
             else:
-                fill.append(f"b[{len(block)}] = v{v}.data_ptr()")
+                fill.append(f"b[{len(block)}] = v{v}.data_ptr() or without_memory(v{v})")
                 block.append(None)
         for x in (*i.sizes, *i.scalars):
             if isinstance(x, int | float) and not isinstance(x, bool):
@@ -242,11 +243,11 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
     if plan.inputs:
         lines.append(f"    {', '.join(f'v{i}' for i in plan.inputs)}, = args")
     lines.append("    args.clear()")
+    if checked:
+        lines += [f"    check({i}, v{i})" for i in (*plan.inputs, *plan.attributes) if i in plan.specs]
     if plan.once:
         left = f"{', '.join(f'v{i}' for i in plan.once_outputs)}, = " if plan.once_outputs else ""
         lines.append(f"    {left}once({', '.join(f'v{i}' for i in plan.once_inputs)})")
-    if checked:
-        lines += [f"    check({i}, v{i})" for i in plan.inputs if i in plan.specs]
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
     body = _body(plan, plan.instructions, keep, names, launches, checked)
     if any(isinstance(i, Launch) for i in plan.instructions):
@@ -272,7 +273,7 @@ def load(
     text = source(plan, names, launches, checked)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space.update(get_num_threads=torch.get_num_threads, check=checker(plan.specs))
+    names.space.update(get_num_threads=torch.get_num_threads, without_memory=without_memory, check=checker(plan))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.once:
         names.space["once"] = once or OnceCache(names.space["prepare"])

@@ -12,27 +12,37 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import TensorSpec
-from fusewright.plan.ir import Run
+from fusewright.errors import without_memory
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Call, Run, reads
 from fusewright.plan.opaque import mismatch
+from fusewright.storage import NO_MEMORY, why_not
 
 
 class Untrue(Exception):
-    """The value `id` turned out as `actual`, which is not what was traced."""
+    """The value `id` turned out as `actual`, which is not what was traced. `actual` is None where no metadata says that: its
+    memory is not its value."""
 
-    def __init__(self, id: int, actual: torch.Tensor, reason: str) -> None:
+    def __init__(self, id: int, actual: torch.Tensor | None, reason: str) -> None:
         super().__init__(f"value {id} {reason}")
         self.id = id
         self.actual = actual
         self.reason = reason
 
 
-def checker(specs: dict[int, TensorSpec]) -> Callable[[int, Any], None]:
+def checker(plan: Plan) -> Callable[[int, Any], None]:
     """`check(id, value)` for the code of a first run: raises `Untrue`."""
+    read = {r for i in (*plan.once, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
 
     def check(id: int, value: Any) -> None:
-        spec = specs.get(id)
-        if spec is not None and isinstance(value, torch.Tensor) and (reason := mismatch(value, spec)):
+        spec = plan.specs.get(id)
+        if spec is None or not isinstance(value, torch.Tensor):
+            return
+        if id in read and (reason := why_not(value)):
+            if reason is NO_MEMORY:
+                without_memory(value)
+            raise Untrue(id, None, reason)
+        if reason := mismatch(value, spec):
             raise Untrue(id, value, reason)
 
     return check

@@ -12,6 +12,7 @@ from fusewright.graph.effects import draws, exposed, has_writes, writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
+from fusewright.storage import lazy
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
@@ -24,6 +25,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _same_layout(a: Node, b: Node) -> bool:
     x, y = value_of(a), value_of(b)
+    if lazy(x) != lazy(y):
+        return False  # a clone of a view that negates is what computes it
     return x.dtype == y.dtype and x.device == y.device and _same(x.shape, y.shape) and _same(x.stride(), y.stride())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusewright.errors import IndexOutOfBoundsError
+from fusewright.errors import IndexOutOfBoundsError, without_memory
 from fusewright.toolkit.kernel.types import is_float, to_torch
 from fusewright.toolkit.llvm.memory import INDEX_ERROR, ZERO_DIVISION
 from fusewright.toolkit.llvm.sources import Source
@@ -38,7 +38,7 @@ class Launcher:
     ) -> None:
         """IndexError and RuntimeError (division by zero) are raised after the launch, as eager raises
         them."""
-        words = [t.data_ptr() for t in tensors]
+        words = [t.data_ptr() or without_memory(t) for t in tensors]
         words.extend(sizes)
         for x, wide in zip(scalars, self._floats, strict=True):
             words.append(float_bits(x) if wide else int(x))

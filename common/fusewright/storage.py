@@ -1,0 +1,101 @@
+"""Whether a tensor's memory is its value: the one place that decides what a kernel may read.
+
+Much that torch calls a tensor is not in memory as it reads: views that are negated or conjugated only when somebody
+looks, zeros without memory, sparse and quantized layouts, subclasses around other tensors, storage that was freed.
+What is known when a graph is traced is asked of its FakeTensors (`partition`); what shows only in real tensors is asked
+of the inputs of a graph when it is captured, of what autograd hands to a backward graph at every call, and of everything
+that a kernel reads in the first run of a plan (`firstrun`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+
+
+def lazy(t: object) -> str:
+    """What a tensor's memory still lacks to be its value, of a real tensor or a FakeTensor: "neg", "conj", "zero" or ""."""
+    if not isinstance(t, torch.Tensor):
+        return ""
+    if t.is_neg():
+        return "neg"
+    if t.is_conj():
+        return "conj"
+    return "zero" if compat.is_zero_tensor(t) else ""
+
+
+_LAZY = {"neg": "a view that negates", "conj": "a view that conjugates", "zero": "zeros without memory"}
+
+
+NO_MEMORY = "has no memory"
+
+
+def why_not(t: torch.Tensor) -> str:
+    """Why the memory behind `data_ptr` of a real tensor is not its value, or ""."""
+    if t.layout is not torch.strided:
+        return f"has the layout {t.layout}"
+    if t.is_nested or t.is_quantized:
+        return "is a nested tensor" if t.is_nested else "is quantized"
+    if found := lazy(t):
+        return f"is {_LAZY[found]}"
+    try:
+        return "" if t.data_ptr() or not t.numel() else NO_MEMORY
+    except RuntimeError as e:  # of tensors that only wrap others
+        return f"has no pointer: {str(e).splitlines()[0]}"
+
+
+UNTRACED = "fusewright_untraced"
+"""Key in the `meta` of a graph of which a real tensor is something that its FakeTensor does not show: why."""
+
+
+def untraced(t: object) -> str:
+    """Why a real tensor is something else than its FakeTensor shows, or "". Zeros without memory are taken care of apart."""
+    if not isinstance(t, torch.Tensor) or compat.is_fake(t) or compat.is_wrapper(t) or t.is_nested:
+        return ""
+    return why_not(t) if t.is_mkldnn or t.is_quantized else ""
+
+
+def materialized(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or its value in memory where a view negates or conjugates it or where it is zeros without memory."""
+    return t.detach().clone() if lazy(t) else t
+
+
+def materializing(run: Callable[[list[Any]], Any], places: Iterable[int]) -> Callable[[list[Any]], Any]:
+    """`run` for arguments at `places` that no guard looks at: what is lazy among them comes into memory before."""
+    watched = tuple(places)
+    if not watched:
+        return run
+
+    def call(args: list[Any]) -> Any:
+        for k in watched:
+            if lazy(args[k]):
+                args[k] = materialized(args[k])
+        return run(args)
+
+    return call
+
+
+def zeros_in_memory(fn: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
+    """`fn` for inputs among which are zeros without memory. Dynamo guards on that, but FakeTensors do not show it."""
+    places = [k for k, x in enumerate(examples) if isinstance(x, torch.Tensor) and compat.is_zero_tensor(x)]
+
+    def call(*args: Any) -> Any:
+        given = list(args)
+        for k in places:
+            given[k] = materialized(given[k])
+        result = fn(*given)
+        if any(not given[k].is_inference() and given[k]._version for k in places):
+            raise RuntimeError(_IMMUTABLE)
+        return result
+
+    return call if places else fn
+
+
+_IMMUTABLE = (
+    "ZeroTensors are immutable. Please use the materialized zero tensor obtained using .clone() if you want a mutable tensor."
+)
+"""Eager's words for a write into zeros without memory."""

@@ -1,0 +1,167 @@
+"""Tensors whose memory is not their value: what a kernel reads is what eager reads, on every road."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusewright.errors import FreedStorageError
+from fusewright.storage import NO_MEMORY, lazy, materialized, why_not
+
+pytestmark = [pytest.mark.hardware("x86_onednn"), pytest.mark.usefixtures("fresh_dynamo")]
+
+BACKENDS = [("x86_onednn", {}), ("nvidia_triton", {"simulate": True}), ("fusewright_interp", {})]
+
+
+def complexes(n: int = 4) -> Tensor:
+    return torch.randn(n, dtype=torch.complex64)
+
+
+def negated(*shape: int) -> Tensor:
+    return torch._neg_view(torch.randn(*shape))
+
+
+def zeros(*shape: int) -> Tensor:
+    """What autograd's formulas give where a derivative is zero everywhere."""
+    return torch._efficientzerotensor(shape)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
+    "imaginary part of a conjugate": (lambda x: x.conj().imag + 1, lambda: (complexes(),)),
+    "of a Fourier transform's": (lambda x: torch.fft.rfft(x).conj().imag * 2, lambda: (torch.randn(8),)),
+    "resolved": (lambda x: x.conj().resolve_conj().imag.exp(), lambda: (complexes(),)),
+    "negated view inside": (lambda x: torch._neg_view(x).exp() + 1, lambda: (torch.randn(4),)),
+    "negated input": (lambda x: x.exp() + 1, lambda: (negated(4),)),
+    "negated input of a product": (lambda x, y: (x @ y).relu() + 1, lambda: (negated(4, 4), torch.randn(4, 4))),
+    "part of a negated input": (lambda x: x[1:].t().clone() * 2, lambda: (negated(4, 4),)),
+    "conjugated input": (lambda x: x.imag * 2 + 1, lambda: (complexes().conj(),)),
+    "zeros": (lambda x: x.sin() + 1, lambda: (zeros(4),)),
+    "zeros and others": (lambda x, y: (x * y + y).relu(), lambda: (zeros(4), torch.randn(4))),
+    "no elements": (lambda x: (x.exp() + 1).sum(1), lambda: (torch.randn(0, 4),)),
+    "sparse": (lambda x: x.to_dense() * 2 + 1, lambda: (torch.eye(4).to_sparse(),)),
+    "mkldnn": (lambda x: x.relu(), lambda: (torch.eye(4).to_mkldnn(),)),
+}
+
+
+def compiled(f: Callable[..., Any], backend: str, options: dict[str, Any]) -> Callable[..., Any]:
+    return torch.compile(f, backend=backend, dynamic=False, options={**options, "fallback": "allow"})
+
+
+def plain(t: Tensor) -> Tensor:
+    return (t if t.layout is torch.strided else t.to_dense()).resolve_neg().resolve_conj()
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=[b for b, _ in BACKENDS])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_eagers(name: str, backend: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    f, make = PROGRAMS[name]
+    given = make()
+    run = compiled(f, backend, options)
+    for _ in range(2):
+        torch.testing.assert_close(plain(run(*given)), plain(f(*given)))
+
+
+def test_a_plan_of_plain_inputs_is_not_used_for_lazy_ones() -> None:
+    """Neither from the process, where Dynamo guards on it, nor from the disk."""
+
+    def f(x: Tensor) -> Tensor:
+        return x.t().exp() + 1
+
+    for given in (torch.ones(3, 3), torch._neg_view(torch.ones(3, 3)), zeros(3, 3), torch.ones(3, 3)):
+        torch.compiler.reset()
+        run = compiled(f, "x86_onednn", {})
+        torch.testing.assert_close(run(given), f(given))
+        torch.testing.assert_close(run(given), f(given))
+
+
+def test_a_write_into_zeros_without_memory_is_eagers_error() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x.add_(1).exp()
+
+    for run in (f, compiled(f, "x86_onednn", {})):
+        with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+            run(zeros(4))
+
+
+@pytest.mark.parametrize("make", [zeros, negated, torch.randn], ids=["zeros", "negated", "plain"])
+def test_gradients_from_autograd_may_be_lazy(make: Callable[[int], Tensor]) -> None:
+    """No guard looks at what autograd hands to a compiled backward graph."""
+    x = torch.randn(4, requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        return x.sin() * 2 + x.exp()
+
+    run, handed = compiled(f, "x86_onednn", {}), make(4)
+    for gradient in (torch.ones(4), handed, torch.ones(4)):
+        (got,) = torch.autograd.grad(run(x), x, gradient)
+        (want,) = torch.autograd.grad(f(x), x, gradient)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_gradient_that_is_zero_everywhere_reaches_a_compiled_backward() -> None:
+    x = torch.randn(4, requires_grad=True)
+    run = compiled(lambda x: x.sin() * 2, "x86_onednn", {})
+    assert torch.autograd.grad(torch.sgn(run(x)).sum(), x)[0].tolist() == [0, 0, 0, 0]
+
+
+class Shifted(nn.Module):
+    """Holds its tensor as a parameter, a buffer or a plain attribute."""
+
+    def __init__(self, held: Tensor, how: str) -> None:
+        super().__init__()
+        if how == "parameter":
+            self.w = nn.Parameter(held, requires_grad=False)
+        elif how == "buffer":
+            self.register_buffer("w", held)
+        else:
+            self.w = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() @ self.w + self.w.sum()
+
+
+@pytest.mark.parametrize("make", [zeros, negated], ids=["zeros", "negated"])
+@pytest.mark.parametrize("how", ["parameter", "buffer", "attribute"])
+def test_what_a_model_holds_may_be_lazy(how: str, make: Callable[..., Tensor]) -> None:
+    model, x = Shifted(make(4, 4), how).eval(), torch.randn(4, 4)
+    run = compiled(model, "x86_onednn", {})
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(run(x), model(x))
+
+
+def test_freed_memory_is_an_error_and_never_a_crash() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y + 1).exp().tanh()
+
+    run = compiled(f, "x86_onednn", {})
+    x, y = torch.randn(32, 32), torch.randn(32, 32)
+    run(x, y)
+    run(x, y)
+    y.untyped_storage().resize_(0)
+    with pytest.raises(FreedStorageError, match=r"shape \(32, 32\).* no memory; was its storage freed"):
+        run(x, y)
+    torch.compiler.reset()
+    with pytest.raises(FreedStorageError, match="no memory"):
+        compiled(f, "x86_onednn", {"cache": False})(x, y)
+    y.untyped_storage().resize_(32 * 32 * 4)
+    torch.testing.assert_close(run(x, y.fill_(2)), f(x, y))
+
+
+def test_the_place_that_decides() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    reasons = {
+        "plain": torch.ones(3), "empty": torch.ones(0), "neg": negated(3), "conj": complexes().conj(), "zero": zeros(3),
+        "freed": freed, "sparse": torch.eye(3).to_sparse(), "mkldnn": torch.eye(3).to_mkldnn(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "meta": torch.ones(3, device="meta"),
+    }  # fmt: skip
+    assert {k for k, t in reasons.items() if not why_not(t)} == {"plain", "empty"}
+    assert {k for k, t in reasons.items() if lazy(t)} == {"neg", "conj", "zero"}
+    assert why_not(freed) is NO_MEMORY
+    assert not any(why_not(materialized(reasons[k])) for k in ("plain", "neg", "conj", "zero"))
