@@ -263,7 +263,8 @@ class KernelCode:
 
     `address`, where there is one, is that of a C function `int32 f(int64 *block, int64 threads)`, whose block holds the
     addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error
-    code that `error(code)` turns into the exception that eager would raise; 0 is success.
+    code that `error(code)` turns into the exception that eager would raise; 0 is success. The function is there for as
+    long as somebody holds `call`.
 
     `kernel` is what the code was made of. Where it has `buffers`, `symbols` and `scalars`, as loop kernels do, launches are held
     to them when a plan comes from the disk. Since interface 1.2.

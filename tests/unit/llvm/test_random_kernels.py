@@ -168,9 +168,9 @@ def test_narrow_vectors_without_masks_agree_too(case: Case) -> None:
     interpret(case.kernel, wanted, case.sizes)
     (target, machine, process), name = narrow_jit(), structural_hash(case.kernel)
     text, symbols = jit.kernels_to_text({name: case.kernel}, target, parallel=False)
-    process.link(jit.to_object(text, machine), [name], symbols)
+    linked = process.link(jit.to_object(text, machine), [name], symbols)
     got = [t.clone() for t in case.tensors]
-    jit.Launcher(case.kernel, process.addresses[name]).checked(got, case.sizes)
+    jit.Launcher(case.kernel, linked.addresses[name], linked).checked(got, case.sizes)
     for a, b in zip(got, wanted, strict=True):
         assert same_bits(a, b), f"{to_text(case.kernel)}\n{case.sizes}\n{a}\n{b}"
 

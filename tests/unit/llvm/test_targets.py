@@ -87,7 +87,7 @@ def test_other_machines_get_object_code(target: CpuTarget, dtype: str, make: Cal
 
 @cache
 def process_of(isa: str) -> jit._Process:
-    """A linker for code of one level: what it has linked lives as long as it does."""
+    """A linker for code of one level."""
     return jit._Process()
 
 
@@ -98,8 +98,8 @@ def narrow(kernel: Kernel, isa: str) -> Launcher:
         pytest.skip(f"this machine has no {isa}")
     process, h = process_of(isa), structural_hash(kernel)
     text, symbols = kernels_to_text({h: kernel}, x86_target(isa), parallel=False)
-    process.link(to_object(text, target_machine(x86_target(isa))), [h], symbols)
-    return Launcher(kernel, process.addresses[h])
+    linked = process.link(to_object(text, target_machine(x86_target(isa))), [h], symbols)
+    return Launcher(kernel, linked.addresses[h], linked)
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "avx"])

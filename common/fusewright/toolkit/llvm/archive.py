@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from fusewright.toolkit.llvm.jit import images, load_module
 from fusewright.toolkit.llvm.launch import Launcher
+from fusewright.toolkit.llvm.linker import Linked
 from fusewright.toolkit.llvm.sources import Source, from_json, to_json
 
 
@@ -15,7 +16,7 @@ def pack(kernels: Mapping[str, Source]) -> bytes:
     found = images(kernels)
     header = {
         "kernels": {h: to_json(k) for h, k in kernels.items()},
-        "images": [{"hashes": i.hashes, "symbols": i.symbols, "bytes": len(i.code)} for i in found],
+        "images": [{"hashes": list(i.addresses), "symbols": i.imports, "bytes": len(i.code)} for i in found],
     }
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + b"".join(i.code for i in found)
@@ -26,9 +27,10 @@ def unpack(data: bytes) -> dict[str, Launcher]:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     at = 8 + length
-    addresses: dict[str, int] = {}
+    linked: dict[str, Linked] = {}
     for image in header["images"]:
         code = data[at : at + image["bytes"]]
         at += image["bytes"]
-        addresses.update(load_module(code, image["hashes"], image["symbols"]).addresses)
-    return {h: Launcher(from_json(k), addresses[h]) for h, k in header["kernels"].items()}
+        linked.update(load_module(code, image["hashes"], image["symbols"]).linked)
+    sources = {h: from_json(k) for h, k in header["kernels"].items()}
+    return {h: Launcher(k, linked[h].addresses[h], linked[h]) for h, k in sources.items()}

@@ -2,13 +2,14 @@
 stored.
 
 A kernel's symbol is `fw_` and its hash, so equal kernels of a process are compiled and linked
-once, and object code from the disk cache is found by the same name."""
+once, and object code from the disk cache is found by the same name. Code lives as long as somebody holds its
+`Linked` module, as every launcher does: what a model compiled goes with it."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import llvmlite.binding as llvm
 
 from fusewright.toolkit.llvm.entry import new_module
 from fusewright.toolkit.llvm.launch import Launcher
+from fusewright.toolkit.llvm.linker import Linked, Linker
 from fusewright.toolkit.llvm.pool import pool_symbols, symbol_address
 from fusewright.toolkit.llvm.sources import Source, emit, hash_of
 from fusewright.toolkit.llvm.target import CpuTarget, host_target, target_machine
@@ -26,54 +28,42 @@ ALWAYS = ("memcpy", "memset", "memmove")
 
 @dataclass(frozen=True, slots=True)
 class CompiledModule:
-    """Code of several kernels. `addresses` maps a kernel's hash to its C function (see `entry`).
+    """Code of several kernels. `linked` maps a kernel's hash to the code that holds it.
 
     `object_bytes` is the object code of the kernels that were new to the process when this module was made
-    (empty when none was), and `symbols` the outside functions it needs; both go to the disk cache."""
+    (empty when none was), and `symbols` the outside functions it needs."""
 
-    addresses: Mapping[str, int]
+    linked: Mapping[str, Linked]
     object_bytes: bytes
     symbols: tuple[str, ...]
 
+    @property
+    def addresses(self) -> dict[str, int]:
+        """The C function of each kernel by hash (see `entry`), good while this object or a launcher is held."""
+        return {h: module.addresses[h] for h, module in self.linked.items()}
+
     def launcher(self, kernel: Source) -> Launcher:
         """A Python callable for `kernel`, which must be one of this module's."""
-        return Launcher(kernel, self.addresses[hash_of(kernel)])
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """Linked object code: the kernels in it, and the outside symbols that it needs."""
-
-    code: bytes
-    hashes: tuple[str, ...]
-    symbols: tuple[str, ...]
+        h = hash_of(kernel)
+        return Launcher(kernel, self.linked[h].addresses[h], self.linked[h])
 
 
 class _Process:
-    """The process's JIT: linked code lives as long as the process, so addresses never go stale."""
+    """The process's JIT. It forgets code that nobody holds; the addresses of held code never change."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.machine = target_machine(host_target())
-        self.lljit = llvm.create_lljit_compiler(self.machine)
-        self.names = itertools.count()
-        self.trackers: list[object] = []
-        self.addresses: dict[str, int] = {}
-        self.images: dict[str, Image] = {}
+        self.linker = Linker(self.machine)
+        self.loaded: weakref.WeakValueDictionary[str, Linked] = weakref.WeakValueDictionary()
 
-    def link(self, code: bytes, hashes: Iterable[str], symbols: Iterable[str]) -> None:
-        wanted = list(hashes)
-        builder = llvm.JITLibraryBuilder().add_object_img(code)
-        for s in sorted({*symbols, *ALWAYS}):
-            builder.import_symbol(s, symbol_address(s))
-        for h in wanted:
-            builder.export_symbol(symbol_name(h))
-        tracker = builder.link(self.lljit, f"fusewright{next(self.names)}")
-        self.trackers.append(tracker)
-        image = Image(code, tuple(wanted), tuple(symbols))
-        for h in wanted:
-            self.addresses[h] = tracker[symbol_name(h)]
-            self.images[h] = image
+    def link(self, code: bytes, hashes: Iterable[str], symbols: Iterable[str]) -> Linked:
+        """Loads object code that holds the kernels `hashes`. LinkError when that fails, KeyError when this process lacks
+        one of `symbols`."""
+        imports = {s: symbol_address(s) for s in sorted({*symbols, *ALWAYS})}
+        linked = self.linker.link(code, {h: symbol_name(h) for h in hashes}, imports)
+        self.loaded.update(dict.fromkeys(linked.addresses, linked))
+        return linked
 
 
 _CREATION = threading.Lock()
@@ -120,24 +110,29 @@ def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
 
 def compile_kernels(kernels: Sequence[Source]) -> CompiledModule:
     """Compiles what this process does not have yet, in one module. UnsupportedKernel when this machine
-    cannot run one."""
+    cannot run one, LinkError when its code cannot be loaded."""
     by_hash = {hash_of(k): k for k in kernels}
     process = _process()
     with process.lock:
-        new = {h: k for h, k in by_hash.items() if h not in process.addresses}
-        code, symbols = b"", tuple[str, ...]()
-        if new:
-            text, symbols = kernels_to_text(new, host_target(), bool(pool_symbols()))
-            code = to_object(text, process.machine)
-            process.link(code, new, symbols)
-        return CompiledModule({h: process.addresses[h] for h in by_hash}, code, symbols)
+        known = _held(process, by_hash)
+        new = {h: k for h, k in by_hash.items() if h not in known}
+        if not new:
+            return CompiledModule(known, b"", ())
+        text, symbols = kernels_to_text(new, host_target(), bool(pool_symbols()))
+        linked = process.link(to_object(text, process.machine), new, symbols)
+        return CompiledModule({h: known.get(h, linked) for h in by_hash}, linked.code, symbols)
 
 
-def images(hashes: Iterable[str]) -> list[Image]:
-    """The object code that holds these kernels of the process, each once. KeyError for a kernel that is not loaded."""
+def _held(process: _Process, hashes: Iterable[str]) -> dict[str, Linked]:
+    """Those of the kernels that are loaded, held from now on: another thread may drop its own hold at any time."""
+    return {h: linked for h in hashes if (linked := process.loaded.get(h)) is not None}
+
+
+def images(hashes: Iterable[str]) -> list[Linked]:
+    """The code that holds these kernels of the process, each once. KeyError for a kernel that is not loaded."""
     process = _process()
     with process.lock:
-        found = [process.images[h] for h in hashes]
+        found = [process.loaded[h] for h in hashes]
     return list({id(i): i for i in found}.values())
 
 
@@ -145,11 +140,12 @@ def load_module(object_bytes: bytes, hashes: Sequence[str], symbols: Sequence[st
     """Links stored object code. The caller has checked that `host_target().fingerprint` is the one it was
     made for.
 
-    RuntimeError when a kernel is missing in it; KeyError when this process lacks one of `symbols`.
+    LinkError when it does not fit or a kernel is missing in it; KeyError when this process lacks one of `symbols`.
     """
     process = _process()
     with process.lock:
-        missing = [h for h in hashes if h not in process.addresses]
-        if missing:
-            process.link(object_bytes, missing, symbols)
-        return CompiledModule({h: process.addresses[h] for h in hashes}, object_bytes, tuple(symbols))
+        known = _held(process, hashes)
+        missing = [h for h in hashes if h not in known]
+        linked = process.link(object_bytes, missing, symbols) if missing else None
+        found = {h: module for h in hashes if (module := known.get(h, linked)) is not None}
+        return CompiledModule(found, object_bytes, tuple(symbols))

@@ -25,10 +25,10 @@ def float_bits(x: float) -> int:
 class Launcher:
     """`launcher(tensors, sizes, scalars)` runs the kernel on torch's threads. It checks nothing but the
     error code: the plan has checked shapes, types and strides when it was made. Safe to call from several
-    threads."""
+    threads. `code` keeps the function at `address` loaded; who calls that without the launcher must hold the launcher."""
 
-    def __init__(self, kernel: Source, address: int) -> None:
-        self.kernel, self.address = kernel, address
+    def __init__(self, kernel: Source, address: int, code: object) -> None:
+        self.kernel, self.address, self._code = kernel, address, code
         self._block = ctypes.c_int64 * max(len(kernel.buffers) + len(kernel.symbols) + len(kernel.scalars), 1)
         self._floats = tuple(is_float(s.dtype) for s in kernel.scalars)
         self._call = _PROTOTYPE(address)
