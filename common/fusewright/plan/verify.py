@@ -118,7 +118,7 @@ def _call_problems(i: Call, specs: Mapping[int, TensorSpec]) -> Iterator[str]:
 def _result_problems(i: Call, returns: Sequence[Any]) -> Iterator[str]:
     listed = len(returns) == 1 and _is_list(returns[0])
     many = listed or len(returns) > 1
-    if many and not i.packed and i.outs:
+    if many and not i.packed and len(i.outs) == 1:
         yield "takes several results as one"
     elif i.packed and not many:
         yield "takes one result apart"
