@@ -5,7 +5,8 @@ Nothing here is imported before it is needed: `import fusewright` must not pull 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,12 @@ def symbol_of(size: torch.SymInt) -> tuple[str, int, int, int | None]:
     return text, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
 
 
+def traced_size(size: Any) -> int | None:
+    """The number that a size was when the graph was traced, without a guard that it stays so; None when only data tell."""
+    found = size.node.hint if isinstance(size, torch.SymInt) else size
+    return found if isinstance(found, int) else None
+
+
 def statically_true(condition: Any) -> bool:
     """Whether a (symbolic) condition holds for every size, without adding a guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -178,10 +185,81 @@ def decomposition(target: Any) -> Callable[..., Any]:
     return decomposition_table[target]
 
 
-MODE_SWITCHES = frozenset(
-    ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode", "_saved_tensors_hooks_disable")
+_COMPUTING = frozenset(
+    "torch torch._C._nn torch._C._fft torch._C._linalg torch._C._special torch.functional torch.nn.functional "
+    "_operator operator math builtins itertools".split()
 )
-"""Names of functions in Dynamo graphs that switch a mode which decides about gradients."""
+"""Modules whose functions compute. Others that stand in Dynamo graphs may enter a mode, a level of torch.func or the like."""
+
+_SETTERS = ("set_", "_set_", "_enter", "_exit", "manual_seed", "seed", "use_deterministic")
+
+
+def computes(target: Any) -> bool:
+    """Whether a function in a Dynamo graph only computes: it is safe to run it, and to run the same again later.
+
+    Autocast regions count, because what enters them can be told and undone.
+    """
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    if enters_autocast(target) or leaves_autocast(target):
+        return True
+    owner = getattr(target, "__objclass__", None)  # of `torch.Tensor.add`
+    module = getattr(owner, "__module__", None) if owner is not None else getattr(target, "__module__", None)
+    if owner is not None and issubclass(torch.Tensor, owner):
+        return True
+    return module in _COMPUTING and not getattr(target, "__name__", "").startswith(_SETTERS)
+
+
+def enters_autocast(target: Any) -> bool:
+    """Whether a function in a Dynamo graph enters autocast; what it gives is what `leave_autocast` takes."""
+    return target is torch.amp.autocast_mode._enter_autocast
+
+
+def leaves_autocast(target: Any) -> bool:
+    """Whether a function in a Dynamo graph leaves autocast."""
+    return target is torch.amp.autocast_mode._exit_autocast
+
+
+def leave_autocast(mode: Any) -> None:
+    """Undo what `enters_autocast` says of."""
+    torch.amp.autocast_mode._exit_autocast(mode)
+
+
+UNBACKED = "unbacked_bindings"
+"""Key in `node.meta` of torch's: the symbols that stand for sizes and numbers which only the node's data tell."""
+
+_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def depends_on_data(op: Any, args: Sequence[Any]) -> bool:
+    """Whether the size of a result, or a result that is a number, depends on what is in the tensors."""
+    if op is torch.ops.aten.index.Tensor:  # of indices the number is known, of what a mask keeps it is not
+        return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return not _FROM_DATA.isdisjoint(op.tags)
+
+
+def drop_dead_code(graph: Graph, kept: Callable[[torch.fx.Node], bool]) -> None:
+    """Erase nodes that nobody reads, but for those with an effect: torch's list of these, and `kept`."""
+    graph.eliminate_dead_code(lambda node: node.is_impure() or kept(node))
+
+
+@contextlib.contextmanager
+def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
+    """A context for work on a graph whose guards are made: yields a list of what was assumed of its sizes all the same.
+
+    Symbols that the work makes, where it computes metadata anew, are hidden from torch's tracing around us, which would
+    look for them among the results of its own.
+    """
+    env = shape_env_of(gm)
+    assumed: list[str] = []
+    if env is None:
+        yield assumed
+        return
+    before = len(env.guards)
+    with env.ignore_fresh_unbacked_symbols():
+        yield assumed
+    assumed += [str(g.expr) for g in env.guards[before:]]
+
 
 METADATA_OPS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -356,6 +434,17 @@ def real_tensors() -> Any:
 
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
 """Functions in Dynamo graphs that are recorded as one operator, though tracing would take them apart."""
+
+
+CHECKED_IN_PYTHON: frozenset[Any] = frozenset({torch._C._nn.one_hot})
+"""Functions in Dynamo graphs that check values, which their C++ leaves out on FakeTensors; torch has a Python form for those."""
+
+
+def python_dispatcher() -> Any:
+    """A context manager under which torch's Python forms of operators are taken, as AOTAutograd traces."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
 
 
 def symbolic_mode() -> Any:

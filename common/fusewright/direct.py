@@ -2,7 +2,8 @@
 run.
 
 AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op is run once on FakeTensors and
-written down. Anything doubtful raises `Doubt`, and the long road takes the graph.
+written down. Anything doubtful raises `Doubt`, and the long road takes the graph. A doubt leaves no trace: what could
+not be undone (a function that switches a mode, an op that makes a size of its data) is doubted before it runs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ class Doubt(Exception):
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule, frozenset[Node]]:
     """Record `gm` as an ATen graph; also its constant placeholders. Raises `Doubt`."""
-    _check_inputs(gm, example_inputs)
+    _check_inputs(example_inputs)
+    _check_graph(gm)
     recorder = _Recorder(gm, example_inputs)
     return recorder.record(), recorder.constants()
 
 
-def _check_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+def _check_inputs(example_inputs: Sequence[Any]) -> None:
     grad = torch.is_grad_enabled()
     for x in example_inputs:
         if not isinstance(x, torch.Tensor):
@@ -41,11 +43,26 @@ def _check_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             raise Doubt("an input is sparse, quantized or lazily conjugated")
         if grad and x.requires_grad:
             raise Doubt("gradients are needed")
+
+
+def _check_graph(gm: GraphModule) -> None:
+    """Whether every node may be run here: nothing in doubt has run when this raises."""
     for node in gm.graph.nodes:
         if node.op == "call_module" or compat.is_higher_order(node.target):
             raise Doubt(f"the graph calls {node.target}")
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in compat.MODE_SWITCHES:
-            raise Doubt(f"the graph switches a mode: {node.target.__name__}")
+        if node.op == "call_function" and not compat.computes(node.target):
+            raise Doubt(f"the graph calls {getattr(node.target, '__name__', node.target)}, which may switch a mode")
+        if _symbolic(node.meta.get("example_value")) or compat.UNBACKED in node.meta:
+            raise Doubt("sizes are symbolic")
+
+
+def _symbolic(val: Any) -> bool:
+    """Whether a traced value is, or has, a size or a number that is not known before the graph runs."""
+    if isinstance(val, torch.Tensor):
+        return val.layout is torch.strided and any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
+    if isinstance(val, tuple | list):
+        return any(map(_symbolic, val))
+    return isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _doubt_behind(error: BaseException | None) -> Doubt | None:
@@ -66,6 +83,8 @@ class _Recorder(Interpreter):
         self.alive: list[torch.Tensor] = []  # ids are only unique while their objects live
         self.sharers: Counter[int] = Counter()
         self.here: Node | None = None
+        self.entered: list[Any] = []
+        """What autocast regions were entered and not left."""
         self.paused = False
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.examples = list(example_inputs)
@@ -85,6 +104,9 @@ class _Recorder(Interpreter):
                 returned = self.run(*fakes)
             except Exception as error:
                 raise _doubt_behind(error) or error from None
+            finally:
+                while self.entered:
+                    compat.leave_autocast(self.entered.pop())
         flat = returned if isinstance(returned, tuple | list) else (returned,)
         self.out.output(tuple(self._result(v) for v in flat))
         return GraphModule(self.root, self.out)
@@ -136,6 +158,14 @@ class _Recorder(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Attention stays whole: what torch would pick for FakeTensors is not what eager picks for real ones."""
+        if compat.enters_autocast(target):
+            self.entered.append(super().call_function(target, args, kwargs))
+            return self.entered[-1]
+        if compat.leaves_autocast(target):
+            self.entered.remove(args[0])
+        if target in compat.CHECKED_IN_PYTHON:
+            with compat.python_dispatcher():
+                return super().call_function(target, args, kwargs)
         overload = compat.WHOLE.get(target)
         if overload is None or compat.autocast_enabled() or _dropout(args, kwargs):
             return super().call_function(target, args, kwargs)
@@ -172,6 +202,8 @@ class _Recorder(Interpreter):
             return func(*args, **kwargs)
         if not compat.is_overload(func):
             raise Doubt(f"the graph calls {func}")
+        if compat.depends_on_data(func, args):
+            raise Doubt(f"what {func} gives depends on data")
         if func is torch.ops.aten.as_strided_.default:
             return self._restrided(*args, **kwargs)
         written = args[0] if ops.is_mutating(func) else None

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fusewright.cost import work
-from fusewright.graph.effects import draws, shared_views, writes
-from fusewright.graph.spec import value_of
+from fusewright.graph.effects import asserts, draws, shared_views, writes
+from fusewright.graph.spec import symbols, value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
 from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
@@ -43,6 +43,8 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
         return Verdict(Why.NO_LOWERING, "writes its input in place: eager keeps the order of effects")
     if draws(node):
         return Verdict(Why.NO_LOWERING, "draws random numbers: eager keeps torch's generator order")
+    if asserts(node):
+        return Verdict(Why.NO_LOWERING, "checks something and computes nothing: eager does it in the graph's order")
     for v in (*op.inputs(), *op.outs):
         if isinstance(v.spec, TensorSpec) and v.spec.rank and not v.spec.stride:
             return Verdict(Why.LAYOUT, "a sparse or opaque layout")
@@ -65,6 +67,8 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
     for node, view in index.ops.items():
         verdict = _SHARED if node in shared else denied.get(node.meta.get("origin", node.name))
         if verdict is None:  # not `or`: a denial is falsy
+            verdict = _unbound(index, view)
+        if verdict is None:
             verdict = ask(backend, view, node)
         verdicts[view.id] = verdict
         if verdict.why is Why.SUPPORTS_RAISED:
@@ -81,6 +85,15 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
         else:
             verdicts.update(dict.fromkeys((op.id for op in region.ops), verdict))
     return Partition(regions, members, verdicts, bugs)
+
+
+def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
+    """Why no kernel can compute an op: nobody could tell it a size."""
+    specs = [v.spec for v in (*op.inputs(), *op.outs) if isinstance(v.spec, TensorSpec) and not v.spec.static]
+    for name in (n for spec in specs for s in (*spec.shape, *spec.stride) for n in symbols(s)):
+        if name not in index.bound and not name[0].isupper():
+            return Verdict(Why.NO_LOWERING, f"no tensor has the size {name}")
+    return None
 
 
 def _worth(backend: Backend, region: Region, bugs: list[str]) -> Verdict:
@@ -149,7 +162,8 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
     """Maximal convex groups of claimed nodes, greedily in topological order. Effects (writes in place) are borders.
 
     Each node carries the set of groups that it depends on, as a bit mask. A node may join a group when none of its
-    inputs from outside the group depends on that group: otherwise the group would wait for itself.
+    inputs from outside the group depends on that group: otherwise the group would wait for itself. An assertion is an
+    input of all that stands behind it.
     """
     wanted = set(claimed)
     group_of: dict[Node, int] = {}
@@ -157,6 +171,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
     needs: list[int] = []  # group -> mask of the groups it depends on (transitively closed when read)
     reach: dict[Node, int] = {}
     first_open = 0
+    asserted = 0  # what the assertions so far depend on
     for node in index.graph.nodes:
         if node.op != "call_function":
             continue
@@ -169,11 +184,14 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
         if writes(node):
             first_open = len(members)
         inputs = node.all_input_nodes
-        mask = 0
+        mask = asserted
         for i in inputs:
             mask |= reach.get(i, 0)
+        if asserts(node):
+            asserted = mask
         if node in wanted:
-            g = _joinable(_candidates(node, index.const, group_of, members, first_open), inputs, group_of, reach, needs)
+            near = _candidates(node, index.const, group_of, members, first_open)
+            g = _joinable(near, inputs, group_of, reach, needs, asserted)
             if g is None:
                 g = len(members)
                 members.append([])
@@ -207,10 +225,11 @@ def _joinable(
     group_of: Mapping[Node, int],
     reach: Mapping[Node, int],
     needs: Sequence[int],
+    asserted: int,
 ) -> int | None:
     """The first of the groups that the node can join without that group waiting for itself."""
     for g in candidates:
-        outside = 0
+        outside = asserted
         for i in inputs:
             if group_of.get(i) != g:
                 outside |= reach.get(i, 0)
@@ -226,9 +245,12 @@ def wait_for_each_other(index: GraphIndex, groups: Sequence[Sequence[Node]]) -> 
         if is_projection(n):
             owner[n] = owner.get(n.args[0], n.args[0])
     needs: dict[object, set[object]] = {}
+    asserted: set[object] = set()
     for n in index.graph.nodes:
         me = owner.get(n, n)
-        needs.setdefault(me, set()).update(owner.get(i, i) for i in n.all_input_nodes)
+        needs.setdefault(me, set()).update((owner.get(i, i) for i in n.all_input_nodes), asserted)
+        if asserts(n):
+            asserted = {me}
         needs[me].discard(me)
     users: dict[object, list[object]] = {k: [] for k in needs}
     for k, sources in needs.items():

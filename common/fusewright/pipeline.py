@@ -422,7 +422,11 @@ def _compile(c: Compilation) -> Run:
 
 def _timed(c: Compilation, name: str, stage: Callable[[Compilation], None]) -> None:
     start = time.perf_counter()
-    stage(c)
+    with compat.sizes_settled(c.gm) as assumed:
+        stage(c)
+    if assumed and c.options.strict:
+        raise verify.VerifyError(f"{name} assumed of the sizes: {', '.join(assumed)}")
+    c.report.bugs += [f"{name} assumed of the sizes: {a}" for a in assumed]
     c.report.stages[name] = c.report.stages.get(name, 0.0) + time.perf_counter() - start
     _after(c, name)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from fusewright import report
+from fusewright import pipeline, report
 
 BACKEND = "x86_onednn"
 
@@ -101,3 +102,45 @@ def test_sizes_by_torchs_own_functions() -> None:
     for n in (5, 8, 11):
         x = torch.randn(2, 3, n)
         torch.testing.assert_close(compiled(x), doubled(x))
+
+
+PIECES = {
+    "chunk": lambda x: [p * 2 for p in x.chunk(2)],
+    "chunk of products": lambda x: (x @ x.t()).chunk(3, 1)[2].relu(),
+    "split": lambda x: [p.exp() for p in x.split(4)],
+    "tensor_split": lambda x: x.tensor_split(3)[1] * 2,
+    "unbind": lambda x: x.unbind(1)[0] + 1,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_along_a_symbolic_dimension_compile_as_often_as_under_aot_eager(name: str) -> None:
+    """Torch assumes their number; nothing that we do to the graph may assume more."""
+    fn, compiles = PIECES[name], []
+    for backend in ("aot_eager", BACKEND):
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(fn, backend=counter, dynamic=True)
+        for n in (13, 14, 15, 16):
+            x = torch.randn(n, 6)
+            torch.testing.assert_close(compiled(x), fn(x))
+        compiles.append(counter.frame_count)
+    assert compiles[0] == compiles[1] < 4
+
+
+@torch.no_grad()
+def test_a_stage_that_assumes_a_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(c: pipeline.Compilation) -> None:
+        for node in c.graph.find_nodes(op="placeholder"):
+            if isinstance(node.meta["val"], torch.Tensor):
+                int(node.meta["val"].shape[0])
+
+    monkeypatch.setattr(pipeline, "STAGES", (*pipeline.STAGES, ("greedy", greedy)))
+    x = torch.randn(13, 6)
+    with report.recording() as graphs:
+        torch.compile(torch.sin, backend=BACKEND, dynamic=True)(x)
+    assert [b for b in graphs[0].bugs if b.startswith("greedy assumed of the sizes: ")]
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="greedy assumed of the sizes"):
+        torch.compile(torch.sin, backend=BACKEND, dynamic=True, options={"strict": True})(x)

@@ -1,4 +1,4 @@
-"""What a node does besides computing: write in place, draw random numbers, share memory. Total over all nodes."""
+"""What a node does besides computing: write in place, draw random numbers, check, share memory. Total over all nodes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,31 @@ def draws(node: Node) -> bool:
         return False
     row = ops.find(node.target)
     return ops.is_random(node.target) if row is None else ops.draws(row, node.args, node.kwargs)
+
+
+def asserts(node: Node) -> bool:
+    """Whether the node is there for its effect alone, as assertions are: it gives nothing, or a token of its order.
+
+    It is never dropped, merged or computed ahead, and what stands behind it runs behind it: a size that was asserted is
+    believed from there on.
+    """
+    return is_op(node) and operator_asserts(node.target)
+
+
+def operator_asserts(operator: Any) -> bool:
+    """Whether an operator is called for its effect alone, which is none on memory."""
+    name: str = operator._schema.name.partition("::")[2]
+    return not operator._schema.returns or name.startswith(("_functional_assert", "_functional_sym_constrain"))
+
+
+def names_sizes(node: Node) -> bool:
+    """Whether the node gives sizes or numbers which only its data tell: its symbols are its own, so its like is no substitute."""
+    return compat.UNBACKED in node.meta
+
+
+def drop_dead_code(graph: Graph) -> None:
+    """Erase what nobody reads and what has no effect."""
+    compat.drop_dead_code(graph, asserts)
 
 
 def has_writes(graph: Graph) -> bool:

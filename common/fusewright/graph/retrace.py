@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
-from fusewright.graph.spec import value_of
+from fusewright.graph.effects import names_sizes
+from fusewright.graph.spec import size, tensor_spec, value_of
 
 __all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "value_of"]
 
@@ -34,12 +36,19 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     ValueError when the shape differs: that is no slip of the metadata.
     """
     val = value_of(node)
-    static = isinstance(val, torch.Tensor) and not any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
-    if not isinstance(val, torch.Tensor) or val.dim() != actual.dim() or (static and val.shape != actual.shape):
+    if not isinstance(val, torch.Tensor) or not _could_have(val, actual):
         raise ValueError(f"{node.name} makes a {tuple(actual.shape)} where {val!r} was traced")
-    stride = actual.stride() if static else None
+    stride = actual.stride() if tensor_spec(val).static else None
     node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=stride, device=actual.device)
     downstream(graph, node)
+
+
+def _could_have(val: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether the shape of `actual` is the traced one. A size that was asserted is a number, though torch holds a symbol."""
+    sizes = tensor_spec(val).shape
+    return len(sizes) == actual.dim() and all(
+        not isinstance(s, int) or s == n for s, n in zip(sizes, actual.shape, strict=True)
+    )
 
 
 def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> None:
@@ -84,9 +93,18 @@ def downstream(graph: Graph, changed: Node) -> None:
         if node.op != "call_function" or node is changed or not stale & set(node.all_input_nodes):
             continue
         before, after = value_of(node), infer(node)
-        node.meta["val"] = after
+        node.meta["val"] = after = _sized(before, after) if names_sizes(node) else after
         if _kind(before) != _kind(after):
             stale.add(node)
+
+
+def _sized(before: Any, after: Any) -> Any:
+    """What data decide keeps the symbols that it had: others know it by them."""
+    if isinstance(before, tuple | list):
+        return tuple(map(_sized, before, after))
+    if not isinstance(before, torch.Tensor):
+        return before
+    return fake_like(before, dtype=after.dtype, device=after.device)
 
 
 def infer(node: Node) -> Any:
@@ -95,11 +113,13 @@ def infer(node: Node) -> Any:
     if node.target is operator.getitem:
         return operator.getitem(*args)
     fakes = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-    with compat.fake_mode_of(fakes[0]):
+    with compat.fake_mode_of(fakes[0]) if fakes else nullcontext():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _kind(val: Any) -> Any:
     if isinstance(val, tuple | list):
         return [_kind(v) for v in val]
-    return (val.dtype, val.shape, val.stride()) if isinstance(val, torch.Tensor) else val
+    if isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return str(val)
+    return (val.dtype, *(tuple(map(size, s)) for s in (val.shape, val.stride()))) if isinstance(val, torch.Tensor) else val

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def size(s: int | torch.SymInt) -> Size:
         return s
     text, seen, lo, hi = compat.symbol_of(s)
     return Dim(text, seen, lo, hi) if not text.lstrip("-").isdigit() else int(text)
+
+
+def symbols(s: Size) -> list[str]:
+    """Names in a symbolic size, those of functions among them; none in a number."""
+    return re.findall(r"[A-Za-z_]\w*", s.symbol) if isinstance(s, Dim) else []
 
 
 def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:

@@ -132,6 +132,13 @@ class GraphIndex:
             source=source_line(node),
         )
 
+    @cached_property
+    def bound(self) -> frozenset[str]:
+        """Size symbols that a plan can tell: a size of an input or of an op that eager runs, as it is, or a number among these."""
+        tellers = (n for n in self.graph.nodes if not is_op(n) or compat.UNBACKED in n.meta)
+        sizes = (s for n in tellers for v in self._values.get(n, ()) for s in (*(v.spec.shape if v.spec else ()), v.dim))
+        return frozenset(s.symbol for s in sizes if isinstance(s, Dim))
+
     def graph_view(self, nodes: Iterable[Node]) -> GraphView:
         """A view of the given op nodes (in order) as a whole graph."""
         inputs = tuple(v for n in self.graph.nodes if n.op == "placeholder" for v in self.values(n))

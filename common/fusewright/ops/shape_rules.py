@@ -301,16 +301,21 @@ def split_sizes(a: Args) -> tuple[Shape, ...]:
 
 
 def split_even(a: Args) -> tuple[Shape, ...]:
-    """Outputs of `split_size` along `dim`, the last one smaller."""
+    """Outputs of `split_size` along `dim`, the last one smaller. Their number is what tracing found, and guards."""
     s, d, k = shape(a["self"]), a["dim"], a["split_size"]
-    n = int(s[d])
-    count = max(1, -(-n // k)) if k else 1
-    return tuple(replace(s, d, min(k, n - i * k) if k else n) for i in range(count))
+    n = s[d]
+    if isinstance(k, int) and k == 0:
+        return (s,)
+    count = compat.traced_size(-(-n // k))
+    if count is None:
+        return ()
+    last = max(1, count) - 1
+    return (*[replace(s, d, k)] * last, replace(s, d, n - last * k))
 
 
 def unbound(a: Args) -> tuple[Shape, ...]:
     """One output per index of `dim`."""
-    return without_dim(a) * int(a["self"].shape[a["dim"]])
+    return without_dim(a) * (compat.traced_size(a["self"].shape[a["dim"]]) or 0)
 
 
 def concatenated(a: Args) -> tuple[Shape]:
@@ -356,13 +361,13 @@ def index_selected(a: Args) -> tuple[Shape]:
     return (replace(s, a["dim"], index[0] if index else 1) if s else s,)
 
 
-def indexed(a: Args) -> tuple[Shape]:
+def indexed(a: Args) -> tuple[Shape | None]:
     """Advanced indexing: the shape that the indices broadcast to replaces the indexed dimensions, in front
-    when those are not adjacent. NotImplementedError for a boolean mask, whose number of hits only data tells.
+    when those are not adjacent. None for a boolean mask, whose number of hits only data tells.
     """
     s, indices = shape(a["self"]), list(a["indices"])
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
-        raise NotImplementedError("the size of a masked selection depends on data")
+        return (None,)
     hit = [i for i, t in enumerate(indices) if t is not None]
     new = broadcast_shapes([shape(indices[i]) for i in hit])
     rest = [n for i, n in enumerate(s) if i not in hit]

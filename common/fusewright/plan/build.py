@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusewright import ops
-from fusewright.graph.effects import draws, overload_may_share, writes
+from fusewright.graph.effects import asserts, draws, operator_asserts, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value, is_static
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
@@ -26,7 +26,7 @@ class Plan:
 
     `once` runs when a weight is first seen or has changed; it reads `once_inputs` and makes `once_outputs`.
     `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that
-    inputs carry;
+    inputs and results carry as numbers;
     `kernels` are the loop kernels of its launches by structural hash.
     """
 
@@ -69,9 +69,10 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
     comments = {view.id: source_line(n) for n, view in index.ops.items()}
     scalars = {
         i: v.dim.symbol
-        for n in graph.find_nodes(op="placeholder")
-        for i, v in [(index.id(n), index.values(n)[0])]
-        if v.dim
+        for n in graph.nodes
+        if n.op != "output" and not is_projection(n)
+        for i, v in [(v.id, v) for v in index.values(n)]
+        if v.dim and v.dim.symbol.isidentifier()
     }
     kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
     return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments, scalars, kernels)
@@ -125,9 +126,14 @@ def call_of(op: OpView) -> Call:
         positional.pop()
     named = tuple((f.name, a) for a, f in zip(given, formals, strict=True) if f.kwarg_only and not _is_default(f, a))
     returns = operator._schema.returns
-    packed = len(returns) != 1 or "[]" in str(returns[0].type)
+    packed = len(returns) != 1 or _is_list(returns[0].type)
     outs = tuple(v.id for v in op.outs)
     return Call(qualified_name(operator), tuple(positional), outs, named, packed=packed, op_id=op.id)
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether a schema's type is a list, as what `chunk` and `unbind` give, be it of one tensor."""
+    return bool(kind.kind() == "ListType")
 
 
 def _view_ref(a: Any) -> Any:
@@ -233,12 +239,24 @@ def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
                 waits[k].update({last_random} - {None})  # type: ignore[arg-type]
                 last_random = k
         waits[k].discard(k)
+    _behind_assertions(index, items, waits)
     for k in effects:  # a write waits for everything before it, and everything after waits for the write
         waits[k].update(j for j in range(len(items)) if items[j].position < items[k].position)
         for j in range(len(items)):
             if items[j].position > items[k].position:
                 waits[j].add(k)
     return [items[k] for k in topological(waits)]  # it raises where a group was not convex
+
+
+def _behind_assertions(index: GraphIndex, items: Sequence[_Item], waits: Sequence[set[int]]) -> None:
+    """What stands behind an assertion in the graph waits for it; of a region, what stands last counts."""
+    checks = [(item.position, k) for k, item in enumerate(items) if asserts(item.nodes[0])]
+    if not checks:
+        return
+    position = {n: i for i, n in enumerate(index.graph.nodes)}
+    for k, item in enumerate(items):
+        last = max(map(position.__getitem__, item.nodes))
+        waits[k].update(a for at, a in checks if at < last)
 
 
 def _owners(nodes: Iterable[Node], owner: Mapping[Node, int]) -> Iterable[int]:
@@ -261,8 +279,10 @@ def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:
     """Whether the results are the same every time for the same constants, and take little more room than those."""
     if isinstance(i, Call):
         operator = operator_of(i.target)
-        if operator is None or ops.is_random(operator) or ops.is_mutating(operator):
+        if operator is None or ops.is_random(operator) or ops.is_mutating(operator) or operator_asserts(operator):
             return False
+        if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
+            return False  # a number, which sizes may be made of
         row = ops.find(operator)
         if row is not None and "empty" in row.name:
             return False

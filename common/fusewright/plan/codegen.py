@@ -5,13 +5,14 @@ from __future__ import annotations
 import keyword
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusewright import _torch_compat as compat
 from fusewright.errors import without_memory
+from fusewright.graph import spec
 from fusewright.interface import Dim, KernelCode, Size
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.firstrun import checker
@@ -178,16 +179,39 @@ def _sizes(sizes: Sequence[Size]) -> str:
     return "(" + "".join(f"{s}, " for s in sizes) + ")"
 
 
-def _symbols(plan: Plan) -> list[str]:
-    """Definitions of the size symbols, from the shapes and the values of the inputs."""
-    known: dict[str, str] = {}
-    for i in plan.inputs:
-        if i in plan.scalars:
-            known.setdefault(plan.scalars[i], f"v{i}")
-        for d, s in enumerate(plan.specs[i].shape if i in plan.specs else ()):
-            if isinstance(s, Dim) and s.symbol.isidentifier():
-                known.setdefault(s.symbol, f"v{i}.shape[{d}]")
-    return [f"    {name} = {source}" for name, source in known.items() if name.isidentifier()]
+class _Symbols:
+    """Definitions of the size symbols that launches mention, from shapes and values of the inputs, and of results whose
+    size depends on data.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._open = {name for i in plan.instructions if isinstance(i, Launch) for name in _mentioned(plan, i)}
+
+    def of(self, ids: Iterable[int]) -> list[str]:
+        """What can be defined now that these values exist, and could not before."""
+        known: dict[str, str] = {}
+        for i in ids if self._open else ():
+            if i in self._plan.scalars:
+                known.setdefault(self._plan.scalars[i], f"v{i}")
+            for d, s in enumerate(self._plan.specs[i].shape if i in self._plan.specs else ()):
+                if isinstance(s, Dim):
+                    known.setdefault(s.symbol, f"v{i}.shape[{d}]")
+        found = [f"    {name} = {source}" for name, source in known.items() if name in self._open]
+        self._open -= known.keys()
+        return found
+
+
+def _mentioned(plan: Plan, launch: Launch) -> Iterator[str]:
+    """Names in the sizes of a launch and of what it makes."""
+    sizes = [s for o in launch.outs for s in (*plan.specs[o].shape, *plan.specs[o].stride)]
+    todo: list[Any] = [*sizes, *launch.sizes, *launch.scalars]
+    while todo:
+        s = todo.pop()
+        if isinstance(s, Dim):
+            yield from spec.symbols(s)
+        elif isinstance(s, tuple):
+            todo += s
 
 
 def _comment(plan: Plan, i: Instruction) -> str:
@@ -215,7 +239,7 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
 
 def _body(
     plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
-    checked: bool = False, framed: bool = True,
+    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None,
 ) -> list[str]:  # fmt: skip
     dead = _last_reads(instructions, keep)
     lines = []
@@ -225,6 +249,8 @@ def _body(
         lines += [f"    {line}" for line in written]
         if checked and isinstance(i, Call):
             lines += [f"    check({o}, v{o})" for o in i.outs if o in plan.specs]
+        if symbols is not None:
+            lines += symbols.of(i.outs)
         if k in dead:
             lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
     return lines
@@ -249,9 +275,11 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
         left = f"{', '.join(f'v{i}' for i in plan.once_outputs)}, = " if plan.once_outputs else ""
         lines.append(f"    {left}once({', '.join(f'v{i}' for i in plan.once_inputs)})")
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
-    body = _body(plan, plan.instructions, keep, names, launches, checked)
+    symbols = _Symbols(plan)
+    given = symbols.of(plan.inputs)
+    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols)
     if any(isinstance(i, Launch) for i in plan.instructions):
-        lines += [*_symbols(plan), "    frame = frames.take()", "    threads = get_num_threads()", *body]
+        lines += [*given, "    frame = frames.take()", "    threads = get_num_threads()", *body]
         lines.append("    frames.give_back(frame)")
     else:
         lines += body

@@ -55,7 +55,7 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     as recordings do, from the device's own generator, and its results are looked at elsewhere."""
     if len(plan.instructions) < FEWEST:
         return "too few instructions"
-    if plan.scalars or any(i not in plan.specs for i in plan.inputs):
+    if any(i in plan.scalars or i not in plan.specs for i in plan.inputs):
         return "an input is a number"
     made = {o for i in plan.instructions for o in i.outs}
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import exposed
+from fusewright.graph.effects import drop_dead_code, exposed
 from fusewright.graph.spec import value_of
 
 
@@ -135,7 +135,7 @@ class Rewriter:
         for node in list(self.graph.nodes):
             while node is not None and node.op == "call_function" and (node.users or node in self.returned):
                 node = self._apply_one(node, by_root)
-        self.graph.eliminate_dead_code()
+        drop_dead_code(self.graph)
         return self.hits
 
     def _apply_one(self, node: Node, by_root: dict[str, list[Rule]]) -> Any:

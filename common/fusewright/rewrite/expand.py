@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Backend, Phase, Verdict, Why
@@ -36,7 +37,7 @@ def on_claim(
     copy.output(output).meta.update(original.meta)
     for node, inside in chosen.items():
         _splice(copy, mapping[node], inside)
-    copy.eliminate_dead_code()
+    drop_dead_code(copy)
     return copy, frozenset(mapping[n] for n in const)
 
 
@@ -84,7 +85,7 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     with compat.fake_mode_of(tensors[0]):
         inside = make_fx(body)(*fakes).graph
     canonicalize(inside)
-    inside.eliminate_dead_code()
+    drop_dead_code(inside)
     views = GraphIndex(inside, frozenset(), phase).ops
     if any(n.target is node.target for n in views):
         return None

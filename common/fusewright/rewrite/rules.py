@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import draws, exposed, has_writes, writes
+from fusewright.graph.effects import asserts, draws, exposed, has_writes, names_sizes, writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
@@ -49,7 +49,17 @@ def _linear(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 
 def _same_layout_rows(x: Node) -> bool:
-    return value_of(x).dim() == 2 or value_of(x).is_contiguous()
+    return value_of(x).dim() == 2 or _contiguous(x)
+
+
+def _contiguous(x: Node) -> bool:
+    """Whether the elements lie in order for every size, without asking that of torch, which would add a guard."""
+    expected: Any = 1
+    for n, s in zip(reversed(value_of(x).shape), reversed(value_of(x).stride()), strict=True):
+        if not compat.statically_true(n == 1) and not compat.statically_true(s == expected):
+            return False
+        expected = expected * n
+    return True
 
 
 _T = ("t", "permute", "transpose")
@@ -99,7 +109,7 @@ def _identity_view(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 def _view_view(r: Rewriter, node: Node, env: Env) -> Node | None:
     x = env["x"]
-    return r.call("view", (x, node.args[1]), like=node) if value_of(x).is_contiguous() else None
+    return r.call("view", (x, node.args[1]), like=node) if _contiguous(x) else None
 
 
 def _permute_permute(r: Rewriter, node: Node, env: Env) -> Node | None:
@@ -203,7 +213,7 @@ def merge_common(graph: Graph) -> int:
 def _pure(node: Node) -> bool:
     if not compat.is_overload(node.target):
         return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-    return not (draws(node) or writes(node))
+    return not (draws(node) or writes(node) or asserts(node) or names_sizes(node))
 
 
 def _key(node: Node) -> Any:

@@ -1,0 +1,193 @@
+"""The direct road: what it doubts before it runs anything, and that a doubt leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten
+
+from fusewright import direct, registry, report
+from tests.compare import differences
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BACKENDS = ["fusewright_null", "fusewright_interp", "x86_onednn"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    if name == "x86_onednn" and not registry.info(name).available:
+        pytest.skip(f"{name}: {registry.info(name).device}")
+    return name
+
+
+def modes() -> tuple[Any, ...]:
+    """Every mode of this thread that decides what an op does."""
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_fwd_grad_enabled(),
+        torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level,
+        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), len(_get_current_dispatch_mode_stack()),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def written(a: Tensor) -> Tensor:
+    """A write behind a view, which the direct road gives up on."""
+    b = a * 2
+    b[0:1].add_(1)
+    return b
+
+
+def autocast_then_write(x: Tensor) -> Any:
+    before = x @ x.t()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = x @ x.t()
+        x.add_(1)
+    return before, inside, x @ x.t()
+
+
+def autocast_twice(x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a = x @ x.t()
+        with torch.autocast("cpu", enabled=False):
+            b = written(x @ x.t())
+        c = x @ x.t()
+    return a, b, c, x @ x.t()
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = written(x)
+    return y + x
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "vmap": lambda x: vmap(written)(x),
+    "vmap of softmax": lambda x: vmap(lambda a: a.softmax(0), in_dims=1, out_dims=1)(x),
+    "vmap of grad": lambda x: vmap(grad(lambda a: (written(a) * a).sum()))(x),
+    "vmap of random": lambda x: vmap(lambda a: torch.rand(3) + a[:3], randomness="different")(x),
+    "jvp": lambda x: jvp(torch.sin, (x,), (x,)),
+    "jvp of a write": lambda x: jvp(written, (x,), (x,)),
+    "vjp": lambda x: vjp(torch.sin, x)[1](x),
+    "grad": lambda x: grad(lambda a: (a * a).sum())(x),
+    "jacrev": lambda x: jacrev(lambda a: a.sin() * 2)(x[0]),
+    "jacfwd": lambda x: jacfwd(lambda a: a.sin() * 2)(x[0]),
+    "hessian": lambda x: hessian(lambda a: (a.sin() * a).sum())(x[0]),
+    "autocast, then a write": autocast_then_write,
+    "autocast in autocast": autocast_twice,
+    "a write without gradients": without_grad,
+}
+
+
+def x34() -> Tensor:
+    return torch.arange(12.0).view(3, 4) / 7
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_doubt_leaves_every_mode_as_it_was(name: str, backend: str) -> None:
+    fn, before = FUNCTIONS[name], modes()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        wanted = tree_flatten(fn(x34()))[0]
+        compiled = torch.compile(fn, backend=backend)
+        for _ in range(2):
+            torch.manual_seed(0)
+            assert differences(wanted, tree_flatten(compiled(x34()))[0], exact=False) == []
+        torch.manual_seed(0)
+        assert differences(wanted, tree_flatten(fn(x34()))[0], exact=True) == []  # eager is as before
+    assert modes() == before
+
+
+def roads(fn: Callable[..., Any], *args: Tensor) -> list[str]:
+    with torch.no_grad(), report.recording() as graphs:
+        torch.compile(fn, backend="fusewright_null")(*args)
+    return [g.road for g in graphs]
+
+
+def test_what_may_switch_a_mode_is_doubted_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    run_node = direct._Recorder.run_node
+    monkeypatch.setattr(direct._Recorder, "run_node", lambda self, n: ran.append(n) or run_node(self, n))
+    assert roads(lambda x: vmap(torch.sin)(x), x34()) == [
+        "aot (the graph calls lazy_load_decompositions, which may switch a mode)"
+    ]
+    assert not ran
+
+
+def test_indices_are_no_doubt() -> None:
+    assert roads(lambda x, i: x[i] * 2, x34(), torch.tensor([0, 1])) == ["direct"]
+
+
+def test_autocast_stays_on_the_direct_road() -> None:
+    def fn(x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x @ x.t()
+        return y, x @ x.t()
+
+    assert roads(fn, x34()) == ["direct"]
+
+
+def test_one_hot_keeps_its_checks_on_the_direct_road(backend: str) -> None:
+    compiled = torch.compile(lambda i: F.one_hot(i, 3) * 2, backend=backend)
+    with torch.no_grad(), report.recording() as graphs:
+        assert compiled(torch.tensor([0, 2])).tolist() == [[2, 0, 0], [0, 0, 2]]
+        for bad in ([0, 3], [-1, 0]):
+            with pytest.raises(RuntimeError, match="Class values must be"):
+                compiled(torch.tensor(bad))
+    assert [g.road for g in graphs] == ["direct"]
+
+
+ONE_PIECE: dict[str, Callable[[Tensor], Any]] = {
+    "chunk": lambda x: x.chunk(1, 0)[0] @ x.t(),
+    "split": lambda x: x.split(3)[0].exp() * 2,
+    "split with sizes": lambda x: x.split([3])[0].exp() * 2,
+    "unbind": lambda x: x[:1].unbind(0)[0] + 1,
+    "tensor_split": lambda x: x.tensor_split(1)[0] @ x.t(),
+    "result": lambda x: x.chunk(1, 0),
+    "of a result": lambda x: [p * 2 for p in (x + 1).chunk(1, 1)],
+    "dsplit": lambda x: torch.dsplit(x[None], 1)[0].relu(),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PIECE)
+@pytest.mark.parametrize("road", ["direct", "aot"])
+def test_a_list_of_one_piece(name: str, road: str, backend: str) -> None:
+    fn = ONE_PIECE[name]
+    compiled = torch.compile(fn, backend=backend)
+    with torch.set_grad_enabled(road == "aot"):
+        x = x34().requires_grad_(road == "aot")
+        for _ in range(2):
+            wanted, got = tree_flatten(fn(x))[0], tree_flatten(compiled(x))[0]
+            assert differences(wanted, got, exact=False) == []
+
+
+class Cells(torch.nn.Module):
+    def __init__(self, cell: torch.nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("kind", ["GRUCell", "LSTMCell", "RNNCell"])
+def test_a_loop_of_cells(kind: str, length: int, backend: str) -> None:
+    torch.manual_seed(0)
+    model = Cells(getattr(torch.nn, kind)(4, 5))
+    x = torch.randn(2, length, 4)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
