@@ -16,7 +16,7 @@ from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright_triton import positions
 from fusewright_triton.calls import Calls, Found, spec_of
-from fusewright_triton.heads import Heads, heads_of, take_apart
+from fusewright_triton.heads import Heads, heads_of, taken_apart
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.target import named
 
@@ -62,9 +62,8 @@ def _decomposed_mask(op: OpView, c: Calls) -> Found | None:
     operands = op.arg("query"), op.arg("key"), op.arg("value")
     where = heads_of(*operands, op.out, c)
     taken = positions.ordered([*found.ops, *where.ops, op], c)
-    if where.stack is not None:
-        take_apart(where.stack, taken, c)
-    return Found(taken, op, partial(_decomposed, op, bias, where), "attention with decomposed positions")
+    write = partial(_decomposed, op, bias, where)
+    return Found(taken, op, write, "attention with decomposed positions", taken_apart(where.stack, taken, c))
 
 
 def _decomposed(op: OpView, bias: positions.Positions, where: Heads, c: Calls) -> None:

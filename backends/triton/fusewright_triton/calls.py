@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -12,16 +13,19 @@ from fusewright.toolkit.builder import Builder
 from fusewright.toolkit.library import LoweringTable
 from fusewright_triton.few_rows import opened
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Found:
-    """A library call that takes `ops`. `write` is called at `last` (the op that is last in the region, or, where all
-    results are slices of one product, the first)."""
+    """A library call that takes `ops`. `write` is called at `at` (the op that is last in the region, or, where all
+    results are slices of one product, the first). `also` are calls that it counts on: all of them are taken, or none."""
 
     ops: tuple[OpView, ...]
     at: OpView
     write: Callable[[Calls], None]
     note: str
+    also: tuple[Found, ...] = ()
 
 
 @dataclass
@@ -51,9 +55,26 @@ class Calls:
         """Whether values are made of weights only, so that what is made of them can be kept. None (no bias) counts."""
         return all(map(self.b.is_const, values))
 
-    def take(self, found: Found) -> None:
-        """Let a call compute its ops."""
-        self.found.update((op.id, found) for op in found.ops)
+    def free(self, op: OpView) -> bool:
+        """Whether no call has taken an op."""
+        return op.id not in self.found
+
+    def only_user(self, value: Value) -> OpView | None:
+        """The op that alone reads a value, if it may still be taken."""
+        user = self.b.links.only_user(value)
+        return user if user is not None and self.free(user) else None
+
+    def take(self, found: Found) -> bool:
+        """Let a call compute its ops; False, and nothing is taken, where another one computes some of them already. What two
+        calls took would be made by the second alone, and what the first leaves unmade be read."""
+        taken: dict[int, Found] = {}
+        for part in (found, *found.also):
+            mine = {op.id: part for op in part.ops}
+            if not mine.keys().isdisjoint(self.found.keys() | taken.keys()):
+                return False
+            taken |= mine
+        self.found |= taken
+        return True
 
     def exact(self, value: Value | None) -> Ref | None:
         """A value with the graph's strides; None stays None."""
@@ -71,10 +92,10 @@ def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext)
     calls = Calls(region, b)
     for op in region.ops:
         row = table.find(op, ctx.device)
-        if op.id not in calls.found and not isinstance(row, Verdict):
+        if calls.free(op) and not isinstance(row, Verdict):
             found = row.code(op, calls)
-            if found is not None:
-                calls.take(found)
+            if found is not None and not calls.take(found):
+                log.debug("%s of %s is left out: another call has taken a part of it", found.note, op.op)
     for op in region.ops:
         here = calls.found.get(op.id)
         if here is None:

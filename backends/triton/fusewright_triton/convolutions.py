@@ -58,15 +58,13 @@ def lower(op: OpView, c: Calls) -> Found | None:
     m = _match(op, c)
     if m.other is not None:
         m.shortcut = _shortcut(m, c)
-        if m.shortcut is not None:
-            c.take(_call(m.shortcut))
     return _call(m)
 
 
 def _call(m: Match) -> Found:
     ops = tuple(m.ops)
     note = " + ".join(["convolution, channels-last", *(p.op for p in ops[1:])])
-    return Found(ops, m.ops[-1], partial(_write, m), note)
+    return Found(ops, m.ops[-1], partial(_write, m), note, (_call(m.shortcut),) if m.shortcut is not None else ())
 
 
 def _match(op: OpView, c: Calls) -> Match:
@@ -74,16 +72,16 @@ def _match(op: OpView, c: Calls) -> Match:
     alone, m = Match(op, [op]), Match(op, [op])
     if op.arg("groups") != 1:
         return alone
-    then = c.b.links.only_user(op.out)
+    then = c.only_user(op.out)
     if then is not None and _is_norm(then, op.out, c):
         m.norm = then
         m.ops.append(then)
-        then = c.b.links.only_user(then.out)
-    if then is not None and then.id not in c.found and _adds(then, m.out):
+        then = c.only_user(then.out)
+    if then is not None and _adds(then, m.out):
         a, b = then.args[0], then.args[1]
         m.other = b if a == m.out else a  # type: ignore[assignment]
         m.ops.append(then)
-        then = c.b.links.only_user(then.out)
+        then = c.only_user(then.out)
     if then is None or then.op != "relu":
         return alone
     m.relu = True
@@ -112,10 +110,10 @@ def _shortcut(m: Match, c: Calls) -> Match | None:
     """The convolution and batch norm behind the other side of an addition, if nobody else reads it."""
     assert m.other is not None
     norm = c.producer(m.other)
-    if norm is None or norm.op != "batch_norm" or norm.id in c.found or c.b.links.only_user(m.other) is None:
+    if norm is None or norm.op != "batch_norm" or not c.free(norm) or c.b.links.only_user(m.other) is None:
         return None
     conv = c.producer(norm.arg("input"))
-    if conv is None or conv.op != "conv" or reason(conv) is not None or conv.arg("groups") != 1 or _patches(conv):
+    if conv is None or conv.op != "conv" or not c.free(conv) or reason(conv) is not None or conv.arg("groups") != 1 or _patches(conv):
         return None
     if not _is_norm(norm, conv.out, c) or c.b.links.only_user(conv.out) is not norm:
         return None

@@ -81,11 +81,11 @@ def _alike(a: TensorSpec, b: TensorSpec) -> bool:
 
 
 def _reader(op: OpView, c: Calls) -> tuple[list[OpView], OpView | None]:
-    """A linear with the views of its rows behind it, and the one op that reads the last of them."""
-    taken, user = [op], c.b.links.only_user(op.out)
+    """A linear with the views of its rows behind it, and the one op that reads the last of them, unless it is taken."""
+    taken, user = [op], c.only_user(op.out)
     while user is not None and _reshapes(user):
         taken.append(user)
-        user = c.b.links.only_user(user.out)
+        user = c.only_user(user.out)
     return taken, user
 
 

@@ -46,7 +46,7 @@ def stack_of(query: Value, key: Value, value: Value, c: Calls, taken: list[OpVie
     whole = through(next(unbind.inputs()), c, copies)
     n, length, dim = shape_of(unbind.out)
     shape = shape_of(whole)
-    if unbind.id in c.found or unbind.arg("dim") != 0 or not any(op.op == "clone" for op in copies):
+    if not c.free(unbind) or unbind.arg("dim") != 0 or not any(op.op == "clone" for op in copies):
         return None
     if len(shape) != 5 or shape[3:] != (length, dim) or shape[1] * shape[2] != n or spec_of(whole).stride[-1] != 1:
         return None
@@ -64,14 +64,16 @@ def _unbound(value: Value, c: Calls, between: list[OpView]) -> tuple[OpView, int
     return None if made is None or len(shape_of(value)) != 3 else (made, made.outs.index(value))
 
 
-def take_apart(s: Stack, taken: Sequence[OpView], c: Calls) -> None:
-    """Of the slices only those are copied that others than the attention (`taken`) read."""
+def taken_apart(s: Stack | None, taken: Sequence[OpView], c: Calls) -> tuple[Found, ...]:
+    """What copies of the slices only those that others than the attention (`taken`) read."""
+    if s is None:
+        return ()
     inside = {op.id for op in taken}
     outside = {v.id for v in c.region.outputs}
     wanted = [
         v.id in outside or any(user.id not in inside for user in c.b.links.users(v)) for v in s.unbind.outs
     ]
-    c.take(Found(s.ops, s.unbind, partial(_copies, s, wanted), "slices that are read elsewhere"))
+    return (Found(s.ops, s.unbind, partial(_copies, s, wanted), "slices that are read elsewhere"),)
 
 
 def _copies(s: Stack, wanted: Sequence[bool], c: Calls) -> None:

@@ -55,7 +55,7 @@ def lower(op: OpView, c: Calls) -> Found | None:
 
 def _groups(c: Calls) -> list[tuple[OpView, ...]]:
     def eligible(op: OpView) -> bool:
-        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and op.id not in c.found
+        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and c.free(op)
 
     return siblings(c.region.ops, eligible)
 

@@ -51,7 +51,7 @@ def lower_mm(op: OpView, c: Calls) -> Found | None:
 def lower_linear(op: OpView, c: Calls) -> Found | None:
     """A product with a weight of 8 bits that the region widens, and the factor and the bias behind it; else None."""
     cast = c.producer(op.arg("mat2"))
-    if cast is None or cast.op != "cast" or cast.id in c.found or c.region.phase != "infer":
+    if cast is None or cast.op != "cast" or not c.free(cast) or c.region.phase != "infer":
         return None
     weight = next(iter(cast.inputs()))
     if (
@@ -73,8 +73,8 @@ def lower_linear(op: OpView, c: Calls) -> Found | None:
 
 def _column_op(op: OpView, name: str, c: Calls) -> tuple[OpView, Value] | None:
     """The op `name` that alone reads a product, if its other operand is one number for each column of the same type."""
-    user = c.b.links.only_user(op.out)
-    if user is None or user.op != name or user.id in c.found:
+    user = c.only_user(op.out)
+    if user is None or user.op != name:
         return None
     others = [v for v in user.inputs() if v.id != op.out.id]
     out, made = spec_of(op.out), spec_of(user.out)

@@ -13,7 +13,7 @@ from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright_triton import positions
 from fusewright_triton.calls import Calls, Found, spec_of
-from fusewright_triton.heads import Heads, base_of, heads_of, result_of, take_apart
+from fusewright_triton.heads import Heads, base_of, heads_of, result_of, taken_apart
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.positions import RESHAPES, Shape, Sum, made_for_one, shape_of, through, view
 
@@ -147,10 +147,9 @@ def _found_with_positions(s: Spelled, p: positions.Positions, c: Calls) -> Found
     key = base_of(s.key, c, s.ops)
     where = heads_of(s.query, key, s.value, s.product.out, c)
     taken = positions.ordered([*s.ops, *where.ops], c)
-    if where.stack is not None:
-        take_apart(where.stack, taken, c)
     write = partial(_with_positions, s, p, where, key)
-    return Found(taken, s.product, write, "attention with decomposed positions")
+    also = taken_apart(where.stack, taken, c)
+    return Found(taken, s.product, write, "attention with decomposed positions", also)
 
 
 def _with_positions(s: Spelled, p: positions.Positions, where: Heads, key: Value | None, c: Calls) -> None:

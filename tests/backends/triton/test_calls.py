@@ -14,6 +14,7 @@ import torch
 
 from fusewright.interface import Device, Fragment, OpView, Value
 from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright.toolkit.library import LoweringTable
 from fusewright_triton import convolutions, products
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
@@ -256,6 +257,62 @@ def test_what_a_call_took_is_asked_no_more() -> None:
         pytest.fail("relu's call has taken it")
 
     rewritten(table, g.region([y]), Context({}, REAL))
+
+
+def claiming(*claims: Sequence[int], also: Sequence[int] = ()) -> tuple[LoweringTable[OpCode], list[tuple[int, ...]]]:
+    """A table by which the k-th relu of a graph claims the ops at `claims[k]`, the first one with a call of those at `also`;
+    and the claims that were written."""
+    table: LoweringTable[OpCode] = LoweringTable()
+    written: list[tuple[int, ...]] = []
+    waiting = list(claims)
+
+    def found(places: Sequence[int], c: Calls, also: tuple[Found, ...] = ()) -> Found:
+        ops = tuple(c.region.ops[k] for k in places)
+        return Found(ops, ops[-1], lambda c: written.append(tuple(places)), "a call", also)
+
+    @table.add("relu")
+    def claim(op: OpView, c: Calls) -> Found:
+        first = len(waiting) == len(claims)
+        return found(waiting.pop(0), c, (found(also, c),) if also and first else ())
+
+    return table, written
+
+
+def two_branches() -> tuple[Net, Value]:
+    """relu(x), relu(y), their sum, exp of it: ops 0 to 3."""
+    g = Net(F32)
+    return g, g.op("exp", g.op("add", g.relu(g.tensor(4, 8)), g.relu(g.tensor(4, 8))))
+
+
+@pytest.mark.parametrize(
+    ("claims", "also", "kept"),
+    [
+        (([0, 2], [1, 2]), (), [(0, 2)]),  # both claim the sum
+        (([0, 2], [1, 3]), (), [(0, 2), (1, 3)]),
+        (([0], [1, 0]), (), [(0,)]),  # one claims what another begins with
+        (([0, 2, 3], [1, 3]), (), [(0, 2, 3)]),
+        (([0, 3], [1, 2]), (2,), [(2,), (0, 3)]),  # a call that another counts on has taken the sum
+        (([0, 2], [1]), (2,), [(1,)]),  # a claim that overlaps itself
+    ],
+)
+def test_a_claim_that_overlaps_another_is_refused(
+    claims: Sequence[Sequence[int]], also: Sequence[int], kept: Sequence[tuple[int, ...]]
+) -> None:
+    """The first one stands; what the second asked for is left to kernels and eager's calls, all of it."""
+    g, y = two_branches()
+    table, written = claiming(*claims, also=also)
+    b = rewritten(table, g.region([y]), Context({}, REAL))
+    assert written == kept
+    taken = [i for c in b.calls for i in c.ops]
+    assert sorted(taken) == sorted(g.ops[k].id for places in kept for k in places)
+
+
+def test_the_fuser_takes_no_two_calls_of_one_op() -> None:
+    """Whatever backend has them, and however it came to them."""
+    g, y = two_branches()
+    calls = [LibraryCall((g.ops[k].id, g.ops[2].id), ()) for k in (0, 1)]
+    with pytest.raises(ValueError, match="two library calls compute the same ops"):
+        fuse(g.region([y]), Context({}, REAL), calls)
 
 
 # ---------------------------------------------------------------- products

@@ -183,6 +183,18 @@ def test_a_residual_goes_into_the_product_before_it(swap: bool) -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_a_sum_of_two_products_is_taken_in_by_one_of_them() -> None:
+    """The parallel residual of GPT-NeoX, GPT-J and Falcon: attention and MLP are added up."""
+    g = Net()
+    a, b, x = (g.tensor(128, 32) for _ in range(3))
+    left, right = (g.op("linear", t, g.weight(64, 32), g.weight(64)) for t in (a, b))
+    y = g.op("add", g.op("linear", x, g.weight(64, 32), None), g.op("add", left, right))
+    fragment = lowered(g, [y], device=SIMULATED)
+    assert sorted(targets(fragment)) == ["aten::linear", *["fusewright_triton::linear_activation"] * 2]
+    torch.testing.assert_close(g.run(fragment, [y])[0], g.expected([y])[0], rtol=2e-2, atol=6e-2)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("other", ["row", "self", "scaled", "read"])
 def test_what_is_no_residual_stays_apart(other: str) -> None:
     """A row that is added to all, the product itself, a factor, a product that others read."""

@@ -85,7 +85,7 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     fits.
     """
     solo: set[int] = set()
-    called = {i for c in calls for i in c.ops}
+    called = _called(calls)
     ours = [op for op in region.ops if op.id not in called]
     plain = dict.fromkeys(computed_once(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
     plain |= {op.id: row.note for op in ours if (row := faster(op, ctx.device))}
@@ -103,6 +103,17 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
             continue
         return Fragment(_ordered(fused.items), fused.notes, fused.kernels)
     raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
+
+
+def _called(calls: Sequence[LibraryCall]) -> set[int]:
+    """Ops that library calls compute. ValueError where two of them claim one: the value of the first would be lost."""
+    found: set[int] = set()
+    for c in calls:
+        twice = found & set(c.ops)
+        if twice:
+            raise ValueError(f"two library calls compute the same ops: {sorted(twice)}")
+        found.update(c.ops)
+    return found
 
 
 def computed_once(region: Region) -> set[int]:
