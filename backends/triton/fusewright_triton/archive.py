@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusewright.toolkit.kernel.ir import Kernel
-from fusewright.toolkit.kernel.serial import from_json, to_json
+from fusewright.toolkit.kernel.serial import from_json, structural_hash, to_json
 from fusewright_triton.binaries import Binary, Built, Variant
 from fusewright_triton.config import Config, Tile
 from fusewright_triton.emitter import Source, emit
 from fusewright_triton.handwritten import Order, source
 from fusewright_triton.target import Target
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ def pack(target: Target, stored: Stored) -> bytes:
     """Bytes for `unpack`."""
     entries, code = [], []
     for (key, config, variant), b in stored.built.items():
-        entries.append([key, _config_data(config), list(variant), _digest(b.source), [_facts(f) for f in b.binaries]])
+        how = [_config_data(config), list(variant), b.kernel.name]  # it may have been built for an equal kernel
+        entries.append([key, *how, _digest(b.source), [_facts(f) for f in b.binaries]])
         code += [f.code for f in b.binaries]
     by_hand = [[_order_data(o), _text_digest(source(o.module)), _facts(f)] for o, f in stored.by_hand.items()]
     code += [f.code for f in stored.by_hand.values()]
@@ -60,14 +61,14 @@ def unpack(data: bytes, target: Target) -> Stored:
     header = json.loads(data[8:end])
     if header["version"] != VERSION or header["target"] != _identity(target):
         raise ValueError("kernels of another version or for another target")
-    kernels = {key: from_json(k) for key, k in header["kernels"].items()}
+    kernels = {key: _kernel(key, k) for key, k in header["kernels"].items()}
     code, built, by_hand = _Code(data, end), {}, {}
-    for key, config_data, variant_data, digest, functions in header["built"]:
-        config, variant = _config(config_data), Variant(*variant_data)
-        text = emit(kernels[key], config, variant.wide)
+    for key, config_data, variant_data, name, digest, functions in header["built"]:
+        config, variant, kernel = _config(config_data), Variant(*variant_data), replace(kernels[key], name=name)
+        text = emit(kernel, config, variant.wide)
         if _digest(text) != digest:
-            raise ValueError(f"this version writes another source for {kernels[key].name}")
-        built[key, config, variant] = Built(kernels[key], config, text, [code.next(f) for f in functions])
+            raise ValueError(f"this version writes another source for {name}")
+        built[key, config, variant] = Built(kernel, config, text, [code.next(f) for f in functions])
     for order_data, digest, facts in header["by_hand"]:
         order = _order(order_data)
         if _text_digest(source(order.module)) != digest:
@@ -76,6 +77,14 @@ def unpack(data: bytes, target: Target) -> Stored:
     if code.at != len(data):
         raise ValueError("the code is not as long as it was")
     return Stored(kernels, {key: _config(c) for key, c in header["configs"].items()}, built, by_hand)
+
+
+def _kernel(key: str, data: dict[str, Any]) -> Kernel:
+    """A kernel that is the one of its hash."""
+    kernel = from_json(data)
+    if structural_hash(kernel) != key:
+        raise ValueError(f"{kernel.name} is stored under the hash of another kernel")
+    return kernel
 
 
 @dataclass

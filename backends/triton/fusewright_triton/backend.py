@@ -66,7 +66,7 @@ class TritonLoader:
             module = runtime.simulate_kernels(list(kernels.values()), self.target)
         else:
             module = runtime.compile_kernels(list(kernels.values()), self.target, configs=self.configs)
-        return {h: KernelCode(module.launcher(k), kernel=k) for h, k in kernels.items()}
+        return {h: KernelCode(module.by_hash(h), kernel=k) for h, k in kernels.items()}
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
         """Kernels with their machine code; simulated, the kernels alone, whose source is code enough."""
@@ -80,11 +80,10 @@ class TritonLoader:
         from fusewright_triton import archive, runtime
 
         if self.simulated:
-            kernels = list(archive.unpack(data, self.target).kernels.values())
-            module = runtime.simulate_kernels(kernels, self.target)
+            module = runtime.simulate_kernels(list(archive.unpack(data, self.target).kernels.values()), self.target)
         else:
             module = runtime.unpack_kernels(data, self.target)
-        return {h: KernelCode(module.launcher(k), kernel=k) for h, k in module.kernels.items()}
+        return {h: KernelCode(module.by_hash(h), kernel=k) for h, k in module.kernels.items()}
 
 
 @functools.cache

@@ -113,7 +113,9 @@ def _shortcut(m: Match, c: Calls) -> Match | None:
     if norm is None or norm.op != "batch_norm" or not c.free(norm) or c.b.links.only_user(m.other) is None:
         return None
     conv = c.producer(norm.arg("input"))
-    if conv is None or conv.op != "conv" or not c.free(conv) or reason(conv) is not None or conv.arg("groups") != 1 or _patches(conv):
+    if conv is None or conv.op != "conv" or not c.free(conv):
+        return None
+    if reason(conv) is not None or conv.arg("groups") != 1 or _patches(conv):
         return None
     if not _is_norm(norm, conv.out, c) or c.b.links.only_user(conv.out) is not norm:
         return None

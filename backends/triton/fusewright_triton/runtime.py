@@ -23,7 +23,7 @@ import torch
 
 from fusewright.toolkit.kernel.extent import evaluate
 from fusewright.toolkit.kernel.ir import Kernel
-from fusewright.toolkit.kernel.serial import structural_hash
+from fusewright.toolkit.kernel.serial import positional, structural_hash
 from fusewright.toolkit.kernel.types import to_torch
 from fusewright_triton import archive, config, handwritten
 from fusewright_triton.binaries import Built, Variant, Wanted, build
@@ -53,18 +53,22 @@ class CompiledModule:
 
     def launcher(self, kernel: Kernel) -> Launch:
         """A callable for `kernel`, which must be one of this module's."""
-        key = structural_hash(kernel)
+        return self.by_hash(structural_hash(kernel))
+
+    def by_hash(self, key: str) -> Launch:
+        """A callable for the kernel of this hash."""
         return self.make(key, self.kernels[key])
 
 
 class Library:
-    """The kernels that this process has for a target. Equal kernels of one configuration are built once."""
+    """The kernels that this process has for a target. Equal kernels of one configuration are built once: of kernels as
+    `positional` gives them, for what is kept under a hash may hold none of the names that a hash does not know."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.lock = threading.RLock()
         self.built: dict[tuple[str, config.Config, Variant], Built] = {}
-        self.configs: dict[str, config.Config] = {}
+        self.configs: dict[tuple[str, tuple[int, ...]], config.Config] = {}
 
     def get(self, orders: Mapping[str, Wanted]) -> None:
         """Has every order, by structural hash of its kernel, afterwards."""
@@ -84,8 +88,8 @@ class Library:
             return self.built[key, how, variant]
 
     def config(self, key: str, kernel: Kernel) -> config.Config:
-        """The formula's configuration of a kernel."""
-        return self.configs.setdefault(key, config.choose(kernel, self.target))
+        """The formula's configuration of a kernel, for the sizes that it was traced with."""
+        return self.configs.setdefault((key, kernel.hints), config.choose(kernel, self.target))
 
 
 @functools.cache
@@ -110,7 +114,7 @@ def compile_kernels(
     hash; the formula gives the others.
 
     `Unsupported` or `workers.BuildError` when one of them cannot be built."""
-    by_hash = {structural_hash(k): k for k in kernels}
+    by_hash = {structural_hash(k): positional(k) for k in kernels}
     lib = library(target)
     how = _configs(lib, by_hash, configs)
     orders = {key: Wanted(k, how[key], first_variant(k)) for key, k in by_hash.items()}
@@ -142,7 +146,7 @@ def pack_kernels(
 ) -> bytes:
     """Compiled kernels, by structural hash, with every variant that this process has of them, and what was ordered of kernels
     written by hand, for the cache on disk."""
-    lib = library(target)
+    lib, kernels = library(target), {key: positional(k) for key, k in kernels.items()}
     how = _configs(lib, kernels, configs)
     with lib.lock:
         built = {at: b for at, b in lib.built.items() if how.get(at[0]) == at[1]}

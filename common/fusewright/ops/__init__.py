@@ -86,7 +86,9 @@ _ENTRIES: dict[Overload, _Entry | None] = {}
 def _entry(target: Overload) -> _Entry | None:
     if target not in _ENTRIES:
         found = _BY_NAME.get(_key(target))
-        _ENTRIES[target] = _Entry(found[0], params_of(target), found[1]) if found and found[0].available else None
+        if found is not None and not found[0].available:
+            return None  # so far: a package imported later may bring what the row needs
+        _ENTRIES[target] = None if found is None else _Entry(found[0], params_of(target), found[1])
     return _ENTRIES[target]
 
 

@@ -126,7 +126,7 @@ def test_a_variant_that_is_not_stored_is_built_when_it_is_needed(
         lambda data: data[:100],
         lambda data: data[:-1],
         lambda data: data + b"x",
-        lambda data: data.replace(b'"version":3', b'"version":2'),
+        lambda data: data.replace(b'"version":4', b'"version":3'),
         lambda data: data.replace(b'"sm_90"', b'"sm_80"'),
         lambda data: data.replace(b'"configs":{', b'"confixs":{'),
     ],

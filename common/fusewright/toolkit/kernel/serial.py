@@ -60,13 +60,14 @@ def canonical(kernel: Kernel) -> Kernel:
     """The kernel with positions for names: buffers b0.., symbols s0.., nodes numbered in order, no hints."""
     names = {s: f"s{i}" for i, s in enumerate(kernel.symbols)}
     ids = {n.id: i for i, n in enumerate(kernel.nodes())}
+    sizes = tuple(rename(e, names) for e in kernel.sizes)
 
     def move(n: Node) -> Node:
         return replace(
             n,
             id=ids[n.id],
             args=tuple(ids[a] for a in n.args),
-            index=None if n.index is None else _rename_index(n.index, names, ids),
+            index=None if n.index is None else _rename_index(n.index, names, ids, sizes),
             extent=None if n.extent is None else rename(n.extent, names),
         )
 
@@ -75,13 +76,19 @@ def canonical(kernel: Kernel) -> Kernel:
         tuple(replace(b, name=f"b{i}") for i, b in enumerate(kernel.buffers)),
         tuple(names[s] for s in kernel.symbols),
         tuple(replace(s, name=f"c{i}") for i, s in enumerate(kernel.scalars)),
-        tuple(rename(e, names) for e in kernel.p),
-        tuple(rename(e, names) for e in kernel.r),
+        sizes[: len(kernel.p)],
+        sizes[len(kernel.p) :],
         tuple(Stage(s.over, tuple(move(n) for n in s.nodes)) for s in kernel.stages),
     )
 
 
-def _rename_index(ix: Index, names: dict[str, str], ids: dict[int, int]) -> Index:
+def positional(kernel: Kernel) -> Kernel:
+    """The kernel as kernels of its hash have in common, under its own name: what is made of it serves all of them, whatever
+    they call their symbols. Its hints stay, which no hash knows."""
+    return replace(canonical(kernel), name=kernel.name, hints=kernel.hints)
+
+
+def _rename_index(ix: Index, names: dict[str, str], ids: dict[int, int], sizes: tuple[Extent, ...]) -> Index:
     def coefs(c: Coefs) -> Coefs:
         return tuple((a, rename(k, names)) for a, k in c)
 
@@ -101,6 +108,7 @@ def _rename_index(ix: Index, names: dict[str, str], ids: dict[int, int]) -> Inde
         coefs(ix.coefs),
         tuple(sorted(divmods, key=repr)),
         tuple(sorted(indirect, key=lambda i: i.value)),
+        sizes,
     )
 
 
