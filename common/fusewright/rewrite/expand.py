@@ -58,13 +58,19 @@ def _openable(
         view = views[node]
         if ask(backend, view, node).why is not Why.NO_LOWERING:
             continue
-        key = (view.op, tuple(v.spec for v in view.inputs()), repr([a for a in node.args if not isinstance(a, Node)]))
+        key = (view.op, tuple((v.spec, v.dim) for v in view.inputs()), _given(node))
         if key not in traced:
             traced[key] = _traced_if_claimed(node, backend, phase)
         inside = traced[key]
         if inside is not None:
             chosen[node] = inside
     return chosen
+
+
+def _given(node: Node) -> str:
+    """The arguments of a node with numbers for its inputs: which of them is given, and which are one, matters as well."""
+    places = {n: ("%", k) for k, n in enumerate(node.all_input_nodes)}
+    return repr(torch.fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), places.__getitem__))
 
 
 def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | None:
