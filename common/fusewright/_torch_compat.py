@@ -472,3 +472,28 @@ def forward_results() -> int:
     context = TracingContext.try_get()
     meta = getattr(context, "fw_metadata", None)
     return int(getattr(meta, "num_forward", 0) or 0)
+
+
+_COLLECTIVE = frozenset({
+    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor",
+})  # fmt: skip
+"""Namespaces of operators by which processes talk to each other."""
+
+_LOCAL = frozenset({
+    "aten", "prims", "prim", "quantized", "_quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "mkl", "onednn",
+    "inductor", "profiler", "rngprims", "debugprims", "torchvision", "torchaudio", "torchao", "cudnn", "sparse", "_test",
+})  # fmt: skip
+"""Namespaces of operators that talk to nobody."""
+
+
+def communicates(namespace: str, unknown: bool = True) -> bool:
+    """Whether operators of a namespace may wait for other processes. Those of an `unknown` one may, where there are any."""
+    if namespace in _COLLECTIVE:
+        return True
+    return unknown and namespace not in _LOCAL and not namespace.startswith("fusewright") and several_processes()
+
+
+def several_processes() -> bool:
+    """Whether this process belongs to a group of several."""
+    d = torch.distributed
+    return d.is_available() and d.is_initialized() and d.get_world_size() > 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fusewright.cost import work
-from fusewright.graph.effects import asserts, draws, shared_views, writes
+from fusewright.graph.effects import asserts, communicates, draws, held_in_order, shared_views, writes
 from fusewright.graph.spec import symbols, value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
@@ -45,6 +45,8 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
         return Verdict(Why.NO_LOWERING, "draws random numbers: eager keeps torch's generator order")
     if asserts(node):
         return Verdict(Why.NO_LOWERING, "checks something and computes nothing: eager does it in the graph's order")
+    if communicates(node):
+        return Verdict(Why.NO_LOWERING, "may wait for other processes: eager keeps the order of collectives")
     for v in (*op.inputs(), *op.outs):
         if isinstance(v.spec, TensorSpec) and v.spec.rank and not v.spec.stride:
             return Verdict(Why.LAYOUT, "a sparse or opaque layout")
@@ -172,6 +174,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
     reach: dict[Node, int] = {}
     first_open = 0
     asserted = 0  # what the assertions so far depend on
+    before = held_in_order(index.graph)
     for node in index.graph.nodes:
         if node.op != "call_function":
             continue
@@ -184,7 +187,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
         if writes(node):
             first_open = len(members)
         inputs = node.all_input_nodes
-        mask = asserted
+        mask = asserted | (reach.get(before[node], 0) if node in before else 0)
         for i in inputs:
             mask |= reach.get(i, 0)
         if asserts(node):
@@ -246,9 +249,10 @@ def wait_for_each_other(index: GraphIndex, groups: Sequence[Sequence[Node]]) -> 
             owner[n] = owner.get(n.args[0], n.args[0])
     needs: dict[object, set[object]] = {}
     asserted: set[object] = set()
+    held = {n: (b,) for n, b in held_in_order(index.graph).items()}
     for n in index.graph.nodes:
         me = owner.get(n, n)
-        needs.setdefault(me, set()).update((owner.get(i, i) for i in n.all_input_nodes), asserted)
+        needs.setdefault(me, set()).update((owner.get(i, i) for i in (*n.all_input_nodes, *held.get(n, ()))), asserted)
         if asserts(n):
             asserted = {me}
         needs[me].discard(me)

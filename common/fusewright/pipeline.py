@@ -22,6 +22,7 @@ from fusewright.cost import work
 from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
 from fusewright.graph import printer, retrace, verify
 from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.effects import has_collectives
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import (
     Backend,
@@ -48,6 +49,7 @@ from fusewright.plan.constants import derived
 from fusewright.plan.firstrun import Untrue, checked_first
 from fusewright.plan.inplace import updated_in_place
 from fusewright.plan.ir import Call, Launch, Run, reads
+from fusewright.plan.observed import observed_first
 from fusewright.plan.opaque import guarded
 from fusewright.plan.replay import replayed
 from fusewright.plan.retained import Handover, retained
@@ -186,9 +188,13 @@ def _plan(c: Compilation) -> None:
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.suspected:  # somebody believed the metadata
-        checked, _ = codegen.load(_believed(c), kernels, checked=True, once=codegen.once_of(plain))
+        checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, once=codegen.once_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
-        c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
+        if has_collectives(c.graph):
+            eager = _believed(c, plan_build.build(c.index, (), ()))
+            c.run = observed_first(eager, checked, run, repair, passed, c.backend.name)
+        else:
+            c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
 
 
 PLAN_PASSES: tuple[tuple[str, Callable[[Compilation], plan_build.Plan]], ...] = (
@@ -255,9 +261,13 @@ def _failing(c: Compilation, error: Exception) -> dict[str, Verdict]:
 
 
 def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
+    recorder = c.backend.recorder()
+    if recorder is not None and has_collectives(c.graph):
+        c.report.tell_replay("not replayed: it may wait for other processes, which decide for themselves")
+        return plain
     if c.phase == "infer":
-        return replayed(plan, kernels, plain, c.backend.recorder(), c.report.tell_replay)
-    return retained(plan, kernels, plain, c.backend.recorder(), c.report.tell_replay, c.handover)
+        return replayed(plan, kernels, plain, recorder, c.report.tell_replay)
+    return retained(plan, kernels, plain, recorder, c.report.tell_replay, c.handover)
 
 
 def _from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
@@ -292,11 +302,11 @@ def _passed(c: Compilation) -> None:
         cached.save(c.key, c.backend, c.plan, c.report.summary() if c.report.fallbacks else "")
 
 
-def _believed(c: Compilation) -> plan_build.Plan:
-    """The plan without the metadata of what is distrusted: the first run checks the rest."""
+def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
+    """A plan without the metadata of what is distrusted: the first run checks the rest."""
     nodes = [n for n in c.working.nodes if n.op != "output" and _origin(n) in c.distrusted]
     doubted = {v.id for n in nodes for v in c.index.values(n)}
-    return replace(c.plan, specs={i: s for i, s in c.plan.specs.items() if i not in doubted})
+    return replace(plan, specs={i: s for i, s in plan.specs.items() if i not in doubted})
 
 
 def _repaired(c: Compilation, untrue: Untrue) -> Run:

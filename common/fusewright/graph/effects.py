@@ -45,9 +45,38 @@ def names_sizes(node: Node) -> bool:
     return compat.UNBACKED in node.meta
 
 
+def communicates(node: Node) -> bool:
+    """Whether the node may wait for other processes, which wait for it: a collective, or what nobody knows among several
+    processes. Such a node runs exactly as often as its graph is called, in the order of the graph, whatever a process finds
+    faster or has to repair: the others cannot know of it."""
+    if is_op(node):
+        return compat.communicates(node.target.namespace)  # type: ignore[union-attr]
+    known = getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
+    return node.op == "call_function" and not known and compat.several_processes()
+
+
+def has_collectives(graph: Graph) -> bool:
+    """Whether anything in the graph may wait for other processes."""
+    return any(communicates(n) for n in graph.nodes)
+
+
+def held_in_order(graph: Graph) -> dict[Node, Node]:
+    """Nodes that wait for another of their kind though they read nothing of it: what draws random numbers for what drew
+    before, collectives for those that come first."""
+    before: dict[Node, Node] = {}
+    last: dict[str, Node] = {}
+    for node in graph.nodes:
+        kind = "draws" if draws(node) else "communicates" if communicates(node) else ""
+        if kind:
+            if kind in last:
+                before[node] = last[kind]
+            last[kind] = node
+    return before
+
+
 def drop_dead_code(graph: Graph) -> None:
-    """Erase what nobody reads and what has no effect."""
-    compat.drop_dead_code(graph, asserts)
+    """Erase what nobody reads and what has no effect, on other processes neither."""
+    compat.drop_dead_code(graph, lambda n: asserts(n) or communicates(n))
 
 
 def has_writes(graph: Graph) -> bool:
@@ -61,7 +90,10 @@ def may_share(node: Node) -> bool:
 
 
 def overload_may_share(target: Any) -> bool:
-    """Whether a result of an operator may share memory with an input; of the opset, only views do."""
+    """Whether a result of an operator may share memory with an input; of the opset, only views do. Of a collective everything
+    does: it goes on reading its input until its result has been waited for, which is the same tensor then."""
+    if compat.communicates(target.namespace, unknown=False):
+        return True
     row = ops.find(target)
     return (row is None or row.kind is ops.Kind.VIEW) and compat.may_return_alias(target)
 

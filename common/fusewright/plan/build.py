@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import asserts, draws, operator_asserts, overload_may_share, writes
+from fusewright.graph.effects import asserts, held_in_order, operator_asserts, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value, is_static
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
@@ -229,15 +230,14 @@ def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
     owner = {n: k for k, item in enumerate(items) for n in item.nodes}
     waits: list[set[int]] = [set() for _ in items]
     effects: list[int] = []
-    last_random: int | None = None
+    before = held_in_order(index.graph)
     for k, item in enumerate(items):
         for node in item.nodes:
             waits[k].update(_owners(node.all_input_nodes, owner))
             if writes(node):
                 effects.append(k)
-            elif draws(node):
-                waits[k].update({last_random} - {None})  # type: ignore[arg-type]
-                last_random = k
+            if node in before:
+                waits[k].add(owner[before[node]])
         waits[k].discard(k)
     _behind_assertions(index, items, waits)
     for k in effects:  # a write waits for everything before it, and everything after waits for the write
@@ -285,6 +285,8 @@ def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:
             return False  # a number, which sizes may be made of
         row = ops.find(operator)
         if row is not None and "empty" in row.name:
+            return False
+        if compat.communicates(operator.namespace, unknown=not i.once):
             return False
         if i.once:
             return True  # the backend asked for it

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from fusewright import ops
 from fusewright.graph import spec
-from fusewright.graph.effects import asserts, draws, exposed, names_sizes, writes
+from fusewright.graph.effects import asserts, communicates, draws, exposed, names_sizes, writes
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import Phase, is_static
 from fusewright.plan.build import FOLD_LIMIT
@@ -36,7 +36,7 @@ def derived(graph: Graph, const: frozenset[Node], phase: Phase) -> frozenset[Nod
 def _repeatable(node: Node) -> bool:
     """Whether the node gives the same values every time."""
     row = ops.find(node.target)
-    effect = writes(node) or draws(node) or asserts(node) or names_sizes(node)
+    effect = writes(node) or draws(node) or asserts(node) or names_sizes(node) or communicates(node)
     return not effect and (row is None or "empty" not in row.name)
 
 

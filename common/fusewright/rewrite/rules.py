@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import asserts, draws, exposed, has_writes, names_sizes, writes
+from fusewright.graph.effects import asserts, communicates, draws, exposed, has_writes, names_sizes, writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
@@ -213,7 +213,7 @@ def merge_common(graph: Graph) -> int:
 def _pure(node: Node) -> bool:
     if not compat.is_overload(node.target):
         return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-    return not (draws(node) or writes(node) or asserts(node) or names_sizes(node))
+    return not (draws(node) or writes(node) or asserts(node) or names_sizes(node) or communicates(node))
 
 
 def _key(node: Node) -> Any:

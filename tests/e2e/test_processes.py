@@ -1,0 +1,135 @@
+"""Two processes that talk to each other: both come to the end, whatever either of them finds out by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import multiprocessing
+
+pytestmark = [
+    pytest.mark.hardware("x86_onednn"),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed processes"),
+]
+
+SECONDS = 240
+"""In which both must be done; a hang is one of hours."""
+
+
+class Block(torch.nn.Module):
+    """A part of a transformer: a norm, and an MLP that is divided between processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+def divided(model: torch.nn.Module) -> torch.nn.Module:
+    """Tensor parallel, by columns and then by rows: one sum over all processes to a block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {f"{k}.{name}": how() for k in range(2) for name, how in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)  # type: ignore[arg-type]
+
+
+def calls(rank: int, number: int = 5) -> Iterator[int]:
+    """The ranks wait before every other call, never at the same one."""
+    for k in range(number):
+        time.sleep(0.1 * ((k + rank) % 2))
+        yield k
+
+
+def inference(rank: int, options: dict[str, Any]) -> None:
+    """Each call gives what one process alone gives."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Block(), Block()).eval(), torch.randn(4, 32)
+    with torch.no_grad():
+        expected = model(x)
+        fast = torch.compile(divided(model), backend="x86_onednn", options=options)
+        for _ in calls(rank):
+            torch.testing.assert_close(fast(x), expected)
+
+
+def training(rank: int, options: dict[str, Any]) -> None:
+    """Losses go down as they do in eager."""
+
+    def losses(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, x = divided(torch.nn.Sequential(Block(), Block())), torch.randn(4, 32)
+        fn = torch.compile(model, backend="x86_onednn", options=options) if compiled else model
+        optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in calls(rank, 3):
+            loss = fn(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.testing.assert_close(losses(True), losses(False), rtol=1e-4, atol=1e-5)
+
+
+def repair_of_one(rank: int, options: dict[str, Any]) -> None:
+    """The first rank alone was told of another type than there is, which it finds in its first run."""
+    from torch.distributed import _functional_collectives as collectives
+
+    library = torch.library.Library("fusewright_processes", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x * 2, "CPU")
+    told = torch.bfloat16 if rank == 0 else torch.float32
+    library.impl("doubled", lambda x: torch.empty_like(x, dtype=told), "Meta")
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(x, "sum", torch.distributed.group.WORLD)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.fusewright_processes.doubled(summed(x.exp() + 1))
+        return summed((y.float() * 0.5).exp() * (rank + 1)).float() - 1
+
+    x = torch.linspace(-1, 0, 12)
+    with torch.no_grad():
+        fast = torch.compile(f, backend="x86_onednn", options=options)
+        for k in calls(rank):
+            torch.testing.assert_close(fast(x * k), torch.exp((x * k).exp() * 2 + 2) * 3 - 1)
+    library._destroy()
+
+
+def _process(rank: int, work: Callable[[int, dict[str, Any]], None], folder: Path, errors: Queue[str]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        work(rank, {"cache": False, "fallback": "allow", "strict": True})
+    except BaseException as e:
+        errors.put(f"rank {rank}: {type(e).__name__}: {e}")
+        raise
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "work", [inference, pytest.param(training, marks=pytest.mark.slow), repair_of_one], ids=lambda f: f.__name__
+)
+def test_both_come_to_the_end(work: Callable[[int, dict[str, Any]], None], tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    errors: Queue[str] = context.Queue()
+    processes = [context.Process(target=_process, args=(k, work, tmp_path, errors), daemon=True) for k in range(2)]
+    until = time.monotonic() + SECONDS
+    try:
+        for p in processes:
+            p.start()
+        while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
+            assert time.monotonic() < until, "one waits for the other"
+            time.sleep(0.05)
+        assert [p.exitcode or 0 for p in processes] == [0, 0], errors.get(timeout=10)
+    finally:
+        for p in processes:
+            p.kill()
