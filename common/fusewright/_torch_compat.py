@@ -497,3 +497,8 @@ def several_processes() -> bool:
     """Whether this process belongs to a group of several."""
     d = torch.distributed
     return d.is_available() and d.is_initialized() and d.get_world_size() > 1
+
+
+def clear_workspaces() -> None:
+    """Gives back the memory that torch keeps for cuBLAS or hipBLAS, as Inductor's graph trees do around each of their graphs."""
+    torch._C._cuda_clearCublasWorkspaces()

@@ -154,7 +154,7 @@ def _torchs(specs: Sequence[TensorSpec], scale: float | None, refused: bool) -> 
         for _ in range(REPEATS):
             given = mask.contiguous() if refused else mask
             torch.nn.functional.scaled_dot_product_attention(q, k, v, given, scale=scale, enable_gqa=gqa)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(q.device)
 
     return run
 
@@ -165,6 +165,6 @@ def _ours(specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: s
     def run() -> None:
         for _ in range(REPEATS):
             kernel.attention(q, k, v, mask, False, scale, True, stride, arch)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(q.device)
 
     return run

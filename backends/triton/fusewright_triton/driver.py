@@ -19,7 +19,8 @@ MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, and its HIP counterpart."""
 DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory beyond this must be asked for."""
-
+NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING, and its HIP counterpart."""
 
 DESCRIPTOR = 128
 """Bytes of a tensor descriptor (CUtensorMap), which lies at a multiple of 64."""
@@ -40,7 +41,8 @@ class Driver:
     def __init__(self, kind: Literal["cuda", "hip"]) -> None:
         self.kind = kind
         self.lib = ctypes.CDLL(_library(kind))
-        self._load, self._function, self._launch, self._attribute = (getattr(self.lib, name) for name in _NAMES[kind])
+        found = (getattr(self.lib, name) for name in _NAMES[kind])
+        self._load, self._function, self._launch, self._attribute, self._stream = found
         uint, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
 
@@ -66,6 +68,13 @@ class Driver:
             wide(*reversed(shape)), wide(*(s * how["elem_size"] for s in reversed(stride[:-1]))),
             narrow(*reversed(how["block_size"])), narrow(*[1] * rank), 0, how["swizzle"], _L2_128_BYTES, 0,
         )  # fmt: skip
+
+    def stream(self) -> int:
+        """A new stream of torch's current device that does not wait for the default one: one that torch hands out to nobody.
+        It is never destroyed, for what torch keeps under a stream would be found under the next one of its address."""
+        made = ctypes.c_void_p()
+        self.call("make a stream", self._stream, ctypes.byref(made), NON_BLOCKING)
+        return int(made.value or 0)
 
     def launcher(self) -> Callable[..., int]:
         """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, else `relaunch` says why."""
@@ -111,8 +120,10 @@ class Driver:
 
 
 _NAMES = {
-    "cuda": ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute"),
-    "hip": ("hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute"),
+    "cuda": ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute", "cuStreamCreate"),
+    "hip": (
+        "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute", "hipStreamCreateWithFlags",
+    ),
 }
 
 

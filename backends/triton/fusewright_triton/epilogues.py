@@ -182,8 +182,8 @@ def faster(op: OpView, after: Epilogue, c: Calls, n: int = 0) -> bool:
     like = (m, k, n, x.dtype, x.device, biased)
     made = repeated if c.ctx.options.get("graphs") else several
     candidates = {
-        "library": lambda: made(_library(after, *like)),
-        "kernel": lambda: made(_kernel(after, device.arch, *like)),
+        "library": lambda: made(_library(after, *like), x.device),
+        "kernel": lambda: made(_kernel(after, device.arch, *like), x.device),
     }
     return c.ctx.choose(f"{key}{' replayed' if made is repeated else ''}", Lazy(candidates)) == "kernel"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from fusewright_triton import memsets
 from fusewright_triton.launch import errors
+from fusewright_triton.streams import Pool, lane_of
 
 REPEATS = 10
 """Calls of a candidate that are measured at once."""
@@ -21,35 +21,41 @@ ROUNDS = 3
 
 
 @functools.cache
-def _index(device: str) -> int:
-    return torch.device(device).index or 0
+def _index(device: str) -> int | None:
+    """None: of whatever device is current."""
+    return torch.device(device).index
 
 
 class Graphs:
-    """Records on a side stream of the device of the current stream. Recordings of one stream share a memory pool: they
-    run in order, and nothing in the pool is needed after the work that follows a replay on its stream.
-    """
+    """Records on a stream beside the current one of a device (see `streams`)."""
 
     device_type = "cuda"  # torch names HIP devices so too
 
+    def on(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a device is the current one, as for `record` and `seconds`."""
+        return torch.cuda.device(device)
+
     def lane(self, device: str) -> Hashable | None:
-        """The current stream, unless another device is current or the stream is being captured."""
-        index = _index(device)
-        if torch.cuda.current_device() != index or torch.cuda.is_current_stream_capturing():
+        """The device's current stream, unless that is being captured."""
+        index, current = _index(device), torch.cuda.current_device()
+        if index is not None and index != current:
+            with torch.cuda.device(index):
+                return self.lane(device)
+        if torch.cuda.is_current_stream_capturing():
             return None
-        return index, torch.cuda.current_stream(index).cuda_stream  # without the index it takes three times as long
+        return current, torch.cuda.current_stream(current).cuda_stream  # without the index it takes three times as long
 
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-        """See `Recorder.record`. Warming up loads kernels and makes workspaces, which a capture cannot."""
+        """See `Recorder.record`: on the current device. Warming up loads kernels, which a capture cannot."""
         current = torch.cuda.current_stream()
-        key = (current.device_index, current.cuda_stream)
-        pool = _pools.setdefault(key, _Pool()) if shared else _Pool()
+        lane = lane_of(current)
+        pool = lane.pool if shared else Pool()
         torch.cuda.synchronize()
         cuda = torch.version.hip is None
         graph = torch.cuda.CUDAGraph(keep_graph=cuda)
-        with _beside(current):
+        with lane.beside(current):
             if warm:
                 run()
             torch.cuda.synchronize()
@@ -89,57 +95,32 @@ class Graphs:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def several(run: Callable[[], Any]) -> Callable[[], None]:
-    """A few calls and a wait, as a candidate of a measured choice."""
+def several(run: Callable[[], Any], device: str) -> Callable[[], None]:
+    """A few calls on a device and a wait, as a candidate of a measured choice."""
 
     def again() -> None:
         for _ in range(REPEATS):
             run()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
     return again
 
 
-def repeated(run: Callable[[], Any]) -> Callable[[], None]:
+def repeated(run: Callable[[], Any], device: str) -> Callable[[], None]:
     """As `several`, from a graph: without the host's part of a call, which replayed plans do not have."""
-    current = torch.cuda.current_stream()
     graph = torch.cuda.CUDAGraph()
-    with _beside(current):
-        run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            for _ in range(REPEATS):
-                run()
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        lane = lane_of(current)
+        with lane.beside(current):
+            run()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=lane.side, capture_error_mode="thread_local"):
+                for _ in range(REPEATS):
+                    run()
 
     def again() -> None:
         graph.replay()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
     return again
-
-
-class _Pool:
-    """The memory of everything that is recorded for one stream. It goes with its last graph, and so does its handle."""
-
-    def __init__(self) -> None:
-        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._handle: Any = None
-
-    def handle(self) -> Any:
-        if not self.graphs:
-            self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
-
-
-_pools: dict[tuple[int, int], _Pool] = {}
-_sides: dict[int, torch.cuda.Stream] = {}
-
-
-@contextlib.contextmanager
-def _beside(current: torch.cuda.Stream) -> Iterator[None]:
-    """A side stream that starts after the work of the current one, which then waits for it."""
-    side = _sides.setdefault(current.device_index, torch.cuda.Stream(current.device))
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        yield
-    current.wait_stream(side)

@@ -131,7 +131,7 @@ class GpuLauncher:
         bound = free.pop() if free else self._bind(Variant(*key[1:]))
         bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
         # held until the launches are queued; the allocator gives it to later work of this stream only
-        workspace = self._place_parts(bound, known) if known.workspace else None
+        workspace = self._place_parts(bound, known, tensors[0].device) if known.workspace else None
         stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
         for (function, threads, shared, name), programs in zip(bound.functions, known.programs, strict=True):
             if programs:
@@ -180,8 +180,8 @@ class GpuLauncher:
             8 * (len(parameters) - parts),
         )
 
-    def _place_parts(self, bound: _Bound, sizes: _Sizes) -> torch.Tensor:
-        workspace = torch.empty(sizes.workspace, dtype=torch.uint8, device="cuda")
+    def _place_parts(self, bound: _Bound, sizes: _Sizes, device: torch.device) -> torch.Tensor:
+        workspace = torch.empty(sizes.workspace, dtype=torch.uint8, device=device)
         base = workspace.data_ptr()
         bound.pack_parts(bound.memory, bound.parts_at, *(base + offset for offset in sizes.parts))
         return workspace

@@ -177,6 +177,6 @@ def _products(m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device:
         for _ in range(REPEATS):
             for w, b in zip(ws, bs, strict=True):
                 torch.nn.functional.linear(x, w, b)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
     return run

@@ -151,7 +151,7 @@ def _kernel_pays(m: int, n: int, k: int, op: OpView, c: Calls) -> bool:
 def _repeated(run: Callable[[torch.Tensor, torch.Tensor], Any], x: torch.Tensor, w: torch.Tensor) -> None:
     for _ in range(REPEATS):
         run(x, w)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(x.device)
 
 
 def _int_mm(op: OpView, c: Calls) -> None:

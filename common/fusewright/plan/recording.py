@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Hashable
@@ -36,6 +37,11 @@ class Recorded(abc.ABC, Generic[R]):
             result = self._results(found, args)
         args.clear()
         return result
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for recording and measuring: the plan's device is the current one in it, where the recorder has such."""
+        on = getattr(self.recorder, "on", None)
+        return contextlib.nullcontext() if on is None else on(self.device)
 
     @abc.abstractmethod
     def _recording_for(self, lane: Hashable, args: list[Any]) -> R | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import KernelCode, Recorder
 from fusewright.plan import codegen, verify
@@ -57,6 +58,9 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
         return "too few instructions"
     if any(i in plan.scalars or i not in plan.specs for i in plan.inputs):
         return "an input is a number"
+    collective = next((i for i in plan.instructions if isinstance(i, Call) and _communicates(i)), None)
+    if collective is not None:
+        return f"{collective.target} waits for other processes"
     made = {o for i in plan.instructions for o in i.outs}
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
         return "sizes are symbolic"
@@ -97,6 +101,13 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
     return None
+
+
+def _communicates(i: Call) -> bool:
+    """Whether a call is a collective: it is never run once more to warm up, measured, or recorded, for the other processes
+    would have to do the same at the same call."""
+    operator = operator_of(i.target)
+    return operator is not None and compat.communicates(operator.namespace, unknown=False)
 
 
 def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
@@ -332,19 +343,24 @@ class Replayed(Recorded[_Recording]):
             return None
         del stale
         try:
-            made = self._record(key[0], addresses, args, prepared)
-            if not self._writes:
-                ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
-                plain, replayed = map(self.recorder.seconds, ways)
-                if replayed > plain * SLOWER:
-                    self._give_up(f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms")
-                    return None
+            with self.on_device():
+                made = self._record(key[0], addresses, args, prepared)
+                slower = "" if self._writes else self._slower(made, args)
+            if slower:
+                self._give_up(slower)
+                return None
         except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
         self._recordings[key] = made
         self.tell(f"replayed, {len(self.parts.head.instructions)} of {len(self.plan.instructions)} instructions")
         return made
+
+    def _slower(self, made: _Recording, args: list[Any]) -> str:
+        """Why a recording is not used, or "": by a measurement against the plain plan."""
+        ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
+        plain, replayed = map(self.recorder.seconds, ways)
+        return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
 
     def _record(self, lane: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
         constants = prepared.values if prepared is not None else ()

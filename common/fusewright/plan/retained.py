@@ -135,7 +135,7 @@ class Retained(Recorded[_Recording]):
             return None
         self._recorded += 1
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self.on_device():
                 fixed = [(k, args[k].data_ptr()) for k in self._used if self._stays(k, args[k])]
                 copy_in = CopiesIn(args, sorted(set(self._used) - {k for k, _ in fixed}))
                 run = partial(self._run_body, copy_in.given(args))

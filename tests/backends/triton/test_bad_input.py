@@ -21,7 +21,7 @@ import torch
 from fusewright.interface import Device
 from fusewright.report import recording
 from fusewright.toolkit.kernel import Kernel
-from fusewright_triton import backend, graphs, workers
+from fusewright_triton import backend, graphs, streams, workers
 from fusewright_triton.backend import NvidiaTriton, TritonBackend, TritonLoader
 from tests.unit.plan.test_replay import Recorder
 from tests.unit.plan.test_retained import Forgetful
@@ -135,16 +135,18 @@ class FakeGraph:
 def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """A pretended device under `graphs.Graphs`."""
     stream = SimpleNamespace(device_index=0, cuda_stream=5, device="cuda:0", wait_stream=lambda other: None)
+    monkeypatch.setattr(streams, "driver", lambda kind: SimpleNamespace(stream=lambda: 6))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda made, device: stream)
+    monkeypatch.setattr(torch.cuda, "MemPool", object)
+    monkeypatch.setattr(streams.Lane, "_take_workspaces", lambda self: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(graphs.memsets, "as_kernels", lambda graph, device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda s: recording())  # any context
     monkeypatch.setattr(graphs, "errors", lambda: SimpleNamespace(check=lambda: None))
-    monkeypatch.setattr(graphs, "_pools", {})
-    monkeypatch.setattr(graphs, "_sides", {})
+    monkeypatch.setattr(streams, "_lanes", {})
     monkeypatch.setattr(FakeGraph, "made", [], raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     return FakeGraph
@@ -176,7 +178,7 @@ def test_no_memory_in_a_capture_leaves_the_stream_free(
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         made.record(fails_at(1), warm=True)
     assert device.made[0].calls == ["begin", "end"]
-    assert not graphs._pools[0, 5].graphs, "a graph that failed keeps no memory"
+    assert not streams._lanes[0, 5].pool.graphs, "a graph that failed keeps no memory"
     monkeypatch.setattr(FakeGraph, "broken", False)
     _, again = made.record(fails_at(9), warm=True)
     again()

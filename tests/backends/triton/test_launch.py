@@ -114,7 +114,7 @@ def test_shared_rows_get_a_workspace_that_fits(recorder: Recorder, monkeypatch: 
     recorder.types = [ctypes.c_uint64] * 3
     x, out = torch.zeros(1000, 70), torch.zeros(70)
     run([x, out])
-    assert sizes == [(1280, "cuda")], "70 sums of 4 parts, to a multiple of 256 bytes"
+    assert sizes == [(1280, x.device)], "70 sums of 4 parts, to a multiple of 256 bytes"
     (first, grid_1, *_, values_1), (second, grid_2, *_, values_2) = recorder.launches
     assert (first, grid_1, second, grid_2) == (1, 12, 2, 3)
     assert values_1 == values_2
