@@ -172,3 +172,12 @@ def test_reference_keeps_nan_and_infinity() -> None:
     op = ops.OPS["amax"]
     (out,) = evaluate(op, [torch.tensor([1.0, math.nan]), [], False], {})
     assert out is not None and out.isnan()
+
+
+def test_a_row_whose_overload_comes_later_is_found_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is imported later may bring it: that there was none before is not kept."""
+    monkeypatch.setattr(ops, "_ENTRIES", {})
+    with monkeypatch.context() as before:
+        before.setattr(ops.Op, "available", property(lambda self: False))
+        assert ops.find(torch.ops.aten.relu.default) is None
+    assert ops.find(torch.ops.aten.relu.default) is ops.OPS["relu"]
