@@ -319,7 +319,7 @@ def _rank(rank: int, store: str) -> None:
     with torch.no_grad():
         expected = model(x)
     how = {f"{k}.{n}": c() for k in range(4) for n, c in (("up", ColwiseParallel), ("down", RowwiseParallel))}
-    divided = parallelize_module(model, init_device_mesh("cuda", (2,)), how)
+    divided = parallelize_module(model, init_device_mesh("cuda", (2,)), how)  # type: ignore[arg-type]
     with torch.no_grad(), report.recording() as reports:
         fast = torch.compile(divided, **STRICT)
         for k in range(20):
@@ -337,7 +337,7 @@ def _rank(rank: int, store: str) -> None:
 def tensor_parallel() -> str:
     """Two ranks that never come to a call at the same time: inference and training of a divided model come to an end."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (f"{folder}/store",), nprocs=2)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(_rank, (f"{folder}/store",), nprocs=2)
     return "20 calls and 4 steps"
 
 
