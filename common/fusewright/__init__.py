@@ -1,3 +1,14 @@
 """Fusewright: a family of torch.compile backends on one shared lowering interface."""
 
 __version__ = "0.1.0"
+
+
+def refresh(model: object = None) -> None:
+    """Forget what compiled code made of the weights of `model`, a `torch.nn.Module` (None: of all models): the next call makes
+    it anew.
+
+    For writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with others.
+    """
+    from fusewright.plan.once import refresh as forget  # here, because importing this package must not import torch
+
+    forget(model)  # type: ignore[arg-type]

@@ -460,6 +460,14 @@ def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Te
     return found
 
 
+def unowned(t: torch.Tensor) -> torch.Tensor:
+    """A tensor on the memory of `t` that does not keep it alive."""
+    storage = t.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), t.device, storage.nbytes())
+    empty = torch.empty(0, dtype=t.dtype, device=t.device)
+    return empty.set_(memory, t.storage_offset(), t.shape, t.stride())  # type: ignore[call-overload, no-any-return]
+
+
 def storage_uses(storage: Any) -> int:
     """How many tensors and others hold a storage, the given Python object among them."""
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -36,9 +36,9 @@ class Options:
         False, "raise on a crash inside a backend and on a kernel that cannot be built, instead of doing without", "STRICT"
     )
     verify: bool = _option(True, "check the graph against the specification after every stage", "VERIFY")
-    check: tuple[Literal["contract"], ...] = _option(
+    check: tuple[Literal["contract", "weights"], ...] = _option(
         (), "what is checked while a model runs, at the cost of speed: 'contract' compares every lowered region with eager "
-        "at its first run", "CHECK", compiled=True
+        "at its first run, 'weights' looks at every call for weights that were written behind torch's back", "CHECK", compiled=True
     )  # fmt: skip
     cache: bool = _option(True, "keep plans and measured choices on disk", "CACHE")
     fuel: int | None = _option(

@@ -186,6 +186,7 @@ def _checked(c: Compilation, region: Region, result: Compiled) -> Compiled:
 def _plan(c: Compilation) -> None:
     kernels = _planned(c)
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.suspected:  # somebody believed the metadata
         checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, once=codegen.once_of(plain))
@@ -273,6 +274,7 @@ def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, Kern
 def _from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
     """As a plan that was just made, but without a check. Its first call is plain too: it loads what a recording of
     training, which does not warm up, must find loaded."""
+    _watch_weights(c, plain)
     later, called = _replaying(c, plan, kernels, plain), False
 
     def run(args: list[Any]) -> Any:
@@ -284,6 +286,13 @@ def _from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, Kern
         return result
 
     return plain if later is plain else run
+
+
+def _watch_weights(c: Compilation, plain: Run) -> None:
+    """With `check="weights"`, all bytes of what constants are made of are compared at every call."""
+    once = codegen.once_of(plain)
+    if once is not None and "weights" in c.options.check:
+        once.whole = True
 
 
 def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:

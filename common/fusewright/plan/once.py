@@ -5,17 +5,32 @@ same.
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import numpy
 import torch
+
+from fusewright import _torch_compat as compat
+from fusewright.errors import without_memory
+from fusewright.storage import lazy
+
+log = logging.getLogger("fusewright")
 
 SAMPLES = 4
 """Elements of each weight that are compared at every call: `weight.data.mul_(2)` moves no version counter."""
+
+EVERY = 16
+"""Calls from one closer look to the next. Each is at another weight, at PLACES of its words."""
+
+PLACES = 1024
 
 _WORDS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
@@ -28,19 +43,69 @@ _VALUE = attrgetter("value")
 _POINTER = torch.Tensor.data_ptr
 
 
+class Samples:
+    """Words of dense CPU tensors as they were when first seen: a few of each at every call, and more of one of them at every
+    EVERY-th call.
+
+    For the closer look a tensor is cut into PLACES pieces, and one word is taken of each. After EVERY calls for each tensor, a
+    write to two pieces in a row has certainly been seen, wherever it is; one to 1% of the elements is missed once in 30,000.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._words: list[Any] = []
+        self._looks: list[tuple[Any, Any, bytes]] = []
+        for w in filter(_readable, weights):
+            word = _WORDS[min(w.element_size(), 8)]
+            n = w.numel() * w.element_size() // ctypes.sizeof(word)
+            memory = (word * n).from_address(w.data_ptr())
+            step = ctypes.sizeof(word)
+            few = {(n - 1) * k // (SAMPLES - 1) for k in range(SAMPLES)}
+            self._words += [word.from_address(w.data_ptr() + place * step) for place in sorted(few)]
+            array, places = numpy.frombuffer(memory, dtype=word), _places(n)
+            self._looks.append((array, places, array.take(places).tobytes()))
+        self._content = list(map(_VALUE, self._words))
+        self._calls = itertools.count(1)  # atomic: threads take turns
+
+    def unchanged(self) -> bool:
+        """Whether what is looked at this time is what it was. The memory must still be there."""
+        if self._content != list(map(_VALUE, self._words)):
+            return False
+        look, rest = divmod(next(self._calls), EVERY)
+        if rest or not self._looks:
+            return True
+        array, places, content = self._looks[look % len(self._looks)]
+        return bool(array.take(places).tobytes() == content)
+
+
+@functools.lru_cache(64)
+def _places(n: int) -> Any:
+    """A place in each of PLACES pieces of n words, off any regular pattern; all places where there are fewer."""
+    if n <= PLACES:
+        return numpy.arange(n)
+    pieces = numpy.arange(PLACES)
+    return numpy.minimum(n - 1, ((pieces + (pieces * 0.6180339887498949) % 1.0) * (n / PLACES)).astype(numpy.int64))
+
+
+def _readable(w: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill CPU memory behind `data_ptr` without gaps."""
+    if w.device.type != "cpu" or w.layout is not torch.strided or lazy(w) or not w.data_ptr() or not w.numel():
+        return False
+    return 1 + sum((n - 1) * s for n, s in zip(w.shape, w.stride(), strict=True)) == w.numel()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
-    """`values`, made of one set of weights. `alive` is empty when one of these or its memory has died: another tensor may
-    have its id, or other memory its address."""
+    """`values`, made of one set of weights. `alive` is empty when the memory of one of these has died or `refresh` was called:
+    other memory may have its address. `whole` are copies of all bytes where these are checked."""
 
     values: tuple[Any, ...]
     ids: tuple[int, ...]
     addresses: list[int]
     versions: list[int]
-    sampled: list[Any]
-    content: list[int]
+    samples: Samples
     alive: list[bool]
     watchers: list[weakref.ref[Any]]
+    whole: list[torch.Tensor] | None = None
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these weights are those of `values`, lie where they lay, and are unchanged."""
@@ -49,33 +114,60 @@ class Prepared:
             and self.ids == tuple(map(id, weights))
             and self.versions == list(map(_VERSION, weights))
             and self.addresses == list(map(_POINTER, weights))  # only then may the sampled elements be read
-            and self.content == list(map(_VALUE, self.sampled))
+            and self.samples.unchanged()
+            and (self.whole is None or self._same_bytes(weights))
         )
+
+    def _same_bytes(self, weights: Sequence[torch.Tensor]) -> bool:
+        assert self.whole is not None
+        changed = [w for w, was in zip(weights, self.whole, strict=True) if not torch.equal(_bytes(w), was)]
+        for w in changed:
+            log.warning(
+                "fusewright: a weight of shape %s was written in a way that torch does not count (through .data or memory that it "
+                "shares); without check='weights' call fusewright.refresh(model) after such writes", tuple(w.shape),
+            )  # fmt: skip
+        return not changed
+
+
+def _bytes(w: torch.Tensor) -> torch.Tensor:
+    """A copy of what a tensor holds, to be compared bit by bit."""
+    return w.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+_CACHES: weakref.WeakSet[OnceCache] = weakref.WeakSet()
 
 
 class OnceCache:
     """Calls `prepare(*weights)` when these weights are first seen, and again after one of them changed.
 
     A change is seen by the tensor's identity, its version counter (in-place ops, `load_state_dict`), its address
-    (`weight.data = other`) and, for writes through `.data`, by a few of its elements: such a write is seen when it
-    changes one of those, as a scaling or a copy of the whole does. Entries die with their weights, and with the memory that
-    these lay in, so that a weight which is moved away and back (`weight.data = other`, twice) is seen even where the second
-    allocation gets the address of the first.
+    (`weight.data = other`, `swap_tensors`) and, for writes that move no counter (through `.data` or shared memory), by some
+    of its elements on CPUs (`Samples`). `whole` compares all bytes at every call.
+
+    Entries die with the memory of their weights, so that a weight which is moved away and back (`weight.data = other`, twice)
+    is seen even where the second allocation gets the address of the first. Nothing refers to the tensors themselves, not even
+    weakly: `torch.utils.swap_tensors` refuses a tensor with weak references. So the id of a weight that died may be that of
+    another one. If that lies elsewhere, its address tells. If it lies in the same memory, it holds the same values, unless
+    somebody wrote there without a count meanwhile; to have as few of these as possible, what was made of the same memory under
+    other ids is dropped whenever something is prepared.
     """
 
     def __init__(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
         self._prepare = prepare
+        self.whole = False
         self._entries: dict[tuple[int, ...], Prepared] = {}
         self._lock = threading.Lock()
         self.runs = 0
+        _CACHES.add(self)
 
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
         key = tuple(map(id, weights))
         found = self._entries.get(key)
         # addresses first: only then may the sampled elements be read
         if found is not None and found.addresses == [w.data_ptr() for w in weights]:
-            if found.versions == list(map(_VERSION, weights)) and found.content == list(map(_VALUE, found.sampled)):
-                return found.values
+            if found.versions == list(map(_VERSION, weights)) and found.samples.unchanged():
+                if found.whole is None or found.holds(weights):
+                    return found.values
         return self._run(key, weights).values
 
     def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
@@ -84,13 +176,23 @@ class OnceCache:
         key = tuple(map(id, weights))
         return self._entries.get(key) or self._run(key, weights)  # another thread may have dropped it
 
+    def forget(self, ids: frozenset[int] | None = None) -> None:
+        """Drop what was made of tensors with these ids; everything for None."""
+        with self._lock:
+            for key in [k for k in self._entries if ids is None or not ids.isdisjoint(k)]:
+                self._entries.pop(key).alive.clear()
+
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         with self._lock, torch.no_grad():
             self.runs += 1
-            self._entries.pop(key, None)  # frees the stale copies before new ones are made
-            addresses, versions = [w.data_ptr() for w in weights], [w._version for w in weights]
-            # From `.data`, because a view keeps what it is a view of alive: no weight could ever be freed.
-            values = self._prepare(*(w.data for w in weights))
+            if any(w.layout is not torch.strided for w in weights):  # nothing says when these change: not kept
+                return Prepared(self._prepare(*weights), key, [], [], Samples(()), [], [])
+            addresses, versions = [w.data_ptr() or without_memory(w) for w in weights], [w._version for w in weights]
+            # frees the stale copies before new ones are made
+            for other in [k for k, e in self._entries.items() if k == key or e.addresses == addresses]:
+                self._entries.pop(other).alive.clear()
+            # A view keeps the memory that it is a view of alive: from the weights themselves none could ever be freed.
+            values = self._prepare(*map(_unowned, weights))
             alive = [True]
 
             def forget(_: object, entries: dict[tuple[int, ...], Prepared] = self._entries) -> None:
@@ -101,25 +203,23 @@ class OnceCache:
 
             while len(self._entries) >= LIMIT:
                 self._entries.pop(next(iter(self._entries)))
-            sampled = [word for w in weights for word in _samples(w)]
-            content = [word.value for word in sampled]
-            watchers = [weakref.ref(x, forget) for w in weights for x in (w, w.untyped_storage())]
-            found = Prepared(values, key, addresses, versions, sampled, content, alive, watchers)
+            watchers = [weakref.ref(w.untyped_storage(), forget) for w in weights]
+            whole = [_bytes(w) for w in weights] if self.whole else None
+            found = Prepared(values, key, addresses, versions, Samples(weights), alive, watchers, whole)
             self._entries[key] = found
             return found
 
 
-def _samples(w: torch.Tensor) -> list[Any]:
-    """A few elements of a dense CPU tensor, first and last among them, as objects that read memory when asked."""
-    word = _WORDS.get(w.element_size())
-    if word is None or w.device.type != "cpu" or not w.numel() or not w.data_ptr() or not _dense(w):
-        return []
-    last, start, step = w.numel() - 1, w.data_ptr(), w.element_size()
-    places = {last * k // (SAMPLES - 1) for k in range(SAMPLES)}
-    return [word.from_address(start + place * step) for place in sorted(places)]
+def _unowned(w: torch.Tensor) -> torch.Tensor:
+    plain = w.device.type in ("cpu", "cuda") and not lazy(w) and type(w.data) is torch.Tensor
+    return compat.unowned(w) if plain else w.data
 
 
-def _dense(w: torch.Tensor) -> bool:
-    """Whether the elements fill the memory behind `data_ptr` without gaps."""
-    span = 1 + sum((n - 1) * s for n, s in zip(w.shape, w.stride(), strict=True))
-    return span == w.numel()
+def refresh(model: torch.nn.Module | None = None) -> None:
+    """Forget what compiled code made of the weights of `model` (None: of all models): the next call makes it anew.
+
+    For writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with others.
+    """
+    held = None if model is None else frozenset(map(id, itertools.chain(model.parameters(), model.buffers())))
+    for cache in list(_CACHES):
+        cache.forget(held)
