@@ -44,6 +44,10 @@ def aot_compile(
     )(gm, example_inputs)
 
 
+SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a single memory location"
+"""What AOTAutograd says of a graph that writes into an expanded input."""
+
+
 def static_input_indices() -> frozenset[int]:
     """Positions of parameters and buffers among the inputs of the graph that AOTAutograd compiles now; empty when
     unknown.
@@ -465,7 +469,7 @@ def unowned(t: torch.Tensor) -> torch.Tensor:
     storage = t.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), t.device, storage.nbytes())
     empty = torch.empty(0, dtype=t.dtype, device=t.device)
-    return empty.set_(memory, t.storage_offset(), t.shape, t.stride())  # type: ignore[call-overload, no-any-return]
+    return empty.set_(memory, t.storage_offset(), t.shape, t.stride())
 
 
 def storage_uses(storage: Any) -> int:

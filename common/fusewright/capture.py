@@ -4,6 +4,7 @@ backward).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from fusewright import direct, storage
 from fusewright.graph.effects import writes, written
 from fusewright.graph.fills import size_fills
 from fusewright.interface import Phase
+
+log = logging.getLogger("fusewright")
 
 Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
 """(ATen graph, phase, constant placeholders, road) -> a callable that takes and empties a list of inputs."""
@@ -29,7 +32,14 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Com
     try:
         aten, constants = direct.capture(gm, example_inputs)
     except direct.Doubt as doubt:
-        return through_aot(gm, example_inputs, compile_graph, f"aot ({str(doubt).splitlines()[0]})")
+        road = f"aot ({str(doubt).splitlines()[0]})"
+        try:
+            return through_aot(gm, example_inputs, compile_graph, road)
+        except RuntimeError as e:
+            if compat.SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
+                raise
+            log.warning("fusewright: eager runs a graph that writes into an input whose elements share memory")
+            return gm.forward  # it raises its own error, or does what it allows
     run = compile_graph(aten, "infer", constants, "direct")
     if not compat.autocast_enabled():
         return lambda *args: run(list(args))

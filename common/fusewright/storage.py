@@ -59,6 +59,18 @@ def untraced(t: object) -> str:
     return why_not(t) if t.is_mkldnn or t.is_quantized else ""
 
 
+def overlaps(t: object) -> bool:
+    """Whether elements of a tensor share memory, or may: after `expand`, or `as_strided` with small strides."""
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.numel() < 2:
+        return False
+    end = 0
+    for step, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if step <= end:
+            return True
+        end += step * (n - 1)
+    return False
+
+
 def materialized(t: torch.Tensor) -> torch.Tensor:
     """`t`, or its value in memory where a view negates or conjugates it or where it is zeros without memory."""
     return t.detach().clone() if lazy(t) else t

@@ -61,7 +61,7 @@ class Samples:
             step = ctypes.sizeof(word)
             few = {(n - 1) * k // (SAMPLES - 1) for k in range(SAMPLES)}
             self._words += [word.from_address(w.data_ptr() + place * step) for place in sorted(few)]
-            array, places = numpy.frombuffer(memory, dtype=word), _places(n)
+            array, places = numpy.frombuffer(memory, dtype=f"u{step}"), _places(n)  # type: ignore[call-overload]
             self._looks.append((array, places, array.take(places).tobytes()))
         self._content = list(map(_VALUE, self._words))
         self._calls = itertools.count(1)  # atomic: threads take turns
