@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.delenv(name)
         patch.setenv("FUSEWRIGHT_CACHE_DIR", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> None:
+    """What earlier tests have compiled does not keep products from oneDNN."""
+    left_behind = sys.modules.get("fusewright_onednn.left_behind")
+    if left_behind is not None:
+        left_behind.SHAPES.clear()
 
 
 @pytest.fixture

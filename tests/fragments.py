@@ -178,6 +178,9 @@ class Context:
         self.asked.append(key)
         return self.pick(key, list(candidates))
 
+    def provisional(self) -> None:
+        self.asked.append("provisional")
+
 
 def targets(fragment: Fragment, once: bool = False) -> list[str]:
     """What runs, for goldens: "mkldnn::_linear_pointwise", or "kernel add_silu" for a loop kernel with these ops.

@@ -325,6 +325,10 @@ class CompileContext(Protocol):
         """The name of the fastest candidate, by a short measurement that is remembered under `key` across processes."""
         ...
 
+    def provisional(self) -> None:
+        """Says that this lowering holds for this process alone: its plan stays out of the cache. Since interface 1.2."""
+        ...
+
 
 class Backend(abc.ABC):
     """One vendor's lowering. `name` is the name given to `torch.compile`; see docs/interface.md for a walk-through."""

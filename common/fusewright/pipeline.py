@@ -519,3 +519,6 @@ class Context:
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
         return self._c.tuner.choose(key, candidates)
+
+    def provisional(self) -> None:
+        self._c.tuner.settled = False

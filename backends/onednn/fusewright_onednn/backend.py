@@ -67,7 +67,7 @@ class X86OneDnn(FusedBackend):
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        builder = Builder(region, ctx)
+        builder = Builder(region, ctx, owner=self)
         matches = find_matches(region, builder)
         groups = _concatenations(region, builder, matches)
         for op in region.ops:

@@ -22,6 +22,7 @@ from fusewright.toolkit.llvm.sources import hash_of
 from fusewright.toolkit.llvm.target import host_target
 from fusewright_onednn import choices, sums
 from fusewright_onednn.choices import Product
+from fusewright_onednn.left_behind import SHAPES
 from fusewright_onednn.patterns import Match
 
 OpCode: TypeAlias = Callable[[Match, Builder], None]
@@ -34,8 +35,8 @@ CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
 
 SMALL_PRODUCT = 1 << 15
-"""Multiplications below which a product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is
-more than it takes."""
+"""Multiplications below which a bf16 product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is more than
+it takes."""
 
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
 """Types of attention masks that our kernel reads."""
@@ -112,9 +113,13 @@ def linear_form(op: OpView, b: Builder) -> str:
     rows."""
     product = product_of(op)
     x, w, _ = _operands(op)
-    if not _spec(x).static:
-        return "aten" if product.m * product.k * product.n < SMALL_PRODUCT else "dense"
+    if not _spec(x).static:  # oneDNN makes code for each number of rows, and keeps it; in fp32, eager's library does not
+        small = product.m * product.k * product.n < SMALL_PRODUCT
+        return "aten" if small or product.dtype is torch.float32 else "dense"
     prepack = b.ctx.options["prepack"]
+    if prepack != "always" and not SHAPES.admit(product.key, b.owner):
+        b.ctx.provisional()
+        return "aten"
     if prepack == "never" or not b.is_const(w):
         tall = (
             not product.x_rows and product.dtype is torch.float32
@@ -187,6 +192,9 @@ def concat_pays(group: Sequence[OpView], b: Builder) -> bool:
     """Whether one product for all siblings is faster than one for each."""
     p = product_of(group[0])
     widths = [product_of(op).n for op in group]
+    if not SHAPES.admit(f"{p.key} {widths}", b.owner):
+        b.ctx.provisional()
+        return False
     return choices.concat_pays(b.ctx, p.m, p.k, widths, p.dtype, p.bias)
 
 

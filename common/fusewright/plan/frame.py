@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fusewright import machine
 from fusewright.interface import KernelCode, TensorSpec
 
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)
@@ -51,12 +53,16 @@ def _view(arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
     return torch.empty(0, dtype=spec.dtype).set_(arena.untyped_storage(), offset // spec.dtype.itemsize, shape, stride)
 
 
+KEPT = max(4, machine.cores())
+"""Frames of one plan that wait for calls: more than there are processors would only keep arenas."""
+
+
 class Frames:
     """A pool of frames: calls of one plan from several threads at once get one each."""
 
     def __init__(self, make: Callable[[], Frame]) -> None:
         self._make = make
-        self._free: list[Frame] = []
+        self._free: deque[Frame] = deque(maxlen=KEPT)
         self.give_back = self._free.append
 
     def take(self) -> Frame:

@@ -43,11 +43,14 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 
 
 class Builder:
-    """The region under construction: `ops` with the values that they really read and make, `calls` for some of them."""
+    """The region under construction: `ops` with the values that they really read and make, `calls` for some of them.
 
-    def __init__(self, region: Region, ctx: CompileContext) -> None:
+    `owner` lives as long as what is compiled here: the backend, of which each compiled graph has its own."""
+
+    def __init__(self, region: Region, ctx: CompileContext, owner: object = None) -> None:
         self.region = region
         self.ctx = ctx
+        self.owner = owner
         self.links = Links(region.ops, frozenset(v.id for v in region.outputs))
         self.ops: list[OpView] = []
         self.calls: list[LibraryCall] = []
