@@ -255,7 +255,7 @@ class RocmTriton(TritonBackend):
             return Unavailable("torch is built without ROCm", "install a ROCm build of torch")
         if not torch.cuda.is_available():
             return Unavailable("no AMD GPU is visible", "check rocminfo and HIP_VISIBLE_DEVICES")
-        arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
+        arch = torch.cuda.get_device_properties(None).gcnArchName
         found = target.amd(arch)
         if found is None:
             known = ", ".join(target.AMD)
