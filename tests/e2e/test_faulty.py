@@ -14,7 +14,7 @@ from fusewright import report
 from fusewright.errors import BackendContractError
 from fusewright.reference import Faulty
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.faulty]
 
 
 class Net(nn.Module):

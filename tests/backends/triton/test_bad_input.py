@@ -235,6 +235,7 @@ REAL_LOAD = backend.TritonLoader.__call__
 
 
 @torch.no_grad()
+@pytest.mark.faulty
 def test_a_kernel_that_does_not_build_is_eagers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

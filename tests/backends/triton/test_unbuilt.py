@@ -146,7 +146,8 @@ def test_the_result_is_the_kernels(name: str, request: pytest.FixtureRequest, ca
     with caplog.at_level(logging.WARNING, "fusewright"):
         found = [call() for _ in range(3)]
     for got in found:
-        rtol, atol = (2e-2, 4e-2) if want.dtype == BF16 else (1e-5, 1e-5)
+        # MKL adds in an order that depends on where its arguments lie: errors are those of the largest terms
+        rtol, atol = (2e-2, 4e-2) if want.dtype == BF16 else (1e-5, 1e-6 * float(want.nan_to_num().abs().max()))
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
         assert got.stride() == want.stride()
     (line,) = said(caplog)

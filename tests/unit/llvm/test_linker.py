@@ -84,6 +84,7 @@ def test_a_kernel_that_the_object_code_lacks_is_an_error() -> None:
         load_module(made.object_bytes, ["0" * 64], made.symbols)
 
 
+@pytest.mark.faulty
 def test_what_cannot_be_linked_is_eagers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*args: object) -> None:
         raise LinkError("machine code cannot be linked: no room")
