@@ -20,6 +20,7 @@ from .core import Args, Kind, Op, Overload, Param, Shape, bind, params_of, unbin
 
 __all__ = [
     "OPS",
+    "PACKETS",
     "ROWS",
     "Args",
     "Kind",
@@ -80,6 +81,8 @@ def _key(target: Overload) -> str:
 
 _BY_NAME: dict[str, tuple[Op, Adapter | None]] = {a.qualname: (OPS[a.op], a.adapter) for a in ALIASES}
 _BY_NAME.update({op.qualname: (op, None) for op in ROWS})
+PACKETS: frozenset[str] = frozenset(name.partition(".")[0] for name in _BY_NAME)
+"""Operators of the opset without their overloads: "aten::add"."""
 _ENTRIES: dict[Overload, _Entry | None] = {}
 
 

@@ -14,6 +14,7 @@ from fusewright import ops
 from fusewright.graph.effects import asserts, held_in_order, operator_asserts, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value, is_static
+from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.order import topological
 
@@ -185,8 +186,9 @@ def _python_call(index: GraphIndex, node: Node) -> Instruction:
     module = {"_operator": "operator", "operator": "operator", "math": "math", "builtins": "builtins"}.get(
         getattr(target, "__module__", ""), ""
     )
-    if module and not node.kwargs:
-        return Call(f"py::{module}.{target.__name__}", to_refs(index, node.args), outs)
+    name = f"py::{module}.{getattr(target, '__name__', '')}"
+    if name in PYTHON and not node.kwargs:
+        return Call(name, to_refs(index, node.args), outs)
     spec_args, tree = torch.utils._pytree.tree_flatten((node.args, dict(node.kwargs)))
     many = isinstance(node.meta.get("val"), tuple | list)
 
@@ -267,12 +269,16 @@ def _owners(nodes: Iterable[Node], owner: Mapping[Node, int]) -> Iterable[int]:
 
 
 def operator_of(target: str) -> Any | None:
-    """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function."""
+    """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function. AttributeError for what
+    is neither: nothing else of torch is reached by a name."""
     namespace, _, rest = target.partition("::")
     if namespace == "py":
         return None
     name, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    if not compat.is_overload(found):
+        raise AttributeError(f"{target!r} is no operator")
+    return found
 
 
 def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:

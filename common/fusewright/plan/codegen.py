@@ -2,63 +2,60 @@
 
 from __future__ import annotations
 
-import keyword
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fusewright import _torch_compat as compat
 from fusewright.errors import without_memory
 from fusewright.graph import spec
 from fusewright.interface import Dim, KernelCode, Size
-from fusewright.plan.build import Plan, operator_of
+from fusewright.plan.build import Plan
 from fusewright.plan.firstrun import checker
 from fusewright.plan.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
 from fusewright.plan.once import OnceCache
 from fusewright.plan.verify import PlanError, placement_problems
+from fusewright.plan.vocabulary import (
+    SIZES,
+    TORCH,
+    comment,
+    formula,
+    function_of,
+    identifier,
+    is_symbol,
+    keyword,
+    text_of_size,
+)
 
-_SIZES: dict[str, Callable[..., Any]] = {
-    "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv,
-    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": float,
-    "CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc, "RoundToInt": round,
-    "FloatPow": operator.pow, "PowByNatural": operator.pow, "LShift": operator.lshift, "RShift": operator.rshift,
-    "TruncToFloat": lambda x: float(math.trunc(x)), "Identity": lambda x: x, "Where": lambda c, a, b: a if c else b,
-    "ModularIndexing": lambda x, d, m: x // d % m,
-}  # fmt: skip
-"""What the text of a symbolic size may call."""
-
-_MODULES = {"operator": operator, "math": math, "builtins": __import__("builtins")}
+_BUILTINS = {"__import__": __import__}
+"""Code in C++ imports modules by way of its caller. No text of ours has a name that begins with "_"."""
 
 
 class Names:
-    """The namespace of the generated code: operators under readable names, and objects that have no literal."""
+    """The namespace of the generated code: operators under readable names, and objects that have no literal. It has nothing
+    of Python's own but what is put here."""
 
     def __init__(self) -> None:
-        self.space: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **_SIZES}
+        own: dict[str, Any] = {"torch": TORCH, "inf": math.inf, "nan": math.nan, "complex": complex}
+        self.space: dict[str, Any] = {"__builtins__": _BUILTINS, **own, **SIZES}
+        self._functions: dict[str, str] = {}
 
     def function(self, target: str) -> str:
         """A name for a torch operator or Python function, bound to its fastest entry."""
-        name = target.replace("::", "_").replace(".", "_")
-        if name not in self.space:
-            op = operator_of(target)
-            if op is None:
-                module, _, function = target.removeprefix("py::").partition(".")
-                self.space[name] = getattr(_MODULES[module], function)
-            else:
-                self.space[name] = compat.bound_op(op)
-        return name
+        if target not in self._functions:
+            name = identifier(target.replace("::", "_"))
+            if name in self.space:  # of another one, whose name differs in punctuation only
+                name = f"{name}_{len(self.space)}"
+            self.space[name] = function_of(target)
+            self._functions[target] = name
+        return self._functions[target]
 
     def object(self, prefix: str, value: Any) -> str:
         """A fresh name for an object."""
-        name = "".join(c if c.isalnum() else "_" for c in prefix)
-        name = f"{name or 'obj'}_{len(self.space)}"
-        if keyword.iskeyword(name) or name[0].isdigit():
-            name = f"o_{name}"
+        name = f"{identifier(prefix)}_{len(self.space)}"
         self.space[name] = value
         return name
 
@@ -89,7 +86,7 @@ def _call(i: Call | CallPython, names: Names) -> str:
         text = f"{names.object(i.name, i.fn)}({', '.join(names.literal(a) for a in i.args)})"
     else:
         left += "," if i.packed and len(i.outs) == 1 else ""
-        args = [names.literal(a) for a in i.args] + [f"{k}={names.literal(v)}" for k, v in i.kwargs]
+        args = [names.literal(a) for a in i.args] + [f"{keyword(k)}={names.literal(v)}" for k, v in i.kwargs]
         text = f"{names.function(i.target)}({', '.join(args)})"
     return f"{left} = {text}" if left else text
 
@@ -160,13 +157,13 @@ class _Launches:
     def _number(self, x: Any) -> str:
         match x:
             case Dim():
-                return x.symbol
-            case ("size", Ref() as r, dim):
+                return text_of_size(x.symbol)
+            case ("size", Ref() as r, int() as dim):
                 return f"v{r.id}.shape[{dim}]"
             case ("offset", Ref() as r):
                 return f"v{r.id}.storage_offset()"
             case ("expr", str() as text, sources):
-                return text.format(*map(self._number, sources))
+                return formula(text, [self._number(s) for s in sources])
         return self.names.literal(x)
 
     def frame(self) -> Callable[[], Frame]:
@@ -176,7 +173,7 @@ class _Launches:
 
 
 def _sizes(sizes: Sequence[Size]) -> str:
-    return "(" + "".join(f"{s}, " for s in sizes) + ")"
+    return "(" + "".join(f"{s}, " if isinstance(s, int) else f"{text_of_size(s.symbol)}, " for s in sizes) + ")"
 
 
 class _Symbols:
@@ -197,7 +194,7 @@ class _Symbols:
             for d, s in enumerate(self._plan.specs[i].shape if i in self._plan.specs else ()):
                 if isinstance(s, Dim):
                     known.setdefault(s.symbol, f"v{i}.shape[{d}]")
-        found = [f"    {name} = {source}" for name, source in known.items() if name in self._open]
+        found = [f"    {name} = {source}" for name, source in known.items() if name in self._open and is_symbol(name)]
         self._open -= known.keys()
         return found
 
@@ -221,7 +218,7 @@ def _comment(plan: Plan, i: Instruction) -> str:
     op_id = getattr(i, "op_id", None)
     if op_id is not None and plan.comments.get(op_id):
         parts.append(plan.comments[op_id])
-    return "  # " + " ".join(parts) if parts else ""
+    return "  # " + comment(" ".join(parts)) if parts else ""
 
 
 def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int, list[int]]:

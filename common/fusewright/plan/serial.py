@@ -16,7 +16,7 @@ from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
 
-FORMAT = 1
+FORMAT = 2
 """Changes when the JSON does: entries of another format are misses."""
 
 
@@ -44,8 +44,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
 def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
     """The plan that `to_data` wrote; `attribute` finds the tensors that the traced graph holds itself, by name.
 
-    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` when the data is not a plan of this format for this
-    graph.
+    What it says is for `vocabulary.find_problems` to judge. Data of another form raises, in whatever way.
     """
     if data["format"] != FORMAT:
         raise ValueError("a plan of another format")
@@ -63,23 +62,24 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
     )
 
 
+def _table(kind: type) -> dict[str, Any]:
+    """Everything of a kind that torch has by name: `getattr(torch, name)` would reach more."""
+    return {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
+
+
+_DTYPES, _LAYOUTS, _FORMATS = map(_table, (torch.dtype, torch.layout, torch.memory_format))
+
+
+def _name(x: Any) -> str:
+    return str(x).removeprefix("torch.")
+
+
 _NAMED: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "dtype": (torch.dtype, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.dtype)),
-    "layout": (torch.layout, lambda x: str(x).removeprefix("torch."), lambda s: _torch_name(s, torch.layout)),
-    "format": (
-        torch.memory_format,
-        lambda x: str(x).removeprefix("torch."),
-        lambda s: _torch_name(s, torch.memory_format),
-    ),
+    "dtype": (torch.dtype, _name, _DTYPES.__getitem__),
+    "layout": (torch.layout, _name, _LAYOUTS.__getitem__),
+    "format": (torch.memory_format, _name, _FORMATS.__getitem__),
     "device": (torch.device, str, torch.device),
 }
-
-
-def _torch_name(name: str, kind: type) -> Any:
-    value = getattr(torch, name)
-    if not isinstance(value, kind):
-        raise ValueError(f"torch.{name} is not a {kind.__name__}")
-    return value
 
 
 def _arg(x: Any) -> Any:
@@ -141,7 +141,7 @@ def _spec(s: TensorSpec) -> list[Any]:
     return [
         [_dim(d) for d in s.shape],
         [_dim(d) for d in s.stride],
-        str(s.dtype).removeprefix("torch."),
+        _name(s.dtype),
         s.device,
         s.const,
     ]
@@ -149,6 +149,4 @@ def _spec(s: TensorSpec) -> list[Any]:
 
 def _unspec(data: list[Any]) -> TensorSpec:
     shape, stride, dtype, device, const = data
-    return TensorSpec(
-        tuple(map(_undim, shape)), tuple(map(_undim, stride)), _torch_name(dtype, torch.dtype), device, const
-    )
+    return TensorSpec(tuple(map(_undim, shape)), tuple(map(_undim, stride)), _DTYPES[dtype], device, const)

@@ -1,0 +1,298 @@
+"""The words that a plan may use. A plan becomes Python text, and may come from the disk: nothing gets into that text but what
+is made or checked here, and no function but what is found here.
+
+`text_of_size`, `formula`, `comment`, `identifier` and `function_of` are for the code generator, whatever the plan's origin.
+`find_problems` looks at a whole plan, and is asked before a plan from the disk becomes text.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.interface import Dim, TensorSpec
+from fusewright.plan.arithmetic import PYTHON
+from fusewright.plan.build import Plan, operator_of
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
+
+
+class Foreign(ValueError):
+    """A plan says something that is not in the vocabulary."""
+
+
+# ---------------------------------------------------------------- functions
+
+_TARGET = re.compile(r"[a-zA-Z]\w*::\w+(\.\w+)?", re.ASCII)
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """What a call names: a torch operator, or one of `PYTHON`. Raises `Foreign` for anything else."""
+    found = PYTHON.get(target)
+    if found is not None:
+        return found
+    return compat.bound_op(overload_of(target))
+
+
+def overload_of(target: str) -> Any:
+    """The torch operator of a name. Raises `Foreign` when it is none."""
+    if not isinstance(target, str) or not _TARGET.fullmatch(target) or target.startswith("py::"):
+        raise Foreign(f"{target!r} is no name of an operator")
+    try:
+        return operator_of(target)
+    except (AttributeError, RuntimeError) as e:
+        raise Foreign(f"there is no operator {target!r}") from e
+
+
+# ---------------------------------------------------------------- text
+
+SIZES: Mapping[str, Callable[..., Any]] = {
+    "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv,
+    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": float,
+    "CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc, "RoundToInt": round,
+    "FloatPow": operator.pow, "PowByNatural": operator.pow, "LShift": operator.lshift, "RShift": operator.rshift,
+    "TruncToFloat": lambda x: float(math.trunc(x)), "Identity": lambda x: x, "Where": lambda c, a, b: a if c else b,
+    "ModularIndexing": lambda x, d, m: x // d % m,
+}  # fmt: skip
+"""What the text of a symbolic size may call."""
+
+TORCH = ModuleType("torch")
+"""What generated code knows of torch by name: types, layouts, memory formats and devices."""
+TORCH.__dict__.update(
+    {k: v for k, v in vars(torch).items() if isinstance(v, torch.dtype | torch.layout | torch.memory_format)},
+    device=torch.device,
+)
+
+_OWN_NAMES = frozenset(
+    "torch inf nan complex once prepare run args frame frames threads get_num_threads empty_strided check fail b e".split()
+)
+_VALUE = re.compile(r"v\d+|b\d+|p\d+")
+_LONGEST = 2000
+"""Characters of a formula."""
+_LARGEST_POWER = 64
+
+_FORMULA = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Constant, ast.Name, ast.Call, ast.Load, ast.Add, ast.Sub, ast.Mult,
+    ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE,
+)  # fmt: skip
+
+
+def is_symbol(name: str) -> bool:
+    """Whether a size may be called so: a plain name that generated code uses for nothing else."""
+    return (
+        isinstance(name, str)
+        and name.isascii()
+        and name.isidentifier()
+        and name[0] != "_"
+        and name not in _OWN_NAMES
+        and name not in SIZES
+        and not _VALUE.fullmatch(name)
+        and not hasattr(builtins, name)
+    )
+
+
+@functools.lru_cache(4096)
+def text_of_size(text: str) -> str:
+    """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` for what is no such formula."""
+    plain = isinstance(text, str) and len(text) <= _LONGEST and text.isascii() and text.isprintable()
+    if not plain or "#" in text:
+        raise Foreign(f"{str(text)[:80]!r} is no size")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        called = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+        fine = all(_in_formula(n, id(n) in called) for n in ast.walk(tree))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        fine = False
+    if not fine:
+        raise Foreign(f"{text[:80]!r} is no size")
+    return text
+
+
+def _in_formula(node: ast.AST, called: bool) -> bool:
+    match node:
+        case ast.Constant():
+            return isinstance(node.value, int | float) and not isinstance(node.value, bool) and abs(node.value) < 1 << 64
+        case ast.Name():
+            return node.id in SIZES if called else is_symbol(node.id)
+        case ast.Call():
+            return isinstance(node.func, ast.Name) and not node.keywords
+        case ast.BinOp(op=ast.Pow()):
+            power = node.right.operand if isinstance(node.right, ast.UnaryOp) else node.right
+            return isinstance(power, ast.Constant) and isinstance(power.value, int) and power.value <= _LARGEST_POWER
+    return isinstance(node, _FORMULA)
+
+
+def formula(text: str, numbers: Sequence[str]) -> str:
+    """`text` with the texts of numbers, which are trusted, at its `{}`. Raises `Foreign` for what is no formula."""
+    parts = text.split("{}") if isinstance(text, str) else []
+    if len(parts) != len(numbers) + 1 or any(c in p for p in parts for c in "{}"):
+        raise Foreign(f"{text!r} is no formula of {len(numbers)} sizes")
+    text_of_size("s".join(f" {p} " for p in parts))
+    return "".join(f"{p}({n})" for p, n in zip(parts, numbers, strict=False)) + parts[-1]
+
+
+def keyword(name: str) -> str:
+    """The name of an argument. Raises `Foreign` for what is no name."""
+    if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
+        raise Foreign(f"{name!r} is no name of an argument")
+    return name
+
+
+def comment(text: str) -> str:
+    """Words for people at the end of a line: one line, whatever they are."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def identifier(words: str) -> str:
+    """The beginning of a Python name that reminds of `words`."""
+    name = re.sub(r"\W", "_", words, flags=re.ASCII) or "obj"
+    return name if name[0].isalpha() else f"o_{name}"
+
+
+# ---------------------------------------------------------------- plans
+
+LARGEST_ID = 1 << 31
+_DEEPEST = 8
+_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?", re.ASCII)
+_HASH = re.compile(r"\w{1,128}", re.ASCII)
+_PLAIN = (type(None), bool, str, float, complex, torch.dtype, torch.layout, torch.memory_format, torch.device)
+
+
+class Words:
+    """What plans for one graph may call: the opset's operators and other overloads of the same name, those that the graph
+    itself has, and the namespaces that the backend declares."""
+
+    def __init__(self, of_graph: frozenset[str] = frozenset(), namespaces: Sequence[str] = ()) -> None:
+        self._graph, self._namespaces = of_graph, frozenset(namespaces)
+
+    def has(self, target: str) -> bool:
+        return (
+            target in PYTHON
+            or target in self._graph
+            or target.partition(".")[0] in ops.PACKETS
+            or target.partition("::")[0] in self._namespaces
+        )
+
+
+def find_problems(plan: Plan, words: Words) -> Iterator[str]:
+    """One line for everything in a plan that is outside of the vocabulary."""
+    ids = (*plan.inputs, *plan.once_inputs, *plan.once_outputs, *plan.specs, *plan.attributes, *plan.scalars)
+    yield from (f"{i!r} is no value" for i in ids if not _is_id(i))
+    yield from (f"{s!r} is no name of a size" for s in plan.scalars.values() if not _is_size(s))
+    yield from (f"{k!r} is no kernel" for k in plan.kernels if not (isinstance(k, str) and _HASH.fullmatch(k)))
+    for spec in plan.specs.values():
+        yield from _spec_problems(spec)
+    for i in (*plan.once, *plan.instructions):
+        yield from _instruction_problems(i, plan, words)
+    for o in plan.outputs:
+        yield from _argument_problems(o)
+
+
+def _instruction_problems(i: Instruction, plan: Plan, words: Words) -> Iterator[str]:
+    yield from (f"{o!r} is no value" for o in i.outs if not _is_id(o))
+    match i:
+        case Call():
+            yield from _call_problems(i, words)
+        case Launch():
+            if i.kernel not in plan.kernels:
+                yield f"there is no kernel {i.kernel!r}"
+            yield from (f"{r!r} is no value" for r in i.inputs if not (isinstance(r, Ref) and _is_id(r.id)))
+            for x in (*i.sizes, *i.scalars):
+                yield from _number_problems(x)
+            for pair in (*i.inplace, *i.updates):
+                if len(pair) != 2 or not all(_is_id(k) for k in pair):
+                    yield f"{pair!r} are no positions"
+        case CallPython():
+            yield f"{i.name} is no data"
+
+
+def _call_problems(i: Call, words: Words) -> Iterator[str]:
+    try:
+        operator = None if i.target in PYTHON else overload_of(i.target)
+    except Foreign as e:
+        yield str(e)
+        return
+    if not words.has(i.target):
+        yield f"{i.target} is neither in the opset, nor in the graph, nor declared by the backend"
+    formals = operator._schema.arguments if operator is not None else ()
+    named = [k for k, _ in i.kwargs]
+    if len(set(named)) != len(named) or set(named) - {f.name for f in formals}:
+        yield f"{i.target} takes no {named!r}"
+    if operator is not None and len(i.args) > len(formals):
+        yield f"{i.target} takes {len(formals)} arguments, not {len(i.args)}"
+    if not isinstance(i.packed, bool) or not isinstance(i.once, bool):
+        yield f"{i.target}: a flag that is none"
+    for a in (*i.args, *(v for _, v in i.kwargs)):
+        yield from _argument_problems(a)
+
+
+def _argument_problems(x: Any, depth: int = 0) -> Iterator[str]:
+    if isinstance(x, tuple | list) and depth < _DEEPEST:
+        for a in x:
+            yield from _argument_problems(a, depth + 1)
+    elif isinstance(x, Ref):
+        if not _is_id(x.id):
+            yield f"{x.id!r} is no value"
+    elif type(x) is int:
+        if abs(x) >= 1 << 64:
+            yield "a number of more than 64 bits"
+    elif not isinstance(x, _PLAIN):
+        yield f"an argument of type {type(x).__name__}"
+
+
+def _number_problems(x: Any) -> Iterator[str]:
+    """Of what a launch is given beside tensors."""
+    match x:
+        case ("size", Ref() as r, dim):
+            fine = _is_id(r.id) and type(dim) is int and 0 <= dim < 64
+        case ("offset", Ref() as r):
+            fine = _is_id(r.id)
+        case ("expr", str() as text, tuple() as sources):
+            fine = not any(p for s in sources for p in _number_problems(s))
+            try:
+                formula(text, ["0"] * len(sources))
+            except Foreign as e:
+                yield str(e)
+        case Ref():
+            fine = _is_id(x.id)
+        case Dim():
+            fine = _is_size(x.symbol)
+        case bool() | float():
+            fine = True
+        case _:
+            fine = type(x) is int and abs(x) < 1 << 64
+    if not fine:
+        yield f"{x!r} is no number for a kernel"
+
+
+def _spec_problems(s: TensorSpec) -> Iterator[str]:
+    if not isinstance(s.dtype, torch.dtype) or not isinstance(s.const, bool):
+        yield f"{s.dtype!r}, {s.const!r}: no type of a tensor"
+    if not isinstance(s.device, str) or not _DEVICE.fullmatch(s.device):
+        yield f"{s.device!r} is no device"
+    for d in (*s.shape, *s.stride):
+        sizes = (d,) if not isinstance(d, Dim) else (d.hint, d.lo, *(() if d.hi is None else (d.hi,)))
+        if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes) or (isinstance(d, Dim) and not _is_size(d.symbol)):
+            yield f"{d!r} is no size"
+
+
+def _is_id(i: Any) -> bool:
+    return type(i) is int and 0 <= i < LARGEST_ID
+
+
+def _is_size(text: Any) -> bool:
+    try:
+        text_of_size(text)
+    except (Foreign, TypeError):
+        return False
+    return True

@@ -1,0 +1,203 @@
+"""Nothing gets into the text of a plan, or into a plan from the disk, but words of a closed vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.interface import Dim, TensorSpec
+from fusewright.plan import codegen, serial, vocabulary
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.plan.vocabulary import Foreign, Words
+
+F32 = TensorSpec((4,), (1,), torch.float32)
+GOOD = Plan((1,), (Ref(2),), [Call("aten::relu.default", (Ref(1),), (2,))], [], (), (), {1: F32, 2: F32})
+WORDS = Words(frozenset({"mine::op.default"}), ("vendor",))
+
+
+def with_call(target: str, *args: Any, **kwargs: Any) -> Plan:
+    return replace(GOOD, instructions=[Call(target, args, (2,), tuple(kwargs.items()))])
+
+
+def with_launch(**fields: Any) -> Plan:
+    launch = Launch("a" * 64, (Ref(1),), (2,))
+    return replace(GOOD, instructions=[replace(launch, **fields)], kernels={"a" * 64: None})
+
+
+def with_size(symbol: str) -> Plan:
+    return replace(GOOD, specs={**GOOD.specs, 2: replace(F32, shape=(Dim(symbol, 4),))})
+
+
+def problems(plan: Plan) -> list[str]:
+    return list(vocabulary.find_problems(plan, WORDS))
+
+
+# ---------------------------------------------------------------- functions
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "py::builtins.exec", "py::builtins.eval", "py::builtins.getattr", "py::builtins.__import__", "py::builtins.open",
+        "py::builtins.compile", "py::operator.attrgetter", "py::operator.methodcaller", "py::operator.call",
+        "py::operator.setitem", "py::math.__loader__", "py::os.system", "py::builtins.max.__class__", "py::", "py::operator",
+        "aten::add.__class__", "aten::relu.overloads", "aten::no_such_op.default", "aten::relu", "aten", "::", "",
+        "load_library::__func__.__globals__", "aten::relu.default\nimport os", "aten::relu.default ", "os::system.default",
+    ],
+)  # fmt: skip
+def test_a_call_names_an_operator_or_a_helper_of_the_list(target: str) -> None:
+    if target == "aten::relu":  # the same as with ".default"
+        assert problems(with_call(target, Ref(1))) == []
+        return
+    assert problems(with_call(target, "print('here')"))
+    with pytest.raises((Foreign, AttributeError, RuntimeError)):  # the latter are torch's own words for it
+        codegen.load(with_call(target, "print('here')"))
+
+
+@pytest.mark.parametrize("target", ["py::operator.floordiv", "py::builtins.max", "py::math.ceil"])
+def test_arithmetic_on_sizes_is_in_the_list(target: str) -> None:
+    assert problems(with_call(target, Ref(1))) == [] and callable(vocabulary.function_of(target))
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "fine"),
+    [
+        ("aten::add.Tensor", Words(), True),  # a row of the opset
+        ("aten::add.Scalar", Words(), True),  # another overload of one
+        ("aten::from_file.default", Words(), False),  # reads any file
+        ("aten::from_file.default", Words(frozenset({"aten::from_file.default"})), True),  # the user's graph does
+        ("mkldnn::_linear_pointwise.default", Words(), False),
+        ("mkldnn::_linear_pointwise.default", Words(namespaces=("mkldnn",)), True),
+    ],
+)
+def test_operators_are_the_opsets_the_graphs_and_the_backends(target: str, words: Words, fine: bool) -> None:
+    found = [p for p in vocabulary.find_problems(with_call(target), words) if "neither in the opset" in p]
+    assert (not found) == fine
+
+
+def test_two_operators_whose_names_differ_in_punctuation_stay_apart() -> None:
+    """`fw_a::b_c` was bound to what `fw_a_b::c` is."""
+    library = [torch.library.Library(n, "FRAGMENT") for n in ("fwtest_a", "fwtest_a_b")]
+    library[0].define("b_c(Tensor x) -> Tensor")
+    library[0].impl("b_c", lambda x: x + 1, "CPU")
+    library[1].define("c(Tensor x) -> Tensor")
+    library[1].impl("c", lambda x: x + 2, "CPU")
+    calls = [Call("fwtest_a::b_c.default", (Ref(1),), (2,)), Call("fwtest_a_b::c.default", (Ref(2),), (3,))]
+    run, _ = codegen.load(Plan((1,), (Ref(3),), [*calls], [], (), (), {}))
+    assert run([torch.zeros(1)])[0].item() == 3
+
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    "text", ["s0", "2*s0 + 1", "Max(1, s0)", "s0**2", "(s0//2)", "-s77 - 3", "FloorDiv(s0, 2)", "Where(s0 > 1, s0, 1)"]
+)
+def test_formulas_of_sizes(text: str) -> None:
+    assert vocabulary.text_of_size(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')", "s0.__class__", "s0[0]", "lambda: 1", "(s0 for s0 in s0)", "'a'", "b'a'", "f'{s0}'", "s0\nimport os",
+        "s0  # a comment", "exec(s0)", "max(s0)", "torch", "frame", "v1", "__builtins__", "s0 := 1", "Max(*s0)", "Max(x=1)",
+        "9**9**9", "9**99999", "2**s0", "1" * 30, "", "s0; s1", "\u017f0", "s0\r", "-" * 3000 + "s0", "(" * 300 + "s0" + ")" * 300,
+        3, None, "1j",
+    ],
+)  # fmt: skip
+def test_what_is_no_formula_is_refused(text: Any) -> None:
+    with pytest.raises(Foreign):
+        vocabulary.text_of_size(text)
+    assert problems(with_size(text)) and problems(replace(GOOD, scalars={1: text}))
+
+
+def test_a_formula_with_holes() -> None:
+    assert vocabulary.formula("({}+31)//32*{}", ["s0", "v1.shape[0]"]) == "((s0)+31)//32*(v1.shape[0])"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("{0.__class__}", 1), ("{}", 2), ("{}{}", 1), ("{{}}", 1), ("{!r}", 1), ("{:>9}", 1), ("{}.real", 1), ("os.system({})", 1),
+        ("{}()", 1), ("{}{}", 2), ("{}#", 1),
+    ],
+)
+def test_a_formula_with_other_holes_is_refused(text: str, count: int) -> None:
+    with pytest.raises(Foreign):
+        vocabulary.formula(text, ["s0"] * count)
+    assert problems(with_launch(sizes=(("expr", text, (("size", Ref(1), 0),) * count),)))
+
+
+def test_comments_stay_comments() -> None:
+    plan = replace(GOOD, comments={7: "a.py:3\nraise SystemExit"}, instructions=[replace(GOOD.instructions[0], op_id=7)])
+    run, text = codegen.load(plan)
+    assert "raise SystemExit" in text and torch.equal(run([torch.ones(2)])[0], torch.ones(2))
+    strange = replace(GOOD, specs={1: F32, 2: replace(F32, shape=(Dim("s0\nraise SystemExit", 4),))})
+    assert torch.equal(codegen.load(strange)[0]([torch.ones(2)])[0], torch.ones(2))
+
+
+def test_generated_code_knows_nothing_else() -> None:
+    space = codegen.load(GOOD)[0].__globals__
+    assert set(space["__builtins__"]) == {"__import__"}
+    assert not hasattr(space["torch"], "load") and not hasattr(space["torch"], "ops")
+    modules = {type(torch)}
+    assert [k for k, v in space.items() if type(v) in modules] == ["torch"]
+
+
+# ---------------------------------------------------------------- plans from the disk
+
+
+def test_a_plain_plan_has_no_problems() -> None:
+    assert problems(GOOD) == []
+    assert problems(with_launch(sizes=(3, ("size", Ref(1), 0), ("offset", Ref(1)), Ref(1)), scalars=(1.5, True))) == []
+
+
+HOSTILE: dict[str, Plan] = {
+    "an id that is text": replace(GOOD, inputs=("1, x = __import__('os')",)),  # type: ignore[arg-type]
+    "an id that is a bool": replace(GOOD, inputs=(True,)),
+    "an id that is negative": replace(GOOD, outputs=(Ref(-1),)),
+    "a reference to text": replace(GOOD, outputs=(Ref("2]; import os; ["),)),  # type: ignore[arg-type]
+    "a result that is text": replace(GOOD, instructions=[Call("aten::relu.default", (Ref(1),), ("os",))]),  # type: ignore[arg-type]
+    "an argument that is text": with_call("aten::add.Tensor", Ref(1), **{"alpha=1); import os; (": 1}),
+    "an argument that the operator has not": with_call("aten::relu.default", Ref(1), out=Ref(1)),
+    "arguments twice": replace(GOOD, instructions=[Call("aten::relu.default", (), (2,), (("self", Ref(1)),) * 2)]),
+    "more arguments than there are": with_call("aten::relu.default", Ref(1), Ref(1)),
+    "an object": with_call("aten::relu.default", object()),
+    "a huge number": with_call("aten::add.Tensor", Ref(1), 1 << 70),
+    "a list without end": with_call("aten::relu.default", [[[[[[[[[[[1]]]]]]]]]]]),
+    "a device": replace(GOOD, specs={1: replace(F32, device="cpu', os.system('x'), '")}),
+    "a size that is text": replace(GOOD, specs={1: replace(F32, shape=("4",))}),  # type: ignore[arg-type]
+    "a size beyond 64 bits": replace(GOOD, specs={1: replace(F32, shape=(1 << 64,))}),
+    "a kernel that is not there": replace(GOOD, instructions=[Launch("b" * 64, (Ref(1),), (2,))]),
+    "a kernel with a name of its own": replace(GOOD, kernels={"../../x": None}),
+    "a tensor for a kernel that is none": with_launch(inputs=("v1",)),
+    "a size for a kernel that is text": with_launch(sizes=("__import__('os')",)),
+    "a dimension that is text": with_launch(sizes=(("size", Ref(1), "0]; import os; ["),)),
+    "a number for a kernel that is an object": with_launch(scalars=(object(),)),
+    "places that are none": with_launch(inplace=(("0", 0),)),
+}
+
+
+@pytest.mark.parametrize("plan", HOSTILE.values(), ids=HOSTILE)
+def test_everything_else_is_a_problem(plan: Plan) -> None:
+    assert problems(plan)
+
+
+@pytest.mark.parametrize("name", ["os", "load", "float32.__class__", "hub", "_C"])
+def test_types_come_from_tables(name: str) -> None:
+    for tag in ("dtype", "layout", "format"):
+        with pytest.raises(KeyError):
+            serial._unarg({tag: name})
+    with pytest.raises(RuntimeError):
+        serial._unarg({"device": name})
+
+
+def test_a_plan_reaches_only_tensors_that_the_graph_names() -> None:
+    asked: list[str] = []
+    data = serial.to_data(replace(GOOD, attributes={9: ("mask", torch.ones(1))}))
+    assert serial.from_data(data, lambda n: asked.append(n)).attributes == {9: ("mask", None)} and asked == ["mask"]
