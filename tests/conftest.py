@@ -34,12 +34,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The user's cache is neither read nor written."""
+    """The user's cache and key are neither read nor written."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.startswith("FUSEWRIGHT_")]:
             patch.delenv(name)
         patch.setenv("FUSEWRIGHT_CACHE_DIR", str(folder))
+        patch.setenv("FUSEWRIGHT_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         yield folder
 
 

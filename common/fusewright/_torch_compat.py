@@ -72,6 +72,17 @@ def shape_env_of(gm: GraphModule) -> Any | None:
     return None
 
 
+def assumed_sizes(gm: GraphModule) -> str:
+    """What tracing knows of symbolic sizes, as text: ranges and guards. Code may rely on any of it; "" for static graphs."""
+    env = shape_env_of(gm)
+    if env is None:
+        return ""
+    ranges = sorted(f"{symbol} in {r.lower}..{r.upper}" for symbol, r in env.var_to_range.items())
+    guards = sorted(str(g.expr) for g in env.guards)
+    later = sorted(str(a.expr) for found in env.deferred_runtime_asserts.values() for a in found)
+    return "\n".join([*ranges, *guards, *later])
+
+
 def is_fake(t: object) -> bool:
     """Whether `t` is a FakeTensor: metadata without storage."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -7,6 +7,7 @@ variable over the default.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import types
 import typing
@@ -17,7 +18,11 @@ from typing import Any, Literal
 from fusewright.errors import OptionError, nearest
 from fusewright.interface import Backend
 
+log = logging.getLogger("fusewright")
+
 PREFIX = "FUSEWRIGHT_"
+
+_said: set[str] = set()
 
 
 def _option(default: Any, text: str, env: str | None = None, compiled: bool = False) -> Any:
@@ -100,6 +105,7 @@ def _table() -> dict[str, EnvVar]:
         EnvVar(PREFIX + "BACKEND", str, "", "what backend='fusewright' uses, instead of the best one"),
         EnvVar(PREFIX + "CACHE_MB", int, 512, "megabytes of plans that the cache keeps at most"),
         EnvVar(PREFIX + "CACHE_DIR", str, "", "where the cache is; default: the user's cache directory"),
+        EnvVar(PREFIX + "STATE_DIR", str, "", "where the user's key is; default: the user's state directory"),
     ]
     return {v.name: v for v in [*of_options, *others]}
 
@@ -113,6 +119,18 @@ def env(name: str) -> Any:
     var = ENV[PREFIX + name]
     text = os.environ.get(var.name)
     return var.default if text is None else _parse_text(var.name, text, var.type)
+
+
+def env_or_default(name: str) -> Any:
+    """The same where an error would come too late: a value that cannot be read counts as none, with one warning."""
+    try:
+        return env(name)
+    except OptionError as e:
+        default = ENV[PREFIX + name].default
+        if str(e) not in _said:
+            _said.add(str(e))
+            log.warning("fusewright: %s; it counts as %r", e, default)
+        return default
 
 
 def unknown_env() -> dict[str, str]:

@@ -353,6 +353,10 @@ class Backend(abc.ABC):
     """Whether a view op in a region always gives a view of its input's memory. If not, eager makes the views that the
     caller sees."""
 
+    namespaces: ClassVar[Sequence[str]] = ()
+    """Namespaces of torch operators that its plans call and the opset has not, such as its own. A plan that calls others,
+    which the graph does not call either, is not kept on disk. Since interface 1.2."""
+
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
         """`options` are the checked values of this class's own options."""
         self.device = device
@@ -417,4 +421,9 @@ class Backend(abc.ABC):
 
     def fingerprint(self) -> str:
         """What compiled code depends on beside the graph; part of every cache key. Equal in every process."""
-        return f"{self.name}-{self.interface[0]}.{self.interface[1]}-{self.opset}-{self.device}"
+        versions = f"{self.name}-{self.interface[0]}.{self.interface[1]}-{self.opset}"
+        d = self.device
+        if d is None:
+            return versions
+        features = ",".join(sorted(d.features))  # the order of a set differs from process to process
+        return f"{versions}-{d.type}-{d.arch}-{d.driver}{' simulated' * d.simulated}-{features}"

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -68,3 +69,24 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     except OSError:
         return None
     return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def torch_switches(*names: str) -> str:
+    """Settings of torch by their dotted names, e.g. "backends.cudnn.enabled", for fingerprints. "-" for those that this torch
+    does not have, or that it refuses to tell."""
+    return ",".join(f"{name.removeprefix('backends.')}={_switch(name)}" for name in names)
+
+
+def _switch(name: str) -> str:
+    try:
+        value = attrgetter(name)(torch)
+        return str(value() if callable(value) else value)
+    except (AttributeError, RuntimeError):  # RuntimeError: set by torch's newer interface
+        return "-"
+
+
+def environment(*names: str) -> str:
+    """Those of the environment variables that are set, for fingerprints. A name that ends with "*" stands for all that begin
+    so."""
+    found = [n for n in os.environ for wanted in names if n == wanted or (wanted[-1] == "*" and n.startswith(wanted[:-1]))]
+    return ",".join(f"{n}={os.environ[n]}" for n in sorted(set(found)))

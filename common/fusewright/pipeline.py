@@ -84,8 +84,8 @@ class Compilation:
     compiled: list[tuple[Region, Compiled]] = field(default_factory=list)
     plan: plan_build.Plan = field(init=False)
     run: Run = field(init=False)
-    key: str = ""
-    """Of the plan cache; "" keeps the plan out of it."""
+    slot: cached.Slot | None = None
+    """In the plan cache; None keeps the plan out of it."""
     handover: Handover = field(default_factory=Handover)
     distrusted: frozenset[str] = frozenset()
     """Names of nodes that make something else than was traced, beyond mending: eager runs them and what reads them."""
@@ -307,8 +307,8 @@ def _passed(c: Compilation) -> None:
     """The first run found everything true: the plan may be kept, unless noise chose how it computes."""
     if c.suspected:
         _blame(c)
-    if c.key and c.tuner.settled:
-        cached.save(c.key, c.backend, c.plan, c.report.summary() if c.report.fallbacks else "")
+    if c.slot and c.tuner.settled:
+        cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.fallbacks else "")
 
 
 def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
@@ -339,7 +339,7 @@ def _repaired(c: Compilation, untrue: Untrue) -> Run:
             distrusted |= {n.name for n in same}
     report = GraphReport(c.backend.name, c.phase, c.report.road)
     again = Compilation(
-        c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, key=c.key, handover=c.handover,
+        c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, slot=c.slot, handover=c.handover,
         distrusted=distrusted, suspected=suspected,
     )  # fmt: skip
     return _compile(again)
@@ -414,8 +414,8 @@ def _found_or_compiled(
     c = Compilation(backend, options, gm, phase, const, report, tuner, handover=Handover.of(phase))
     _timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording() and _plainly_traced(gm):
-        c.key = cached.key(backend, options, c.graph, phase, const)
-        found = cached.find(c.key, backend, gm, partial(_from_disk, c))
+        c.slot = cached.slot(backend, options, gm, phase, const)
+        found = cached.find(c.slot, backend, gm, partial(_from_disk, c)) if c.slot else None
         if found is not None:
             run, summary = found
             if summary and options.fallback == "warn":

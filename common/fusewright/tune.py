@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ import filelock
 import torch
 
 from fusewright import _torch_compat as compat
-from fusewright import cachedir
+from fusewright.cache import store
 from fusewright.interface import Decline
 
 log = logging.getLogger(__name__)
@@ -47,8 +46,8 @@ class Tuner:
     def __init__(self, scope: str, persist: bool = True) -> None:
         self.scope = f"{scope}|threads={torch.get_num_threads()}"
         self.settled = True
-        self._path = cachedir.file("choices.json") if persist else None
-        self._known: dict[str, str] = self._read().get(self.scope, {}) if self._path else {}
+        self._persist = persist
+        self._known = _of_scope(store.read_choices(), self.scope) if persist else {}
         self._new: dict[str, str] = {}
 
     def choose(self, key: str, candidates: Mapping[str, Run]) -> str:
@@ -79,27 +78,26 @@ class Tuner:
             self.settled = False
         return best
 
-    def _read(self) -> dict[str, dict[str, str]]:
-        try:
-            found = json.loads(self._path.read_text()) if self._path else {}
-        except (OSError, ValueError):
-            return {}  # nothing remembered, or a damaged file: measure again
-        ok = isinstance(found, dict) and all(isinstance(v, dict) for v in found.values())
-        return found if ok else {}
-
     def save(self) -> None:
         """Add what was measured to the file. A cache that cannot be written costs only time."""
-        if not self._new or self._path is None:
+        if not self._new or not self._persist:
             return
         try:
-            with filelock.FileLock(f"{self._path}.lock", timeout=5):
-                everything = self._read()
-                everything.setdefault(self.scope, {}).update(self._new)
-                cachedir.write(self._path, json.dumps(everything, indent=0, sort_keys=True).encode())
+            store.write_choices(self._add)
         except (OSError, filelock.Timeout) as e:
             log.info("choices were not saved: %s", e)
         self._known.update(self._new)
         self._new = {}
+
+    def _add(self, everything: dict[str, Any]) -> None:
+        everything[self.scope] = {**_of_scope(everything, self.scope), **self._new}
+
+
+def _of_scope(everything: Mapping[str, Any], scope: str) -> dict[str, str]:
+    """What is remembered for a scope: names by key. A name that is no candidate will be ignored."""
+    found = everything.get(scope)
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {key: name for key, name in pairs if isinstance(name, str)}
 
 
 def verdict(rounds: Sequence[Mapping[str, float]]) -> tuple[str, bool]:

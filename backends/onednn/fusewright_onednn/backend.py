@@ -28,6 +28,12 @@ from fusewright_onednn import lowerings, norms, patterns, target
 from fusewright_onednn.lowerings import LOWERINGS
 from fusewright_onednn.patterns import Match
 
+SWITCHES = (
+    "backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mkldnn.allow_tf32", "backends.mkldnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision", "backends.cpu.get_cpu_capability",
+)  # fmt: skip
+ENV = ("ONEDNN_*", "DNNL_*", "ATEN_CPU_CAPABILITY", "MKL_*")
+
 
 class X86OneDnn(FusedBackend):
     """x86-64 CPUs with AVX2 or better, with the oneDNN that torch carries."""
@@ -37,6 +43,7 @@ class X86OneDnn(FusedBackend):
     priority = 50
     constant_masks = True  # attention under `is_causal` skips the future instead of reading a mask of it
     lowerings = LOWERINGS
+    namespaces = ("mkldnn", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
         # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".
         "prepack": "auto",
@@ -85,9 +92,8 @@ class X86OneDnn(FusedBackend):
         return replace(fragment, notes=notes, kernels=kernels)
 
     def fingerprint(self) -> str:
-        d = self.running_on()
-        versions = f"{self.interface[0]}.{self.interface[1]}-{self.opset}-{d.driver}-torch {torch.__version__}"
-        return f"{self.name}-{versions}-{d.arch}-{','.join(sorted(d.features))}"
+        """With what oneDNN is told from outside: measured choices depend on it."""
+        return f"{super().fingerprint()}-torch {torch.__version__}-{machine.torch_switches(*SWITCHES)}-{machine.environment(*ENV)}"
 
 
 def _code(op: OpView, device: Device) -> lowerings.OpCode:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.serial import from_json, structural_hash, to_json
+from fusewright.toolkit.kernel.verify import verify
 from fusewright_triton.binaries import Binary, Built, Variant
 from fusewright_triton.config import Config, Tile
 from fusewright_triton.emitter import Source, emit
@@ -80,8 +81,9 @@ def unpack(data: bytes, target: Target) -> Stored:
 
 
 def _kernel(key: str, data: dict[str, Any]) -> Kernel:
-    """A kernel that is the one of its hash."""
+    """A kernel that is the one of its hash, and whole: it becomes source again."""
     kernel = from_json(data)
+    verify(kernel)
     if structural_hash(kernel) != key:
         raise ValueError(f"{kernel.name} is stored under the hash of another kernel")
     return kernel
@@ -122,6 +124,8 @@ def _order_data(o: Order) -> list[Any]:
 
 def _order(data: list[Any]) -> Order:
     module, function, types, constants, options = data
+    if not (isinstance(module, str) and module.isidentifier()):
+        raise ValueError(f"{module!r} is no file of kernels")
     return Order(module, function, tuple(types), tuple((k, v) for k, v in constants), tuple((k, v) for k, v in options))
 
 
@@ -131,4 +135,7 @@ def _config_data(c: Config) -> list[Any]:
 
 def _config(data: list[Any]) -> Config:
     tiles, row, persistent, split, warps = data
+    numbers = (row, persistent, split, warps, *(n for axes, block in tiles for n in (*axes, block)))
+    if not all(isinstance(n, int) for n in numbers):
+        raise ValueError("a configuration that is none")
     return Config(tuple(Tile(tuple(axes), block) for axes, block in tiles), row, persistent, split, warps)

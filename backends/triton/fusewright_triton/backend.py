@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fusewright import ops
+from fusewright import machine, ops
 from fusewright.errors import OptionError, nearest
 from fusewright.interface import (
     CompileContext,
@@ -39,12 +39,28 @@ from fusewright_triton import target
 from fusewright_triton.ahead import orders
 from fusewright_triton.calls import rewritten
 from fusewright_triton.config import Config
-from fusewright_triton.handwritten import INSTALL, Order, library
+from fusewright_triton.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.quantized import with_few_rows
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable("triton cannot be imported", INSTALL)
+
+
+SWITCHES = (
+    "backends.cuda.matmul.allow_tf32", "backends.cuda.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation", "backends.cudnn.enabled", "backends.cudnn.deterministic",
+    "backends.cudnn.allow_tf32", "backends.cudnn.conv.fp32_precision", "backends.cuda.flash_sdp_enabled",
+    "backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.math_sdp_enabled", "backends.cuda.cudnn_sdp_enabled",
+)  # fmt: skip
+ENV = (
+    "TRITON_F32_DEFAULT", "TRITON_DEFAULT_FP_FUSION", "TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "TRITON_PTXAS_*", "PTXAS_OPTIONS",
+    "TRITON_OVERRIDE*", "TRITON_LIBDEVICE_PATH", "TRITON_INTERPRET", "TRITON_HIP_*", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT",
+    "AMDGCN_*", "NVIDIA_TF32_OVERRIDE", "CUBLAS*", "CUDNN_*",
+)  # fmt: skip
+"""What Triton and the libraries of a GPU are told from outside, and code or measured choices depend on."""
 
 
 class TritonLoader:
@@ -85,6 +101,10 @@ class TritonLoader:
             module = runtime.unpack_kernels(data, self.target)
         return {h: KernelCode(module.by_hash(h), kernel=k) for h, k in module.kernels.items()}
 
+    def fingerprint(self) -> str:
+        """The target is the device's."""
+        return ""
+
 
 @functools.cache
 def _triton() -> str:
@@ -102,6 +122,7 @@ class TritonBackend(FusedBackend):
     priority = 50
     constant_masks = True  # flash and cuDNN attention are twice as fast without
     lowerings = LOWERINGS
+    namespaces = (NAMESPACE,)
     options: ClassVar[Mapping[str, Any]] = {
         "target": "",
         # Whole plans of fixed shapes are recorded as a graph of the device and replayed.
@@ -192,9 +213,8 @@ class TritonBackend(FusedBackend):
         """The host adds a hash of this package's files to the keys of plans."""
         d = self.running_on()
         gpu = torch.cuda.get_device_name() if not d.simulated and torch.cuda.is_available() else "no GPU"
-        versions = f"{self.interface[0]}.{self.interface[1]}-{self.opset}-torch {torch.__version__}-triton {_triton()}"
-        features = ",".join(sorted(d.features))  # the order of a set differs from process to process
-        return f"{self.name}-{versions}-{d.driver}-{gpu}-{d.arch}{' simulated' * d.simulated}-{features}"
+        told = f"{machine.torch_switches(*SWITCHES)}-{machine.environment(*ENV)}"
+        return f"{super().fingerprint()}-torch {torch.__version__}-triton {_triton()}-{gpu}-{told}"
 
     def recorder(self) -> Recorder | None:
         """Graphs of the device, unless they are switched off or there is no device."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import json
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from fusewright import cachedir
-from fusewright.plan import store
+from fusewright.cache import place, store
+from fusewright.cache.store import Entry
 
 
 @click.group()
@@ -21,30 +24,69 @@ def cache() -> None:
 @cache.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def list_entries(as_json: bool) -> None:
-    """Every plan, least recently used first."""
-    found = store.entries()
+    """Every plan, least recently used first: its model, ops, backend, size, age and hits."""
+    found = list(store.listed())
     if as_json:
-        rows = [{"key": e.key, "bytes": e.bytes, "used": e.used} for e in found]
-        click.echo(json.dumps({"version": 1, "directory": str(cachedir.path()), "plans": rows}))
+        rows = [_row(e, facts) for e, facts in found]
+        click.echo(json.dumps({"version": 2, "directory": _where(), "plans": rows}))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("plan", "kB", "last used"):
-        table.add_column(title, justify="right" if title == "kB" else "left")
-    for e in found:
-        when = datetime.datetime.fromtimestamp(e.used).isoformat(" ", "seconds")
-        table.add_row(e.key[:16], f"{e.bytes / 1000:.1f}", when)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for title in ("model", "ops", "backend", "kB", "age", "hits", "plan"):
+        right = title in ("ops", "kB", "age", "hits")
+        table.add_column(title, justify="right" if right else "left", no_wrap=title != "model")
+    for e, facts in found:
+        row = _row(e, facts)
+        told = (row["model"] or "?", row["ops"], row["backend"] or "?", f"{e.bytes / 1000:.1f}", _age(row["age"]), e.hits)
+        table.add_row(*(escape(_printable(x)) for x in told), e.name[:8])
     Console().print(table)
-    click.echo(f"{len(found)} plans in {cachedir.path()}")
+    click.echo(f"{len(found)} plans in {_where()}")
+
+
+def _row(e: Entry, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry as JSON types. None for what this user did not write on this machine, or an earlier version did."""
+    made = facts.get("made")
+    return {
+        "plan": e.name,
+        "model": facts.get("model"),
+        "phase": facts["key"]["phase"] if facts else None,
+        "ops": facts.get("ops"),
+        "backend": facts.get("backend"),
+        "bytes": e.bytes,
+        "age": time.time() - made if made else None,
+        "used": e.used,
+        "hits": e.hits,
+    }
+
+
+def _age(seconds: float | None) -> str:
+    """In the largest unit that it has two of."""
+    if seconds is None:
+        return "?"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _printable(x: Any) -> str:
+    return "".join(c if c.isprintable() else " " for c in ("?" if x is None else str(x)))
 
 
 @cache.command("size")
 def size() -> None:
-    """How many plans there are, and how much room they take."""
-    found = store.entries()
-    click.echo(f"{len(found)} plans, {sum(e.bytes for e in found) / 1e6:.2f} MB in {cachedir.path()}")
+    """How many plans there are, and how much room all files take."""
+    click.echo(f"{len(store.entries())} plans, {store.total_bytes() / 1e6:.2f} MB in {_where()}")
 
 
 @cache.command("clear")
 def clear() -> None:
-    """Remove every plan and every remembered choice."""
-    click.echo(f"{store.clear()} plans removed from {cachedir.path()}")
+    """Remove every plan, every remembered choice and what unfinished writers left."""
+    click.echo(f"{store.clear()} plans removed from {_where()}")
+
+
+def _where() -> str:
+    found = place.existing_cache()
+    try:
+        return str(found.path if found else place.path())
+    except RuntimeError as e:  # no home directory
+        return f"nowhere: {e}"

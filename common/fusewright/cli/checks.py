@@ -11,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusewright import __version__, cachedir, config, machine, registry
+from fusewright import __version__, config, machine, registry
+from fusewright.cache import place, store
 from fusewright.interface import INTERFACE, OPSET, Unavailable
 
 SCHEMA = 1
@@ -162,18 +162,22 @@ def machine_facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": machine.cores(),
         "quota": machine.cpu_quota(),
-        "cache": cache_facts(cachedir.path()),
+        "cache": cache_facts(),
         "env": {n: v for n, v in sorted(os.environ.items()) if n.startswith(config.PREFIX)},
         "unknown_env": config.unknown_env(),
     }
 
 
-def cache_facts(folder: Path) -> dict[str, Any]:
+def cache_facts() -> dict[str, Any]:
     """Where the cache is, its size in bytes and whether this user can write it (or could make it)."""
-    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) if folder.exists() else 0
+    found = place.existing_cache()
+    try:
+        folder = found.path if found else place.path()
+    except RuntimeError as e:  # no home directory
+        return {"path": f"nowhere: {e}", "bytes": 0, "writable": False}
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
-    return {"path": str(folder), "bytes": size, "writable": writable}
+    return {"path": str(folder), "bytes": store.total_bytes(), "writable": writable}
 
 
 def _version(package: str) -> str | None:

@@ -4,72 +4,93 @@ be true.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusewright import __version__
-from fusewright.config import Options, env
-from fusewright.graph import printer
+from fusewright.cache import place, seal, store
+from fusewright.cache.key import key_of
+from fusewright.cache.store import Key
+from fusewright.config import Options, env_or_default
+from fusewright.graph.origin import origin
+from fusewright.graph.view import is_op, qualified_name
 from fusewright.interface import Backend, KernelCode, Phase
-from fusewright.plan import codegen, serial, store
+from fusewright.plan import codegen, serial, verify, vocabulary
 from fusewright.plan.build import Plan, attribute
 from fusewright.plan.ir import Run
 
 log = logging.getLogger("fusewright")
 
 
-def key(backend: Backend, options: Options, graph: Graph, phase: Phase, const: frozenset[Node]) -> str:
-    """Hash of the graph with its types and of everything else that a plan depends on."""
-    constants = ",".join(str(i) for i, n in enumerate(graph.nodes) if n in const)
-    versions = f"{__version__} {torch.__version__} {serial.FORMAT}"
-    threads = str(torch.get_num_threads())  # choices are measured with them
-    text = printer.to_text(graph, sources=False)
-    vendor = type(backend).__module__.partition(".")[0]
-    sources = _sources("fusewright") + _sources(vendor)
-    return store.key(text, constants, phase, backend.fingerprint(), options.key(), versions, threads, sources)
+@dataclass(frozen=True)
+class Slot:
+    """Where the plan of a graph is kept, and what such a plan may say: as the graph was traced, before any pass."""
+
+    key: Key
+    words: vocabulary.Words
+    attributes: frozenset[str]
+    takes: int
+    gives: int
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        """Why a plan must not become code, or is none of this graph."""
+        yield from vocabulary.find_problems(plan, self.words)
+        yield from (f"the graph holds no {n!r}" for n, _ in plan.attributes.values() if n not in self.attributes)
+        if (len(plan.inputs), len(plan.outputs)) != (self.takes, self.gives):
+            found = f"{len(plan.inputs)} values and returns {len(plan.outputs)}"
+            yield f"it takes {found}, the graph {self.takes} and {self.gives}"
 
 
-@functools.cache
-def _sources(package: str) -> str:
-    """A hash of names, sizes and times of a package's files: a changed checkout makes other code of one version."""
-    file = getattr(sys.modules.get(package), "__file__", None)
-    digest = hashlib.sha256()
-    for path in sorted(Path(file).parent.rglob("*.py")) if file else ():
-        info = path.stat()
-        digest.update(f"{path.name} {info.st_size} {info.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+def slot(backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node]) -> Slot | None:
+    """The slot of a traced graph; None where nothing can be kept."""
+    if place.cache() is None or not seal.usable():
+        return None
+    graph = gm.graph
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    return Slot(
+        key_of(backend, options, gm, phase, const, serial.FORMAT),
+        vocabulary.Words(frozenset(qualified_name(n.target) for n in graph.nodes if is_op(n)), backend.namespaces),
+        frozenset(str(n.target) for n in graph.find_nodes(op="get_attr")),
+        len(graph.find_nodes(op="placeholder")),
+        len(returned) if isinstance(returned, tuple | list) else 1,
+    )
 
 
 Finish = Callable[[Plan, Mapping[str, KernelCode], Run], Run]
 """From a plan, its kernels and the plan as a callable to what is called."""
 
 
-def find(entry_key: str, backend: Backend, gm: GraphModule, finish: Finish) -> tuple[Run, str] | None:
+def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple[Run, str] | None:
     """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that
     fits.
     """
-    found = store.read(entry_key)
+    found = store.read(slot.key)
     if found is None:
         return None
-    data, code = found
     try:
-        plan = serial.from_data(data["plan"], lambda name: attribute(gm, name))
-        kernels = backend.restore(code, list(plan.kernels)) if code else {}
-        return finish(plan, kernels, codegen.load(plan, kernels)[0]), str(data["summary"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
-        log.warning("fusewright: an entry of the plan cache does not fit (%s: %s); compiling anew", type(e).__name__, e)
-        store.discard(entry_key)
+        plan = serial.from_data(found.data["plan"], lambda name: _held(slot, gm, name))
+        for problem in slot.problems(plan):
+            raise vocabulary.Foreign(problem)
+        kernels = backend.restore(found.code, list(plan.kernels)) if found.code else {}
+        verify.check(plan, "reading it", {h: code.kernel for h, code in kernels.items()})
+        return finish(plan, kernels, codegen.load(plan, kernels)[0]), str(found.data["summary"])
+    except Exception as e:  # whatever keeps an entry from loading, the model is compiled
+        store.reject(slot.key.name, e)
         return None
 
 
-def save(entry_key: str, backend: Backend, plan: Plan, summary: str) -> None:
+def _held(slot: Slot, gm: GraphModule, name: str) -> Any:
+    """A tensor that the graph itself names; nothing else of the module can be reached."""
+    if name not in slot.attributes:
+        raise vocabulary.Foreign(f"the graph holds no {name!r}")
+    return attribute(gm, name)
+
+
+def save(slot: Slot, backend: Backend, plan: Plan, graph: Graph, summary: str) -> None:
     """Store a plan that is data throughout; others stay in memory."""
     code = backend.store(list(plan.kernels))
     if code is None:
@@ -81,4 +102,8 @@ def save(entry_key: str, backend: Backend, plan: Plan, summary: str) -> None:
     except serial.NotSerializable as e:
         log.debug("a plan is not cached: %s", e)
         return
-    store.write(entry_key, data, code, env("CACHE_MB") * 1_000_000)
+    for problem in slot.problems(plan):
+        log.debug("a plan is not cached, for it could not be read: %s", problem)
+        return
+    facts = {"model": origin(graph), "ops": sum(map(is_op, graph.nodes)), "backend": backend.name}
+    store.write(slot.key, facts, data, code, max(0, env_or_default("CACHE_MB")) * 1_000_000)

@@ -50,6 +50,10 @@ class Loader(Protocol):
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]: ...
 
+    def fingerprint(self) -> str:
+        """What its code depends on beside the kernels: compilers and their target."""
+        ...
+
 
 class InterpreterLoader:
     """Kernels run by the reference interpreter: slow, on CPU tensors, on every machine."""
@@ -62,6 +66,9 @@ class InterpreterLoader:
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
         raise ValueError("the interpreter stores no code")
+
+    def fingerprint(self) -> str:
+        return "interpreter"
 
 
 def _interpreted(kernel: Kernel) -> Callable[..., None]:
@@ -86,6 +93,11 @@ class LlvmLoader:
         from fusewright.toolkit.llvm import archive
 
         return {h: _native(launcher) for h, launcher in archive.unpack(data).items()}
+
+    def fingerprint(self) -> str:
+        from fusewright.toolkit.llvm.target import host_target
+
+        return host_target().fingerprint
 
 
 def _native(launcher: Launcher) -> KernelCode:
@@ -158,6 +170,11 @@ class FusedBackend(Backend):
     def restore(self, data: bytes, kernels: Sequence[str]) -> Mapping[str, KernelCode]:
         found = self._loader().unpack(data)
         return {h: found[h] for h in kernels}
+
+    def fingerprint(self) -> str:
+        """As every backend's, with what compiles its kernels."""
+        self.running_on()
+        return f"{super().fingerprint()}-{self._loader().fingerprint()}"
 
     def _loader(self) -> Loader:
         return interpreter_loader if self.running_on().simulated else type(self).loader

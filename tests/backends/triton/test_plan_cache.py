@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 import torch
 
 from fusewright import pipeline
+from fusewright.cache import place, seal, store
 from fusewright.interface import Device
-from fusewright.plan import store
 from fusewright.toolkit.kernel import structural_hash
 from fusewright_triton import archive, backend, target, workers
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonLoader
@@ -221,19 +221,21 @@ def test_a_damaged_entry_is_compiled_anew(model: Small, what: str, caplog: pytes
     x = torch.randn(4, 16)
     first = compiled(model)(x)
     (entry,) = store.entries()
+    folder, file = place.cache(), entry.name + store.SUFFIX
+    assert folder is not None
     if what == "file":
-        entry.path.write_bytes(entry.path.read_bytes()[:-3])
+        folder.write(file, folder.read(file)[:-3])
     else:
-        found = store.read(entry.key)
-        assert found is not None
-        store.write(entry.key, found[0], b"\x02" + found[1][1:], 1 << 30)
+        found = store.open_entry(folder, entry.name)
+        at = len(found.code)
+        body = bytes(seal.unseal(entry.name, folder.read(file)))
+        folder.write(file, seal.seal(entry.name, body[:-at] + b"\x02" + found.code[1:]))
     with caplog.at_level(logging.WARNING, "fusewright"):
         assert torch.equal(compiled(model)(x), first)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "fusewright"]
-    assert "is damaged" in said if what == "file" else "does not fit" in said
+    assert "cannot be used" in said and ("it was changed" in said) == (what == "file")
     (entry,) = store.entries()
-    mended = store.read(entry.key)
-    assert mended is not None and archive.unpack(mended[1], target.AMD["gfx942"]).kernels
+    assert archive.unpack(store.open_entry(folder, entry.name).code, target.AMD["gfx942"]).kernels
 
 
 def test_training_from_disk_is_right_and_replayed(no_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_an_index_out_of_bounds_is_raised_as_in_eager() -> None:
 
 
 def test_nothing_of_a_simulation_goes_to_the_plan_cache() -> None:
-    from fusewright.plan import store
+    from fusewright.cache import store
 
     before = len(store.entries())
     simulated(block, "nvidia_triton", cache=True)(*tensors(5))

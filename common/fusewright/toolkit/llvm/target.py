@@ -6,6 +6,7 @@ import functools
 import os
 from dataclasses import dataclass
 
+import llvmlite
 import llvmlite.binding as llvm
 
 
@@ -34,7 +35,8 @@ class CpuTarget:
     @property
     def fingerprint(self) -> str:
         """Names everything that object code depends on; equal on equal machines."""
-        return f"{self.triple}/{self.cpu}/{self.features}/llvm{'.'.join(map(str, llvm.llvm_version_info))}"
+        version = ".".join(map(str, llvm.llvm_version_info))
+        return f"{self.triple}/{self.cpu}/{self.features}/llvm {version}, llvmlite {llvmlite.__version__}"
 
 
 def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:

@@ -1,0 +1,59 @@
+"""What a plan depends on: the parts of its key."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusewright import __version__
+from fusewright import _torch_compat as compat
+from fusewright.cache.store import Key
+from fusewright.config import Options
+from fusewright.graph import printer
+from fusewright.interface import Backend, Phase
+
+
+def key_of(
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], format: int
+) -> Key:
+    """The graph with its types and what is known of its sizes, and everything else that code made of it depends on."""
+    text = printer.to_text(gm.graph, sources=False)
+    vendor = type(backend).__module__.partition(".")[0]
+    return Key(
+        {
+            "graph": hashlib.sha256(text.encode()).hexdigest(),
+            "sizes": hashlib.sha256(compat.assumed_sizes(gm).encode()).hexdigest(),
+            "constants": ",".join(str(i) for i, n in enumerate(gm.graph.nodes) if n in const),
+            "phase": phase,
+            "backend": backend.fingerprint(),
+            "options": options.key(),
+            "versions": f"{__version__} {torch.__version__} {platform.python_version()} {platform.machine()} {format}",
+            "threads": str(torch.get_num_threads()),  # choices are measured with them
+            "torch": switches(),
+            "sources": _sources("fusewright") + _sources(vendor),
+        }
+    )
+
+
+def switches() -> str:
+    """Settings of torch that a backend may have compiled by; those of one device's libraries are in its fingerprint."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"
+
+
+@functools.cache
+def _sources(package: str) -> str:
+    """A hash of names, sizes and times of a package's files: a changed checkout makes other code of one version."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    digest = hashlib.sha256()
+    folder = Path(file).parent if file else Path()
+    for path in sorted(folder.rglob("*.py")) if file else ():
+        info = path.stat()
+        digest.update(f"{path.relative_to(folder)} {info.st_size} {info.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

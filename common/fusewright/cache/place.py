@@ -1,0 +1,106 @@
+"""Where the cache lies, and the user's state, which holds the key that entries are sealed with. Never a reason to fail."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import platformdirs
+
+from fusewright.cache.folder import POSIX, Folder, Untrusted
+
+log = logging.getLogger("fusewright")
+
+_said: set[str] = set()
+
+
+def say_once(message: str) -> None:
+    """A warning that a process gives once."""
+    if message not in _said:
+        _said.add(message)
+        log.warning("fusewright: %s", message)
+
+
+def path() -> Path:
+    """What the user chose or the system has for caches. RuntimeError where that needs a home directory and there is none.
+
+    The folder itself may be one inside: see `cache`.
+    """
+    return _chosen("FUSEWRIGHT_CACHE_DIR") or _absolute(platformdirs.user_cache_dir("fusewright", appauthor=False))
+
+
+def state_path() -> Path:
+    """The same for what belongs to the user and is worth keeping."""
+    return _chosen("FUSEWRIGHT_STATE_DIR") or _absolute(platformdirs.user_state_dir("fusewright", appauthor=False))
+
+
+def _chosen(variable: str) -> Path | None:
+    text = os.environ.get(variable)
+    return _absolute(text) if text else None
+
+
+@functools.cache
+def _absolute(text: str) -> Path:
+    """The same place for the whole process, whatever directory it goes to later."""
+    return Path(os.path.abspath(Path(text).expanduser()))
+
+
+def cache() -> Folder | None:
+    """The folder for plans and choices, made if missing; None, and one warning, when there can be none."""
+    try:
+        return _folder(path(), make=True)
+    except (OSError, RuntimeError) as e:  # RuntimeError: no home directory
+        say_once(f"nothing is cached on disk: {e}. Everything works, but is compiled anew each time.")
+        return None
+
+
+def existing_cache() -> Folder | None:
+    """The folder if it is there, for those who only look: nothing is made, and nothing said."""
+    try:
+        return _folder(path(), make=False)
+    except (OSError, RuntimeError):
+        return None
+
+
+def state() -> Folder:
+    """The folder for the user's key, made if missing. OSError or RuntimeError when there can be none."""
+    return _folder(state_path(), make=True)
+
+
+def _folder(base: Path, make: bool) -> Folder:
+    """`base` if it is this user's alone; else a folder in it that is. What others made is left as it is."""
+    if make:
+        _make(base)
+    try:
+        folder = Folder(base)
+        folder.check()
+        return folder
+    except Untrusted as e:
+        if base.is_symlink() or not base.is_dir():
+            raise Untrusted(f"{base} cannot be used: {e}") from e
+        reason = e
+    own = Folder(base / f"fusewright-{os.geteuid() if POSIX else 0}")
+    try:
+        if make:
+            own.path.mkdir(mode=0o700, exist_ok=True)
+        own.check()
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise Untrusted(f"{base} cannot be used, {reason}; nor can {own.path.name} in it: {e}") from e
+    return own
+
+
+def _make(directory: Path) -> None:
+    """Has the directory and its parents afterwards, closed to others where they are new, whatever the umask."""
+    missing = []
+    while not directory.exists() and not directory.is_symlink():
+        missing.append(directory)
+        directory = directory.parent
+    for d in reversed(missing):
+        try:
+            d.mkdir(mode=0o700)
+        except FileExistsError:
+            continue  # another process was first; who it was is checked with the rest

@@ -1,0 +1,48 @@
+"""Where a graph comes from, in a few words for people."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+
+from torch.fx import Graph
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+_CLASS = re.compile(r"\s*class\s+(\w+)")
+
+
+def origin(graph: Graph) -> str:
+    """The function that was compiled, or the class of the module, and where it stands: "Bert modeling.py:41". "" if nothing
+    tells."""
+    trace = next((t for n in graph.nodes if (t := n.meta.get("stack_trace"))), "")
+    frames = list(_frames(trace))
+    if not frames:
+        return ""
+    # decorators stand around a module's forward
+    path, line, function = next((f for f in frames if f[2] == "forward"), frames[0])
+    name = _class_around(path, line) or function if function == "forward" else function
+    return f"{name} {path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+
+
+def _frames(trace: str) -> Iterator[tuple[str, int, str]]:
+    for line in trace.splitlines():
+        found = _FRAME.match(line.strip())
+        if found:
+            yield found[1], int(found[2]), found[3]
+
+
+def _class_around(path: str, line: int) -> str:
+    """The class in whose body a line stands, by its indentation; "" outside of one or where there is no source."""
+    lines = linecache.getlines(path)[:line]
+    depth = _indent(lines[-1]) if lines else 0
+    for text in reversed(lines):
+        if text.strip() and _indent(text) < depth and not text.strip().startswith(("#", ")", "]", "}")):
+            depth = _indent(text)
+            if found := _CLASS.match(text):
+                return found[1]
+    return ""
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
