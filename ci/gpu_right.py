@@ -4,7 +4,7 @@
 
 Each case of `gpu_cases.py` runs in a process of its own with a time limit, so that one that hangs, or leaves the GPU in an error,
 costs itself alone; two at a time. Cases of two GPUs are left out where there is one, and the table says so. `--tests` adds what
-the tests mark for this hardware (`pytest tests/backends/triton tests/unit/plan -m hardware`, some three minutes), and `--opinfo`
+the tests mark for this hardware (`pytest tests/backends/triton -m hardware`, some three minutes), and `--opinfo`
 a shard of torch's OpInfo database through `ci/opinfo.py` (1-8/64: about two minutes on 16 cores).
 
 The record goes to `--json`, or to gpu_right.json in the folder that the variable OUT names. Exit code 1 when anything failed.
@@ -84,8 +84,7 @@ def jobs(given: argparse.Namespace, gpus: int) -> tuple[list[tuple[str, str, lis
     here = [n for n in names if CASES[n].gpus <= gpus]
     found = [(n, CASES[n].line, [sys.executable, __file__, "--case", n], CASES[n].seconds) for n in here]
     if given.tests:
-        paths = ("tests/backends/triton", "tests/unit/plan")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hardware", "-p", "no:cacheprovider", *paths]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "hardware", "-p", "no:cacheprovider", "tests/backends/triton"]
         found.append(("tests", "all", command, TESTS_SECONDS))
     if given.opinfo:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4

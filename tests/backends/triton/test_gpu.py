@@ -8,12 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fusewright.interface import Unavailable
 from fusewright.toolkit.kernel import Builder, Kernel, to_text
 from fusewright.toolkit.kernel.optable import OPS
 from fusewright.toolkit.kernel.types import to_torch
 from fusewright_triton import target
-from fusewright_triton.backend import NvidiaTriton, RocmTriton
 from fusewright_triton.launch import raise_errors
 from fusewright_triton.operators import Unsupported
 from fusewright_triton.runtime import compile_kernels
@@ -21,8 +19,7 @@ from tests.backends.triton import kernels
 from tests.backends.triton.test_semantics import SPECIAL
 from tests.unit.llvm.test_random_kernels import Case, cases
 
-PROBE = RocmTriton.probe() if torch.version.hip else NvidiaTriton.probe()
-pytestmark = pytest.mark.skipif(isinstance(PROBE, Unavailable), reason=str(PROBE))
+pytestmark = pytest.mark.hardware("rocm_triton" if torch.version.hip else "nvidia_triton")
 
 
 def here() -> target.Target:

@@ -29,7 +29,7 @@ def test_what_is_a_fill_of_words(memset: Memset, words: tuple[int, int] | None) 
     assert words_of(memset) == words
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs an NVIDIA GPU")
+@pytest.mark.hardware("nvidia_triton")
 def test_a_replay_writes_what_it_wrote_before() -> None:
     x = torch.ones(4096, dtype=torch.int32, device="cuda")
     seen = torch.empty(6, 4096, dtype=torch.int32, device="cuda")
