@@ -4,8 +4,8 @@
 
 Each case of `gpu_cases.py` runs in a process of its own with a time limit, so that one that hangs, or leaves the GPU in an error,
 costs itself alone; two at a time. Cases of two GPUs are left out where there is one, and the table says so. `--tests` adds what
-the tests mark for this hardware (`pytest tests/backends/triton -m hardware`, some three minutes), and `--opinfo`
-a shard of torch's OpInfo database through `ci/opinfo.py` (1-8/64: about two minutes on 16 cores).
+the tests mark for this hardware (`pytest tests/backends/triton -m hardware`, at most seven minutes), and `--opinfo` a shard of
+torch's OpInfo database through `ci/opinfo.py` (at most five minutes; 1-8/64 is an eighth of it).
 
 The record goes to `--json`, or to gpu_right.json in the folder that the variable OUT names. Exit code 1 when anything failed.
 """
@@ -13,6 +13,7 @@ The record goes to `--json`, or to gpu_right.json in the folder that the variabl
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -84,7 +85,9 @@ def jobs(given: argparse.Namespace, gpus: int) -> tuple[list[tuple[str, str, lis
     here = [n for n in names if CASES[n].gpus <= gpus]
     found = [(n, CASES[n].line, [sys.executable, __file__, "--case", n], CASES[n].seconds) for n in here]
     if given.tests:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "hardware", "-p", "no:cacheprovider", "tests/backends/triton"]
+        spread = ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
+        how = ["-q", *spread, "-m", "hardware", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *how, "tests/backends/triton"]
         found.append(("tests", "all", command, TESTS_SECONDS))
     if given.opinfo:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
@@ -132,14 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in pool.map(lambda job: run(*job), todo):
             rows.append(row)
             print(f"{time.monotonic() - start:5.0f} s  {row.case}: {row.outcome}", flush=True)
+            if row.outcome not in ("right", "left out"):
+                print(row.words, flush=True)  # now: whoever stops this command sees no table
     command = ["python", "ci/gpu_right.py", *(sys.argv[1:] if argv is None else argv)]
     record = {"date": datetime.now(UTC).date().isoformat(), "command": command, **device, "rows": [asdict(r) for r in rows]}
     target = given.json or (Path(os.environ["OUT"]) / "gpu_right.json" if os.environ.get("OUT") else None)
     if target is not None:
         target.write_text(json.dumps(record, indent=1))
-    for r in rows:
-        if r.outcome not in ("right", "left out"):
-            print(f"\n{r.case}, {r.outcome}:\n{r.words}")
     print(f"\n{device['device']} x{device['gpus']}, torch {device['torch']}, {time.monotonic() - start:.0f} s")
     for r in rows:
         print(f"{r.line:>4}  {r.case:34} {r.outcome:12} {r.seconds:6.1f} s  {r.words if r.outcome != 'wrong' else ''}".rstrip())

@@ -33,7 +33,8 @@ class Foreign(ValueError):
 
 # ---------------------------------------------------------------- functions
 
-_TARGET = re.compile(r"[a-zA-Z]\w*::\w+(\.\w+)?", re.ASCII)
+_TARGET = re.compile(r"_?[a-zA-Z]\w*::\w+(\.\w+)?", re.ASCII)
+"""Namespaces of torch's own may begin with one underscore, as that of collectives does."""
 
 
 def function_of(target: str) -> Callable[..., Any]:
@@ -49,9 +50,12 @@ def overload_of(target: str) -> Any:
     if not isinstance(target, str) or not _TARGET.fullmatch(target) or target.startswith("py::"):
         raise Foreign(f"{target!r} is no name of an operator")
     try:
-        return operator_of(target)
+        found = operator_of(target)
     except (AttributeError, RuntimeError) as e:
         raise Foreign(f"there is no operator {target!r}") from e
+    if not compat.is_overload(found):
+        raise Foreign(f"{target!r} is something else than an operator")
+    return found
 
 
 # ---------------------------------------------------------------- text
