@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import foreach, retrace, verify
-from fusewright.graph.fills import size_fills
+from fusewright.graph.fills import number_fills, size_fills
 
 
 def canonicalize(graph: Graph) -> list[str]:
@@ -22,6 +22,7 @@ def canonicalize(graph: Graph) -> list[str]:
     disagreements = []
     foreach.single(graph)
     size_fills(graph)
+    number_fills(graph)
     _integer_products(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not compat.is_overload(node.target):

@@ -1,4 +1,6 @@
-"""`full_like(x, v)` and `x.new_full(size, v)` as `full(size, v)`: nothing then waits for `x`, or keeps it alive."""
+"""Tensors of one value: `full_like(x, v)` and `x.new_full(size, v)` as `full(size, v)`, so that nothing waits for `x` or
+keeps it alive; and numbers that stand where an op has its only tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +41,26 @@ def _size_fill(graph: Graph, node: Node) -> None:
     full.meta.update(node.meta)
     node.replace_all_uses_with(full)
     graph.erase_node(node)
+
+
+def number_fills(graph: Graph) -> None:
+    """`_to_copy(2, dtype=...)`, as torch.func's vmap writes of a number: the op gets a tensor of no dimension."""
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if node.op != "call_function" or not compat.is_overload(node.target) or not isinstance(val, torch.Tensor):
+            continue
+        if not any(isinstance(n.meta.get("val"), torch.Tensor | tuple | list) for n in node.all_input_nodes):
+            formals = node.target._schema.arguments
+            node.args = tuple(_filled(graph, node, f, a) for f, a in zip(formals, node.args, strict=False))
+
+
+def _filled(graph: Graph, node: Node, formal: Any, given: Any) -> Any:
+    if str(formal.type) != "Tensor" or not isinstance(given, bool | int | float | complex):
+        return given
+    val = node.meta["val"]
+    options: dict[str, Any] = {"dtype": torch.tensor(given).dtype, "device": torch.device("cpu"), "pin_memory": False}
+    with graph.inserting_before(node):
+        full = graph.call_function(torch.ops.aten.full.default, ([], given), options)
+    with compat.fake_mode_of(val):
+        full.meta.update(node.meta, val=torch.full([], given, dtype=options["dtype"]))
+    return full

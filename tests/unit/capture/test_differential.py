@@ -1,0 +1,120 @@
+"""The direct road is held to AOTAutograd's: on torch's OpInfo database, on models, and on random programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.testing._internal.common_methods_invocations import op_db
+
+from fusewright import _torch_compat as compat
+from fusewright import direct
+from fusewright.bench import models
+from tests.compare import against_eager
+from tests.programs import Program, programs
+from tests.roads import side_by_side
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+NOT_COMPARED = {
+    **dict.fromkeys(("jiterator_unary", "jiterator_binary", "jiterator_4inputs_with_extra_args"), "needs a GPU"),
+    "jiterator_binary_return_by_ref": "needs a GPU",
+    "jiterator_2inputs_2outputs": "needs a GPU",
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), "unwritten"),
+    "chalf": "torch compares no such numbers",
+}
+
+ENTRIES = {f"{o.name}.{o.variant_test_name}".rstrip("."): o for o in op_db if o.name not in NOT_COMPARED}
+
+DTYPES = (torch.float32, torch.complex64, torch.int64)
+
+SAMPLE = [n for n, o in ENTRIES.items() if torch.float32 in o.dtypes][::40]
+
+
+def both_roads(name: str, samples: int, dtype: torch.dtype = torch.float32) -> list[str]:
+    """What is wrong with the direct road on an entry of the database, on its first samples."""
+    entry, found = ENTRIES[name], []
+    inputs = entry.sample_inputs("cpu", dtype, requires_grad=False) if dtype in entry.dtypes else ()
+    for _, sample in zip(range(samples), inputs, strict=False):
+        args, kwargs = (sample.input, *sample.args), sample.kwargs
+        with torch.no_grad(), side_by_side(lambda *a: entry(*a, **kwargs)) as (compiled, roads):  # noqa: B023
+            try:
+                compiled(*args)
+            except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError) as e:
+                found += [f"{type(e).__name__}: {e}"] if "direct" in roads.taken and not _aot_fails(entry, sample) else []
+        found += roads.problems
+    return found
+
+
+def _aot_fails(entry: Any, sample: Any) -> bool:
+    torch.compiler.reset()
+    try:
+        torch.compile(lambda *a: entry(*a, **sample.kwargs), backend="aot_eager")(sample.input, *sample.args)
+    except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
+        return True
+    return False
+
+
+def test_a_lost_assertion_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "CHECKED_IN_PYTHON", frozenset())
+    with torch.no_grad(), side_by_side(lambda i: torch.nn.functional.one_hot(i, 3)) as (compiled, roads):
+        compiled(torch.tensor([0, 2]))
+    assert roads.problems == ["the direct graph has 0 assertions, AOTAutograd's has 2"]
+
+
+def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_behind_a_view(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y[0:1].mul_(3)
+        return y
+
+    monkeypatch.setattr(direct._Recorder, "_check_private", lambda self, func, written: None)
+    with torch.no_grad(), side_by_side(write_behind_a_view) as (compiled, roads):
+        compiled(torch.ones(3))
+    assert [p for p in roads.problems if p.startswith("direct: value 0 differs")]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_entries_of_opinfo(name: str) -> None:
+    assert both_roads(name, samples=1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(16))
+def test_every_entry_of_opinfo(shard: int) -> None:
+    names = list(ENTRIES)[shard::16]
+    found = {(n, d): problems for n in names for d in DTYPES if (problems := both_roads(n, 2, d))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "bert" else pytest.param(n, marks=pytest.mark.slow) for n in models.MODELS]
+)
+def test_models(name: str) -> None:
+    pytest.importorskip("transformers", reason="needs fusewright[bench]")
+    model, inputs, _ = models.instantiate(models.MODELS[name], "small", seed=0)
+    with torch.no_grad(), side_by_side(model) as (compiled, roads):
+        compiled(**inputs)
+    assert roads.problems == [] and roads.taken == ["direct"]
+
+
+@given(programs())
+@settings(max_examples=8)
+def test_random_programs(program: Program) -> None:
+    with torch.no_grad(), side_by_side(program, fullgraph=True) as (compiled, roads):
+        compiled(*program.inputs())
+    assert roads.problems == []
+
+
+@pytest.mark.slow
+@given(programs(steps=12))
+@settings(max_examples=150)
+def test_long_random_programs(program: Program) -> None:
+    with torch.no_grad():
+        with side_by_side(program, fullgraph=True) as (compiled, roads):
+            compiled(*program.inputs())
+        assert roads.problems == []
+        for backend in ("fusewright_null", "x86_onednn"):
+            assert against_eager(program, program.inputs, backend, exact=False, fullgraph=True) == []
