@@ -47,7 +47,7 @@ def function_of(target: str) -> Callable[..., Any]:
 
 def overload_of(target: str) -> Any:
     """The torch operator of a name. Raises `Foreign` when it is none."""
-    if not isinstance(target, str) or not _TARGET.fullmatch(target) or target.startswith("py::"):
+    if not _TARGET.fullmatch(target) or target.startswith("py::"):
         raise Foreign(f"{target!r} is no name of an operator")
     try:
         found = operator_of(target)
@@ -166,6 +166,7 @@ def identifier(words: str) -> str:
 # ---------------------------------------------------------------- plans
 
 LARGEST_ID = 1 << 31
+_LARGEST_SIZE = 1 << 63
 _DEEPEST = 8
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?", re.ASCII)
 _HASH = re.compile(r"\w{1,128}", re.ASCII)
@@ -221,23 +222,35 @@ def _instruction_problems(i: Instruction, plan: Plan, words: Words) -> Iterator[
 
 
 def _call_problems(i: Call, words: Words) -> Iterator[str]:
+    if not isinstance(i.target, str):
+        yield f"{i.target!r} is no name"
+        return
     try:
-        operator = None if i.target in PYTHON else overload_of(i.target)
+        names = _ANY if i.target in PYTHON else _formals(overload_of(i.target))
     except Foreign as e:
         yield str(e)
         return
     if not words.has(i.target):
         yield f"{i.target} is neither in the opset, nor in the graph, nor declared by the backend"
-    formals = operator._schema.arguments if operator is not None else ()
     named = [k for k, _ in i.kwargs]
-    if len(set(named)) != len(named) or set(named) - {f.name for f in formals}:
+    if named and (len(set(named)) != len(named) or not names.issuperset(named)):
         yield f"{i.target} takes no {named!r}"
-    if operator is not None and len(i.args) > len(formals):
-        yield f"{i.target} takes {len(formals)} arguments, not {len(i.args)}"
+    if names is not _ANY and len(i.args) > len(names):
+        yield f"{i.target} takes {len(names)} arguments, not {len(i.args)}"
     if not isinstance(i.packed, bool) or not isinstance(i.once, bool):
         yield f"{i.target}: a flag that is none"
     for a in (*i.args, *(v for _, v in i.kwargs)):
         yield from _argument_problems(a)
+
+
+_ANY: frozenset[str] = frozenset()
+"""Arithmetic takes any number of numbers, and none by name."""
+
+
+@functools.lru_cache(4096)
+def _formals(operator: Any) -> frozenset[str]:
+    """Names of an operator's arguments."""
+    return frozenset(a.name for a in operator._schema.arguments)
 
 
 def _argument_problems(x: Any, depth: int = 0) -> Iterator[str]:
@@ -285,9 +298,16 @@ def _spec_problems(s: TensorSpec) -> Iterator[str]:
     if not isinstance(s.device, str) or not _DEVICE.fullmatch(s.device):
         yield f"{s.device!r} is no device"
     for d in (*s.shape, *s.stride):
-        sizes = (d,) if not isinstance(d, Dim) else (d.hint, d.lo, *(() if d.hi is None else (d.hi,)))
-        if not all(type(n) is int and abs(n) < 1 << 63 for n in sizes) or (isinstance(d, Dim) and not _is_size(d.symbol)):
+        if type(d) is int:
+            fine = -_LARGEST_SIZE < d < _LARGEST_SIZE
+        else:
+            fine = isinstance(d, Dim) and _is_size(d.symbol) and all(map(_is_bound, (d.hint, d.lo, d.hi or 0)))
+        if not fine:
             yield f"{d!r} is no size"
+
+
+def _is_bound(n: Any) -> bool:
+    return type(n) is int and -_LARGEST_SIZE < n < _LARGEST_SIZE
 
 
 def _is_id(i: Any) -> bool:

@@ -41,6 +41,7 @@ class Example(Backend):
     name = "example"
     device_type = "cpu"
     options = {"broadcast": True}  # noqa: RUF012  (the interface declares it a class variable)
+    namespaces = ("fusewright_example",)
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
