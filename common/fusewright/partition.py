@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,7 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
         verdicts[view.id] = verdict
         if verdict.why is Why.SUPPORTS_RAISED:
             bugs.append(f"{backend.name}.supports({view.op}) raised {verdict.detail}")
+    _keep_to_one_device(index, verdicts)
     claimed = [n for n, view in index.ops.items() if verdicts[view.id]]
     regions: list[Region] = []
     members: list[tuple[Node, ...]] = []
@@ -96,6 +98,20 @@ def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
         if name not in index.bound and not name[0].isupper():
             return Verdict(Why.NO_LOWERING, f"no tensor has the size {name}")
     return None
+
+
+def _keep_to_one_device(index: GraphIndex, verdicts: dict[int, Verdict]) -> None:
+    """Of a graph on several GPUs, the one with most of the claimed ops gets kernels: a kernel runs on one."""
+    used = {
+        view.id: {v.spec.device for v in (*view.inputs(), *view.outs) if v.spec is not None}
+        for view in index.ops.values()
+        if verdicts[view.id]
+    }
+    count = Counter(d for devices in used.values() for d in devices)
+    if len(count) > 1:
+        (main, _), *_ = count.most_common()
+        verdict = Verdict(Why.DEVICE, f"the graph is on several devices, and its kernels run on {main}")
+        verdicts.update({op: verdict for op, devices in used.items() if devices - {main}})
 
 
 def _worth(backend: Backend, region: Region, bugs: list[str]) -> Verdict:

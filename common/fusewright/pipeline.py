@@ -195,7 +195,7 @@ def _plan(c: Compilation) -> None:
             eager = _believed(c, plan_build.build(c.index, (), ()))
             c.run = observed_first(eager, checked, run, repair, passed, c.backend.name)
         else:
-            c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan))
+            c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan), _devices(c.plan))
 
 
 PLAN_PASSES: tuple[tuple[str, Callable[[Compilation], plan_build.Plan]], ...] = (
@@ -293,6 +293,10 @@ def _watch_weights(c: Compilation, plain: Run) -> None:
     once = codegen.once_of(plain)
     if once is not None and "weights" in c.options.check:
         once.whole = True
+
+
+def _devices(plan: plan_build.Plan) -> set[str]:
+    return {s.device for s in plan.specs.values()}
 
 
 def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright import ops
-from fusewright.graph.spec import size, value_of
+from fusewright.graph.spec import device_text, size, value_of
 from fusewright.graph.view import is_op, qualified_name, source_line
 from fusewright.storage import lazy
 
@@ -31,7 +31,8 @@ def type_text(val: Any) -> str:
         if val.layout is torch.strided and not _is_contiguous(val):
             text += "{" + ",".join(str(size(s)) for s in val.stride()) + "}"
         text = f"{text}~{found}" if (found := lazy(val)) else text
-        return text if val.device.type == "cpu" else f"{text}@{val.device.type}"
+        device = device_text(val.device).removesuffix(":0")
+        return text if device == "cpu" else f"{text}@{device}"
     if isinstance(val, torch.SymInt):
         return f"sym({size(val)})"
     if isinstance(val, tuple | list):

@@ -27,9 +27,13 @@ def symbols(s: Size) -> list[str]:
 
 def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:
     """The spec of a traced tensor. Layouts without strides (sparse, mkldnn) get empty strides."""
-    if t.layout is not torch.strided:
-        return TensorSpec(tuple(map(size, t.shape)), (), t.dtype, t.device.type, const)
-    return TensorSpec(tuple(map(size, t.shape)), tuple(map(size, t.stride())), t.dtype, t.device.type, const)
+    stride = tuple(map(size, t.stride())) if t.layout is torch.strided else ()
+    return TensorSpec(tuple(map(size, t.shape)), stride, t.dtype, device_text(t.device), const)
+
+
+def device_text(device: torch.device) -> str:
+    """A device as specs name it: "cpu", "cuda:1". A CPU has no index."""
+    return "cpu" if device.type == "cpu" else str(device)
 
 
 def value_of(node: Node) -> Any:

@@ -7,7 +7,7 @@ When a value is not what was traced, its metadata is mended, the graph is compil
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,26 +48,44 @@ def checker(plan: Plan) -> Callable[[int, Any], None]:
     return check
 
 
+def generators(devices: Iterable[str]) -> Callable[[], None]:
+    """What puts the random number generators of the CPU and of these devices back to where they are now."""
+    states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_rng_state, (torch.get_rng_state(),))]
+    for device in sorted(set(devices)):
+        kind = torch.device(device).type
+        module = torch.get_device_module(kind) if kind not in ("cpu", "meta") else None
+        if hasattr(module, "get_rng_state"):
+            where = () if kind == "mps" else (device,)  # there is one
+            states.append((module.set_rng_state, (module.get_rng_state(*where), *where)))
+
+    def put_back() -> None:
+        for put, state in states:
+            put(*state)
+
+    return put_back
+
+
 def checked_first(
     checked: Run, run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None],
-    written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (),
+    written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (), devices: Iterable[str] = (),
 ) -> Run:  # fmt: skip
     """A callable whose first call goes through `checked`, and all later ones through `run`.
 
     `repair` mends the metadata and compiles again; `passed` is told when all was true. What an abandoned run did is
-    undone: random numbers that it drew, and writes into `written(args)`, the tensors that the plan writes in place.
+    undone: random numbers that it drew on `devices` and the CPU, and writes into `written(args)`, the tensors that the plan
+    writes in place.
     """
     final: Run | None = None
     lock = threading.RLock()  # one repair: a second thread waits, and then runs what the first one settled on
 
     def first(args: list[Any]) -> Any:
         nonlocal final
-        kept, state = list(args), torch.get_rng_state()
+        kept, put_back = list(args), generators(devices)
         before = [(t, t.detach().clone()) for t in written(args)]
         try:
             result = checked(args)
         except Untrue as u:
-            torch.set_rng_state(state)
+            put_back()
             with torch.no_grad():
                 for t, content in before:
                     t.copy_(content)

@@ -102,7 +102,7 @@ def _take_over(
 
 
 def _same(a: TensorSpec, b: TensorSpec) -> bool:
-    return (a.shape, a.stride, a.dtype) == (b.shape, b.stride, b.dtype)
+    return (a.shape, a.stride, a.dtype, a.device) == (b.shape, b.stride, b.dtype, b.device)
 
 
 def _buffers(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusewright.errors import BackendContractError
+from fusewright.graph.spec import device_text
 from fusewright.interface import Region, TensorSpec
 
 
@@ -50,7 +51,7 @@ def mismatch(t: object, spec: TensorSpec) -> str:
         return f"is {type(t).__name__}, not a tensor"
     if t.dtype != spec.dtype:
         return f"has dtype {t.dtype}, expected {spec.dtype}"
-    if t.device.type != spec.device.partition(":")[0]:
+    if spec.device not in (t.device.type, device_text(t.device)):
         return f"is on {t.device}, expected {spec.device}"
     if t.dim() != spec.rank or any(isinstance(e, int) and e != s for s, e in zip(t.shape, spec.shape, strict=True)):
         return f"has shape {tuple(t.shape)}, expected {tuple(map(str, spec.shape))}"

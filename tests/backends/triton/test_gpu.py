@@ -216,3 +216,72 @@ def test_half_precision_accumulation_builds_or_is_refused() -> None:
         except Unsupported:
             continue
         assert torch.equal(got[2], kernels.reference(k, data)[2])
+
+
+# ---------------------------------------------------------------- devices beyond the current one
+
+NAME = "rocm_triton" if torch.version.hip else "nvidia_triton"
+
+
+@pytest.mark.hardware(NAME)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_runs_on_the_device_that_it_is_on(current: int) -> None:
+    """Whichever is current; the plan of one GPU is not used for the other."""
+    with torch.cuda.device(current):
+        for index in (1, 0):
+            torch.manual_seed(0)
+            device = torch.device("cuda", index)
+            layers = torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64)
+            model = torch.nn.Sequential(*layers).to(device).eval()
+            x = torch.randn(33, 64, device=device)
+            compiled = torch.compile(model, backend=NAME)
+            with torch.no_grad():
+                for _ in range(4):  # checked, recorded, replayed
+                    got = compiled(x)
+                    assert got.device == device
+                    torch.testing.assert_close(got, model(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.hardware(NAME)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_on_two_devices() -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = (x.exp() + 1).sum(1), (y.sin() * 2).softmax(1)
+        return a.to(y.device) + b[:, 0], a * 2
+
+    x, y = torch.randn(64, 256, device="cuda:0"), torch.randn(64, 256, device="cuda:1")
+    compiled = torch.compile(f, backend=NAME, options={"fallback": "allow"})
+    for _ in range(3):
+        for g, w in zip(compiled(x, y), f(x, y), strict=True):
+            assert g.device == w.device
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
+
+
+@torch.library.custom_op("fusewright_gpu_tests::dropped", mutates_args=())
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    """Draws from the device's generator, and lays its result out otherwise than it says."""
+    return torch.nn.functional.dropout(x, 0.5, True).t().contiguous().t()
+
+
+@dropped.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.hardware(NAME)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_abandoned_first_run_draws_no_random_numbers() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (dropped(x.exp()) + 1).sin()
+
+    x = torch.randn(64, 96, device="cuda")
+    compiled = torch.compile(f, backend=NAME, options={"fallback": "allow"})
+    for _ in range(2):
+        torch.manual_seed(0)
+        got = compiled(x), torch.rand(3, device="cuda")
+        torch.manual_seed(0)
+        for g, w in zip(got, (f(x), torch.rand(3, device="cuda")), strict=True):
+            torch.testing.assert_close(g, w)
