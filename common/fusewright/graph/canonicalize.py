@@ -12,6 +12,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import foreach, retrace, verify
 from fusewright.graph.fills import number_fills, size_fills
+from fusewright.ops.strides import RULES
 
 
 def canonicalize(graph: Graph) -> list[str]:
@@ -33,6 +34,7 @@ def canonicalize(graph: Graph) -> list[str]:
             node.target = row.target
             _forget_unread(graph, node, row)
             _mend_dtypes(graph, node, row)
+            _mend_strides(graph, node, row)
             if problems := list(verify.op_problems(node)):
                 node.meta[verify.UNTRUSTED] = problems[0]
                 disagreements += problems
@@ -93,6 +95,24 @@ def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
     if any(a is not b for a, b in zip(val, mended, strict=False)):
         node.meta["val"] = tuple(mended) + tuple(val[len(mended) :])
         retrace.downstream(graph, node)
+
+
+def _mend_strides(graph: Graph, node: Node, row: ops.Op) -> None:
+    """Where the table knows eager's strides better than torch's metadata, the table is believed."""
+    val = node.meta.get("val")
+    if row.name not in RULES or val is None:
+        return
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
+    fakes = [v for v in (val if isinstance(val, tuple | list) else (val,)) if isinstance(v, torch.Tensor)]
+    with compat.fake_mode_of(fakes[0]):
+        mended = retrace.as_eager(row, args, kwargs, val)
+    before, after = ((v if isinstance(v, tuple | list) else (v,)) for v in (val, mended))
+    if any(a is not b for a, b in zip(before, after, strict=True)):
+        node.meta["val"] = mended
+        try:
+            retrace.downstream(graph, node)
+        except RuntimeError as e:  # a view that was traced is none of what eager makes: eager says so itself
+            node.meta[verify.UNTRUSTED] = str(e)
 
 
 def _as(val: object, dtype: torch.dtype | None) -> object:

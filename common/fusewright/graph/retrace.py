@@ -10,8 +10,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
+from fusewright import ops
 from fusewright.graph.effects import names_sizes
 from fusewright.graph.spec import size, tensor_spec, value_of
+from fusewright.ops import strides
 
 __all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "value_of"]
 
@@ -114,7 +116,28 @@ def infer(node: Node) -> Any:
         return operator.getitem(*args)
     fakes = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     with compat.fake_mode_of(fakes[0]) if fakes else nullcontext():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        val = node.target(*args, **kwargs)  # type: ignore[operator]
+        row = ops.find(node.target) if compat.is_overload(node.target) else None
+        return as_eager(row if row is not None and row.target is node.target else None, args, kwargs, val)
+
+
+def as_eager(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
+    """`val` as traced for a row, with the strides that eager gives. Call it under the FakeTensorMode."""
+    known = () if row is None else strides.expected(row, args, kwargs)
+    if not known:
+        return val
+    vals = val if isinstance(val, tuple | list) else (val,)
+    mended = tuple(map(_laid_out, vals, (*known, *[None] * (len(vals) - len(known)))))
+    return mended if isinstance(val, tuple | list) else mended[0]
+
+
+def _laid_out(val: Any, like: torch.Tensor | None) -> Any:
+    if like is None or not isinstance(val, torch.Tensor) or val.layout is not torch.strided or val.dim() != like.dim():
+        return val
+    pairs = zip(val.shape, val.stride(), like.stride(), strict=True)
+    if all(compat.statically_true(s == t) or compat.statically_true(n == 1) for n, s, t in pairs):
+        return val
+    return torch.empty_strided(val.shape, like.stride(), dtype=val.dtype, device=val.device)
 
 
 def _kind(val: Any) -> Any:

@@ -53,7 +53,7 @@ def generators(devices: Iterable[str]) -> Callable[[], None]:
     states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_rng_state, (torch.get_rng_state(),))]
     for device in sorted(set(devices)):
         kind = torch.device(device).type
-        module = torch.get_device_module(kind) if kind not in ("cpu", "meta") else None
+        module: Any = torch.get_device_module(kind) if kind not in ("cpu", "meta") else None
         if hasattr(module, "get_rng_state"):
             where = () if kind == "mps" else (device,)  # there is one
             states.append((module.set_rng_state, (module.get_rng_state(*where), *where)))

@@ -1,0 +1,111 @@
+"""Strides of results where FakeTensor does not say what eager gives: rules by row, measured over the whole opset.
+
+`tests/ops/test_strides.py` compares every row with eager, for inputs of many layouts; a row that needs no rule has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+
+from .core import Args, Op
+
+Rule = Callable[[Args], tuple[torch.Tensor | None, ...]]
+"""One traced tensor of the right strides for each result; None where FakeTensor is right. Runs under the FakeTensorMode."""
+
+aten = torch.ops.aten
+
+
+def _operand(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device=t.device)
+
+
+def _iterated(*names: str) -> Rule:
+    """As TensorIterator lays out a result of these operands, for which torch's addition and product stand."""
+
+    def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
+        given = [_operand(a[n]) for n in names if isinstance(a[n], torch.Tensor)]
+        made = given[0].exp() if len(given) == 1 else aten.add.Tensor(*given)
+        return (made,)
+
+    return rule
+
+
+def _contiguous(name: str, results: int = 1) -> Rule:
+    return lambda a: (torch.empty(a[name].shape, device=a[name].device),) * results
+
+
+def _cloned(name: str) -> Rule:
+    return lambda a: (torch.empty_like(_operand(a[name])),)
+
+
+def _suggested(name: str) -> Rule:
+    """Channels last where the input's strides have that order, else contiguous."""
+
+    def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
+        x = a[name]
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        how = formats[x.dim()] if x.dim() in formats and _like_channels_last(x) else torch.contiguous_format
+        return (torch.empty(x.shape, device=x.device, memory_format=how),)
+
+    return rule
+
+
+def _like_channels_last(x: torch.Tensor) -> bool:
+    """`suggest_memory_format` of torch: strides grow from the channels over the last dimensions to the first."""
+    step: Any = 0
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        n, s = x.shape[d], x.stride(d)
+        if not compat.statically_true(s >= step) or compat.statically_true(s == 0) or compat.statically_true(n == 0):
+            return False
+        if d == 0 and compat.statically_true(step == x.stride(1)):
+            return False  # ambiguous: contiguous
+        step = s * n if not compat.statically_true(n == 1) else s
+    return True
+
+
+def _on_cpu(rule: Rule, name: str) -> Rule:
+    """A rule of the CPU's kernels: other devices have others."""
+    return lambda a: rule(a) if a[name].device.type == "cpu" else ()
+
+
+def _kept(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """Without dimensions to reduce, `any` and `all` make a plain copy."""
+    return _contiguous("self")(a) if a["dim"] == [] and a["self"].dim() else ()
+
+
+RULES: dict[str, Rule] = {
+    **{n: _iterated("self", "other") for n in "div_rounded copysign logaddexp logical_and logical_or logical_xor".split()},
+    **{
+        f"{n}_backward": _iterated("grad_output", "self")
+        for n in "hardtanh hardswish hardsigmoid softplus".split()
+    },
+    **{f"{n}_backward": _iterated("self", "grad_output") for n in ("threshold", "leaky_relu")},
+    "elu_backward": _iterated("grad_output", "self_or_result"),
+    "dropout_backward": _iterated("grad_output", "mask"),
+    "scalar_pow": _contiguous("exponent"),
+    "any": _kept,
+    "all": _kept,
+    "index_fill": _cloned("self"),
+    "mse_loss_backward": _contiguous("self"),
+    "smooth_l1_loss_backward": _contiguous("self"),
+    "roll": _on_cpu(_suggested("self"), "self"),
+    "batch_norm": _on_cpu(_suggested("input"), "input"),
+    "batch_norm_train": _on_cpu(_suggested("input"), "input"),
+    "batch_norm_backward": _on_cpu(_suggested("input"), "input"),
+    "group_norm_backward": _on_cpu(_suggested("input"), "input"),
+    "weight_norm": _on_cpu(_contiguous("v"), "v"),
+    "log_sigmoid": _on_cpu(_contiguous("self", 2), "self"),
+    "log_softmax_backward": _on_cpu(_contiguous("grad_output"), "grad_output"),
+    "layer_norm_backward": _on_cpu(_contiguous("input"), "input"),
+}
+
+
+def expected(row: Op, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+    """A traced tensor with eager's strides for each result that FakeTensor may have wrong. Call it under the FakeTensorMode."""
+    rule = RULES.get(row.name)
+    return () if rule is None else rule(row.bind(args, kwargs))

@@ -1,0 +1,122 @@
+"""FakeTensor's strides, mended by the table's rules, are eager's: every row, with inputs of many layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph import retrace
+from fusewright.ops import Kind, Op
+from tests.ops.cases import CASES, DTYPES
+from tests.ops.samples import F32, NotFinite
+
+compat.register_quantized_decomposed()
+
+FIRST_RUN = {"uniform", "dropout"}
+"""Random numbers are eager's: the first run compares what it made with what was traced."""
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.hardware("nvidia_triton"))]
+MORE: dict[str, list[tuple[Any, ...]]] = {
+    "roll": [(torch.randn(2, 4, 6, 5), [1], [1]), (torch.randn(2, 4, 6, 5), [1, 2], [0, 2]), (torch.randn(4, 6), [2], [])],
+    "scalar_pow": [(0.5, torch.rand(3, 4)), (1, torch.rand(3, 4)), (2, torch.rand(3, 4))],
+}
+
+
+def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the same shape, in other orders, with gaps, and with elements that share memory."""
+    if x.layout is not torch.strided or not x.numel() or not x.dim():
+        return
+    n = x.dim()
+    orders = [tuple(reversed(range(n))), (*range(n - 2), n - 1, n - 2), (0, *range(2, n), 1), (1, 0, *range(2, n))]
+    for order in dict.fromkeys(o for o in orders if n > 1 and sorted(o) == list(range(n)) and o != tuple(range(n))):
+        back = [order.index(k) for k in range(n)]
+        yield f"order {order}", x.permute(order).contiguous().permute(back)
+        gaps = torch.empty(*(x.shape[k] for k in order[:-1]), 2 * x.shape[order[-1]], dtype=x.dtype, device=x.device)
+        yield f"gaps in {order}", gaps[..., ::2].permute(back).copy_(x)
+    yield "gaps", torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype, device=x.device)[..., ::2].copy_(x)
+    yield "first expanded", x[:1].expand(x.shape)
+    yield "last expanded", x[..., :1].expand(x.shape)
+
+
+def variants(args: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """`args` with one, all alike, or the first two of its tensors laid out otherwise."""
+    yield "plain", args
+    found = {k: dict(layouts(a)) for k, a in enumerate(args) if isinstance(a, Tensor)}
+    for k, of in found.items():
+        for name, x in of.items():
+            yield f"{k}: {name}", [x if j == k else a for j, a in enumerate(args)]
+    for name in dict.fromkeys(n for of in found.values() for n in of):
+        yield f"all: {name}", [found.get(k, {}).get(name, a) for k, a in enumerate(args)]
+    for (j, first), (k, second) in itertools.combinations(list(found.items())[:2], 2):
+        for m, n in itertools.product(list(first)[:6], list(second)[:6]):
+            if m != n:
+                yield f"{j}: {m}, {k}: {n}", [first[m] if i == j else second[n] if i == k else a for i, a in enumerate(args)]
+
+
+def calls(op: Op) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    for args in MORE.get(op.name, ()):
+        yield list(args), {}
+    for case in CASES.get(op.name, ()):
+        try:
+            yield case.make(DTYPES.get(op.name, (F32,))[0])
+        except NotFinite:
+            continue
+
+
+def flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def moved(x: Any, device: str) -> Any:
+    if isinstance(x, list):
+        return [moved(y, device) for y in x]
+    return x.to(device) if isinstance(x, Tensor) and x.layout is torch.strided else x
+
+
+def traced(op: Op, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    mode = compat.fake_mode()
+
+    def fake(x: Any) -> Any:
+        return [fake(y) for y in x] if isinstance(x, list) else mode.from_tensor(x) if isinstance(x, Tensor) else x
+
+    given, named = fake(args), {k: fake(v) for k, v in kwargs.items()}
+    with mode:
+        return flat(retrace.as_eager(op, given, named, op.target(*given, **named)))
+
+
+def steps(t: Tensor) -> list[tuple[int, int]]:
+    return [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1]
+
+
+def differences(op: Op, device: str) -> Iterator[str]:
+    for args, kwargs in calls(op):
+        for label, given in variants(moved(args, device)):
+            try:
+                want = flat(op.target(*given, **kwargs))
+            except (RuntimeError, NotImplementedError):
+                continue  # eager refuses this layout
+            try:
+                got = traced(op, given, kwargs)
+            except (RuntimeError, NotImplementedError, ValueError):
+                continue  # nothing is traced, so nothing is believed
+            for k, (g, w) in enumerate(zip(got, want, strict=True)):
+                if isinstance(w, Tensor) and w.layout is torch.strided and w.numel() and g.shape == w.shape:
+                    if steps(g) != steps(w):
+                        shapes = [(tuple(a.shape), a.stride()) for a in given if isinstance(a, Tensor)]
+                        yield f"{label}: result {k} has {w.stride()}, traced {g.stride()} of {shapes}"
+
+
+NAMES = [n for n, op in ops.OPS.items() if n in CASES and op.kind is not Kind.VIEW and n not in FIRST_RUN and op.available]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_traced_strides_are_eagers(name: str, device: str) -> None:
+    assert not list(differences(ops.OPS[name], device))[:5]
