@@ -202,7 +202,7 @@ def decomposition(target: Any) -> Callable[..., Any]:
 
 _COMPUTING = frozenset(
     "torch torch._C._nn torch._C._fft torch._C._linalg torch._C._special torch.functional torch.nn.functional "
-    "_operator operator math builtins itertools".split()
+    "torch._tensor _operator operator math builtins itertools".split()
 )
 """Modules whose functions compute. Others that stand in Dynamo graphs may enter a mode, a level of torch.func or the like."""
 
@@ -216,7 +216,7 @@ def computes(target: Any) -> bool:
     """
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
-    if enters_autocast(target) or leaves_autocast(target):
+    if enters_autocast(target) or leaves_autocast(target) or target is torch._C._log_api_usage_once:
         return True
     owner = getattr(target, "__objclass__", None)  # of `torch.Tensor.add`
     module = getattr(owner, "__module__", None) if owner is not None else getattr(target, "__module__", None)
@@ -453,6 +453,13 @@ WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.at
 
 CHECKED_IN_PYTHON: frozenset[Any] = frozenset({torch._C._nn.one_hot})
 """Functions in Dynamo graphs that check values, which their C++ leaves out on FakeTensors; torch has a Python form for those."""
+
+
+def has_python_form(op: Any) -> bool:
+    """Whether this torch has a Python form of a composite operator, which AOTAutograd traces."""
+    import torch._decomp  # registers them
+
+    return torch._C.DispatchKey.CompositeImplicitAutograd in op.py_kernels
 
 
 def python_dispatcher() -> Any:
