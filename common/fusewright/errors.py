@@ -35,12 +35,6 @@ class BackendCrashError(FusewrightError, RuntimeError):
     """A backend crashed while compiling, or one of its kernels cannot be built, in strict mode."""
 
 
-class IndexOutOfBoundsError(FusewrightError, IndexError, RuntimeError):
-    """An index outside a tensor, found by a kernel. Eager raises IndexError for some ops and RuntimeError for others
-    (gather, scatter), and a fused kernel may hold both: this is caught as either.
-    """
-
-
 class FreedStorageError(FusewrightError, RuntimeError):
     """A kernel was to read a tensor whose memory was given back, e.g. sharded weights between two uses."""
 

@@ -261,9 +261,9 @@ class KernelCode:
     """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it: the kernel's buffers in order, outputs allocated
     by the caller.
 
-    `address`, where there is one, is that of a C function `int32 f(int64 *block, int64 threads)`, whose block holds the
+    `address`, where there is one, is that of a C function `int64 f(int64 *block, int64 threads)`, whose block holds the
     addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error
-    code that `error(code)` turns into the exception that eager would raise; 0 is success. The function is there for as
+    code that `error(code, block)` turns into the exception that eager would raise; 0 is success. The function is there for as
     long as somebody holds `call`.
 
     `kernel` is what the code was made of. Where it has `buffers`, `symbols` and `scalars`, as loop kernels do, launches are held
@@ -272,7 +272,7 @@ class KernelCode:
 
     call: Callable[..., None]
     address: int | None = None
-    error: Callable[[int], Exception] | None = None
+    error: Callable[[int, Sequence[int]], Exception] | None = None
     kernel: Any = None
 
 

@@ -301,8 +301,9 @@ def scan_min(x, axis: tl.constexpr):
 
 
 @triton.jit
-def report(error_ptr, bad, code: tl.constexpr):
-    """Where `bad`, put `code` into the error flag. All writers of one launch write small codes; the last one stays."""
+def report(error_ptr, bad, code: tl.constexpr, site: tl.constexpr = 0, index=0):
+    """Where `bad`, put `code` into the error flag. All writers of one launch write small codes; the last one stays. Which
+    check failed, and of what index, only simulated devices tell: errors of GPUs are found later, like eager's there."""
     tl.store(error_ptr + (bad & False).to(tl.int32), tl.full((), code, tl.int32), mask=bad)
 
 

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from fusewright.toolkit.kernel import checks
 from fusewright.toolkit.kernel.extent import evaluate
 from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.serial import positional, structural_hash
@@ -28,7 +29,7 @@ from fusewright.toolkit.kernel.types import to_torch
 from fusewright_triton import archive, config, handwritten
 from fusewright_triton.binaries import Built, Variant, Wanted, build
 from fusewright_triton.emitter import Source, emit
-from fusewright_triton.launch import GpuLauncher, raise_error
+from fusewright_triton.launch import GpuLauncher
 from fusewright_triton.operators import Unsupported
 from fusewright_triton.target import Target
 
@@ -204,9 +205,9 @@ class SimulatedLauncher:
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
     ) -> None:
-        """IndexError and RuntimeError (division by zero) as eager raises them."""
+        """What a check of the kernel finds is raised as eager raises it."""
         env = dict(zip(self.kernel.symbols, sizes, strict=True))
-        error = torch.zeros(1, dtype=torch.int32)
+        error = torch.zeros(1, dtype=torch.int64)
         parts = [torch.empty(evaluate(count, env), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
         given = {
             "buffer": iter(tensors),
@@ -222,4 +223,4 @@ class SimulatedLauncher:
                 self.simulated.run(k, programs, args)
         code = int(error)
         if code:
-            raise_error(code, self.kernel.name)
+            raise checks.error(self.kernel, code, sizes)

@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
+from fusewright.toolkit.kernel.checks import ZERO_DIVISION, word
 from fusewright.toolkit.kernel.optable import OPS
 
 
@@ -94,9 +95,15 @@ def _scan(ref: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, in
     return lambda x, axis: from_torch(ref(to_torch(x), axis), x.dtype, True)
 
 
-def report(error_ptr: Any, bad: Any, code: int) -> None:
-    if bool(to_torch(bad).any()):
-        tl.store(error_ptr, code)
+def report(error_ptr: Any, bad: Any, code: int, site: int = ZERO_DIVISION, index: Any = 0) -> None:
+    """Writes the error word of CPU kernels (see `kernel.checks`). A failure of a check before this one stays."""
+    where = to_torch(bad)
+    if not bool(where.any()):
+        return
+    before = int(to_torch(tl.load(error_ptr))) & 0xFF
+    if not before or site < before:
+        given = torch.as_tensor(to_torch(index) if isinstance(index, tl.tensor) else index).expand(where.shape)
+        tl.store(error_ptr, word(site, int(given[where][0])) if site != ZERO_DIVISION else ZERO_DIVISION)
 
 
 def floor_index(a: Any, b: Any) -> Any:

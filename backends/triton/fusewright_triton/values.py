@@ -268,6 +268,6 @@ class Values(abc.ABC):
         masks = [self.memory.domain_mask(self.layout.dims_of[n.id])]
         masks += [self.operand(n.args[1])] if len(n.args) > 1 else []
         bad = " & ".join([f"{v}_bad", *(m for m in masks if m)])
-        self.put(f"fw.report(error_ptr, {bad}, {INDEX_ERROR})")
+        self.put(f"fw.report(error_ptr, {bad}, {INDEX_ERROR}, {int(n.value or 1)}, {i})")
         wrapped = f"tl.where({i} < 0, {i} + {size}, {i})" if n.how == "wrap" else i
         self.put(f"{v} = tl.where({v}_bad, 0, {wrapped})")

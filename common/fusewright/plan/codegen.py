@@ -141,7 +141,7 @@ class _Launches:
         self.blocks[k] = block
         call, code = self._code(i.kernel)
         start = [f"b = frame.b{k}"] if fill else []
-        return [*start, *fill, f"e = {call}(frame.p{k}, threads)", f"if e: fail({code}, e)"]
+        return [*start, *fill, f"e = {call}(frame.p{k}, threads)", f"if e: fail({code}, e, frame.b{k})"]
 
     def _in_arena(self, value: int) -> bool:
         return value in self.placement.offset

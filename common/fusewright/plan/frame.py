@@ -13,7 +13,7 @@ import torch
 from fusewright import machine
 from fusewright.interface import KernelCode, TensorSpec
 
-_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
 def entry(address: int) -> Callable[[int, int], int]:
@@ -72,6 +72,6 @@ class Frames:
             return self._make()
 
 
-def fail(code: KernelCode, value: int) -> None:
+def fail(code: KernelCode, value: int, block: Sequence[int]) -> None:
     """Raise what a kernel's error code stands for."""
-    raise code.error(value) if code.error is not None else RuntimeError(f"a kernel failed with code {value}")
+    raise code.error(value, block) if code.error is not None else RuntimeError(f"a kernel failed with code {value}")

@@ -37,6 +37,7 @@ from fusewright.toolkit.library import LoweringTable, OpLowering, elsewhere
 
 if TYPE_CHECKING:
     from fusewright.toolkit.llvm.launch import Launcher
+    from fusewright.toolkit.llvm.sources import Source
 
 __all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader", "llvm_loader"]
 
@@ -101,17 +102,13 @@ class LlvmLoader:
 
 
 def _native(launcher: Launcher) -> KernelCode:
-    return KernelCode(launcher, launcher.address, partial(_error, name=launcher.kernel.name), launcher.kernel)
+    return KernelCode(launcher, launcher.address, partial(_error, launcher.kernel), launcher.kernel)
 
 
-def _error(code: int, name: str) -> Exception:
-    from fusewright.toolkit.llvm.launch import raise_error
+def _error(kernel: Source, code: int, block: Sequence[int]) -> Exception:
+    from fusewright.toolkit.llvm.launch import error
 
-    try:
-        raise_error(code, name)
-    except (IndexError, RuntimeError) as e:
-        return e
-    raise AssertionError(f"code {code} of {name} stands for no error")
+    return error(kernel, code, block[len(kernel.buffers) :])
 
 
 interpreter_loader = InterpreterLoader()

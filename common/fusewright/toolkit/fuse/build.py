@@ -32,6 +32,10 @@ class Built:
     inputs: tuple[int, ...]
     outs: tuple[int, ...]
     inplace: tuple[tuple[int, int], ...]
+    checked: frozenset[int] = frozenset()
+    """Results of ops whose indices the kernel checks, all of them ..."""
+    partly: frozenset[int] = frozenset()
+    """... and of those where it does not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +201,7 @@ def finished(e: Evaluator, outs: Sequence[int], always: Sequence[int] = ()) -> B
         pairs = [(s, h) for s, h in zip(kernel.symbols, kernel.hints, strict=True) if s in symbols_used]
         kernel = replace(kernel, symbols=tuple(s for s, _ in pairs), hints=tuple(h for _, h in pairs))
     inputs = tuple(by_buffer[k] for k in kept if k in by_buffer)
-    return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel))
+    return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel), *e.coverage())
 
 
 def in_steps(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built]:

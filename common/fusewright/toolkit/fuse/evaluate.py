@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.fuse.coverage import covers
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Map, Row, View
-from fusewright.toolkit.fuse.space import At, extent, is_contiguous, shape_of, stride_of
-from fusewright.toolkit.kernel import Builder, Index, Val
+from fusewright.toolkit.fuse.space import At, extent, is_contiguous, product, shape_of, stride_of
+from fusewright.toolkit.kernel import Builder, Index, IndexTooComplex, Val
 from fusewright.toolkit.kernel.extent import Extent
+from fusewright.toolkit.kernel.index import axis_index
 from fusewright.toolkit.kernel.types import TYPES, DType, compute_type, from_torch
 
 OFFSET = "offset of "
@@ -24,6 +26,27 @@ OFFSET = "offset of "
 
 SAME_START = frozenset({"view", "reshape", "alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"})
 """Views that begin where their argument does."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Points of a kernel: those at which an axis is from `start` on below `start + size`."""
+
+    axis: int
+    start: Extent
+    size: Extent
+
+    def of(self, index: Index) -> Index | None:
+        """The index, counted over these points alone."""
+        if index.sizes is None:
+            return None
+        sizes = tuple(self.size if a == self.axis else s for a, s in enumerate(index.sizes))
+        axes = [axis_index(a, sizes) for a in range(len(sizes))]
+        axes[self.axis] = axes[self.axis] + self.start
+        try:
+            return index.substitute(axes, sizes)
+        except IndexTooComplex:
+            return None
 
 
 class NotAligned(Exception):
@@ -48,6 +71,10 @@ class Evaluator:
         """Loaded value -> buffer, in the order of the kernel's inputs."""
         self._memo: dict[tuple[Any, ...], Val] = {}
         self._mask: Val | None = None
+        self._parts: list[Part | None] = []
+        self._op: OpView | None = None
+        self._checks: dict[tuple[int, Any], list[Index]] = {}
+        """Result of an op that checks something, and what it checks -> the elements that were looked at."""
 
     # ---- values ----
 
@@ -105,7 +132,11 @@ class Evaluator:
     def computed(self, v: Value, op: OpView, k: int, at: At, rule: Map) -> Val:
         """The element of a map op, in the compute type of its dtype."""
         assert v.spec is not None
-        return self.b.cast(rule.code(self, op, k, at), compute_dtype(v.spec.dtype))
+        before, self._op = self._op, op
+        try:
+            return self.b.cast(rule.code(self, op, k, at), compute_dtype(v.spec.dtype))
+        finally:
+            self._op = before
 
     def row_result(self, v: Value, at: At) -> Val:
         if v.id not in self.rows:
@@ -167,25 +198,53 @@ class Evaluator:
         return self._mask
 
     @contextmanager
-    def masked(self, condition: Val) -> Iterator[None]:
-        """Values asked for inside are only used where `condition` holds: nothing is read elsewhere."""
+    def masked(self, condition: Val, part: Part | None = None) -> Iterator[None]:
+        """Values asked for inside are only used where `condition` holds: nothing is read elsewhere. `part`: the points
+        where it does, if they are a part of one axis.
+        """
         before = self._mask
         self._mask = condition if before is None else self.b.op("and", before, condition)
+        self._parts.append(part)
         try:
             yield
         finally:
             self._mask = before
+            self._parts.pop()
+
+    @staticmethod
+    def part(index: Index, start: Extent, size: Extent) -> Part | None:
+        """The points at which an index is from `start` on below `start + size`; None where they are not that simple."""
+        (axis, step), *more = index.coefs or ((0, 0),)
+        plain = step == 1 and not (more or index.divmods or index.indirect or index.offset != 0)
+        return Part(axis, start, size) if plain else None
 
     def position(self, index: Index) -> Val:
         """An index as an i64 value."""
         return self.b.index_value(index)
 
-    def lookup(self, indices: Value, at: At, size: Any, wrap: bool = False) -> Index:
-        """An index that a tensor of integers names, checked against `size`. IndexError at run time when it is
-        outside.
+    def lookup(self, indices: Value, at: At, size: Any, says: str, wrap: bool = False) -> Index:
+        """An index that a tensor of integers names, checked against `size`. At run time, what `says` says when it is
+        outside (see `messages`).
         """
         i = self(indices, at, "i64")
-        return self.b.indirect(self.b.bound(i, size, wrap, self._mask))
+        self.checked(indices.id, at)
+        return self.b.indirect(self.b.bound(i, size, wrap, self._mask, says))
+
+    def checked(self, what: Any, at: At) -> None:
+        """Note that the op that is computed now checks an element of something."""
+        if self._op is None:  # an op of the kernel's own domain
+            return
+        found = self._checks.setdefault((self._op.out.id, (what, product(at.shape))), [])
+        place: Index | None = at.linear
+        for part in self._parts:
+            place = None if part is None or place is None else part.of(place)
+        if place is not None:
+            found.append(place)
+
+    def coverage(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Results of ops all of whose checks were made here, and of those of which some were not."""
+        partly = {v for (v, (_, total)), places in self._checks.items() if not covers(places, total)}
+        return frozenset(v for v, _ in self._checks) - partly, frozenset(partly)
 
 
 def _type_of_number(number: Any) -> DType:

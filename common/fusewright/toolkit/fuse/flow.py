@@ -26,7 +26,7 @@ INLINE_DEPTH = 12
 
 class Flow:
     """The ops of a region that kernels may compute (`ops`), with their rules. `fixed` are ops that something else
-    computes.
+    computes, `whole` ops whose results are stored, so that all of their indices are checked.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Flow:
         rules_of: RulesOf,
         fixed: frozenset[int] = frozenset(),
         needed: frozenset[int] = frozenset(),
+        whole: frozenset[int] = frozenset(),
     ) -> None:
         self.ops = {op.id: op for op in ops}
         self.needed = needed
@@ -60,7 +61,7 @@ class Flow:
             for k, out in enumerate(op.outs):
                 self.producer[out.id] = (op, k)
             depth = self._inline_depth(op, rules)
-            if depth is not None:
+            if depth is not None and op.id not in whole:
                 self._inline[op.id] = depth
 
     def place(self, v: Value) -> Value:

@@ -61,6 +61,14 @@ class BetterEager(Exception):
         self.ops = ops
 
 
+class Unchecked(Exception):
+    """Ops whose checks of indices no kernel makes in full: their readers want only a part of the result."""
+
+    def __init__(self, ops: Iterable[int]) -> None:
+        super().__init__("indices that no kernel checks")
+        self.ops = frozenset(ops)
+
+
 @dataclass
 class _Item:
     """Instructions that stay together in the order of the fragment."""
@@ -85,15 +93,20 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     fits.
     """
     solo: set[int] = set()
+    whole: frozenset[int] = frozenset()
     called = _called(calls)
     ours = [op for op in region.ops if op.id not in called]
     plain = dict.fromkeys(computed_once(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
     plain |= {op.id: row.note for op in ours if (row := faster(op, ctx.device))}
     for _ in range(MAX_ROUNDS):
         try:
-            fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo).run()
+            fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo, whole).run()
         except BetterEager as e:
             plain |= {i: row.note for i, row in e.ops.items()}
+            continue
+        except Unchecked as e:
+            plain |= dict.fromkeys(e.ops & whole, "eager")  # stored, and still not known to be looked at in full
+            whole |= e.ops
             continue
         except Unplaceable as e:
             if len(e.ops) > 1:
@@ -149,11 +162,13 @@ def _foldable(op: OpView, row: ops.Op) -> bool:
 
 
 class _Planner:
-    """One attempt. `plain` are ops that eager runs, with notes; `solo` are ops that get a kernel of their own."""
+    """One attempt. `plain` are ops that eager runs, with notes; `solo` are ops that get a kernel of their own, `whole`
+    those whose results are stored.
+    """
 
     def __init__(
         self, region: Region, ctx: CompileContext, calls: Sequence[LibraryCall],
-        plain: Mapping[int, str], solo: frozenset[int], memo: KernelMemo,
+        plain: Mapping[int, str], solo: frozenset[int], memo: KernelMemo, whole: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.region, self.ctx, self.calls, self.solo, self.memo = region, ctx, calls, solo, memo
         self.position = {op.id: k for k, op in enumerate(region.ops)}
@@ -165,8 +180,10 @@ class _Planner:
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
         self.values = {v.id: v for op in region.ops for v in (*op.inputs(), *op.outs)}
         self.viewed: set[int] = set()
-        self.needed = self._needed_by_calls()
-        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed))
+        self.needed = self._needed_by_calls() | {v.id: v for i in whole - self.fixed.keys() for v in by_id[i].outs}
+        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed), whole)
+        self.checked: set[int] = set()
+        self.partly: set[int] = set()
         for call in self.all_calls:
             self.flow.places.update(call.results)
         self.out = Fused()
@@ -185,6 +202,8 @@ class _Planner:
             choose_layouts(self.flow, groups, stored - exact, self.ctx)
         for group in groups:
             self._add_group(group, stored)
+        if self.partly - self.checked:
+            raise Unchecked(self.flow.producer[v][0].id for v in self.partly - self.checked)
         for call in self.all_calls:
             self._add_call(call, exact)
         return self.out
@@ -316,7 +335,12 @@ class _Planner:
         if built is None:
             built = build_group(self.flow, kernel_name(group.units), group.units, domain, order, roots)
             self.memo.put(key, signature.number, built)
+        self._note_checks(built)
         return built
+
+    def _note_checks(self, built: Built) -> None:
+        self.checked |= built.checked
+        self.partly |= built.partly
 
     def _launch(self, built: Built, ops: Sequence[OpView], updates: tuple[tuple[int, int], ...] = ()) -> Launch:
         self.out.kernels[built.hash] = built.kernel
@@ -329,6 +353,7 @@ class _Planner:
         launches = []
         parts = build_scatter(self.flow, group, roots_of(group, stored), self._temporary(group))
         for built, updates in parts:
+            self._note_checks(built)
             launches.append(self._launch(built, [u.op for u in group.units], updates))
         return tuple(launches)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, Value
+from fusewright.toolkit.fuse import messages
 from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
 from fusewright.toolkit.fuse.rules import Map, Table
 from fusewright.toolkit.fuse.space import At, Shape, dense_strides, product, shape_of
@@ -35,10 +36,12 @@ def out_type(op: OpView, k: int = 0) -> str:
 
 def _gather(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, index = op.arg("self"), op.arg("index")
+    where = at.reshape(shape_of(index.spec))
     if not x.spec.rank:
+        e.lookup(index, where, 1, messages.along(op))
         return e(x, At((), ()))
     d, shape = dim_of(op), shape_of(x.spec)
-    found = e.lookup(index, at.reshape(shape_of(index.spec)), shape[d])
+    found = e.lookup(index, where, shape[d], messages.along(op))
     dims = (*at.dims[:d], found, *at.dims[d + 1 :])
     return e.value(x, At(shape, dims))
 
@@ -46,17 +49,18 @@ def _gather(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 def _index_select(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, index = op.arg("self"), op.arg("index")
     if not x.spec.rank:
-        e.lookup(index, At((), ()).reshape(shape_of(index.spec)), 1)
+        e.lookup(index, At((), ()).reshape(shape_of(index.spec)), 1, messages.along(op))
         return e(x, At((), ()))
     d, shape = dim_of(op), shape_of(x.spec)
-    found = e.lookup(index, At((at.shape[d],), (at.dims[d],)).reshape(shape_of(index.spec)), shape[d])
+    where = At((at.shape[d],), (at.dims[d],)).reshape(shape_of(index.spec))
+    found = e.lookup(index, where, shape[d], messages.along(op))
     return e.value(x, At(shape, (*at.dims[:d], found, *at.dims[d + 1 :])))
 
 
 def _embedding(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     table, index = op.arg("weight"), op.arg("indices")
     rank, shape = index.spec.rank, shape_of(table.spec)
-    found = e.lookup(index, at.pick(range(rank)), shape[0])
+    found = e.lookup(index, at.pick(range(rank)), shape[0], messages.row(op))
     return e.value(table, At(shape, (found, *at.dims[rank:])))
 
 
@@ -76,7 +80,10 @@ def indexed(e: Evaluator, op: OpView, at: At, shape: tuple[Any, ...]) -> tuple[I
     dims, first, lead = index_places(op)
     where = at.pick(range(first, first + lead))
     rest = [*at.dims[:first], *at.dims[first + lead :]]
-    found = {d: e.lookup(op.arg("indices")[d], _last(where, op.arg("indices")[d]), shape[d], wrap=True) for d in dims}
+    found = {}
+    for k, d in enumerate(dims):
+        index = op.arg("indices")[d]
+        found[d] = e.lookup(index, _last(where, index), shape[d], messages.tensor(k), wrap=True)
     return tuple(found[d] if d in found else rest.pop(0) for d in range(len(shape)))
 
 
@@ -116,7 +123,7 @@ def _cat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         inside = at.with_dim(d, at.dims[d] - start, size)
         low, high = position >= _value(e, start), position < _value(e, start + size)
         here = high if start == 0 else low if out is None else e.b.op("and", low, high)
-        with e.masked(here):
+        with e.masked(here, e.part(at.dims[d], start, size)):
             part = e(v, inside, t)
         out = part if out is None else e.b.where(high, part, out)
     assert out is not None
@@ -141,7 +148,7 @@ def _stack(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     out: Val | None = None
     for i, v in reversed(list(enumerate(tensors))):
         here = position.eq(i)
-        with e.masked(here):
+        with e.masked(here, e.part(at.dims[d], i, 1)):
             part = e(v, inside, t)
         out = part if out is None else e.b.where(here, part, out)
     assert out is not None

@@ -19,7 +19,11 @@ from fusewright.toolkit.kernel.types import TYPES, from_torch
 Formula = Callable[..., Val]
 """`formula(b, op, *arguments)`: arguments are values of the compute type; None where the call has None."""
 
-Kinds = Literal["any", "number", "float"]
+Kinds = Literal["any", "number", "integer", "bits", "float"]
+
+_REFUSED: dict[Kinds, tuple[str, ...]] = {
+    "any": (), "number": ("bool",), "integer": ("bool", "float"), "bits": ("float",), "float": ("bool", "int"),
+}  # fmt: skip
 
 
 def promoted(op: OpView, names: tuple[str, ...]) -> torch.dtype:
@@ -39,9 +43,10 @@ def formula(
     kinds: Kinds = "any",
     cost: int = 2,
     check: Check = always,
+    divides: bool = False,
 ) -> Map:
     """A rule from a formula over the arguments called `names`, computed in the dtype of the result, or of the arguments
-    where the result is bool. `kinds` "number" refuses bool, "float" everything but floats."""
+    where the result is bool. `kinds`: see `_REFUSED`. `divides`: a second argument that is zero is an error, for integers."""
 
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         dtype = op.outs[k].spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
@@ -49,12 +54,14 @@ def formula(
         given = [op.arg(n) for n in names]
         if compute == "args":
             given = [_rounded(a, dtype) for a in given]
+        if divides and TYPES[t].kind == "int" and isinstance(given[1], Value):
+            e.checked("divisor", at)
         return code(e.b, op, *(None if a is None else e(a, at, t) for a in given))
 
     def checked(op: OpView) -> str | None:
         dtype = op.out.spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
         kind = TYPES[from_torch(dtype)].kind
-        if (kinds == "number" and kind == "bool") or (kinds == "float" and kind != "float"):
+        if kind in _REFUSED[kinds]:
             return f"computed in {str(dtype).removeprefix('torch.')}"
         return check(op)
 
@@ -62,8 +69,10 @@ def formula(
 
 
 def _rounded(arg: Any, dtype: torch.dtype) -> Any:
-    """Eager rounds a number to the dtype in which it compares."""
-    return arg if arg is None or isinstance(arg, Value) else torch.tensor(arg, dtype=dtype).item()
+    """Eager rounds a number to the dtype in which it compares; integers wrap (see `Evaluator.const`)."""
+    if arg is None or isinstance(arg, Value) or not dtype.is_floating_point:
+        return arg
+    return torch.tensor(float(arg), dtype=torch.float64).to(dtype).item()
 
 
 def kernel_op(name: str) -> Formula:
@@ -319,9 +328,9 @@ TABLE: Table = {
         "rsub": formula(_rsub, *_XY, kinds="number"),
         "mul": formula(_mul, *_XY),
         "div": formula(kernel_op("div"), *_XY, kinds="float", cost=4),
-        "div_rounded": formula(_div_rounded, *_XY, kinds="number", cost=10),
-        "fmod": formula(kernel_op("fmod"), *_XY, kinds="number", cost=12),
-        "remainder": formula(kernel_op("remainder"), *_XY, kinds="number", cost=12),
+        "div_rounded": formula(_div_rounded, *_XY, kinds="number", cost=10, divides=True),
+        "fmod": formula(kernel_op("fmod"), *_XY, kinds="number", cost=12, divides=True),
+        "remainder": formula(kernel_op("remainder"), *_XY, kinds="number", cost=12, divides=True),
         "pow": formula(kernel_op("pow"), "self", "exponent", kinds="number", cost=60),
         "pow_scalar": formula(_pow_scalar, "self", kinds="number", cost=8, check=_integer_power),
         "scalar_pow": formula(kernel_op("pow"), "self", "exponent", kinds="number", cost=60),
@@ -356,9 +365,12 @@ TABLE: Table = {
         **{f"{n}_scalar": formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{f"{n}_scalar": formula(kernel_op(n), *_XY, kinds="number", cost=12) for n in ("fmod", "remainder")},
         "copysign_scalar": formula(kernel_op("copysign"), *_XY, kinds="float"),
-        **{f"bitwise_{n}{s}": formula(kernel_op(n), *_XY) for n in ("and", "or", "xor") for s in ("", "_scalar")},
-        **{f"bitwise_left_shift{s}": formula(kernel_op("shl"), *_XY, kinds="number") for s in ("", "_scalar")},
-        **{f"bitwise_right_shift{s}": formula(kernel_op("shr"), *_XY, kinds="number") for s in ("", "_scalar")},
+        **{
+            f"bitwise_{n}{s}": formula(kernel_op(n), *_XY, kinds="bits")
+            for n in ("and", "or", "xor") for s in ("", "_scalar")
+        },
+        **{f"bitwise_left_shift{s}": formula(kernel_op("shl"), *_XY, kinds="integer") for s in ("", "_scalar")},
+        **{f"bitwise_right_shift{s}": formula(kernel_op("shr"), *_XY, kinds="integer") for s in ("", "_scalar")},
         "isnan": formula(_isnan, "self", compute="args"),
         "isinf": formula(_isinf, "self", compute="args"),
         "signbit": formula(_signbit, "self", compute="args"),
@@ -366,7 +378,7 @@ TABLE: Table = {
         "logical_and": _logical("and"),
         "logical_or": _logical("or"),
         "logical_xor": _logical("xor"),
-        "bitwise_not": formula(kernel_op("not"), "self"),
+        "bitwise_not": formula(kernel_op("not"), "self", kinds="bits"),
         "where": Map(_where),
         "masked_fill": Map(_masked_fill),
         "masked_fill_tensor": Map(_masked_fill),

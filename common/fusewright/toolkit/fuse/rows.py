@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
+from fusewright.toolkit.fuse import messages
 from fusewright.toolkit.fuse.activation import softplus
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, compute_dtype
 from fusewright.toolkit.fuse.movement import out_type
@@ -184,6 +185,10 @@ def _row_op(
     ordered: bool = False,
 ) -> Row:
     return Row(domain, code, tuple(range(len(levels))), levels, check, ordered)
+
+
+def _float_in(op: OpView) -> str | None:
+    return None if op.arg("self").spec.dtype.is_floating_point else "the variance of integers"
 
 
 def _number_out(op: OpView) -> str | None:
@@ -403,7 +408,7 @@ def _nll_loss(r: RowContext, op: OpView) -> tuple[Val, ...]:
     label = r.x(target, "i64")
     counts = label.ne(op.arg("ignore_index"))
     with r.e.masked(counts):
-        place = r.b.indirect(r.b.bound(label, classes, False, r.e.mask))
+        place = r.b.indirect(r.b.bound(label, classes, mask=r.e.mask, says=messages.LABEL))
         w = r.b.const(1, t) if op.arg("weight") is None else r.e(op.arg("weight"), At((classes,), (place,)), t)
         sample = (*r.full.dims, place) if x.spec.rank == 2 else (place,)
         v = r.e(x, At(shape_of(x.spec), sample), t)
@@ -432,9 +437,9 @@ TABLE: Table = {
     "argmin": (_row_op(_position("min"), check=some_elements, ordered=True),),
     "any": (_row_op(_truth("any")),),
     "all": (_row_op(_truth("all")),),
-    "var": (_row_op(_var),),
-    "std": (_row_op(_std),),
-    "var_mean": (_row_op(_var_mean, levels=_PAIR),),
+    "var": (_row_op(_var, check=_float_in),),
+    "std": (_row_op(_std, check=_float_in),),
+    "var_mean": (_row_op(_var_mean, levels=_PAIR, check=_float_in),),
     "vector_norm": (_row_op(_vector_norm, check=_plain_order),),
     "logsumexp": (_row_op(_logsumexp, check=some_elements),),
     "cumsum": (_row_op(_scan("sum"), one_dim, ("full",), _number_out, ordered=True),),

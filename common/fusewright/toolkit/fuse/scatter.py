@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
+from fusewright.toolkit.fuse import messages
 from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext
 from fusewright.toolkit.fuse.movement import index_places, indexed, integer_indices, out_type
 from fusewright.toolkit.fuse.pointwise import truth
@@ -98,7 +99,7 @@ def _both(*checks: Check) -> Check:
 
 def _place(e: Evaluator, op: OpView, at: At) -> tuple[Index, ...]:
     d = dim_of(op)
-    found = e.lookup(op.arg("index"), at, shape_of(op.arg("self").spec)[d])
+    found = e.lookup(op.arg("index"), at, shape_of(op.arg("self").spec)[d], messages.along(op))
     return (*at.dims[:d], found, *at.dims[d + 1 :])
 
 
@@ -117,7 +118,7 @@ def _same_value(e: Evaluator, op: OpView, at: At) -> Places:
 def _slice_place(e: Evaluator, op: OpView, at: At) -> tuple[Index, ...]:
     d, index = dim_of(op), op.arg("index")
     where = At((at.shape[d],), (at.dims[d],)).reshape(shape_of(index.spec))
-    found = e.lookup(index, where, shape_of(op.arg("self").spec)[d])
+    found = e.lookup(index, where, shape_of(op.arg("self").spec)[d], messages.along(op))
     return (*at.dims[:d], found, *at.dims[d + 1 :])
 
 
@@ -197,8 +198,10 @@ def _masked_put(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 def _embedding(e: Evaluator, op: OpView, at: At) -> Places:
     index, rank = op.arg("indices"), op.arg("indices").spec.rank
     row = e(index, at.pick(range(rank)), "i64")
-    counts = row.ne(op.arg("padding_idx"))
-    found = e.b.indirect(e.b.bound(row, op.arg("num_weights"), False))
+    n = op.arg("num_weights")
+    inside = e.b.op("and", row >= 0, row < n)  # eager leaves out what is not
+    counts = e.b.op("and", row.ne(op.arg("padding_idx")), inside)
+    found = e.b.indirect(e.b.bound(row, n, mask=inside))
     g = e(op.arg("grad_output"), at, out_type(op))
     return (found, at.dims[-1]), (e.b.where(counts, g, 0),)
 
@@ -310,14 +313,14 @@ def _flat(op: OpView) -> Domain:
 
 
 def _masked(r: RowContext, op: OpView) -> tuple[Val, ...]:
-    """A hit takes the element of the source whose number is that of the hits before it. IndexError where there are
-    fewer (eager: RuntimeError, which ours is too).
+    """A hit takes the element of the source whose number is that of the hits before it. An error where there are
+    fewer.
     """
     e, b, t, source = r.e, r.b, out_type(op), op.arg("source")
     at = r.full.reshape(shape_of(op.out.spec))
     hit = truth(b, e(op.arg("mask"), at))
     count = product(shape_of(source.spec))
-    place = b.bound(b.scan("sum", b.cast(hit, "i64")) - 1, count, mask=hit)
+    place = b.bound(b.scan("sum", b.cast(hit, "i64")) - 1, count, mask=hit, says=messages.TOO_FEW)
     with e.masked(hit):
         new = e(source, At((count,), (b.indirect(place),)).reshape(shape_of(source.spec)), t)
     return (b.where(hit, new, e(op.arg("self"), at, t)),)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from fusewright.interface import TensorSpec, Value
@@ -85,15 +85,19 @@ class KernelMemo:
             if found is None:
                 return None
             self._found.move_to_end(key)
-        inputs = tuple(ids[n] for n in found.inputs)
-        return Built(found.kernel, found.hash, inputs, tuple(ids[n] for n in found.outs), found.inplace)
+        return _renumbered(found, ids)
 
     def put(self, key: Hashable, number: dict[int, int], built: Built) -> None:
-        numbers = (tuple(number[i] for i in built.inputs), tuple(number[i] for i in built.outs))
         with self._lock:
-            self._found[key] = Built(built.kernel, built.hash, *numbers, built.inplace)
+            self._found[key] = _renumbered(built, number)
             while len(self._found) > self._limit:
                 self._found.popitem(last=False)
+
+
+def _renumbered(built: Built, ids: Sequence[int] | Mapping[int, int]) -> Built:
+    inputs, outs = (tuple(ids[i] for i in values) for values in (built.inputs, built.outs))
+    checked, partly = (frozenset(ids[i] for i in values) for values in (built.checked, built.partly))
+    return Built(built.kernel, built.hash, inputs, outs, built.inplace, checked, partly)
 
 
 MEMO = KernelMemo()

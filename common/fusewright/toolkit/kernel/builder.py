@@ -9,7 +9,7 @@
     kernel = b.build()
 
 Nobody says where a stage begins: `build` finds it from the reductions, recomputes cheap values in later
-stages and keeps dear ones, drops dead values, merges and splits axes so that indices become
+stages and keeps dear ones, drops dead values (checks are none), merges and splits axes so that indices become
 affine, and verifies the result."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fusewright.toolkit.kernel.checks import ANY_INDEX, MOST_SITES
 from fusewright.toolkit.kernel.extent import Extent, symbol
 from fusewright.toolkit.kernel.index import Index, Indirect, axis_index
 from fusewright.toolkit.kernel.ir import Access, Buffer, Kernel, Node, Scalar
@@ -116,6 +117,7 @@ class Builder:
         self.nodes: list[Node] = []
         self._known: dict[tuple[object, ...], Val] = {}
         self._epoch: dict[int, int] = {}
+        self._sites: dict[tuple[str, Extent], int] = {}
 
     @property
     def axes(self) -> list[Index]:
@@ -165,10 +167,14 @@ class Builder:
         `bound`."""
         return Index(indirect=(Indirect(stride, value.id),), sizes=self.p + self.r)
 
-    def bound(self, value: Val, size: Extent, wrap: bool = False, mask: Val | None = None) -> Val:
-        """`value` (i64) checked against `size`; with `wrap` negative values count from the end."""
+    def bound(
+        self, value: Val, size: Extent, wrap: bool = False, mask: Val | None = None, says: str = ANY_INDEX
+    ) -> Val:
+        """`value` (i64) checked against `size`; with `wrap` negative values count from the end. `says`: see `checks`."""
         args = (value.id,) if mask is None else (value.id, mask.id)
-        return self._add(Node(0, "bound", "i64", args, how="wrap" if wrap else "", extent=size))
+        site = self._sites.setdefault((says, size), min(len(self._sites) + 1, MOST_SITES))
+        how = "wrap" if wrap else ""
+        return self._add(Node(0, "bound", "i64", args, how=how, value=site, extent=size, says=says))
 
     def load(self, buffer: int, index: Index | int, mask: Val | None = None, other: Number = 0) -> Val:
         """The element of `buffer` at `index`; where `mask` is false, `other`."""
@@ -238,10 +244,10 @@ class Builder:
         """Appends a node, or finds the equal one. A load is never shared across a store to its buffer."""
         epoch = self._epoch.get(n.buffer, 0) if n.buffer is not None else 0
         # repr tells -0.0 from 0.0, nan from nothing and True from 1
-        key = (n.op, n.dtype, n.args, n.index, n.buffer, n.how, repr(n.value), n.extent, epoch)
+        key = (n.op, n.dtype, n.args, n.index, n.buffer, n.how, repr(n.value), n.extent, n.says, epoch)
         if n.op != "store" and key in self._known:
             return self._known[key]
-        node = Node(len(self.nodes), n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, n.keep)
+        node = Node(len(self.nodes), n.op, n.dtype, n.args, n.index, n.buffer, n.how, n.value, n.extent, n.keep, n.says)
         self.nodes.append(node)
         val = Val(self, node.id, node.dtype)
         if n.op == "store" and n.buffer is not None:

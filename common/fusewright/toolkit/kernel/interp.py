@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusewright.toolkit.kernel.checks import out_of_bounds
 from fusewright.toolkit.kernel.extent import Extent, evaluate
 from fusewright.toolkit.kernel.index import Coefs, Index
 from fusewright.toolkit.kernel.ir import Kernel, Node
@@ -25,8 +26,8 @@ def interpret(
     """Runs `kernel` on CPU tensors, one per buffer, writing its outputs in place.
 
     `sizes` are the values of `kernel.symbols`. With `exact`, all floating-point math is done in f64 and only
-    loads, stores and explicit casts round, which gives the reference for accuracy. IndexError when a `bound`
-    fails."""
+    loads, stores and explicit casts round, which gives the reference for accuracy. What a `bound`
+    says when it fails."""
     if len(buffers) != len(kernel.buffers) or len(sizes) != len(kernel.symbols) or len(scalars) != len(kernel.scalars):
         expected = f"{len(kernel.buffers)} tensors, {len(kernel.symbols)} sizes, {len(kernel.scalars)} scalars"
         raise TypeError(f"{kernel.name} takes {expected}")
@@ -130,7 +131,8 @@ class _Run:
         if len(args) > 1:
             bad = bad & args[1]
         if bool(bad.any()) and 0 not in self.domain:
-            raise IndexError(f"{self.kernel.name}: index out of bounds for size {size}")
+            index = int(i.expand(bad.shape)[bad].flatten()[0])
+            raise out_of_bounds(n.says, index, _present(n.extent), self.symbols)
         i = torch.where(i < 0, i + size, i) if n.how == "wrap" else i
         return torch.where(bad | (i < 0) | (i >= size), 0, i)
 

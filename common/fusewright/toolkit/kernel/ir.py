@@ -27,7 +27,8 @@ Kinds of nodes (`Node.op`), beside the pointwise rows of `optable.OPS`:
   whatever the number of threads;
 - `bound`: args[0] is an i64 index checked against [0, `extent`), or [-extent, extent) with `how="wrap"` (as
   indexing does, the result is then made positive); args[1] is an optional mask. Out of bounds: the kernel
-  reports an error, touches no memory there and the launch raises IndexError;
+  reports an error, touches no memory there and the launch raises what `says` says (see `checks`); `value` is the
+  number of the check. A check is an effect: it runs whether or not its result is used;
 - `cast` (value-preserving conversion as `Tensor.to`);
 - `reduce` with `how` of `optable.REDUCTIONS` over all of R (argument positions count lexicographically over
   R);
@@ -90,6 +91,7 @@ class Node:
     value: int | float | bool | None = None
     extent: Extent | None = None
     keep: bool = False
+    says: str = ""
 
     def uses(self) -> Iterator[int]:
         """Ids of the values that the node reads, indirect indices included."""

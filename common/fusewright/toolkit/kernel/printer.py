@@ -50,7 +50,7 @@ def node_text(kernel: Kernel, n: Node, names: list[str] | None = None) -> str:
     elif n.op == "index":
         body = f"index {where}"
     elif n.op == "bound":
-        body = f"bound{'.wrap' if n.how else ''} {args} < {n.extent}"
+        body = f"bound{'.wrap' if n.how else ''} {args} < {n.extent}{f' or {n.says!r}' if n.says else ''}"
     else:
         body = f"{n.op}{'.' + n.how if n.how else ''} {args}"
     return f"%{n.id}: {n.dtype} = {body}{' keep' if n.keep else ''}"

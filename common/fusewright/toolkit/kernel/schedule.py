@@ -6,7 +6,7 @@ first pass that can compute it; a later pass that needs it again gets it recompu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fusewright.toolkit.kernel.ir import Node, Stage, cost
@@ -19,11 +19,12 @@ buffer are cheaper."""
 @dataclass
 class _Facts:
     """Per node id: does it vary along R, and the first pass in which it can be computed (P values: before
-    which pass)."""
+    which pass). `checks` are those whose value is not used."""
 
     rowwise: dict[int, bool] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     live: set[int] = field(default_factory=set)
+    checks: set[int] = field(default_factory=set)
 
 
 def staged(nodes: Sequence[Node], n_p: int) -> tuple[Stage, ...]:
@@ -48,13 +49,20 @@ def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
         if n.op == "store" and n.buffer is not None:
             stores[n.buffer] = ready
         f.ready[n.id] = ready + 1 if n.op == "reduce" else ready
-    todo = [n.id for n in nodes if n.op == "store"]
+    _mark_live(nodes, f.live, (n.id for n in nodes if n.op == "store"))
+    # A check is an effect. One whose value no store needs (an index along a dim of size 1) still runs.
+    f.checks.update(n.id for n in nodes if n.op == "bound" and n.id not in f.live)
+    _mark_live(nodes, f.live, f.checks)
+    return f
+
+
+def _mark_live(nodes: Sequence[Node], live: set[int], roots: Iterable[int]) -> None:
+    todo = list(roots)
     while todo:
         i = todo.pop()
-        if i not in f.live:
-            f.live.add(i)
+        if i not in live:
+            live.add(i)
             todo.extend(nodes[i].uses())
-    return f
 
 
 class _Scheduler:
@@ -83,7 +91,7 @@ class _Scheduler:
             n
             for n in live
             if (n.op == "reduce" and f.ready[n.id] == k + 1)
-            or (f.rowwise[n.id] and n.op in ("store", "scan") and f.ready[n.id] == k)
+            or (f.rowwise[n.id] and (n.op in ("store", "scan") or n.id in f.checks) and f.ready[n.id] == k)
         ]
 
     def _needed(self, live: list[Node], k: int) -> set[int]:

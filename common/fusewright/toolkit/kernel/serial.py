@@ -11,7 +11,7 @@ from fusewright.toolkit.kernel.extent import Extent, Poly, rename
 from fusewright.toolkit.kernel.index import Coefs, DivMod, Index, Indirect
 from fusewright.toolkit.kernel.ir import Buffer, Kernel, Node, Scalar, Stage
 
-VERSION = 1
+VERSION = 2
 """Changes whenever the meaning of stored kernels changes."""
 
 
@@ -178,6 +178,8 @@ def _node(n: Node) -> dict[str, Any]:
         out["extent"] = _extent(n.extent)
     if n.keep:
         out["keep"] = True
+    if n.says:
+        out["says"] = n.says
     return out
 
 
@@ -194,4 +196,5 @@ def _to_node(d: dict[str, Any], sizes: tuple[Extent, ...]) -> Node:
         float.fromhex(value) if isinstance(value, str) else value,
         _to_extent(d["extent"]) if "extent" in d else None,
         d.get("keep", False),
+        d.get("says", ""),
     )

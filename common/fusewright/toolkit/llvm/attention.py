@@ -77,11 +77,11 @@ class Attention:
 
 
 def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int32 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
     _Body(module, a, f"{name}.body").write()
     if parallel:
         share(module, name)
-    f = Fn(module, name, "i32", ["ptr", "i64"], linkage="dso_local")
+    f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     batch, heads, rows, keys = (_word(f, block, len(a.buffers) + k) for k in range(4))
     groups = f.mul(batch, heads)
@@ -95,7 +95,7 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
     work = f.mul(f.mul(groups, f.mul(rows, keys)), i64(a.width // 4 + 2))
     team = _least(f, _least(f, items, threads), f.add(f.bin("sdiv", work, i64(GRAIN)), i64(1)))
     start(f, name, block, items, shared, team if parallel else None)
-    f.raw("ret i32 0")
+    f.raw("ret i64 0")
     f.finish()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from fusewright.toolkit.kernel.checks import ZERO_DIVISION
 from fusewright.toolkit.kernel.extent import Extent
 from fusewright.toolkit.kernel.index import Index
 from fusewright.toolkit.kernel.ir import Kernel, Node, Stage, across
 from fusewright.toolkit.kernel.optable import OPS
 from fusewright.toolkit.llvm.interleave import members
-from fusewright.toolkit.llvm.memory import ZERO_DIVISION, Arguments, Lanes
+from fusewright.toolkit.llvm.memory import Arguments, Lanes
 from fusewright.toolkit.llvm.pointwise import IntegerDivision, cast, emit_op, literal, memory_type
 from fusewright.toolkit.llvm.rows import RowLoops
 from fusewright.toolkit.llvm.segments import segments

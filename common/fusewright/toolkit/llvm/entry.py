@@ -1,9 +1,8 @@
-"""The C function of a kernel: `int32 k(int64 *block, int64 threads)` decides how many threads the work is
+"""The C function of a kernel: `int64 k(int64 *block, int64 threads)` decides how many threads the work is
 worth and runs it.
 
 `block` holds the buffers' addresses, the sizes in the order of `Kernel.symbols`, and the scalars (floats as
-the bits of a double). The result is 0, or the sum of `memory.INDEX_ERROR` and `memory.ZERO_DIVISION`. A
-whole plan is a list of such calls."""
+the bits of a double). The result is 0, or an error word (see `kernel.checks`). A whole plan is a list of such calls."""
 
 from __future__ import annotations
 
@@ -43,14 +42,14 @@ def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> No
     body.write()
     if parallel:
         share(module, name)
-    f = Fn(module, name, "i32", ["ptr", "i64"], linkage="dso_local")
+    f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     args = Arguments(f, kernel, block)
-    error = f.alloca("i32", 1, 4)
-    f.raw(f"store i32 0, {error}")
+    error = f.alloca("i64", 1, 8)
+    f.raw(f"store i64 0, {error}")
     items = _items(f, args, body)
     start(f, name, block, items, error, _team(f, args, kernel, items, threads) if parallel else None)
-    f.raw(f"ret {f.let('i32', 1, f'load i32, {error}')}")
+    f.raw(f"ret {f.let('i64', 1, f'load i64, {error}')}")
     f.finish()
 
 

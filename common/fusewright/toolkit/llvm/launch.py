@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fusewright.errors import IndexOutOfBoundsError, without_memory
+from fusewright.errors import without_memory
+from fusewright.toolkit.kernel import checks
+from fusewright.toolkit.kernel.ir import Kernel
 from fusewright.toolkit.kernel.types import is_float, to_torch
-from fusewright.toolkit.llvm.memory import INDEX_ERROR, ZERO_DIVISION
 from fusewright.toolkit.llvm.sources import Source
 
-_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
 def float_bits(x: float) -> int:
@@ -36,8 +37,7 @@ class Launcher:
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[int | float | bool] = ()
     ) -> None:
-        """IndexError and RuntimeError (division by zero) are raised after the launch, as eager raises
-        them."""
+        """What a check of the kernel finds is raised after the launch, as eager raises it."""
         words = [t.data_ptr() or without_memory(t) for t in tensors]
         words.extend(sizes)
         for x, wide in zip(scalars, self._floats, strict=True):
@@ -45,7 +45,7 @@ class Launcher:
         block = self._block(*words)
         code = self._call(ctypes.addressof(block), torch.get_num_threads())
         if code:
-            raise_error(code, self.kernel.name)
+            raise error(self.kernel, code, sizes)
 
     def checked(
         self,
@@ -65,10 +65,8 @@ class Launcher:
         self(tensors, sizes, scalars)
 
 
-def raise_error(code: int, name: str) -> None:
-    """Raises what the error code of a launch stands for."""
-    if code & INDEX_ERROR:
-        raise IndexOutOfBoundsError(f"index out of range in {name}")
-    if code & ZERO_DIVISION:
-        raise RuntimeError("ZeroDivisionError")
-    raise RuntimeError(f"{name} failed with code {code}")
+def error(kernel: Source, code: int, sizes: Sequence[int]) -> Exception:
+    """What the error word of a launch stands for. `sizes`: those that it was given, or its block from them on."""
+    if isinstance(kernel, Kernel):
+        return checks.error(kernel, code, sizes)
+    return RuntimeError(f"{kernel.name} failed with code {code}")

@@ -3,6 +3,7 @@ vectorised axis."""
 
 from __future__ import annotations
 
+from fusewright.toolkit.kernel.checks import INDEX_BITS
 from fusewright.toolkit.kernel.extent import Extent, Poly
 from fusewright.toolkit.kernel.index import Coefs, Index
 from fusewright.toolkit.kernel.ir import Kernel, Node
@@ -10,9 +11,6 @@ from fusewright.toolkit.kernel.types import TYPES
 from fusewright.toolkit.llvm.interleave import unzip, zipped
 from fusewright.toolkit.llvm.pointwise import LLVM_TYPE, cast, maximum, memory_type, minimum
 from fusewright.toolkit.llvm.text import Fn, V, const, i64
-
-INDEX_ERROR, ZERO_DIVISION = 1, 2
-"""Bits of the code that a kernel returns."""
 
 
 class Arguments:
@@ -284,28 +282,38 @@ class Lanes:
 
     # errors
 
-    def report(self, bad: V, code: int, own: V | None = None) -> None:
-        """Sets the bits of `code` in the launch's error word when any active lane is `bad`."""
+    def report(self, bad: V, site: int, own: V | None = None, index: V | None = None) -> None:
+        """Writes the launch's error word (see `kernel.checks`) when any active lane is `bad`: the number of the check
+        and the index of the first such lane. A failure of a check before this one stays."""
         f = self.f
         mask = self.active(own) if bad.w > 1 else own
         if mask is not None:
             bad = f.bin("and", bad, mask)
 
         def write() -> list[V]:
-            old = f.let("i32", 1, f"load i32, {self.error}")
-            f.raw(f"store {f.bin('or', old, const(code, 'i32'))}, {self.error}")
+            old = f.let("i64", 1, f"load i64, {self.error}")
+            new = i64(site) if index is None else self._word(site, f.first(bad, index))
+            before = f.bin("sub", f.bin("and", old, i64(255)), i64(1))  # 0, no failure, comes last
+            kept = f.cmp("icmp ule", before, i64(site - 1))
+            f.raw(f"store {f.select(kept, old, new)}, {self.error}")
             return []
 
         f.when(f.any(bad), write)
 
+    def _word(self, site: int, index: V) -> V:
+        top = 1 << (INDEX_BITS - 1)
+        near = self.f.call("smax", "i64", [self.f.call("smin", "i64", [index, i64(top - 1)]), i64(-top)])
+        return self.f.bin("or", self.f.bin("shl", near, i64(8)), i64(site))
+
     def bound(self, n: Node, values: dict[int, V]) -> V:
         """A `bound` node: the index itself where it is legal, else 0, and a report."""
-        f, x = self.f, values[n.args[0]]
+        f, given = self.f, values[n.args[0]]
+        x = given
         size = self.args.extent(n.extent if n.extent is not None else 0)
         if n.how == "wrap":
             x = f.select(f.cmp("icmp slt", x, i64(0)), f.bin("add", x, size), x)
         bad = f.cmp("icmp uge", x, size)
-        self.report(bad, INDEX_ERROR, values[n.args[1]] if len(n.args) > 1 else None)
+        self.report(bad, int(n.value or 1), values[n.args[1]] if len(n.args) > 1 else None, given)
         return f.select(bad, i64(0), x)
 
 

@@ -272,6 +272,19 @@ class Fn:
         self.module.declare(f"llvm.vector.reduce.or.{_suffix('i1', m.w)}", "i1", [m.ty])
         return self.let("i1", 1, f"call i1 @llvm.vector.reduce.or.{_suffix('i1', m.w)}({m})")
 
+    def first(self, m: V, x: V) -> V:
+        """`x` in the first lane that is set in a mask that has one."""
+        if m.w == 1:
+            return self.extract(x, 0)
+        bits = self.conv("zext", V(self.let(f"i{m.w}", 1, f"bitcast {m} to i{m.w}").name, f"i{m.w}"), "i64")
+        lane = self.count_zeros(bits)
+        return self.let(x.t, 1, f"extractelement {self.splat(x, m.w)}, {lane}")
+
+    def count_zeros(self, x: V) -> V:
+        """How many zeros an i64 that is not zero ends with."""
+        self.module.declare("llvm.cttz.i64", "i64", ["i64", "i1"])
+        return self.let("i64", 1, f"call i64 @llvm.cttz.i64({x}, i1 true)")
+
     def gep(self, t: str, base: V, offset: V) -> V:
         """Address(es) of element `offset` of an array of `t` at `base`."""
         w = max(base.w, offset.w)
