@@ -39,7 +39,7 @@ _SHARED = Verdict(
 def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
     """The backend's verdict on one op. Total: what the host must keep is denied here, a raise counts as no."""
     if UNTRUSTED in node.meta:
-        return Verdict(Why.NO_LOWERING, f"the opset does not describe it as it was traced: {node.meta[UNTRUSTED]}")
+        return Verdict(Why.NO_LOWERING, str(node.meta[UNTRUSTED]))
     if writes(node):
         return Verdict(Why.NO_LOWERING, "writes its input in place: eager keeps the order of effects")
     if draws(node):

@@ -12,6 +12,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import foreach, retrace, verify
 from fusewright.graph.fills import number_fills, size_fills
+from fusewright.graph.refused import refusal
 from fusewright.ops.strides import RULES
 
 
@@ -29,16 +30,27 @@ def canonicalize(graph: Graph) -> list[str]:
         if node.op != "call_function" or not compat.is_overload(node.target):
             continue
         found = ops.canonical(node.target, node.args, node.kwargs)
-        if found is not None:
+        refused = _refusal(node) if found is not None else None
+        if refused is not None:
+            node.meta[verify.UNTRUSTED] = refused
+        if found is not None and (refused is None or ops.find(node.target) is not None):
             row, node.args, node.kwargs = found
             node.target = row.target
             _forget_unread(graph, node, row)
             _mend_dtypes(graph, node, row)
+            if refused is not None:
+                continue
             _mend_strides(graph, node, row)
             if problems := list(verify.op_problems(node)):
-                node.meta[verify.UNTRUSTED] = problems[0]
+                node.meta[verify.UNTRUSTED] = f"the opset does not describe it as it was traced: {problems[0]}"
                 disagreements += problems
     return disagreements
+
+
+def _refusal(node: Node) -> str | None:
+    """Why eager refuses the call, if it does: then it stays what it is."""
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
+    return refusal(node.target, args, kwargs, node.meta.get("val"))
 
 
 def _integer_products(graph: Graph) -> None:

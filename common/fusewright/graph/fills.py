@@ -11,6 +11,8 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph.refused import refusal
+from fusewright.graph.spec import value_of
 
 LIKE = {"full_like": 1, "new_full": 2}
 """Row of the opset -> position of the value."""
@@ -32,6 +34,8 @@ def _size_fill(graph: Graph, node: Node) -> None:
     if found is None or found[0].name not in LIKE or not isinstance(val, torch.Tensor):
         return
     if not all(isinstance(s, int) for s in val.shape) or val.layout != torch.strided or not val.is_contiguous():
+        return
+    if refusal(node.target, *torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of), val) is not None:
         return
     row, args, _ = found
     value = args[LIKE[row.name]]

@@ -17,7 +17,8 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
 
 UNTRUSTED = "fusewright_untrusted"
-"""Key in `node.meta` of an op that the table does not describe as torch traced it: eager runs it, nobody checks it."""
+"""Key in `node.meta` of an op that the table does not describe as torch traced it, or that eager refuses: eager runs it,
+nobody checks it. The value says why."""
 
 
 class VerifyError(FusewrightError, AssertionError):

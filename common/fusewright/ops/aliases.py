@@ -86,10 +86,21 @@ def _hardtanh(a: Args) -> dict[str, Any] | None:
     return {"self": a["self"], "min": a["min_val"], "max": a["max_val"]}
 
 
+def _some_elements(a: Args) -> dict[str, Any] | None:
+    # Of an empty tensor, eager refuses each in its own words.
+    shape = getattr(_traced(a["self"]), "shape", ())
+    return None if any(isinstance(s, int) and s == 0 for s in shape) else {**a}
+
+
 def _is_floating(x: Any) -> bool:
     """Whether a tensor, or an fx node with traced metadata, is known to be floating."""
-    dtype = getattr(getattr(x, "meta", {}).get("val") if hasattr(x, "meta") else x, "dtype", None)
+    dtype = getattr(_traced(x), "dtype", None)
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _traced(x: Any) -> Any:
+    """A tensor, or what was traced for an fx node."""
+    return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
 
 
 def _square(a: Args) -> dict[str, Any]:
@@ -122,8 +133,8 @@ ALIASES: tuple[Alias, ...] = (
     # reductions over everything
     alias("sum", "sum", dim=None),
     alias("mean", "mean", dim=None),
-    alias("max", "amax"),
-    alias("min", "amin"),
+    alias("max", "amax", _some_elements),
+    alias("min", "amin", _some_elements),
     alias("any", "any"),
     alias("all", "all"),
     alias("any.dim", "any", _one_dim),

@@ -61,10 +61,13 @@ class Interp(Backend):
 
 
 def _evaluate(op: OpView, env: dict[int, Any]) -> dict[int, torch.Tensor]:
-    """One op by its reference; results get the dtype and the strides that the graph says."""
+    """One op by its reference; results get the dtype and the strides that the graph says. What eager refuses, eager
+    refuses: references say other words, or nothing.
+    """
     row = ops.OPS[op.op]
-    bound = {name: _read(a, env) for name, a in zip(op.argnames, op.args, strict=True)}
-    results = oracle.evaluate(row, *unbind(row.params, bound))
+    args, kwargs = unbind(row.params, {name: _read(a, env) for name, a in zip(op.argnames, op.args, strict=True)})
+    row.target(*args, **kwargs)
+    results = oracle.evaluate(row, args, kwargs)
     found = {}
     for v, r in zip(op.outs, results, strict=False):
         if v.spec is not None and isinstance(r, torch.Tensor):

@@ -15,6 +15,7 @@ from fusewright import ops
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import value_of
+from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Backend, Phase, Verdict, Why
 from fusewright.partition import ask
@@ -47,7 +48,8 @@ def _openable(
     """Composites that the backend wants open, with what is in them. Equal composites are traced once."""
     candidates = [
         n for n in graph.nodes
-        if is_op(n) and n.name not in denied and (row := ops.find(n.target)) is not None and row.decompose is not None
+        if is_op(n) and n.name not in denied and UNTRUSTED not in n.meta
+        and (row := ops.find(n.target)) is not None and row.decompose is not None
     ]  # fmt: skip
     if not candidates:
         return {}

@@ -134,6 +134,11 @@ def _prelu(b: Builder, op: OpView, x: Val, weight: Val) -> Val:
     return b.where(x > 0, x, x * weight)
 
 
+def _one_type(op: OpView) -> str | None:
+    weight, x = op.arg("weight").spec, op.arg("self").spec
+    return None if weight.dtype == x.dtype else "a weight of another type"
+
+
 def _dropout_backward(b: Builder, op: OpView, g: Val, mask: Val) -> Val:
     return g * mask * op.arg("scale")
 
@@ -153,7 +158,7 @@ TABLE: Table = {
         "softplus": formula(_softplus, *_X, kinds="float", cost=40),
         "log_sigmoid": Map(_log_sigmoid, cost=40),
         "threshold": formula(_threshold, *_X, kinds="number"),
-        "prelu": formula(_prelu, "self", "weight", kinds="float"),
+        "prelu": formula(_prelu, "self", "weight", kinds="float", check=_one_type),
         "gelu_backward": formula(_gelu_backward, *_GX, kinds="float", cost=50),
         "silu_backward": formula(_silu_backward, *_GX, kinds="float", cost=26),
         "mish_backward": formula(_mish_backward, *_GX, kinds="float", cost=80),

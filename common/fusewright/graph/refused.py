@@ -1,0 +1,153 @@
+"""Calls that eager may refuse although torch traced them: numbers that do not fit in a dtype, dims that a tensor does not
+have. FakeTensor lets them pass, and a kernel would wrap, saturate or count around.
+
+Which operator checks what is asked of eager itself, with tensors of two elements a dim (a single one it may fill without a
+look). So nothing here says which do, and what eager allows is left to kernels. What it refuses stays as it was traced, and
+raises when it is called, as in eager.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright.ops.core import bind, params_of
+from fusewright.ops.rules import tensors
+
+DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2"})
+INDICES = frozenset({"index", "indices", "target"})
+MASKS = frozenset({"mask", "condition"})
+ANY_SIZE = 1 << 40
+"""What stands for a number that is not known before the call."""
+MOST_ELEMENTS = 1 << 16
+"""Results beyond this are not made to ask. What may be refused then is refused."""
+MOST_ANSWERS = 4096
+
+_answers: dict[Any, str | None] = {}
+
+
+def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> str | None:
+    """Why eager refuses this call of an overload, or None. Tensors are fake; `result` is what was traced."""
+    given = bind(params_of(target), args, kwargs)
+    if not _doubtful(target, given, result):
+        return None
+    key = (target, _described(tuple(given.values())))
+    if key not in _answers:
+        if len(_answers) >= MOST_ANSWERS:
+            _answers.clear()
+        large = "size" not in given and any(_elements(t) > MOST_ELEMENTS for t in tensors(result))
+        asked = not large or any(True for v in given.values() for _ in tensors(v))
+        _answers[key] = _asked(target, given) if asked else "a number may not fit in its dtype"
+    return _answers[key]
+
+
+def _elements(t: Any) -> int:
+    n = t.numel()
+    return n if isinstance(n, int) else 0
+
+
+@cache
+def _parts(target: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Names of an overload's arguments: dims, numbers and tensors, and those that go by name."""
+    arguments = target._schema.arguments
+    numbers = (a.name for a in arguments if any(k in str(a.type) for k in ("number", "Tensor")))
+    names = frozenset(a.name for a in arguments)
+    return DIMS & names, frozenset(numbers), frozenset(a.name for a in arguments if a.kwarg_only)
+
+
+def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
+    """Whether a number or a 0-dim tensor is outside a dtype that the call deals with, or a dim outside a tensor."""
+    dims, numbers, _ = _parts(target)
+    found = [t for name in numbers for t in tensors(given[name])]
+    rank = max((t.dim() for t in found), default=0)
+    if found and not all(_is_dim(d, rank) for name in dims for d in _each(given[name])):
+        return True
+    combined = [t for name in numbers - INDICES - MASKS for t in tensors(given[name])]
+    dtypes = {t.dtype for t in (*combined, *tensors(result))}
+    values = [x for name in numbers for x in _each(given[name])]
+    return any(isinstance(x, bool) for x in values) or any(not _fits(x, d) for x in values for d in dtypes)
+
+
+def _each(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _is_dim(d: Any, rank: int) -> bool:
+    return not isinstance(d, int) or -max(rank, 1) <= d < max(rank, 1)
+
+
+def _fits(x: Any, dtype: torch.dtype) -> bool:
+    """Whether every value that a number (or a 0-dim tensor, or a size) can have is one of `dtype`."""
+    if isinstance(x, torch.Tensor):
+        return bool(x.dim()) or x.dtype == dtype or all(_fits(v, dtype) for v in _limits(x.dtype))
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return _fits(ANY_SIZE, dtype)
+    if isinstance(x, complex):
+        return dtype.is_complex and _fits(x.real, dtype) and _fits(x.imag, dtype)
+    limits = _limits(dtype)
+    if isinstance(x, bool) or not isinstance(x, int | float) or not limits:
+        return True
+    if dtype.is_floating_point or dtype.is_complex:
+        return not math.isfinite(x) or limits[0] <= x <= limits[1]
+    return float(x).is_integer() and limits[0] <= x <= limits[1]
+
+
+@cache
+def _limits(dtype: torch.dtype) -> tuple[Any, ...]:
+    """The least and the greatest value of a dtype; () for one that is not known."""
+    if dtype == torch.bool:
+        return (0, 1)
+    try:
+        info = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype)
+    except TypeError:
+        return ()
+    return (info.min, info.max)
+
+
+# ---- asking ----
+
+
+def _asked(target: Any, given: Mapping[str, Any]) -> str | None:
+    """What eager says of the call with each tensor replaced by a small one."""
+    named = _parts(target)[2]
+    made = {name: _stand_in(name, v) for name, v in given.items()}
+    with torch.no_grad(), compat.real_tensors():
+        try:
+            target(*(v for n, v in made.items() if n not in named), **{n: v for n, v in made.items() if n in named})
+        except Exception as e:  # whatever it is: eager will say it
+            return f"eager refuses this call: {' '.join(str(e).split())[:120]}"
+    return None
+
+
+def _stand_in(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _small(name, value)
+    if isinstance(value, tuple | list):
+        return [2 if name == "size" else _stand_in(name, v) for v in value]
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return ANY_SIZE if isinstance(value, torch.SymInt) else float(ANY_SIZE)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _small(name: str, t: torch.Tensor) -> torch.Tensor:
+    """A 0-dim tensor may have any value, so it gets the greatest; an index must be one that exists."""
+    value: Any = 0 if name in INDICES else 1
+    if not t.dim() and name not in (*INDICES, *MASKS, "self"):
+        value = (*_limits(t.dtype), 1)[1]
+    with compat.real_tensors():
+        return torch.full((2,) * t.dim(), value, dtype=t.dtype)
+
+
+def _described(value: Any) -> Any:
+    """What the answer depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim()
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    return "size" if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else (type(value), repr(value))
+

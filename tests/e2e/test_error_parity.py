@@ -1,0 +1,104 @@
+"""What eager refuses, a compiled call refuses: with eager's type and eager's words, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import registry
+from fusewright.report import recording
+from tests.ops.bad_calls import CALLS, LOST, BadCall
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "x86_onednn": {},
+    "nvidia_triton": {"simulate": True},
+    "rocm_triton": {"simulate": True},
+    "fusewright_null": {},
+    "fusewright_interp": {},
+}
+PAIRS = [(b, c) for b in BACKENDS for c in CALLS]
+SAMPLE = [(b, c) for k, b in enumerate(BACKENDS) for c in list(CALLS)[k :: len(BACKENDS)]]
+
+
+def said(fn: Any, args: tuple[Any, ...]) -> tuple[str, str]:
+    """Type and first line of what a call raises."""
+    with torch.no_grad(), pytest.raises((RuntimeError, IndexError, NotImplementedError)) as e:
+        fn(*args)
+    return e.type.__name__, str(e.value).partition("\n")[0].strip()
+
+
+def compiled(fn: Any, backend: str, dynamic: bool = False) -> Any:
+    torch.compiler.reset()
+    options = {**BACKENDS[backend], "cache": False, "fallback": "allow", "strict": True} if backend in BACKENDS else None
+    return torch.compile(fn, backend=backend, dynamic=dynamic, options=options)
+
+
+def check(backend: str, call: BadCall, name: str, dynamic: bool = False) -> None:
+    if "triton" in backend:
+        pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    elif not registry.info(backend).available:
+        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    eager = said(call.fn, call.args)
+    assert call.text in eager[1]
+    wanted = said(compiled(call.fn, "aot_eager", dynamic), call.args) if name in LOST else eager
+    assert said(compiled(call.fn, backend, dynamic), call.args) == wanted
+
+
+@pytest.mark.parametrize(("backend", "name"), SAMPLE)
+def test_a_compiled_call_says_what_eager_says(backend: str, name: str) -> None:
+    check(backend, CALLS[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_call_on_every_backend(backend: str) -> None:
+    for name in CALLS:
+        check(backend, CALLS[name], name)
+
+
+@pytest.mark.slow
+def test_every_index_with_symbolic_sizes() -> None:
+    for name in (n for n in CALLS if n.startswith("index.") and n not in LOST):
+        check("x86_onednn", CALLS[name], name, dynamic=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_what_aot_eager_says_otherwise_is_listed(name: str) -> None:
+    same = said(compiled(CALLS[name].fn, "aot_eager"), CALLS[name].args) == said(CALLS[name].fn, CALLS[name].args)
+    assert same == (name not in LOST)
+
+
+@pytest.mark.parametrize("name", ["index.one_embedding", "index.gather", "index.scatter_add", "index.nll_loss"])
+def test_kernels_find_what_is_wrong(name: str) -> None:
+    """The words are a kernel's own, not those of an op that eager ran."""
+    if not registry.info("x86_onednn").available:
+        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
+    call = CALLS[name]
+    with recording() as reports:
+        assert said(compiled(call.fn, "x86_onednn"), call.args) == said(call.fn, call.args)
+    assert reports[0].count("backend") and not reports[0].count("eager")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["x86_onednn", "nvidia_triton"])
+def test_an_ignored_label_is_no_index(backend: str) -> None:
+    """`ignore_index` and `padding_idx` may name what does not exist; gradients of other indices are left out."""
+    if "triton" in backend:
+        pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    elif not registry.info(backend).available:
+        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    loss = torch.nn.functional.nll_loss
+    x, labels = torch.randn(3, 1).log_softmax(0), torch.tensor([0, 7, -100])
+    for ignored in (7, -100):
+        valid = torch.where(labels == (-100 if ignored == 7 else 7), 0, labels)
+        fn = compiled(lambda x, i, ignored=ignored: loss(x, i, ignore_index=ignored), backend)
+        torch.testing.assert_close(fn(x, valid), loss(x, valid, ignore_index=ignored))
+    grads, rows = torch.randn(3, 4), torch.tensor([0, 9, 2])
+    backward = torch.ops.aten.embedding_dense_backward
+    out = compiled(lambda g, i: backward(g, i, 3, 2, False) + 0, backend)(grads, rows)
+    torch.testing.assert_close(out, backward(grads, rows, 3, 2, False))

@@ -1,0 +1,68 @@
+"""What eager refuses is asked of eager, and only where a number, a 0-dim tensor or a dim gives reason to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright.graph import refused
+from fusewright.graph.refused import refusal
+
+aten = torch.ops.aten
+
+
+def fake(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return compat.fake_mode().from_tensor(torch.zeros(shape, dtype=dtype))
+
+
+HALF, INT8, BOOL = fake(torch.float16, 3, 4), fake(torch.int8, 3, 4), fake(torch.bool, 3, 4)
+F32, NUMBER = fake(torch.float32, 3, 4), fake(torch.float32)
+
+REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "too large for half": (aten.masked_fill.Scalar, (HALF, BOOL, -1e9)),
+    "too large for int8": (aten.masked_fill.Scalar, (INT8, BOOL, 1000)),
+    "a 0-dim tensor that may be": (aten.masked_fill.Tensor, (HALF, BOOL, NUMBER)),
+    "too large for float32": (aten.clamp.default, (F32, 1e39)),
+    "no such dim": (aten._softmax.default, (fake(torch.float32, 3), 10, False)),
+    "a bool from a half": (aten.rsub.Scalar, (HALF, True)),
+}
+ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "infinity": (aten.masked_fill.Scalar, (HALF, BOOL, float("-inf"))),
+    "comparisons wrap": (aten.eq.Scalar, (INT8, 1000)),
+    "products are infinite": (aten.mul.Tensor, (HALF, 1e9)),
+    "a fraction of an integer": (aten.add.Tensor, (INT8, 1.5)),
+    "a 0-dim tensor in a sum": (aten.add.Tensor, (HALF, NUMBER)),
+    "a dim from the end": (aten._softmax.default, (F32, -2, False)),
+}
+
+
+def asked(target: Any, args: tuple[Any, ...]) -> str | None:
+    return refusal(target, args, {}, args[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_eager_refuses(name: str) -> None:
+    why = asked(*REFUSED[name])
+    assert why is not None and why.startswith("eager refuses this call: ")
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_eager_allows(name: str) -> None:
+    assert asked(*ALLOWED[name]) is None
+
+
+def test_nobody_is_asked_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused, "_asked", pytest.fail)
+    for target, args in (
+        (aten.masked_fill.Scalar, (HALF, BOOL, -1e4)), (aten.add.Tensor, (F32, 1)), (aten.sum.dim_IntList, (F32, [-1])),
+    ):  # fmt: skip
+        assert asked(target, args) is None
+
+
+def test_a_number_of_many_elements_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused, "_asked", pytest.fail)
+    large = fake(torch.int8, 1 << 20)
+    assert refusal(aten.arange.start_step, (0, 1 << 20), {"dtype": torch.int8}, large) is not None
