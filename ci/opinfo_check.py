@@ -224,13 +224,17 @@ def _check_error(outcome: Outcome, where: str, op: Any, sample: Any, backend: Co
         if got is None:
             return [f"no error: eager raises {type(wanted).__name__}"]
         # Dynamo wraps what it finds while tracing in subclasses of eager's type.
-        return (
-            []
-            if isinstance(got, type(wanted))
-            else [f"error type: {type(got).__name__}, eager raises {type(wanted).__name__}"]
-        )
+        if not isinstance(got, type(wanted)):
+            return [f"error type: {type(got).__name__}, eager raises {type(wanted).__name__}"]
+        words, theirs = first_line(got), first_line(wanted)
+        return [] if words == theirs else [f"error text: {words}; eager says {theirs}"[:300]]
 
     outcome.settle(where, found(backend), lambda: found(backend.judge()))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without where and how it came about."""
+    return str(error).partition("\n")[0].strip()
 
 
 def differences(op: Any, wanted: Seen, got: Seen, exact: Exact) -> list[str]:

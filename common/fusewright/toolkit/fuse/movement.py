@@ -368,6 +368,8 @@ def _same_type(op: OpView) -> str | None:
     spec = op.arg("boundaries").spec
     if spec.dtype != op.arg("self").spec.dtype or spec.dtype == torch.bool:
         return "boundaries of another type"
+    if spec.rank != 1:
+        return "boundaries of more than one dim"
     return None
 
 

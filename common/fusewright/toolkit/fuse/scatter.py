@@ -90,6 +90,14 @@ def _ranked(op: OpView) -> str | None:
     return None if op.arg("self").spec.rank else "a 0-dim tensor"
 
 
+def _fitting(op: OpView) -> str | None:
+    """Whether the source is as the tensor, but along the dim of the index."""
+    ours, theirs = shape_of(op.arg("self").spec), shape_of(op.arg("source").spec)
+    rest = [d for d in range(len(ours)) if d != dim_of(op)]
+    same = len(ours) == len(theirs) and all(ours[d] == theirs[d] for d in rest)
+    return None if same else "a source of another shape"
+
+
 def _both(*checks: Check) -> Check:
     return lambda op: next((why for c in checks if (why := c(op)) is not None), None)
 
@@ -335,8 +343,8 @@ TABLE: Table = {
     "scatter_add": (_scatter(shape_like("index"), _element, "add", _ranked),),
     "scatter_reduce": (Scatter(shape_like("index"), _folds, _fold, _fold_finish, _both(_ranked, _no_bool)),),
     "index_put": _put_rules,
-    "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth)),),
-    "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _ranked),),
+    "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth, _fitting)),),
+    "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _both(_ranked, _fitting)),),
     "index_fill": (_scatter(_sliced_shape, _fill_slice, "", _ranked),),
     "as_strided_scatter": (_scatter(shape_like("src"), _strided, "", _clear_strides),),
     "masked_scatter": (Row(_flat, _masked, levels=("full",), ordered=True),),
