@@ -50,6 +50,11 @@ def to_integer(x: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(x, 0.0, 9.0, -9.0).clamp(-100, 100).to(I64)
 
 
+def divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """By what is not near zero: sums that cancel to their rounding would be judged otherwise."""
+    return torch.div(x, y * y + 1)
+
+
 def joined(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([x, y], dim)
 
@@ -202,7 +207,7 @@ def _named(module: Any, names: str, exact: bool, floats: bool = False) -> Callab
 
 
 def _binary(names: str, exact: bool, compares: bool = False) -> Callable[[Program, int], Drawn]:
-    fns = [getattr(torch, n) for n in names.split()]
+    fns = [divided if n == "div" else getattr(torch, n) for n in names.split()]
 
     def draw(p: Program, k: int) -> Drawn:
         other = p.partner(k)
