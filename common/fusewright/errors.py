@@ -50,6 +50,11 @@ def without_memory(t: Any) -> int:
     )
 
 
+def printable(words: object) -> str:
+    """Words of unknown origin as one line that every terminal and log takes."""
+    return "".join(c if c.isprintable() else " " for c in str(words))
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint that ends an error message: the closest valid name, or all of them."""
     names = sorted(valid)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.plan.ir import Call
+from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.builder import contiguous_strides
 from fusewright.toolkit.candidates import Lazy, Thunk
 from fusewright_triton import positions
@@ -45,7 +45,10 @@ def lower_sdpa(op: OpView, c: Calls) -> Found | None:
     tried = _plain(op, c) and (refused or _shared_mask(op))
     if tried and (_known_to_pay(op, refused, c) or _pays(op, refused, c)):
         return Found((op,), op, partial(_masked, op), "attention, by our kernel")
-    return Found((op,), op, partial(_with_dense_mask, op), "attention with a dense mask") if refused else None
+    out = spec_of(op.out)
+    if not refused or out.stride != contiguous_strides(out.shape):  # type: ignore[arg-type]
+        return None
+    return Found((op,), op, partial(_with_dense_mask, op), "attention with a dense mask")
 
 
 def _decomposed_mask(op: OpView, c: Calls) -> Found | None:
@@ -125,7 +128,11 @@ def _with_dense_mask(op: OpView, c: Calls) -> None:
     c.b.append(clone)
     given = c.b.at_hand(op)
     place = op.argnames.index("attn_mask")
-    c.b.append(c.ctx.aten(replace(given, args=(*given.args[:place], dense, *given.args[place + 1 :]))))
+    # torch's choice among its kernels decides the strides, and it is another one than for the mask as it was
+    made = c.ctx.value(None)
+    args = (*given.args[:place], dense, *given.args[place + 1 :])
+    c.b.append(c.ctx.aten(replace(given, args=args, outs=(made, *given.outs[1:]))))
+    c.b.append(Call("aten::contiguous.default", (Ref(made.id),), (op.out.id,)))
 
 
 def _pays(op: OpView, refused: bool, c: Calls) -> bool:

@@ -21,6 +21,8 @@ DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory beyond this must be asked for."""
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING, and its HIP counterpart."""
+THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and its HIP counterpart."""
 
 DESCRIPTOR = 128
 """Bytes of a tensor descriptor (CUtensorMap), which lies at a multiple of 64."""
@@ -42,7 +44,7 @@ class Driver:
         self.kind = kind
         self.lib = ctypes.CDLL(_library(kind))
         found = (getattr(self.lib, name) for name in _NAMES[kind])
-        self._load, self._function, self._launch, self._attribute, self._stream = found
+        self._load, self._function, self._launch, self._attribute, self._stream, *self._capture = found
         uint, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
 
@@ -75,6 +77,14 @@ class Driver:
         made = ctypes.c_void_p()
         self.call("make a stream", self._stream, ctypes.byref(made), NON_BLOCKING)
         return int(made.value or 0)
+
+    def restart_capture(self, stream: int) -> None:
+        """Ends the capture on a stream, whatever became of it, and begins an empty one of this thread's."""
+        graph = ctypes.c_void_p()
+        self._capture[0](ctypes.c_void_p(stream), ctypes.byref(graph))  # an error where the capture is broken
+        if graph.value:
+            self._capture[1](graph)
+        self.call("begin a capture", self._capture[2], ctypes.c_void_p(stream), THREAD_LOCAL)
 
     def launcher(self) -> Callable[..., int]:
         """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, else `relaunch` says why."""
@@ -120,11 +130,15 @@ class Driver:
 
 
 _NAMES = {
-    "cuda": ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute", "cuStreamCreate"),
+    "cuda": (
+        "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute", "cuStreamCreate",
+        "cuStreamEndCapture", "cuGraphDestroy", "cuStreamBeginCapture_v2",
+    ),
     "hip": (
         "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute", "hipStreamCreateWithFlags",
+        "hipStreamEndCapture", "hipGraphDestroy", "hipStreamBeginCapture",
     ),
-}
+}  # fmt: skip
 
 
 def _library(kind: str) -> str:

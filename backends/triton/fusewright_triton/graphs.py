@@ -57,17 +57,10 @@ class Graphs:
         graph = torch.cuda.CUDAGraph(keep_graph=cuda)
         with lane.beside(current):
             if warm:
-                run()
+                _warm_up(run)
             torch.cuda.synchronize()
-            # thread_local: other threads may go on allocating and waiting meanwhile
-            graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
-            try:
+            with lane.capturing(graph, pool=pool.handle()):
                 results = run()
-            except BaseException:  # an interrupt too must not leave the stream capturing
-                with contextlib.suppress(RuntimeError):  # the capture is broken; what broke it is raised
-                    graph.capture_end()
-                raise
-            graph.capture_end()
         if cuda:
             memsets.as_kernels(graph.raw_cuda_graph(), current.device_index)
             graph.instantiate()
@@ -95,6 +88,16 @@ class Graphs:
         return float(start.elapsed_time(end)) / 1e3
 
 
+def _warm_up(run: Callable[[], Any]) -> None:
+    """Raises RuntimeError for what draws random numbers, though no tag of an operator says so: warming up, measuring and replaying
+    would each draw."""
+    before = torch.cuda.get_rng_state()
+    run()
+    if not torch.equal(before, torch.cuda.get_rng_state()):
+        torch.cuda.set_rng_state(before)
+        raise RuntimeError("it draws random numbers")
+
+
 def several(run: Callable[[], Any], device: str) -> Callable[[], None]:
     """A few calls on a device and a wait, as a candidate of a measured choice."""
 
@@ -115,7 +118,7 @@ def repeated(run: Callable[[], Any], device: str) -> Callable[[], None]:
         with lane.beside(current):
             run()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=lane.side, capture_error_mode="thread_local"):
+            with lane.capturing(graph):
                 for _ in range(REPEATS):
                     run()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -39,8 +40,8 @@ class Lane:
 
     def __init__(self, device: int) -> None:
         self.pool = Pool()
-        kind = driver("cuda" if torch.version.hip is None else "hip")
-        self.side = torch.cuda.ExternalStream(kind.stream(), device=device)
+        self._driver = driver("cuda" if torch.version.hip is None else "hip")
+        self.side = torch.cuda.ExternalStream(self._driver.stream(), device=device)
         self._workspaces = torch.cuda.MemPool()
         self._device = device
         self._turn = threading.RLock()
@@ -55,6 +56,20 @@ class Lane:
                 self._take_workspaces()
                 yield
             current.wait_stream(self.side)
+
+    @contextlib.contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
+        """Captures into `graph` on the side stream. Torch ends its own part of a capture (its generator, its allocator) only where
+        the driver's part ends well, so a broken one is first replaced by an empty one."""
+        graph.capture_begin(capture_error_mode="thread_local", **how)  # other threads may go on allocating and waiting
+        try:
+            yield
+            graph.capture_end()
+        except BaseException:  # an interrupt too must not leave the stream capturing
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # what broke it is raised
+                self._driver.restart_capture(self.side.cuda_stream)
+                graph.capture_end()
+            raise
 
     def _take_workspaces(self) -> None:
         """Has the libraries ask for their memory: by a product, and one with a bias, which has a workspace of its own."""

@@ -19,6 +19,7 @@ import filelock
 from fusewright.cache import place, seal
 from fusewright.cache.folder import Folder, Found
 from fusewright.cache.seal import Broken
+from fusewright.errors import printable
 
 log = logging.getLogger("fusewright")
 
@@ -89,7 +90,7 @@ def reject(name: str, why: Exception) -> None:
     """An entry that cannot be used is removed, and said."""
     log.warning(
         "fusewright: %s in the plan cache cannot be used (%s: %s); it is removed and compiled anew",
-        name[:16], type(why).__name__, str(why).partition("\n")[0][:300],
+        name[:16], type(why).__name__, printable(why)[:300],
     )  # fmt: skip
     folder = place.existing_cache()
     if folder is not None:
@@ -169,7 +170,7 @@ def listed() -> Iterator[tuple[Entry, Mapping[str, Any]]]:
             assert folder is not None
             yield entry, open_entry(folder, entry.name).facts
         except Exception as e:  # damaged bytes may lead to anything
-            log.debug("%s cannot be read: %s", entry.name, e)
+            log.debug("%s cannot be read: %s", entry.name, printable(e))
             yield entry, {}
 
 
@@ -222,7 +223,7 @@ def read_choices() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except Exception as e:  # damaged bytes may lead to anything: measure again
-        log.warning("fusewright: the remembered choices cannot be used (%s: %s); they are made anew", type(e).__name__, e)
+        log.warning("fusewright: the remembered choices cannot be used (%s: %s); they are made anew", type(e).__name__, printable(e))
         _remove(folder, CHOICES)
         return {}
     return found if isinstance(found, dict) else {}

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fusewright.cache import place, store
 from fusewright.cache.store import Entry
+from fusewright.errors import printable
 
 
 @click.group()
@@ -69,7 +70,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _printable(x: Any) -> str:
-    return "".join(c if c.isprintable() else " " for c in ("?" if x is None else str(x)))
+    return printable("?" if x is None else x)
 
 
 @cache.command("size")

@@ -15,6 +15,7 @@ from fusewright.cache import place, seal, store
 from fusewright.cache.key import key_of
 from fusewright.cache.store import Key
 from fusewright.config import Options, env_or_default
+from fusewright.errors import printable
 from fusewright.graph.origin import origin
 from fusewright.graph.view import is_op, qualified_name
 from fusewright.interface import Backend, KernelCode, Phase
@@ -103,7 +104,7 @@ def save(slot: Slot, backend: Backend, plan: Plan, graph: Graph, summary: str) -
         log.debug("a plan is not cached: %s", e)
         return
     for problem in slot.problems(plan):
-        log.debug("a plan is not cached, for it could not be read: %s", problem)
+        log.debug("a plan is not cached, for it could not be read: %s", printable(problem))
         return
     facts = {"model": origin(graph), "ops": sum(map(is_op, graph.nodes)), "backend": backend.name}
     store.write(slot.key, facts, data, code, max(0, env_or_default("CACHE_MB")) * 1_000_000)

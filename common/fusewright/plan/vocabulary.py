@@ -21,6 +21,7 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.errors import printable
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.build import Plan, operator_of
@@ -154,7 +155,7 @@ def keyword(name: str) -> str:
 
 def comment(text: str) -> str:
     """Words for people at the end of a line: one line, whatever they are."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return printable(text)
 
 
 def identifier(words: str) -> str:

@@ -123,9 +123,11 @@ class FakeGraph:
     def capture_end(self) -> None:
         self.calls.append("end")
         if self.broken:
+            type(self).broken -= 1
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    broken = False
+    broken = 0
+    """How many times more a capture cannot be ended."""
 
     def replay(self) -> None:
         self.calls.append("replay")
@@ -135,7 +137,8 @@ class FakeGraph:
 def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """A pretended device under `graphs.Graphs`."""
     stream = SimpleNamespace(device_index=0, cuda_stream=5, device="cuda:0", wait_stream=lambda other: None)
-    monkeypatch.setattr(streams, "driver", lambda kind: SimpleNamespace(stream=lambda: 6))
+    monkeypatch.setattr(streams, "driver", lambda kind: SimpleNamespace(stream=lambda: 6, restart_capture=lambda s: None))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(2))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda made, device: stream)
     monkeypatch.setattr(torch.cuda, "MemPool", object)
     monkeypatch.setattr(streams.Lane, "_take_workspaces", lambda self: None)
@@ -169,9 +172,9 @@ def test_no_memory_while_warming_up_begins_no_capture(device: type[FakeGraph]) -
     assert [g.calls for g in device.made] == [[]]
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [0, 1])
 def test_no_memory_in_a_capture_leaves_the_stream_free(
-    device: type[FakeGraph], broken: bool, monkeypatch: pytest.MonkeyPatch
+    device: type[FakeGraph], broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeGraph, "broken", broken)
     made = graphs.Graphs()
@@ -179,10 +182,32 @@ def test_no_memory_in_a_capture_leaves_the_stream_free(
         made.record(fails_at(1), warm=True)
     assert device.made[0].calls == ["begin", "end"]
     assert not streams._lanes[0, 5].pool.graphs, "a graph that failed keeps no memory"
-    monkeypatch.setattr(FakeGraph, "broken", False)
+    monkeypatch.setattr(FakeGraph, "broken", 0)
     _, again = made.record(fails_at(9), warm=True)
     again()
     assert device.made[1].calls == ["begin", "end", "replay"]
+
+
+def test_a_capture_that_an_operator_broke_is_ended_all_the_same(
+    device: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's generator would stay in the state of capture, and every later draw of the process would fail."""
+    monkeypatch.setattr(FakeGraph, "broken", 1)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        graphs.Graphs().record(fails_at(9), warm=False)
+    assert device.made[0].calls == ["begin", "end", "end"]
+
+
+def test_what_draws_without_saying_so_is_not_recorded(
+    device: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter([torch.zeros(1), torch.ones(1)])
+    put_back = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: next(states))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        graphs.Graphs().record(fails_at(9), warm=True)
+    assert put_back == [torch.zeros(1)] and device.made[0].calls == []
 
 
 # ---------------------------------------------------------------- measuring
