@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-MOST = 32
+MOST = 128
 """Shapes of products that models which are gone may leave behind. Those of living models are not counted."""
 
 

@@ -223,7 +223,8 @@ def read_choices() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except Exception as e:  # damaged bytes may lead to anything: measure again
-        log.warning("fusewright: the remembered choices cannot be used (%s: %s); they are made anew", type(e).__name__, printable(e))
+        why = f"{type(e).__name__}: {printable(e)}"
+        log.warning("fusewright: the remembered choices cannot be used (%s); they are made anew", why)
         _remove(folder, CHOICES)
         return {}
     return found if isinstance(found, dict) else {}
