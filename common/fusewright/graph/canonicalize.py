@@ -102,10 +102,9 @@ def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
     if not isinstance(val, tuple | list):
         return
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
-    dtypes = row.dtypes(args, kwargs)
-    mended = [_as(v, d) for v, d in zip(val, dtypes, strict=False)]
-    if any(a is not b for a, b in zip(val, mended, strict=False)):
-        node.meta["val"] = tuple(mended) + tuple(val[len(mended) :])
+    mended = retrace.typed(row, args, kwargs, val)
+    if mended is not val:
+        node.meta["val"] = mended
         retrace.downstream(graph, node)
 
 
@@ -125,8 +124,3 @@ def _mend_strides(graph: Graph, node: Node, row: ops.Op) -> None:
             retrace.downstream(graph, node)
         except RuntimeError as e:  # a view that was traced is none of what eager makes: eager says so itself
             node.meta[verify.UNTRUSTED] = str(e)
-
-
-def _as(val: object, dtype: torch.dtype | None) -> object:
-    wrong = isinstance(val, torch.Tensor) and dtype is not None and val.dtype != dtype
-    return retrace.fake_like(val, dtype=dtype) if wrong else val  # type: ignore[arg-type]

@@ -118,7 +118,19 @@ def infer(node: Node) -> Any:
     with compat.fake_mode_of(fakes[0]) if fakes else nullcontext():
         val = node.target(*args, **kwargs)  # type: ignore[operator]
         row = ops.find(node.target) if compat.is_overload(node.target) else None
-        return as_eager(row if row is not None and row.target is node.target else None, args, kwargs, val)
+        row = row if row is not None and row.target is node.target else None
+        return as_eager(row, args, kwargs, typed(row, args, kwargs, val))
+
+
+def typed(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
+    """Several results as traced for a row, with the dtypes of the table: torch has those of a norm's gradients from its
+    statistics, eager from its input. The very `val` where nothing differs."""
+    if row is None or not isinstance(val, tuple | list):
+        return val
+    dtypes = row.dtypes(args, kwargs)
+    known = [v if d is None or not isinstance(v, torch.Tensor) or v.dtype == d else fake_like(v, dtype=d)
+             for v, d in zip(val, dtypes, strict=False)]  # fmt: skip
+    return val if all(map(operator.is_, val, known)) else (*known, *val[len(known) :])
 
 
 def as_eager(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:

@@ -47,6 +47,13 @@ MOST_RECORDINGS = 32
 MOST_UNUSED = 3
 """Recordings that were replaced before they were used twice, after which replay is given up."""
 
+_FACTORIZATIONS = frozenset(
+    "_linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky "
+    "cholesky_inverse cholesky_solve geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex "
+    "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_qr ormqr".split()
+)
+"""Operators whose libraries look at what the device has found. A capture that one of them breaks leaves its library broken."""
+
 SLOWER = 1.03
 """A replay that takes this many times the plain plan's time is not used."""
 
@@ -100,6 +107,8 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
         return f"{i.target} draws random numbers"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
+    if operator.namespace == "aten" and operator._opname in _FACTORIZATIONS:
+        return f"{i.target} may wait for the device"
     return None
 
 

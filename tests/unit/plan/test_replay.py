@@ -292,6 +292,7 @@ def test_what_stands_in_the_way_is_reported(fn: Any, reason: str) -> None:
 def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
     assert "depends on data" in str(replay._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,))))
     assert "depends on data" in str(replay._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,))))
+    assert "wait" in str(replay._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True)))
     assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,))) is None
 
 

@@ -1,0 +1,34 @@
+"""Metadata that is mended, and what follows from it."""
+
+from __future__ import annotations
+
+import torch
+
+from fusewright.graph import retrace, verify
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.parser import parse
+
+GRADIENTS = """
+%0: bf16[2,6,12] = input('dy')
+%1: bf16[2,6,12] = input('x')
+%2: bf16[2,3] = input('mean')
+%3: bf16[2,3] = input('rstd')
+%4: bf16[6] = input('w')
+%5: (bf16[2,6,12], bf16[6], bf16[6]) = group_norm_backward(%0, %1, %2, %3, %4, 2, 6, 12, 3, [True, True, True])
+%6: bf16[2,6,12] = py.getitem(%5, 0)
+%7: bf16[2,6,12] = exp(%6)
+return [%7]
+"""
+
+
+def test_gradients_of_a_norm_have_the_type_of_its_input_whatever_its_statistics_are() -> None:
+    """A GPU gives the statistics of bf16 in fp32, and FakeTensor then has the gradients in fp32 too. Eager has not."""
+    graph = parse(GRADIENTS)
+    assert canonicalize(graph) == []
+    for name in ("mean", "rstd"):
+        node = next(n for n in graph.find_nodes(op="placeholder") if n.target == name)
+        retrace.mend(graph, node, torch.empty(2, 3))
+    verify.check(graph, "a mend")
+    assert {retrace.value_of(n).dtype for n in graph.nodes if n.target is torch.ops.aten.exp.default} == {
+        torch.bfloat16
+    }
