@@ -354,9 +354,9 @@ class Replayed(Recorded[_Recording]):
         try:
             with self.on_device():
                 made = self._record(key[0], addresses, args, prepared)
-                slower = "" if self._writes else self._slower(made, args)
-            if slower:
-                self._give_up(slower)
+                worse = "" if self._writes else self._worse(made, args)
+            if worse:
+                self._give_up(worse)
                 return None
         except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
@@ -365,10 +365,21 @@ class Replayed(Recorded[_Recording]):
         self.tell(f"replayed, {len(self.parts.head.instructions)} of {len(self.plan.instructions)} instructions")
         return made
 
-    def _slower(self, made: _Recording, args: list[Any]) -> str:
-        """Why a recording is not used, or "": by a measurement against the plain plan."""
+    def _worse(self, made: _Recording, args: list[Any]) -> str:
+        """Why a recording is not used, or "": by its results and a measurement, against the plain plan."""
+        kinds: list[list[Any]] = [[], []]
+
+        def noting(way: Callable[[], Sequence[Any]], kind: list[Any]) -> Callable[[], None]:
+            def run() -> None:
+                results = way()
+                kind[:] = kind or map(_kind, results)
+
+            return run
+
         ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
-        plain, replayed = map(self.recorder.seconds, ways)
+        plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
+        if kinds[0] != kinds[1]:
+            return "an operator gives other tensors while it is recorded"
         return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
 
     def _record(self, lane: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
@@ -387,6 +398,13 @@ class Replayed(Recorded[_Recording]):
         super()._give_up(why)
         self._recordings.clear()
         self._last = None
+
+
+def _kind(result: Any) -> Any:
+    """All but the values of a result: the seed of an attention is on the CPU, but on the device while a graph is captured."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.device, result.dtype, result.shape, result.stride() if result.layout is torch.strided else ()
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

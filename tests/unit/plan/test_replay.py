@@ -89,6 +89,44 @@ class Small(torch.nn.Module):
         return x
 
 
+class Running(Recorder):
+    """As a real one: what is measured is run."""
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        run()
+        return 1.0
+
+
+@torch.library.custom_op("fusewright_tests::captured", mutates_args=())
+def captured(x: torch.Tensor) -> torch.Tensor:
+    captured_calls.append(0)
+    return x.double() if len(captured_calls) > 2 else x.clone()  # seen first, then recorded, then measured as it is
+
+
+captured_calls: list[int] = []
+
+
+@captured.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.no_grad()
+def test_an_operator_that_gives_other_tensors_while_it_is_recorded_is_not_replayed() -> None:
+    captured_calls.clear()
+    recorder = Running()
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.nn.functional.gelu(x @ x) + x
+        return y @ y, captured(x)
+
+    fast, x = compiled(f, recorder), torch.randn(8, 8)
+    with recording() as reports:
+        fast(x)
+        fast(x)
+    assert [r.replay for r in reports] == ["not replayed: an operator gives other tensors while it is recorded"]
+
+
 @torch.no_grad()
 def test_results_that_are_kept_are_never_overwritten() -> None:
     model, recorder = Small().eval(), Recorder()
