@@ -210,10 +210,12 @@ def _planned(c: Compilation) -> Mapping[str, KernelCode]:
         try:
             _make_plan(c)
         except PlanError as e:
-            if c.options.strict or not c.compiled:
+            if c.options.strict:
                 raise
-            _give_back_everything(c, e)
-            continue
+            _report_plan(c, e)
+            if c.compiled:
+                _give_back_everything(c, e)
+                continue
         try:
             return c.backend.load(c.plan.kernels) if c.plan.kernels else {}
         except Exception as e:
@@ -234,11 +236,14 @@ def _make_plan(c: Compilation) -> None:
             plan_verify.check(c.plan, name)
 
 
+def _report_plan(c: Compilation, error: PlanError) -> None:
+    c.report.bugs.append(str(error))
+    log.warning("fusewright: %s\nEager runs this graph. This is a bug of Fusewright.", error)
+
+
 def _give_back_everything(c: Compilation, error: PlanError) -> None:
     """Lower again with nothing claimed: what fragments made of the plan is not valid, though each of them is."""
     verdict = Verdict(Why.CRASHED, str(error))
-    c.report.bugs.append(str(error))
-    log.warning("fusewright: %s\nEager runs this graph. This is a bug of Fusewright.", error)
     c.unbuilt.update({_origin(n): verdict for nodes in c.partition.members for n in nodes})
     _lower(c)
 

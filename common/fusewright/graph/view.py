@@ -134,10 +134,12 @@ class GraphIndex:
 
     @cached_property
     def bound(self) -> frozenset[str]:
-        """Size symbols that a plan can tell: a size of an input or of an op that eager runs, as it is, or a number among these."""
+        """Symbols that a plan can tell: a size or stride of an input, a size of what eager makes of data, or a number among these."""
         tellers = (n for n in self.graph.nodes if not is_op(n) or compat.UNBACKED in n.meta)
         sizes = (s for n in tellers for v in self._values.get(n, ()) for s in (*(v.spec.shape if v.spec else ()), v.dim))
-        return frozenset(s.symbol for s in sizes if isinstance(s, Dim))
+        inputs = (v.spec for n in self.graph.find_nodes(op="placeholder") for v in self._values[n])
+        strides = (s for spec in inputs if spec is not None for s in spec.stride)
+        return frozenset(s.symbol for s in (*sizes, *strides) if isinstance(s, Dim))
 
     def graph_view(self, nodes: Iterable[Node]) -> GraphView:
         """A view of the given op nodes (in order) as a whole graph."""

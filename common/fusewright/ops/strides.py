@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
     "batch_norm_train": _on_cpu(_suggested("input"), "input"),
     "batch_norm_backward": _on_cpu(_suggested("input"), "input"),
     "group_norm_backward": _on_cpu(_suggested("input"), "input"),
-    "weight_norm": _on_cpu(_contiguous("v"), "v"),
+    "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),
     "log_sigmoid": _on_cpu(_contiguous("self", 2), "self"),
     "log_softmax_backward": _on_cpu(_contiguous("grad_output"), "grad_output"),
     "layer_norm_backward": _on_cpu(_contiguous("input"), "input"),

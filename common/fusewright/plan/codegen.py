@@ -191,9 +191,11 @@ class _Symbols:
         for i in ids if self._open else ():
             if i in self._plan.scalars:
                 known.setdefault(self._plan.scalars[i], f"v{i}")
-            for d, s in enumerate(self._plan.specs[i].shape if i in self._plan.specs else ()):
-                if isinstance(s, Dim):
-                    known.setdefault(s.symbol, f"v{i}.shape[{d}]")
+            spec = self._plan.specs.get(i)
+            for what, sizes in (("shape[{}]", spec.shape), ("stride({})", spec.stride)) if spec is not None else ():
+                for d, s in enumerate(sizes):
+                    if isinstance(s, Dim):
+                        known.setdefault(s.symbol, f"v{i}.{what.format(d)}")
         found = [f"    {name} = {source}" for name, source in known.items() if name in self._open and is_symbol(name)]
         self._open -= known.keys()
         return found

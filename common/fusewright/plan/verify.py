@@ -103,7 +103,7 @@ def _call_problems(i: Call, specs: Mapping[int, TensorSpec]) -> Iterator[str]:
     for name, x in given:
         if name not in formals:
             yield f"gives {name!r}, which its schema does not have"
-        elif _is_tensor(formals[name]) and isinstance(x, int | float | str) and not isinstance(x, bool):
+        elif _is_tensor(formals[name]) and isinstance(x, str):  # a number becomes a tensor
             yield f"gives a {type(x).__name__} as the tensor {name!r}"
         elif isinstance(x, Ref) and x.id in specs and specs[x.id].rank and not _takes_tensor(formals[name]):
             yield f"gives a tensor as {name!r}"

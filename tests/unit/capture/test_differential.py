@@ -111,7 +111,7 @@ def test_random_programs(program: Program) -> None:
 
 @pytest.mark.slow
 @given(programs(steps=12))
-@settings(max_examples=150)
+@settings(max_examples=30)
 def test_long_random_programs(program: Program) -> None:
     with torch.no_grad():
         with side_by_side(program, fullgraph=True) as (compiled, roads):

@@ -154,9 +154,9 @@ def argument_of_no_name(p: Plan) -> Plan:
     return changed(p, k, replace(i, kwargs=(*i.kwargs, ("flavour", 1))))
 
 
-def number_for_a_tensor(p: Plan) -> Plan:
+def text_for_a_tensor(p: Plan) -> Plan:
     k, i = call(p)
-    return changed(p, k, replace(i, args=(1.5, *i.args[1:])))
+    return changed(p, k, replace(i, args=("x", *i.args[1:])))
 
 
 def one_result_taken_apart(p: Plan) -> Plan:
@@ -235,7 +235,7 @@ def once_draws(p: Plan) -> Plan:
 
 MUTATIONS = [
     read_too_early, never_made, made_twice, unknown_result, input_given_twice, unknown_operator, too_many_arguments,
-    argument_left_out, argument_of_no_name, number_for_a_tensor, one_result_taken_apart, kernel_that_is_not_there,
+    argument_left_out, argument_of_no_name, text_for_a_tensor, one_result_taken_apart, kernel_that_is_not_there,
     tensor_too_few, size_too_many, scalar_too_many, size_of_no_dimension, another_dtype, result_without_a_spec,
     inplace_of_nothing, weight_written, prepared_constant_written, once_of_an_input, once_result_never_made, once_draws,
 ]  # fmt: skip
@@ -304,3 +304,23 @@ def test_memory_that_is_wrong_is_no_code(cross: Plan, monkeypatch: pytest.Monkey
     monkeypatch.setattr(codegen, "place", lambda plan: replace(good, arena_bytes=0))
     with pytest.raises(PlanError, match="outside of the arena"):
         codegen.load(cross)
+
+
+@pytest.mark.faulty
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pass_that_breaks_a_plan_costs_the_lowering_and_not_the_model(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaking(plan: Plan) -> Plan:
+        lowered = any(isinstance(i, Launch) for i in plan.instructions)
+        return replace(plan, instructions=plan.instructions[1:]) if lowered else plan
+
+    monkeypatch.setattr(pipeline, "updated_in_place", breaking)
+    x = torch.randn(8, 16)
+    compiled = torch.compile(crossing, backend="x86_onednn", options={"cache": False, "strict": strict})
+    if strict:
+        with pytest.raises(Exception, match="the plan is not valid after updated_in_place"):
+            compiled(x)
+    else:
+        torch.testing.assert_close(compiled(x), crossing(x))
