@@ -134,7 +134,7 @@ class GraphIndex:
 
     @cached_property
     def bound(self) -> frozenset[str]:
-        """Symbols that a plan can tell: a size or stride of an input, a size of what eager makes of data, or a number among these."""
+        """Symbols that a plan can tell: sizes and strides of inputs, sizes of what eager makes of data, numbers among these."""
         tellers = (n for n in self.graph.nodes if not is_op(n) or compat.UNBACKED in n.meta)
         sizes = (s for n in tellers for v in self._values.get(n, ()) for s in (*(v.spec.shape if v.spec else ()), v.dim))
         inputs = (v.spec for n in self.graph.find_nodes(op="placeholder") for v in self._values[n])
