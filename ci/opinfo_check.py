@@ -342,6 +342,9 @@ def _compare_tensor(
 ) -> Iterator[str]:
     if w.dtype != g.dtype:
         yield f"dtype: {kind} {i} is {g.dtype}, eager has {w.dtype}"
+    if w.device != g.device:
+        yield f"device: {kind} {i} is on {g.device}, eager has {w.device}"
+        return
     if w.shape != g.shape or w.layout != g.layout:
         yield f"shape: {kind} {i} is {g.layout} {tuple(g.shape)}, eager has {w.layout} {tuple(w.shape)}"
         return

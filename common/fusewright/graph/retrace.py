@@ -157,4 +157,6 @@ def _kind(val: Any) -> Any:
         return [_kind(v) for v in val]
     if isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool):
         return str(val)
-    return (val.dtype, *(tuple(map(size, s)) for s in (val.shape, val.stride()))) if isinstance(val, torch.Tensor) else val
+    if not isinstance(val, torch.Tensor):
+        return val
+    return val.dtype, val.device, *(tuple(map(size, s)) for s in (val.shape, val.stride()))

@@ -14,6 +14,7 @@ Whatever cannot be recorded, or is slower so, runs as the plain plan; the report
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -47,12 +48,12 @@ MOST_RECORDINGS = 32
 MOST_UNUSED = 3
 """Recordings that were replaced before they were used twice, after which replay is given up."""
 
-_FACTORIZATIONS = frozenset(
-    "_linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky "
-    "cholesky_inverse cholesky_solve geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex "
-    "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_qr ormqr".split()
-)
-"""Operators whose libraries look at what the device has found. A capture that one of them breaks leaves its library broken."""
+_FACTORIZATION = re.compile(r"_?linalg_(?!vector_norm|cross|vecdot|solve_triangular)|_?cholesky|geqrf|or(gqr|mqr)|_?lu_with_info")
+"""Operators whose libraries look at what the device has found, or that call such operators themselves (`linalg_pinv`). A
+capture that one of them breaks leaves its library broken."""
+
+OTHER_TENSORS = "an operator gives other tensors while it is recorded"
+"""The seed of an attention, for one, is on the CPU, but on the device while a graph is captured."""
 
 SLOWER = 1.03
 """A replay that takes this many times the plain plan's time is not used."""
@@ -76,6 +77,9 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
         why = _unrecordable(i, training) or _misplaced(i, plan, roots)
         if why is not None:
             return why
+    unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
+    if unknown:
+        return f"it is not known what value {unknown[0]}, a result, is"
     read = {r for i in plan.instructions for r in reads(i)} | made
     elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
     if elsewhere:
@@ -107,7 +111,7 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
         return f"{i.target} draws random numbers"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
-    if operator.namespace == "aten" and operator._opname in _FACTORIZATIONS:
+    if operator.namespace == "aten" and _FACTORIZATION.match(operator._opname):
         return f"{i.target} may wait for the device"
     return None
 
@@ -379,7 +383,7 @@ class Replayed(Recorded[_Recording]):
         ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
         plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
         if kinds[0] != kinds[1]:
-            return "an operator gives other tensors while it is recorded"
+            return OTHER_TENSORS
         return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
 
     def _record(self, lane: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
@@ -401,7 +405,7 @@ class Replayed(Recorded[_Recording]):
 
 
 def _kind(result: Any) -> Any:
-    """All but the values of a result: the seed of an attention is on the CPU, but on the device while a graph is captured."""
+    """All but the values of a result."""
     if not isinstance(result, torch.Tensor):
         return result
     return result.device, result.dtype, result.shape, result.stride() if result.layout is torch.strided else ()

@@ -21,8 +21,9 @@ from fusewright.plan import codegen
 from fusewright.plan.build import Plan
 from fusewright.plan.copies import CopiesIn, copied_out
 from fusewright.plan.ir import Ref, Run, reads
+from fusewright.plan.opaque import mismatch
 from fusewright.plan.recording import Recorded
-from fusewright.plan.replay import obstacle, plan_device, written_inputs
+from fusewright.plan.replay import OTHER_TENSORS, obstacle, plan_device, written_inputs
 
 SMALL = 1 << 12
 """Inputs of backward below this many bytes are copied; others are taken to lie where forward's recording left them."""
@@ -140,6 +141,9 @@ class Retained(Recorded[_Recording]):
                 copy_in = CopiesIn(args, sorted(set(self._used) - {k for k, _ in fixed}))
                 run = partial(self._run_body, copy_in.given(args))
                 kept, again = self.recorder.record(run, warm=False, shared=False)
+            if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
+                self._give_up(OTHER_TENSORS)
+                return None
         except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None

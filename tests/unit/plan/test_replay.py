@@ -331,6 +331,8 @@ def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
     assert "depends on data" in str(replay._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,))))
     assert "depends on data" in str(replay._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,))))
     assert "wait" in str(replay._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True)))
+    assert "wait" in str(replay._unrecordable(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,))))
+    assert replay._unrecordable(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,))) is None
     assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,))) is None
 
 

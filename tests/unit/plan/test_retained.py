@@ -9,7 +9,7 @@ import torch
 
 from fusewright import capture, pipeline
 from fusewright.report import recording
-from tests.unit.plan.test_replay import OPTIONS, Backend, Recorder, Small
+from tests.unit.plan.test_replay import OPTIONS, Backend, Recorder, Small, captured, captured_calls
 
 
 class Forgetful(Recorder):
@@ -59,6 +59,20 @@ def test_forward_and_backward_are_replayed_with_the_right_gradients() -> None:
     assert [r.replay.partition(",")[0] for r in reports] == ["replayed", "replayed"]
     assert recorder.recorded == 2
     assert recorder.replays == 6  # three times both: the first step is checked
+
+
+def test_an_operator_that_saves_other_tensors_while_it_is_recorded_is_not_replayed_in_training() -> None:
+    captured_calls[:] = [0]  # the second call from here, which is the recorded one, gives another dtype
+    recorder, x = Forgetful(), torch.randn(8, 8, requires_grad=True)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (torch.nn.functional.gelu(x @ x) + x).square(), captured(x.detach() * 2)
+
+    fast = compiled(f, recorder)
+    with recording() as reports:
+        for _ in range(4):
+            fast(x)[0].sum().backward()
+    assert reports[0].replay == "not replayed: an operator gives other tensors while it is recorded"
 
 
 def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are_open() -> None:
