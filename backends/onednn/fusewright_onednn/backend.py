@@ -74,7 +74,7 @@ class X86OneDnn(FusedBackend):
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        builder = Builder(region, ctx, owner=self)
+        builder = Builder(region, ctx, owner=self, built=self.built)
         matches = find_matches(region, builder)
         groups = _concatenations(region, builder, matches)
         for op in region.ops:

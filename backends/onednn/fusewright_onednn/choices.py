@@ -119,10 +119,11 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
 
 
 def attention_form(
-    ctx: CompileContext, kernel: Attention, specs: Sequence[TensorSpec], sizes: Sequence[int], scale: float
+    ctx: CompileContext, kernel: Attention, specs: Sequence[TensorSpec], sizes: Sequence[int], scale: float, built: list[object]
 ) -> str:
     """ "eager" (torch's own kernel) or "kernel". `specs`: query, key, value, the mask if any, and the result; `sizes` and
-    `scale` as the kernel takes them."""
+    `scale` as the kernel takes them. `built` receives the kernel's code if that was built to be measured: while it is held,
+    the plan need not build it again."""
 
     def tensors() -> list[torch.Tensor]:
         made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]
@@ -136,6 +137,7 @@ def attention_form(
 
     def own() -> Thunk:
         launcher, given = compile_kernels([kernel]).launcher(kernel), tensors()
+        built.append(launcher)
         return lambda: launcher(given, sizes, (scale,))
 
     key = f"{kernel.name} eager/kernel {'x'.join(map(str, sizes))}"

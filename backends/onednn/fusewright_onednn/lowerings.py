@@ -416,7 +416,7 @@ def sdpa(m: Match, b: Builder) -> None:
         factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
         why = kernel.refused(host_target())
         if not why and all(s.static for s in specs):
-            form = choices.attention_form(b.ctx, kernel, (*specs, _spec(op.out)), sizes, factor)
+            form = choices.attention_form(b.ctx, kernel, (*specs, _spec(op.out)), sizes, factor, b.built)
             why = "" if form == "kernel" else "torch's kernel is faster for this shape"
     if why:
         b.keep(op)

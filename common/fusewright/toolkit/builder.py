@@ -45,12 +45,16 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 class Builder:
     """The region under construction: `ops` with the values that they really read and make, `calls` for some of them.
 
-    `owner` lives as long as what is compiled here: the backend, of which each compiled graph has its own."""
+    `owner` lives as long as what is compiled here: the backend, of which each compiled graph has its own. `built` is held
+    until the kernels of the plan are loaded: code that was built to be measured."""
 
-    def __init__(self, region: Region, ctx: CompileContext, owner: object = None) -> None:
+    def __init__(
+        self, region: Region, ctx: CompileContext, owner: object = None, built: list[object] | None = None
+    ) -> None:
         self.region = region
         self.ctx = ctx
         self.owner = owner
+        self.built = [] if built is None else built
         self.links = Links(region.ops, frozenset(v.id for v in region.outputs))
         self.ops: list[OpView] = []
         self.calls: list[LibraryCall] = []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
+from fusewright.toolkit.llvm import jit
+from fusewright.toolkit.llvm.sources import Source
+from fusewright.toolkit.llvm.text import Module
+from fusewright.tune import Run, Tuner
 from tests.backends.onednn.common import BF16, F32, check
 from tests.fragments import Sketch, targets
 
@@ -74,3 +78,25 @@ def test_what_stays_torchs(given: Callable[[], tuple[torch.Tensor | None, ...]])
     g = Sketch()
     q, k, v, m = (None if t is None else g.input(t) for t in given())
     assert targets(check(g, [g.op("sdpa", q, k, v, m)])) == [EAGER]
+
+
+def test_a_kernel_that_was_built_to_be_measured_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    emit = jit.emit
+
+    def counted(module: Module, source: Source, name: str, parallel: bool) -> None:
+        built.append(name)
+        emit(module, source, name, parallel)
+
+    def choose(self: Tuner, key: str, candidates: Mapping[str, Run]) -> str:
+        for run in candidates.values():
+            run()
+        return "kernel" if "kernel" in candidates else next(iter(candidates))
+
+    monkeypatch.setattr(jit, "emit", counted)
+    monkeypatch.setattr(Tuner, "choose", choose)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    given = [torch.randn(1, 2, 24, 40) for _ in range(3)]
+    ours = torch.compile(lambda q, k, v: attention(q, k, v) + 1, backend="x86_onednn", options={"cache": False})(*given)
+    torch.testing.assert_close(ours, attention(*given) + 1)
+    assert len(built) == len(set(built)) == 2  # the attention, and what comes after
