@@ -135,9 +135,11 @@ def traced_size(size: Any) -> int | None:
 
 def statically_true(condition: Any) -> bool:
     """Whether a (symbolic) condition holds for every size, without adding a guard."""
+    if isinstance(condition, bool):
+        return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
+    return bool(statically_known_true(condition))
 
 
 def is_zero_tensor(t: torch.Tensor) -> bool:
@@ -270,7 +272,7 @@ def depends_on_data(op: Any, args: Sequence[Any]) -> bool:
 
 def drop_dead_code(graph: Graph, kept: Callable[[torch.fx.Node], bool]) -> None:
     """Erase nodes that nobody reads, but for those with an effect: torch's list of these, and `kept`."""
-    graph.eliminate_dead_code(lambda node: node.is_impure() or kept(node))
+    graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure() or kept(node))
 
 
 @contextlib.contextmanager

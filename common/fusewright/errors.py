@@ -52,7 +52,8 @@ def without_memory(t: Any) -> int:
 
 def printable(words: object) -> str:
     """Words of unknown origin as one line that every terminal and log takes."""
-    return "".join(c if c.isprintable() else " " for c in str(words))
+    text = str(words)
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

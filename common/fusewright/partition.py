@@ -93,7 +93,9 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
 
 def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
     """Why no kernel can compute an op: nobody could tell it a size."""
-    specs = [v.spec for v in (*op.inputs(), *op.outs) if isinstance(v.spec, TensorSpec) and not v.spec.static]
+    if not index.symbolic:
+        return None
+    specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None and v.id in index.symbolic]
     for name in (n for spec in specs for s in (*spec.shape, *spec.stride) for n in symbols(s)):
         if name not in index.bound and not name[0].isupper():
             return Verdict(Why.NO_LOWERING, f"no tensor has the size {name}")
@@ -102,6 +104,8 @@ def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
 
 def _keep_to_one_device(index: GraphIndex, verdicts: dict[int, Verdict]) -> None:
     """Of a graph on several GPUs, the one with most of the claimed ops gets kernels: a kernel runs on one."""
+    if len(index.devices) < 2:
+        return
     used = {
         view.id: {v.spec.device for v in (*view.inputs(), *view.outs) if v.spec is not None}
         for view in index.ops.values()

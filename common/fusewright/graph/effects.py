@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -34,6 +35,7 @@ def asserts(node: Node) -> bool:
     return is_op(node) and operator_asserts(node.target)
 
 
+@cache
 def operator_asserts(operator: Any) -> bool:
     """Whether an operator is called for its effect alone, which is none on memory."""
     name: str = operator._schema.name.partition("::")[2]

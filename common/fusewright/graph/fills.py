@@ -29,15 +29,17 @@ def size_fills(graph: Graph) -> None:
 
 
 def _size_fill(graph: Graph, node: Node) -> None:
+    row, val = ops.row_of(node.target), node.meta.get("val")
+    if row is None or row.name not in LIKE or not isinstance(val, torch.Tensor):
+        return
     found = ops.canonical(node.target, node.args, node.kwargs)
-    val = node.meta.get("val")
-    if found is None or found[0].name not in LIKE or not isinstance(val, torch.Tensor):
+    if found is None:
         return
     if not all(isinstance(s, int) for s in val.shape) or val.layout != torch.strided or not val.is_contiguous():
         return
     if refusal(node.target, *torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of), val) is not None:
         return
-    row, args, _ = found
+    _, args, _ = found
     value = args[LIKE[row.name]]
     options: dict[str, Any] = {"dtype": val.dtype, "layout": val.layout, "device": val.device, "pin_memory": False}
     with graph.inserting_before(node):

@@ -63,14 +63,16 @@ def _parts(target: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]
 def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
     """Whether a number or a 0-dim tensor is outside a dtype that the call deals with, or a dim outside a tensor."""
     dims, numbers, _ = _parts(target)
-    found = [t for name in numbers for t in tensors(given[name])]
-    rank = max((t.dim() for t in found), default=0)
-    if found and not all(_is_dim(d, rank) for name in dims for d in _each(given[name])):
+    values = [x for name in numbers for x in _each(given[name]) if x is not None]
+    ranks = [x.dim() for x in values if isinstance(x, torch.Tensor)]
+    if ranks and not all(_is_dim(d, max(ranks)) for name in dims for d in _each(given[name])):
         return True
+    numbers_given = [x for x in values if not isinstance(x, torch.Tensor) or not x.dim()]
+    if not numbers_given:
+        return False
     combined = [t for name in numbers - INDICES - MASKS for t in tensors(given[name])]
     dtypes = {t.dtype for t in (*combined, *tensors(result))}
-    values = [x for name in numbers for x in _each(given[name])]
-    return any(isinstance(x, bool) for x in values) or any(not _fits(x, d) for x in values for d in dtypes)
+    return any(isinstance(x, bool) or not all(_fits(x, d) for d in dtypes) for x in numbers_given)
 
 
 def _each(value: Any) -> Iterable[Any]:

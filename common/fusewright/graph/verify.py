@@ -55,7 +55,7 @@ def op_problems(node: Node) -> Iterator[str]:
     vals = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     try:
         args: Any = vals[0]
-        dtypes, shapes = row.dtypes(args, vals[1]), row.shapes(args, vals[1])
+        dtypes, shapes = row.types(args, vals[1])
     except TypeError as e:
         yield f"{node.name}: {row.name}: {e}"
         return

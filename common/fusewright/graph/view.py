@@ -133,6 +133,16 @@ class GraphIndex:
         )
 
     @cached_property
+    def symbolic(self) -> frozenset[int]:
+        """Ids of tensors with a size or stride that is not known before the call."""
+        return frozenset(v.id for values in self._values.values() for v in values if v.spec is not None and not v.spec.static)
+
+    @cached_property
+    def devices(self) -> frozenset[str]:
+        """The devices of all tensors."""
+        return frozenset(v.spec.device for values in self._values.values() for v in values if v.spec is not None)
+
+    @cached_property
     def bound(self) -> frozenset[str]:
         """Symbols that a plan can tell: sizes and strides of inputs, sizes of what eager makes of data, numbers among these."""
         tellers = (n for n in self.graph.nodes if not is_op(n) or compat.UNBACKED in n.meta)

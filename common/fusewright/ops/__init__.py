@@ -32,6 +32,7 @@ __all__ = [
     "is_mutating",
     "is_random",
     "is_view",
+    "row_of",
     "saved_dtypes",
 ]
 
@@ -99,6 +100,12 @@ def find(target: Overload) -> Op | None:
     """The row whose canonical overload is `target`."""
     entry = _entry(target)
     return entry.op if entry is not None and entry.adapter is None else None
+
+
+def row_of(target: Overload) -> Op | None:
+    """The row that `canonical` makes of a call of `target`, where it makes one."""
+    entry = _entry(target)
+    return None if entry is None else entry.op
 
 
 def canonical(

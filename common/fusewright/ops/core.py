@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -119,6 +119,13 @@ class Op:
         """The shape of every output. Symbolic sizes may come out unsimplified."""
         return self.shape_rule(self.bind(args, kwargs))
 
+    def types(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[torch.dtype | None, ...], tuple[Shape | None, ...]]:
+        """`dtypes` and `shapes` of one call."""
+        bound = self.bind(args, kwargs)
+        return self.dtype_rule(bound), self.shape_rule(bound)
+
 
 def resolve(qualname: str) -> Overload | None:
     """The overload called e.g. "aten::add.Tensor", or None when this torch has no such op."""
@@ -128,6 +135,7 @@ def resolve(qualname: str) -> Overload | None:
     return getattr(packet, overload or "default", None)
 
 
+@cache
 def params_of(target: Overload) -> tuple[Param, ...]:
     """The arguments of an overload, in schema order."""
     return tuple(_param(a) for a in target._schema.arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -268,14 +269,20 @@ def _owners(nodes: Iterable[Node], owner: Mapping[Node, int]) -> Iterable[int]:
             yield owner[source]  # type: ignore[index]
 
 
+@lru_cache(1024)
+def _parts(target: str) -> tuple[str, str, str]:
+    namespace, _, rest = target.partition("::")
+    name, _, overload = rest.partition(".")
+    return namespace, name, overload or "default"
+
+
 def operator_of(target: str) -> Any | None:
     """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function. AttributeError for what
     is neither: nothing else of torch is reached by a name."""
-    namespace, _, rest = target.partition("::")
+    namespace, name, overload = _parts(target)
     if namespace == "py":
         return None
-    name, _, overload = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     if not compat.is_overload(found):
         raise AttributeError(f"{target!r} is no operator")
     return found

@@ -20,21 +20,21 @@ COPY = "aten::copy_.default"
 
 
 def updated_in_place(plan: Plan) -> Plan:
-    """The plan with launches that write into its inputs, in an order that is as good.
+    """The plan with launches that write into its inputs, in an order that is as good; `plan` itself where there are none.
 
     Inputs of a graph share no memory with each other when one of them is written: AOTAutograd sees to that.
     """
     roots = roots_of(plan.instructions)
     seen = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
     given = {i for i in plan.inputs if i in plan.specs and not plan.specs[i].const} - seen
-    found = list(plan.instructions)
+    found = plan.instructions
     for c in plan.instructions:
         pair = _copied(c)
         if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
             continue
         if _touched(found, roots, *pair) == 1:
             found = _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair) or found
-    return replace(plan, instructions=found)
+    return plan if found is plan.instructions else replace(plan, instructions=found)
 
 
 def _copied(i: Instruction) -> tuple[int, int] | None:

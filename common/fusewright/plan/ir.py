@@ -7,7 +7,7 @@ formats, and tuples or lists of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -82,24 +82,32 @@ Run: TypeAlias = Callable[[list[Any]], Any]
 """What a plan becomes: it takes (and empties) a list of inputs."""
 
 
-def refs(arg: Any) -> Iterator[int]:
+def refs(arg: Any) -> list[int]:
     """Ids of every value that `arg` mentions, in order, repeats included."""
+    found: list[int] = []
+    _collect(arg, found)
+    return found
+
+
+def _collect(arg: Any, found: list[int]) -> None:
     if isinstance(arg, Ref):
-        yield arg.id
+        found.append(arg.id)
     elif isinstance(arg, tuple | list):
         for a in arg:
-            yield from refs(a)
+            _collect(a, found)
 
 
-def reads(i: Instruction) -> Iterator[int]:
+def reads(i: Instruction) -> list[int]:
     """Ids of every value that the instruction reads."""
+    found: list[int] = []
     match i:
         case Call():
-            yield from refs(i.args)
-            yield from refs(tuple(v for _, v in i.kwargs))
+            _collect(i.args, found)
+            for _, v in i.kwargs:
+                _collect(v, found)
         case Launch():
-            yield from refs(i.inputs)
-            yield from refs(i.sizes)
-            yield from refs(i.scalars)
+            for given in (i.inputs, i.sizes, i.scalars):
+                _collect(given, found)
         case CallPython():
-            yield from refs(i.args)
+            _collect(i.args, found)
+    return found

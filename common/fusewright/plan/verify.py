@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 from fusewright import _torch_compat as compat
@@ -40,6 +40,22 @@ class Facts:
     kernels: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
+    def read(self) -> list[list[int]]:
+        """What each instruction reads."""
+        return list(map(reads, self.instructions))
+
+    @cached_property
+    def operators(self) -> dict[str, Any]:
+        """The operators that are called, by name: None for functions of Python, an exception for what is no operator."""
+        names = {i.target for i in self.instructions if isinstance(i, Call)}
+        return {name: _found(name) for name in names}
+
+    def operator(self, i: Instruction) -> Any | None:
+        """The operator that an instruction calls; None for other instructions, and where there is none of that name."""
+        found = self.operators[i.target] if isinstance(i, Call) else None
+        return None if isinstance(found, Exception) else found
+
+    @cached_property
     def roots(self) -> dict[int, set[int]]:
         """Value -> the values whose memory it may be."""
         return roots_of(self.instructions)
@@ -51,12 +67,19 @@ class Facts:
     def last_read(self) -> dict[int, int]:
         """Value -> the last position at which it, or what may be a view of it, is read; behind the end if it is wanted."""
         last: dict[int, int] = {}
-        for k, i in enumerate(self.instructions):
-            for r in reads(i):
+        for k, read in enumerate(self.read):
+            for r in read:
                 last.update(dict.fromkeys(self.root(r), k))
         for r in self.wanted:
             last.update(dict.fromkeys(self.root(r), len(self.instructions)))
         return last
+
+
+def _found(target: str) -> Any:
+    try:
+        return operator_of(target)
+    except (AttributeError, RuntimeError) as e:  # RuntimeError: torch's answer to a name that is none
+        return e
 
 
 Rule: TypeAlias = Callable[[Facts], Iterator[str]]
@@ -65,8 +88,8 @@ Rule: TypeAlias = Callable[[Facts], Iterator[str]]
 def _defined(f: Facts) -> Iterator[str]:
     """Each value is made once, and before it is read."""
     known = set(f.given)
-    for k, i in enumerate(f.instructions):
-        for r in reads(i):
+    for k, (i, read) in enumerate(zip(f.instructions, f.read, strict=True)):
+        for r in read:
             if r not in known:
                 yield f"{_name(k, i)} reads %{r} before it is made"
         for o in i.outs:
@@ -81,61 +104,71 @@ def _defined(f: Facts) -> Iterator[str]:
 def _called(f: Facts) -> Iterator[str]:
     """A call names an operator that exists, and gives it arguments of the kinds that its schema has."""
     for k, i in enumerate(f.instructions):
-        if isinstance(i, Call) and not i.target.startswith("py::"):
-            for problem in _call_problems(i, f.specs):
+        if isinstance(i, Call) and f.operators[i.target] is not None:
+            for problem in _call_problems(i, f.operators[i.target], f.specs):
                 yield f"{_name(k, i)} {problem}"
 
 
-def _call_problems(i: Call, specs: Mapping[int, TensorSpec]) -> Iterator[str]:
-    try:
-        operator = operator_of(i.target)
-    except (AttributeError, RuntimeError) as e:  # RuntimeError: torch's answer to a name that is none
-        yield f"names an operator that does not exist ({e})"
+@dataclass(frozen=True)
+class _Signature:
+    """What calls of an operator are held to. `kinds` are the types of its arguments as the schema prints them."""
+
+    positional: tuple[str, ...]
+    kinds: Mapping[str, str]
+    required: tuple[str, ...]
+    results: int
+    listed: bool
+
+
+@cache
+def _signature(operator: Any) -> _Signature:
+    arguments, returns = operator._schema.arguments, operator._schema.returns
+    return _Signature(
+        tuple(a.name for a in arguments if not a.kwarg_only),
+        {a.name: str(a.type) for a in arguments},
+        tuple(a.name for a in arguments if not a.has_default_value()),
+        len(returns),
+        len(returns) == 1 and str(returns[0].type).startswith("List["),
+    )
+
+
+def _call_problems(i: Call, operator: Any, specs: Mapping[int, TensorSpec]) -> Iterator[str]:
+    if isinstance(operator, Exception):
+        yield f"names an operator that does not exist ({operator})"
         return
-    schema = operator._schema  # type: ignore[union-attr]
-    formals = {a.name: a for a in schema.arguments}
-    positional = [a for a in schema.arguments if not a.kwarg_only]
-    if len(i.args) > len(positional):
-        yield f"gives {len(i.args)} arguments, but there are {len(positional)}"
+    signature = _signature(operator)
+    if len(i.args) > len(signature.positional):
+        yield f"gives {len(i.args)} arguments, but there are {len(signature.positional)}"
         return
-    given = [(a.name, x) for a, x in zip(positional, i.args, strict=False)] + list(i.kwargs)
-    names = [name for name, _ in given]
+    given = [*zip(signature.positional, i.args, strict=False), *i.kwargs]
+    names = {name for name, _ in given}
     for name, x in given:
-        if name not in formals:
+        kind = signature.kinds.get(name)
+        if kind is None:
             yield f"gives {name!r}, which its schema does not have"
-        elif _is_tensor(formals[name]) and isinstance(x, str):  # a number becomes a tensor
+        elif kind == "Tensor" and isinstance(x, str):  # a number becomes a tensor
             yield f"gives a {type(x).__name__} as the tensor {name!r}"
-        elif isinstance(x, Ref) and x.id in specs and specs[x.id].rank and not _takes_tensor(formals[name]):
+        elif isinstance(x, Ref) and kind != "Tensor" and x.id in specs and specs[x.id].rank and not _takes_tensor(kind):
             yield f"gives a tensor as {name!r}"
-    if len(set(names)) < len(names):
+    if len(names) < len(given):
         yield "gives an argument twice"
-    missing = [n for n, a in formals.items() if n not in names and not a.has_default_value()]
-    if missing:
+    if missing := [n for n in signature.required if n not in names]:
         yield f"does not give {', '.join(missing)}"
-    yield from _result_problems(i, schema.returns)
+    yield from _result_problems(i, signature)
 
 
-def _result_problems(i: Call, returns: Sequence[Any]) -> Iterator[str]:
-    listed = len(returns) == 1 and _is_list(returns[0])
-    many = listed or len(returns) > 1
+def _result_problems(i: Call, signature: _Signature) -> Iterator[str]:
+    many = signature.listed or signature.results > 1
     if many and not i.packed and len(i.outs) == 1:
         yield "takes several results as one"
     elif i.packed and not many:
         yield "takes one result apart"
-    elif not listed and len(i.outs) > max(len(returns), 1):  # what gives nothing gives None
-        yield f"takes {len(i.outs)} results of {len(returns)}"
+    elif not signature.listed and len(i.outs) > max(signature.results, 1):  # what gives nothing gives None
+        yield f"takes {len(i.outs)} results of {signature.results}"
 
 
-def _is_list(returned: Any) -> bool:
-    return str(returned.type).startswith("List[")
-
-
-def _is_tensor(formal: Any) -> bool:
-    return str(formal.type) == "Tensor"
-
-
-def _takes_tensor(formal: Any) -> bool:
-    return "Tensor" in str(formal.type) or "number" in str(formal.type).lower() or str(formal.type) == "t"
+def _takes_tensor(kind: str) -> bool:
+    return "Tensor" in kind or "number" in kind.lower() or kind == "t"
 
 
 def _launched(f: Facts) -> Iterator[str]:
@@ -212,14 +245,10 @@ def _updates(f: Facts) -> Iterator[str]:
             if sum(bool(f.root(a.id) & memory) for a in i.inputs) > 1:
                 yield f"{_name(k, i)} writes over %{x}, which it reads twice"
             for later, j in enumerate(f.instructions[k + 1 :], k + 1):
-                if _reads_memory(f, j, memory) and not _copies_back(j, x, out):
+                if any(f.root(r) & memory for r in f.read[later]) and not _copies_back(j, x, out):
                     yield f"{_name(later, j)} reads %{x} after {_name(k, i)} wrote over it"
             if any(f.root(w) & memory for w in f.wanted):
                 yield f"a result may be %{x}, which {_name(k, i)} writes over"
-
-
-def _reads_memory(f: Facts, i: Instruction, memory: set[int]) -> bool:
-    return any(f.root(r) & memory for r in reads(i))
 
 
 def _copies_back(i: Instruction, x: int, out: int) -> bool:
@@ -230,18 +259,11 @@ def _copies_back(i: Instruction, x: int, out: int) -> bool:
 def _constants(f: Facts) -> Iterator[str]:
     """No call writes what must stay as it is."""
     for k, i in enumerate(f.instructions):
-        if isinstance(i, Call) and _exists(i):
+        operator = f.operator(i)
+        if isinstance(i, Call) and operator is not None and ops.is_mutating(operator):
             for v in written_by(i):
                 if f.root(v) & f.constant:
                     yield f"{_name(k, i)} writes the constant %{v}"
-
-
-def _exists(i: Call) -> bool:
-    try:
-        operator_of(i.target)
-    except (AttributeError, RuntimeError):
-        return False
-    return True
 
 
 RULES: tuple[Rule, ...] = (_defined, _called, _launched, _updates, _constants)
@@ -259,13 +281,13 @@ def find_problems(plan: Plan, kernels: Mapping[str, Any] | None = None) -> Itera
     wanted = [r for o in plan.outputs for r in refs(o)]
     constant = fixed | frozenset(plan.once_outputs)
     main = Facts(plan.instructions, given, constant, wanted, plan.specs, kernels)
-    yield from _interface_problems(plan, fixed)
+    yield from _interface_problems(plan, fixed, once)
     for rule in RULES:
         yield from (f"once: {p}" for p in rule(once))
         yield from rule(main)
 
 
-def _interface_problems(plan: Plan, fixed: frozenset[int]) -> Iterator[str]:
+def _interface_problems(plan: Plan, fixed: frozenset[int], once: Facts) -> Iterator[str]:
     """Inputs and constants: each input is one value, and what is computed once is made of constants alone."""
     if len(set(plan.inputs)) < len(plan.inputs):
         yield "an input is given twice"
@@ -279,12 +301,13 @@ def _interface_problems(plan: Plan, fixed: frozenset[int]) -> Iterator[str]:
     for k, i in enumerate(plan.once):
         if isinstance(i, CallPython):
             yield f"once: {_name(k, i)} is an opaque function"
-        elif isinstance(i, Call) and _exists(i) and _unrepeatable(i):
+        elif isinstance(i, Call) and _unrepeatable(once.operators[i.target]):
             yield f"once: {_name(k, i)} does not give the same each time"
 
 
-def _unrepeatable(i: Call) -> bool:
-    operator = operator_of(i.target)
+def _unrepeatable(operator: Any) -> bool:
+    if isinstance(operator, Exception):
+        return False  # `_called` says so
     return operator is None or ops.is_random(operator) or ops.is_mutating(operator)
 
 
@@ -347,36 +370,50 @@ def fragment_problems(region: Region, fragment: Fragment, specs: Mapping[int, Te
 
 def _aliases(region: Region, f: Facts) -> Iterator[str]:
     """A result is memory of an input only where it may be in eager too."""
-    eager: dict[int, set[int]] = {}
-    for op in region.ops:
-        shared = set().union(*(eager.get(v.id, {v.id}) for v in op.inputs())) if _is_view(op) else set()
-        eager.update((v.id, shared) for v in op.outs)
     certain: dict[int, set[int]] = {}
     for i in f.instructions:
-        source = {r for v in _viewed(i) for r in certain.get(v, {v})}
+        operator = f.operator(i)
+        viewed = _viewed(operator) if operator is not None else ()
+        source = {r for v in _given(i, viewed) for r in certain.get(v, {v})}
         certain.update(dict.fromkeys(i.outs, source))
-    for v in region.outputs:
-        for wrong in (certain.get(v.id, {v.id}) & f.given) - eager.get(v.id, set()):
-            yield f"the result %{v.id} is memory of the input %{wrong}"
+    shared = {v.id: found for v in region.outputs if (found := certain.get(v.id, {v.id}) & f.given)}
+    eager = _views(region) if shared else {}
+    for v, inputs in shared.items():
+        for wrong in inputs - eager.get(v, set()):
+            yield f"the result %{v} is memory of the input %{wrong}"
+
+
+def _views(region: Region) -> dict[int, set[int]]:
+    """Values of a region -> the inputs whose memory they may be in eager."""
+    found: dict[int, set[int]] = {}
+    for op in region.ops:
+        shared = set().union(*(found.get(v.id, {v.id}) for v in op.inputs())) if _is_view(op) else set()
+        found.update((v.id, shared) for v in op.outs)
+    return found
 
 
 def _is_view(op: OpView) -> bool:
     return may_alias(Call(op.target, (), ()))
 
 
-def _viewed(i: Instruction) -> Iterator[int]:
-    """Arguments whose memory the results of a call certainly are, by its schema."""
-    if not isinstance(i, Call) or i.target.startswith("py::") or not _exists(i):
-        return
-    operator = operator_of(i.target)
+@cache
+def _viewed(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Arguments whose memory the results of an operator certainly are, by its schema: positions and names."""
     if compat.is_composite(operator):
-        return  # `contiguous`, `reshape`, `to` say so too, and often copy
-    schema = operator._schema  # type: ignore[union-attr]
+        return ()  # `contiguous`, `reshape`, `to` say so too, and often copy
+    schema = operator._schema
     shared: set[str] = set().union(*(r.alias_info.before_set for r in schema.returns if r.alias_info is not None))
-    given = dict(i.kwargs)
-    for k, a in enumerate(schema.arguments):
-        if a.alias_info is not None and shared & set(a.alias_info.before_set):
-            yield from refs(i.args[k] if k < len(i.args) else given.get(a.name))
+    return tuple(
+        (k, a.name) for k, a in enumerate(schema.arguments)
+        if a.alias_info is not None and shared & set(a.alias_info.before_set)
+    )  # fmt: skip
+
+
+def _given(i: Instruction, arguments: Sequence[tuple[int, str]]) -> Iterator[int]:
+    """The values that a call gives as these arguments."""
+    for k, name in arguments:
+        assert isinstance(i, Call)
+        yield from refs(i.args[k] if k < len(i.args) else dict(i.kwargs).get(name))
 
 
 def _name(k: int, i: Instruction) -> str:
