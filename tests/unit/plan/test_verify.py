@@ -308,12 +308,16 @@ def test_memory_that_is_wrong_is_no_code(cross: Plan, monkeypatch: pytest.Monkey
 
 @pytest.mark.faulty
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_pass_that_breaks_a_plan_costs_the_lowering_and_not_the_model(
-    strict: bool, monkeypatch: pytest.MonkeyPatch
+    strict: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaking(plan: Plan) -> Plan:
         lowered = any(isinstance(i, Launch) for i in plan.instructions)
+        if in_place and lowered:
+            del plan.instructions[0]
+            return plan
         return replace(plan, instructions=plan.instructions[1:]) if lowered else plan
 
     monkeypatch.setattr(pipeline, "updated_in_place", breaking)
@@ -324,3 +328,11 @@ def test_a_pass_that_breaks_a_plan_costs_the_lowering_and_not_the_model(
             compiled(x)
     else:
         torch.testing.assert_close(compiled(x), crossing(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_a_pass_leaves_as_it_was_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified: list[str] = []
+    monkeypatch.setattr(verify, "check", lambda plan, stage: verified.append(stage))
+    torch.compile(crossing, backend="x86_onednn", options={"cache": False})(torch.randn(8, 16))
+    assert verified == ["build"]
