@@ -247,7 +247,7 @@ class Fragment:
     """A compiled region as instructions (see `fusewright.plan.ir`) that the host splices into the flat plan.
 
     `notes` maps an op id to a few words on how it was lowered; `explain` shows them.
-    `kernels` are what its `Launch`es name, by hash: loop kernels (`fusewright.toolkit.kernel.Kernel`), or whatever else
+    `kernels` are what its `Launch`es name, by hash: loop kernels (`fusewright.toolkit.ir.Kernel`), or whatever else
     `Backend.load` makes code of, once for all fragments of a graph.
     """
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from fusewright.toolkit.llvm import jit
-from fusewright.toolkit.llvm.sources import Source
-from fusewright.toolkit.llvm.text import Module
 from fusewright.tune import Run, Tuner
+from fusewright_cpu.emit.text import Module
+from fusewright_cpu.run import jit
+from fusewright_cpu.run.sources import Source
 from tests.backends.onednn.common import BF16, F32, check
 from tests.fragments import Sketch, targets
 
