@@ -25,9 +25,9 @@ CALLED = ("memcpy", "memset", "memmove", "malloc", "free")
 
 def make(folder: Path) -> None:
     """Object code of one layer norm for each width."""
-    from fusewright.toolkit.kernel import Builder, structural_hash
-    from fusewright.toolkit.llvm.jit import kernels_to_text, symbol_name, to_object
-    from fusewright.toolkit.llvm.target import aarch64_target, target_machine
+    from fusewright.toolkit.ir import Builder, structural_hash
+    from fusewright_cpu.run.jit import kernels_to_text, symbol_name, to_object
+    from fusewright_cpu.target import aarch64_target, target_machine
 
     target = aarch64_target()
     machine, index = target_machine(target), {}

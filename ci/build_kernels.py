@@ -32,16 +32,16 @@ import torch
 from fusewright.bench import suite
 from fusewright.errors import OptionError, nearest
 from fusewright.interface import KernelCode
-from fusewright.toolkit.fused import llvm_loader
-from fusewright.toolkit.kernel import Kernel, structural_hash
-from fusewright_triton import binaries, workers
+from fusewright.toolkit.ir import Kernel, structural_hash
+from fusewright_cpu import llvm_loader
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
-from fusewright_triton.binaries import Binary, Built, Wanted
-from fusewright_triton.config import choose
-from fusewright_triton.handwritten import Order, noting
+from fusewright_triton.build import binaries, workers
+from fusewright_triton.build.binaries import Binary, Built, Wanted
+from fusewright_triton.build.resources import over_limits, resources
+from fusewright_triton.emit.operators import Unsupported
+from fusewright_triton.emit.schedule import choose
 from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
-from fusewright_triton.operators import Unsupported
-from fusewright_triton.resources import over_limits, resources
+from fusewright_triton.run.handwritten import Order, noting
 from fusewright_triton.runtime import first_variant
 from fusewright_triton.target import Target
 

@@ -15,6 +15,8 @@ VENDORS = {
     "triton": "fusewright_triton", "onednn": "fusewright_onednn", "acl": "fusewright_acl",
     "mps": "fusewright_mps", "int8": "fusewright_int8",
 }  # fmt: skip
+SHARED = {"cpu": "fusewright_cpu"}
+"""Packages under backends/ that are no vendor's: vendors import them."""
 # What a partner may use is what the vendors here may use.
 PUBLIC = (
     "fusewright.interface", "fusewright.ops", "fusewright.toolkit", "fusewright.plan.ir",
@@ -47,11 +49,13 @@ def findings(path: str, text: str) -> Iterator[str]:
 
 
 def _layering(path: str, imported: set[str]) -> Iterator[str]:
-    vendors = sorted({m.split(".")[0] for m in imported} & set(VENDORS.values()))
+    packages = {m.split(".")[0] for m in imported}
+    vendors = sorted(packages & set(VENDORS.values()))
     if path.startswith("common/"):
-        yield from (f"imports {v}: the host imports no vendor" for v in vendors)
+        shared = sorted(packages & set(SHARED.values()))
+        yield from (f"imports {v}: the host imports no vendor" for v in (*vendors, *shared))
     if path.startswith("backends/"):
-        own = VENDORS.get(path.split("/")[1], "")
+        own = (VENDORS | SHARED).get(path.split("/")[1], "")
         yield from (f"imports {v}: a vendor imports no other vendor" for v in vendors if v != own)
         for module in sorted(m for m in imported if m.split(".")[0] == "fusewright"):
             if not any(f"{module}.".startswith(f"{p}.") for p in PUBLIC):

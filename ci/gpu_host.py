@@ -18,7 +18,7 @@ import torch
 from gpu_models import Decoding  # type: ignore[import-not-found]
 from gpu_worker import OURS, inference, median_ms, without_gradients  # type: ignore[import-not-found]
 
-from fusewright.plan.replay import Replayed
+from fusewright.plan.execute.replay import Replayed
 
 CALLS = 60
 COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call")

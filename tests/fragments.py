@@ -20,8 +20,8 @@ from fusewright import ops
 from fusewright.interface import Device, Fragment, OpView, Phase, Region, TensorSpec, Value
 from fusewright.plan.build import call_of
 from fusewright.plan.ir import Call, Launch, Ref
-from fusewright.toolkit.kernel import Kernel, interpret
-from fusewright.toolkit.llvm import compile_kernels
+from fusewright.toolkit.ir import Kernel, interpret
+from fusewright_cpu.run.jit import compile_kernels
 
 
 def spec_of(t: torch.Tensor, const: bool = False) -> TensorSpec:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_map_only
 
-from fusewright import capture, direct
+from fusewright.capture import capture, direct
 from fusewright.graph.effects import asserts
 from tests.compare import SEED, differences
 

@@ -9,6 +9,8 @@ def refresh(model: object = None) -> None:
 
     For writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with others.
     """
-    from fusewright.plan.once import refresh as forget  # here, because importing this package must not import torch
+    from fusewright.plan.execute.once import (
+        refresh as forget,  # here, because importing this package must not import torch
+    )
 
     forget(model)  # type: ignore[arg-type]

@@ -40,7 +40,8 @@ def compile_dynamo(
     name: str, gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why."""
-    from fusewright import capture, masks, pipeline, registry
+    from fusewright import pipeline, registry
+    from fusewright.capture import capture, masks
     from fusewright.config import Options
 
     cls = registry.info(name).cls

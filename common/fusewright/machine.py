@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
+import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -90,3 +92,15 @@ def environment(*names: str) -> str:
     so."""
     found = [n for n in os.environ for wanted in names if n == wanted or (wanted[-1] == "*" and n.startswith(wanted[:-1]))]
     return ",".join(f"{n}={os.environ[n]}" for n in sorted(set(found)))
+
+
+@functools.cache
+def sources(package: str) -> str:
+    """A hash of names, sizes and times of a package's files: a changed checkout makes other code of one version."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    digest = hashlib.sha256()
+    folder = Path(file).parent if file else Path()
+    for path in sorted(folder.rglob("*.py")) if file else ():
+        info = path.stat()
+        digest.update(f"{path.relative_to(folder)} {info.st_size} {info.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

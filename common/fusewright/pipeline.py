@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.config import Options
-from fusewright.cost import work
 from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
 from fusewright.graph import printer, retrace, verify
 from fusewright.graph.canonicalize import canonicalize
@@ -41,18 +40,19 @@ from fusewright.interface import (
     Verdict,
     Why,
 )  # fmt: skip
-from fusewright.partition import Partition, partition
+from fusewright.partition.cost import work
+from fusewright.partition.partition import Partition, partition
 from fusewright.plan import build as plan_build
-from fusewright.plan import cached, codegen, contract
 from fusewright.plan import verify as plan_verify
 from fusewright.plan.constants import derived
-from fusewright.plan.firstrun import Untrue, checked_first
+from fusewright.plan.execute import cached, codegen, contract
+from fusewright.plan.execute.firstrun import Untrue, checked_first
+from fusewright.plan.execute.observed import observed_first
+from fusewright.plan.execute.opaque import guarded
+from fusewright.plan.execute.replay import replayed
+from fusewright.plan.execute.retained import Handover, retained
 from fusewright.plan.inplace import updated_in_place
 from fusewright.plan.ir import Call, Launch, Run, reads
-from fusewright.plan.observed import observed_first
-from fusewright.plan.opaque import guarded
-from fusewright.plan.replay import replayed
-from fusewright.plan.retained import Handover, retained
 from fusewright.plan.verify import PlanError
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
 from fusewright.rewrite import expand

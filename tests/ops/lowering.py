@@ -24,7 +24,7 @@ from fusewright.config import Options
 from fusewright.interface import Device, Why
 from fusewright.ops import Kind, Op, rules
 from fusewright.ops.oracle import evaluate, flat
-from fusewright.toolkit.fused import FusedBackend
+from fusewright.toolkit.backend.fused import FusedBackend
 from tests.ops.cases import CASES, DTYPES
 from tests.ops.samples import BF16, BOOL, F32, FLOATS, I64, Case, NotFinite, T
 from tests.ops.test_kernels_vs_eager import judge

@@ -15,7 +15,7 @@ import fusewright
 from ci import check_tree, jobs, require_backend
 
 ROOT = Path(__file__).parents[2]
-MEMBERS = ["common", *(f"backends/{v}" for v in check_tree.VENDORS)]
+MEMBERS = ["common", *(f"backends/{v}" for v in check_tree.VENDORS | check_tree.SHARED)]
 
 
 def _project(folder: str) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def test_one_version_and_one_window_of_pythons(folder: str) -> None:
     assert project["version"] == fusewright.__version__
     assert project["requires-python"] == ">=3.11,<3.14"
     if folder.startswith("backends/"):
-        assert project["dependencies"] == [f"fusewright=={fusewright.__version__}"]
+        own = [d for d in project["dependencies"] if d.startswith("fusewright")]
+        assert own[0] == f"fusewright=={fusewright.__version__}" and len({d.split("==")[1] for d in own}) == 1
 
 
 def test_the_root_installs_every_member_and_can_never_be_published() -> None:
@@ -67,6 +68,8 @@ def test_every_backend_has_a_job_and_ci_runs_the_command_of_the_readme() -> None
         ("common/fusewright/a.py", "x\n" * 801, "801 lines"),
         ("common/fusewright/a.py", "import torch._dynamo\n", "private part of torch"),
         ("common/fusewright/a.py", "from fusewright_mps import target\n", "the host imports no vendor"),
+        ("common/fusewright/a.py", "from fusewright_cpu import llvm_loader\n", "the host imports no vendor"),
+        ("backends/cpu/fusewright_cpu/a.py", "import fusewright_onednn\n", "no other vendor"),
         ("backends/mps/fusewright_mps/a.py", "import fusewright_acl\n", "no other vendor"),
         (
             "backends/mps/fusewright_mps/a.py",
@@ -110,4 +113,4 @@ def test_the_library_imports_neither_click_nor_rich_nor_a_vendor() -> None:
     code = "import sys, json, fusewright.dynamo, fusewright.registry; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     tops = {name.partition(".")[0] for name in json.loads(done.stdout)}
-    assert not tops & {"click", "rich", "transformers", *check_tree.VENDORS.values()}
+    assert not tops & {"click", "rich", "transformers", "llvmlite", *(check_tree.VENDORS | check_tree.SHARED).values()}

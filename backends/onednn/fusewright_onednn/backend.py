@@ -20,10 +20,11 @@ from fusewright.interface import (
     Verdict,
     Why,
 )
-from fusewright.toolkit.builder import OWN_STRIDES, STRIDE_FREE, Builder
+from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright.toolkit.fuse.fuser import fuse
-from fusewright.toolkit.fused import FusedBackend
-from fusewright.toolkit.match import siblings
+from fusewright.toolkit.region.builder import OWN_STRIDES, STRIDE_FREE, Builder
+from fusewright.toolkit.region.match import siblings
+from fusewright_cpu import llvm_loader
 from fusewright_onednn import lowerings, norms, patterns, target
 from fusewright_onednn.lowerings import LOWERINGS
 from fusewright_onednn.patterns import Match
@@ -43,6 +44,7 @@ class X86OneDnn(FusedBackend):
     priority = 50
     constant_masks = True  # attention under `is_causal` skips the future instead of reading a mask of it
     lowerings = LOWERINGS
+    loader = llvm_loader
     namespaces = ("mkldnn", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
         # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from fusewright.interface import CompileContext, TensorSpec
-from fusewright.toolkit.candidates import Lazy, Thunk
-from fusewright.toolkit.llvm import compile_kernels
-from fusewright.toolkit.llvm.attention import Attention
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright_cpu.emit.attention import Attention
+from fusewright_cpu.run.jit import compile_kernels
 
 PACKED_GAIN = 1.04
 """A packed copy of a weight doubles its memory, so it must be this much faster than the weight as it is."""

@@ -14,12 +14,12 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
-from fusewright.toolkit.builder import Builder, channels_last_strides, contiguous_strides
-from fusewright.toolkit.kernel.types import from_torch
-from fusewright.toolkit.library import LoweringTable
-from fusewright.toolkit.llvm.attention import Attention
-from fusewright.toolkit.llvm.sources import hash_of
-from fusewright.toolkit.llvm.target import host_target
+from fusewright.toolkit.backend.library import LoweringTable
+from fusewright.toolkit.ir.types import from_torch
+from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
+from fusewright_cpu.emit.attention import Attention
+from fusewright_cpu.run.sources import hash_of
+from fusewright_cpu.target import host_target
 from fusewright_onednn import choices, sums
 from fusewright_onednn.choices import Product
 from fusewright_onednn.left_behind import SHAPES
@@ -401,7 +401,7 @@ def _sdpa_reason(op: OpView) -> str | None:
 
 @LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
-    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright.toolkit.llvm.attention`), where that measures faster
+    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright_cpu.emit.attention`), where that measures faster
     than torch's."""
     op = m.anchor
     mask, scale = op.arg("attn_mask"), op.arg("scale")

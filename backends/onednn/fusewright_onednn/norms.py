@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.builder import Builder
-from fusewright.toolkit.library import layout_of
+from fusewright.toolkit.backend.library import layout_of
+from fusewright.toolkit.region.builder import Builder
 
 
 def lower(op: OpView, b: Builder) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.match import Links
+from fusewright.toolkit.region.match import Links
 
 Scalars = tuple[float, ...]
 

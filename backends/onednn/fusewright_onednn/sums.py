@@ -17,7 +17,7 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
-from fusewright.toolkit.builder import Builder
+from fusewright.toolkit.region.builder import Builder
 
 LONGEST = 576
 """Products in one running sum: 3x3 over 64 channels has 1.95 times the error of eager's kernels, which hardly grows with the length

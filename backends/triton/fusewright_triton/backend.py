@@ -30,18 +30,18 @@ from fusewright.interface import (
     Why,
 )
 from fusewright.plan.ir import Launch
-from fusewright.toolkit.builder import Builder
+from fusewright.toolkit.backend.fused import FusedBackend, Loader
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.tables import RULES
-from fusewright.toolkit.fused import FusedBackend, Loader
-from fusewright.toolkit.kernel import Kernel
+from fusewright.toolkit.ir import Kernel
+from fusewright.toolkit.region.builder import Builder
 from fusewright_triton import target
-from fusewright_triton.ahead import orders
-from fusewright_triton.calls import rewritten
-from fusewright_triton.config import Config
-from fusewright_triton.handwritten import INSTALL, NAMESPACE, Order, library
+from fusewright_triton.emit.schedule import Config
+from fusewright_triton.kernels.precompile import orders
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
-from fusewright_triton.quantized import with_few_rows
+from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
+from fusewright_triton.select.calls import rewritten
+from fusewright_triton.select.quantized import with_few_rows
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable("triton cannot be imported", INSTALL)
@@ -86,14 +86,16 @@ class TritonLoader:
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
         """Kernels with their machine code; simulated, the kernels alone, whose source is code enough."""
-        from fusewright_triton import archive, runtime
+        from fusewright_triton import runtime
+        from fusewright_triton.run import archive
 
         if self.simulated:
             return archive.pack(self.target, archive.Stored(kernels, {}, {}))
         return runtime.pack_kernels(kernels, self.target, self.configs, self.by_hand)
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
-        from fusewright_triton import archive, runtime
+        from fusewright_triton import runtime
+        from fusewright_triton.run import archive
 
         if self.simulated:
             module = runtime.simulate_kernels(list(archive.unpack(data, self.target).kernels.values()), self.target)
@@ -162,7 +164,7 @@ class TritonBackend(FusedBackend):
 
     def prepare(self) -> None:
         """Compiler processes get ready while the graph is traced."""
-        from fusewright_triton import workers
+        from fusewright_triton.build import workers
 
         device = self.running_on()
         if not device.simulated:
@@ -201,7 +203,7 @@ class TritonBackend(FusedBackend):
 
     def _tune(self, fragment: Fragment, ctx: CompileContext, notes: Mapping[int, str]) -> Mapping[int, str]:
         """Has configurations for the kernels of a fragment afterwards; the notes say what was chosen."""
-        from fusewright_triton.tuning import tune
+        from fusewright_triton.autotune import tune
 
         tuned = tune(fragment.kernels, self.target(self.running_on()), ctx.choose)
         self._tuned.update(tuned.configs)
@@ -220,7 +222,7 @@ class TritonBackend(FusedBackend):
         """Graphs of the device, unless they are switched off or there is no device."""
         if not self.values["graphs"] or self.running_on().simulated:
             return None
-        from fusewright_triton.graphs import Graphs
+        from fusewright_triton.run.graphs import Graphs
 
         return Graphs()
 

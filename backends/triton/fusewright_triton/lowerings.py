@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fusewright.toolkit.library import LoweringTable
-from fusewright_triton import attention, convolutions, few_keys, few_queries, products, quantized, spelled_out
-from fusewright_triton.calls import OpCode
+from fusewright.toolkit.backend.library import LoweringTable
+from fusewright_triton.select import convolutions, products, quantized
+from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
+from fusewright_triton.select.calls import OpCode
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 """Of both vendors."""
@@ -20,9 +21,9 @@ for table in (LOWERINGS, CUDNN):
     table.add("linear", dtypes=FLOATS, dynamic=True, when=products.reason)(products.lower)
     table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(quantized.lower_mm)
     table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(quantized.lower_int_mm)
-    table.add("sdpa", when=few_queries.reason)(few_queries.lower)
-    table.add("sdpa", when=few_keys.reason)(few_keys.lower)
-    table.add("sdpa", when=attention.sdpa_reason)(attention.lower_sdpa)
-    table.add("softmax", dtypes=FLOATS, when=spelled_out.reason)(spelled_out.lower)
+    table.add("sdpa", when=decode.reason)(decode.lower)
+    table.add("sdpa", when=short_sequence.reason)(short_sequence.lower)
+    table.add("sdpa", when=sdpa.sdpa_reason)(sdpa.lower_sdpa)
+    table.add("softmax", dtypes=FLOATS, when=unfused.reason)(unfused.lower)
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(convolutions.lower)

@@ -21,16 +21,17 @@ from typing import Protocol
 
 import torch
 
-from fusewright.toolkit.kernel import checks
-from fusewright.toolkit.kernel.extent import evaluate
-from fusewright.toolkit.kernel.ir import Kernel
-from fusewright.toolkit.kernel.serial import positional, structural_hash
-from fusewright.toolkit.kernel.types import to_torch
-from fusewright_triton import archive, config, handwritten
-from fusewright_triton.binaries import Built, Variant, Wanted, build
-from fusewright_triton.emitter import Source, emit
-from fusewright_triton.launch import GpuLauncher
-from fusewright_triton.operators import Unsupported
+from fusewright.toolkit.ir import checks
+from fusewright.toolkit.ir.extent import evaluate
+from fusewright.toolkit.ir.ir import Kernel
+from fusewright.toolkit.ir.serial import positional, structural_hash
+from fusewright.toolkit.ir.types import to_torch
+from fusewright_triton.build.binaries import Built, Variant, Wanted, build
+from fusewright_triton.emit import schedule
+from fusewright_triton.emit.emitter import Source, emit
+from fusewright_triton.emit.operators import Unsupported
+from fusewright_triton.run import archive, handwritten
+from fusewright_triton.run.launch import GpuLauncher
 from fusewright_triton.target import Target
 
 Number = int | float | bool
@@ -68,8 +69,8 @@ class Library:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.lock = threading.RLock()
-        self.built: dict[tuple[str, config.Config, Variant], Built] = {}
-        self.configs: dict[tuple[str, tuple[int, ...]], config.Config] = {}
+        self.built: dict[tuple[str, schedule.Config, Variant], Built] = {}
+        self.configs: dict[tuple[str, tuple[int, ...]], schedule.Config] = {}
 
     def get(self, orders: Mapping[str, Wanted]) -> None:
         """Has every order, by structural hash of its kernel, afterwards."""
@@ -81,16 +82,16 @@ class Library:
     def _missing(self, orders: Mapping[str, Wanted]) -> dict[str, Wanted]:
         return {key: o for key, o in orders.items() if (key, o.config, o.variant) not in self.built}
 
-    def variant(self, key: str, kernel: Kernel, how: config.Config, variant: Variant) -> Built:
+    def variant(self, key: str, kernel: Kernel, how: schedule.Config, variant: Variant) -> Built:
         """One binary of a kernel, built when it is first asked for."""
         with self.lock:
             if (key, how, variant) not in self.built:
                 self.built[key, how, variant] = build([Wanted(kernel, how, variant)], self.target)[0]
             return self.built[key, how, variant]
 
-    def config(self, key: str, kernel: Kernel) -> config.Config:
+    def config(self, key: str, kernel: Kernel) -> schedule.Config:
         """The formula's configuration of a kernel, for the sizes that it was traced with."""
-        return self.configs.setdefault((key, kernel.hints), config.choose(kernel, self.target))
+        return self.configs.setdefault((key, kernel.hints), schedule.choose(kernel, self.target))
 
 
 @functools.cache
@@ -103,13 +104,13 @@ def first_variant(kernel: Kernel) -> Variant:
     """The variant that is built before anything is known but the hints of sizes."""
     hints = kernel.size_hints()
     even = bool(kernel.symbols) and all(v % 16 == 0 for v in hints.values())
-    return Variant(config.offsets_bound(kernel, hints) >= config.WIDE, True, even)
+    return Variant(schedule.offsets_bound(kernel, hints) >= schedule.WIDE, True, even)
 
 
 def compile_kernels(
     kernels: Sequence[Kernel],
     target: Target,
-    configs: Mapping[str, config.Config] = MappingProxyType({}),
+    configs: Mapping[str, schedule.Config] = MappingProxyType({}),
 ) -> CompiledModule:
     """Machine code for `kernels`. No GPU is touched before the first launch. `configs` are configurations by structural
     hash; the formula gives the others.
@@ -124,12 +125,12 @@ def compile_kernels(
 
 
 def _configs(
-    lib: Library, kernels: Mapping[str, Kernel], chosen: Mapping[str, config.Config]
-) -> dict[str, config.Config]:
+    lib: Library, kernels: Mapping[str, Kernel], chosen: Mapping[str, schedule.Config]
+) -> dict[str, schedule.Config]:
     return {key: chosen.get(key) or lib.config(key, k) for key, k in kernels.items()}
 
 
-def _module(lib: Library, kernels: Mapping[str, Kernel], how: Mapping[str, config.Config]) -> CompiledModule:
+def _module(lib: Library, kernels: Mapping[str, Kernel], how: Mapping[str, schedule.Config]) -> CompiledModule:
     """Launchers of kernels whose first variants the library has; others are built when a launch needs them."""
 
     def make(key: str, kernel: Kernel) -> Launch:
@@ -142,7 +143,7 @@ def _module(lib: Library, kernels: Mapping[str, Kernel], how: Mapping[str, confi
 def pack_kernels(
     kernels: Mapping[str, Kernel],
     target: Target,
-    configs: Mapping[str, config.Config] = MappingProxyType({}),
+    configs: Mapping[str, schedule.Config] = MappingProxyType({}),
     by_hand: Iterable[handwritten.Order] = (),
 ) -> bytes:
     """Compiled kernels, by structural hash, with every variant that this process has of them, and what was ordered of kernels
@@ -186,7 +187,7 @@ def simulate_kernels(kernels: Sequence[Kernel], target: Target | None = None) ->
     by_hash = {structural_hash(k): k for k in kernels}
 
     def source(k: Kernel) -> Source:
-        how = config.simulation(k) if target is None else config.choose(k, target)
+        how = schedule.simulation(k) if target is None else schedule.choose(k, target)
         return emit(k, how, check_division=True)
 
     sources = {key: source(k) for key, k in by_hash.items()}
@@ -197,7 +198,7 @@ class SimulatedLauncher:
     """Runs a source's functions by the interpreter. Errors are raised at once."""
 
     def __init__(self, kernel: Kernel, source: Source) -> None:
-        from fusewright_triton.simulate import Simulated
+        from fusewright_triton.run.interpreter import Simulated
 
         self.kernel, self.source = kernel, source
         self.simulated = Simulated(source.text, [f.name for f in source.functions])

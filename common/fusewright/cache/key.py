@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import platform
-import sys
-from pathlib import Path
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fusewright import __version__
+from fusewright import __version__, machine
 from fusewright import _torch_compat as compat
 from fusewright.cache.store import Key
 from fusewright.config import Options
@@ -36,7 +33,7 @@ def key_of(
             "versions": f"{__version__} {torch.__version__} {platform.python_version()} {platform.machine()} {format}",
             "threads": str(torch.get_num_threads()),  # choices are measured with them
             "torch": switches(),
-            "sources": _sources("fusewright") + _sources(vendor),
+            "sources": machine.sources("fusewright") + machine.sources(vendor),
         }
     )
 
@@ -45,15 +42,3 @@ def switches() -> str:
     """Settings of torch that a backend may have compiled by; those of one device's libraries are in its fingerprint."""
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"
-
-
-@functools.cache
-def _sources(package: str) -> str:
-    """A hash of names, sizes and times of a package's files: a changed checkout makes other code of one version."""
-    file = getattr(sys.modules.get(package), "__file__", None)
-    digest = hashlib.sha256()
-    folder = Path(file).parent if file else Path()
-    for path in sorted(folder.rglob("*.py")) if file else ():
-        info = path.stat()
-        digest.update(f"{path.relative_to(folder)} {info.st_size} {info.st_mtime_ns}\n".encode())
-    return digest.hexdigest()

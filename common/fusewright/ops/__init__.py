@@ -14,9 +14,19 @@ from typing import Any
 
 import torch
 
-from . import backward, composite, contraction, creation, gather, pointwise, quantized, reduction, view
-from .aliases import ALIASES, Adapter
-from .core import Args, Kind, Op, Overload, Param, Shape, bind, params_of, unbind
+from fusewright.ops.aliases import ALIASES, Adapter
+from fusewright.ops.core import Args, Kind, Op, Overload, Param, Shape, bind, params_of, unbind
+from fusewright.ops.table import (
+    backward,
+    composite,
+    contraction,
+    creation,
+    gather,
+    pointwise,
+    quantized,
+    reduction,
+    view,
+)
 
 __all__ = [
     "OPS",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .core import Args
+from fusewright.ops.core import Args
 
 Adapter = Callable[[Args], dict[str, Any] | None]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .core import Args, DtypeRule, ShapeRule
-from .rules import device_type, is_tensor, masked_by, named, tensors, times
+from fusewright.ops.core import Args, DtypeRule, ShapeRule
+from fusewright.ops.rules import device_type, is_tensor, masked_by, named, tensors, times
 
 
 def scalar_dtype(x: Any) -> torch.dtype:

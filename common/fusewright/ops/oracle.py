@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .core import Kind, Op
-from .dtype_rules import result_type
-from .rules import is_tensor
+from fusewright.ops.core import Kind, Op
+from fusewright.ops.dtype_rules import result_type
+from fusewright.ops.rules import is_tensor
 
 COMPARISONS = frozenset({"eq_scalar", "ne_scalar", "lt_scalar", "le_scalar", "gt_scalar", "ge_scalar"})
 

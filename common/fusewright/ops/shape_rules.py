@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
-
-from .core import Args, Shape, ShapeRule
-from .rules import is_one, masked_by, named, tensors, times, wrap
+from fusewright.ops.core import Args, Shape, ShapeRule
+from fusewright.ops.rules import is_one, masked_by, named, tensors, times, wrap
 
 
 def shape(t: Any) -> Shape:

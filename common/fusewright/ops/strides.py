@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
-
-from .core import Args, Op
+from fusewright.ops.core import Args, Op
 
 Rule = Callable[[Args], tuple[torch.Tensor | None, ...]]
 """One traced tensor of the right strides for each result; None where FakeTensor is right. Runs under the FakeTensorMode."""

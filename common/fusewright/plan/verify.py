@@ -19,7 +19,7 @@ from fusewright.interface import Dim, Fragment, OpView, Region, TensorSpec
 from fusewright.plan.build import Plan, may_alias, operator_of, written_by
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import Placement, roots_of, storage_bytes
-from fusewright.toolkit.kernel.types import TYPES
+from fusewright.toolkit.ir.types import TYPES
 
 
 class PlanError(FusewrightError, AssertionError):

@@ -18,7 +18,7 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Backend, Phase, Verdict, Why
-from fusewright.partition import ask
+from fusewright.partition.partition import ask
 
 
 def on_claim(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusewright import report, tune
-from fusewright.toolkit.builder import Builder
+from fusewright.toolkit.region.builder import Builder
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
 

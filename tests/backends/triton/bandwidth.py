@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from fusewright.toolkit.kernel import Kernel
-from fusewright.toolkit.kernel.types import to_torch
+from fusewright.toolkit.ir import Kernel
+from fusewright.toolkit.ir.types import to_torch
 from fusewright_triton.runtime import Launch, compile_kernels
 from tests.backends.triton import kernels
 from tests.backends.triton.test_gpu import here

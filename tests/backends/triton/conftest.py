@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright_triton import handwritten
+from fusewright_triton.run import handwritten
 
 
 @pytest.fixture(autouse=True)

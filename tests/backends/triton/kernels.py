@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fusewright.toolkit.kernel import Builder, Extent, Kernel, interpret, symbol
-from fusewright.toolkit.kernel.extent import symbols
-from fusewright.toolkit.kernel.types import DType
+from fusewright.toolkit.ir import Builder, Extent, Kernel, interpret, symbol
+from fusewright.toolkit.ir.extent import symbols
+from fusewright.toolkit.ir.types import DType
 from fusewright_triton.runtime import simulate_kernels
 from fusewright_triton.target import Target
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fusewright.bench.accuracy import compare
 from fusewright.interface import Device, Fragment, Value
-from fusewright.toolkit.fused import llvm_loader
+from fusewright_cpu import llvm_loader
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.target import named

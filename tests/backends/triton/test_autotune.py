@@ -19,14 +19,15 @@ import torch
 from fusewright import tune as measuring
 from fusewright.errors import OptionError
 from fusewright.interface import Device
-from fusewright.toolkit.kernel import Builder, Kernel, interpret, structural_hash
+from fusewright.toolkit.ir import Builder, Kernel, interpret, structural_hash
 from fusewright.tune import Tuner
-from fusewright_triton import config, tuning
+from fusewright_triton import autotune
+from fusewright_triton.autotune import Stopped, candidates, name_of, stand_ins, tune
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonLoader
-from fusewright_triton.config import Config
+from fusewright_triton.emit import schedule
+from fusewright_triton.emit.schedule import Config
 from fusewright_triton.runtime import compile_kernels
 from fusewright_triton.target import AMD, NVIDIA, Target
-from fusewright_triton.tuning import Stopped, candidates, name_of, stand_ins, tune
 from tests.backends.triton import kernels
 
 H100 = NVIDIA["sm_90"]
@@ -94,19 +95,19 @@ def tuned(kernel: Kernel, tuner: Tuner, fake: Any) -> tuple[Config, str]:
 @pytest.mark.parametrize("target", [H100, AMD["gfx942"]], ids=lambda t: t.arch)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_list_is_short_and_begins_with_the_formula(shape: str, target: Target) -> None:
-    formula = config.choose(SHAPES[shape], target)
+    formula = schedule.choose(SHAPES[shape], target)
     found = candidates(SHAPES[shape], formula, target)
     assert found[0] == formula
-    assert 4 <= len(set(found)) == len(found) <= tuning.MOST
+    assert 4 <= len(set(found)) == len(found) <= autotune.MOST
     assert len({name_of(c) for c in found}) == len(found)
     assert all(c.warps * target.lanes <= 1024 for c in found)
 
 
 def test_long_rows_vary_in_what_is_shared_and_in_what_is_held() -> None:
     """Rows of 50257 are neither short nor long: both ways are tried."""
-    found = candidates(kernels.softmax(64, 50257), config.choose(kernels.softmax(64, 50257), H100), H100)
+    found = candidates(kernels.softmax(64, 50257), schedule.choose(kernels.softmax(64, 50257), H100), H100)
     assert {c.persistent for c in found} == {True, False}
-    found = candidates(SHAPES["long row"], config.choose(SHAPES["long row"], H100), H100)
+    found = candidates(SHAPES["long row"], schedule.choose(SHAPES["long row"], H100), H100)
     assert len({c.split for c in found}) > 1
 
 
@@ -121,8 +122,8 @@ def test_every_candidate_computes_the_same(shape: str, monkeypatch: pytest.Monke
     tensors = stand_ins(small, "cpu")
     expected = [t.clone() for t in tensors]
     interpret(small, expected)
-    for how in candidates(small, config.choose(small, H100), H100)[:6]:
-        monkeypatch.setattr(config, "choose", lambda k, t, how=how: how)
+    for how in candidates(small, schedule.choose(small, H100), H100)[:6]:
+        monkeypatch.setattr(schedule, "choose", lambda k, t, how=how: how)
         got = [t.clone() for t in tensors]
         kernels.simulate(small, got, target=H100)
         torch.testing.assert_close(got, expected)
@@ -133,7 +134,7 @@ def test_every_candidate_computes_the_same(shape: str, monkeypatch: pytest.Monke
 
 def test_the_fastest_is_taken_and_remembered(clock: list[float], tuner: Tuner) -> None:
     kernel = SHAPES["row in registers"]
-    fast = candidates(kernel, config.choose(kernel, H100), H100)[3]
+    fast = candidates(kernel, schedule.choose(kernel, H100), H100)[3]
     fake = trials(clock, lambda c: 1e-3 if c == fast else 2e-3)
     assert tuned(kernel, tuner, fake) == (fast, f"tuned: {name_of(fast)}")
     tuner.save()
@@ -143,26 +144,26 @@ def test_the_fastest_is_taken_and_remembered(clock: list[float], tuner: Tuner) -
 
 def test_the_formula_is_named_where_it_wins(clock: list[float], tuner: Tuner) -> None:
     kernel = SHAPES["pointwise"]
-    formula = config.choose(kernel, H100)
+    formula = schedule.choose(kernel, H100)
     how, note = tuned(kernel, tuner, trials(clock, lambda c: 1e-3 if c == formula else 2e-3))
     assert (how, note) == (formula, "tuned: as the formula")
 
 
 def test_another_device_target_or_triton_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SHAPES["pointwise"]
-    keys = {tuning._key("hash", kernel, t) for t in (H100, NVIDIA["sm_80"])}
+    keys = {autotune._key("hash", kernel, t) for t in (H100, NVIDIA["sm_80"])}
     monkeypatch.setattr("triton.__version__", "99.0")
-    keys.add(tuning._key("hash", kernel, H100))
+    keys.add(autotune._key("hash", kernel, H100))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
-    keys.add(tuning._key("hash", kernel, H100))
+    keys.add(autotune._key("hash", kernel, H100))
     assert len(keys) == 4
 
 
 def test_two_configurations_of_a_kernel_live_side_by_side() -> None:
     """A graph that is not tuned keeps the formula's code beside one that is."""
     kernel = kernels.add_gelu(1 << 14)
-    formula = config.choose(kernel, H100)
+    formula = schedule.choose(kernel, H100)
     other = replace(formula, warps=formula.warps * 2)
     key = structural_hash(kernel)
     first, second = compile_kernels([kernel], H100), compile_kernels([kernel], H100, configs={key: other})
@@ -175,7 +176,7 @@ def test_two_configurations_of_a_kernel_live_side_by_side() -> None:
 
 def test_a_candidate_without_memory_is_dropped(clock: list[float], tuner: Tuner, caplog: Any) -> None:
     kernel = SHAPES["row in registers"]
-    formula, second, *_ = candidates(kernel, config.choose(kernel, H100), H100)
+    formula, second, *_ = candidates(kernel, schedule.choose(kernel, H100), H100)
 
     def seconds(c: Config) -> float:
         if c == second:
@@ -191,7 +192,7 @@ def test_a_candidate_without_memory_is_dropped(clock: list[float], tuner: Tuner,
 
 def test_without_memory_for_the_formula_its_choice_stays(clock: list[float], tuner: Tuner, caplog: Any) -> None:
     kernel = SHAPES["pointwise"]
-    formula = config.choose(kernel, H100)
+    formula = schedule.choose(kernel, H100)
 
     def seconds(c: Config) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -208,8 +209,8 @@ def test_without_memory_for_the_tensors_the_formula_stays(tuner: Tuner, monkeypa
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(tuning, "stand_ins", full)
-    trial = tuning.OnDevice(SHAPES["pointwise"], [], H100)
+    monkeypatch.setattr(autotune, "stand_ins", full)
+    trial = autotune.OnDevice(SHAPES["pointwise"], [], H100)
     with pytest.raises(Stopped, match="out of memory for tensors"):
         trial._tensors  # noqa: B018
 
@@ -219,7 +220,7 @@ def test_when_nothing_runs_the_formula_stays(clock: list[float], tuner: Tuner) -
         raise RuntimeError("no kernel image")
 
     how, note = tuned(SHAPES["pointwise"], tuner, trials(clock, seconds))
-    assert how == config.choose(SHAPES["pointwise"], H100)
+    assert how == schedule.choose(SHAPES["pointwise"], H100)
     assert note.startswith("not tuned: no candidate") and "no kernel image" in note
 
 
@@ -254,7 +255,7 @@ def test_compile_refuses_too() -> None:
 def test_what_was_tuned_is_what_is_built(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the option to the code that is loaded, on a device that only compiles."""
     kernel = SHAPES["row in registers"]
-    key, wanted = structural_hash(kernel), candidates(kernel, config.choose(kernel, H100), H100)[1]
+    key, wanted = structural_hash(kernel), candidates(kernel, schedule.choose(kernel, H100), H100)[1]
     backend = NvidiaTriton(Device("cuda", "sm_90"), {"target": "", "graphs": True, "autotune": True})
     backend._tuned[key] = wanted
     built: list[Config] = []

@@ -20,9 +20,11 @@ import torch
 
 from fusewright.interface import Device
 from fusewright.report import recording
-from fusewright.toolkit.kernel import Kernel
-from fusewright_triton import backend, graphs, streams, workers
+from fusewright.toolkit.ir import Kernel
+from fusewright_triton import backend
 from fusewright_triton.backend import NvidiaTriton, TritonBackend, TritonLoader
+from fusewright_triton.build import workers
+from fusewright_triton.run import graphs, streams
 from tests.unit.plan.test_replay import Recorder
 from tests.unit.plan.test_retained import Forgetful
 

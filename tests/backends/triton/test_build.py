@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
-from fusewright.toolkit.kernel import Kernel, structural_hash
-from fusewright_triton import binaries, target, workers
-from fusewright_triton.binaries import Binary, Built, Variant, Wanted
-from fusewright_triton.config import choose
-from fusewright_triton.resources import over_limits, resources
+from fusewright.toolkit.ir import Kernel, structural_hash
+from fusewright_triton import target
+from fusewright_triton.build import binaries, workers
+from fusewright_triton.build.binaries import Binary, Built, Variant, Wanted
+from fusewright_triton.build.resources import over_limits, resources
+from fusewright_triton.emit.schedule import choose
 from fusewright_triton.runtime import Library, first_variant
 from tests.backends.triton import kernels
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
-from fusewright.toolkit.kernel import Kernel
-from fusewright_triton import workers
+from fusewright.toolkit.ir import Kernel
+from fusewright_triton.build import workers
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
 import build_kernels as tool

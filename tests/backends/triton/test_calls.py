@@ -14,11 +14,11 @@ import torch
 
 from fusewright.interface import Device, Fragment, OpView, Value
 from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
-from fusewright.toolkit.library import LoweringTable
-from fusewright_triton import convolutions, products
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
-from fusewright_triton.calls import Calls, Found, OpCode, rewritten
+from fusewright_triton.select import convolutions, products
+from fusewright_triton.select.calls import Calls, Found, OpCode, rewritten
 from tests.backends.onednn.common import close
 from tests.fragments import Context, Sketch, by_preference, targets
 

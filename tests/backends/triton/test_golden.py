@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.toolkit.kernel import Kernel, symbol
+from fusewright.toolkit.ir import Kernel, symbol
 from fusewright_triton import target
-from fusewright_triton.config import choose
-from fusewright_triton.emitter import emit
+from fusewright_triton.emit.emitter import emit
+from fusewright_triton.emit.schedule import choose
 from tests.backends.triton import kernels
 
 FOLDER = Path(__file__).parents[2] / "golden"

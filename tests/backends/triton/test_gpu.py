@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fusewright.toolkit.kernel import Builder, Kernel, to_text
-from fusewright.toolkit.kernel.optable import OPS
-from fusewright.toolkit.kernel.types import to_torch
+from fusewright.toolkit.ir import Builder, Kernel, to_text
+from fusewright.toolkit.ir.optable import OPS
+from fusewright.toolkit.ir.types import to_torch
 from fusewright_triton import target
-from fusewright_triton.launch import raise_errors
-from fusewright_triton.operators import Unsupported
+from fusewright_triton.emit.operators import Unsupported
+from fusewright_triton.run.launch import raise_errors
 from fusewright_triton.runtime import compile_kernels
 from tests.backends.triton import kernels
 from tests.backends.triton.test_semantics import SPECIAL

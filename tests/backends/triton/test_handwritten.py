@@ -18,13 +18,16 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
-from fusewright_triton import ahead, archive, bound, epilogues, handwritten, runtime, target, workers
+from fusewright_triton import runtime, target
 from fusewright_triton.backend import NvidiaTriton
-from fusewright_triton.binaries import Binary
-from fusewright_triton.calls import rewritten
-from fusewright_triton.handwritten import Described, Kernel, Library, Order, noting
-from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
+from fusewright_triton.build import workers
+from fusewright_triton.build.binaries import Binary
+from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, precompile, product_ops
 from fusewright_triton.lowerings import CUDNN
+from fusewright_triton.run import archive, bound, handwritten
+from fusewright_triton.run.handwritten import Described, Kernel, Library, Order, noting
+from fusewright_triton.select import epilogues
+from fusewright_triton.select.calls import rewritten
 from tests.backends.triton.test_calls import REAL, Net
 from tests.fragments import Context
 
@@ -111,7 +114,7 @@ def test_a_region_asks_for_the_kernels_of_its_calls() -> None:
     x, w = g.tensor(4, 4096), g.input(torch.ones(64, 4096, dtype=torch.int8), const=True)
     y = g.op("mm", x, g.op("cast", g.op("t", w), BF16))
     b = rewritten(CUDNN, g.region([y]), Context({}, REAL, specs=g.temporaries))
-    found = ahead.orders(b)
+    found = precompile.orders(b)
     assert [o.function for o in found] == ["blocks", "joined"] and found[0].types[:2] == ("*bf16/16", "*i8/16")
 
 
@@ -335,7 +338,8 @@ def test_a_backend_stores_what_its_regions_asked_for(monkeypatch: pytest.MonkeyP
 OTHER_PROCESS = """
 import sys, torch
 from types import SimpleNamespace
-from fusewright_triton import handwritten, workers
+from fusewright_triton.run import handwritten
+from fusewright_triton.build import workers
 from fusewright_triton.backend import TritonLoader
 from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
 from fusewright_triton.target import NVIDIA

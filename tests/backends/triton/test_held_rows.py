@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusewright.toolkit.kernel import Builder, Kernel
-from fusewright_triton import config, target
-from fusewright_triton.emitter import emit
+from fusewright.toolkit.ir import Builder, Kernel
+from fusewright_triton import target
+from fusewright_triton.emit import schedule
+from fusewright_triton.emit.emitter import emit
 from tests.backends.triton.kernels import layer_norm, simulate, softmax
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -23,7 +24,7 @@ H100 = target.NVIDIA["sm_90"]
 
 
 def text_of(kernel: Kernel, **changes: Any) -> str:
-    return emit(kernel, replace(config.choose(kernel, H100), **changes)).text
+    return emit(kernel, replace(schedule.choose(kernel, H100), **changes)).text
 
 
 def strided(columns: int, stride: int, offset: int = 0) -> Kernel:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.toolkit.kernel import Builder, Kernel, symbol
-from fusewright_triton import launch, target
-from fusewright_triton.binaries import Binary, Built, Variant
-from fusewright_triton.config import Config, Tile
-from fusewright_triton.driver import Driver, DriverError
-from fusewright_triton.emitter import emit
-from fusewright_triton.launch import GpuLauncher, raise_errors
+from fusewright.toolkit.ir import Builder, Kernel, symbol
+from fusewright_triton import target
+from fusewright_triton.build.binaries import Binary, Built, Variant
+from fusewright_triton.emit.emitter import emit
+from fusewright_triton.emit.schedule import Config, Tile
+from fusewright_triton.run import launch
+from fusewright_triton.run.driver import Driver, DriverError
+from fusewright_triton.run.launch import GpuLauncher, raise_errors
 from tests.backends.triton.kernels import column_sum, embedding
 
 H100 = target.NVIDIA["sm_90"]

@@ -7,9 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from fusewright_triton import memsets
-from fusewright_triton.driver import driver
-from fusewright_triton.memsets import Memset, words_of
+from fusewright_triton.run import memsets
+from fusewright_triton.run.driver import driver
+from fusewright_triton.run.memsets import Memset, words_of
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ import torch
 from fusewright import pipeline
 from fusewright.cache import place, seal, store
 from fusewright.interface import Device
-from fusewright.toolkit.kernel import structural_hash
-from fusewright_triton import archive, backend, target, workers
+from fusewright.toolkit.ir import structural_hash
+from fusewright_triton import backend, target
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonLoader
-from fusewright_triton.binaries import Variant
+from fusewright_triton.build import workers
+from fusewright_triton.build.binaries import Variant
+from fusewright_triton.run import archive
 from fusewright_triton.runtime import library
 from tests.backends.triton.kernels import add_gelu, column_sum, softmax
 from tests.backends.triton.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
@@ -57,7 +59,9 @@ OTHER_PROCESS = """
 import sys
 import torch
 from fusewright.interface import Device
-from fusewright_triton import launch, target, workers
+from fusewright_triton.run import launch
+from fusewright_triton import target
+from fusewright_triton.build import workers
 from fusewright_triton.backend import NvidiaTriton, TritonLoader
 from tests.backends.triton.test_launch import Recorder
 from types import SimpleNamespace
@@ -137,7 +141,7 @@ def test_damaged_and_foreign_bytes_are_refused(packed: bytes, harm: Any) -> None
 
 
 def test_code_of_another_emitter_is_refused(packed: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusewright_triton import emitter
+    from fusewright_triton.emit import emitter
 
     monkeypatch.setattr(emitter, "HEADER", emitter.HEADER + "# another version\n")
     with pytest.raises(ValueError, match="writes another source for"):

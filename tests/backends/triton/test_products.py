@@ -12,11 +12,12 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 import torch
 
 from fusewright.interface import Device, Value
-from fusewright_triton import binaries, epilogues, products, resources, workers
 from fusewright_triton.backend import NvidiaTriton, RocmTriton
-from fusewright_triton.handwritten import Order, noting, source
+from fusewright_triton.build import binaries, resources, workers
 from fusewright_triton.kernels import product_ops
-from fusewright_triton.simulate import Simulated
+from fusewright_triton.run.handwritten import Order, noting, source
+from fusewright_triton.run.interpreter import Simulated
+from fusewright_triton.select import epilogues, products
 from fusewright_triton.target import named
 from tests.backends.triton.test_calls import REAL, SIMULATED, Net, check, lowered
 from tests.fragments import targets

@@ -24,9 +24,9 @@ from triton.compiler import ASTSource
 
 from fusewright import report
 from fusewright.bench.accuracy import compare
-from fusewright_triton import quantized
 from fusewright_triton.kernels import int8 as int8_kernels
 from fusewright_triton.kernels.int8_ops import int8_linear, int8_mm, tiles
+from fusewright_triton.select import quantized
 from fusewright_triton.target import AMD, NVIDIA
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

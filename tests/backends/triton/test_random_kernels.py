@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusewright.toolkit.kernel import interpret, to_text
-from fusewright.toolkit.kernel.extent import evaluate
-from fusewright_triton.config import Config, Tile
-from fusewright_triton.emitter import emit
+from fusewright.toolkit.ir import interpret, to_text
+from fusewright.toolkit.ir.extent import evaluate
+from fusewright_triton.emit.emitter import emit
+from fusewright_triton.emit.schedule import Config, Tile
 from fusewright_triton.runtime import SimulatedLauncher, simulate_kernels
 from tests.unit.llvm.test_random_kernels import Case, cases, same_bits
 

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 import torch
 
 from fusewright.ops import Op
-from fusewright.toolkit.kernel import Kernel
+from fusewright.toolkit.ir import Kernel
 from fusewright_triton.backend import NvidiaTriton, RocmTriton
-from fusewright_triton.operators import Unsupported
+from fusewright_triton.emit.operators import Unsupported
 from fusewright_triton.runtime import simulate_kernels
 from tests.ops.samples import Case
 from tests.ops.test_kernels_vs_eager import ROWS, check

@@ -14,15 +14,16 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
-from fusewright.toolkit.kernel import Builder, Kernel, structural_hash, symbol
-from fusewright.toolkit.kernel.serial import from_json, positional, to_json
-from fusewright_triton import archive, runtime, target
+from fusewright.toolkit.ir import Builder, Kernel, structural_hash, symbol
+from fusewright.toolkit.ir.serial import from_json, positional, to_json
+from fusewright_triton import runtime, target
+from fusewright_triton.autotune import _key
 from fusewright_triton.backend import TritonLoader
-from fusewright_triton.binaries import Binary, Built, Variant, Wanted
-from fusewright_triton.config import choose
-from fusewright_triton.emitter import emit
+from fusewright_triton.build.binaries import Binary, Built, Variant, Wanted
+from fusewright_triton.emit.emitter import emit
+from fusewright_triton.emit.schedule import choose
+from fusewright_triton.run import archive
 from fusewright_triton.runtime import compile_kernels, library, unpack_kernels
-from fusewright_triton.tuning import _key
 from tests.backends.triton.kernels import column_sum, softmax
 from tests.backends.triton.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
 

@@ -10,13 +10,13 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
-from fusewright.toolkit.kernel import Builder, interpret, symbol
-from fusewright.toolkit.kernel.optable import OPS
-from fusewright.toolkit.kernel.types import TYPES, is_float, to_torch
+from fusewright.toolkit.ir import Builder, interpret, symbol
+from fusewright.toolkit.ir.optable import OPS
+from fusewright.toolkit.ir.types import TYPES, is_float, to_torch
 from fusewright_triton import target
-from fusewright_triton.config import Config, Tile
-from fusewright_triton.emitter import emit
-from fusewright_triton.operators import FORMS, Unsupported
+from fusewright_triton.emit.emitter import emit
+from fusewright_triton.emit.operators import FORMS, Unsupported
+from fusewright_triton.emit.schedule import Config, Tile
 from fusewright_triton.runtime import SimulatedLauncher, simulate_kernels
 from tests.backends.triton.kernels import (
     argmax,

@@ -13,7 +13,7 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright.report import recording
-from fusewright_triton import graphs, streams
+from fusewright_triton.run import graphs, streams
 from tests.unit.plan.test_replay import Recorder, Small, compiled
 
 

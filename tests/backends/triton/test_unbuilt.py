@@ -18,9 +18,11 @@ import torch
 from fusewright import pipeline
 from fusewright.errors import BackendCrashError
 from fusewright.strict import strictly
-from fusewright_triton import epilogues, handwritten, workers
-from fusewright_triton.handwritten import Kernel, Library
+from fusewright_triton.build import workers
 from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
+from fusewright_triton.run import handwritten
+from fusewright_triton.run.handwritten import Kernel, Library
+from fusewright_triton.select import epilogues
 from fusewright_triton.target import named
 
 BF16 = torch.bfloat16

@@ -20,7 +20,8 @@ from fusewright import pipeline
 from fusewright.cache import seal, store
 from fusewright.cache.folder import Folder
 from fusewright.interface import KernelCode
-from fusewright.plan import cached, codegen, serial
+from fusewright.plan import serial
+from fusewright.plan.execute import cached, codegen
 from fusewright.plan.memory import place
 from tests.unit.cache.graphs import compiled, folder, names
 

@@ -13,7 +13,7 @@ import torch
 
 from fusewright.interface import Device
 from fusewright.reference.null import Null
-from fusewright.toolkit.llvm import target
+from fusewright_cpu import target
 from fusewright_onednn.backend import X86OneDnn
 from tests.unit.cache.graphs import affine, compiled, counted
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from torch.testing._internal.common_methods_invocations import op_db
 
 from fusewright import _torch_compat as compat
-from fusewright import direct
 from fusewright.bench import models
+from fusewright.capture import direct
 from tests.compare import against_eager
 from tests.programs import Program, programs
 from tests.roads import side_by_side

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
 from fusewright import _torch_compat as compat
-from fusewright import direct, registry, report
+from fusewright import registry, report
+from fusewright.capture import direct
 from tests.compare import differences
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

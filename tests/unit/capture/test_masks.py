@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusewright import masks
+from fusewright.capture import masks
 
 L = 6
 

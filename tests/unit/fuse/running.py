@@ -11,8 +11,8 @@ from fusewright.interface import Device, Fragment, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
-from fusewright.toolkit.kernel import Kernel, interpret
-from fusewright.toolkit.llvm import compile_kernels
+from fusewright.toolkit.ir import Kernel, interpret
+from fusewright_cpu.run.jit import compile_kernels
 from tests.fragments import Context, Sketch, operator
 
 Run = Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[Any]], None]

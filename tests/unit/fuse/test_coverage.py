@@ -6,8 +6,8 @@ import pytest
 
 from fusewright.toolkit.fuse.coverage import covers
 from fusewright.toolkit.fuse.evaluate import Part
-from fusewright.toolkit.kernel import Index, symbol
-from fusewright.toolkit.kernel.index import axis_index
+from fusewright.toolkit.ir import Index, symbol
+from fusewright.toolkit.ir.index import axis_index
 
 N = symbol("n")
 SIZES = (4, 6, N)

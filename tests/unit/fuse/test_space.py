@@ -4,8 +4,8 @@ import pytest
 
 from fusewright.interface import Dim
 from fusewright.toolkit.fuse.space import At, ShapeMismatch, extent, factor_groups, parse_size
-from fusewright.toolkit.kernel.extent import symbol
-from fusewright.toolkit.kernel.index import axis_index
+from fusewright.toolkit.ir.extent import symbol
+from fusewright.toolkit.ir.index import axis_index
 
 
 def at(*shape: int) -> At:

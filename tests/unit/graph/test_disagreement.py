@@ -8,7 +8,7 @@ from fusewright.graph import verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
-from fusewright.partition import partition
+from fusewright.partition.partition import partition
 from fusewright.reference import Interp
 
 WRONG = "%0: f32[2,3] = input('x')\n%1: f32[2,3] = exp(%0)\n%2: f32[7] = relu(%1)\n%3: f32[2] = sin(%2)\nreturn [%3]\n"

@@ -11,7 +11,7 @@ from fusewright.graph.parser import parse
 from fusewright.graph.verify import find_problems
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, Backend, Device, Opaque, OpView, Verdict, Why
-from fusewright.partition import convex_groups, make_region, partition, wait_for_each_other
+from fusewright.partition.partition import convex_groups, make_region, partition, wait_for_each_other
 from fusewright.plan import build
 from fusewright.plan.constants import derived
 from fusewright.plan.ir import CallPython

@@ -16,7 +16,7 @@ from fusewright import ops
 from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, Backend, Device, GraphView, OpView, Region, Verdict, Why
-from fusewright.partition import convex_groups, partition, wait_for_each_other
+from fusewright.partition.partition import convex_groups, partition, wait_for_each_other
 from fusewright.plan.constants import derived
 
 X = "%0: f32[2,3] = input('x')\n"

@@ -14,8 +14,8 @@ from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
 from fusewright.plan import memory
 from fusewright.plan.build import build
+from fusewright.plan.execute.replay import obstacle
 from fusewright.plan.ir import Call, Ref
-from fusewright.plan.replay import obstacle
 from fusewright.plan.vocabulary import overload_of
 from fusewright.report import recording
 from fusewright.rewrite.rules import merge_common

@@ -13,12 +13,12 @@ from fusewright.graph.printer import to_text
 from fusewright.graph.spec import device_text, tensor_spec
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, Backend, KernelCode, OpView, TensorSpec, Unavailable, Verdict, Why
-from fusewright.partition import partition
-from fusewright.plan import codegen
+from fusewright.partition.partition import partition
 from fusewright.plan.build import Plan
-from fusewright.plan.firstrun import Untrue, checked_first
+from fusewright.plan.execute import codegen
+from fusewright.plan.execute.firstrun import Untrue, checked_first
+from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Launch, Ref
-from fusewright.plan.opaque import mismatch
 
 TEXT = """\
 %0: f32[4]@cuda = input('x')

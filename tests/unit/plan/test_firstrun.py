@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusewright.plan.build import written_values
-from fusewright.plan.firstrun import Untrue, checked_first
+from fusewright.plan.execute.firstrun import Untrue, checked_first
 from tests.unit.plan.test_plan import planned
 
 

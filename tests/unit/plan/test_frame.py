@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusewright.plan.frame import KEPT, Frame, Frames
+from fusewright.plan.execute.frame import KEPT, Frame, Frames
 
 
 def test_calls_at_once_get_a_frame_each_and_few_wait_for_the_next() -> None:

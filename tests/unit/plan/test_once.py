@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import report
-from fusewright.plan.once import LIMIT, OnceCache
+from fusewright.plan.execute.once import LIMIT, OnceCache
 
 
 def doubled(*weights: Tensor) -> tuple[Tensor, ...]:

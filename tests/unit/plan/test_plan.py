@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusewright import _torch_compat as compat
-from fusewright import capture, pipeline
+from fusewright import pipeline
 from fusewright.bench import suite
+from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, CompileContext, Compiled, Device, Opaque, OpView, Region, Verdict
-from fusewright.partition import partition
-from fusewright.plan import codegen
+from fusewright.partition.partition import partition
 from fusewright.plan.build import Plan, build
+from fusewright.plan.execute import codegen
 from fusewright.reference import Interp, Null
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden").glob("plan_*.txt"))

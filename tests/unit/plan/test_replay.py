@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import capture, pipeline
+from fusewright import pipeline
+from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.interface import Device
-from fusewright.plan import copies, replay
+from fusewright.plan.execute import copies, replay
 from fusewright.plan.ir import Call, Ref
 from fusewright.report import recording
-from fusewright.toolkit.fused import FusedBackend, interpreter_loader
+from fusewright.toolkit.backend.fused import FusedBackend, interpreter_loader
 
 OPTIONS = Options.parse({"cache": False, "fallback": "allow"})
 

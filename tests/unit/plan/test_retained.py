@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fusewright import capture, pipeline
+from fusewright import pipeline
+from fusewright.capture import capture
 from fusewright.report import recording
 from tests.unit.plan.test_replay import OPTIONS, Backend, Recorder, Small, captured, captured_calls
 

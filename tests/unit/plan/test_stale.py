@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusewright
-from fusewright.plan.once import EVERY, OnceCache, Samples
+from fusewright.plan.execute.once import EVERY, OnceCache, Samples
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fusewright import pipeline
 from fusewright.interface import TensorSpec
-from fusewright.plan import codegen, verify
+from fusewright.plan import verify
 from fusewright.plan.build import Plan
+from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.plan.memory import place
 from fusewright.plan.verify import PlanError, find_problems, placement_problems

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fusewright.interface import Dim, TensorSpec
-from fusewright.plan import codegen, serial, vocabulary
+from fusewright.plan import serial, vocabulary
 from fusewright.plan.build import Plan
+from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.plan.vocabulary import Foreign, Words
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import capture, pipeline
+from fusewright import pipeline
+from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.interface import Device, OpView, Verdict, Why
-from fusewright.toolkit.fused import FusedBackend, interpreter_loader
+from fusewright.toolkit.backend.fused import FusedBackend, interpreter_loader
 
 OPTIONS = Options.parse({"cache": False, "fallback": "error", "strict": True})
 norm = torch.nn.functional.layer_norm

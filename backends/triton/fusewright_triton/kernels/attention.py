@@ -11,7 +11,7 @@ This module is compiled by Triton, and interpreted in simulation, where other mo
 import triton
 import triton.language as tl
 
-from fusewright_triton import device as fw
+from fusewright_triton.emit import device as fw
 
 
 @triton.jit

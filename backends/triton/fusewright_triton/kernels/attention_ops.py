@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Kernel, operator, or_else
+from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
 
 KERNEL = Kernel("attention", "attention")

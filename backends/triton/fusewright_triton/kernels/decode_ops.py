@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.kernels import attention_ops
 from fusewright_triton.kernels.attention_ops import power_of_two
+from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
 
 PARTS, COMBINED = Kernel("decode", "parts"), Kernel("decode", "combined")

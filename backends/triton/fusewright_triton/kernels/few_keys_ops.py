@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator, or_else
 from fusewright_triton.kernels.attention_ops import attention, power_of_two
 from fusewright_triton.kernels.product_ops import ALIGNED, units_of
+from fusewright_triton.run.handwritten import NAMESPACE, Described, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
 
 KERNEL = Kernel("few_keys", "attention")

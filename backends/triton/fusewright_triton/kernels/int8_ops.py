@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Kernel, operator, or_else
+from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import named
 
 LINEAR = f"{NAMESPACE}::int8_linear.default"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.handwritten import NAMESPACE, Described, Kernel, operator, or_else
+from fusewright_triton.run.handwritten import NAMESPACE, Described, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
 
 ANY, HOPPER = Kernel("product", "product"), Kernel("hopper", "product")

@@ -10,13 +10,13 @@ from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space, compu
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
 from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of, stride_of
-from fusewright.toolkit.kernel import Builder, Kernel, Val, structural_hash
-from fusewright.toolkit.kernel.apart import apart, few_columns
-from fusewright.toolkit.kernel.extent import Extent, evaluate, symbols
-from fusewright.toolkit.kernel.ir import used_symbols
-from fusewright.toolkit.kernel.scans import split_scan
-from fusewright.toolkit.kernel.split import split_rows
-from fusewright.toolkit.kernel.types import DType, from_torch, to_torch
+from fusewright.toolkit.ir import Builder, Kernel, Val, structural_hash
+from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
+from fusewright.toolkit.ir.ir import used_symbols
+from fusewright.toolkit.ir.types import DType, from_torch, to_torch
+from fusewright.toolkit.transform.scans import split_scan
+from fusewright.toolkit.transform.split import split_rows
+from fusewright.toolkit.transform.split_columns import apart, few_columns
 
 __all__ = ["Built", "build_group", "loop_order", "space_for"]
 

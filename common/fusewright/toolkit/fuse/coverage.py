@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import pairwise
 
-from fusewright.toolkit.kernel.extent import Extent, divide, nonnegative
-from fusewright.toolkit.kernel.index import Index
+from fusewright.toolkit.ir.extent import Extent, divide, nonnegative
+from fusewright.toolkit.ir.index import Index
 
 Digit = tuple[Extent, Extent]
 """What a term adds: multiples of a step, from 0 up to (count - 1) of them."""

@@ -16,10 +16,10 @@ from fusewright.toolkit.fuse.coverage import covers
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Map, Row, View
 from fusewright.toolkit.fuse.space import At, extent, is_contiguous, product, shape_of, stride_of
-from fusewright.toolkit.kernel import Builder, Index, IndexTooComplex, Val
-from fusewright.toolkit.kernel.extent import Extent
-from fusewright.toolkit.kernel.index import axis_index
-from fusewright.toolkit.kernel.types import TYPES, DType, compute_type, from_torch
+from fusewright.toolkit.ir import Builder, Index, IndexTooComplex, Val
+from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.index import axis_index
+from fusewright.toolkit.ir.types import TYPES, DType, compute_type, from_torch
 
 OFFSET = "offset of "
 """A size symbol that begins so is where the tensor of that value begins in its storage."""

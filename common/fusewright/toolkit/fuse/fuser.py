@@ -22,7 +22,7 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
 from fusewright.toolkit.fuse.tables import rules_of, verdict
-from fusewright.toolkit.kernel import IndexTooComplex, Kernel
+from fusewright.toolkit.ir import IndexTooComplex, Kernel
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 

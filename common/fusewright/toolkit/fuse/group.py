@@ -12,9 +12,9 @@ from fusewright.toolkit.fuse.evaluate import Evaluator, NotAligned, RowContext, 
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
 from fusewright.toolkit.fuse.space import At, ShapeMismatch, product, shape_of
-from fusewright.toolkit.kernel import Builder, IndexTooComplex, Val
-from fusewright.toolkit.kernel.extent import Extent, evaluate
-from fusewright.toolkit.kernel.split import MAX_POINTS, MIN_ROW
+from fusewright.toolkit.ir import Builder, IndexTooComplex, Val
+from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.transform.split import MAX_POINTS, MIN_ROW
 
 MAX_UNITS = 48
 """Most ops in one kernel."""

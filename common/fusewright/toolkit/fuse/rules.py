@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fusewright.interface import OpView, Value
 from fusewright.toolkit.fuse.space import At, Shape
-from fusewright.toolkit.kernel import Index, Val
-from fusewright.toolkit.kernel.types import DType
+from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.ir.types import DType
 
 if TYPE_CHECKING:
     from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext

@@ -23,8 +23,8 @@ from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group
 from fusewright.toolkit.fuse.rules import Accumulator, Address, Domain, Scatter
 from fusewright.toolkit.fuse.space import At, shape_of
-from fusewright.toolkit.kernel import Index, Val
-from fusewright.toolkit.kernel.types import compute_type, from_torch, to_torch
+from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.ir.types import compute_type, from_torch, to_torch
 
 Part = tuple[Built, tuple[tuple[int, int], ...]]
 """A kernel, and its (output, input) pairs that are one tensor, changed in place."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from fusewright.interface import Dim, Size, TensorSpec
-from fusewright.toolkit.kernel.extent import Extent, divide, symbol
-from fusewright.toolkit.kernel.index import Index
+from fusewright.toolkit.ir.extent import Extent, divide, symbol
+from fusewright.toolkit.ir.index import Index
 
 Shape = tuple[Extent, ...]
 

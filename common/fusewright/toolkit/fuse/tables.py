@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
-from fusewright.toolkit.fuse import (
+from fusewright.toolkit.fuse.lower import (
     activation,
     movement,
     pointwise,
@@ -17,7 +17,7 @@ from fusewright.toolkit.fuse import (
 )
 from fusewright.toolkit.fuse.rules import Rule, Rules, View, merge
 from fusewright.toolkit.fuse.space import ShapeMismatch, factor_groups, shape_of
-from fusewright.toolkit.kernel.types import from_torch
+from fusewright.toolkit.ir.types import from_torch
 
 RULES: dict[str, Rules] = merge(
     (

@@ -1,0 +1,252 @@
+"""The loops of one row stage, with the accumulators of its reductions and scans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fusewright.toolkit.ir.ir import Node, Stage
+from fusewright_cpu.emit.reduce import Reducer, Scanner, State
+from fusewright_cpu.emit.segments import RowEnd, row_end
+from fusewright_cpu.emit.strategy import row_units
+from fusewright_cpu.emit.text import V, i64
+
+if TYPE_CHECKING:
+    from fusewright_cpu.emit.body import Body
+
+CASCADE = 32
+"""Steps after which a partial sum is added to the next one and starts again from zero; so are as many of these."""
+
+
+class RowLoops:
+    """The loops of one row stage. Accumulators travel through them as a flat list: for every unit, every
+    reduction's state.
+
+    In row mode without masked memory a last unit of scalar accumulators takes the tail.
+    """
+
+    def __init__(self, body: Body, stage: Stage, depth: dict[int, int]) -> None:
+        self.b, self.f, self.stage, self.depth = body, body.f, stage, depth
+        self.inner = [n for n in stage.nodes if depth[n.id] == len(body.rows) - 1]
+        types = body.types
+        reduces = [n for n in stage.nodes if n.op == "reduce"]
+        self.twins = {a.id: n.id for a in reduces for n in reduces if a.how == f"arg{n.how}" and a.args == n.args}
+        """Position of an extreme -> the extreme, which comes with it."""
+        self.reducers = [Reducer(n, types[n.args[0]]) for n in reduces if n.id not in self.twins.values()]
+        self.scanners = [Scanner(n) for n in stage.nodes if n.op == "scan"]
+        self.accumulators: list[Reducer | Scanner] = [*self.reducers, *self.scanners]
+        self.row = body.how.row
+        scalar = self.row and not (body.target.masks and all(s.by_vectors for s in self.scanners))
+        scalar = scalar and bool(self.scanners)
+        self.w = 1 if scalar else body.how.lanes if self.row else body.lanes.w
+        self.end = row_end(body.kernel, stage, None if self.row else body.how.v)
+        self.count = self._unit_count()
+        self.stop = body.size(body.rows[0])
+        """Where the first row axis ends."""
+        self.extra = self.row and self.w > 1 and not body.target.masks
+
+    def _unit_count(self) -> int:
+        if not self.row:
+            return len(self.b.units)
+        if self.w == 1 or self.scanners:
+            return 1
+        n = self.b.kernel.sizes[-1]
+        tested = None if self.end is None else self.end.condition
+        units = row_units([n for n in self.stage.nodes if n.id != tested and tested not in n.args[:1]])
+        while isinstance(n, int) and units > 1 and units * self.w > n:
+            units //= 2
+        return units
+
+    def run(self) -> None:
+        if self.end is not None:
+            self.b.known[self.end.condition] = True
+            self.stop = self._early(self.end)
+        states = self._level(0, self._start())
+        if self.end is not None:
+            del self.b.known[self.end.condition]
+        self._finish(states)
+        if self.row:
+            self.b.scalar_code()
+
+    def _early(self, end: RowEnd) -> V:
+        """The steps of the first row axis that are before the row's end."""
+        b, f, size = self.b, self.f, self.stop
+        limit = (
+            b.lanes.index(end.limit.index, {}, 0, lanes=False) if end.limit.index else i64(int(end.limit.value or 0))
+        )
+        n = f.bin("sub", limit, b.lanes.index(end.start, {}, 0, lanes=False))
+        n = f.select(f.cmp("icmp slt", n, size), n, size)
+        return f.select(f.cmp("icmp sgt", n, i64(0)), n, i64(0))
+
+    # accumulators
+
+    def _state_width(self, operand: int) -> int:
+        if self.row:
+            return self.w
+        varies = self.b.how.v in self.b.axes[operand]
+        return self.w if varies else 1
+
+    def _start(self) -> State:
+        out: State = []
+        for k in range(self.count + (1 if self.extra else 0)):
+            for r in self.accumulators:
+                w = self._state_width(r.node.args[0]) if k < self.count else 1
+                out.extend(r.start(self.f, w))
+        return out
+
+    def _split(self, states: State) -> list[list[State]]:
+        """Flat states -> per unit, per accumulator."""
+        it, out = iter(states), []
+        for _ in range(self.count + (1 if self.extra else 0)):
+            unit = []
+            for r in self.accumulators:
+                unit.append([next(it) for _ in r.start(self.f, 1)])
+            out.append(unit)
+        return out
+
+    def _merge(self, a: State, b: State) -> State:
+        out: State = []
+        for x, y in zip(self._split(a), self._split(b), strict=True):
+            for r, s, t in zip(self.reducers, x, y, strict=True):
+                out.extend(r.merge(self.f, s, t))
+        return out
+
+    def _finish(self, states: State) -> None:
+        units = self._split(states)
+        for k, r in enumerate(self.reducers):
+            if not self.row:
+                for u, unit in enumerate(units):
+                    self._done(r, unit[k], self.b.units[u])
+                continue
+            vectors = [unit[k] for unit in units[: self.count]]
+            while len(vectors) > 1:
+                half = len(vectors) // 2
+                vectors = [r.merge(self.f, vectors[i], vectors[i + half]) for i in range(half)]
+            total = r.fold(self.f, vectors[0])
+            if self.extra:
+                total = r.merge(self.f, total, units[-1][k])
+            self._done(r, total, self.b.uniform)
+
+    def _done(self, r: Reducer, state: State, values: dict[int, V]) -> None:
+        values[r.node.id] = r.finish(self.f, state)
+        if r.node.id in self.twins:
+            values[self.twins[r.node.id]] = state[0]
+
+    # loops
+
+    def _level(self, d: int, states: State) -> State:
+        """Loop `d` of the row axes and everything inside it."""
+        b, axis = self.b, self.b.rows[d]
+        last = d == len(b.rows) - 1
+        if last and self.row:
+            return self._vector_loop(states)
+
+        def body(i: V, carried: list[V]) -> list[V]:
+            b.lanes.axis[axis] = i
+            if last:
+                return self._steps(carried, range(self.count))
+            b.nodes([n for n in self.stage.nodes if self.depth[n.id] == d], self.count)
+            return self._level(d + 1, carried)
+
+        return self._loop(i64(0), self._size(d), 1, states, body)
+
+    def _size(self, d: int) -> V:
+        """Steps of row axis `d`."""
+        return self.b.size(self.b.rows[d]) if d else self.stop
+
+    def _loop(self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]]) -> State:
+        """A loop over one row axis; long float sums go in chunks, and chunks of chunks, so that errors grow with their
+        lengths only."""
+        span = (int(hi.name) - int(lo.name)) // step if lo.lit and hi.lit else None
+        cascades = any(r.cascades for r in self.reducers) and not self.scanners
+        if not cascades or (span is not None and span <= 2 * CASCADE):
+            return self.f.loop(lo, hi, i64(step), states, body)
+        levels = 1 if span is not None and span <= 2 * CASCADE**2 else 2
+        return self._chunks(lo, hi, step, states, body, levels)
+
+    def _chunks(
+        self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]], levels: int
+    ) -> State:
+        f, width = self.f, i64(step * CASCADE**levels)
+
+        def chunk(at: V, total: list[V]) -> list[V]:
+            top = f.add(at, width)
+            top = f.select(f.cmp("icmp slt", top, hi), top, hi)
+            if levels > 1:
+                return self._merge(total, self._chunks(at, top, step, self._start(), body, levels - 1))
+            return self._merge(total, f.loop(at, top, i64(step), self._start(), body))
+
+        return f.loop(lo, hi, width, states, chunk)
+
+    def _vector_loop(self, states: State) -> State:
+        """The innermost row axis, vectorised: full steps, then a masked or scalar tail."""
+        n, step = self._size(len(self.b.rows) - 1), self.count * self.w
+        static = int(n.name) if n.lit else None
+        main = i64(static - static % step) if static is not None else self.f.bin("and", n, i64(-step))
+        states = self._span(i64(0), main, self.count, self.w, False, states)
+        if static is not None and static % step == 0:
+            return states
+        if not self.extra:
+            masked = self.w > 1 and (static is None or static % self.w != 0)
+            return self._span(main, n, 1, self.w, masked, states)
+        single = i64(static - static % self.w) if static is not None else self.f.bin("and", n, i64(-self.w))
+        if self.count > 1:
+            states = self._span(main, single, 1, self.w, False, states)
+        return states if static is not None and static % self.w == 0 else self._span(single, n, 1, 1, False, states)
+
+    def _span(self, lo: V, hi: V, units: int, w: int, masked: bool, states: State) -> State:
+        b, axis = self.b, self.b.rows[-1]
+        first = self.count if self.extra and w == 1 else 0
+
+        def body(i: V, carried: list[V]) -> list[V]:
+            b.lanes.axis[axis], b.lanes.w, b.lanes.vectorised = i, w, w > 1
+            b.lanes.mask = b.tail_mask(i, hi, w) if masked else None
+            return self._steps(carried, range(first, first + units))
+
+        out = self._loop(lo, hi, units * w, states, body)
+        b.scalar_code()
+        return out
+
+    def _steps(self, carried: State, active: range) -> State:
+        """The nodes of the innermost loop for the units in `active`, and their accumulators' steps."""
+        b, states = self.b, self._split(carried)
+        if self.row:
+            b.units = [{} for _ in active]
+        outer, known = dict(b.uniform), [dict(u) for u in b.units]
+        scans = {s.node.id: k + len(self.reducers) for k, s in enumerate(self.scanners)}
+        for n in self.inner:
+            if n.id in self.twins.values():
+                continue
+            if n.op in ("reduce", "scan"):
+                for u, k in enumerate(active):
+                    self._accumulate(n, u, states[k], scans)
+            else:
+                b.nodes([n], len(active))
+        b.uniform, b.units = outer, known
+        return [v for unit in states for state in unit for v in state]
+
+    def _accumulate(self, n: Node, u: int, unit: list[State], scans: dict[int, int]) -> None:
+        b = self.b
+        x = b.value(n.args[0], u)
+        if n.op == "scan":
+            k = scans[n.id]
+            x = self.f.splat(x, unit[k][0].w)
+            unit[k], out = self.scanners[k - len(self.reducers)].step(self.f, unit[k], x, self.row)
+            b.units[u][n.id] = out
+            if n.keep:
+                b.keep_store(n, out, u)
+            return
+        k = next(i for i, r in enumerate(self.reducers) if r.node.id == n.id)
+        w = unit[k][0].w
+        x = self.f.splat(x, w)
+        unit[k] = self.reducers[k].step(self.f, unit[k], x, self._position(u), b.lanes.mask if w > 1 else None)
+
+    def _position(self, u: int) -> V:
+        """The position in the row, for arg-reductions."""
+        b, f, at = self.b, self.f, i64(0)
+        if not any(r.how.startswith("arg") for r in self.reducers):
+            return at
+        for r in b.rows:
+            step = b.lanes.spread(r, u)
+            at = f.add(f.mul(at, b.size(r)) if at.w == 1 else at, step)
+        return at

@@ -1,0 +1,184 @@
+"""How a kernel is turned into loops: which axis is vectorised, how many lanes, what runs in parallel.
+
+Two shapes of code cover everything:
+- row mode: the last row axis is vectorised; per point of P, values of P are scalars (softmax over the last
+  dimension);
+- column mode: a parallel axis is vectorised; row loops are scalar and carry vectors (pointwise kernels,
+  column sums)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.ir import Kernel, Node, cost
+from fusewright.toolkit.ir.types import TYPES
+from fusewright_cpu.emit.interleave import members
+from fusewright_cpu.emit.tiles import MOST_LANES, tile_axis
+from fusewright_cpu.target import CpuTarget
+
+BLOCK = 1024
+"""Elements of a vectorised parallel axis in one work item."""
+TILE = 8
+"""Tiles, along either axis, of one work item."""
+GRAIN = 150_000
+"""Lane-instructions for which a second thread is worth waking (about 3 us of one core)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """`v` is the vectorised axis (None: no axis), `lanes` its lane count. `parallel` and `serial` are the
+    other P axes, outermost first; the serial ones run in order inside a work item. `block` cuts a parallel
+    `v` into work items (0: whole)."""
+
+    v: int | None
+    row: bool
+    lanes: int
+    parallel: tuple[int, ...]
+    serial: tuple[int, ...]
+    block: int
+    tile: int | None = None
+    """The axis of which tiles take as many points as `v` has lanes (see `tiles`); it is cut into blocks too."""
+
+
+def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
+    """The strategy for a kernel; pure, from strides, types and size hints."""
+    hints = kernel.size_hints()
+    sizes = [evaluate(s, hints) for s in kernel.sizes]
+    n_p = len(kernel.p)
+    serial = serial_axes(kernel)
+    tiled = None if serial else _tiled(kernel, target, sizes)
+    if tiled is not None:
+        return tiled
+    v = _vector_axis(kernel, sizes, serial)
+    row = v is not None and v >= n_p
+    lanes = 1 if v is None or _conflicts(kernel, v) else _lanes(kernel, target, kernel.sizes[v])
+    outer = [a for a in range(n_p) if a != v]
+    parallel = tuple(a for a in outer if a not in serial)
+    block = 0
+    if v is not None and not row and v not in serial:
+        block = _block(kernel, sizes[v], lanes, bool(serial), bool(parallel))
+    return Strategy(v, row, lanes, parallel, tuple(a for a in outer if a in serial), block)
+
+
+def _tiled(kernel: Kernel, target: CpuTarget, sizes: list[int]) -> Strategy | None:
+    """Square tiles where stores run along one axis and loads along another."""
+    for v in reversed(range(len(kernel.p))):
+        lanes = min(_lanes(kernel, target, kernel.sizes[v]), MOST_LANES)
+        t = tile_axis(kernel, sizes, v, lanes)
+        if t is not None:
+            parallel = tuple(a for a in range(len(kernel.p)) if a not in (v, t))
+            return Strategy(v, False, lanes, parallel, (), TILE * lanes, t)
+    return None
+
+
+def _block(kernel: Kernel, size: int, lanes: int, has_serial: bool, has_outer: bool) -> int:
+    if has_serial:
+        return 2 * lanes
+    if kernel.r:
+        return tile_units(kernel) * lanes
+    if has_outer and size <= 2 * BLOCK:
+        return 0
+    return BLOCK
+
+
+def tile_units(kernel: Kernel) -> int:
+    """Vectors side by side in column mode with rows: enough columns to use whole cache lines, within the
+    register file."""
+    nodes = list(kernel.nodes())
+    if any(n.keep for n in nodes) or sum(n.op in ("reduce", "scan") for n in nodes) > 3:
+        return 2
+    return 8 if sum(cost(n) for n in nodes) <= 16 else 4
+
+
+def row_units(nodes: Sequence[Node]) -> int:
+    """Vectors in flight in a row loop: several accumulators hide the latency of cheap bodies."""
+    total = sum(cost(n) for n in nodes)
+    if any(n.op == "reduce" for n in nodes):
+        return 4 if total <= 12 else 2 if total <= 60 else 1
+    return 2 if total <= 12 else 1
+
+
+def serial_axes(kernel: Kernel) -> frozenset[int]:
+    """P axes along which different points may store to one element: they must run in order, on one thread."""
+    axes = kernel.axes_of()
+    out: set[int] = set()
+    for n in kernel.nodes():
+        if n.op != "store" or n.index is None or not (n.how or n.index.indirect):
+            continue
+        varying = frozenset().union(*(axes[i.value] for i in n.index.indirect))
+        for a in range(len(kernel.p)):
+            if a in varying or n.index.stride_of(a) in (0, None):
+                out.add(a)
+    return frozenset(out)
+
+
+def _conflicts(kernel: Kernel, v: int) -> bool:
+    """Whether accumulating stores may hit one element from several lanes along `v`."""
+    axes = kernel.axes_of()
+    for n in kernel.nodes():
+        if n.op == "store" and n.how and n.index is not None:
+            if n.index.stride_of(v) in (0, None) or any(v in axes[i.value] for i in n.index.indirect):
+                return True
+    return False
+
+
+def _vector_axis(kernel: Kernel, sizes: list[int], serial: frozenset[int]) -> int | None:
+    """The axis along which most bytes are contiguous; the innermost one when in doubt."""
+    candidates = list(range(len(kernel.p))) + ([len(kernel.sizes) - 1] if kernel.r else [])
+    if not candidates:
+        return None
+    axes = kernel.axes_of()
+    best, best_score = candidates[-1], float("-inf")
+    for a in reversed(candidates):
+        zipped = {**members(kernel, a), **members(kernel, a, "store")} if a < len(kernel.p) else {}
+        score = sum(
+            (1.0 if n.id in zipped else _access_score(n, a, axes)) * TYPES[n.dtype].size
+            for n in kernel.nodes()
+            if n.op in ("load", "store")
+        )
+        if sizes[a] < 8:
+            score -= 64
+        if _conflicts(kernel, a):
+            score -= 128
+        if score > best_score + 1e-9:
+            best, best_score = a, score
+    return best
+
+
+def _access_score(n: Node, a: int, axes: dict[int, frozenset[int]]) -> float:
+    if n.index is None:
+        return 0.0
+    if a not in axes[n.id]:
+        return 0.5
+    stride = n.index.stride_of(a)
+    if any(a in axes[i.value] for i in n.index.indirect):
+        return -1.0
+    if stride == 1:
+        return 2.0
+    return 0.5 if stride == 0 else -4.0
+
+
+def _lanes(kernel: Kernel, target: CpuTarget, size: Extent) -> int:
+    """Lanes of one register for the widest type that is computed with."""
+    width = 1
+    for n in kernel.nodes():
+        if n.op in ("index", "bound", "scalar"):
+            continue
+        width = max(width, TYPES[n.dtype].size)
+    if width == 8 and not any(n.dtype == "f64" for n in kernel.nodes()):
+        # 64-bit integers beside f32 are mostly positions and gather indices: the floats set the pace
+        width = 4 if any(n.dtype in ("f32", "bf16", "f16") for n in kernel.nodes()) else 8
+    lanes = max(1, target.vector_bytes // width)
+    while isinstance(size, int) and lanes > 1 and lanes // 2 >= size:
+        lanes //= 2
+    return lanes
+
+
+def work_units(kernel: Kernel) -> tuple[int, int]:
+    """Lane-instructions (per point of P, per point of P x R); a memory access counts for 4."""
+    per: dict[str, int] = {"P": 0, "PR": 0}
+    for s in kernel.stages:
+        per[s.over] += sum(cost(n) + (3 if n.op in ("load", "store") else 0) for n in s.nodes)
+    return per["P"], per["PR"]

@@ -1,0 +1,43 @@
+"""Square tiles: a pointwise kernel that stores along one axis and loads along another reads vectors along the second
+and transposes them in registers, instead of gathering."""
+
+from __future__ import annotations
+
+from fusewright.toolkit.ir.ir import Kernel, across, cost
+from fusewright_cpu.emit.text import Fn, V
+
+MOST_LOADS = 2
+"""Transposed loads of one kernel: each holds a register per lane."""
+MOST_LANES = 16
+"""Lanes of a tile: as many vectors are in registers at once."""
+MOST_COST = 100
+"""Vector instructions of a kernel that is written out once per lane."""
+
+
+def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> int | None:
+    """The axis of the other loads when all stores run along `v`; None where tiles do not apply."""
+    if kernel.r or lanes < 4 or sizes[v] < lanes or sum(cost(n) for n in kernel.nodes()) > MOST_COST:
+        return None
+    for n in kernel.nodes():
+        if n.op == "store" and (n.how or n.index is None or n.index.indirect or n.index.stride_of(v) != 1):
+            return None
+    axes = [a for n in kernel.nodes() if (a := across(kernel, n, v)) is not None]
+    if not 0 < len(axes) <= MOST_LOADS or len(set(axes)) > 1 or sizes[axes[0]] < lanes:
+        return None
+    return axes[0]
+
+
+def transpose(f: Fn, rows: list[V]) -> list[V]:
+    """The columns of a square of as many vectors as they have lanes, a power of two: halves are swapped at every
+    scale."""
+    n, half = len(rows), len(rows) // 2
+    while half:
+        low = [i for i in range(n) if i % (2 * half) < half]
+        first = [k if k % (2 * half) < half else n + k - half for k in range(n)]
+        second = [k + half if k % (2 * half) < half else n + k for k in range(n)]
+        out = list(rows)
+        for i in low:
+            out[i] = f.shuffle(rows[i], rows[i + half], first)
+            out[i + half] = f.shuffle(rows[i], rows[i + half], second)
+        rows, half = out, half // 2
+    return rows

@@ -1,0 +1,55 @@
+"""Kernels compiled for this CPU, as a `Loader` of `FusedBackend`. LLVM is imported when a kernel is first compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fusewright import machine
+from fusewright.interface import KernelCode
+from fusewright.toolkit.ir import Kernel
+
+if TYPE_CHECKING:
+    from fusewright_cpu.run.launch import Launcher
+    from fusewright_cpu.run.sources import Source
+
+__all__ = ["llvm_loader"]
+
+
+class LlvmLoader:
+    """Kernels compiled for this CPU."""
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        from fusewright_cpu.run.jit import compile_kernels
+
+        module = compile_kernels(list(kernels.values()))
+        return {h: _native(module.launcher(k)) for h, k in kernels.items()}
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+        from fusewright_cpu.run import archive
+
+        return archive.pack(kernels)
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
+        from fusewright_cpu.run import archive
+
+        return {h: _native(launcher) for h, launcher in archive.unpack(data).items()}
+
+    def fingerprint(self) -> str:
+        from fusewright_cpu.target import host_target
+
+        return f"{host_target().fingerprint}-{machine.sources('fusewright_cpu')[:16]}"
+
+
+def _native(launcher: Launcher) -> KernelCode:
+    return KernelCode(launcher, launcher.address, partial(_error, launcher.kernel), launcher.kernel)
+
+
+def _error(kernel: Source, code: int, block: Sequence[int]) -> Exception:
+    from fusewright_cpu.run.launch import error
+
+    return error(kernel, code, block[len(kernel.buffers) :])
+
+
+llvm_loader = LlvmLoader()

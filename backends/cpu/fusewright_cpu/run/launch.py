@@ -1,0 +1,72 @@
+"""Calling compiled kernels from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from fusewright.errors import without_memory
+from fusewright.toolkit.ir import checks
+from fusewright.toolkit.ir.ir import Kernel
+from fusewright.toolkit.ir.types import is_float, to_torch
+from fusewright_cpu.run.sources import Source
+
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+
+
+def float_bits(x: float) -> int:
+    """A float as its place in the argument block holds it."""
+    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return bits
+
+
+class Launcher:
+    """`launcher(tensors, sizes, scalars)` runs the kernel on torch's threads. It checks nothing but the
+    error code: the plan has checked shapes, types and strides when it was made. Safe to call from several
+    threads. `code` keeps the function at `address` loaded; who calls that without the launcher must hold the launcher."""
+
+    def __init__(self, kernel: Source, address: int, code: object) -> None:
+        self.kernel, self.address, self._code = kernel, address, code
+        self._block = ctypes.c_int64 * max(len(kernel.buffers) + len(kernel.symbols) + len(kernel.scalars), 1)
+        self._floats = tuple(is_float(s.dtype) for s in kernel.scalars)
+        self._call = _PROTOTYPE(address)
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[int | float | bool] = ()
+    ) -> None:
+        """What a check of the kernel finds is raised after the launch, as eager raises it."""
+        words = [t.data_ptr() or without_memory(t) for t in tensors]
+        words.extend(sizes)
+        for x, wide in zip(scalars, self._floats, strict=True):
+            words.append(float_bits(x) if wide else int(x))
+        block = self._block(*words)
+        code = self._call(ctypes.addressof(block), torch.get_num_threads())
+        if code:
+            raise error(self.kernel, code, sizes)
+
+    def checked(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        scalars: Sequence[int | float | bool] = (),
+    ) -> None:
+        """The same with the types and counts of arguments checked; for tests and first runs."""
+        k = self.kernel
+        if (len(tensors), len(sizes), len(scalars)) != (len(k.buffers), len(k.symbols), len(k.scalars)):
+            raise TypeError(
+                f"{k.name} takes {len(k.buffers)} tensors, {len(k.symbols)} sizes, {len(k.scalars)} scalars"
+            )
+        for t, b in zip(tensors, k.buffers, strict=True):
+            if t.dtype != to_torch(b.dtype) or t.device.type != "cpu":
+                raise TypeError(f"{k.name}: {b.name} must be {b.dtype} on the CPU, not {t.dtype} on {t.device}")
+        self(tensors, sizes, scalars)
+
+
+def error(kernel: Source, code: int, sizes: Sequence[int]) -> Exception:
+    """What the error word of a launch stands for. `sizes`: those that it was given, or its block from them on."""
+    if isinstance(kernel, Kernel):
+        return checks.error(kernel, code, sizes)
+    return RuntimeError(f"{kernel.name} failed with code {code}")

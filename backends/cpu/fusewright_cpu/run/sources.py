@@ -1,0 +1,46 @@
+"""What a module can hold: loop kernels, and kernels that are written by hand. Both have a name, buffers, sizes and scalars,
+and become a C function of the same form (see `entry`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+from fusewright.toolkit.ir.ir import Kernel
+from fusewright.toolkit.ir.serial import from_json as kernel_from_json
+from fusewright.toolkit.ir.serial import structural_hash
+from fusewright.toolkit.ir.serial import to_json as kernel_to_json
+from fusewright_cpu.emit.attention import Attention, emit_attention
+from fusewright_cpu.emit.entry import emit_kernel
+from fusewright_cpu.emit.text import Module
+from fusewright_cpu.emit.unroll import unrolled
+
+Source: TypeAlias = Kernel | Attention
+
+
+def hash_of(source: Source) -> str:
+    """SHA-256 (hex) of what the function computes; equal in every process."""
+    if isinstance(source, Kernel):
+        return structural_hash(source)
+    return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()
+
+
+def emit(module: Module, source: Source, name: str, parallel: bool) -> None:
+    """Adds the function `name` to the module. `UnsupportedKernel` when its target lacks what the source needs."""
+    if isinstance(source, Kernel):
+        emit_kernel(module, unrolled(source), name, parallel)
+    else:
+        emit_attention(module, source, name, parallel)
+
+
+def to_json(source: Source) -> dict[str, Any]:
+    """The source as JSON data."""
+    return kernel_to_json(source) if isinstance(source, Kernel) else {"attention": asdict(source)}
+
+
+def from_json(data: Mapping[str, Any]) -> Source:
+    """What `to_json` described. ValueError for data of another version."""
+    return Attention(**data["attention"]) if "attention" in data else kernel_from_json(dict(data))

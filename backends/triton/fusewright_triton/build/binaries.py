@@ -1,0 +1,106 @@
+"""Kernels as machine code: what is asked of the compiler, and what is kept of its answer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fusewright.toolkit.ir.ir import Kernel
+from fusewright_triton.build import workers
+from fusewright_triton.build.workers import BuildError, build_all
+from fusewright_triton.emit.emitter import Source, emit
+from fusewright_triton.emit.operators import SIGNATURE
+from fusewright_triton.emit.schedule import Config
+from fusewright_triton.target import Target
+
+
+class Variant(NamedTuple):
+    """What a binary may assume: `aligned` all addresses are multiples of 16 bytes, `even` all sizes are multiples
+    of 16; `wide` offsets may need 64 bits."""
+
+    wide: bool = False
+    aligned: bool = True
+    even: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """One function's machine code. `listing` is the assembly text where it was built here, "" when loaded. `descriptors`
+    has what the driver is told of each tensor descriptor among the parameters."""
+
+    name: str
+    code: bytes
+    shared: int
+    threads: int
+    listing: str = ""
+    descriptors: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A kernel under a configuration, to be built."""
+
+    kernel: Kernel
+    config: Config
+    variant: Variant
+
+    def source(self) -> Source:
+        return emit(self.kernel, self.config, self.variant.wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A kernel's source and the machine code of its functions."""
+
+    kernel: Kernel
+    config: Config
+    source: Source
+    binaries: Sequence[Binary]
+
+
+def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
+    """What `compiler.build` takes."""
+    aligned = [p.name for p in source.parameters if p.pointer and (variant.aligned or p.kind != "buffer")]
+    aligned += [p.name for p in source.parameters if p.kind == "size" and variant.even]
+    return {
+        "text": source.text,
+        "functions": [f.name for f in source.functions],
+        "signature": {p.name: ("*" if p.pointer else "") + SIGNATURE[p.dtype] for p in source.parameters},
+        "aligned": aligned,
+        "options": {"num_warps": source.warps, **dict(target.options)},
+        "target": target.compiler,
+    }
+
+
+def build(wanted: Sequence[Wanted], target: Target) -> list[Built]:
+    """Builds kernels in parallel, in the order given. `workers.BuildError` when Triton fails on one."""
+    sources = [w.source() for w in wanted]
+    answers = build_all(_requests(wanted, sources, target))
+    return [_built(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
+
+
+def build_each(wanted: Sequence[Wanted], target: Target) -> list[Built | BuildError]:
+    """As `build`, but a kernel that fails gives its error and the others are built."""
+    sources = [w.source() for w in wanted]
+    answers = workers.build_each(_requests(wanted, sources, target))
+    return [
+        answer if isinstance(answer, BuildError) else _built(w, s, answer)
+        for w, s, answer in zip(wanted, sources, answers, strict=True)
+    ]
+
+
+def _requests(wanted: Sequence[Wanted], sources: Sequence[Source], target: Target) -> list[dict[str, Any]]:
+    return [request(s, w.variant, target) for s, w in zip(sources, wanted, strict=True)]
+
+
+def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) -> Built:
+    return Built(wanted.kernel, wanted.config, source, [binary(b) for b in answer])
+
+
+def binary(data: Mapping[str, Any], name: str = "") -> Binary:
+    """What the compiler answered for a function, by its own name or this one."""
+    code = base64.b64decode(data["code"])
+    made = name or data["name"], code, data["shared"], data["threads"], data.get("listing", "")
+    return Binary(*made, tuple(data.get("descriptors", ())))

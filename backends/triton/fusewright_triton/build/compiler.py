@@ -1,0 +1,147 @@
+"""From source text to machine code, with Triton. No GPU and no driver is needed.
+
+This file imports nothing but the standard library and Triton, because it is also the program of the worker
+processes: `python compiler.py` reads one request per line from its input (JSON) and answers each with a line.
+A worker starts in the time that `import triton` takes.
+
+A request is {"text" or "module" (a file of kernels/), "functions": [names], "signature": {parameter: Triton type},
+"aligned": [parameters whose value is a multiple of 16], "options", "target": [backend, arch, lanes]} and, for
+parameters that Triton knows when it compiles, "constants": {parameter: value}; the answer is {"binaries":
+[{"name", "code" (base64), "shared", "threads", "listing", "descriptors"}]} or {"error": text}. "descriptors" has what
+the driver is told of each tensor descriptor; it is empty where descriptors are pointers, sizes and strides.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import json
+import linecache
+import select
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+IDLE_SECONDS = 180.0
+LISTINGS = {"cuda": "ptx", "hip": "amdgcn"}
+"""What Triton calls the assembly text."""
+CODE = {"cuda": "cubin", "hip": "hsaco"}
+ALWAYS = {"enable_fp_fusion": True}
+"""Options of every kernel. Multiplications and additions become one instruction: Triton 3.9 says that 3.10 will not by itself."""
+
+
+def load(text: str, names: Mapping[str, Any]) -> ModuleType:
+    """Emitted source as a module without a file, with `names` in place of what its import lines would bring.
+
+    Triton reads the text of functions back through `linecache`."""
+    body = [("" if line.startswith(("import ", "from ")) else line) for line in text.splitlines()]
+    filename = f"<fusewright {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[filename] = (len(text), None, [f"{line}\n" for line in body], filename)
+    module = ModuleType("fusewright_triton_kernel")
+    module.__dict__.update(names)
+    exec(compile("\n".join(body), filename, "exec"), module.__dict__)
+    return module
+
+
+def _imported(name: str) -> ModuleType:
+    """A module of this package. Where the package itself is not there, its __init__ is left out: it imports torch."""
+    folder = Path(__file__).parents[1]
+    for part in ("", "emit", "kernels"):
+        package = f"fusewright_triton.{part}".rstrip(".")
+        if package not in sys.modules:
+            bare = ModuleType(package)
+            bare.__path__ = [str(folder / part)]
+            sys.modules[package] = bare
+    return importlib.import_module(f"fusewright_triton.{name}")
+
+
+def build(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The binaries of a request, one per function. Raises what Triton raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    backend, arch, lanes = request["target"]
+    module = _imported(f"kernels.{request['module']}") if "module" in request else _emitted(request["text"])
+    out = []
+    for name in request["functions"]:
+        source = _source(getattr(module, name), request)
+        built = triton.compile(source, target=GPUTarget(backend, arch, lanes), options={**ALWAYS, **request["options"]})
+        m = built.metadata
+        if getattr(m, "global_scratch_size", 0) or m.profile_scratch_size:
+            raise NotImplementedError(f"{name} wants scratch memory, which no launch gives it")
+        out.append(
+            {
+                "name": m.name,
+                "code": base64.b64encode(built.asm[CODE[backend]]).decode(),
+                "shared": m.shared,
+                "threads": m.num_warps * lanes,
+                "listing": built.asm[LISTINGS[backend]],
+                "descriptors": list(getattr(m, "tensordesc_meta", None) or ()),
+            }
+        )
+    return out
+
+
+def _emitted(text: str) -> ModuleType:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    return load(text, {"triton": triton, "tl": tl, "libdevice": libdevice, "fw": _imported("emit.device")})
+
+
+def _source(function: Any, request: Mapping[str, Any]) -> Any:
+    """A function as the compiler takes it: of Triton, or of Gluon, whose descriptors have layouts."""
+    from triton.compiler import ASTSource
+
+    signature, constants = request["signature"], request.get("constants", {})
+    aligned = _attributes(signature, request["aligned"])
+    if not getattr(function, "is_gluon", bool)():
+        return ASTSource(function, signature, constants, aligned)
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource(function, {p: _with_layout(t) for p, t in signature.items()}, constants, aligned)
+
+
+def _with_layout(described: str) -> str:
+    """The type of a descriptor with Gluon's usual layout of such a block in shared memory; other types as they are."""
+    if not described.startswith("tensordesc"):
+        return described
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.language import str_to_ty
+
+    block = str_to_ty(described, None).block_type
+    layout = NVMMASharedLayout.get_default_for([int(n) for n in block.shape], block.element_ty)
+    return f"{described[:-1]},{layout!r}>"
+
+
+def _attributes(signature: Mapping[str, str], aligned: Sequence[str]) -> dict[tuple[int], list[list[Any]]]:
+    order = list(signature)
+    return {(order.index(p),): [["tt.divisibility", 16]] for p in aligned}
+
+
+def main() -> None:
+    """The loop of a worker. It ends with its parent, or when it is asked nothing for some minutes. What it is started with is
+    built first, for nobody."""
+    import triton.compiler  # noqa: F401 (while the parent is still busy)
+
+    for first in sys.argv[1:]:
+        build(json.loads(first))
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        try:
+            answer: dict[str, Any] = {"binaries": build(json.loads(line))}
+        except Exception as e:
+            # whatever Triton finds wrong goes to the parent, which raises it there
+            answer = {"error": f"{type(e).__name__}: {e}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

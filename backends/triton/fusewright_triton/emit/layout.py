@@ -1,0 +1,213 @@
+"""The blocks of one program: which axes lie along which block dimension, and the names of it all."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.ir import Kernel, Node, Stage
+from fusewright.toolkit.ir.types import TYPES
+from fusewright_triton.emit.online_softmax import pairs
+from fusewright_triton.emit.schedule import LANE_BYTES, Config
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A block dimension: `block` neighbouring points of the flattened `axes`, whose sizes multiply to `size`.
+
+    `var` holds the flattened position, `const` names the block size, `mask` the variable that says which
+    positions exist (None: all do). A dimension of P with block 1 is no dimension of the blocks, `var` is a
+    number then.
+    """
+
+    var: str
+    const: str
+    axes: tuple[int, ...]
+    size: Extent
+    block: int
+    vector: bool
+    mask: str | None
+
+
+@dataclass(slots=True)
+class Layout:
+    """What all programs of a kernel share."""
+
+    kernel: Kernel
+    config: Config
+    dims: list[Dim]
+    row: Dim | None
+    rest: tuple[int, ...]
+    buffers: list[str]
+    scalars: list[str]
+    sizes: dict[str, str]
+    dims_of: dict[int, frozenset[str]]
+    nodes: dict[int, Node]
+    stage_of: dict[int, int]
+    rowwise: frozenset[int] = field(default_factory=frozenset)
+    online: dict[int, int] = field(default_factory=dict)
+    """Sums that are taken in the pass of a maximum (see `online`); none where rows are held."""
+
+    together: int | None = None
+    """Neighbours in a row that every access can move at once, where that is less than a lane could (see `_together`)."""
+
+    @property
+    def vectors(self) -> list[Dim]:
+        return [d for d in self.dims if d.vector]
+
+    def passes_row(self, stage: Stage) -> bool:
+        """Whether a stage goes over the row, for a store or a reduction of its own."""
+        return stage.over == "PR" and bool(self.roots(stage))
+
+    def roots(self, stage: Stage) -> list[Node]:
+        """What a stage exists for."""
+        return [n for n in stage.nodes if n.op in ("store", "reduce") and n.id not in self.online]
+
+    @property
+    def rank(self) -> int:
+        return len(self.vectors)
+
+    def vector_names(self, over_row: bool) -> frozenset[str]:
+        """Block dimensions of a stage over P (or over P and R)."""
+        return frozenset(d.var for d in self.vectors if over_row or d is not self.row)
+
+    def shape(self, dims: Iterable[str]) -> str:
+        """The block shape of a value that varies along `dims`, e.g. "[XB, 1]"; "()" for a number."""
+        have = set(dims)
+        if not self.rank or (self.rank == 1 and not have):
+            return "()"
+        return f"[{', '.join(d.const if d.var in have else '1' for d in self.vectors)}]"
+
+    def spread(self, dim: Dim) -> str:
+        """The subscript that turns a 1-D range into this dimension of a block."""
+        if self.rank < 2:
+            return ""
+        at = self.vectors.index(dim)
+        return f"[{', '.join(':' if i == at else 'None' for i in range(self.rank))}]"
+
+    def lanes(self) -> str:
+        """Positions along the row, from 0 on."""
+        if self.row is None:
+            raise ValueError("the kernel has no row")
+        text = f"tl.arange(0, {self.row.const}){self.spread(self.row)}"
+        return text if self.together is None or self.rank > 1 else f"tl.max_contiguous({text}, {self.together})"
+
+    def row_axis(self) -> int:
+        """The block axis that the row lies along (the last one)."""
+        return self.rank - 1
+
+    def dims_of_axes(self, axes: Iterable[int]) -> frozenset[str]:
+        """Block dimensions along which an address varies that uses `axes`."""
+        used = set(axes)
+        return frozenset(d.var for d in self.vectors if used & set(d.axes))
+
+
+def make_layout(kernel: Kernel, config: Config) -> Layout:
+    """Names and block dimensions for a kernel."""
+    n_p = len(kernel.p)
+    dims = [_tile_dim(kernel, t.axes, t.block, c) for t, c in zip(config.tiles, _consts(config), strict=True)]
+    row = _row_dim(kernel, config) if kernel.r else None
+    if row is not None:
+        dims.append(row)
+    tiled = {a for t in config.tiles for a in t.axes}
+    names = _Names()
+    buffers = [names.fresh(f"{_word(b.name)}_ptr") for b in kernel.buffers]
+    scalars = [names.fresh(_word(s.name)) for s in kernel.scalars]
+    sizes = {s: names.fresh(_word(s)) for s in kernel.symbols}
+    stage_of = {n.id: k for k, s in enumerate(kernel.stages) for n in s.nodes}
+    rowwise = frozenset(
+        n.id for s in kernel.stages if s.over == "PR" for n in s.nodes if n.op not in ("reduce", "store")
+    )
+    layout = Layout(
+        kernel, config, dims, row, tuple(a for a in range(n_p) if a not in tiled), buffers, scalars, sizes,
+        {}, kernel.node_map(), stage_of, rowwise,
+        {} if config.persistent else pairs(kernel), _together(kernel),
+    )  # fmt: skip
+    layout.dims_of = {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()}
+    return layout
+
+
+def _together(kernel: Kernel) -> int | None:
+    """Neighbours in a row that all accesses of whole tensors can move at once, if rows begin between multiples of 16 bytes.
+
+    Else lanes would take as many neighbours as operands allow that all rows share, and read the others in pieces that
+    lie apart. Measured on an H100, layer norm of 30522 bf16: 0.85 of a copy against 0.60.
+    """
+    n_p = len(kernel.p)
+    found = None
+    for n in kernel.nodes():
+        if n.op not in ("load", "store") or n.index is None or min(n.index.axes(), default=n_p) >= n_p:
+            continue
+        strides = [c for a, c in n.index.coefs if c != 1] + [n.index.offset]
+        if len(strides) > len(n.index.coefs) or n.index.divmods or n.index.indirect:
+            return None  # not along the row, or at places that are not known
+        known = [s for s in strides if isinstance(s, int)]
+        if len(known) < len(strides):
+            return None
+        lane = LANE_BYTES // TYPES[n.dtype].size
+        step = math.gcd(lane, *known)
+        if step < lane:
+            found = min(step, found or step)
+    return found
+
+
+def axis_name(kernel: Kernel, axis: int) -> str:
+    """p0, p1, ..., r0, ... as in the printed IR."""
+    return f"p{axis}" if axis < len(kernel.p) else f"r{axis - len(kernel.p)}"
+
+
+def product(extents: Sequence[Extent]) -> Extent:
+    """The product of sizes."""
+    out: Extent = 1
+    for e in extents:
+        out = out * e
+    return out
+
+
+def _consts(config: Config) -> list[str]:
+    return ["YB", "XB"] if len(config.tiles) == 2 else ["XB"] * len(config.tiles)
+
+
+def _tile_dim(kernel: Kernel, axes: tuple[int, ...], block: int, const: str) -> Dim:
+    size = product([kernel.sizes[a] for a in axes])
+    var = axis_name(kernel, axes[0]) if len(axes) == 1 else "x"
+    mask = None if block == 1 or _fits(size, block) else f"{var}_mask"
+    return Dim(var, const, axes, size, block, block > 1, mask)
+
+
+def _row_dim(kernel: Kernel, config: Config) -> Dim:
+    axes = tuple(range(len(kernel.p), len(kernel.sizes)))
+    size = product(kernel.r)
+    var = axis_name(kernel, axes[0]) if len(axes) == 1 else "r"
+    mask = None if _fits(size, config.row) else f"{var}_mask"
+    return Dim(var, "RB", axes, size, config.row, True, mask)
+
+
+def _fits(size: Extent, block: int) -> bool:
+    return isinstance(size, int) and size % block == 0
+
+
+def _word(name: str) -> str:
+    """`name` as a Python identifier."""
+    word = re.sub(r"\W", "_", name)
+    return word if word[:1].isalpha() else f"n{word}"
+
+
+class _Names:
+    """Parameter names, made distinct from each other and from what programs call their own."""
+
+    _OWN = re.compile(r"(v|acc|part|carry)\d|[pr]\d+$|(x|r|pid|part|start|tl|fw|triton|libdevice|error_ptr|XB|YB|RB)$")
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+
+    def fresh(self, word: str) -> str:
+        if self._OWN.match(word):  # by its beginning: nothing put behind it would help
+            word = f"n_{word}"
+        while word in self.taken:
+            word += "_"
+        self.taken.add(word)
+        return word

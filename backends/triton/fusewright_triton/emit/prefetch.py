@@ -1,0 +1,53 @@
+"""What a program that holds its row reads before it needs it. Loads stay where they are written: none passes a barrier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fusewright.toolkit.ir.ir import Node
+from fusewright.toolkit.ir.types import TYPES
+from fusewright_triton.emit.values import Values
+
+EARLY_WORDS = 64
+"""Most 32-bit registers of a lane that loads may take before the first of them is needed."""
+LANES, MOST_THREADS, BLOCK_REGISTERS = 32, 1024, 1 << 16
+"""Threads of a warp and of a program, and the registers that they have together, on the GPUs that these rules were measured on."""
+
+
+def under_way(p: Values, nodes: Sequence[Node]) -> list[Node]:
+    """Loads of a stage at places that do not depend on data, if there are registers for all of them; matrices first."""
+    loads = [n for n in nodes if n.op == "load" and not n.args and n.index is not None and not n.index.indirect]
+    stored = {n.buffer for n in nodes if n.op == "store"}
+    words = sum(TYPES[n.dtype].size for n in loads) * _block(p) // 4
+    if words > EARLY_WORDS or stored & {n.buffer for n in loads}:
+        return []
+    return sorted(loads, key=lambda n: n.buffer not in p.memory.matrices)
+
+
+def ahead(p: Values, nodes: Sequence[Node]) -> list[Node]:
+    """Rows that all programs read, which stages after this one need: where a program fills a multiprocessor alone, nobody else
+    is at work while it waits for them. One block of the row is held meanwhile, and a quarter of the registers left.
+
+    Worth 1% of layer norms of 30522 bf16 on an H100, where reading all of such rows early costs 10%: registers spill.
+    """
+    if p.config.warps * LANES < MOST_THREADS or not any(n.op == "reduce" for n in nodes):
+        return []
+    block = _block(p)
+    room = 3 * BLOCK_REGISTERS // (4 * MOST_THREADS) - block
+    here, stored = {n.id for n in nodes}, {n.buffer for n in p.kernel.nodes() if n.op == "store"}
+    found = []
+    for n in p.kernel.nodes():
+        if n.op != "load" or n.index is None or n.args or n.id in here or n.buffer in stored:
+            continue
+        if n.id in p.layout.rowwise and p.memory.is_shared(n.index):
+            room -= block * TYPES[n.dtype].size // 4
+            if room < 0:
+                break
+            found.append(n)
+    return found
+
+
+def _block(p: Values) -> int:
+    """Elements of a block that a lane holds."""
+    return math.prod(d.block for d in p.layout.vectors) // (LANES * p.config.warps)

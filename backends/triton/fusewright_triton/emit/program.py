@@ -1,0 +1,409 @@
+"""Writes one Triton function: the stages of a kernel from `first` to `last` for one block of points.
+
+Rows are held in registers ("persistent"), or passed over in steps, once per stage; or shared by several programs,
+which leave parts of their reductions for the functions after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fusewright.toolkit.ir.ir import Node, Stage
+from fusewright.toolkit.ir.types import DType
+from fusewright_triton.emit import reductions as red
+from fusewright_triton.emit.addressing import atom
+from fusewright_triton.emit.layout import Dim, Layout, product
+from fusewright_triton.emit.operators import TRITON, Unsupported, constant
+from fusewright_triton.emit.prefetch import ahead, under_way
+from fusewright_triton.emit.values import Values
+
+MOST_SUMS = 3
+"""Sums that are taken together."""
+
+
+class Program(Values):
+    """One function."""
+
+    def __init__(self, layout: Layout, wide: bool, check_division: bool) -> None:
+        super().__init__(layout, wide, check_division)
+        self.means: dict[int, str] = {}
+        self.joined = {top: total for total, top in layout.online.items()}
+
+    def write(self, first: int, last: int) -> None:
+        """Stages `first`..`last`. Parts of earlier reductions are in the workspace."""
+        self._constants(first, last)
+        self._points()
+        stages = self.kernel.stages
+        split = self.config.split > 1
+        for k in range(first, last + 1):
+            if stages[k].over == "PR":
+                self._row_stage(k)
+            elif not split:
+                self._nodes(stages[k].nodes)
+        if split and last == len(stages) - 1:
+            late = [n for s in stages if s.over == "P" for n in s.nodes if n.op == "store"]
+            self._require(n.id for n in late)
+            for n in late:
+                self.memory.store(n, over_row=False)
+
+    def _nodes(self, nodes: Iterable[Node], over_row: bool = False) -> None:
+        for n in nodes:
+            if n.op == "store":
+                self.memory.store(n, over_row)
+            elif n.op == "reduce":
+                self._reduce_at_once(n)
+            else:
+                self.value(n)
+
+    def _held(self, nodes: Sequence[Node]) -> None:
+        """A stage over a row that is held: few loads are all under way before the first is needed, sums are taken together."""
+        for n in (*under_way(self, nodes), *ahead(self, nodes)):
+            self.value(n)
+        self._nodes([n for n in nodes if n.op != "reduce"], over_row=True)
+        reductions = [n for n in nodes if n.op == "reduce"]
+        groups: dict[tuple[DType, str], list[Node]] = {}
+        for n in reductions:
+            if n.how in ("sum", "mean") and n.id not in self.known and not self._found(n):
+                dims = self.layout.dims_of[n.args[0]] | {self._row().var}
+                groups.setdefault((self.node(n.args[0]).dtype, self.layout.shape(dims)), []).append(n)
+        for found in groups.values():
+            for k in range(0, len(found), MOST_SUMS):
+                self._sums(found[k : k + MOST_SUMS])
+        self._nodes(reductions)
+
+    def _require(self, ids: Iterable[int]) -> None:
+        """Writes what nodes need of values that do not vary along the row."""
+        todo, wanted = list(ids), set[int]()
+        while todo:
+            n = self.node(todo.pop())
+            for u in n.uses():
+                if u not in wanted and u not in self.known and u not in self.layout.rowwise:
+                    wanted.add(u)
+                    if self.node(u).op != "reduce":
+                        todo.append(u)
+        for i in sorted(wanted):
+            if self.node(i).op == "reduce":
+                self._combine(self.node(i))
+            else:
+                self.value(self.node(i))
+
+    # rows
+
+    def _row_stage(self, k: int) -> None:
+        stage = self.kernel.stages[k]
+        if self.config.persistent:
+            self._row_position("0")
+            self._held(stage.nodes)
+            return
+        if not self.layout.passes_row(stage):
+            return
+        todo = self._closure(stage, k)
+        self._require(n.id for n in todo)
+        begin, end = self._row_range(k)
+        for n in todo:
+            self._start(n, begin)
+        self.put(f"for start in range({begin}, {end}, RB):")
+        outside = set(self.known)
+        with self.indented():
+            self._row_position("start", always=True)
+            for n in todo:
+                self._step(n)
+        self.known = outside
+        for n in todo:
+            if n.op == "reduce":
+                self._finish(n)
+
+    placed = False
+
+    def _row_position(self, start: str, always: bool = False) -> None:
+        row = self.layout.row
+        if row is None or (self.placed and not always):
+            return
+        self.placed = True
+        lanes = self.layout.lanes()
+        text = lanes if start == "0" else f"{start} + {lanes}"
+        self.put(f"{row.var} = {f'({text}).to(tl.int64)' if self.wide else text}")
+        self._finish_dim(row)
+
+    def _row_range(self, k: int) -> tuple[str, str]:
+        """First and last row element of this program."""
+        if not self.shares_row:
+            return "0", self.limit
+        size, split, step = product(self.kernel.r), self.config.split, self.config.row
+        if isinstance(size, int):
+            chunk = str(-(-size // (step * split)) * step)
+        else:
+            chunk = f"({self.limit} + {step * split - 1}) // {step * split} * {step}"
+        self.put(f"begin{k} = part * {atom(chunk)}")
+        self.put(f"end{k} = tl.minimum(begin{k} + {atom(chunk)}, {self.limit})")
+        return f"begin{k}", f"end{k}"
+
+    def _closure(self, stage: Stage, k: int) -> list[Node]:
+        """The stage's nodes, and the row values of earlier stages that they need, to be computed again."""
+        todo, found = [n.id for n in self.layout.roots(stage)], set[int]()
+        while todo:
+            i = todo.pop()
+            if i in found:
+                continue
+            found.add(i)
+            todo.extend(u for u in self.node(i).uses() if u in self.layout.rowwise)
+        nodes = [self.node(i) for i in sorted(found)]
+        self.memory.check_recomputed([n for n in nodes if self.layout.stage_of[n.id] < k], k)
+        return nodes
+
+    def operand_block(self, i: int) -> str:
+        """A value as a full block over the row, for reductions."""
+        dims, row = self.layout.dims_of[i], self._row()
+        text = self.operand(i)
+        if row.var in dims and self.node(i).op != "const":
+            return text
+        return f"tl.broadcast_to({text}, {self.layout.shape(dims | {row.var})})"
+
+    def _row(self) -> Dim:
+        if self.layout.row is None:
+            raise Unsupported("a row stage without row axes")
+        return self.layout.row
+
+    def _masked(self, i: int, fill: str) -> str:
+        row, text = self._row(), self.operand_block(i)
+        return text if row.mask is None else f"tl.where({row.mask}, {text}, {fill})"
+
+    def _count(self, dtype: DType) -> str:
+        return f"tl.full((), {self.limit}, {TRITON[dtype]})"
+
+    def _sums(self, group: Sequence[Node]) -> None:
+        """Sums and means of blocks of one shape and type: warps then wait for each other once."""
+        if len(group) == 1:
+            return self._reduce_at_once(group[0])
+        dtype, axis = self.node(group[0].args[0]).dtype, self.layout.row_axis()
+        blocks = ", ".join(self._masked(n.args[0], red.identity(n.how, dtype)) for n in group)
+        self.put(f"{', '.join(self.name(n.id) for n in group)} = fw.reduce_sum{len(group)}({blocks}, {axis})")
+        for n in group:
+            self.known.add(n.id)
+            if n.how == "mean":
+                v, i = self.name(n.id), n.args[0]
+                self.means[self.alias.get(i, i)] = v
+                self.put(f"{v} = {self._divided(v, dtype)}")
+
+    def _reduce_at_once(self, n: Node) -> None:
+        """A reduction over a row that is all there."""
+        if n.id in self.known or self._found(n):
+            return
+        self.known.add(n.id)
+        v, i, dtype = self.name(n.id), n.args[0], self.node(n.args[0]).dtype
+        axis, x = self.layout.row_axis(), self._masked(n.args[0], red.identity(n.how, dtype))
+        if n.how == "m2":
+            mean = self.means.get(self.alias.get(i, i), f"{v}_mean")
+            if mean == f"{v}_mean":
+                self.put(f"{mean} = {self._divided(f'fw.reduce_sum({x}, {axis})', dtype)}")
+            self.put(f"{v}_d = {self.operand_block(i)} - {mean}")
+            d, mask = f"{v}_d * {v}_d", self._row().mask
+            self.put(f"{v} = fw.reduce_sum({f'tl.where({mask}, {d}, 0.0)' if mask else d}, {axis})")
+        elif n.how.startswith("arg"):
+            self.put(f"{v}_max, {v} = fw.reduce_{n.how}({x}, {self._positions(i)}, {axis})")
+            self.put(f"{v} = {v}.to(tl.int64)")
+        elif n.how == "mean":
+            self.means[self.alias.get(i, i)] = v
+            self.put(f"{v} = {self._divided(f'fw.reduce_sum({x}, {axis})', dtype)}")
+        else:
+            self.put(f"{v} = {red.fold(n.how, x, axis)}")
+
+    def _positions(self, i: int) -> str:
+        row = self._row()
+        shape = self.layout.shape(self.layout.dims_of[i] | {row.var})
+        return row.var if self.layout.rank == 1 else f"tl.broadcast_to({row.var}, {shape})"
+
+    def _divided(self, text: str, dtype: DType) -> str:
+        return f"fw.divide({text}, {self._count(dtype)})"
+
+    def scan(self, n: Node) -> None:
+        """A scan over a row that is all there."""
+        x = self._masked(n.args[0], red.identity(n.how, n.dtype))
+        self.put(f"{self.name(n.id)} = fw.scan_{n.how}({x}, {self.layout.row_axis()})")
+
+    # loops over the row
+
+    def _start(self, n: Node, begin: str) -> None:
+        """Variables that go through the loop, which starts at row element `begin`."""
+        if n.op == "scan":
+            shape = self.layout.shape(self.layout.dims_of[n.id] - {self._row().var})
+            self.put(red.Carry(f"carry{n.id}", red.identity(n.how, n.dtype), n.dtype).init(shape))
+        if n.op != "reduce":
+            return
+        dtype = self.node(n.args[0]).dtype
+        shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {self._row().var})
+        for c in red.carries(n, dtype):
+            self.put(c.init(shape))
+        if n.id in self.joined:
+            self.put(red.Carry(f"acc{self.joined[n.id]}", red.identity("sum", dtype), dtype).init(shape))
+        if n.how.startswith("arg"):
+            lanes = f"tl.arange(0, RB){self.layout.spread(self._row())}"
+            lanes = lanes if begin == "0" else f"{begin} + {lanes}"
+            spread = lanes if self.layout.rank == 1 else f"tl.broadcast_to({lanes}, {shape})"
+            self.put(f"at{n.id} = {f'({spread}).to(tl.int64)' if self.wide else spread}")
+
+    def _step(self, n: Node) -> None:
+        """A node inside the loop."""
+        if n.op == "store":
+            self.memory.store(n, over_row=True)
+        elif n.op == "scan":
+            self.known.add(n.id)
+            self._scan_step(n)
+        elif n.op == "reduce":
+            self._reduce_step(n)
+        else:
+            self.value(n)
+
+    def _scan_step(self, n: Node) -> None:
+        v, axis, carry = self.name(n.id), self.layout.row_axis(), f"carry{n.id}"
+        x = self._masked(n.args[0], red.identity(n.how, n.dtype))
+        self.put(f"{v}_x = {x}")
+        self.put(f"{v} = {red.step(n.how, n.dtype, carry, f'fw.scan_{n.how}({v}_x, {axis})')}")
+        self.put(f"{carry} = {red.step(n.how, n.dtype, carry, red.fold(n.how, f'{v}_x', axis))}")
+
+    def _reduce_step(self, n: Node) -> None:
+        i, dtype, mask = n.args[0], self.node(n.args[0]).dtype, self._row().mask
+        acc = f"acc{n.id}"
+        if n.id in self.joined:
+            both, x = f"{acc}, acc{self.joined[n.id]}", self._masked(i, red.identity(n.how, dtype))
+            self.put(f"{both} = fw.online({both}, {x})")
+        elif n.how == "m2":
+            self._welford_step(n, dtype)
+        elif n.how.startswith("arg"):
+            x = self.operand_block(i)
+            better = f"fw.beats_{n.how[3:]}({x}, {acc})"
+            self.put(f"better{n.id} = {f'{better} & {mask}' if mask else better}")
+            self.put(f"{acc} = tl.where(better{n.id}, {x}, {acc})")
+            self.put(f"at{n.id} = tl.where(better{n.id}, {self._row().var}, at{n.id})")
+        else:
+            self.put(f"{acc} = {red.step(n.how, dtype, acc, self._masked(i, red.identity(n.how, dtype)))}")
+
+    def _welford_step(self, n: Node, dtype: DType) -> None:
+        """Mean and squared deviations per lane. The count is that of the steps: a lane that is masked in the
+        last step does not take it."""
+        x, mask, begin = self.operand_block(n.args[0]), self._row().mask, self._begin(n)
+        k, mean, acc = f"share{n.id}", f"mean{n.id}", f"acc{n.id}"
+        done = "start // RB" if begin == "0" else f"(start - {begin}) // RB"
+        one = constant(1.0, dtype)
+        self.put(f"{k} = fw.divide({one}, tl.full((), {done} + 1, {TRITON[dtype]}))")
+        self.put(f"d{n.id} = {x} - {mean}")
+        self.put(f"next{n.id} = {mean} + d{n.id} * {k}")
+        more = f"{acc} + d{n.id} * ({x} - next{n.id})"
+        self.put(f"{acc} = {f'tl.where({mask}, {more}, {acc})' if mask else more}")
+        self.put(f"{mean} = {f'tl.where({mask}, next{n.id}, {mean})' if mask else f'next{n.id}'}")
+
+    def _begin(self, n: Node) -> str:
+        return f"begin{self.layout.stage_of[n.id]}" if self.shares_row else "0"
+
+    def _finish(self, n: Node) -> None:
+        """The reduction's value after the loop; or, where programs share the row, their parts of it."""
+        v, dtype, axis = self.name(n.id), self.node(n.args[0]).dtype, self.layout.row_axis()
+        acc = f"acc{n.id}"
+        if n.id in self.joined:
+            return self._finish_online(n, dtype)
+        if n.how == "m2":
+            counts = self._lane_counts(n, dtype)
+            self.put(f"{v}_mean, {v}, {v}_n = fw.reduce_m2(mean{n.id}, {acc}, {counts}, {axis})")
+            values = [f"{v}_mean", v]
+        elif n.how.startswith("arg"):
+            self.put(f"{v}_max, {v} = fw.reduce_{n.how}({acc}, at{n.id}, {axis})")
+            self.put(f"{v} = {v}.to(tl.int64)")
+            values = [f"{v}_max", v]
+        else:
+            self.put(f"{v} = {red.fold(n.how, acc, axis)}")
+            values = [v]
+        if self.shares_row:
+            self._leave(n, dtype, values)
+        else:
+            if n.how == "mean":
+                self.put(f"{v} = {self._divided(v, dtype)}")
+            self.known.add(n.id)
+
+    def _finish_online(self, n: Node, dtype: DType) -> None:
+        """A maximum and the sum that was taken with it."""
+        other = self.node(self.joined[n.id])
+        both, axis = f"{self.name(n.id)}, {self.name(other.id)}", self.layout.row_axis()
+        self.put(f"{both} = fw.reduce_online(acc{n.id}, acc{other.id}, {axis}, {not self.shares_row})")
+        if self.shares_row:
+            self._leave(n, dtype, [self.name(n.id)])
+            self._leave(other, dtype, [self.name(other.id)])
+        else:
+            self.known |= {n.id, other.id}
+
+    def _lane_counts(self, n: Node, dtype: DType) -> str:
+        """How many elements each lane took, as a block like the accumulators."""
+        row, begin = self._row(), self._begin(n)
+        lanes = f"tl.arange(0, RB){self.layout.spread(row)}"
+        shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {row.var})
+        end = f"end{self.layout.stage_of[n.id]}" if self.shares_row else self.limit
+        length = end if begin == "0" else f"{end} - {begin}"
+        self.put(f"n{n.id} = tl.maximum({atom(length)} - {lanes} + (RB - 1), 0) // RB")
+        return f"tl.broadcast_to(n{n.id}, {shape}).to({TRITON[dtype]})"
+
+    # rows that several programs share
+
+    def _part_at(self, part: str) -> str:
+        points = self.address.extent(product(self.kernel.p))
+        return f"{part} * {atom(points)} + {self._point()}"
+
+    def _point(self) -> str:
+        tiles = [d for d in self.layout.dims if d is not self.layout.row]
+        return tiles[0].var if tiles else "0"
+
+    def _point_dims(self) -> frozenset[str]:
+        return self.layout.vector_names(over_row=False)
+
+    def _leave(self, n: Node, dtype: DType, values: list[str]) -> None:
+        mask = self.memory.domain_mask(self._point_dims())
+        for (suffix, _), value in zip(red.parts(n, dtype), values, strict=True):
+            where = f"part{suffix}_ptr + {self._part_at('part')}"
+            if self.layout.rank > 1 and not self._point_dims():
+                where = f"tl.broadcast_to({where}, [1, 1])"
+            self.put(f"tl.store({where}, {value}{f', mask={mask}' if mask else ''})")
+
+    def _combine(self, n: Node) -> None:
+        """The value of a reduction from the parts that programs of an earlier launch left."""
+        if n.id in self.known:
+            return
+        pair = next(((m, s) for m, s in self.joined.items() if n.id in (m, s)), (n.id,))
+        self.known.update(pair)
+        got = [name for i in pair for name in self._parts_of(self.node(i))]
+        v, dtype, axis = self.name(n.id), self.node(n.args[0]).dtype, self.layout.row_axis()
+        if len(pair) == 2:
+            both = ", ".join(self.name(i) for i in pair)
+            self.put(f"{both} = fw.reduce_online({got[0]}, {got[1]}, {axis}, True)")
+            return
+        if n.how == "m2":
+            counts = self._part_counts(f"parts{n.id}", dtype)
+            self.put(f"{v}_mean, {v}, {v}_n = fw.reduce_m2({got[0]}, {got[1]}, {counts}, {axis})")
+        elif n.how.startswith("arg"):
+            self.put(f"{v}_max, {v} = fw.reduce_{n.how}({got[0]}, {got[1]}, {axis})")
+        else:
+            folded = red.fold(n.how, got[0], axis)
+            self.put(f"{v} = {self._divided(folded, dtype) if n.how == 'mean' else folded}")
+
+    def _parts_of(self, n: Node) -> list[str]:
+        """Loads the parts of one reduction: blocks with the parts along the row's axis."""
+        parts, got = f"parts{n.id}", []
+        self.put(f"{parts} = tl.arange(0, {self.config.split}){self.layout.spread(self._row())}")
+        mask = self.memory.domain_mask(self._point_dims())
+        for suffix, _ in red.parts(n, self.node(n.args[0]).dtype):
+            got.append(f"got{suffix}")
+            where = f"part{suffix}_ptr + {self._part_at(parts)}"
+            self.put(f"got{suffix} = tl.load({where}{f', mask={mask}' if mask else ''})")
+        return got
+
+    def _part_counts(self, parts: str, dtype: DType) -> str:
+        split, step = self.config.split, self.config.row
+        size = product(self.kernel.r)
+        chunk = (
+            str(-(-size // (step * split)) * step)
+            if isinstance(size, int)
+            else f"(({self.limit} + {step * split - 1}) // {step * split} * {step})"
+        )
+        left = f"tl.minimum(tl.maximum({self.limit} - {parts} * {chunk}, 0), {chunk}).to({TRITON[dtype]})"
+        return left if self.layout.rank == 1 else f"tl.broadcast_to({left}, {self._part_shape()})"
+
+    def _part_shape(self) -> str:
+        """The shape of a block of parts: like a row block, with the parts along the row's axis."""
+        return self.layout.shape(self._point_dims() | {self._row().var}).replace("RB", str(self.config.split))

@@ -1,0 +1,87 @@
+"""Reductions and scans: what is carried through a loop over the row, how it ends, how parts of a row combine.
+
+All texts are for one node. `x` is the operand as a block over the row with masked positions replaced by the
+identity, except where `keep` says otherwise: `m2` and the arg-reductions skip them with the mask itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusewright.toolkit.ir.ir import Node
+from fusewright.toolkit.ir.types import TYPES, DType
+from fusewright_triton.emit.operators import TRITON, constant, literal
+
+STEPS = {
+    "sum": "{0} + {1}",
+    "mean": "{0} + {1}",
+    "prod": "{0} * {1}",
+    "any": "{0} | {1}",
+    "all": "{0} & {1}",
+}
+"""How an accumulator takes one more element; max and min depend on the kind, see `step`."""
+
+
+def identity(how: str, dtype: DType) -> str:
+    """The literal that changes nothing."""
+    info = TYPES[dtype]
+    if how in ("max", "argmax", "min", "argmin"):
+        low = how.endswith("max")
+        if info.kind == "float":
+            return literal(float("-inf") if low else float("inf"), dtype)
+        bits = info.size * 8
+        if not info.signed:
+            return literal(0 if low else 2**bits - 1, dtype)
+        return literal(-(2 ** (bits - 1)) if low else 2 ** (bits - 1) - 1, dtype)
+    return {"prod": literal(1, dtype), "any": "False", "all": "True"}.get(how, literal(0, dtype))
+
+
+def step(how: str, dtype: DType, acc: str, x: str) -> str:
+    """The accumulator after one more element (or block)."""
+    if how in ("max", "min"):
+        module = "fw" if TYPES[dtype].kind == "float" else "tl"
+        return f"{module}.{how}imum({acc}, {x})"
+    return STEPS[how].format(acc, x)
+
+
+def fold(how: str, x: str, axis: int) -> str:
+    """One value per row from a block of accumulators."""
+    return f"fw.reduce_{'sum' if how == 'mean' else how}({x}, {axis})"
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A variable that lives through the loop: its first value, for a block of `shape`."""
+
+    name: str
+    value: str
+    dtype: DType
+
+    def init(self, shape: str) -> str:
+        if shape == "()":
+            return f"{self.name} = {constant(_number(self.value), self.dtype)}"
+        return f"{self.name} = tl.full({shape}, {self.value}, {TRITON[self.dtype]})"
+
+
+def _number(text: str) -> int | float | bool:
+    """A literal read back."""
+    if text in ("True", "False"):
+        return text == "True"
+    return float(text[7:-2]) if text.startswith("float") else float(text) if "." in text else int(text)
+
+
+def carries(n: Node, dtype: DType) -> list[Carry]:
+    """Variables of a reduction of `dtype` values in a loop. Those of arg-reductions start at the lane's own
+    position (see `Program`), so only the value is here."""
+    if n.how == "m2":
+        return [Carry(f"mean{n.id}", literal(0, dtype), dtype), Carry(f"acc{n.id}", literal(0, dtype), dtype)]
+    return [Carry(f"acc{n.id}", identity(n.how, dtype), dtype)]
+
+
+def parts(n: Node, dtype: DType) -> list[tuple[str, DType]]:
+    """What programs that share a row leave for each other: (suffix of the workspace's name, type)."""
+    if n.how == "m2":
+        return [(f"{n.id}_mean", dtype), (f"{n.id}", dtype)]
+    if n.how.startswith("arg"):
+        return [(f"{n.id}", dtype), (f"{n.id}_at", "i64")]
+    return [(f"{n.id}", dtype)]

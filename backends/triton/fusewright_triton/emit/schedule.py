@@ -1,0 +1,312 @@
+"""How a kernel is cut into programs: blocks of P, elements of the row per step, splits, warps.
+
+A formula of bytes and shape, no search. What it rests on:
+- a warp moves memory best in 16 bytes per lane, and one program should have 2-4 such loads in flight per lane;
+- a row that fits in registers is read once ("persistent"); few warps per row mean few barriers per reduction;
+- kernels with fewer programs than the device has multiprocessors waste it: long rows are then split, and a
+  second kernel combines the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.ir import Kernel, Node
+from fusewright.toolkit.ir.types import TYPES
+from fusewright_triton.emit.online_softmax import pairs
+from fusewright_triton.target import Target
+
+LANE_BYTES = 16
+"""Bytes of the widest load of one lane."""
+PERSISTENT = 32768
+"""Longest row (elements) that one program holds in registers."""
+SPLIT_WORTH = 32768
+"""Elements per program above which a split pays when multiprocessors idle."""
+MAX_SPLIT = 128
+MATRIX = 1 << 16
+"""Elements of a matrix from which on its products with few rows have a rule of their own."""
+PRODUCT_STEP = 8192
+"""Elements of such a matrix, times rows that it multiplies, that a program holds at a time."""
+WIDE = 2**31 - 2**22
+"""Element offsets from here on need 64-bit arithmetic; the margin covers lanes past the end of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`block` neighbouring points of the P axes `axes` (flattened together) per program."""
+
+    axes: tuple[int, ...]
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`tiles` are the blocks over P, outermost first; a P axis in no tile has one program per point.
+
+    `row` is the number of row elements per step (0: no row axes), `persistent` says that one step covers the
+    whole row, `split` is the number of programs that share a row.
+    """
+
+    tiles: tuple[Tile, ...]
+    row: int
+    persistent: bool
+    split: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the formula looks at. `bytes_along[a]` is the traffic whose addresses are contiguous along axis a."""
+
+    sizes: tuple[int, ...]
+    n_p: int
+    bytes_along: tuple[int, ...]
+    width: int
+    live: int
+
+    @property
+    def points(self) -> int:
+        return _product(self.sizes[: self.n_p])
+
+    @property
+    def row(self) -> int:
+        return _product(self.sizes[self.n_p :])
+
+
+def choose(kernel: Kernel, target: Target) -> Config:
+    """The configuration for a kernel; pure, from its strides, types and size hints."""
+    hints = kernel.size_hints()
+    shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
+    if not kernel.r:
+        return _point(kernel, shape, target)
+    static = all(isinstance(s, int) for s in kernel.r)
+    if _row_is_contiguous(shape):
+        return _rows(kernel, shape, target, static)
+    return _columns(kernel, shape, target, static)
+
+
+def simulation(kernel: Kernel) -> Config:
+    """Large blocks and no splits: the interpreter pays per program, not per element."""
+    hints = kernel.size_hints()
+    points = max(1, _product([evaluate(s, hints) for s in kernel.p]))
+    every = tuple(range(len(kernel.p)))
+    if not kernel.r:
+        return Config((Tile(every, min(_pow2(points), 65536)),) if every else (), 0, False, 1, 4)
+    row = _pow2(max(2, _product([evaluate(s, hints) for s in kernel.r])))
+    static = all(isinstance(s, int) for s in kernel.r)
+    persistent = static and row <= 65536 and all(s != 0 for s in kernel.r)
+    step = row if persistent else min(row, 4096)
+    block = max(1, min(_pow2(points), 65536 // step))
+    return Config((Tile(every, block),) if every else (), step, persistent, 1, 4)
+
+
+def _shape(kernel: Kernel, sizes: tuple[int, ...]) -> _Shape:
+    along, width, live = [0] * len(sizes), 1, 0
+    for n in _accesses(kernel):
+        size = TYPES[n.dtype].size
+        width = max(width, size)
+        live += max(size, 4) // 4
+        for a in range(len(sizes)):
+            if n.index is not None and sizes[a] > 1 and n.index.stride_of(a) in (1, -1):
+                along[a] += size * _reach(n, sizes)
+    return _Shape(sizes, len(kernel.p), tuple(along), width, max(live, 1))
+
+
+def _accesses(kernel: Kernel) -> list[Node]:
+    """Loads and stores, equal ones once."""
+    seen: dict[tuple[object, ...], Node] = {}
+    for n in kernel.nodes():
+        if n.op in ("load", "store"):
+            seen.setdefault((n.op, n.buffer, n.index), n)
+    return list(seen.values())
+
+
+def _reach(n: Node, sizes: tuple[int, ...]) -> int:
+    """How much of the domain an access covers, in percent of a full tensor (small operands are cached)."""
+    if n.index is None:
+        return 0
+    covered = _product([sizes[a] for a in n.index.axes()])
+    return max(1, 100 * covered // max(1, _product(sizes)))
+
+
+def _row_is_contiguous(shape: _Shape) -> bool:
+    last_row = max(shape.bytes_along[shape.n_p :], default=0)
+    last_p = max(shape.bytes_along[: shape.n_p], default=0)
+    return last_row >= last_p
+
+
+def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
+    """Pointwise kernels: one block over flattened P, or a tile when buffers favour different axes."""
+    every = tuple(range(shape.n_p))
+    if not every:
+        return Config((), 0, False, 1, 1)
+    best = sorted(every, key=lambda a: (shape.bytes_along[a], a))
+    if len(best) > 1 and _transposes(shape, best[-1], best[-2]):
+        return _tiles(shape, min(best[-2:]), max(best[-2:]), target)
+    per_lane = LANE_BYTES // shape.width * (2 if shape.live <= 8 else 1)
+    block = 4 * 32 * max(per_lane, 2)
+    spread = _pow2(max(1, shape.points // (4 * target.units)))
+    block = max(min(block, spread), min(128, _pow2(shape.points)))
+    return Config((Tile(every, block),), 0, False, 1, _warps(block, max(per_lane, 2), target))
+
+
+def _tiles(shape: _Shape, outer: int, inner: int, target: Target) -> Config:
+    """A square tile over two axes: 256 bytes a side where that leaves every multiprocessor two tiles."""
+    side = 256 // max(shape.width, 2)
+    if shape.points < 2 * target.units * side * side:
+        side //= 2
+    sides = [min(side, _pow2(shape.sizes[a])) for a in (outer, inner)]
+    tiles = (Tile((outer,), sides[0]), Tile((inner,), sides[1]))
+    return Config(tiles, 0, False, 1, min(_warps(sides[0] * sides[1], 16, target), 256 // target.lanes))
+
+
+def _transposes(shape: _Shape, a: int, b: int) -> bool:
+    """Whether both axes are contiguous for a good part of the traffic, and long enough for a tile."""
+    small = min(shape.bytes_along[a], shape.bytes_along[b])
+    large = max(shape.bytes_along[a], shape.bytes_along[b])
+    return small * 4 >= large and small > 0 and min(shape.sizes[a], shape.sizes[b]) >= 8
+
+
+def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
+    """Reductions along contiguous memory."""
+    every = tuple(range(shape.n_p))
+    large = _matrices(kernel, shape)
+    if static and shape.row and large:
+        return _products(shape, _absent(large, shape), len(large), target)
+    row = _pow2(max(shape.row, 2))
+    limit = PERSISTENT // max(1, (shape.live + 1) // 4)
+    if static and shape.row and row <= limit:
+        block = 1
+        while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
+            block *= 2
+        return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
+    step = min(_pow2(max(shape.row, 16)), 4096 if shape.live > 4 or pairs(kernel) else 8192)
+    split = _split(kernel, shape, shape.points, step, target)
+    return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
+
+
+def matrices(kernel: Kernel) -> frozenset[int]:
+    """Buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
+    hints = kernel.size_hints()
+    shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
+    return frozenset(n.buffer for n in _matrices(kernel, shape) if n.buffer is not None)
+
+
+def _matrices(kernel: Kernel, shape: _Shape) -> list[Node]:
+    """Loads of the large operands of products of few rows. Such a kernel only reduces."""
+    loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
+    if (
+        any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
+        or len(loads) < 2
+    ):
+        return []
+    reach = {n.id: _product(tuple(shape.sizes[a] for a in n.index.axes())) for n in loads if n.index is not None}
+    large = [n for n in loads if reach[n.id] * 2 > max(reach.values())]
+    absent = _absent(large, shape)
+    if len(large) == len(loads) or max(reach.values()) < MATRIX or _product(tuple(shape.sizes[a] for a in absent)) > 8:
+        return []
+    return large
+
+
+def _absent(large: list[Node], shape: _Shape) -> tuple[int, ...]:
+    """The axes of P that these operands do not have."""
+    axes = {a for n in large if n.index is not None for a in n.index.axes()}
+    return tuple(a for a in range(shape.n_p) if a not in axes)
+
+
+def _over_row(n: Node, shape: _Shape) -> bool:
+    return n.index is not None and any(a >= shape.n_p for a in n.index.axes())
+
+
+def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Target) -> Config:
+    """A row of each matrix per program, 16 elements of all of them a lane at a time: by measurement on an H100."""
+    tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
+    row = _pow2(max(shape.row, 2))
+    step = min(row, PRODUCT_STEP // _product(tuple(t.block for t in tiles)))
+    return Config(tiles, step, step == row, 1, _warps(step, max(4, 16 // matrices), target))
+
+
+def _row_warps(elements: int, target: Target) -> int:
+    """Warps for rows that are held in registers: 32 elements a lane. Measured on an H100; blocks of more threads
+    leave a multiprocessor no room for a second one while the first waits for its reductions."""
+    if elements <= 1024:
+        return _warps(elements, 16 if elements < 1024 else 32, target)
+    return _warps(elements, 32, target)
+
+
+def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
+    """Reductions across contiguous memory: lanes lie along P."""
+    every = tuple(range(shape.n_p))
+    inner = max(range(shape.n_p), key=lambda a: shape.bytes_along[a])
+    block = min(max(128 // shape.width, 16), _pow2(shape.sizes[inner]))
+    row = _pow2(max(shape.row, 2))
+    if static and shape.row and row * block <= 4096:
+        while block * row < 2048 and block * 2 * 2 * target.units <= shape.points:
+            block *= 2
+        return Config(_tile(every, block), row, True, 1, _warps(block * row, 8, target))
+    step = min(row, max(16, 4096 // block))
+    split = _split(kernel, shape, -(-shape.points // block), step, target)
+    return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
+
+
+def _tile(axes: tuple[int, ...], block: int) -> tuple[Tile, ...]:
+    return (Tile(axes, block),) if axes else ()
+
+
+def _split(kernel: Kernel, shape: _Shape, programs: int, step: int, target: Target) -> int:
+    """How many programs share a row: enough for six blocks a multiprocessor, each with a few steps to do."""
+    if not splittable(kernel) or programs >= 2 * target.units or shape.row < 4 * step:
+        return 1
+    if shape.row * max(1, shape.points // max(programs, 1)) < SPLIT_WORTH:
+        return 1
+    wanted = _pow2(-(-6 * target.units // max(programs, 1))) // 2
+    return min(max(wanted, 1), MAX_SPLIT, _pow2(shape.row // (2 * step) + 1) // 2)
+
+
+def splittable(kernel: Kernel) -> bool:
+    """Whether rows may be shared: no scan, and nothing that is stored is loaded (programs do not see each
+    other's stores within a launch, and later kernels compute values again)."""
+    stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
+    loaded = {n.buffer for n in kernel.nodes() if n.op == "load"}
+    return not stored & loaded and not any(n.op == "scan" for n in kernel.nodes())
+
+
+def _warps(elements: int, per_lane: int, target: Target) -> int:
+    """Warps for a block, `per_lane` elements to each lane; a power of 2, at most 1024 threads."""
+    return max(1, min(_pow2(elements) // (per_lane * target.lanes), 1024 // target.lanes))
+
+
+def offsets_bound(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """The largest magnitude that any 32-bit index in the kernel would have to hold."""
+    axes = [evaluate(s, sizes) for s in kernel.sizes]
+    n_p = len(kernel.p)
+    top = max(_product(axes[:n_p]), _product(axes[n_p:]))
+    bounds = {n.id: evaluate(n.extent, sizes) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
+
+    def term(stride: Extent, reach: int) -> int:
+        return abs(evaluate(stride, sizes)) * max(reach, 0)
+
+    for n in kernel.nodes():
+        if n.index is None:
+            continue
+        total = abs(evaluate(n.index.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in n.index.coefs)
+        for d in n.index.divmods:
+            inner = abs(evaluate(d.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in d.coefs)
+            top = max(top, inner)
+            total += term(d.stride, inner // max(1, evaluate(d.div, sizes)))
+        total += sum(term(i.stride, bounds.get(i.value, 0)) for i in n.index.indirect)
+        top = max(top, total)
+    return top
+
+
+def _product(sizes: tuple[int, ...] | list[int]) -> int:
+    out = 1
+    for s in sizes:
+        out *= s
+    return out
+
+
+def _pow2(n: int) -> int:
+    """The least power of 2 that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,273 @@
+"""The values of one Triton function: which points a program has, and a line of text per value of the IR."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.ir import Node
+from fusewright.toolkit.ir.optable import OPS
+from fusewright.toolkit.ir.types import is_int
+from fusewright_triton.emit.addressing import Addresses, atom
+from fusewright_triton.emit.layout import Dim, Layout, axis_name, product
+from fusewright_triton.emit.memory import Memory
+from fusewright_triton.emit.online_softmax import pairs
+from fusewright_triton.emit.operators import TRITON, Unsupported, cast, constant, form_of, is_negative_zero, literal
+
+DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
+INDEX_ERROR, ZERO_DIVISION = 1, 2
+"""Codes in the error flag."""
+
+
+class Values(abc.ABC):
+    """Values are written once, under the name `v<id>`; constants stand where they are used."""
+
+    def __init__(self, layout: Layout, wide: bool, check_division: bool) -> None:
+        self.layout, self.kernel, self.config = layout, layout.kernel, layout.config
+        self.wide, self.check_division = wide, check_division
+        self.lines: list[str] = []
+        self.depth = 1
+        self.known: set[int] = set()
+        self.alias: dict[int, int] = {}
+        self.keys: dict[tuple[object, ...], int] = {}
+        self.used_axes = self._used_axes()
+        self.rounded = self._rounded()
+        self.totals = pairs(self.kernel)
+        """Sums of a softmax, which are at least 1: what is divided by them is multiplied by their reciprocal."""
+        self.softened = self._softened()
+        self.address = Addresses(layout.sizes, self._axis, self._index_value)
+        self.memory = Memory(self)
+        self.limit = self.address.extent(product(self.kernel.r))
+
+    # text
+
+    def put(self, line: str) -> None:
+        self.lines.append("    " * self.depth + line)
+
+    @contextmanager
+    def indented(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def name(self, i: int) -> str:
+        return f"v{self.alias.get(i, i)}"
+
+    def node(self, i: int) -> Node:
+        return self.layout.nodes[i]
+
+    def operand(self, i: int, literals: bool = False) -> str:
+        """A value where it is used: its name, or a constant (a bare number where those are allowed)."""
+        n = self.node(i)
+        if n.op != "const":
+            return self.name(i)
+        value = n.value if n.value is not None else 0
+        if literals and not is_negative_zero(value):
+            return literal(value, n.dtype)
+        return constant(value, n.dtype)
+
+    def _axis(self, a: int) -> str:
+        for d in self.layout.dims:
+            if d.axes == (a,):
+                return d.var
+        return axis_name(self.kernel, a)
+
+    def _index_value(self, i: int) -> str:
+        """A value used as an index. One that was checked against a bound fits 32 bits in a narrow kernel."""
+        text = self.operand(i)
+        return text if self.wide or self.node(i).op != "bound" else f"{text}.to(tl.int32)"
+
+    def _used_axes(self) -> frozenset[int]:
+        found = (n.index.axes() for n in self.kernel.nodes() if n.index is not None)
+        return frozenset().union(*found)
+
+    def _users(self) -> dict[int, list[Node]]:
+        users: dict[int, list[Node]] = {}
+        for n in self.kernel.nodes():
+            for u in n.uses():
+                users.setdefault(u, []).append(n)
+        return users
+
+    def _softened(self) -> frozenset[int]:
+        """Exponentials of a softmax that is rounded to a half type: the hardware's own are exact enough, to 2^-18."""
+        users = self._users()
+        mine = {self.node(total).args[0]: total for total in self.totals}
+        return frozenset(
+            i
+            for i, total in mine.items()
+            if all(n.id == total or (n.id in self.rounded and n.op == "div" and n.args == (i, total)) for n in users[i])
+        )
+
+    def _rounded(self) -> frozenset[int]:
+        """f32 values that are only ever rounded to a half type: an error of 2 ulp in them changes nothing."""
+        users = self._users()
+        halves = ("bf16", "f16")
+        return frozenset(
+            i
+            for i, found in users.items()
+            if self.node(i).dtype == "f32" and all(n.op == "cast" and n.dtype in halves for n in found)
+        )
+
+    @abc.abstractmethod
+    def scan(self, n: Node) -> None:
+        """Writes a scan over a row that is all there."""
+
+    # points
+
+    def _constants(self, first: int, last: int) -> None:
+        for d in self.layout.dims:
+            if d.vector:
+                self.put(f"{d.const}: tl.constexpr = {d.block}")
+
+    def _points(self) -> None:
+        """Which points of P this program has."""
+        wide = ".to(tl.int64)" if self.wide else ""
+        factors = self._grid_factors()
+        if not factors and self.config.split == 1:
+            return
+        if len(factors) == 1 and self.config.split == 1:
+            self._place(*factors[0], f"tl.program_id(0){wide}")
+            return
+        self.put(f"pid = tl.program_id(0){wide}")
+        rest = "pid"
+        if self.shares_row:
+            self.put(f"part = pid % {self.config.split}")
+            rest = f"pid // {self.config.split}"
+        for what, count in reversed(factors[1:]):
+            self._place(what, count, f"{atom(rest)} % {atom(count)}")
+            rest = f"{atom(rest)} // {atom(count)}"
+        if factors:
+            self._place(*factors[0], rest)
+
+    shares_row = False
+    """Whether several programs of this function share a row (set by the caller before `write`)."""
+
+    def _grid_factors(self) -> list[tuple[int | Dim, str]]:
+        """What programs enumerate, outermost first: single axes, then tiles; with their counts."""
+        out: list[tuple[int | Dim, str]] = [(a, self.address.extent(self.kernel.sizes[a])) for a in self.layout.rest]
+        for d in self.layout.dims:
+            if d is not self.layout.row:
+                out.append((d, self._blocks(d)))
+        return out
+
+    def _blocks(self, d: Dim) -> str:
+        size = self.address.extent(d.size)
+        if d.block == 1:
+            return size
+        if isinstance(d.size, int):
+            return str(-(-d.size // d.block))
+        return f"({size} + {d.block - 1}) // {d.block}"
+
+    def _place(self, what: int | Dim, count: str, pid: str) -> None:
+        if isinstance(what, int):
+            self.put(f"{axis_name(self.kernel, what)} = {pid}")
+            return
+        if what.vector:
+            spread = self.layout.spread(what)
+            pid = f"{atom(pid)} * {what.const} + tl.arange(0, {what.const}){spread}"
+        self.put(f"{what.var} = {pid}")
+        self._finish_dim(what)
+
+    def _finish_dim(self, d: Dim) -> None:
+        """The mask of a dimension, and the axes that were flattened into it."""
+        if d.mask is not None:
+            self.put(f"{d.mask} = {d.var} < {atom(self.address.extent(d.size))}")
+        if len(d.axes) == 1:
+            return
+        inner: Extent = 1
+        for k, a in reversed(list(enumerate(d.axes))):
+            text = d.var if inner == 1 else f"{d.var} // {atom(self.address.extent(inner))}"
+            if k:
+                text = f"{text} % {atom(self.address.extent(self.kernel.sizes[a]))}"
+            if a in self.used_axes:
+                self.put(f"{axis_name(self.kernel, a)} = {text}")
+            inner = inner * self.kernel.sizes[a]
+
+    # values
+
+    def value(self, n: Node) -> None:
+        """Writes the value of a node, unless it is there already."""
+        if n.id in self.known or n.op == "const":
+            return
+        if self.config.persistent and self._found(n):
+            return
+        self.known.add(n.id)
+        if n.op == "load":
+            self.memory.load(n)
+        elif n.op == "bound":
+            self._bound(n)
+        elif n.op == "scan":
+            self.scan(n)
+        else:
+            self.put(f"{self.name(n.id)} = {self._expression(n)}")
+
+    def _found(self, n: Node) -> bool:
+        """Whether an equal value is known: a persistent program computes nothing twice."""
+        renamed = {u: self.alias.get(u, u) for u in n.uses()}
+        index = n.index.with_values(renamed) if n.index is not None else None
+        epoch = self.memory.epoch.get(n.buffer, 0) if n.op == "load" and n.buffer is not None else 0
+        args = tuple(renamed[a] for a in n.args)
+        key = (n.op, n.dtype, args, index, n.buffer, n.how, repr(n.value), n.extent, epoch)
+        found = self.keys.setdefault(key, n.id)
+        if found != n.id:
+            self.alias[n.id] = found
+            self.known.add(n.id)
+        return found != n.id
+
+    def _expression(self, n: Node) -> str:
+        if n.op in OPS:
+            return self._pointwise(n)
+        if n.op == "cast":
+            return cast(self.operand(n.args[0]), self.node(n.args[0]).dtype, n.dtype)
+        if n.op == "scalar":
+            name = self.layout.scalars[int(n.value or 0)]
+            return f"{name} != 0" if n.dtype == "bool" else f"tl.full((), {name}, {TRITON[n.dtype]})"
+        if n.op == "index" and n.index is not None:
+            text = self.address.index(n.index)
+            return f"{atom(text)}.to(tl.int64)" if self.layout.dims_of[n.id] else f"tl.full((), {text}, tl.int64)"
+        raise Unsupported(f"no Triton for {n.op}")
+
+    def _pointwise(self, n: Node) -> str:
+        dtype = self.node(n.args[-1]).dtype
+        if n.op == "div" and n.id in self.rounded:
+            if n.args[1] in self.totals:
+                return f"{self.operand(n.args[0])} * fw.reciprocal({self.operand(n.args[1])})"
+            text, literals = "{0} / {1}", False
+        elif n.id in self.softened:
+            text, literals = "tl.exp({0})", False
+        else:
+            text, literals = form_of(n.op, dtype)
+        args = [self.operand(a, literals) for a in n.args]
+        tensors = [self.node(a).op != "const" for a in n.args]
+        if literals and not any(tensors[1:] if n.op == "where" else tensors):
+            args[-1] = self.operand(n.args[-1])
+        if n.op == "where" and not tensors[0]:
+            args[0] = self.operand(n.args[0])
+        if n.op in DIVISIONS and is_int(dtype):
+            args[1] = self._divisor(n, args[1])
+        if n.op == "neg" and is_int(dtype):
+            args[0] = self.operand(n.args[0])
+        return text.format(*(atom(a) if "(" not in text else a for a in args))
+
+    def _divisor(self, n: Node, text: str) -> str:
+        """The divisor with zeros replaced. Zero is an error where eager makes it one (on the CPU)."""
+        zero = f"{atom(text)} == 0"
+        if self.check_division:
+            mask = self.memory.domain_mask(self.layout.dims_of[n.id])
+            bad = f"({zero}) & {mask}" if mask else zero
+            self.put(f"fw.report(error_ptr, {bad}, {ZERO_DIVISION})")
+        return f"tl.where({zero}, {constant(1, self.node(n.args[1]).dtype)}, {text})"
+
+    def _bound(self, n: Node) -> None:
+        """A checked index: reported and replaced by 0 where it is out of bounds."""
+        v, i, size = self.name(n.id), self.operand(n.args[0]), atom(self.address.extent(n.extent or 0))
+        low = f"-{size}" if n.how == "wrap" else "0"
+        self.put(f"{v}_bad = ({i} < {low}) | ({i} >= {size})")
+        masks = [self.memory.domain_mask(self.layout.dims_of[n.id])]
+        masks += [self.operand(n.args[1])] if len(n.args) > 1 else []
+        bad = " & ".join([f"{v}_bad", *(m for m in masks if m)])
+        self.put(f"fw.report(error_ptr, {bad}, {INDEX_ERROR}, {int(n.value or 1)}, {i})")
+        wrapped = f"tl.where({i} < 0, {i} + {size}, {i})" if n.how == "wrap" else i
+        self.put(f"{v} = tl.where({v}_bad, 0, {wrapped})")

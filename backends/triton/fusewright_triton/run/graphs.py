@@ -1,0 +1,129 @@
+"""CUDA and HIP graphs: the `Recorder` of both backends, by torch's own graph objects."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from fusewright_triton.run import memsets
+from fusewright_triton.run.launch import errors
+from fusewright_triton.run.streams import Pool, lane_of
+
+REPEATS = 10
+"""Calls of a candidate that are measured at once."""
+
+ROUNDS = 3
+"""Calls that a measurement takes the best of, after one that is not counted."""
+
+
+@functools.cache
+def _index(device: str) -> int | None:
+    """None: of whatever device is current."""
+    return torch.device(device).index
+
+
+class Graphs:
+    """Records on a stream beside the current one of a device (see `streams`)."""
+
+    device_type = "cuda"  # torch names HIP devices so too
+
+    def on(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a device is the current one, as for `record` and `seconds`."""
+        return torch.cuda.device(device)
+
+    def lane(self, device: str) -> Hashable | None:
+        """The device's current stream, unless that is being captured."""
+        index, current = _index(device), torch.cuda.current_device()
+        if index is not None and index != current:
+            with torch.cuda.device(index):
+                return self.lane(device)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return current, torch.cuda.current_stream(current).cuda_stream  # without the index it takes three times as long
+
+    def record(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """See `Recorder.record`: on the current device. Warming up loads kernels, which a capture cannot."""
+        current = torch.cuda.current_stream()
+        lane = lane_of(current)
+        pool = lane.pool if shared else Pool()
+        torch.cuda.synchronize()
+        cuda = torch.version.hip is None
+        graph = torch.cuda.CUDAGraph(keep_graph=cuda)
+        with lane.beside(current):
+            if warm:
+                _warm_up(run)
+            torch.cuda.synchronize()
+            with lane.capturing(graph, pool=pool.handle()):
+                results = run()
+        if cuda:
+            memsets.as_kernels(graph.raw_cuda_graph(), current.device_index)
+            graph.instantiate()
+        pool.graphs.add(graph)
+        reports, replay = errors(), graph.replay
+
+        def again() -> None:
+            reports.check()
+            replay()
+
+        return results, again
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The best of a few calls, each between two events with nothing before it."""
+        run()
+        return min(self._once(run) for _ in range(ROUNDS))
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def _warm_up(run: Callable[[], Any]) -> None:
+    """Raises RuntimeError for what draws random numbers, though no tag of an operator says so: warming up, measuring and replaying
+    would each draw."""
+    before = torch.cuda.get_rng_state()
+    run()
+    if not torch.equal(before, torch.cuda.get_rng_state()):
+        torch.cuda.set_rng_state(before)
+        raise RuntimeError("it draws random numbers")
+
+
+def several(run: Callable[[], Any], device: str) -> Callable[[], None]:
+    """A few calls on a device and a wait, as a candidate of a measured choice."""
+
+    def again() -> None:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize(device)
+
+    return again
+
+
+def repeated(run: Callable[[], Any], device: str) -> Callable[[], None]:
+    """As `several`, from a graph: without the host's part of a call, which replayed plans do not have."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        lane = lane_of(current)
+        with lane.beside(current):
+            run()
+            torch.cuda.synchronize()
+            with lane.capturing(graph):
+                for _ in range(REPEATS):
+                    run()
+
+    def again() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return again

@@ -1,0 +1,368 @@
+"""Kernels written by hand: built by the compiler processes, like emitted ones, and launched by the driver's own interface.
+
+    PRODUCT = Kernel("product", "product")                    # a function of kernels/product.py, in Triton or Gluon
+    PRODUCT.launch(target, programs, args, constants, num_warps=8, num_stages=4)
+
+`args` are what the function takes beside its `tl.constexpr` parameters, in order: tensors, numbers, `Described` matrices.
+Where they lie decides what happens: on a GPU the kernel is launched on torch's current stream, CPU tensors are computed by
+Triton's interpreter, and on torch's meta device the code is only asked for, so that it is there when it is needed. What the code
+depends on is an `Order`; equal ones are built once in a process, and go to the plan cache with the plan.
+
+    @or_else(by_torch)                                        # where this Triton cannot build what `run` launches
+    def run(x, weight): ...
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+import torch
+
+from fusewright.errors import BackendCrashError
+from fusewright.strict import is_strict
+from fusewright.toolkit.ir.types import from_torch
+from fusewright_triton.build import binaries, workers
+from fusewright_triton.build.binaries import Binary
+from fusewright_triton.emit.operators import SIGNATURE
+from fusewright_triton.run.bound import Bound, Described, bind
+from fusewright_triton.run.driver import driver
+from fusewright_triton.target import Target
+
+log = logging.getLogger("fusewright")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Argument: TypeAlias = "torch.Tensor | Described | int | float"
+NAMESPACE = "fusewright_triton"
+ALIGNED = "/16"
+"""Ends the type of what is a multiple of 16."""
+ONE = "1"
+"""The type of a number that is one, which is compiled in, as Triton does."""
+MOST_BOUND = 1024
+"""Sets of sizes that a process keeps arguments for."""
+SAID = 500
+"""Characters of a compiler's words that are repeated: the last ones say what is wrong."""
+INSTALL = "install the triton that your torch wheel asks for (pip check names it)"
+"""What helps where Triton is missing or refuses."""
+
+
+class Order(NamedTuple):
+    """What the code of a kernel depends on: a function of a file in kernels/, the types of its arguments, its constants, how
+    Triton builds it."""
+
+    module: str
+    function: str
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def request(self, target: Target) -> dict[str, Any]:
+        """What `compiler.build` takes."""
+        names = parameters(self.module, self.function)
+        given = dict(zip(names, self.types, strict=True))
+        constants = {**dict(self.constants), **{p: 1 for p, t in given.items() if t == ONE}}
+        signature = {p: t.removesuffix(ALIGNED) for p, t in given.items()} | dict.fromkeys(constants, "constexpr")
+        return {
+            "module": self.module,
+            "functions": [self.function],
+            "signature": {p: signature[p] for p in parameters(self.module, self.function, all=True)},
+            "aligned": [p for p, t in given.items() if t.endswith(ALIGNED)],
+            "constants": constants,
+            "options": dict(self.options),
+            "target": target.compiler,
+        }
+
+
+@functools.cache
+def source(module: str) -> str:
+    """The text of a file in kernels/."""
+    return Path(__file__).parents[1].joinpath("kernels", f"{module}.py").read_text()
+
+
+@functools.cache
+def _functions(module: str) -> dict[str, ast.FunctionDef]:
+    """Read, not imported: that would import Triton."""
+    return {f.name: f for f in ast.parse(source(module)).body if isinstance(f, ast.FunctionDef)}
+
+
+@functools.cache
+def parameters(module: str, function: str, all: bool = False) -> tuple[str, ...]:
+    """Names of a function's parameters, or of those that are no `constexpr`."""
+    args = _functions(module)[function].args.args
+    return tuple(a.arg for a in args if all or a.annotation is None or "constexpr" not in ast.unparse(a.annotation))
+
+
+# ---------------------------------------------------------------- code
+
+
+class Library:
+    """The code that this process has, or is having built, for a target."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.lock = threading.Lock()
+        self.built: dict[Order, Future[Binary]] = {}
+        self.again: set[Order] = set()
+
+    def ask(self, order: Order) -> Future[Binary]:
+        """The code when it is there; a compiler process builds it if nobody asked for it before, or once more if the process
+        ended over it."""
+        with self.lock:
+            found = self.built.get(order)
+            ended = found is not None and found.done() and isinstance(found.exception(), workers.Ended)
+            if found is None or (ended and order not in self.again):
+                if ended:
+                    self.again.add(order)
+                found = self.built[order] = _then(workers.pool().submit(order.request(self.target)))
+        return found
+
+    def code(self, order: Order) -> Binary:
+        """The code, waited for. `Unbuilt` when there is none."""
+        found = self.ask(order)
+        error = found.exception()
+        if error is not None:
+            raise Unbuilt(order, error)  # a new one: the traceback of one that is raised again grows
+        return found.result()
+
+    def could_be_built(self, orders: Iterable[Order]) -> dict[Order, Binary]:
+        """Code of what Triton does not refuse."""
+        found = {order: self.ask(order) for order in orders}
+        return {order: code.result() for order, code in found.items() if code.exception() is None}
+
+    def add(self, order: Order, code: Binary) -> None:
+        """Code from the plan cache."""
+        there: Future[Binary] = Future()
+        there.set_result(code)
+        with self.lock:
+            self.built.setdefault(order, there)
+
+
+class Unbuilt(workers.BuildError):
+    """A kernel written by hand could not be built."""
+
+    def __init__(self, order: Order, why: BaseException) -> None:
+        super().__init__(str(why))
+        self.kernel = f"{order.function} of kernels/{order.module}.py"
+        self.words = str(why).strip()[-SAID:]
+
+
+def or_else(
+    other: Callable[P, R], instead: str = "torch's own calls run instead"
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates what launches kernels: where Triton cannot build one of them, `other` computes the same from the same
+    arguments, and one warning says so, whatever else needs that kernel. In a plan compiled with `strict`, a
+    `BackendCrashError` does."""
+
+    def decorated(run: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(run)
+        def either(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return run(*args, **kwargs)
+            except Unbuilt as e:
+                if is_strict():
+                    raise BackendCrashError(
+                        f"the kernel {e.kernel} cannot be built: {e.words}\nWithout 'strict' {instead}; else {INSTALL}"
+                    ) from e
+                _warn(e, instead)
+            return other(*args, **kwargs)
+
+        return either
+
+    return decorated
+
+
+_warned: set[str] = set()
+
+
+def _warn(e: Unbuilt, instead: str) -> None:
+    if e.kernel not in _warned:
+        _warned.add(e.kernel)
+        log.warning("fusewright: the kernel %s cannot be built, and %s: %s", e.kernel, instead, e.words)
+
+
+def _then(answer: Future[workers.Answer]) -> Future[Binary]:
+    """The one binary of an answer."""
+    made: Future[Binary] = Future()
+
+    def done(answer: Future[workers.Answer]) -> None:
+        error = answer.exception()
+        if error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(binaries.binary(answer.result()[0]))
+
+    answer.add_done_callback(done)
+    return made
+
+
+@functools.cache
+def library(target: Target) -> Library:
+    """This process's code for `target`."""
+    return Library(target)
+
+
+_noted = threading.local()
+
+
+@contextmanager
+def noting(orders: list[Order]) -> Iterator[None]:
+    """What kernels are asked for on the meta device by this thread, meanwhile, goes into `orders`, and is not built."""
+    before = getattr(_noted, "orders", None)
+    _noted.orders = orders
+    try:
+        yield
+    finally:
+        _noted.orders = before
+
+
+# ---------------------------------------------------------------- launching
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of a file in kernels/."""
+
+    module: str
+    function: str
+
+    def launch(
+        self, target: Target, programs: int, args: Sequence[Argument], constants: Mapping[str, Any], **options: Any
+    ) -> None:
+        """See the module. `options` are those of Triton's compiler. `Unbuilt` when it cannot build the kernel."""
+        device = next(_tensor(a).device for a in args if isinstance(a, torch.Tensor | Described))
+        if device.type == "cpu":
+            _interpreted(self.module, self.function).run(0, programs, [_for_triton(a) for a in args], **constants)
+        elif device.type == "meta":
+            self._ask(target, args, constants, options)
+        elif device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._run(target, programs, args, constants, options)
+        else:
+            self._run(target, programs, args, constants, options)
+
+    def order(self, args: Sequence[Argument], constants: Mapping[str, Any], options: Mapping[str, Any]) -> Order:
+        """What a launch with such arguments needs."""
+        types = tuple(_type(a) for a in args)
+        return Order(self.module, self.function, types, tuple(constants.items()), tuple(options.items()))
+
+    def _ask(
+        self, target: Target, args: Sequence[Argument], constants: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        order, noted = self.order(args, constants, options), getattr(_noted, "orders", None)
+        if noted is None:
+            library(target).ask(order)
+        else:
+            noted.append(order)
+
+    def _run(
+        self,
+        target: Target,
+        programs: int,
+        args: Sequence[Argument],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        device = torch.cuda.current_device()
+        key = (self, device, *[_identity(a) for a in args], *constants.items(), *options.items())
+        try:
+            bound = _bound[key].pop()
+        except (KeyError, IndexError):  # the first of its kind, or all are in use by other threads
+            bound = _bind(self.order(args, constants, options), args, target, device)
+        bound.place(args)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        blocks = programs * options.get("num_ctas", 1)
+        arguments = (bound.function, blocks, 1, 1, bound.threads, 1, 1, bound.shared, stream, bound.params, None)
+        if bound.launch(*arguments):
+            driver(target.triton).relaunch(self.function, *arguments)
+        if len(_bound) >= MOST_BOUND:
+            _bound.clear()
+        _bound.setdefault(key, []).append(bound)
+
+
+_bound: dict[tuple[Any, ...], list[Bound]] = {}
+_loaded: dict[tuple[int, Order], int] = {}
+
+
+def _bind(order: Order, args: Sequence[Argument], target: Target, device: int) -> Bound:
+    """With the code loaded for a device, the current one, unless it is already; a stream that is being captured forbids that."""
+    code, d = library(target).code(order), driver(target.triton)
+    if (device, order) not in _loaded:
+        _loaded[device, order] = d.load(code.code, code.name, code.shared)
+    return bind(code, _loaded[device, order], args, [t == ONE for t in order.types], d)
+
+
+def _tensor(a: torch.Tensor | Described) -> torch.Tensor:
+    return a.tensor if isinstance(a, Described) else a
+
+
+@functools.cache
+def _element(dtype: torch.dtype) -> str:
+    return SIGNATURE[from_torch(dtype)]
+
+
+def _type(a: Argument) -> str:
+    """An argument's type in Triton's words, and what its value lets the code assume."""
+    if isinstance(a, Described):
+        return f"tensordesc<{_element(a.tensor.dtype)}{list(a.block)}>"
+    if isinstance(a, torch.Tensor):
+        return f"*{_element(a.dtype)}{'' if a.data_ptr() % 16 else ALIGNED}"
+    if isinstance(a, float):
+        return "fp32"
+    if a == 1:
+        return ONE
+    return f"{'i32' if -(1 << 31) <= a < 1 << 31 else 'i64'}{'' if a % 16 else ALIGNED}"
+
+
+def _identity(a: Argument) -> Any:
+    """What of an argument a launch is bound to: all but addresses."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype, a.data_ptr() % 16 == 0
+    if isinstance(a, Described):
+        return a.tensor.dtype, a.tensor.shape, a.tensor.stride(), a.block
+    return type(a), a
+
+
+@functools.cache
+def _interpreted(module: str, function: str) -> Any:
+    from fusewright_triton.run.interpreter import Simulated
+
+    return Simulated(source(module), [function])
+
+
+def _for_triton(a: Argument) -> Any:
+    """As Triton's interpreter takes an argument."""
+    if not isinstance(a, Described):
+        return a
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(a.tensor, list(a.tensor.shape), list(a.tensor.stride()), list(a.block))
+
+
+# ---------------------------------------------------------------- operators
+
+OPERATORS: dict[str, Callable[..., Any]] = {}
+"""Torch operators that launch kernels written by hand, by the name that a plan has for them."""
+_libraries: list[torch.library.Library] = []
+
+
+def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> None:
+    """Defines an operator that a plan can name, for GPUs and (interpreted) for CPU tensors. `run` is also called with meta
+    tensors, to ask for its kernels before they are needed; `meta` gives its result's type alone."""
+    name = schema.partition("(")[0]
+    own = torch.library.Library(NAMESPACE, "FRAGMENT")
+    own.define(schema)
+    for key in ("CPU", "CUDA"):
+        own.impl(name, run, key)
+    own.impl(name, meta, "Meta")
+    _libraries.append(own)  # its definitions end with it
+    OPERATORS[f"{NAMESPACE}::{name}.default"] = run

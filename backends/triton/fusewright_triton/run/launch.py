@@ -1,0 +1,187 @@
+"""Launching built kernels on a GPU with little overhead: arguments are bound once, a launch fills in addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusewright.errors import without_memory
+from fusewright.toolkit.ir.extent import evaluate
+from fusewright.toolkit.ir.ir import Kernel
+from fusewright.toolkit.ir.types import TYPES
+from fusewright_triton.build.binaries import Built, Variant
+from fusewright_triton.emit.schedule import WIDE, offsets_bound
+from fusewright_triton.emit.values import INDEX_ERROR, ZERO_DIVISION
+from fusewright_triton.run.driver import driver
+from fusewright_triton.target import Target
+
+PART_ALIGNMENT = 256
+MOST_SIZES = 4096
+"""Sets of sizes that a launcher remembers."""
+FORMATS = {"f32": "f4x", "f64": "d", "i32": "i4x", "i64": "q"}
+"""Numbers among the arguments, in `struct`'s letters."""
+
+
+class Errors:
+    """One word of pinned host memory that kernels write error codes to. Reading it waits for nothing."""
+
+    def __init__(self) -> None:
+        self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.address = self.flag.data_ptr()
+        self.word = ctypes.c_int32.from_address(self.address)
+
+    def check(self) -> None:
+        """Raises what a finished kernel reported, once."""
+        code = self.word.value
+        if code:
+            self.word.value = 0
+            raise_error(code, "a kernel")
+
+
+@functools.cache
+def errors() -> Errors:
+    """The process's error word. Memory pinned by torch has one address on the host and on every device."""
+    return Errors()
+
+
+def raise_errors() -> None:
+    """Waits for the current stream, then raises what its kernels reported."""
+    torch.cuda.current_stream().synchronize()
+    errors().check()
+
+
+def raise_error(code: int, name: str) -> None:
+    """Raises what an error code stands for, as eager does on the CPU."""
+    if code == INDEX_ERROR:
+        raise IndexError(f"index out of range in {name}")
+    if code == ZERO_DIVISION:
+        raise RuntimeError("ZeroDivisionError")
+    raise RuntimeError(f"{name} failed with code {code}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What follows from the sizes of a launch: which code it needs, programs per function, places of the parts of
+    shared rows in their workspace and its length."""
+
+    wide: bool
+    even: bool
+    programs: tuple[int, ...]
+    parts: tuple[int, ...]
+    workspace: int
+
+
+@dataclass(slots=True)
+class _Bound:
+    """One variant, loaded for one device, with memory for its arguments: 8 bytes each, in the order of parameters.
+
+    `functions` holds (handle, threads, shared bytes, name); `pack` writes addresses, scalars and sizes into `memory`,
+    `pack_parts` the addresses of parts. `params` are the addresses of the arguments, as the driver wants them.
+    """
+
+    functions: list[tuple[int, int, int, str]]
+    memory: ctypes.Array[ctypes.c_char]
+    params: ctypes.Array[ctypes.c_void_p]
+    pack: Callable[..., None]
+    pack_parts: Callable[..., None]
+    parts_at: int
+
+
+class GpuLauncher:
+    """`launcher(tensors, sizes, scalars)` launches on torch's current stream. See `runtime` for what it promises.
+
+    Variants of the code (unaligned addresses, offsets beyond 32 bits) are built when they are first needed.
+    Launches from several threads at once each get arguments of their own.
+    """
+
+    def __init__(self, kernel: Kernel, target: Target, variant: Callable[[Variant], Built]) -> None:
+        self.kernel, self.target, self._variant = kernel, target, variant
+        self._free: dict[tuple[int, bool, bool, bool], list[_Bound]] = {}
+        self._launch: Callable[..., int] = lambda *_: 0
+        self._sizes: dict[tuple[int, ...], _Sizes] = {}
+        self._reports = any(n.op == "bound" for n in kernel.nodes())
+
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        scalars: Sequence[int | float | bool] = (),
+    ) -> None:
+        """Raises errors of earlier launches that are known by now: IndexError for an index out of bounds."""
+        device = tensors[0].get_device()
+        if device != torch.cuda.current_device():
+            if device < 0:
+                raise RuntimeError(f"{self.kernel.name} was given a tensor of the CPU")
+            with torch.cuda.device(device):
+                return self(tensors, sizes, scalars)
+        if self._reports:
+            errors().check()
+        addresses = [t.data_ptr() or without_memory(t) for t in tensors]
+        joined = 0
+        for a in addresses:
+            joined |= a
+        known = self._sizes.get(tuple(sizes)) or self._from_sizes(tuple(sizes))
+        key = (device, known.wide, not joined & 15, known.even)
+        free = self._free.get(key)
+        bound = free.pop() if free else self._bind(Variant(*key[1:]))
+        bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
+        # held until the launches are queued; the allocator gives it to later work of this stream only
+        workspace = self._place_parts(bound, known, tensors[0].device) if known.workspace else None
+        stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
+        for (function, threads, shared, name), programs in zip(bound.functions, known.programs, strict=True):
+            if programs:
+                arguments = (function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
+                if launch(*arguments):
+                    driver(self.target.triton).relaunch(name, *arguments)
+        del workspace
+        self._free.setdefault(key, []).append(bound)
+
+    def _from_sizes(self, sizes: tuple[int, ...]) -> _Sizes:
+        env = dict(zip(self.kernel.symbols, sizes, strict=True))
+        wide = offsets_bound(self.kernel, env) >= WIDE
+        even = bool(sizes) and all(s % 16 == 0 for s in sizes)
+        source = self._variant(Variant(wide, True, even)).source
+        offsets, total = [], 0
+        for dtype, count in source.workspace:
+            offsets.append(total)
+            length = TYPES[dtype].size * evaluate(count, env)
+            total += -(-length // PART_ALIGNMENT) * PART_ALIGNMENT
+        if len(self._sizes) >= MOST_SIZES:
+            self._sizes.clear()
+        programs = tuple(f.programs(env) for f in source.functions)
+        found = self._sizes[sizes] = _Sizes(wide, even, programs, tuple(offsets), total)
+        return found
+
+    def _bind(self, variant: Variant) -> _Bound:
+        built = self._variant(variant)
+        d = driver(self.target.triton)
+        self._launch = d.launcher()
+        functions = [(d.load(b.code, b.name, b.shared), b.threads, b.shared, b.name) for b in built.binaries]
+        parameters = built.source.parameters
+        given = [p for p in parameters if p.kind in ("buffer", "scalar", "size")]
+        parts = sum(p.kind == "part" for p in parameters)
+        # Triton's functions take two more addresses, of scratch memory that these kernels do not use
+        memory = ctypes.create_string_buffer(8 * (len(parameters) + 2))
+        base = ctypes.addressof(memory)
+        params = (ctypes.c_void_p * (len(parameters) + 2))(*(base + 8 * k for k in range(len(parameters) + 2)))
+        if len(parameters) > len(given) + parts:
+            struct.pack_into("<Q", memory, 8 * len(given), errors().address)
+        return _Bound(
+            functions,
+            memory,
+            params,
+            struct.Struct("<" + "".join("Q" if p.pointer else FORMATS[p.dtype] for p in given)).pack_into,
+            struct.Struct("<" + "Q" * parts).pack_into,
+            8 * (len(parameters) - parts),
+        )
+
+    def _place_parts(self, bound: _Bound, sizes: _Sizes, device: torch.device) -> torch.Tensor:
+        workspace = torch.empty(sizes.workspace, dtype=torch.uint8, device=device)
+        base = workspace.data_ptr()
+        bound.pack_parts(bound.memory, bound.parts_at, *(base + offset for offset in sizes.parts))
+        return workspace

@@ -1,0 +1,153 @@
+"""Memset nodes of a captured CUDA graph become kernel nodes.
+
+cuBLASLt clears counters before some products, and cuDNN before attention. The driver launches a graph of kernels alone in one
+go, whatever their number; every memset node among them costs the host a microsecond more at each launch.
+
+Source: CUDA Driver API, graph management; PTX ISA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from fusewright_triton.run.driver import DriverError, driver
+
+MEMSET = 2
+"""CU_GRAPH_NODE_TYPE_MEMSET."""
+
+THREADS = 128
+
+FILL = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry fill(.param .u64 start, .param .u32 word, .param .u32 words)
+{
+    .reg .pred %beyond;
+    .reg .b32 %r<7>;
+    .reg .b64 %d<4>;
+    ld.param.u64 %d1, [start];
+    ld.param.u32 %r1, [word];
+    ld.param.u32 %r2, [words];
+    cvta.to.global.u64 %d1, %d1;
+    mov.u32 %r3, %ctaid.x;
+    mov.u32 %r4, %ntid.x;
+    mov.u32 %r5, %tid.x;
+    mad.lo.s32 %r6, %r3, %r4, %r5;
+    setp.ge.u32 %beyond, %r6, %r2;
+    @%beyond bra done;
+    mul.wide.u32 %d2, %r6, 4;
+    add.s64 %d3, %d1, %d2;
+    st.global.u32 [%d3], %r1;
+done:
+    ret;
+}
+"""
+
+
+class Memset(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS: `height` rows of `width` elements of `size` bytes each."""
+
+    _fields_ = (
+        ("start", ctypes.c_uint64), ("pitch", ctypes.c_size_t), ("value", ctypes.c_uint32), ("size", ctypes.c_uint32),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+class _Kernel(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32), ("params", ctypes.c_void_p), ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def words_of(m: Memset) -> tuple[int, int] | None:
+    """A memset as (word, count) of 32-bit words; None for one that is none."""
+    total = m.width * m.size
+    if m.height != 1 or m.size not in (1, 2, 4) or total % 4 or m.start % 4 or not 0 < total // 4 < 1 << 31:
+        return None
+    value = m.value & ((1 << 8 * m.size) - 1)
+    return int.from_bytes(value.to_bytes(m.size, "little") * (4 // m.size), "little"), total // 4
+
+
+@functools.cache
+def _fill(device: int) -> int:
+    """The kernel on one device; 0 where the driver cannot assemble it."""
+    try:
+        return driver("cuda").load(FILL, "fill", 0)
+    except DriverError:
+        return 0
+
+
+class _Graph:
+    """A CUgraph that is not instantiated yet."""
+
+    def __init__(self, handle: int, fill: int) -> None:
+        self.handle, self.fill = ctypes.c_void_p(handle), ctypes.c_void_p(fill)
+
+    def call(self, name: str, *args: Any) -> None:
+        d = driver("cuda")
+        d.call(name, getattr(d.lib, name), *args)
+
+    def listed(self, name: str, of: ctypes.c_void_p) -> list[int]:
+        """What a driver function lists: asked for the number first."""
+        count = ctypes.c_size_t()
+        self.call(name, of, None, ctypes.byref(count))
+        found = (ctypes.c_void_p * max(count.value, 1))()
+        if count.value:
+            self.call(name, of, found, ctypes.byref(count))
+        return [int(h or 0) for h in found[: count.value]]
+
+    def replaced(self, handle: int) -> bool:
+        """Puts a kernel in the place of a memset node; whether the node was one."""
+        node, kind, memset = ctypes.c_void_p(handle), ctypes.c_int(), Memset()
+        self.call("cuGraphNodeGetType", node, ctypes.byref(kind))
+        if kind.value != MEMSET:
+            return False
+        self.call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
+        found = words_of(memset)
+        if found is None:
+            return False
+        before, after = (self.listed(f"cuGraphNodeGet{what}", node) for what in ("Dependencies", "DependentNodes"))
+        new = self.added(memset.start, *found, before)
+        if after:
+            sources, targets = [int(new.value or 0)] * len(after), after
+            self.call(
+                "cuGraphAddDependencies", self.handle, _array(sources), _array(targets), ctypes.c_size_t(len(after))
+            )
+        self.call("cuGraphDestroyNode", node)
+        return True
+
+    def added(self, start: int, word: int, words: int, before: Sequence[int]) -> ctypes.c_void_p:
+        """A kernel node that fills memory after the nodes `before`."""
+        arguments = (ctypes.c_uint64(start), ctypes.c_uint32(word), ctypes.c_uint32(words))
+        addresses = _array([ctypes.addressof(a) for a in arguments])
+        three = ctypes.c_uint32 * 3
+        grid, block = three(-(-words // THREADS), 1, 1), three(THREADS, 1, 1)
+        launch = _Kernel(self.fill, grid, block, 0, ctypes.cast(addresses, ctypes.c_void_p))
+        new = ctypes.c_void_p()
+        count = ctypes.c_size_t(len(before))
+        self.call(
+            "cuGraphAddKernelNode_v2", ctypes.byref(new), self.handle, _array(before), count, ctypes.byref(launch)
+        )
+        return new
+
+
+def _array(values: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * max(len(values), 1))(*values)
+
+
+def as_kernels(graph: int, device: int) -> int:
+    """Replaces the memset nodes of a graph (a CUgraph) that is not instantiated yet; how many that were. RuntimeError when
+    the driver refuses in between, which leaves the graph without use."""
+    fill = _fill(device)
+    if not fill:
+        return 0
+    g = _Graph(graph, fill)
+    return sum(map(g.replaced, g.listed("cuGraphGetNodes", g.handle)))

@@ -1,0 +1,177 @@
+"""Torch's attention: which kernel computes it where it has a mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright_triton.kernels import attention_ops as kernel
+from fusewright_triton.select.attention import decomposed_bias
+from fusewright_triton.select.attention.heads import Heads, heads_of, taken_apart
+from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.target import named
+
+NARROW = 64
+"""Elements of a head up to which it is narrow."""
+
+SECTOR = 32
+"""Bytes that memory is read by."""
+
+REPEATS = 10
+
+
+def sdpa_reason(op: OpView) -> str | None:
+    """Why torch's own choice among its kernels is left alone."""
+    if op.arg("attn_mask") is None:
+        return "torch's own choice among its kernels is the fastest one"
+    return None
+
+
+def lower_sdpa(op: OpView, c: Calls) -> Found | None:
+    """Attention with a mask: by our kernel where it is faster; a mask that torch's kernels refuse is else copied."""
+    found = _decomposed_mask(op, c)
+    if found is not None:
+        return found
+    refused = _refused(spec_of(op.arg("attn_mask")))
+    tried = _plain(op, c) and (refused or _shared_mask(op))
+    if tried and (_known_to_pay(op, refused, c) or _pays(op, refused, c)):
+        return Found((op,), op, partial(_masked, op), "attention, by our kernel")
+    out = spec_of(op.out)
+    if not refused or out.stride != contiguous_strides(out.shape):  # type: ignore[arg-type]
+        return None
+    return Found((op,), op, partial(_with_dense_mask, op), "attention with a dense mask")
+
+
+def _decomposed_mask(op: OpView, c: Calls) -> Found | None:
+    """A mask of decomposed positions that nobody else reads never becomes a matrix."""
+    q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
+    plain = q.rank == 4 and q.shape[:2] == k.shape[:2] and q.shape[-1] == v.shape[-1]
+    if not plain or op.arg("dropout_p") or op.arg("is_causal"):
+        return None
+    found = decomposed_bias.summands(op.arg("attn_mask"), c, decomposed_bias.Sum())
+    batch, heads, queries, _ = q.shape
+    bias = decomposed_bias.positions(found.terms, batch * heads, queries, k.shape[2])  # type: ignore[arg-type, operator]
+    if bias is None or not decomposed_bias.fits(q, c, bias.keys):
+        return None
+    operands = op.arg("query"), op.arg("key"), op.arg("value")
+    where = heads_of(*operands, op.out, c)
+    taken = decomposed_bias.ordered([*found.ops, *where.ops, op], c)
+    write = partial(_decomposed, op, bias, where)
+    return Found(taken, op, write, "attention with decomposed positions", taken_apart(where.stack, taken, c))
+
+
+def _decomposed(op: OpView, bias: decomposed_bias.Positions, where: Heads, c: Calls) -> None:
+    operands = where.operands([op.arg(n) for n in ("query", "key", "value")], c)
+    where.write(op, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(bias, c), op.arg("scale")], c)
+
+
+# ---------------------------------------------------------------- masks
+
+
+def _refused(mask: TensorSpec) -> bool:
+    """Masks whose last dimension is not dense: flash, memory-efficient and cuDNN attention all refuse those, and torch
+    would compute in fp32 products and a softmax."""
+    return mask.rank > 0 and mask.stride[-1] != 1 and mask.shape[-1] != 1
+
+
+def _shared_mask(op: OpView) -> bool:
+    """Whether batches, heads or queries share a mask, so that reading it costs little, or keys are few: narrow heads of half
+    types are then faster in our kernel."""
+    q, k, mask = (spec_of(op.arg(n)) for n in ("query", "key", "attn_mask"))
+    read = math.prod(n for n, step in zip(mask.shape, mask.stride, strict=True) if step != 0)  # type: ignore[misc]
+    whole = math.prod(q.shape[:3]) * k.shape[2]  # type: ignore[arg-type, operator]
+    return _narrow(q) and (2 * read <= whole or k.shape[2] <= kernel.FEW_KEYS)  # type: ignore[operator]
+
+
+def _narrow(q: TensorSpec) -> bool:
+    return q.dtype != torch.float32 and q.shape[3] <= NARROW  # type: ignore[operator]
+
+
+def _known_to_pay(op: OpView, refused: bool, c: Calls) -> bool:
+    """Where the H100 always found our kernel faster than cuDNN's, torch's first choice, or than that with a copy of the mask
+    before it: steps of a mask that are less than a sector cost little."""
+    q, mask = spec_of(op.arg("query")), spec_of(op.arg("attn_mask"))
+    copied = refused and mask.static and _narrow(q) and mask.stride[-1] * mask.dtype.itemsize <= SECTOR  # type: ignore[operator]
+    return (copied or _shared_mask(op)) and named(c.ctx.device.arch).triton == "cuda"
+
+
+def _plain(op: OpView, c: Calls) -> bool:
+    """Whether our kernel computes this attention."""
+    q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
+    if op.arg("dropout_p") or op.arg("is_causal") or not q.rank == k.rank == 4:
+        return False
+    same = q.dtype == k.dtype == v.dtype and k.shape == v.shape and q.shape[::3] == k.shape[::3] and k.shape[1] > 0  # type: ignore[operator]
+    return same and q.shape[1] % k.shape[1] == 0 and decomposed_bias.fits(q, c)  # type: ignore[operator]
+
+
+def _masked(op: OpView, c: Calls) -> None:
+    q, k, v, mask = (c.b.any_strides(op.arg(n)) for n in ("query", "key", "value", "attn_mask"))
+    stride, arch = spec_of(op.out).stride, c.ctx.device.arch
+    c.b.call(kernel.ATTENTION, q, k, v, mask, False, op.arg("scale"), True, stride, arch, out=op.out, op=op)
+
+
+def _with_dense_mask(op: OpView, c: Calls) -> None:
+    """A mask made of constants is copied once, when the plan is first run."""
+    mask: Value = op.arg("attn_mask")
+    spec = spec_of(mask)
+    dense = c.ctx.value(replace(spec, stride=contiguous_strides(spec.shape), const=False))  # type: ignore[arg-type]
+    clone = Call("aten::clone.default", (c.exact(mask),), (dense.id,), (("memory_format", torch.contiguous_format),))
+    c.b.append(clone)
+    given = c.b.at_hand(op)
+    place = op.argnames.index("attn_mask")
+    # torch's choice among its kernels decides the strides, and it is another one than for the mask as it was
+    made = c.ctx.value(None)
+    args = (*given.args[:place], dense, *given.args[place + 1 :])
+    c.b.append(c.ctx.aten(replace(given, args=args, outs=(made, *given.outs[1:]))))
+    c.b.append(Call("aten::contiguous.default", (Ref(made.id),), (op.out.id,)))
+
+
+def _pays(op: OpView, refused: bool, c: Calls) -> bool:
+    """Whether our kernel is faster than torch's (with a dense copy of a mask that it refuses), by a short measurement."""
+    if c.ctx.device.simulated:
+        return True
+    specs = [spec_of(op.arg(n)) for n in ("query", "key", "value", "attn_mask")]
+    arch, scale, stride = c.ctx.device.arch, op.arg("scale"), spec_of(op.out).stride
+    candidates = Lazy({
+        "torch": partial(_torchs, specs, scale, refused),
+        "kernel": partial(_ours, specs, scale, stride, arch),
+    })  # fmt: skip
+    sizes = " ".join(f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}{list(s.stride)}" for s in (specs[0], *specs[1::2]))
+    return c.ctx.choose(f"attention {sizes}", candidates) == "kernel"
+
+
+def _samples(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(1) for s in specs]  # type: ignore[arg-type]
+
+
+def _torchs(specs: Sequence[TensorSpec], scale: float | None, refused: bool) -> Thunk:
+    q, k, v, mask = _samples(specs)
+    gqa = q.shape[1] != k.shape[1]
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            given = mask.contiguous() if refused else mask
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, given, scale=scale, enable_gqa=gqa)
+        torch.cuda.synchronize(q.device)
+
+    return run
+
+
+def _ours(specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: str) -> Thunk:
+    q, k, v, mask = _samples(specs)
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            kernel.attention(q, k, v, mask, False, scale, True, stride, arch)
+        torch.cuda.synchronize(q.device)
+
+    return run

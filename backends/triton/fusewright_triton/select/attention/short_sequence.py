@@ -1,0 +1,47 @@
+"""Attention over few keys on Hopper (image encoders, short texts): a kernel without a running softmax."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fusewright.interface import OpView
+from fusewright_triton.kernels import few_keys_ops as kernel
+from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.target import named
+
+
+def reason(op: OpView) -> str | None:
+    """Why this is no attention over few keys, by what a graph says of it."""
+    specs = q, k, v = [spec_of(op.arg(n)) for n in ("query", "key", "value")]
+    if not all(s.static and s.rank == 4 and 0 not in s.shape for s in specs):
+        return "symbolic, empty, or not [B, H, L, D]"
+    if op.arg("attn_mask") is not None or op.arg("dropout_p") or op.arg("is_causal"):
+        return "a mask, dropout or causal"
+    scale = op.arg("scale")
+    if scale is not None and not scale > 0:
+        return "a scale that is not positive"
+    queries, dim, keys = q.shape[2], q.shape[3], k.shape[2]
+    # with all of them a library's kernel has nothing to pad, and is as fast
+    if keys >= kernel.MOST_KEYS or 2 * queries < kernel.ROWS or dim > kernel.LARGEST_DIM or dim % 8:  # type: ignore[operator]
+        return "many keys, few queries or a wide head"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in kernel.DTYPES:
+        return "not of one half type"
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or dim != k.shape[3] or q.shape[1] % k.shape[1]:  # type: ignore[operator]
+        return "values of another shape than keys"
+    return None
+
+
+def lower(op: OpView, c: Calls) -> Found | None:
+    """The kernel, where the device has what it is built on and heads for half of its multiprocessors."""
+    t, out = named(c.ctx.device.arch), spec_of(op.out)
+    batch, heads = out.shape[:2]
+    if t.matrix != "wgmma" or c.region.phase != "infer" or 2 * batch * heads < t.units:  # type: ignore[operator]
+        return None
+    if not kernel.describable(out.shape, out.stride, out.dtype.itemsize):  # type: ignore[arg-type]
+        return None
+    return Found((op,), op, partial(_write, op), "attention over few keys")
+
+
+def _write(op: OpView, c: Calls) -> None:
+    q, k, v = (c.b.any_strides(op.arg(n)) for n in ("query", "key", "value"))
+    c.b.call(kernel.OPERATOR, q, k, v, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch, out=op.out, op=op)

@@ -1,0 +1,216 @@
+"""Attention that model code spells out: a product, a sum with a mask or positions, a softmax, a product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fusewright.interface import OpView, Value
+from fusewright.plan.ir import Ref
+from fusewright_triton.kernels import attention_ops as kernel
+from fusewright_triton.select.attention import decomposed_bias
+from fusewright_triton.select.attention.decomposed_bias import (
+    RESHAPES,
+    Shape,
+    Sum,
+    made_for_one,
+    shape_of,
+    through,
+    view,
+)
+from fusewright_triton.select.attention.heads import Heads, base_of, heads_of, result_of, taken_apart
+from fusewright_triton.select.calls import Calls, Found, spec_of
+
+HALF = (torch.bfloat16, torch.float16)
+
+_MOVES = RESHAPES | {"expand"}
+
+
+def reason(op: OpView) -> str | None:
+    """Only over the last dimension of scores."""
+    x = spec_of(op.arg("self"))
+    return None if x.rank >= 3 and op.arg("dim") in (-1, x.rank - 1) else "not over the last dimension of scores"
+
+
+@dataclass
+class Spelled:
+    """weights = softmax(query [N, Q, D] @ key [N, D, K] * scale + terms); `product` = weights @ value [N, K, D].
+
+    `terms` are summands with the shapes that they are broadcast to, `scores` that of the product of queries and keys.
+    `hidden` says where a score became -inf. `ops` compute it, and nobody else reads what is in between.
+    """
+
+    product: OpView
+    query: Value
+    key: Value
+    value: Value
+    scale: float
+    terms: list[tuple[Value, Shape]]
+    scores: Shape
+    hidden: Value | None
+    ops: list[OpView]
+
+
+def lower(op: OpView, c: Calls) -> Found | None:
+    """Attention as one call, from the softmax in its middle."""
+    s = _spelled(op, c) if c.region.phase == "infer" else None
+    if s is None:
+        return None
+    q = spec_of(s.query)
+    n, queries, keys = *shape_of(s.query)[:2], shape_of(s.value)[1]
+    bias = None if s.hidden else decomposed_bias.positions(s.terms, n, queries, keys)
+    if bias is not None and decomposed_bias.fits(q, c, bias.keys):
+        return _found_with_positions(s, bias, c)
+    lead = _lead(s, n, queries, keys) if len(s.terms) + (s.hidden is not None) <= 1 else None
+    if lead is None or q.dtype not in HALF or not decomposed_bias.fits(q, c):
+        return None
+    moves = [_split(x, lead, c) for x in (s.query, s.key, s.value)]
+    result = result_of(s.product.out, c)
+    where = Heads(None, result if result is not None and result.lead == lead else None, lead, ())
+    taken = [*s.ops, *(op for _, ops in moves for op in ops), *(where.result.ops if where.result else ())]
+    write = partial(_with_mask, s, where, [value for value, _ in moves])
+    return Found(decomposed_bias.ordered(taken, c), s.product, write, "attention, by our kernel")
+
+
+def _spelled(op: OpView, c: Calls) -> Spelled | None:
+    ops = [op]
+    product = _weighted(op, c, ops)
+    if product is None:
+        return None
+    scores, hidden = _unhidden(_uncast(op.arg("self"), c, ops), c, ops)
+    found = decomposed_bias.summands(scores, c, Sum())
+    for k, (term, frame) in enumerate(found.terms):
+        mine: list[OpView] = []
+        term, after = _scaled(term, c, mine)
+        term = through(term, c, mine)
+        scored = made_for_one(term, c)
+        if scored is None or scored.op != "bmm":
+            continue
+        query, before = _scaled(scored.arg("self"), c, mine)
+        key, value = scored.arg("mat2"), product.arg("mat2")
+        n, _, keys = shape_of(scored.out)
+        dim = shape_of(query)[2]
+        same = shape_of(product.arg("self")) == shape_of(scored.out) and shape_of(value) == (n, keys, dim)
+        if not same or not spec_of(query).dtype == spec_of(key).dtype == spec_of(value).dtype:
+            return None
+        rest = [*found.terms[:k], *found.terms[k + 1 :]]
+        return Spelled(product, query, key, value, before * after, rest, frame, hidden, [*ops, *found.ops, *mine, scored])
+    return None
+
+
+def _weighted(op: OpView, c: Calls, ops: list[OpView]) -> OpView | None:
+    """The product of a softmax's result with values. The ops up to it are noted."""
+    value, user = op.out, c.b.links.only_user(op.out)
+    while user is not None and user.op in _MOVES | {"cast"} and _same_matrices(user.out, value):
+        ops.append(user)
+        value, user = user.out, c.b.links.only_user(user.out)
+    if user is None or user.op != "bmm" or user.arg("self") != value:
+        return None
+    ops.append(user)
+    return user
+
+
+def _same_matrices(a: Value, b: Value) -> bool:
+    """Whether two tensors hold as many matrices of one size."""
+    return shape_of(a)[-2:] == shape_of(b)[-2:] and math.prod(shape_of(a)) == math.prod(shape_of(b))
+
+
+def _uncast(value: Value, c: Calls, ops: list[OpView]) -> Value:
+    """What a value is a wider copy of."""
+    made = made_for_one(value, c)
+    if made is None or made.op != "cast":
+        return value
+    ops.append(made)
+    return next(made.inputs())
+
+
+def _unhidden(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, Value | None]:
+    """What a value is with some scores hidden, and which."""
+    made = made_for_one(value, c)
+    if made is None or made.op != "masked_fill" or made.arg("value") != -math.inf:
+        return value, None
+    ops.append(made)
+    return made.arg("self"), made.arg("mask")
+
+
+def _scaled(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, float]:
+    """What a value is the multiple of, and how much of it."""
+    made = made_for_one(value, c)
+    if made is None or made.op not in ("mul", "div"):
+        return value, 1.0
+    factor, source = made.arg("other"), made.arg("self")
+    if not isinstance(factor, int | float) or not isinstance(source, Value) or (made.op == "div" and factor == 0):
+        return value, 1.0
+    if spec_of(source).dtype != spec_of(value).dtype:
+        return value, 1.0
+    ops.append(made)
+    return source, float(factor) if made.op == "mul" else 1.0 / factor
+
+
+def _found_with_positions(s: Spelled, p: decomposed_bias.Positions, c: Calls) -> Found:
+    key = base_of(s.key, c, s.ops)
+    where = heads_of(s.query, key, s.value, s.product.out, c)
+    taken = decomposed_bias.ordered([*s.ops, *where.ops], c)
+    write = partial(_with_positions, s, p, where, key)
+    also = taken_apart(where.stack, taken, c)
+    return Found(taken, s.product, write, "attention with decomposed positions", also)
+
+
+def _with_positions(s: Spelled, p: decomposed_bias.Positions, where: Heads, key: Value | None, c: Calls) -> None:
+    k = key if key is not None or where.stack is not None else view(c, "aten::transpose.int", c.b.any_strides(s.key), 1, 2)
+    operands = where.operands([s.query, k, s.value], c)
+    where.write(s.product, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(p, c), s.scale], c)
+
+
+# ---------------------------------------------------------------- with a mask, or nothing, added
+
+
+def _lead(s: Spelled, n: int, queries: int, keys: int) -> tuple[int, int] | None:
+    """Batch and heads, as the scores are added to the mask; None when these are no matrices of queries by keys."""
+    frame = s.terms[0][1] if s.terms else s.scores
+    if frame[-2:] != (queries, keys) or len(frame) not in (3, 4) or math.prod(frame[:-2]) != n:
+        return None
+    return (frame[0], frame[1]) if len(frame) == 4 else (n, 1)
+
+
+def _split(value: Value, lead: Shape, c: Calls) -> tuple[Value, list[OpView]]:
+    """A stack of matrices as [B, H, ...] where it was made of that, and the copies and views in between; else itself."""
+    between: list[OpView] = []
+    at = value
+    while (made := made_for_one(at, c)) is not None and made.op in _MOVES:
+        at = next(made.inputs())
+        if not _same_matrices(at, value):
+            break
+        between.append(made)
+        if shape_of(at)[:-2] == lead:
+            return at, between
+    return value, []
+
+
+def _with_mask(s: Spelled, where: Heads, operands: Sequence[Value], c: Calls) -> None:
+    assert where.lead is not None
+    q, k, v = (_four(x, where.lead, c) for x in operands)
+    k = view(c, "aten::transpose.int", k, -2, -1)
+    mask, given = _mask(s, c)
+    if given is not None and len(s.terms[0][1] if s.terms else s.scores) == len(shape_of(given)) == 3:
+        mask = view(c, "aten::unsqueeze.default", mask, 1)
+    where.write(s.product, kernel.ATTENTION, [q, k, v, mask, False, s.scale, False], c)
+
+
+def _mask(s: Spelled, c: Calls) -> tuple[Ref | None, Value | None]:
+    """The mask that the kernel reads, and what it is made of. One of weights is made once."""
+    if s.hidden is None:
+        return (c.b.any_strides(s.terms[0][0]), s.terms[0][0]) if s.terms else (None, None)
+    make = c.b.once if c.is_const(s.hidden) else partial(view, c)
+    return make("aten::logical_not.default", c.b.exact(s.hidden)), s.hidden
+
+
+def _four(value: Value, lead: Shape, c: Calls) -> Ref | None:
+    ref = c.b.any_strides(value)
+    if shape_of(value)[:-2] == lead:
+        return ref
+    return view(c, "aten::view.default", ref, (*lead, *shape_of(value)[-2:]))

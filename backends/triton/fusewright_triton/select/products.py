@@ -1,0 +1,182 @@
+"""Products with weights: one for all that read the same, and widths that the fast kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright.interface import CompileContext, OpView, TensorSpec, Value
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.toolkit.region.match import siblings
+from fusewright_triton.select import epilogues
+from fusewright_triton.select.calls import Calls, Found, spec_of
+
+PADDED_TO = 8
+"""Elements of a half type whose rows suit the tensor memory accelerator and 16-byte loads."""
+
+PADDING_PAYS = 1 << 22
+"""Results from which on a width that does not suit is padded: the copy back must cost less than the slow kernel."""
+
+LARGEST_COPY = 1 << 25
+"""Elements of concatenated weights at most: they are a second copy, and large products gain nothing."""
+
+REPEATS = 10
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def reason(op: OpView) -> str | None:
+    """Why a linear stays torch's own call."""
+    x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
+    if not x.static or w.rank != 2 or x.rank < 2 or 0 in (*x.shape, *w.shape):
+        return "symbolic, empty or no matrix"
+    return "mixed dtypes" if x.dtype != w.dtype else None
+
+
+def lower(op: OpView, c: Calls) -> Found | None:
+    """A linear with its activation or residual, with its siblings, or with a padded weight; else None."""
+    fused = epilogues.activated(op, c) or epilogues.added(op, c) or (epilogues.odd(op, c) if _unsuited(op) else None)
+    if fused is not None:
+        return fused
+    if not c.is_const(op.arg("weight"), op.arg("bias")):
+        if c.region.phase != "infer" and _unsuited(op):
+            return Found((op,), op, partial(_padded, op), "product, padded")
+        return epilogues.plain(op, c)
+    group = next((g for g in _groups(c) if op in g), None)
+    if group is not None and concat_pays(group, c.ctx):
+        return Found(group, group[0], partial(_concatenated, group), f"one product for {len(group)}")
+    return Found((op,), op, partial(_padded, op), "product, padded") if _unsuited(op) else epilogues.plain(op, c)
+
+
+def _groups(c: Calls) -> list[tuple[OpView, ...]]:
+    def eligible(op: OpView) -> bool:
+        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and c.free(op)
+
+    return siblings(c.region.ops, eligible)
+
+
+def _concatenated(group: Sequence[OpView], c: Calls) -> None:
+    """All siblings as one product; each result is a slice of it, without a copy."""
+    weight = c.b.once("aten::cat.default", tuple(c.b.exact(op.arg("weight")) for op in group), 0)
+    bias = None
+    if group[0].arg("bias") is not None:
+        bias = c.b.once("aten::cat.default", tuple(c.b.exact(op.arg("bias")) for op in group), 0)
+    _sliced(group, c, weight, bias)
+
+
+def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, more: int = 0) -> None:
+    """One product whose columns are the results of `group` in order, and `more` that nobody reads."""
+    widths = [int(spec_of(op.out).shape[-1]) for op in group]  # type: ignore[arg-type]
+    shape = (*spec_of(group[0].out).shape[:-1], sum(widths) + more)
+    whole, stride, start = c.ctx.value(None), contiguous_strides(shape), 0  # type: ignore[arg-type]
+    epilogues.linear(group[0], sum(widths) + more, weight, bias, whole, c)
+    for op, width in zip(group, widths, strict=True):
+        columns = (Ref(whole.id), len(shape) - 1, start, start + width)
+        c.b.library("aten::slice.Tensor", *columns, out=op.out, stride=stride, op=op)
+        start += width
+
+
+def _unsuited(op: OpView) -> bool:
+    out = spec_of(op.out)
+    width = out.shape[-1]
+    return out.dtype in HALF and width % PADDED_TO != 0 and out.numel_hint() >= PADDING_PAYS  # type: ignore[operator]
+
+
+def _padded(op: OpView, c: Calls) -> None:
+    """The product with rows of zeros behind the weight; the result is a slice, with gaps between its rows."""
+    more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
+    make = c.b.once if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
+    weight = make("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
+    bias = c.exact(op.arg("bias"))
+    padded = None if bias is None else make("aten::constant_pad_nd.default", bias, (0, more), 0)
+    _sliced([op], c, weight, padded, more)
+
+
+def _each_call(c: Calls, target: str, *args: Any) -> Ref:
+    """What `Builder.once` computes, at every call: weights change in training."""
+    made = c.ctx.value(None)
+    c.b.call(target, *args, out=made)
+    return Ref(made.id)
+
+
+def mm_reason(op: OpView) -> str | None:
+    """Only products whose operands have rows that no fast kernel takes."""
+    operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
+    if not all(s.static for s in operands) or not any(map(_gapless, operands)):
+        return "the operands suit torch's kernels as they are"
+    return None
+
+
+def _gapless(s: TensorSpec) -> bool:
+    """Whether a large matrix has rows (or columns) of elements whose length does not suit."""
+    if s.dtype not in HALF or s.rank != 2 or s.numel_hint() < PADDING_PAYS or 1 not in s.stride:
+        return False
+    return max(s.stride) % PADDED_TO != 0  # type: ignore[type-var, operator]
+
+
+def lower_mm(op: OpView, c: Calls) -> Found:
+    """A product whose unsuited operands are copied to padded rows; products of one tensor share the copy."""
+    return Found((op,), op, partial(_with_padded_rows, op), "product, of padded rows")
+
+
+def _with_padded_rows(op: OpView, c: Calls) -> None:
+    args = [_suited(op.arg(n), c) for n in ("self", "mat2")]
+    c.b.call("aten::mm.default", *args, out=op.out, op=op)
+
+
+def _suited(value: Value, c: Calls) -> Ref:
+    """A matrix with padded rows: of the tensor itself, or of what it is the transpose of."""
+    spec = spec_of(value)
+    if not _gapless(spec):
+        return c.b.exact(value)
+    made = c.producer(value)
+    if spec.stride[0] == 1 and made is not None and made.op in ("t", "transpose", "permute"):
+        base = next(iter(made.inputs()))
+        if spec_of(base).shape == spec.shape[::-1] and spec_of(base).stride == spec.stride[::-1]:
+            return _each_call(c, "aten::t.default", _suited(base, c))
+    if value.id not in c.padded:
+        n, m = (int(s) for s in spec.shape)  # type: ignore[arg-type]
+        rows = spec.stride[1] == 1
+        wide = (m if rows else n) + -(m if rows else n) % PADDED_TO
+        empty = _each_call(
+            c, "aten::new_empty_strided.default", Ref(value.id), (n, m), (wide, 1) if rows else (1, wide)
+        )
+        c.padded[value.id] = _each_call(c, "aten::copy_.default", empty, c.b.exact(value))
+    return c.padded[value.id]
+
+
+def concat_pays(group: Sequence[OpView], ctx: CompileContext) -> bool:
+    """Whether one product for all siblings is faster than one for each, by a short measurement."""
+    x, ws = spec_of(group[0].arg("input")), [spec_of(op.arg("weight")) for op in group]
+    if ctx.device.simulated:
+        return True
+    if sum(w.numel_hint() for w in ws) > LARGEST_COPY:
+        return False
+    m, k, widths = x.numel_hint() // int(x.shape[-1]), int(x.shape[-1]), [int(w.shape[0]) for w in ws]  # type: ignore[arg-type]
+    biased = group[0].arg("bias") is not None
+    key = f"siblings {str(x.dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}{' bias' * biased}"
+
+    def products(ns: Sequence[int]) -> Callable[[], Thunk]:
+        return lambda: _products(m, k, ns, x.dtype, x.device, biased)
+
+    candidates = Lazy({"separate": products(widths), "together": products([sum(widths)])})
+    return ctx.choose(key, candidates) == "together"
+
+
+def _products(m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool) -> Thunk:
+    x = torch.full((m, k), 0.5, dtype=dtype, device=device)
+    ws = [torch.full((n, k), 0.5, dtype=dtype, device=device) for n in widths]
+    bs = [torch.zeros(n, dtype=dtype, device=device) if biased else None for n in widths]
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            for w, b in zip(ws, bs, strict=True):
+                torch.nn.functional.linear(x, w, b)
+        torch.cuda.synchronize(device)
+
+    return run

@@ -1,0 +1,99 @@
+"""Capture: Dynamo's graph to ATen graphs, by the direct road or through AOTAutograd (one graph each for forward and
+backward).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import storage
+from fusewright.capture import direct
+from fusewright.graph.effects import writes, written
+from fusewright.graph.fills import size_fills
+from fusewright.interface import Phase
+
+log = logging.getLogger("fusewright")
+
+Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
+"""(ATen graph, phase, constant placeholders, road) -> a callable that takes and empties a list of inputs."""
+
+
+def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+    """Compile a Dynamo graph: directly where that is certainly right, else through AOTAutograd."""
+    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph), example_inputs)
+
+
+def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+    try:
+        aten, constants = direct.capture(gm, example_inputs)
+    except direct.Doubt as doubt:
+        road = f"aot ({str(doubt).splitlines()[0]})"
+        try:
+            return through_aot(gm, example_inputs, compile_graph, road)
+        except RuntimeError as e:
+            if compat.SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
+                raise
+            log.warning("fusewright: eager runs a graph that writes into an input whose elements share memory")
+            return gm.forward  # it raises its own error, or does what it allows
+    run = compile_graph(aten, "infer", constants, "direct")
+    if not compat.autocast_enabled():
+        return lambda *args: run(list(args))
+
+    def without_autocast(*args: Any) -> Any:  # its casts are ops of the graph already
+        with compat.disable_autocast():
+            return run(list(args))
+
+    return without_autocast
+
+
+def through_aot(
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, road: str
+) -> Callable[..., Any]:
+    """The long road: right for training, mutation, aliasing and tensor subclasses."""
+    trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
+    untraced = next(filter(None, map(storage.untraced, example_inputs)), "")
+    wrapped = any(compat.is_wrapper(x) for x in example_inputs)
+
+    def compiler(phase: Phase) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+        def compile_aten(aten: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            constants = constant_placeholders(aten) if phase == "infer" and trackable else frozenset()
+            if untraced:
+                aten.meta[storage.UNTRACED] = untraced
+            run = compile_graph(aten, phase, constants, road)
+            run = storage.materializing(run, _unguarded(aten, phase, wrapped))
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_aten
+
+    return compat.aot_compile(
+        gm,
+        example_inputs,
+        forward=compiler("forward"),
+        backward=compiler("backward"),
+        inference=compiler("infer"),
+        joint=size_fills,
+    )
+
+
+def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:
+    """Positions of the inputs of which no guard says whether they are lazy: what autograd hands to a backward graph, and what
+    lies inside of subclasses. Those that the graph writes must stay themselves."""
+    changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
+    places = [(k, n) for k, n in enumerate(aten.graph.find_nodes(op="placeholder")) if n not in changed]
+    found = [k for k, n in places if wrapped or (phase == "backward" and compat.is_tangent(n))]
+    return found
+
+
+def constant_placeholders(aten: GraphModule) -> frozenset[Node]:
+    """Parameters and buffers that the graph does not write: what may be prepacked as long as it does not change."""
+    static = compat.static_input_indices()
+    changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
+    placeholders = [n for n in aten.graph.nodes if n.op == "placeholder"]
+    return frozenset(n for i, n in enumerate(placeholders) if i in static and n not in changed)

@@ -1,0 +1,111 @@
+"""Plans from the disk cache and into it. A plan is stored after its first run, when everything it believes was seen to
+be true.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright.cache import place, seal, store
+from fusewright.cache.key import key_of
+from fusewright.cache.store import Key
+from fusewright.config import Options, env_or_default
+from fusewright.errors import printable
+from fusewright.graph.origin import origin
+from fusewright.graph.view import is_op, qualified_name
+from fusewright.interface import Backend, KernelCode, Phase
+from fusewright.plan import serial, verify, vocabulary
+from fusewright.plan.build import Plan, attribute
+from fusewright.plan.execute import codegen
+from fusewright.plan.ir import Run
+
+log = logging.getLogger("fusewright")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the plan of a graph is kept, and what such a plan may say: as the graph was traced, before any pass."""
+
+    key: Key
+    words: vocabulary.Words
+    attributes: frozenset[str]
+    takes: int
+    gives: int
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        """Why a plan must not become code, or is none of this graph."""
+        yield from vocabulary.find_problems(plan, self.words)
+        yield from (f"the graph holds no {n!r}" for n, _ in plan.attributes.values() if n not in self.attributes)
+        if (len(plan.inputs), len(plan.outputs)) != (self.takes, self.gives):
+            found = f"{len(plan.inputs)} values and returns {len(plan.outputs)}"
+            yield f"it takes {found}, the graph {self.takes} and {self.gives}"
+
+
+def slot(backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node]) -> Slot | None:
+    """The slot of a traced graph; None where nothing can be kept."""
+    if place.cache() is None or not seal.usable():
+        return None
+    graph = gm.graph
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    return Slot(
+        key_of(backend, options, gm, phase, const, serial.FORMAT),
+        vocabulary.Words(frozenset(qualified_name(n.target) for n in graph.nodes if is_op(n)), backend.namespaces),
+        frozenset(str(n.target) for n in graph.find_nodes(op="get_attr")),
+        len(graph.find_nodes(op="placeholder")),
+        len(returned) if isinstance(returned, tuple | list) else 1,
+    )
+
+
+Finish = Callable[[Plan, Mapping[str, KernelCode], Run], Run]
+"""From a plan, its kernels and the plan as a callable to what is called."""
+
+
+def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple[Run, str] | None:
+    """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that
+    fits.
+    """
+    found = store.read(slot.key)
+    if found is None:
+        return None
+    try:
+        plan = serial.from_data(found.data["plan"], lambda name: _held(slot, gm, name))
+        for problem in slot.problems(plan):
+            raise vocabulary.Foreign(problem)
+        kernels = backend.restore(found.code, list(plan.kernels)) if found.code else {}
+        verify.check(plan, "reading it", {h: code.kernel for h, code in kernels.items()})
+        return finish(plan, kernels, codegen.load(plan, kernels)[0]), str(found.data["summary"])
+    except Exception as e:  # whatever keeps an entry from loading, the model is compiled
+        store.reject(slot.key.name, e)
+        return None
+
+
+def _held(slot: Slot, gm: GraphModule, name: str) -> Any:
+    """A tensor that the graph itself names; nothing else of the module can be reached."""
+    if name not in slot.attributes:
+        raise vocabulary.Foreign(f"the graph holds no {name!r}")
+    return attribute(gm, name)
+
+
+def save(slot: Slot, backend: Backend, plan: Plan, graph: Graph, summary: str) -> None:
+    """Store a plan that is data throughout; others stay in memory."""
+    code = backend.store(list(plan.kernels))
+    if code is None:
+        if plan.kernels:
+            return
+        code = b""  # the plan is all there is to store
+    try:
+        data = {"plan": serial.to_data(plan), "summary": summary}
+    except serial.NotSerializable as e:
+        log.debug("a plan is not cached: %s", e)
+        return
+    for problem in slot.problems(plan):
+        log.debug("a plan is not cached, for it could not be read: %s", printable(problem))
+        return
+    facts = {"model": origin(graph), "ops": sum(map(is_op, graph.nodes)), "backend": backend.name}
+    store.write(slot.key, facts, data, code, max(0, env_or_default("CACHE_MB")) * 1_000_000)

@@ -1,0 +1,313 @@
+"""A plan as the Python function that it is: what runs, and what `explain` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusewright.errors import without_memory
+from fusewright.graph import spec
+from fusewright.interface import Dim, KernelCode, Size
+from fusewright.plan.build import Plan
+from fusewright.plan.execute.firstrun import checker
+from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
+from fusewright.plan.execute.once import OnceCache
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.memory import Placement, place
+from fusewright.plan.verify import PlanError, placement_problems
+from fusewright.plan.vocabulary import (
+    SIZES,
+    TORCH,
+    comment,
+    formula,
+    function_of,
+    identifier,
+    is_symbol,
+    keyword,
+    text_of_size,
+)
+
+_BUILTINS = {"__import__": __import__}
+"""Code in C++ imports modules by way of its caller. No text of ours has a name that begins with "_"."""
+
+
+class Names:
+    """The namespace of the generated code: operators under readable names, and objects that have no literal. It has nothing
+    of Python's own but what is put here."""
+
+    def __init__(self) -> None:
+        own: dict[str, Any] = {"torch": TORCH, "inf": math.inf, "nan": math.nan, "complex": complex}
+        self.space: dict[str, Any] = {"__builtins__": _BUILTINS, **own, **SIZES}
+        self._functions: dict[str, str] = {}
+
+    def function(self, target: str) -> str:
+        """A name for a torch operator or Python function, bound to its fastest entry."""
+        if target not in self._functions:
+            name = identifier(target.replace("::", "_"))
+            if name in self.space:  # of another one, whose name differs in punctuation only
+                name = f"{name}_{len(self.space)}"
+            self.space[name] = function_of(target)
+            self._functions[target] = name
+        return self._functions[target]
+
+    def object(self, prefix: str, value: Any) -> str:
+        """A fresh name for an object."""
+        name = f"{identifier(prefix)}_{len(self.space)}"
+        self.space[name] = value
+        return name
+
+    def literal(self, x: Any) -> str:
+        """Source text of an argument."""
+        match x:
+            case Ref():
+                return f"v{x.id}"
+            case tuple() | list():
+                return "[" + ", ".join(self.literal(i) for i in x) + "]"
+            case torch.device():
+                return f"torch.device({str(x)!r})"
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return str(x)
+            case bool() | int() | str() | None:
+                return repr(x)
+            case float():
+                return repr(x)
+            case complex():
+                return f"complex({x.real!r}, {x.imag!r})"  # repr() of one with NaN or Inf is no Python
+        return self.object("const", x)
+
+
+def _call(i: Call | CallPython, names: Names) -> str:
+    left = ", ".join(f"v{o}" for o in i.outs)
+    if isinstance(i, CallPython):
+        left += "," if len(i.outs) == 1 else ""
+        text = f"{names.object(i.name, i.fn)}({', '.join(names.literal(a) for a in i.args)})"
+    else:
+        left += "," if i.packed and len(i.outs) == 1 else ""
+        args = [names.literal(a) for a in i.args] + [f"{keyword(k)}={names.literal(v)}" for k, v in i.kwargs]
+        text = f"{names.function(i.target)}({', '.join(args)})"
+    return f"{left} = {text}" if left else text
+
+
+class _Launches:
+    """Writes the launches of a plan, and collects what a frame must hold for them."""
+
+    def __init__(self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names) -> None:
+        self.plan, self.placement, self.kernels, self.names = plan, placement, kernels, names
+        self.blocks: dict[int, list[Any]] = {}
+        self._shared: dict[str, tuple[str, str]] = {}
+
+    def lines(self, i: Launch, framed: bool) -> list[str]:
+        """Allocation of the outputs, then the call; `framed` where a frame holds the argument blocks."""
+        made = [self._allocate(o) for o in i.outs]
+        return made + (self._native(i) if framed and self.kernels[i.kernel].address is not None else [self._python(i)])
+
+    def _allocate(self, out: int) -> str:
+        if out in self.placement.onto:
+            return f"v{out} = v{self.placement.onto[out]}"
+        if out in self.placement.offset:
+            return f"v{out} = frame.v{out}"
+        spec = self.plan.specs[out]
+        device = "" if spec.device == "cpu" else f", device={spec.device!r}"
+        return f"v{out} = empty_strided({_sizes(spec.shape)}, {_sizes(spec.stride)}, dtype={spec.dtype}{device})"
+
+    def _python(self, i: Launch) -> str:
+        tensors = [f"v{v}" for v in (*(r.id for r in i.inputs), *i.outs)]
+        sizes, scalars = (", ".join(self._number(x) for x in xs) for xs in (i.sizes, i.scalars))
+        call = self.names.object("launch", self.kernels[i.kernel].call)
+        return (
+            f"{call}(({', '.join(tensors)},), ({sizes}{',' if i.sizes else ''}), ({scalars}{',' if i.scalars else ''}))"
+        )
+
+    def _native(self, i: Launch) -> list[str]:
+        """Fill what changes from call to call into the block; the rest is in the frame already."""
+        k = len(self.blocks)
+        block: list[Any] = []
+        fill = []
+        for v in (*(r.id for r in i.inputs), *i.outs):
+            if self._in_arena(v):
+                block.append(("arena", v))
+            else:
+                fill.append(f"b[{len(block)}] = v{v}.data_ptr() or without_memory(v{v})")
+                block.append(None)
+        for x in (*i.sizes, *i.scalars):
+            if isinstance(x, int | float) and not isinstance(x, bool):
+                block.append(bits(x, isinstance(x, float)))
+            else:
+                fill.append(f"b[{len(block)}] = {self._number(x)}")
+                block.append(None)
+        self.blocks[k] = block
+        call, code = self._code(i.kernel)
+        start = [f"b = frame.b{k}"] if fill else []
+        return [*start, *fill, f"e = {call}(frame.p{k}, threads)", f"if e: fail({code}, e, frame.b{k})"]
+
+    def _in_arena(self, value: int) -> bool:
+        return value in self.placement.offset
+
+    def _code(self, kernel: str) -> tuple[str, str]:
+        if kernel not in self._shared:
+            code = self.kernels[kernel]
+            assert code.address is not None
+            run = entry(code.address)
+            self._shared[kernel] = (self.names.object("kernel", run), self.names.object("code", code))
+        return self._shared[kernel]
+
+    def _number(self, x: Any) -> str:
+        match x:
+            case Dim():
+                return text_of_size(x.symbol)
+            case ("size", Ref() as r, int() as dim):
+                return f"v{r.id}.shape[{dim}]"
+            case ("offset", Ref() as r):
+                return f"v{r.id}.storage_offset()"
+            case ("expr", str() as text, sources):
+                return formula(text, [self._number(s) for s in sources])
+        return self.names.literal(x)
+
+    def frame(self) -> Callable[[], Frame]:
+        """Makes a frame for one call."""
+        places = {v: (at, self.plan.specs[v]) for v, at in self.placement.offset.items()}
+        return lambda: Frame(self.placement.arena_bytes, places, self.blocks)
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    return "(" + "".join(f"{s}, " if isinstance(s, int) else f"{text_of_size(s.symbol)}, " for s in sizes) + ")"
+
+
+class _Symbols:
+    """Definitions of the size symbols that launches mention, from shapes and values of the inputs, and of results whose
+    size depends on data.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._open = {name for i in plan.instructions if isinstance(i, Launch) for name in _mentioned(plan, i)}
+
+    def of(self, ids: Iterable[int]) -> list[str]:
+        """What can be defined now that these values exist, and could not before."""
+        known: dict[str, str] = {}
+        for i in ids if self._open else ():
+            if i in self._plan.scalars:
+                known.setdefault(self._plan.scalars[i], f"v{i}")
+            spec = self._plan.specs.get(i)
+            for what, sizes in (("shape[{}]", spec.shape), ("stride({})", spec.stride)) if spec is not None else ():
+                for d, s in enumerate(sizes):
+                    if isinstance(s, Dim):
+                        known.setdefault(s.symbol, f"v{i}.{what.format(d)}")
+        found = [f"    {name} = {source}" for name, source in known.items() if name in self._open and is_symbol(name)]
+        self._open -= known.keys()
+        return found
+
+
+def _mentioned(plan: Plan, launch: Launch) -> Iterator[str]:
+    """Names in the sizes of a launch and of what it makes."""
+    sizes = [s for o in launch.outs for s in (*plan.specs[o].shape, *plan.specs[o].stride)]
+    todo: list[Any] = [*sizes, *launch.sizes, *launch.scalars]
+    while todo:
+        s = todo.pop()
+        if isinstance(s, Dim):
+            yield from spec.symbols(s)
+        elif isinstance(s, tuple):
+            todo += s
+
+
+def _comment(plan: Plan, i: Instruction) -> str:
+    parts = []
+    if i.outs and (spec := plan.specs.get(i.outs[0])) is not None:
+        parts.append(f"{str(spec.dtype).removeprefix('torch.')}[{', '.join(map(str, spec.shape))}]")
+    op_id = getattr(i, "op_id", None)
+    if op_id is not None and plan.comments.get(op_id):
+        parts.append(plan.comments[op_id])
+    return "  # " + comment(" ".join(parts)) if parts else ""
+
+
+def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int, list[int]]:
+    """Instruction position -> ids that die after it. Results that nobody reads die where they are made."""
+    last: dict[int, int] = {}
+    for k, i in enumerate(instructions):
+        for r in (*i.outs, *reads(i)):
+            last[r] = k
+    dead: dict[int, list[int]] = {}
+    for r, k in last.items():
+        if r not in keep:
+            dead.setdefault(k, []).append(r)
+    return dead
+
+
+def _body(
+    plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
+    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None,
+) -> list[str]:  # fmt: skip
+    dead = _last_reads(instructions, keep)
+    lines = []
+    for k, i in enumerate(instructions):
+        written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
+        written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
+        lines += [f"    {line}" for line in written]
+        if checked and isinstance(i, Call):
+            lines += [f"    check({o}, v{o})" for o in i.outs if o in plan.specs]
+        if symbols is not None:
+            lines += symbols.of(i.outs)
+        if k in dead:
+            lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
+    return lines
+
+
+def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False) -> str:
+    """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`."""
+    lines = []
+    if plan.once:
+        kept = set(plan.once_outputs) | set(plan.attributes)
+        lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.once_inputs)}):")
+        lines += _body(plan, plan.once, kept, names, launches, framed=False)
+        lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.once_outputs)})")
+        lines.append("")
+    lines.append("def run(args):")
+    if plan.inputs:
+        lines.append(f"    {', '.join(f'v{i}' for i in plan.inputs)}, = args")
+    lines.append("    args.clear()")
+    if checked:
+        lines += [f"    check({i}, v{i})" for i in (*plan.inputs, *plan.attributes) if i in plan.specs]
+    if plan.once:
+        left = f"{', '.join(f'v{i}' for i in plan.once_outputs)}, = " if plan.once_outputs else ""
+        lines.append(f"    {left}once({', '.join(f'v{i}' for i in plan.once_inputs)})")
+    keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
+    symbols = _Symbols(plan)
+    given = symbols.of(plan.inputs)
+    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols)
+    if any(isinstance(i, Launch) for i in plan.instructions):
+        lines += [*given, "    frame = frames.take()", "    threads = get_num_threads()", *body]
+        lines.append("    frames.give_back(frame)")
+    else:
+        lines += body
+    lines.append(f"    return ({''.join(names.literal(o) + ', ' for o in plan.outputs)})")
+    return "\n".join(lines) + "\n"
+
+
+def load(
+    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, once: OnceCache | None = None
+) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
+    """The plan as a callable that takes (and empties) a list of inputs, and its source text. `once`: prepared constants
+    of another callable of this plan, to be shared.
+    """
+    names = Names()
+    placement = place(plan)
+    if problems := list(placement_problems(plan, placement)):
+        raise PlanError("the memory of a plan is not valid:\n  " + "\n  ".join(problems))
+    launches = _Launches(plan, placement, kernels or {}, names)
+    text = source(plan, names, launches, checked)
+    names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
+    names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
+    names.space.update(get_num_threads=torch.get_num_threads, without_memory=without_memory, check=checker(plan))
+    exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
+    if plan.once:
+        names.space["once"] = once or OnceCache(names.space["prepare"])
+    return names.space["run"], text
+
+
+def once_of(run: Callable[..., Any]) -> OnceCache | None:
+    """The prepared constants of a loaded plan; None when it has none. Others that run parts of the plan share them."""
+    found: OnceCache | None = run.__globals__.get("once")
+    return found

@@ -1,0 +1,106 @@
+"""The first run of a plan is checked: traced metadata is sometimes untrue, and kernels believe it.
+
+FakeTensor says, for example, that the statistics of a layer norm of bf16 with fp32 weights are bf16; a CPU gives fp32.
+When a value is not what was traced, its metadata is mended, the graph is compiled again, and the call starts over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fusewright.errors import without_memory
+from fusewright.plan.build import Plan
+from fusewright.plan.execute.opaque import mismatch
+from fusewright.plan.ir import Call, Run, reads
+from fusewright.storage import NO_MEMORY, why_not
+
+
+class Untrue(Exception):
+    """The value `id` turned out as `actual`, which is not what was traced. `actual` is None where no metadata says that: its
+    memory is not its value."""
+
+    def __init__(self, id: int, actual: torch.Tensor | None, reason: str) -> None:
+        super().__init__(f"value {id} {reason}")
+        self.id = id
+        self.actual = actual
+        self.reason = reason
+
+
+def checker(plan: Plan) -> Callable[[int, Any], None]:
+    """`check(id, value)` for the code of a first run: raises `Untrue`."""
+    read = {r for i in (*plan.once, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
+
+    def check(id: int, value: Any) -> None:
+        spec = plan.specs.get(id)
+        if spec is None or not isinstance(value, torch.Tensor):
+            return
+        if id in read and (reason := why_not(value)):
+            if reason is NO_MEMORY:
+                without_memory(value)
+            raise Untrue(id, None, reason)
+        if reason := mismatch(value, spec):
+            raise Untrue(id, value, reason)
+
+    return check
+
+
+def generators(devices: Iterable[str]) -> Callable[[], None]:
+    """What puts the random number generators of the CPU and of these devices back to where they are now."""
+    states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_rng_state, (torch.get_rng_state(),))]
+    for device in sorted(set(devices)):
+        kind = torch.device(device).type
+        module: Any = torch.get_device_module(kind) if kind not in ("cpu", "meta") else None
+        if hasattr(module, "get_rng_state"):
+            where = () if kind == "mps" else (device,)  # there is one
+            states.append((module.set_rng_state, (module.get_rng_state(*where), *where)))
+
+    def put_back() -> None:
+        for put, state in states:
+            put(*state)
+
+    return put_back
+
+
+def checked_first(
+    checked: Run, run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None],
+    written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (), devices: Iterable[str] = (),
+) -> Run:  # fmt: skip
+    """A callable whose first call goes through `checked`, and all later ones through `run`.
+
+    `repair` mends the metadata and compiles again; `passed` is told when all was true. What an abandoned run did is
+    undone: random numbers that it drew on `devices` and the CPU, and writes into `written(args)`, the tensors that the plan
+    writes in place.
+    """
+    final: Run | None = None
+    lock = threading.RLock()  # one repair: a second thread waits, and then runs what the first one settled on
+
+    def first(args: list[Any]) -> Any:
+        nonlocal final
+        kept, put_back = list(args), generators(devices)
+        before = [(t, t.detach().clone()) for t in written(args)]
+        try:
+            result = checked(args)
+        except Untrue as u:
+            put_back()
+            with torch.no_grad():
+                for t, content in before:
+                    t.copy_(content)
+            final = repair(u)
+            args[:] = kept
+            return final(args)
+        passed()
+        final = run
+        return result
+
+    def call(args: list[Any]) -> Any:
+        if final is None:
+            with lock:
+                if final is None:
+                    return first(args)
+        return final(args)
+
+    return call

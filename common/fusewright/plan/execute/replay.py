@@ -1,0 +1,430 @@
+"""Replay: a plan of fixed shapes is recorded once on its device and replayed as a whole at every later call.
+
+What a backend supplies is a `Recorder` (`fusewright.interface`); what is decided here is what may be recorded and who
+owns which memory:
+
+- weights, and inputs that the plan writes, are read where they lie. When one of them lies elsewhere, or what was
+  prepared from weights was prepared again, the plan is recorded again; when that goes on, replay is given up.
+- other inputs are copied into buffers of the recording.
+- results belong to the caller. Large ones are made by the last few instructions, which run after the replay, into fresh
+  memory; small ones are copied out. So a result that the caller keeps is never overwritten.
+
+Whatever cannot be recorded, or is slower so, runs as the plain plan; the report says why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.interface import KernelCode, Recorder
+from fusewright.plan import verify
+from fusewright.plan.build import Plan, operator_of, written_values
+from fusewright.plan.execute import codegen
+from fusewright.plan.execute.copies import CopiesIn, copier_out
+from fusewright.plan.execute.once import Prepared
+from fusewright.plan.execute.recording import Recorded
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
+from fusewright.plan.memory import roots_of, storage_bytes
+
+LARGE = 1 << 20
+"""Bytes from which a result is made in fresh memory after the replay rather than copied out."""
+
+MOST_LATE = 8
+"""Instructions that may run after the replay for the sake of large results."""
+
+FEWEST = 3
+"""A plan of fewer instructions is not worth a recording."""
+
+MOST_RECORDINGS = 32
+"""Recordings of one plan: one for each set of weights (layers that share a plan) and stream."""
+
+MOST_UNUSED = 3
+"""Recordings that were replaced before they were used twice, after which replay is given up."""
+
+_FACTORIZATION = re.compile(r"_?linalg_(?!vector_norm|cross|vecdot|solve_triangular)|_?cholesky|geqrf|or(gqr|mqr)|_?lu_with_info")
+"""Operators whose libraries look at what the device has found, or that call such operators themselves (`linalg_pinv`). A
+capture that one of them breaks leaves its library broken."""
+
+OTHER_TENSORS = "an operator gives other tensors while it is recorded"
+"""The seed of an attention, for one, is on the CPU, but on the device while a graph is captured."""
+
+SLOWER = 1.03
+"""A replay that takes this many times the plain plan's time is not used."""
+
+
+def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
+    """Why a plan cannot be recorded on devices of this type, or None. From the plan alone. Training draws random numbers
+    as recordings do, from the device's own generator, and its results are looked at elsewhere."""
+    if len(plan.instructions) < FEWEST:
+        return "too few instructions"
+    if any(i in plan.scalars or i not in plan.specs for i in plan.inputs):
+        return "an input is a number"
+    collective = next((i for i in plan.instructions if isinstance(i, Call) and _communicates(i)), None)
+    if collective is not None:
+        return f"{collective.target} waits for other processes"
+    made = {o for i in plan.instructions for o in i.outs}
+    if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
+        return "sizes are symbolic"
+    roots = roots_of(plan.instructions)
+    for i in plan.instructions:
+        why = _unrecordable(i, training) or _misplaced(i, plan, roots)
+        if why is not None:
+            return why
+    unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
+    if unknown:
+        return f"it is not known what value {unknown[0]}, a result, is"
+    read = {r for i in plan.instructions for r in reads(i)} | made
+    elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
+    if elsewhere:
+        return f"a tensor is on {elsewhere[0]}"
+    return None if training else _result_obstacle(plan)
+
+
+def plan_device(plan: Plan, device: str) -> str:
+    """The one device of this type that the plan is on."""
+    return next(iter(_devices(plan, device)))
+
+
+def _devices(plan: Plan, device: str) -> set[str]:
+    """The one device of this type that the plan is on."""
+    found = sorted({s.device for s in plan.specs.values() if s.device.partition(":")[0] == device})
+    return set(found[:1])
+
+
+def _unrecordable(i: Instruction, training: bool = False) -> str | None:
+    """Why an instruction does not do the same at every replay, or waits for the device."""
+    if isinstance(i, CallPython):
+        return f"{i.name} is an opaque function"
+    if isinstance(i, Launch):
+        return None
+    operator = operator_of(i.target)
+    if operator is None:
+        return "sizes are computed at run time"
+    if not training and _draws(i, operator):
+        return f"{i.target} draws random numbers"
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
+        return f"the result of {i.target} depends on data"
+    if operator.namespace == "aten" and _FACTORIZATION.match(operator._opname):
+        return f"{i.target} may wait for the device"
+    return None
+
+
+def _communicates(i: Call) -> bool:
+    """Whether a call is a collective: it is never run once more to warm up, measured, or recorded, for the other processes
+    would have to do the same at the same call."""
+    operator = operator_of(i.target)
+    return operator is not None and compat.communicates(operator.namespace, unknown=False)
+
+
+def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
+    """Why an instruction would not read the same from a copy of an input: it counts from where the input's storage begins."""
+    if isinstance(i, Launch):
+        counted = {r for x in i.sizes if isinstance(x, tuple) and x[0] == "offset" for r in refs(x)}
+    else:
+        counted = set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
+    found = {r for v in counted for r in roots.get(v, {v})} & set(plan.inputs)
+    return "it matters where an input begins in its storage" if found else None
+
+
+def _given_offset(call: Call) -> bool:
+    """Whether a call (`as_strided` and its like) is told a place in a storage."""
+    operator = operator_of(call.target)
+    names = [a.name for a in operator._schema.arguments] if operator is not None else []
+    return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
+
+
+def _draws(i: Call, operator: Any) -> bool:
+    """Whether a call draws random numbers; attention that drops nothing does not."""
+    row = ops.find(operator)
+    if row is not None:
+        return ops.draws(row, i.args, dict(i.kwargs))
+    names = [a.name for a in operator._schema.arguments]
+    if "dropout_p" not in names:
+        return ops.is_random(operator)
+    given = {**dict(zip(names, i.args, strict=False)), **dict(i.kwargs)}
+    return ops.is_random(operator) and given.get("dropout_p", 0.0) != 0.0
+
+
+def _result_obstacle(plan: Plan) -> str | None:
+    """Results that are inputs or views of them, which a recording would give as copies."""
+    made = {o for i in plan.instructions for o in i.outs}
+    roots = roots_of(plan.instructions)
+    results = [r.id for r in plan.outputs if isinstance(r, Ref)]
+    if not results and not written_inputs(plan):
+        return "there are no results"
+    if any(not roots.get(r, {r}) <= made for r in results):
+        return "a result may share memory with an input"
+    return None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A plan in two: `head` is recorded and returns `kept`, `tail` (None: there is none) runs after it.
+
+    The head takes the plan's inputs, then its once-outputs. The tail takes what it reads: of the inputs those at
+    `tail_places`, then `tail_rest`, ids of once-outputs and of what the head keeps. `copied` are positions of inputs
+    that are copied for the head, `fixed` of those that it reads where they lie. `late` maps positions of results to
+    those of the tail's; other results are copies of the values `early`.
+    """
+
+    head: Plan
+    tail: Plan | None
+    kept: tuple[int, ...]
+    copied: tuple[int, ...]
+    fixed: tuple[int, ...]
+    late: Mapping[int, int]
+    early: tuple[int, ...]
+    tail_places: tuple[int, ...]
+    tail_rest: tuple[int, ...]
+
+
+def divide(plan: Plan) -> Parts:
+    """Split a plan that `obstacle` allows."""
+    late = _late(plan)
+    first = [i for k, i in enumerate(plan.instructions) if k not in late]
+    last = [i for k, i in enumerate(plan.instructions) if k in late]
+    made_late = {o for i in last for o in i.outs}
+    results = {k: r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref)}
+    wanted = {r for i in last for r in reads(i)} | {r for r in results.values() if r not in made_late}
+    kept = tuple(sorted(wanted & {o for i in first for o in i.outs}))
+    given = (*plan.inputs, *plan.once_outputs)
+    part = replace(plan, once=[], once_inputs=(), once_outputs=())
+    head = replace(part, inputs=given, outputs=tuple(map(Ref, kept)), instructions=first)
+    wanted_late = {r for i in last for r in reads(i)}
+    tail_places = tuple(k for k, i in enumerate(plan.inputs) if i in wanted_late)
+    tail_rest = tuple(v for v in (*plan.once_outputs, *kept) if v in wanted_late)
+    positions = [k for k, r in results.items() if r in made_late]
+    tail = None
+    if positions:
+        inputs = (*[plan.inputs[k] for k in tail_places], *tail_rest)
+        outputs = tuple(plan.outputs[k] for k in positions)
+        tail = replace(part, inputs=inputs, outputs=outputs, instructions=last)
+    read = {r for i in first for r in reads(i)}
+    written = written_inputs(plan)
+    used = [k for k, i in enumerate(plan.inputs) if i in read]
+    fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
+    copied = tuple(k for k in used if k not in fixed)
+    late_places = {k: n for n, k in enumerate(positions)}
+    early = tuple(r for r in results.values() if r not in made_late)
+    return Parts(head, tail, kept, copied, fixed, late_places, early, tail_places, tail_rest)
+
+
+def written_inputs(plan: Plan) -> set[int]:
+    """Inputs (and tensors of the graph) that a run writes; what it writes of its own does not count."""
+    return written_values(plan) & {*plan.inputs, *plan.attributes}
+
+
+def _late(plan: Plan) -> set[int]:
+    """Positions of the instructions that make large results, with all that depends on them."""
+    if written_inputs(plan):
+        return set()
+    roots = roots_of(plan.instructions)
+    results = [r.id for r in plan.outputs if isinstance(r, Ref)]
+    late: set[int] = set()
+    for v in dict.fromkeys(results):
+        shared = any(roots[v] & roots[w] for w in results if w != v)
+        if v in plan.specs and storage_bytes(plan.specs[v]) >= LARGE and not shared:
+            more = late | _dependents(plan.instructions, roots[v])
+            late = more if len(more) <= MOST_LATE else late
+    return late if len(plan.instructions) - len(late) >= FEWEST else set()
+
+
+def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[int]:
+    """Positions of what makes one of `values`, and of everything that reads what those make."""
+    found: set[int] = set()
+    tainted: set[int] = set()
+    for k, i in enumerate(instructions):
+        if values & set(i.outs) or tainted & set(reads(i)):
+            found.add(k)
+            tainted.update(i.outs)
+    return found
+
+
+@dataclass
+class _Recording:
+    """One recording. `addresses` are those of the arguments that it reads where they lie; `rest` is what the tail takes beside
+    arguments."""
+
+    lane: Hashable
+    addresses: list[int]
+    prepared: Prepared | None
+    replay: Callable[[], None]
+    copy_in: CopiesIn
+    rest: Sequence[torch.Tensor]
+    copy_out: Callable[[], list[torch.Tensor]]
+    uses: int = 0
+
+    def issue(self, args: list[Any]) -> _Recording:
+        """Starts the work of a call."""
+        self.copy_in(args)
+        self.replay()
+        return self
+
+
+class Replayed(Recorded[_Recording]):
+    """A plan as a callable that records itself at its first call and replays from then on."""
+
+    def __init__(
+        self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
+    ) -> None:
+        super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
+        self.plan, self.parts = plan, divide(plan)
+        for part in filter(None, (self.parts.head, self.parts.tail)):
+            verify.check(part, "division for replay", {h: code.kernel for h, code in kernels.items()})
+        self.once = codegen.once_of(run)
+        self._head = codegen.load(self.parts.head, kernels)[0]
+        self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
+        self._fixed = picker(self.parts.fixed)
+        self._once_inputs = picker([plan.inputs.index(i) for i in plan.once_inputs])
+        self._writes = bool(written_inputs(plan))
+        self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
+        self._last: _Recording | None = None
+        self._steady = False
+        self._unused = 0
+
+    def _recording_for(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        return self._again(lane, args) or self._anew(lane, args)
+
+    def _again(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        """Replays the last recording, and gives it if it was right for these arguments. A replay writes memory of its own
+        only, unless the plan writes its inputs: so the device may begin before everything has been looked at."""
+        r = self._last
+        if r is None or r.lane != lane:
+            return None
+        steady, self._steady = self._steady, False
+        if steady:
+            r.copy_in(args)  # while the device copies, the host looks at addresses: it must not read freed memory
+        if r.addresses != self._addresses(args) or (self._writes and not self._unchanged(r, args)):
+            return None
+        if not steady:
+            r.copy_in(args)
+        r.replay()
+        self._steady = self._writes or self._unchanged(r, args)
+        return r if self._steady else None
+
+    def _anew(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        """Replays the recording for these arguments among all, or a new one; None for the plain plan."""
+        r = self._last = self._found(lane, args)
+        return r.issue(args) if r is not None else None
+
+    def _addresses(self, args: list[Any]) -> list[int]:
+        """Where the arguments lie that a recording reads there. This is the larger part of what a call of many weights costs
+        before its replay, for each of them is fetched from memory: one pass, and none but these."""
+        return list(map(torch.Tensor.data_ptr, self._fixed(args)))
+
+    def _unchanged(self, r: _Recording, args: list[Any]) -> bool:
+        """Whether the weights are those that the constants were prepared from."""
+        return r.prepared is None or r.prepared.holds(self._once_inputs(args))
+
+    def _found(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+        prepared = self.once.prepared(self._once_inputs(args)) if self.once is not None else None
+        addresses = self._addresses(args)
+        key = (lane, *addresses)
+        found = self._recordings.get(key)
+        if found is None or found.prepared is not prepared:
+            return self._recorded(key, addresses, args, prepared)
+        return found
+
+    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+        """What the caller gets of a replay that was issued."""
+        r.uses += 1
+        late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
+        early = iter(r.copy_out())
+        return tuple(
+            late[self.parts.late[k]] if k in self.parts.late else next(early) if isinstance(o, Ref) else o
+            for k, o in enumerate(self.plan.outputs)
+        )
+
+    def _recorded(
+        self, key: tuple[Hashable, ...], addresses: list[int], args: list[Any], prepared: Prepared | None
+    ) -> _Recording | None:
+        """A new recording for `key`; None when replay is given up."""
+        stale = self._recordings.pop(key, None)
+        self._unused += stale is not None and stale.uses < 2
+        if self._unused >= MOST_UNUSED:
+            self._give_up("weights change at every call")
+            return None
+        if len(self._recordings) >= MOST_RECORDINGS:
+            self._give_up(f"more than {MOST_RECORDINGS} sets of weights or addresses")
+            return None
+        del stale
+        try:
+            with self.on_device():
+                made = self._record(key[0], addresses, args, prepared)
+                worse = "" if self._writes else self._worse(made, args)
+            if worse:
+                self._give_up(worse)
+                return None
+        except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
+            self._give_up(f"recording failed: {str(e).splitlines()[0]}")
+            return None
+        self._recordings[key] = made
+        self.tell(f"replayed, {len(self.parts.head.instructions)} of {len(self.plan.instructions)} instructions")
+        return made
+
+    def _worse(self, made: _Recording, args: list[Any]) -> str:
+        """Why a recording is not used, or "": by its results and a measurement, against the plain plan."""
+        kinds: list[list[Any]] = [[], []]
+
+        def noting(way: Callable[[], Sequence[Any]], kind: list[Any]) -> Callable[[], None]:
+            def run() -> None:
+                results = way()
+                kind[:] = kind or map(_kind, results)
+
+            return run
+
+        ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
+        plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
+        if kinds[0] != kinds[1]:
+            return OTHER_TENSORS
+        return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
+
+    def _record(self, lane: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
+        constants = prepared.values if prepared is not None else ()
+        with torch.inference_mode(False), torch.no_grad():
+            copy_in = CopiesIn(args, self.parts.copied)
+            given = copy_in.given(args)
+            # A warm-up runs the head, so there is none where that would write into inputs.
+            kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
+            by_id = dict(zip((*self.plan.once_outputs, *self.parts.kept), (*constants, *kept), strict=True))
+            copy_out = copier_out([by_id[v] for v in self.parts.early])
+        rest = [by_id[v] for v in self.parts.tail_rest]
+        return _Recording(lane, addresses, prepared, replay, copy_in, rest, copy_out)
+
+    def _give_up(self, why: str) -> None:
+        super()._give_up(why)
+        self._recordings.clear()
+        self._last = None
+
+
+def _kind(result: Any) -> Any:
+    """All but the values of a result."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.device, result.dtype, result.shape, result.stride() if result.layout is torch.strided else ()
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """`lambda args: tuple(args[k] for k in places)`, without a loop in Python where that is possible."""
+    return itemgetter(*places) if len(places) > 1 else lambda args: tuple(args[k] for k in places)
+
+
+def replayed(
+    plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder | None, tell: Callable[[str], None]
+) -> Run:
+    """`run`, replayed by `recorder` where that is possible."""
+    if recorder is None:
+        return run
+    why = obstacle(plan, recorder.device_type)
+    if why is not None:
+        tell(f"not replayed: {why}")
+        return run
+    return Replayed(plan, kernels, run, recorder, tell)

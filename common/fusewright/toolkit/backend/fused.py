@@ -1,0 +1,149 @@
+"""A backend out of parts: a table of library calls, loop kernels for everything around them, a loader for the kernels.
+
+    class MyCpu(FusedBackend):
+        name, device_type = "my_cpu", "cpu"
+        lowerings = LOWERINGS                  # library calls, op by op
+        loader = llvm_loader                   # kernels -> code, here by fusewright_cpu; default: the interpreter
+
+        @classmethod
+        def probe(cls) -> Device | Unavailable: ...
+
+A backend whose library calls take neighbours in overrides `library`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from fusewright.interface import (
+    Backend,
+    CompileContext,
+    Compiled,
+    Device,
+    KernelCode,
+    OpView,
+    Region,
+    Unavailable,
+    Verdict,
+    Why,
+)
+from fusewright.toolkit.backend.library import LoweringTable, OpLowering, elsewhere
+from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
+from fusewright.toolkit.fuse.tables import RULES
+from fusewright.toolkit.fuse.tables import verdict as kernel_verdict
+from fusewright.toolkit.ir import Kernel, interpret
+
+__all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader"]
+
+
+class Loader(Protocol):
+    """Makes code of kernels. `pack` and `unpack` are the way to the plan cache and back; `pack` gives None for no way."""
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]: ...
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None: ...
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]: ...
+
+    def fingerprint(self) -> str:
+        """What its code depends on beside the kernels: compilers and their target."""
+        ...
+
+
+class InterpreterLoader:
+    """Kernels run by the reference interpreter: slow, on CPU tensors, on every machine."""
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        return {h: KernelCode(_interpreted(k), kernel=k) for h, k in kernels.items()}
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+        return None
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
+        raise ValueError("the interpreter stores no code")
+
+    def fingerprint(self) -> str:
+        return "interpreter"
+
+
+def _interpreted(kernel: Kernel) -> Callable[..., None]:
+    return lambda tensors, sizes=(), scalars=(): interpret(kernel, tensors, sizes, scalars)
+
+
+interpreter_loader = InterpreterLoader()
+
+
+class FusedBackend(Backend):
+    """See the module. What its library table does not take, a kernel computes where there is a rule for it."""
+
+    lowerings: ClassVar[LoweringTable[Any]] = LoweringTable[OpLowering]()
+    loader: ClassVar[Loader] = interpreter_loader
+    real_views: ClassVar[bool] = True
+
+    def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(device, options)
+        self._loaded: dict[str, Any] = {}
+
+    @classmethod
+    def lowers(cls) -> Sequence[str]:
+        return tuple(dict.fromkeys([*cls.lowerings, *RULES]))
+
+    def prefers_library(self, op: OpView) -> bool:
+        """Whether eager's own code for `op` is better than a kernel, though there is a rule for it."""
+        return False
+
+    def supports(self, op: OpView) -> Verdict:
+        """By the library table, else by a kernel rule."""
+        by_library = self.lowerings.supports(op, self.running_on())
+        if by_library or self.prefers_library(op):
+            return by_library
+        wrong = self._elsewhere(op)
+        by_kernel = Verdict(Why.DEVICE, wrong) if wrong else kernel_verdict(op)
+        return by_library if not by_kernel and by_library.why is not Why.NO_LOWERING else by_kernel
+
+    def library(self, region: Region, ctx: CompileContext) -> Sequence[LibraryCall]:
+        """The library calls of a region. Default: every op that the table takes, on its own, by `OpLowering` code."""
+        calls = []
+        for op in region.ops:
+            row = self.lowerings.find(op, self.running_on())
+            if not isinstance(row, Verdict):
+                made = row.code(op, ctx)
+                calls.append(LibraryCall((op.id,), tuple(made) if isinstance(made, Iterable) else (made,)))
+        return calls
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        return fuse(region, ctx, self.library(region, ctx))
+
+    def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
+        """Code for kernels; on a simulated device by the interpreter."""
+        self._loaded.update(kernels)  # one backend compiles forward and backward before either is stored
+        return self._loader()(kernels)
+
+    def store(self, kernels: Sequence[str]) -> bytes | None:
+        return self._loader().pack({h: self._loaded[h] for h in kernels})
+
+    def restore(self, data: bytes, kernels: Sequence[str]) -> Mapping[str, KernelCode]:
+        found = self._loader().unpack(data)
+        return {h: found[h] for h in kernels}
+
+    def fingerprint(self) -> str:
+        """As every backend's, with what compiles its kernels."""
+        self.running_on()
+        return f"{super().fingerprint()}-{self._loader().fingerprint()}"
+
+    def _loader(self) -> Loader:
+        return interpreter_loader if self.running_on().simulated else type(self).loader
+
+    def running_on(self) -> Device:
+        """The device, probed when first needed. RuntimeError when there is none."""
+        if self.device is None:
+            found = self.probe()
+            if isinstance(found, Unavailable):
+                raise RuntimeError(found.reason)
+            self.device = found
+        return self.device
+
+    def _elsewhere(self, op: OpView) -> str | None:
+        specs = (v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None)
+        return next((why for s in specs if (why := elsewhere(s, self.running_on()))), None)

@@ -1,0 +1,509 @@
+"""Rules of the gathers, joins and creations: elements read from computed places, or made from their position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, Value
+from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
+from fusewright.toolkit.fuse.lower import messages
+from fusewright.toolkit.fuse.lower.views import dim_of, insert, number, start_of, static_start
+from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.space import At, Shape, dense_strides, product, shape_of
+from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.types import TYPES, from_torch
+
+CAT_LIMIT = 8
+"""Most tensors that one kernel joins: each element tests them all."""
+
+BUCKET_STEPS = 40
+"""Steps of a search among a symbolic number of boundaries: no memory holds 2**40 of them. Steps that are too many read
+nothing.
+"""
+
+
+def out_type(op: OpView, k: int = 0) -> str:
+    """The compute type of an output."""
+    return compute_dtype(op.outs[k].spec.dtype)  # type: ignore[union-attr]
+
+
+# ---- gathers ----
+
+
+def _gather(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, index = op.arg("self"), op.arg("index")
+    where = at.reshape(shape_of(index.spec))
+    if not x.spec.rank:
+        e.lookup(index, where, 1, messages.along(op))
+        return e(x, At((), ()))
+    d, shape = dim_of(op), shape_of(x.spec)
+    found = e.lookup(index, where, shape[d], messages.along(op))
+    dims = (*at.dims[:d], found, *at.dims[d + 1 :])
+    return e.value(x, At(shape, dims))
+
+
+def _index_select(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, index = op.arg("self"), op.arg("index")
+    if not x.spec.rank:
+        e.lookup(index, At((), ()).reshape(shape_of(index.spec)), 1, messages.along(op))
+        return e(x, At((), ()))
+    d, shape = dim_of(op), shape_of(x.spec)
+    where = At((at.shape[d],), (at.dims[d],)).reshape(shape_of(index.spec))
+    found = e.lookup(index, where, shape[d], messages.along(op))
+    return e.value(x, At(shape, (*at.dims[:d], found, *at.dims[d + 1 :])))
+
+
+def _embedding(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    table, index = op.arg("weight"), op.arg("indices")
+    rank, shape = index.spec.rank, shape_of(table.spec)
+    found = e.lookup(index, at.pick(range(rank)), shape[0], messages.row(op))
+    return e.value(table, At(shape, (found, *at.dims[rank:])))
+
+
+def index_places(op: OpView) -> tuple[list[int], int, int]:
+    """Of an advanced indexing: the indexed dims, where the indices' own dims come in the result, and how many
+    they are.
+    """
+    given = [(d, i) for d, i in enumerate(op.arg("indices")) if i is not None]
+    dims = [d for d, _ in given]
+    lead = max(i.spec.rank for _, i in given)
+    neighbours = dims == list(range(dims[0], dims[0] + len(dims)))
+    return dims, dims[0] if neighbours else 0, lead
+
+
+def indexed(e: Evaluator, op: OpView, at: At, shape: tuple[Any, ...]) -> tuple[Index, ...]:
+    """The place in a tensor of `shape` of element `at` of `tensor[indices]`. Bounds are checked, negatives wrap."""
+    dims, first, lead = index_places(op)
+    where = at.pick(range(first, first + lead))
+    rest = [*at.dims[:first], *at.dims[first + lead :]]
+    found = {}
+    for k, d in enumerate(dims):
+        index = op.arg("indices")[d]
+        found[d] = e.lookup(index, _last(where, index), shape[d], messages.tensor(k), wrap=True)
+    return tuple(found[d] if d in found else rest.pop(0) for d in range(len(shape)))
+
+
+def _last(at: At, v: Value) -> At:
+    return at.broadcast(shape_of(v.spec))
+
+
+def _index(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x = op.arg("self")
+    return e.value(x, At(shape_of(x.spec), indexed(e, op, at, shape_of(x.spec))))
+
+
+def integer_indices(op: OpView) -> str | None:
+    """Indexing by integers; masks give results whose size depends on data."""
+    for i in op.arg("indices"):
+        if i is not None and (i.spec is None or i.spec.dtype.itemsize == 1):
+            return "indexed by a mask"
+    return None if any(i is not None for i in op.arg("indices")) else "no indices"
+
+
+# ---- joins ----
+
+
+def _cat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    tensors = [t for t in op.arg("tensors") if 0 not in shape_of(t.spec)]
+    d = int(op.arg("dim")) % len(at.shape)
+    t = out_type(op)
+    position = e.position(at.dims[d])
+    before: Any = 0
+    bounds = []
+    for v in tensors:
+        bounds.append(before)
+        before = shape_of(v.spec)[d] + before
+    out: Val | None = None
+    for v, start in reversed(list(zip(tensors, bounds, strict=True))):
+        size = shape_of(v.spec)[d]
+        inside = at.with_dim(d, at.dims[d] - start, size)
+        low, high = position >= _value(e, start), position < _value(e, start + size)
+        here = high if start == 0 else low if out is None else e.b.op("and", low, high)
+        with e.masked(here, e.part(at.dims[d], start, size)):
+            part = e(v, inside, t)
+        out = part if out is None else e.b.where(high, part, out)
+    assert out is not None
+    return out
+
+
+def _value(e: Evaluator, size: Any) -> Val:
+    """An extent as an i64 value."""
+    return e.b.const(size, "i64") if isinstance(size, int) else e.b.index_value(Index(size, sizes=e.b.p + e.b.r))
+
+
+def _few(op: OpView) -> str | None:
+    n = len(op.arg("tensors"))
+    return f"joins {n} tensors, more than {CAT_LIMIT}" if n > CAT_LIMIT else None
+
+
+def _stack(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    tensors = op.arg("tensors")
+    d = int(op.arg("dim")) % len(at.shape)
+    rest = [i for i in range(len(at.shape)) if i != d]
+    t, position, inside = out_type(op), e.position(at.dims[d]), at.pick(rest)
+    out: Val | None = None
+    for i, v in reversed(list(enumerate(tensors))):
+        here = position.eq(i)
+        with e.masked(here, e.part(at.dims[d], i, 1)):
+            part = e(v, inside, t)
+        out = part if out is None else e.b.where(here, part, out)
+    assert out is not None
+    return out
+
+
+# ---- pads, shifts, triangles ----
+
+
+def _pad(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, pad = op.arg("self"), op.arg("pad")
+    shape, dims = shape_of(x.spec), list(at.dims)
+    inside: Val | None = None
+    for i in range(len(pad) // 2):
+        d, left, right = len(shape) - 1 - i, pad[2 * i], pad[2 * i + 1]
+        dims[d] = dims[d] - left
+        for wanted, test in ((left > 0, ">="), (right > 0, "<")):
+            if wanted:
+                p = e.position(dims[d])
+                ok = p >= 0 if test == ">=" else p < _value(e, shape[d])
+                inside = ok if inside is None else e.b.op("and", inside, ok)
+    t, source = out_type(op), At(shape, tuple(dims))
+    if inside is None:
+        return e.value(x, source)
+    with e.masked(inside):
+        value = e.value(x, source)
+    return e.b.where(inside, value, e.const(op.arg("value"), t))
+
+
+def _plain_pad(op: OpView) -> str | None:
+    name = "pad" if "pad" in op.argnames else "padding"
+    return None if all(isinstance(p, int) for p in op.arg(name)) else "a symbolic pad"
+
+
+def _edge_pad(clip: Callable[[Evaluator, Val, Extent], Val]) -> Callable[[Evaluator, OpView, int, At], Val]:
+    def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+        x, pad = op.arg("self"), op.arg("padding")
+        shape, dims = shape_of(x.spec), list(at.dims)
+        for i in range(2):
+            d = len(shape) - 1 - i
+            p = clip(e, e.position(dims[d] - pad[2 * i]), shape[d])
+            dims[d] = e.b.indirect(p)
+        return e.value(x, At(shape, tuple(dims)))
+
+    return run
+
+
+def _reflect(e: Evaluator, p: Val, size: Extent) -> Val:
+    p = e.b.op("abs", p)
+    return e.b.op("minimum", p, _value(e, (size - 1) * 2) - p)
+
+
+def _replicate(e: Evaluator, p: Val, size: Extent) -> Val:
+    return e.b.op("minimum", e.b.op("maximum", p, e.b.const(0, "i64")), _value(e, size - 1))
+
+
+def _roll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, shifts, dims = op.arg("self"), op.arg("shifts"), op.arg("dims")
+    shape = shape_of(x.spec)
+    if not dims and len(shape) > 1:  # as if it had one dim
+        return e.value(x, _unflattened(e, _around(e, at.linear, shifts[0], product(shape)), shape))
+    for s, d in zip(shifts, dims or range(len(shape)), strict=True):
+        d, n = d % len(shape), shape[d % len(shape)]
+        moved = (at.dims[d] + (-s) % n) % n if isinstance(n, int) else e.b.indirect(_around(e, at.dims[d], s, n))
+        at = at.with_dim(d, moved, n)
+    return e.value(x, at)
+
+
+def _around(e: Evaluator, index: Index, shift: int, size: Extent) -> Val:
+    """The position `index - shift`, counted around."""
+    return e.b.op("remainder", e.position(index) - shift, _value(e, size))
+
+
+def _unflattened(e: Evaluator, position: Val, shape: Shape) -> At:
+    """The element of a tensor of `shape` with that row-major number."""
+    dims = []
+    for n, step in zip(shape, dense_strides(shape), strict=True):
+        q = position if step == 1 else e.b.op("floordiv", position, _value(e, step))
+        dims.append(e.b.indirect(e.b.op("remainder", q, _value(e, n))))
+    return At(shape, tuple(dims))
+
+
+def _static_self(op: OpView) -> str | None:
+    return None if op.arg("self").spec.static else "a symbolic size"
+
+
+def _rollable(op: OpView) -> str | None:
+    return None if all(isinstance(s, int) for s in op.arg("shifts")) else "a symbolic shift"
+
+
+def _flip(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x = op.arg("self")
+    for d in op.arg("dims"):
+        d %= max(x.spec.rank, 1)
+        if x.spec.rank:
+            at = at.with_dim(d, at.dims[d] * -1 + (at.shape[d] - 1), at.shape[d])
+    return e.value(x, at)
+
+
+def _repeat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x = op.arg("self")
+    shape = shape_of(x.spec)
+    extra = len(at.shape) - len(shape)
+    dims = tuple(at.dims[i + extra] % s if s != 1 else at.dims[i + extra] * 0 for i, s in enumerate(shape))
+    return e.value(x, At(shape, dims))
+
+
+def _triangle(keep: Callable[[Val, Val], Val]) -> Callable[[Evaluator, OpView, int, At], Val]:
+    def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+        v = e(op.arg("self"), at)
+        inside = keep(e.position(at.dims[-1]), e.position(at.dims[-2] + op.arg("diagonal")))
+        return e.b.where(inside, v, e.b.const(0, v.dtype))
+
+    return run
+
+
+def _slice_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, src, d, step = op.arg("self"), op.arg("src"), dim_of(op), op.arg("step")
+    start, size, t = start_of(op), shape_of(op.arg("src").spec)[dim_of(op)], out_type(op)
+    inside, place = _in_slice(e, at.dims[d], start, size, step)
+    with e.masked(inside):
+        new = e(src, at.with_dim(d, place, size), t)
+    return e.b.where(inside, new, e(x, at, t))
+
+
+def _scattered_slice(op: OpView) -> str | None:
+    fixed = isinstance(start_of(op), int) or op.arg("step") == 1
+    return static_start(op) if fixed else "steps from the end of a symbolic size"
+
+
+def _in_slice(e: Evaluator, index: Index, start: Any, size: Any, step: int) -> tuple[Val, Index]:
+    """Whether an index is among `start, start + step, ...` (`size` of them), and the how manyeth it is."""
+    shifted = index - start
+    p = e.position(shifted)
+    inside = p < _value(e, size * step)
+    if start:
+        inside = e.b.op("and", p >= 0, inside)
+    if step == 1:
+        return inside, shifted
+    # The remainder and the quotient are of `index`, shifted by a multiple of the step, so that neither is negative.
+    lift = -(-start // step) * step - start
+    q, r = (index + lift) // step - (start + lift) // step, (index + lift) % step
+    return e.b.op("and", inside, e.position(r).eq(0)), q
+
+
+def _select_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, src, d = op.arg("self"), op.arg("src"), dim_of(op)
+    i, size = op.arg("index"), shape_of(x.spec)[d]
+    here = e.position(at.dims[d]).eq(_value(e, i if i >= 0 else size + i))
+    rest = [a for a in range(len(at.shape)) if a != d]
+    t = out_type(op)
+    with e.masked(here):
+        new = e(src, at.pick(rest), t)
+    return e.b.where(here, new, e(x, at, t))
+
+
+def _select_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    d = int(op.arg("dim")) % len(at.shape)
+    here = e.position(at.dims[d]).eq(op.arg("index") % at.shape[d])
+    rest = [a for a in range(len(at.shape)) if a != d]
+    with e.masked(here):
+        g = e(op.arg("grad_output"), at.pick(rest))
+    return e.b.where(here, g, e.b.const(0, g.dtype))
+
+
+def _slice_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    g, d = op.arg("grad_output"), int(op.arg("dim")) % len(at.shape)
+    size = shape_of(g.spec)[d]
+    inside, place = _in_slice(e, at.dims[d], start_of(op), size, op.arg("step"))
+    with e.masked(inside):
+        v = e(g, at.with_dim(d, place, size))
+    return e.b.where(inside, v, e.b.const(0, v.dtype))
+
+
+def _static_grad(op: OpView) -> str | None:
+    plain = [op.arg(n) for n in ("index", "start", "step") if n in op.argnames]
+    ok = all(isinstance(s, int) for s in op.arg("input_sizes")) and all(isinstance(p, int | None) for p in plain)
+    return None if ok else "a symbolic size"
+
+
+def _static_select(op: OpView) -> str | None:
+    return None if isinstance(op.arg("index"), int) else "a symbolic index"
+
+
+def _diagonal_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, src, offset = op.arg("self"), op.arg("src"), op.arg("offset")
+    a, b = dim_of(op, "dim1"), dim_of(op, "dim2")
+    here = e.position(at.dims[b] - at.dims[a]).eq(offset)
+    along = at.dims[a] - max(-offset, 0)
+    rest, shape, t = [d for d in range(len(at.shape)) if d not in (a, b)], shape_of(src.spec), out_type(op)
+    with e.masked(here):
+        new = e(src, At(shape, (*(at.dims[d] for d in rest), along)), t)
+    return e.b.where(here, new, e(x, at, t))
+
+
+def _plain_offset(op: OpView) -> str | None:
+    return None if isinstance(op.arg("offset"), int) else "a symbolic offset"
+
+
+def _bucketize(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The binary search that eager does, step by step, so that even unsorted boundaries and NaN give the same."""
+    x, boundaries = op.arg("self"), op.arg("boundaries")
+    (n,) = shape_of(boundaries.spec)
+    v, low, high = e(x, at), e.b.const(0, "i64"), _value(e, n)
+    for _ in range(n.bit_length() if isinstance(n, int) else BUCKET_STEPS):
+        searching = low < high
+        middle = low + e.b.op("shr", high - low, e.b.const(1, "i64"))
+        with e.masked(searching):
+            bound = e(boundaries, At((n,), (e.b.indirect(middle),)))
+        below = e.b.op("and", searching, ~(bound > v if op.arg("right") else bound >= v))
+        stays = e.b.op("and", searching, ~below)
+        low, high = e.b.where(below, middle + 1, low), e.b.where(stays, middle, high)
+    return e.b.cast(low, out_type(op))
+
+
+def _same_type(op: OpView) -> str | None:
+    spec = op.arg("boundaries").spec
+    if spec.dtype != op.arg("self").spec.dtype or spec.dtype == torch.bool:
+        return "boundaries of another type"
+    if spec.rank != 1:
+        return "boundaries of more than one dim"
+    return None
+
+
+def _pixel_shuffle(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, r = op.arg("self"), op.arg("upscale_factor")
+    *lead, c, h, w = at.dims
+    source = (*lead, (c * r + h % r) * r + w % r, h // r, w // r)
+    return e.value(x, At(shape_of(x.spec), source))
+
+
+def _pixel_unshuffle(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, r = op.arg("self"), op.arg("downscale_factor")
+    *lead, c, h, w = at.dims
+    source = (*lead, c // (r * r), h * r + c // r % r, w * r + c % r)
+    return e.value(x, At(shape_of(x.spec), source))
+
+
+def _glu(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, d = op.arg("self"), dim_of(op)
+    size, half = shape_of(x.spec)[d], at.shape[d]
+    a, b = (e(x, at.with_dim(d, at.dims[d] + s, size)) for s in (0, half))
+    return a * e.b.op("sigmoid", b)
+
+
+def _glu_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x, grad, d = op.arg("self"), op.arg("grad_output"), dim_of(op)
+    size, half = at.shape[d], shape_of(op.arg("grad_output").spec)[d]
+    first = at.dims[d] % half
+    g = e(grad, at.with_dim(d, first, half))
+    a, b = (e(x, at.with_dim(d, first + s, size)) for s in (0, half))
+    s = e.b.op("sigmoid", b)
+    return e.b.where(e.position(at.dims[d]) < _value(e, half), g * s, g * a * s * (1 - s))
+
+
+# ---- creation ----
+
+
+def _full(name: str) -> Callable[[Evaluator, OpView, int, At], Val]:
+    def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+        given, t = op.arg(name), out_type(op)
+        if isinstance(given, Value):
+            return e(given, At((), ()) if given.spec is not None else at, t)
+        return e.cast(e.const(given, t), from_torch(op.out.spec.dtype))  # type: ignore[union-attr]
+
+    return run
+
+
+def _number(name: str) -> Callable[[OpView], str | None]:
+    def check(op: OpView) -> str | None:
+        given = op.arg(name)
+        if isinstance(given, Value):
+            ok = given.spec is not None or given.dim is not None
+        else:
+            ok = isinstance(given, bool | int | float)
+        return None if ok else f"{name} is no plain number"
+
+    return check
+
+
+def _arange(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    start, step, t = op.arg("start"), op.arg("step"), out_type(op)
+    (i,) = at.dims
+    if TYPES[t].kind == "int":
+        return e.b.cast(e.position(i * number(step, 1) + number(start)), t)
+    p = e.b.cast(e.position(i), "f64")
+    return e.b.cast(p * float(step) + float(start), t)
+
+
+def _plain_range(op: OpView) -> str | None:
+    floating = op.out.spec is not None and op.out.spec.dtype.is_floating_point
+    kinds = int | float if floating else int | Value
+    ok = isinstance(op.arg("start"), kinds) and isinstance(op.arg("step"), int | float if floating else int)
+    return None if ok else "a range whose start or step is symbolic or rounded"
+
+
+def _linspace(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    start, end, steps, t = op.arg("start"), op.arg("end"), op.arg("steps"), out_type(op)
+    if steps == 1:
+        return e.const(start, t)
+    (i,) = at.dims
+    step = (float(end) - float(start)) / (steps - 1)
+    p = e.b.cast(e.position(i), "f64")
+    rising, falling = p * step + float(start), float(end) - (steps - 1 - p) * step
+    return e.b.cast(e.b.where(p < steps // 2, rising, falling), t)
+
+
+def _plain_line(op: OpView) -> str | None:
+    ok = all(isinstance(op.arg(n), int | float) for n in ("start", "end")) and isinstance(op.arg("steps"), int)
+    floating = op.out.spec is not None and op.out.spec.dtype.is_floating_point
+    return None if ok and floating else "bounds that are tensors, or integers"
+
+
+def _eye(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    t = out_type(op)
+    same = e.position(at.dims[0] - at.dims[1]).eq(0)
+    return e.b.where(same, e.b.const(1, t), e.b.const(0, t))
+
+
+TABLE: Table = {
+    name: (rule,)
+    for name, rule in {
+        "gather": Map(_gather, cost=12),
+        "index": Map(_index, integer_indices, cost=12),
+        "index_select": Map(_index_select, cost=12),
+        "embedding": Map(_embedding, cost=12),
+        "cat": Map(_cat, _few, cost=6),
+        "stack": Map(_stack, _few, cost=6),
+        "constant_pad_nd": Map(_pad, _plain_pad, cost=4),
+        "reflection_pad2d": Map(_edge_pad(_reflect), _plain_pad, cost=16),
+        "replication_pad2d": Map(_edge_pad(_replicate), _plain_pad, cost=16),
+        "bucketize": Map(_bucketize, _same_type, cost=100),
+        "roll": Map(_roll, _rollable, cost=4),
+        "flip": Map(_flip),
+        "repeat": Map(_repeat),
+        "tril": Map(_triangle(lambda column, row: column <= row)),
+        "triu": Map(_triangle(lambda column, row: column >= row)),
+        "slice_scatter": Map(_slice_scatter, _scattered_slice, cost=6),
+        "select_scatter": Map(_select_scatter, _static_select, cost=6),
+        "diagonal_scatter": Map(_diagonal_scatter, _plain_offset, cost=6),
+        "select_backward": Map(_select_backward, _static_grad, cost=6),
+        "slice_backward": Map(_slice_backward, _static_grad, cost=6),
+        "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),
+        "pixel_unshuffle": Map(_pixel_unshuffle, _static_self, cost=4),
+        "glu": Map(_glu, cost=26),
+        "glu_backward": Map(_glu_backward, cost=30),
+        "arange": Map(_arange, _plain_range),
+        "full": Map(_full("fill_value"), _number("fill_value"), cost=1),
+        "full_like": Map(_full("fill_value"), _number("fill_value"), cost=1),
+        "new_full": Map(_full("fill_value"), _number("fill_value"), cost=1),
+        "fill": Map(_full("value"), _number("value"), cost=1),
+        "fill_tensor": Map(_full("value"), cost=1),
+        "scalar_tensor": Map(_full("s"), _number("s"), cost=1),
+        "linspace": Map(_linspace, _plain_line, cost=6),
+        "eye": Map(_eye),
+    }.items()
+}
+__all__ = ["TABLE", "index_places", "indexed", "insert", "out_type"]

@@ -1,0 +1,135 @@
+"""Rules of pooling: the window of an element is written out, so that elements beside each other are vectorised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusewright.interface import OpView
+from fusewright.toolkit.fuse.evaluate import Evaluator
+from fusewright.toolkit.fuse.lower.movement import out_type
+from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.space import At, shape_of
+from fusewright.toolkit.ir import Index, Val
+
+MAX_WINDOW = 25
+"""Elements of a window that is written out."""
+
+
+def _two(value: Any) -> tuple[int, int]:
+    """A parameter for height and width."""
+    found = tuple(value) if isinstance(value, Sequence) else (value,)
+    return (found[0], found[-1])
+
+
+def _window(op: OpView) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """(size, stride, padding)."""
+    size = _two(op.arg("kernel_size"))
+    return size, _two(op.arg("stride") or size), _two(op.arg("padding"))
+
+
+def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Val | None:
+    """Whether a position that lies in lowest..highest is one of the tensor's; None: always."""
+    tests = []
+    if lowest < 0:
+        tests.append(e.position(at) >= 0)
+    if highest >= size:
+        tests.append(e.position(at) < size)
+    return e.b.op("and", *tests) if len(tests) == 2 else tests[0] if tests else None
+
+
+@dataclass
+class _Windows:
+    """Windows of an image: where one begins, and its elements in the order of memory."""
+
+    e: Evaluator
+    op: OpView
+    at: At
+
+    def __post_init__(self) -> None:
+        self.shape = shape_of(self.op.arg("self").spec)
+        self.size, self.stride, self.padding = _window(self.op)
+        self.top, self.left = (
+            self.at.dims[d] * s - p for d, s, p in zip((-2, -1), self.stride, self.padding, strict=True)
+        )
+        self.limits = int(self.shape[-2]), int(self.shape[-1])  # type: ignore[arg-type]
+
+    def elements(self) -> Iterator[tuple[int, int, Val, Val | None]]:
+        """(row, column, element, whether it lies inside; None: always)."""
+        e, x, t = self.e, self.op.arg("self"), out_type(self.op)
+        (sh, sw), (ph, pw) = self.stride, self.padding
+        rows, columns = (int(s) for s in self.at.shape[-2:])  # type: ignore[arg-type]
+        for i in range(self.size[0]):
+            above = _inside(e, self.top + i, i - ph, (rows - 1) * sh + i - ph, self.limits[0])
+            for j in range(self.size[1]):
+                beside = _inside(e, self.left + j, j - pw, (columns - 1) * sw + j - pw, self.limits[1])
+                here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
+                source = At(self.shape, (*self.at.dims[:-2], self.top + i, self.left + j))
+                if here is None:
+                    v = e(x, source, t)
+                else:
+                    with e.masked(here):
+                        v = e(x, source, t)
+                yield i, j, v, here
+
+
+def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """As eager: in the order of memory, a NaN and whatever is larger than all before takes the place."""
+    w = _Windows(e, op, at)
+    width = w.limits[1]
+    best, place = e.const(-math.inf, out_type(op)), _first(e, w.top, w.left, width)
+    for i, j, v, here in w.elements():
+        better = e.b.op("or", v > best, e.b.op("isnan", v))
+        better = better if here is None else e.b.op("and", better, here)
+        best = e.b.where(better, v, best)
+        place = e.b.where(better, e.const(i * width + j, "i32"), place)
+    if not k:
+        return best
+    corner = e.b.cast(e.position(w.top * width + w.left), "i32")
+    return e.b.cast(e.b.op("add", corner, place), "i64")
+
+
+def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
+    """The place in the window of its first element, which is taken where all are -inf."""
+    zero = e.const(0, "i64")
+    down, right = (e.b.op("maximum", e.b.op("neg", e.position(p)), zero) for p in (top, left))
+    return e.b.cast(e.b.op("add", down * width, right), "i32")
+
+
+def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The sum of a window over its size, or over how much of it lies inside."""
+    w, t = _Windows(e, op, at), out_type(op)
+    total = e.const(0, t)
+    for _, _, v, here in w.elements():
+        total = total + (v if here is None else e.b.where(here, v, e.const(0, t)))
+    if op.arg("divisor_override") or op.arg("count_include_pad") or not any(w.padding):
+        return total / (op.arg("divisor_override") or math.prod(w.size))
+    down, across = (
+        _extent(e, first, n, limit) for first, n, limit in zip((w.top, w.left), w.size, w.limits, strict=True)
+    )
+    return total / e.b.cast(down * across, t)
+
+
+def _extent(e: Evaluator, first: Index, size: int, limit: int) -> Val:
+    """How much of a window's side lies inside."""
+    start = e.b.op("maximum", e.position(first), e.const(0, "i64"))
+    end = e.b.op("minimum", e.position(first + size), e.const(limit, "i64"))
+    return end - start
+
+
+def _plain(op: OpView) -> str | None:
+    spec = op.arg("self").spec
+    if not spec.static or not spec.dtype.is_floating_point:
+        return "a symbolic size, or integers"
+    dilated = op.op == "max_pool2d" and _two(op.arg("dilation")) != (1, 1)
+    if dilated or op.arg("ceil_mode"):
+        return "a dilated window, or one that ends outside"
+    return "a large window" if math.prod(_window(op)[0]) > MAX_WINDOW else None
+
+
+TABLE: Table = {
+    "max_pool2d": (Map(_max_pool, _plain, cost=60),),
+    "avg_pool2d": (Map(_avg_pool, _plain, cost=40),),
+}

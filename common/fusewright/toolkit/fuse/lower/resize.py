@@ -1,0 +1,78 @@
+"""Rules of resized images: elements read at computed places, and mixed."""
+
+from __future__ import annotations
+
+from fusewright.interface import OpView
+from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
+from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.space import At, shape_of
+from fusewright.toolkit.ir import Index, Val
+
+AXES = ((-2, "scales_h"), (-1, "scales_w"))
+"""Dimensions that are resized, and the arguments with their scales."""
+
+
+def _nearest(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    x = op.arg("self")
+    shape, dims = shape_of(x.spec), list(at.dims)
+    for d, _ in AXES:
+        dims[d] = dims[d] // (int(at.shape[d]) // int(shape[d]))  # type: ignore[arg-type]
+    return e.value(x, At(shape, tuple(dims)))
+
+
+def _whole_factor(op: OpView) -> str | None:
+    x, out = op.arg("self").spec, op.out.spec
+    if out is None or not (x.static and out.static):
+        return "a symbolic size"
+    for d, name in AXES:
+        factor, scale = out.shape[d] / x.shape[d], op.arg(name)
+        if factor != int(factor) or (scale is not None and scale != factor):
+            return "the scale is no whole number"
+    return None
+
+
+def _bilinear(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The mean of four elements, weighted as ATen's `area_pixel_compute_source_index` and `compute_source_index_and_lambda`
+    say."""
+    x = op.arg("self")
+    shape = shape_of(x.spec)
+    if all(shape[d] == at.shape[d] for d, _ in AXES):
+        return e.value(x, At(shape, at.dims))
+    upper, lower, down = _taps(e, op, at, *AXES[0])
+    left, right, across = _taps(e, op, at, *AXES[1])
+
+    def row(h: Index) -> Val:
+        a, b = (e.value(x, At(shape, (*at.dims[:-2], h, w))) for w in (left, right))
+        return a * (1 - across) + b * across
+
+    return row(upper) * (1 - down) + row(lower) * down
+
+
+def _taps(e: Evaluator, op: OpView, at: At, d: int, scale: str) -> tuple[Index, Index, Val]:
+    """Two places of the input along a dimension, and the share of the second."""
+    t = compute_dtype(op.out.spec.dtype)  # type: ignore[union-attr]
+    n, made = int(shape_of(op.arg("self").spec)[d]), int(at.shape[d])  # type: ignore[arg-type]
+    place = e.b.cast(e.position(at.dims[d]), t)
+    if op.arg("align_corners"):
+        place = place * ((n - 1) / (made - 1) if made > 1 else 0.0)
+    else:
+        given = op.arg(scale)
+        step = 1.0 / given if given is not None and given > 0 else n / made
+        place = e.b.op("maximum", (place + 0.5) * step - 0.5, e.b.const(0.0, t))
+    last = e.b.const(n - 1, "i64")
+    first = e.b.op("minimum", e.b.cast(place, "i64"), last)
+    share = e.b.op("minimum", place - e.b.cast(first, t), e.b.const(1.0, t))
+    return e.b.indirect(first), e.b.indirect(e.b.op("minimum", first + 1, last)), share
+
+
+def _floating(op: OpView) -> str | None:
+    x, out = op.arg("self").spec, op.out.spec
+    if out is None or not (x.static and out.static) or 0 in x.shape:
+        return "a symbolic size, or nothing"
+    return None if out.dtype.is_floating_point else "integers"
+
+
+TABLE: Table = {
+    "upsample_nearest2d": (Map(_nearest, _whole_factor, cost=4),),
+    "upsample_bilinear2d": (Map(_bilinear, _floating, cost=60),),
+}

@@ -1,0 +1,47 @@
+"""What a kernel checks while it runs, and the errors that it reports.
+
+A kernel returns one word: 0, or what failed. Its lowest byte is the number of a `bound` (`Node.value`, from 1 in the order
+of the ops), or `ZERO_DIVISION`; the other seven hold the index that was out of bounds. Where several checks fail, the
+lowest number stays: that of the op that eager runs first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.ir import Kernel
+
+ZERO_DIVISION = 255
+MOST_SITES = 250
+"""Checks with a number of their own; later ones share the last."""
+INDEX_BITS = 56
+"""Bits of an index that the word has room for. One that needs more is reported as the nearest that does not."""
+
+ANY_INDEX = "IndexError: index {index} is out of bounds for size {size}"
+"""What is said where a rule says nothing."""
+
+_TYPES = {"IndexError": IndexError, "RuntimeError": RuntimeError}
+
+
+def word(site: int, index: int) -> int:
+    """The error word of a failed check."""
+    top = 1 << (INDEX_BITS - 1)
+    return (max(-top, min(index, top - 1)) << 8) | site
+
+
+def error(kernel: Kernel, code: int, sizes: Sequence[int]) -> Exception:
+    """What eager raises where this kernel returned `code`. `sizes` begin with the values of its symbols."""
+    site = code & 0xFF
+    if site == ZERO_DIVISION:
+        return RuntimeError("ZeroDivisionError")
+    found = next((n for n in kernel.nodes() if n.op == "bound" and (n.value or 1) == site), None)
+    if found is None or found.extent is None:
+        return RuntimeError(f"{kernel.name} failed with code {code}")
+    return out_of_bounds(found.says, code >> 8, found.extent, dict(zip(kernel.symbols, sizes, strict=False)))
+
+
+def out_of_bounds(says: str, index: int, size: Extent, symbols: dict[str, int]) -> Exception:
+    """The error for an index, in the words of a rule: "IndexError: index {index} is out of ... {size}"."""
+    kind, _, text = (says or ANY_INDEX).partition(": ")
+    return _TYPES.get(kind, IndexError)(text.replace("{index}", str(index)).replace("{size}", str(evaluate(size, symbols))))

@@ -1,0 +1,220 @@
+"""The loop-kernel IR: what sits between the graph and every emitter's source text.
+
+A kernel runs over the points of a domain: parallel axes P (any order, any thread) and row axes R (in order,
+within one point of P). Axes are numbered P first, then R; sizes are ints or polynomials over size symbols
+(`extent`). The body is a list of stages:
+
+    for p in P:                      # parallel
+        stage over "P":  nodes run once for this p
+        stage over "PR": for r in R: nodes run for (p, r); `reduce` nodes accumulate, ready after the stage
+        ...
+
+Nodes are SSA values (`%id`), each with an element type; types never change implicitly (`cast` does it), and
+math is on f32, f64, integers and bool (half types are only moved and cast). What a node may read:
+- a value of the same stage above it, or a value of an earlier "P" stage, or a `reduce` of an earlier "PR"
+  stage;
+- a "PR" value of an earlier stage only when that node has `keep=True`: emitters hold it in a row buffer. Any
+  other value that is needed again is written again (recomputed) in the later stage.
+
+Kinds of nodes (`Node.op`), beside the pointwise rows of `optable.OPS`:
+- `const` (`value`), `scalar` (`value` = position among the kernel's runtime scalars), `index` (`index` as an
+  i64 value);
+- `load` of `buffer` at `index`; `args` are () or (mask, other): where the mask is false nothing is read and
+  `other` is the value;
+- `store` of args[0] into `buffer` at `index`, args[1] an optional mask; `how` "" or one of
+  `optable.ACCUMULATE`. A store in a "P" stage stores once per p. Only indirect or accumulating stores may
+  hit one element from several points; those behave as if the points ran in lexicographic order of the axes,
+  whatever the number of threads;
+- `bound`: args[0] is an i64 index checked against [0, `extent`), or [-extent, extent) with `how="wrap"` (as
+  indexing does, the result is then made positive); args[1] is an optional mask. Out of bounds: the kernel
+  reports an error, touches no memory there and the launch raises what `says` says (see `checks`); `value` is the
+  number of the check. A check is an effect: it runs whether or not its result is used;
+- `cast` (value-preserving conversion as `Tensor.to`);
+- `reduce` with `how` of `optable.REDUCTIONS` over all of R (argument positions count lexicographically over
+  R);
+- `scan` with `how` of `optable.SCANS` along R, which must be a single axis.
+
+Reductions may reassociate; nothing else may. Float sums and means of f32 are at least as accurate as
+torch's. Integer division by zero reports an error too (torch raises RuntimeError).
+
+Empty axes are legal: a P of size 0 runs nothing, an R of size 0 gives the reduction's identity (sum 0, prod
+1, any False, all True, max -inf or the least integer, mean nan); the caller raises where torch does.
+
+A kernel is plain data: it prints (`printer`), verifies (`verify`), hashes (`serial.structural_hash`,
+independent of names), goes to JSON and back (`serial`) and runs in the reference interpreter (`interp`),
+which is the oracle of every emitter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
+from fusewright.toolkit.ir.index import Index
+from fusewright.toolkit.ir.optable import OPS
+from fusewright.toolkit.ir.types import DType
+
+Access: TypeAlias = Literal["in", "out", "inout"]
+Over: TypeAlias = Literal["P", "PR"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor parameter. Buffers of one launch do not overlap unless the host maps an output onto an input
+    of the very same index expression (see `Kernel.may_share`)."""
+
+    name: str
+    dtype: DType
+    access: Access = "in"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A runtime scalar parameter: f64, f32 (given as a float), i64 or bool (given as an int)."""
+
+    name: str
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One SSA value. Which fields mean something depends on `op`, see the module."""
+
+    id: int
+    op: str
+    dtype: DType
+    args: tuple[int, ...] = ()
+    index: Index | None = None
+    buffer: int | None = None
+    how: str = ""
+    value: int | float | bool | None = None
+    extent: Extent | None = None
+    keep: bool = False
+    says: str = ""
+
+    def uses(self) -> Iterator[int]:
+        """Ids of the values that the node reads, indirect indices included."""
+        yield from self.args
+        if self.index is not None:
+            yield from (i.value for i in self.index.indirect)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Nodes that run once per point of P ("P") or for every point of P x R ("PR")."""
+
+    over: Over
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """See the module. `hints` are sizes seen when tracing, one per symbol; they steer code choice only and
+    are not hashed."""
+
+    name: str
+    buffers: tuple[Buffer, ...]
+    symbols: tuple[str, ...]
+    scalars: tuple[Scalar, ...]
+    p: tuple[Extent, ...]
+    r: tuple[Extent, ...]
+    stages: tuple[Stage, ...]
+    hints: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[Extent, ...]:
+        """Sizes of all axes, P first."""
+        return self.p + self.r
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes in order."""
+        for s in self.stages:
+            yield from s.nodes
+
+    def node_map(self) -> dict[int, Node]:
+        """Nodes by id."""
+        return {n.id: n for n in self.nodes()}
+
+    def size_hints(self) -> dict[str, int]:
+        """Symbol -> size seen when tracing (1024 when nobody said)."""
+        hints = self.hints or (1024,) * len(self.symbols)
+        return dict(zip(self.symbols, hints, strict=True))
+
+    def axes_of(self) -> dict[int, frozenset[int]]:
+        """Axes on which each value depends. A reduction depends on none of R."""
+        out: dict[int, frozenset[int]] = {}
+        rows = frozenset(range(len(self.p), len(self.sizes)))
+        for n in self.nodes():
+            axes: frozenset[int] = frozenset().union(*(out[u] for u in n.uses()))
+            if n.index is not None:
+                axes |= n.index.axes()
+            if n.op == "scan":
+                axes |= rows
+            out[n.id] = axes - rows if n.op == "reduce" else axes
+        return out
+
+    def may_share(self, out: int, source: int) -> bool:
+        """Whether output buffer `out` may live in the memory of input buffer `source` (same element type).
+
+        True when each element of `source` is read only by the point that stores over it, and not after that:
+        all accesses of both have one and the same affine index that covers every axis, in the stage of the
+        store at the latest."""
+        if self.buffers[out].dtype != self.buffers[source].dtype or self.buffers[out].access != "out":
+            return False
+        loads = [(k, n) for k, s in enumerate(self.stages) for n in s.nodes if n.op == "load" and n.buffer == source]
+        stores = [(k, n) for k, s in enumerate(self.stages) for n in s.nodes if n.op == "store" and n.buffer == out]
+        if len(stores) != 1 or not loads:
+            return False
+        last, store = stores[0]
+        index = store.index
+        if index is None or index.indirect or store.how or len(store.args) > 1:
+            return False
+        live = {a for a, s in enumerate(self.sizes) if s != 1}
+        if not live <= {a for a, _ in index.coefs}:
+            return False
+        return all(k <= last and n.index == index for k, n in loads)
+
+
+def extents_of(kernel: Kernel) -> Iterator[Extent]:
+    """Every extent that the kernel mentions."""
+    yield from kernel.sizes
+    for n in kernel.nodes():
+        if n.extent is not None:
+            yield n.extent
+        if n.index is not None:
+            yield from n.index.extents()
+
+
+def used_symbols(kernel: Kernel) -> frozenset[str]:
+    """Names of the size symbols that the kernel mentions."""
+    return frozenset().union(*(symbols(e) for e in extents_of(kernel)))
+
+
+def cost(n: Node) -> int:
+    """Rough number of vector instructions of a node."""
+    row = OPS.get(n.op)
+    if row is not None:
+        return row.cost
+    return {"const": 0, "scalar": 0, "bound": 4, "load": 1 if not (n.index and n.index.indirect) else 8}.get(n.op, 1)
+
+
+def across(kernel: Kernel, n: Node, v: int) -> int | None:
+    """The parallel axis along which a plain load is contiguous, where it is not along `v`."""
+    ix = n.index
+    if n.op != "load" or ix is None or n.args or ix.indirect or ix.divmods or ix.stride_of(v) in (0, 1):
+        return None
+    return next((a for a, c in ix.coefs if c == 1 and a != v and a < len(kernel.p)), None)
+
+
+def crosses(kernel: Kernel, least: int = 16) -> bool:
+    """Whether a kernel without rows stores along one axis and loads along another, both of `least` points or more."""
+    if kernel.r:
+        return False
+    hints = kernel.size_hints()
+    for v, size in enumerate(kernel.p):
+        stores = [n.index for n in kernel.nodes() if n.op == "store"]
+        if all(ix is not None and ix.stride_of(v) == 1 for ix in stores):
+            axes = {across(kernel, n, v) for n in kernel.nodes()} - {None}
+            return any(min(evaluate(size, hints), evaluate(kernel.p[a], hints)) >= least for a in axes if a is not None)
+    return False

@@ -1,0 +1,135 @@
+"""From a recorded dataflow graph to stages: where rows are passed over, what is recomputed and what is kept.
+
+Pass k over the row can compute everything that needs the reductions of passes < k. Every value goes into the
+first pass that can compute it; a later pass that needs it again gets it recomputed, or from a row buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fusewright.toolkit.ir.ir import Node, Stage, cost
+
+KEEP_COST = 8
+"""A value whose recomputation costs this many vector instructions is kept: a store and a load of the row
+buffer are cheaper."""
+
+
+@dataclass
+class _Facts:
+    """Per node id: does it vary along R, and the first pass in which it can be computed (P values: before
+    which pass). `checks` are those whose value is not used."""
+
+    rowwise: dict[int, bool] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
+    live: set[int] = field(default_factory=set)
+    checks: set[int] = field(default_factory=set)
+
+
+def staged(nodes: Sequence[Node], n_p: int) -> tuple[Stage, ...]:
+    """Stages of the recorded `nodes` (ids are positions), with values renumbered in order of execution."""
+    facts = _analyse(nodes, n_p)
+    return _Scheduler(nodes, facts).run()
+
+
+def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
+    f = _Facts()
+    stores: dict[int, int] = {}
+    for n in nodes:
+        uses = list(n.uses())
+        f.rowwise[n.id] = n.op == "scan" or (
+            n.op != "reduce"
+            and (any(f.rowwise[u] for u in uses) or (n.index is not None and any(a >= n_p for a in n.index.axes())))
+        )
+        ready = max((f.ready[u] for u in uses), default=0)
+        if n.op in ("load", "store") and n.buffer is not None:
+            # what was stored is visible to a load only after it, so accesses keep their order
+            ready = max(ready, stores.get(n.buffer, 0))
+        if n.op == "store" and n.buffer is not None:
+            stores[n.buffer] = ready
+        f.ready[n.id] = ready + 1 if n.op == "reduce" else ready
+    _mark_live(nodes, f.live, (n.id for n in nodes if n.op == "store"))
+    # A check is an effect. One whose value no store needs (an index along a dim of size 1) still runs.
+    f.checks.update(n.id for n in nodes if n.op == "bound" and n.id not in f.live)
+    _mark_live(nodes, f.live, f.checks)
+    return f
+
+
+def _mark_live(nodes: Sequence[Node], live: set[int], roots: Iterable[int]) -> None:
+    todo = list(roots)
+    while todo:
+        i = todo.pop()
+        if i not in live:
+            live.add(i)
+            todo.extend(nodes[i].uses())
+
+
+class _Scheduler:
+    def __init__(self, nodes: Sequence[Node], facts: _Facts) -> None:
+        self.nodes, self.f = nodes, facts
+        self.new_id: dict[int, int] = {}
+        self.next = 0
+        self.kept: set[int] = set()
+        self.first: dict[int, int] = {}
+
+    def run(self) -> tuple[Stage, ...]:
+        live = [n for n in self.nodes if n.id in self.f.live]
+        last = max((self.f.ready[n.id] for n in live), default=0)
+        needs = [self._needed(live, k) for k in range(last + 1)]
+        stages: list[Stage] = []
+        for k in range(last + 1):
+            per_p = [n for n in live if not self.f.rowwise[n.id] and n.op != "reduce" and self.f.ready[n.id] == k]
+            self._emit(stages, "P", per_p)
+            self._emit(stages, "PR", [self.nodes[i] for i in sorted(needs[k])])
+        return tuple(stages)
+
+    def _roots(self, live: list[Node], k: int) -> list[Node]:
+        """What pass k over the row exists for."""
+        f = self.f
+        return [
+            n
+            for n in live
+            if (n.op == "reduce" and f.ready[n.id] == k + 1)
+            or (f.rowwise[n.id] and (n.op in ("store", "scan") or n.id in f.checks) and f.ready[n.id] == k)
+        ]
+
+    def _needed(self, live: list[Node], k: int) -> set[int]:
+        """Row values of pass k, found from its roots. Stops at values that an earlier pass has and that are
+        dear: those are kept."""
+        todo, seen = [n.id for n in self._roots(live, k)], set[int]()
+        while todo:
+            i = todo.pop()
+            if i in seen:
+                continue
+            if self.first.get(i, k) < k and self._worth_keeping(self.nodes[i]):
+                self.kept.add(i)
+                continue
+            seen.add(i)
+            todo.extend(u for u in self.nodes[i].uses() if self.f.rowwise[u])
+        for i in seen:
+            self.first.setdefault(i, k)
+        return seen
+
+    def _worth_keeping(self, n: Node) -> bool:
+        return n.op == "scan" or self._price(n.id, set()) >= KEEP_COST
+
+    def _price(self, i: int, seen: set[int]) -> int:
+        """Cost of recomputing row value `i` from its loads."""
+        if i in seen or not self.f.rowwise[i]:
+            return 0
+        seen.add(i)
+        return cost(self.nodes[i]) + sum(self._price(u, seen) for u in self.nodes[i].uses())
+
+    def _emit(self, stages: list[Stage], over: str, nodes: list[Node]) -> None:
+        if not nodes:
+            return
+        out = []
+        for n in nodes:
+            index = n.index.with_values(self.new_id) if n.index is not None else None
+            args = tuple(self.new_id[a] for a in n.args)
+            keep = over == "PR" and n.id in self.kept
+            out.append(replace(n, id=self.next, args=args, index=index, keep=keep))
+            self.new_id[n.id] = self.next
+            self.next += 1
+        stages.append(Stage("PR" if over == "PR" else "P", tuple(out)))

@@ -1,0 +1,281 @@
+"""Rewrites one region for the fuser: library calls with their constants, and every op with the strides at hand.
+
+A library call may lay its result out in its own way (channels-last convolutions, slices of a concatenated product).
+Such a value lives under an id of its own. Ops that take any strides read it as it is; for all others, and for what
+leaves the region, it is copied to the strides of the graph, once. What is not a library call stays an op: the fuser
+makes kernels of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusewright import ops
+from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
+from fusewright.plan.ir import Call, Instruction, Launch, Ref
+from fusewright.toolkit.backend.library import layout_of
+from fusewright.toolkit.fuse.fuser import LibraryCall
+from fusewright.toolkit.fuse.layout import restored
+from fusewright.toolkit.region.match import Links, constants
+
+STRIDE_FREE = frozenset({
+    "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum",
+    "maximum", "clamp", "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid",
+    "leaky_relu", "elu", "mish", "softplus", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
+    "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
+    "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
+    "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
+    "linear", "conv",
+    "matmul",
+})  # fmt: skip
+"""Rows that give the same values for any strides of their inputs. Their own result may then have other
+strides too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""
+OWN_STRIDES = frozenset({"sdpa"})
+"""Rows that take any strides and give a result whose strides do not depend on them."""
+
+
+_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+"""Layouts that a copy of any tensor may be asked for by name."""
+
+
+class Builder:
+    """The region under construction: `ops` with the values that they really read and make, `calls` for some of them.
+
+    `owner` lives as long as what is compiled here: the backend, of which each compiled graph has its own."""
+
+    def __init__(self, region: Region, ctx: CompileContext, owner: object = None) -> None:
+        self.region = region
+        self.ctx = ctx
+        self.owner = owner
+        self.links = Links(region.ops, frozenset(v.id for v in region.outputs))
+        self.ops: list[OpView] = []
+        self.calls: list[LibraryCall] = []
+        self.notes: dict[int, str] = {}
+        self.kernels: dict[str, Any] = {}
+        """Kernels that are no loop kernels of the fuser, by hash: for the fragment."""
+        self._instructions: list[Instruction] = []  # of the match that is being lowered
+        self._constants: dict[Any, Ref] = {}
+        self._const = constants(region)
+        self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
+        self._restored: set[int] = set()
+
+    # -- constants
+
+    def is_const(self, value: Value | None) -> bool:
+        """Whether a value is made of weights only, so that what is made of it can be kept. None (no bias)
+        counts."""
+        return value is None or value.id in self._const
+
+    def once(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+        """Compute something from constants. Equal computations are shared."""
+        key = (target, args, tuple(kwargs.items()))
+        found = self._constants.get(key)
+        if found is None:
+            made = self.ctx.value(None)
+            self._instructions.append(Call(*key[:2], (made.id,), key[2], once=True))
+            self._const.add(made.id)
+            found = self._constants[key] = Ref(made.id)
+        return found
+
+    # -- values
+
+    def any_strides(self, value: Value | None) -> Ref | None:
+        """A value as it is, for instructions that take any strides."""
+        if value is None:
+            return None
+        return Ref(self._moved[value.id].id if value.id in self._moved else value.id)
+
+    def spec(self, value: Value) -> TensorSpec:
+        """What `any_strides` refers to: the graph's spec, or that of the value that stands for it."""
+        found = self._moved.get(value.id, value).spec
+        assert found is not None
+        return found
+
+    def exact(self, value: Value) -> Ref:
+        """A value with the graph's strides; copies it when that was not done before."""
+        if value.id in self._moved and value.id not in self._restored:
+            self._restored.add(value.id)
+            self._restore(self._moved[value.id], value)
+        return Ref(value.id)
+
+    def in_rows(self, value: Value) -> Value:
+        """A copy of a value of fixed size, dense and row-major: a kernel may take it in."""
+        assert value.spec is not None
+        stride = contiguous_strides(value.spec.shape)  # type: ignore[arg-type]
+        made = self.ctx.value(replace(self.spec(value), stride=stride))
+        self._copy(self._moved.get(value.id, value), made, torch.contiguous_format)
+        return made
+
+    def _restore(self, source: Value, value: Value) -> None:
+        """An op that copies `source` to the graph's strides."""
+        assert value.spec is not None
+        layout = layout_of(value.spec) if value.spec.static else ""
+        id = self._copy(source, value, _FORMATS.get(layout, torch.preserve_format))
+        if layout not in _FORMATS:  # no memory format says it, so eager's clone would not make these strides
+            self.calls.append(LibraryCall((id,), restored(source, value, self.ctx)))
+
+    def _copy(self, source: Value, value: Value, layout: torch.memory_format) -> int:
+        id = self.ctx.value(None).id
+        args = (source, layout)
+        self.ops.append(OpView(id, "clone", "aten::clone.default", ("self", "memory_format"), args, (value,)))
+        return id
+
+    # -- instructions
+
+    def call(self, target: str, *args: Any, out: Value, op: OpView | None = None) -> None:
+        """A call that makes `out` with the strides that the graph says."""
+        self._instructions.append(Call(target, args, (out.id,), op_id=op.id if op else None))
+
+    def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
+        """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
+        self.call(target, *args, out=self.placed(out, stride), op=op)
+
+    def launch(
+        self, kernel: Any, hash: str, inputs: Sequence[Value], sizes: Sequence[Any], scalars: Sequence[float], *,
+        out: Value, op: OpView,
+    ) -> None:  # fmt: skip
+        """A launch of a kernel of the backend's own, which reads its inputs with the strides at hand (see `spec`) and makes
+        `out` with those of the graph."""
+        self.kernels[hash] = kernel
+        refs = tuple(r for v in inputs if (r := self.any_strides(v)) is not None)
+        self._instructions.append(Launch(hash, refs, (out.id,), tuple(sizes), tuple(scalars), op_ids=(op.id,)))
+
+    def append(self, instruction: Instruction) -> None:
+        """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `at_hand` gave."""
+        self._instructions.append(instruction)
+
+    def taken(self, ops: Sequence[OpView]) -> None:
+        """The instructions written since the last time compute these ops."""
+        instructions, self._instructions = tuple(self._instructions), []
+        self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
+        self.ops.extend(self.at_hand(op) for op in ops)
+
+    def taken_as(self, op: OpView, made: Value) -> None:
+        """The instructions written since the last time make `made` in place of the result of `op`, which ops behind it (see
+        `behind`) are to make of it."""
+        instructions, self._instructions = tuple(self._instructions), []
+        self.calls.append(LibraryCall((op.id,), instructions))
+        self.ops.append(replace(self.at_hand(op), outs=(made,)))
+
+    def behind(self, name: str, *args: Any, out: Value | None = None) -> Value:
+        """One more op of the opset, for the fuser, over values of this builder. `out`: what it makes, if not a value of its own
+        with the strides that torch's metadata functions say."""
+        row = ops.OPS[name]
+        given = row.bind(args, {})
+        target = row.target.name()
+        target = target if "." in target else f"{target}.default"
+        if out is None:
+            made = self._metadata(row.target, given)
+            out = self.ctx.value(TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype))
+        id = self.ctx.value(None).id
+        self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
+        return out
+
+    def at_hand(self, op: OpView) -> OpView:
+        """An op with the values that stand for the graph's own."""
+        outs = tuple(self._moved.get(v.id, v) for v in op.outs)
+        return replace(op, args=self._argument(op.args), outs=outs)
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return self._moved.get(arg.id, arg)
+        return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    def placed(self, out: Value, stride: Sequence[int] | None) -> Value:
+        """What stands for `out`, a result of the region, when it is made with these strides; None: the graph's."""
+        assert out.spec is not None
+        if stride is None or _same_strides(out.spec, stride):
+            return out
+        self._moved[out.id] = self.ctx.value(replace(out.spec, stride=tuple(stride)))
+        return self._moved[out.id]
+
+    def keep(self, op: OpView, any_strides: bool = True) -> None:
+        """Leave `op` to the fuser, with the strides at hand where it takes them, or always with the graph's."""
+        moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
+        strides = self._strides_for(op) if moved and any_strides else None
+        if moved and strides is None:
+            for v in moved:
+                self.exact(v)
+            self.ops.append(op)
+        else:
+            for o, s in zip(op.outs, strides or (), strict=False):
+                if s is not None:
+                    self.placed(o, s)
+            self.ops.append(self.at_hand(op))
+
+    def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
+        """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
+        keep the graph's."""
+        if op.op not in STRIDE_FREE or any(v.spec is None or not v.spec.static for v in op.inputs()):
+            return None
+        try:
+            result = self._metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)))
+        except (RuntimeError, NotImplementedError):  # a view that these strides do not allow
+            return None
+        results = result if isinstance(result, tuple | list) else (result,)
+        return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]
+
+    def _metadata(self, operator: Any, given: Mapping[str, Any]) -> Any:
+        """What torch's metadata functions say that an operator makes of values at hand."""
+        named = {a.name for a in operator._schema.arguments if a.kwarg_only}
+        meta = {k: self._on_meta(a) for k, a in given.items()}
+        return operator(
+            *(v for k, v in meta.items() if k not in named), **{k: v for k, v in meta.items() if k in named}
+        )
+
+    def _on_meta(self, arg: Any) -> Any:
+        if isinstance(arg, Value):
+            spec = self.spec(arg)
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")  # type: ignore[arg-type]
+        if isinstance(arg, tuple):
+            return [self._on_meta(a) for a in arg]
+        return arg
+
+    def finish(self) -> Region:
+        """The region for the fuser: every output with its strides."""
+        for v in self.region.outputs:
+            if v.spec is not None:
+                self.exact(v)
+        return replace(self.region, ops=tuple(self.ops))
+
+
+def _operator(target: str) -> Any:
+    namespace, _, rest = target.partition("::")
+    name, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def _same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
+    """Equal where it matters: a dimension of size 1 may have any stride."""
+    pairs = zip(spec.shape, spec.stride, stride, strict=True)
+    return 0 in spec.shape or all(a == b for size, a, b in pairs if size != 1)
+
+
+def _usual_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `t`, with those of channels-last where they differ in dimensions of size 1 alone: torch then calls
+    them channels-last as well (its group norm leaves an odd stride for a batch of one)."""
+    if t.dim() != 4 or t.is_contiguous():
+        return t.stride()
+    usual = channels_last_strides(t.shape)
+    pairs = zip(t.shape, t.stride(), usual, strict=True)
+    return usual if all(a == b for size, a, b in pairs if size != 1) else t.stride()
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense row-major tensor."""
+    out: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        out.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(out))
+
+
+def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense [N, C, H, W] tensor with C innermost."""
+    _, c, h, w = shape
+    return (h * w * c, 1, w * c, c)

@@ -1,0 +1,254 @@
+"""Long reductions over few points: two kernels, the first one over parts of the row, the second one over the
+parts.
+
+The number of parts depends on sizes only, so results do not depend on the number of threads; of symbolic sizes those
+seen when tracing decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from fusewright.toolkit.ir.extent import Extent, evaluate, product, symbol, symbols
+from fusewright.toolkit.ir.index import Index, Indirect, axis_index
+from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage, used_symbols
+from fusewright.toolkit.ir.simplify import in_order, simplify_axes
+from fusewright.toolkit.ir.types import TYPES, DType
+from fusewright.toolkit.ir.verify import verify
+from fusewright.toolkit.transform.moments import without_moments
+from fusewright.toolkit.transform.split_columns import few_columns
+
+SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+MIN_ROW = 1 << 15
+"""Elements of a row from which splitting is worth a second launch."""
+MAX_POINTS = 16
+"""With more points than this there is work for every thread without splitting."""
+PARTS = 32
+LINE = 64
+"""Long parts are a multiple of so many elements: vectors that lie across two cache lines take twice as long to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Run `first` on the buffers `first_buffers` of the kernel and then the partial results, then `second`
+    on all buffers of the kernel and then the partial results. `partials` are their types and element counts.
+    """
+
+    first: Kernel
+    first_buffers: tuple[int, ...]
+    second: Kernel
+    partials: tuple[tuple[DType, Extent], ...]
+
+
+def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
+    """The two steps, or None when the kernel is not of that kind: few points, a long row, and one row stage that holds
+    nothing but mergeable reductions."""
+    kernel = without_moments(kernel)
+    hints, n_p = kernel.size_hints(), len(kernel.p)
+    seen = [evaluate(s, hints) for s in kernel.sizes]
+    rows = [k for k, s in enumerate(kernel.stages) if s.over == "PR"]
+    if len(rows) != 1:
+        return None
+    few = 0 < math.prod(seen[:n_p]) <= MAX_POINTS and math.prod(seen[n_p:]) >= MIN_ROW
+    if not (few or few_columns(kernel)) or seen[n_p] < 2 * parts:
+        return None
+    chunk = chunk_of(kernel, parts)
+    stage = kernel.stages[rows[0]]
+    reductions = [n for n in stage.nodes if n.op == "reduce"]
+    plain = not any(n.op in ("store", "scan", "bound") or n.keep for n in stage.nodes)
+    if chunk is None or not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
+        return None
+    first, used = _first(with_chunk(kernel, chunk, parts), rows[0], reductions, parts, chunk)
+    second = _second(kernel, rows[0], reductions, parts)
+    points = product(kernel.p)
+    types = {n.id: n.dtype for n in kernel.nodes()}
+    partials = [(types[r.args[0]], points * parts) for r in reductions]
+    partials += [("i64", points * parts) for r in reductions if _is_position(r)]
+    return Split(first, used, second, tuple(partials))
+
+
+def chunk_of(kernel: Kernel, parts: int) -> Extent | None:
+    """Steps of the first row axis that one part takes; a symbol whose name is the formula where the size is symbolic.
+    None where such a size is no formula of named sizes."""
+    size = kernel.sizes[len(kernel.p)]
+    line = LINE if evaluate(size, kernel.size_hints()) >= 16 * LINE * parts else 1
+    if isinstance(size, int):
+        return -(-size // (parts * line)) * line
+    if not all(s.isidentifier() for s in symbols(size)):
+        return None
+    return symbol(f"({size}+{parts * line - 1})//{parts * line}") * line
+
+
+def with_chunk(kernel: Kernel, chunk: Extent, parts: int) -> Kernel:
+    """The kernel with the symbol that `chunk` is, if it is one."""
+    new = sorted(symbols(chunk) - set(kernel.symbols))
+    seen = evaluate(kernel.sizes[len(kernel.p)], kernel.size_hints())
+    hints = (*kernel.size_hints().values(), *(max(1, seen // parts) for _ in new))
+    return replace(kernel, symbols=(*kernel.symbols, *new), hints=hints) if new else kernel
+
+
+def _is_position(n: Node) -> bool:
+    return n.how in ("argmax", "argmin")
+
+
+def linear(n_axes: int, sizes: tuple[Extent, ...], shape: tuple[Extent, ...], skip: int) -> Index:
+    """Row-major index over axes `skip` .. `skip + n_axes`."""
+    out = Index(sizes=sizes)
+    for a in range(n_axes):
+        out = out + axis_index(skip + a, sizes) * product(shape[a + 1 :])
+    return out
+
+
+def _first(
+    kernel: Kernel, at: int, reductions: list[Node], parts: int, chunk: Extent
+) -> tuple[Kernel, tuple[int, ...]]:
+    """Partial results: `parts` joins P, the first row axis becomes its chunk."""
+    old, n_p = kernel.sizes, len(kernel.p)
+    sizes: tuple[Extent, ...] = (parts, *old[:n_p], chunk, *old[n_p + 1 :])
+    axes = [axis_index(a + 1, sizes) for a in range(len(old))]
+    axes[n_p] = axis_index(0, sizes) * chunk + axis_index(n_p + 1, sizes)
+    stages = [s for s in kernel.stages[:at] if s.over == "P"]
+    needed = [n for s in (*stages, kernel.stages[at]) for n in s.nodes if n.op != "store"]
+    used = tuple(sorted({n.buffer for n in needed if n.buffer is not None}))
+    before = [replace(s, nodes=tuple(_moved(n, axes, sizes, used) for n in s.nodes if n.op != "store")) for s in stages]
+    row = [_moved(n, axes, sizes, used) for n in kernel.stages[at].nodes]
+    types = {n.id: n.dtype for n in kernel.nodes()}
+    fresh = count(max(types) + 1)
+    if chunk * parts != old[n_p]:
+        row = guarded(row, axes[n_p], old[n_p], types, fresh)
+    ends = {n.id: n for n in row if n.op == "reduce"}
+    results, after = [ends[r.id] for r in reductions], list[Node]()
+    for r in [r for r in results if _is_position(r)]:
+        # positions are compared by the values there, which go along as partial results
+        value = Node(next(fresh), "reduce", types[reductions[results.index(r)].args[0]], r.args, how=r.how[3:])
+        start = Node(next(fresh), "index", "i64", index=axis_index(0, sizes) * (product(old[n_p + 1 :]) * chunk))
+        position = Node(next(fresh), "add", "i64", (r.id, start.id))
+        row.append(value)
+        after += [start, position]
+        results = [value if x is r else x for x in results] + [position]
+    place = axis_index(0, sizes) * product(kernel.p) + linear(n_p, sizes, old[:n_p], 1)
+    after += [Node(next(fresh), "store", r.dtype, (r.id,), place, len(used) + k) for k, r in enumerate(results)]
+    buffers = [replace(kernel.buffers[b], access="in") for b in used]
+    buffers += [Buffer(f"part{k}", r.dtype, "out") for k, r in enumerate(results)]
+    first = replace(
+        kernel,
+        name=f"{kernel.name}_parts",
+        buffers=tuple(buffers),
+        p=sizes[: n_p + 1],
+        r=sizes[n_p + 1 :],
+        stages=(*before, Stage("PR", tuple(row)), Stage("P", tuple(after))),
+    )
+    return done(first), used
+
+
+def guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
+    """The row stage with nothing read, checked, reduced or stored where `at` is past `size`."""
+    here = Node(next(fresh), "index", "i64", index=at)
+    limit = _number(size, at, fresh)
+    inside = Node(next(fresh), "lt", "bool", (here.id, limit.id))
+    out = [here, limit, inside]
+    for n in row:
+        if n.op == "load":
+            out += _guarded_load(n, inside.id, fresh)
+        elif n.op in ("bound", "store"):
+            out += _guarded_access(n, inside.id, fresh)
+        elif n.op == "reduce":
+            out += _guarded_reduce(n, inside.id, types[n.args[0]], fresh)
+        else:
+            out.append(n)
+    return out
+
+
+def _number(size: Extent, like: Index, fresh: Iterator[int]) -> Node:
+    """A size as a value."""
+    if isinstance(size, int):
+        return Node(next(fresh), "const", "i64", value=size)
+    return Node(next(fresh), "index", "i64", index=Index(size, sizes=like.sizes))
+
+
+def _moved(n: Node, axes: list[Index], sizes: tuple[Extent, ...], used: tuple[int, ...]) -> Node:
+    index = None if n.index is None else n.index.substitute(axes, sizes)
+    return replace(n, index=index, buffer=None if n.buffer is None else used.index(n.buffer))
+
+
+def _guarded_load(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
+    """The load with `inside` added to its mask."""
+    if n.args:
+        both = Node(next(fresh), "and", "bool", (n.args[0], inside))
+        return [both, replace(n, args=(both.id, n.args[1]))]
+    zero = Node(next(fresh), "const", n.dtype, value=_zero(n.dtype))
+    return [zero, replace(n, args=(inside, zero.id))]
+
+
+def _guarded_access(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
+    """The check or the store with `inside` added to its mask."""
+    if len(n.args) == 1:
+        return [replace(n, args=(n.args[0], inside))]
+    both = Node(next(fresh), "and", "bool", (n.args[1], inside))
+    return [both, replace(n, args=(n.args[0], both.id))]
+
+
+def _guarded_reduce(n: Node, inside: int, dtype: DType, fresh: Iterator[int]) -> list[Node]:
+    """The reduction of its operand where `inside`, of its identity elsewhere."""
+    edge = Node(next(fresh), "const", dtype, value=identity(n.how.removeprefix("arg"), dtype))
+    value = Node(next(fresh), "where", dtype, (inside, n.args[0], edge.id))
+    return [edge, value, replace(n, args=(value.id,))]
+
+
+def _zero(dtype: DType) -> float | int | bool:
+    return {"float": 0.0, "int": 0, "bool": False}[TYPES[dtype].kind]
+
+
+def identity(how: str, dtype: DType) -> float | int | bool:
+    """What a reduction of `SPLITTABLE` (positions aside) gives for no element."""
+    info = TYPES[dtype]
+    if how in ("any", "all"):
+        return how == "all"
+    if info.kind == "float":
+        return {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}[how]
+    bits = info.size * 8
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if info.signed else (0, (1 << bits) - 1)
+    return {"sum": 0, "prod": 1, "max": low, "min": high}[how]
+
+
+def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Kernel:
+    """The row stage becomes one over the parts; everything else stays."""
+    n_p, points = len(kernel.p), product(kernel.p)
+    sizes: tuple[Extent, ...] = (*kernel.p, parts)
+    point = linear(n_p, sizes, kernel.p, 0)
+    place = axis_index(n_p, sizes) * points + point
+    types = {n.id: n.dtype for n in kernel.nodes()}
+    fresh, buffer = count(max(types) + 1), count(len(kernel.buffers) + len(reductions))
+    row, after = list[Node](), list[Node]()
+    for k, r in enumerate(reductions):
+        row.append(Node(next(fresh), "load", types[r.args[0]], (), place, len(kernel.buffers) + k))
+        if not _is_position(r):
+            row.append(replace(r, args=(row[-1].id,)))
+            continue
+        best = Node(next(fresh), "reduce", "i64", (row[-1].id,), how=r.how)
+        there = point + Index(indirect=(Indirect(points, best.id),), sizes=sizes)
+        row.append(best)
+        after.append(Node(r.id, "load", "i64", (), there, next(buffer)))
+    axes = [axis_index(a, sizes) for a in range(n_p)] + [Index(sizes=sizes)] * len(kernel.r)
+
+    def moved(n: Node) -> Node:
+        return n if n.index is None else replace(n, index=n.index.substitute(axes, sizes))
+
+    stages = [replace(s, nodes=tuple(moved(n) for n in s.nodes)) for s in kernel.stages]
+    stages[at : at + 1] = [Stage("PR", tuple(row)), *([Stage("P", tuple(after))] if after else [])]
+    partials = [types[r.args[0]] for r in reductions] + ["i64" for r in reductions if _is_position(r)]
+    buffers = [*kernel.buffers, *(Buffer(f"part{k}", t, "in") for k, t in enumerate(partials))]
+    return done(replace(kernel, name=f"{kernel.name}_total", buffers=tuple(buffers), r=(parts,), stages=tuple(stages)))
+
+
+def done(kernel: Kernel) -> Kernel:
+    """In normal form, with values in order and the size symbols that it uses."""
+    kernel = in_order(simplify_axes(kernel))
+    used, hints = used_symbols(kernel), kernel.size_hints()
+    names = tuple(s for s in kernel.symbols if s in used)
+    kernel = replace(kernel, symbols=names, hints=tuple(hints[s] for s in names))
+    verify(kernel)
+    return kernel

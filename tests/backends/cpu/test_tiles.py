@@ -1,0 +1,78 @@
+"""Kernels that load along one axis and store along another, in square tiles; the values are those of the
+interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusewright.toolkit.ir import Builder, Kernel, crosses, interpret
+from fusewright.toolkit.ir.types import to_torch
+from fusewright_cpu.emit.strategy import choose
+from fusewright_cpu.run.jit import compile_kernels
+from fusewright_cpu.target import host_target, x86_target
+
+
+def transposed_sum(batch: int, rows: int, cols: int, dtype: str, symbolic: bool = False) -> Kernel:
+    """y[b, j, i] = x[b, i, j] + z[j] + w[b, j, i], stored in `dtype`."""
+    b = Builder("transposed_sum", p=[batch, cols, rows])
+    if symbolic:
+        b = Builder("transposed_sum")
+        sizes = [batch, b.size("cols", cols), b.size("rows", rows)]
+        b = Builder("transposed_sum", p=sizes, symbols={"cols": cols, "rows": rows})
+    _, n_j, n_i = b.p
+    x, z, w, y = b.input("x", dtype), b.input("z", "f32"), b.input("w", dtype), b.output("y", dtype)
+    k, j, i = b.axes
+    at = (k * n_j + j) * n_i + i
+    total = b.cast(b.load(x, (k * n_i + i) * n_j + j), "f32") + b.load(z, j) + b.cast(b.load(w, at), "f32")
+    b.store(y, at, b.cast(total, dtype))
+    return b.build()
+
+
+def check(kernel: Kernel, batch: int, rows: int, cols: int, dtype: str, sizes: tuple[int, ...] = ()) -> None:
+    x, w = ((8 * torch.rand(batch * rows * cols)).to(to_torch(dtype)) for _ in range(2))
+    z = torch.randint(4, (cols,)).float()
+    ours, wanted = (torch.zeros(batch * rows * cols, dtype=to_torch(dtype)) for _ in range(2))
+    compile_kernels([kernel]).launcher(kernel).checked([x, z, w, ours], sizes)
+    interpret(kernel, [x, z, w, wanted], sizes)
+    assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("rows", [16, 31, 128, 200])
+@pytest.mark.parametrize("cols", [16, 64, 141])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f64", "u8"])
+def test_whole_tiles_and_what_is_left(rows: int, cols: int, dtype: str) -> None:
+    kernel = transposed_sum(2, rows, cols, dtype)
+    assert choose(kernel, x86_target("avx512")).tile is not None
+    check(kernel, 2, rows, cols, dtype)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (5, 300), (48, 32), (129, 17)])
+def test_symbolic_sizes(rows: int, cols: int) -> None:
+    kernel = transposed_sum(2, 64, 64, "f32", symbolic=True)
+    check(kernel, 2, rows, cols, "f32", (cols, rows))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "bool", "i64"])
+def test_copies_are_exact(dtype: str) -> None:
+    b = Builder("copy", p=[77, 150])
+    x, y = b.input("x", dtype), b.output("y", dtype)
+    j, i = b.axes
+    b.store(y, j * 150 + i, b.load(x, i * 77 + j))
+    kernel = b.build()
+    assert crosses(kernel)
+    data = torch.randn(150, 77).mul(3).to(to_torch(dtype))
+    out = torch.empty(77, 150, dtype=data.dtype)
+    compile_kernels([kernel]).launcher(kernel).checked([data, out])
+    assert torch.equal(out, data.t())
+
+
+def test_narrow_and_plain_copies_are_no_tiles() -> None:
+    target = host_target()
+    assert choose(transposed_sum(2, 3, 64, "f32"), target).tile is None
+    b = Builder("copy", p=[64, 64])
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    j, i = b.axes
+    b.store(y, j * 64 + i, b.load(x, j * 128 + i))
+    kernel = b.build()
+    assert choose(kernel, target).tile is None and not crosses(kernel)

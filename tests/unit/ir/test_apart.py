@@ -1,0 +1,62 @@
+"""Long columns that are few: reduced in parts, each pass by itself, and stored by a kernel that every thread shares."""
+
+import torch
+
+from fusewright.toolkit.ir import Builder, Kernel, interpret
+from fusewright.toolkit.ir.types import to_torch
+from fusewright.toolkit.transform.split import split_rows
+from fusewright.toolkit.transform.split_columns import apart, few_columns
+
+
+def norm(rows: int = 8192, columns: int = 32, across: bool = True) -> Kernel:
+    """Each column less its mean, over the square root of its sum of squared distances; the mean is stored too."""
+    b = Builder("norm", p=[columns], r=[rows])
+    i, j = b.axes
+    at = j * columns + i if across else i * rows + j
+    x, y, m = b.input("x", "f32"), b.output("y", "f32"), b.output("m", "f32")
+    v = b.load(x, at)
+    mean, m2 = b.reduce("mean", v), b.reduce("m2", v)
+    b.store(y, at, (v - mean) * b.op("rsqrt", m2))
+    b.store(m, i, mean)
+    return b.build()
+
+
+def total(rows: int, columns: int) -> Kernel:
+    b = Builder("total", p=[columns], r=[rows])
+    i, j = b.axes
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    b.store(y, i, b.reduce("sum", b.load(x, j * columns + i)))
+    return b.build()
+
+
+def test_the_steps_give_what_the_kernel_gives() -> None:
+    kernel = norm()
+    steps = apart(kernel)
+    assert few_columns(kernel) and steps is not None
+    x = torch.randn(8192, 32) + 3
+    y, m = torch.empty_like(x), torch.empty(32)
+    temporaries = [torch.empty(n, dtype=to_torch(t)) for t, n in steps.temporaries]
+    for step in steps.kernels:
+        interpret(step, [x, y, m, *temporaries])
+    mean = x.double().mean(0)
+    torch.testing.assert_close(m, mean.float())
+    torch.testing.assert_close(y, ((x - mean) / (x - mean).square().sum(0).sqrt()).float())
+
+
+def test_every_pass_over_the_rows_runs_in_parts_and_elements_are_shared() -> None:
+    steps = apart(norm())
+    assert steps is not None
+    rows = [k for k in steps.kernels if k.r]
+    assert len(rows) == 2 and all(split_rows(k) is not None for k in rows)
+    assert steps.kernels[-1].p == (8192, 32)
+
+
+def test_a_column_sum_is_one_pass_and_runs_in_parts() -> None:
+    kernel = total(8192, 64)
+    assert apart(kernel) is None and split_rows(kernel) is not None
+
+
+def test_rows_along_memory_short_columns_and_many_of_them_stay_whole() -> None:
+    assert not few_columns(norm(across=False))
+    assert not few_columns(norm(rows=1024, columns=256))
+    assert split_rows(total(4096, 1024)) is None

@@ -1,0 +1,59 @@
+"""Means and squared distances become plain sums: the same results, in as many passes as they need."""
+
+import torch
+
+from fusewright.toolkit.ir import Builder, Kernel, symbol
+from fusewright.toolkit.ir.interp import interpret
+from fusewright.toolkit.ir.verify import verify
+from fusewright.toolkit.transform.moments import without_moments
+
+
+def reductions(kernel: Kernel) -> list[list[str]]:
+    return [[n.how for n in s.nodes if n.op == "reduce"] for s in kernel.stages if s.over == "PR"]
+
+
+def variance(rows: object = 5, also_store: bool = False) -> Kernel:
+    """Sum of squared distances of 2 x over rows; `also_store` stores 2 x as well."""
+    symbols = {} if isinstance(rows, int) else {"n": 6}
+    b = Builder("variance", p=[3], r=[rows], symbols=symbols)  # type: ignore[list-item]
+    i, j = b.axes
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    v = b.load(x, i * rows + j) * 2  # type: ignore[operator]
+    if also_store:
+        b.store(b.output("z", "f32"), i * rows + j, v)  # type: ignore[operator]
+    b.store(y, i, b.reduce("m2", v) + b.reduce("mean", v))
+    return b.build()
+
+
+def test_a_mean_is_a_sum_and_m2_a_second_pass() -> None:
+    kernel = without_moments(variance())
+    verify(kernel)
+    assert reductions(kernel) == [["sum"], ["sum"]]
+
+
+def test_results_are_the_same() -> None:
+    x, y = torch.randn(3, 5), torch.empty(3)
+    interpret(without_moments(variance()), [x, y])
+    v = 2 * x
+    torch.testing.assert_close(y, (v - v.mean(1, keepdim=True)).square().sum(1) + v.mean(1))
+
+
+def test_rows_of_symbolic_size_divide_by_their_size() -> None:
+    x, y = torch.randn(3, 6), torch.empty(3)
+    interpret(without_moments(variance(symbol("n"))), [x, y], [6])
+    torch.testing.assert_close(y, 2 * x.mean(1) + (2 * x).var(1, correction=0) * 6)
+
+
+def test_nothing_is_read_again_after_a_store_that_may_have_replaced_it() -> None:
+    kernel = without_moments(variance(also_store=True))
+    verify(kernel)
+    assert sum(n.op == "load" for n in kernel.nodes()) == 1 and any(n.keep for n in kernel.nodes())
+
+
+def test_kernels_without_moments_stay_as_they_are() -> None:
+    b = Builder("total", p=[3], r=[5])
+    i, j = b.axes
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    b.store(y, i, b.reduce("sum", b.load(x, i * 5 + j)))
+    kernel = b.build()
+    assert without_moments(kernel) is kernel
