@@ -21,7 +21,7 @@ from fusewright_cpu.run.jit import compile_kernels, load_module
 from fusewright_cpu.run.launch import Launcher
 from fusewright_cpu.run.linker import GENERATION, Linker, LinkError
 from fusewright_cpu.target import host_target
-from tests.unit.llvm.test_targets import layer_norm
+from tests.backends.cpu.test_targets import layer_norm
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,8 +37,8 @@ def child(code: str) -> subprocess.CompletedProcess[str]:
 
 
 FAR = """
-from tests.unit.llvm.scattered import scatter
-from tests.unit.llvm.test_linker import check, compile_kernels, layer_norm, llvm, load_module, structural_hash
+from tests.backends.cpu.scattered import scatter
+from tests.backends.cpu.test_linker import check, compile_kernels, layer_norm, llvm, load_module, structural_hash
 {before}
 made = [compile_kernels([layer_norm(70, "f32")])]
 scatter(64)

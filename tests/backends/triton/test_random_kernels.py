@@ -17,7 +17,7 @@ from fusewright.toolkit.ir.extent import evaluate
 from fusewright_triton.emit.emitter import emit
 from fusewright_triton.emit.schedule import Config, Tile
 from fusewright_triton.runtime import SimulatedLauncher, simulate_kernels
-from tests.unit.llvm.test_random_kernels import Case, cases, same_bits
+from tests.backends.cpu.test_random_kernels import Case, cases, same_bits
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
