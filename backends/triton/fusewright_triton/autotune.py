@@ -30,7 +30,7 @@ from fusewright_triton.emit import schedule
 from fusewright_triton.emit.emitter import emit
 from fusewright_triton.emit.operators import Unsupported
 from fusewright_triton.emit.schedule import Config, Tile
-from fusewright_triton.target import Target
+from fusewright_triton.target import FORMULA, Target
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _sensible(c: Config, target: Target) -> bool:
     for t in c.tiles:
         elements *= t.block
     lanes = c.warps * target.lanes
-    return 1 <= c.warps and lanes <= 1024 and c.split <= schedule.MAX_SPLIT and elements <= MOST_PER_LANE * lanes
+    return 1 <= c.warps and lanes <= 1024 and c.split <= FORMULA.max_split and elements <= MOST_PER_LANE * lanes
 
 
 def _printable(kernel: Kernel, c: Config) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from fusewright_triton import target
 from fusewright_triton.run import handwritten
 
 
@@ -20,3 +23,18 @@ def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(handwritten.Library, "ask", ask)
+
+
+@pytest.fixture
+def thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Other thresholds, by name, for every target: sizes of tests may count as large."""
+
+    def change(**numbers: float) -> None:
+        monkeypatch.setattr(target, "H100", replace(target.H100, **numbers))  # type: ignore[arg-type]
+        for table in (target.NVIDIA, target.AMD):
+            for arch, t in table.items():
+                monkeypatch.setitem(table, arch, replace(t, fitted=t.fitted and target.H100))
+        target.named.cache_clear()
+
+    yield change
+    target.named.cache_clear()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
-from fusewright_triton.select import convolutions, products
+from fusewright_triton.select import convolutions
 from fusewright_triton.select.calls import Calls, Found, OpCode, rewritten
 from tests.backends.onednn.common import close
 from tests.fragments import Context, Sketch, by_preference, targets
@@ -335,11 +335,11 @@ def test_products_of_one_tensor_are_one_and_its_slices(bias: bool) -> None:
     check(g, ys)
 
 
-def test_they_stay_apart_where_that_is_faster_or_the_copy_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_stay_apart_where_that_is_faster_or_the_copy_is_large(thresholds: Callable[..., None]) -> None:
     g = Net()
     ys = linears(g, g.tensor(2, 8, 16), (32, 16))
     assert targets(lowered(g, ys, "separate")) == ["aten::linear", "aten::linear"]
-    monkeypatch.setattr(products, "LARGEST_COPY", 16 * 47)
+    thresholds(sibling_weights=16 * 47)
     assert targets(lowered(g, ys, "together")) == ["aten::linear", "aten::linear"]
 
 
@@ -349,8 +349,8 @@ def test_products_of_two_tensors_stay_apart() -> None:
     assert targets(lowered(g, ys, "together")) == ["aten::linear", "aten::linear"]
 
 
-def test_a_width_that_suits_no_fast_kernel_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30)
+def test_a_width_that_suits_no_fast_kernel_is_padded(thresholds: Callable[..., None]) -> None:
+    thresholds(padded_results=16 * 30)
     g = Net()
     y = linears(g, g.tensor(2, 8, 16), (30,))[0]
     fragment = lowered(g, [y])
@@ -359,12 +359,12 @@ def test_a_width_that_suits_no_fast_kernel_is_padded(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert text(fragment, once=False) == ["aten::linear('_', '_', '_')", "aten::slice.Tensor('_', 2, 0, 30)"]
     check(g, [y])
-    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30 + 1)
+    thresholds(padded_results=16 * 30 + 1)
     assert targets(lowered(g, [y])) == ["aten::linear"], "a small result is not worth the copy"
 
 
-def test_training_pads_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30)
+def test_training_pads_at_every_call(thresholds: Callable[..., None]) -> None:
+    thresholds(padded_results=16 * 30)
     g = Net()
     g.phase = "forward"
     x, w = g.tensor(2, 8, 16), g.tensor(30, 16)
@@ -373,9 +373,9 @@ def test_training_pads_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text(fragment)[0] == "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)"
 
 
-def test_products_of_a_gradient_share_a_padded_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_a_gradient_share_a_padded_copy(thresholds: Callable[..., None]) -> None:
     """The gradient of the LM head: [rows, 30] and its transpose, whose rows suit no fast kernel."""
-    monkeypatch.setattr(products, "PADDING_PAYS", 16 * 30)
+    thresholds(padded_results=16 * 30)
     g = Net()
     g.phase = "backward"
     grad, w, x = g.tensor(16, 30), g.tensor(30, 8), g.tensor(16, 8)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright import report
-from fusewright_triton.select import gemv
+from fusewright_triton.target import H100
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -133,7 +133,7 @@ def test_a_row_longer_than_a_step_and_of_an_odd_length() -> None:
     assert launches(Weights(after_norm, 40, 40, length=4500).bfloat16(), torch.randn(2, 4500).bfloat16()) == 1
 
 
-@pytest.mark.parametrize("rows", [gemv.MOST_ROWS + 1, 64])
+@pytest.mark.parametrize("rows", [H100.gemv_rows + 1, 64])
 def test_more_rows_stay_a_library_call(rows: int) -> None:
     model, x = Weights(plain, N), torch.randn(rows, K)
     with report.recording() as reports, torch.no_grad():

@@ -17,7 +17,6 @@ from fusewright_triton.build import binaries, resources, workers
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.handwritten import Order, noting, source
 from fusewright_triton.run.interpreter import Simulated
-from fusewright_triton.select import epilogues, products
 from fusewright_triton.target import named
 from tests.backends.triton.test_calls import REAL, SIMULATED, Net, check, lowered
 from tests.fragments import targets
@@ -97,9 +96,9 @@ def test_hoppers_gelu_to_a_relative_error(dtype: torch.dtype, near: float, error
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(thresholds: Callable[..., None]) -> None:
     """Sizes of tests count as large."""
-    monkeypatch.setattr(epilogues, "LEAST", 1 << 10)
+    thresholds(product_results=1 << 10)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -232,8 +231,8 @@ def test_a_product_that_others_read_keeps_its_activation_apart() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_of_odd_length_are_written_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PADDING_PAYS", 1 << 10)
+def test_rows_of_odd_length_are_written_where_they_are_wanted(thresholds: Callable[..., None]) -> None:
+    thresholds(padded_results=1 << 10)
     g = Net()
     y = g.op("linear", g.tensor(128, 32), g.weight(57, 32), g.weight(57))
     assert targets(check(g, [y])) == ["fusewright_triton::linear_activation"]
@@ -265,8 +264,8 @@ class Mlp(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_model_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PADDING_PAYS", 1 << 10)
+def test_a_model_has_both(monkeypatch: pytest.MonkeyPatch, thresholds: Callable[..., None]) -> None:
+    thresholds(padded_results=1 << 10)
     torch.manual_seed(0)
     seen: list[str] = []
     launch = product_ops._one_by_one

@@ -6,7 +6,7 @@ activations too, quantized row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ from fusewright import report
 from fusewright.bench.accuracy import compare
 from fusewright_triton.kernels import int8 as int8_kernels
 from fusewright_triton.kernels.int8_ops import int8_linear, int8_mm, tiles
-from fusewright_triton.select import quantized
 from fusewright_triton.target import AMD, NVIDIA
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -159,8 +158,8 @@ def test_few_rows_read_the_weight_as_it_is(shape: tuple[int, ...], bias: bool, c
 
 
 @torch.no_grad()
-def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "FEW", 4)
+def test_many_rows_are_the_librarys(thresholds: Callable[..., None]) -> None:
+    thresholds(int8_rows=4)
     model, x = WeightOnly().eval(), torch.randn(5, DEEP).bfloat16()
     with report.recording() as reports:
         got = simulated(model)(x)

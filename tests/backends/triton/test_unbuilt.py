@@ -22,7 +22,6 @@ from fusewright_triton.build import workers
 from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
 from fusewright_triton.run import handwritten
 from fusewright_triton.run.handwritten import Kernel, Library
-from fusewright_triton.select import epilogues
 from fusewright_triton.target import named
 
 BF16 = torch.bfloat16
@@ -249,9 +248,9 @@ def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: py
     assert len(refused) == 2
 
 
-def small_product(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any, torch.Tensor]:
+def small_product(thresholds: Callable[..., None], **options: Any) -> tuple[Any, Any, torch.Tensor]:
     """A model whose first linear is a kernel written by hand, compiled, with its input."""
-    monkeypatch.setattr(epilogues, "LEAST", 1)
+    thresholds(product_results=1)
     torch.compiler.reset()
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(BF16).eval()
     options = {"simulate": True, "cache": False, "fallback": "allow", **options}
@@ -261,9 +260,9 @@ def small_product(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any,
 
 @torch.no_grad()
 def test_a_compiled_model_gets_eagers_result(
-    refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    refused: list[Any], thresholds: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, fast, x = small_product(monkeypatch)
+    model, fast, x = small_product(thresholds)
     with caplog.at_level(logging.WARNING, "fusewright"):
         for _ in range(3):
             torch.testing.assert_close(fast(x), model(x))
@@ -273,16 +272,16 @@ def test_a_compiled_model_gets_eagers_result(
 
 @torch.no_grad()
 def test_a_model_compiled_with_strict_gets_the_error(
-    refused: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    refused: list[Any], monkeypatch: pytest.MonkeyPatch, thresholds: Callable[..., None], tmp_path: Path
 ) -> None:
     """Its plan too where it is in the cache, from a process without `strict`."""
     monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
-    _, fast, x = small_product(monkeypatch, strict=True)
+    _, fast, x = small_product(thresholds, strict=True)
     for _ in range(2):
         with pytest.raises(BackendCrashError, match=r"product of kernels/product.py cannot be built"):
             fast(x)
     torch.manual_seed(0)
-    model, loose, x = small_product(monkeypatch, cache=True)
+    model, loose, x = small_product(thresholds, cache=True)
     torch.testing.assert_close(loose(x), model(x))
     torch.compiler.reset()
     monkeypatch.setattr(pipeline, "_compile", None)  # it is found, not compiled

@@ -11,6 +11,7 @@ from fusewright.toolkit.ir.ir import Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_triton.emit.operators import TRITON, Unsupported
 from fusewright_triton.emit.schedule import matrices
+from fusewright_triton.target import FORMULA
 
 if TYPE_CHECKING:
     from fusewright_triton.emit.values import Values
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 ATOMIC = {"add": ("f32", "f64", "f16", "bf16", "i32", "i64"), "max": ("i32", "i64"), "min": ("i32", "i64")}
 """Accumulations that hardware does on one element atomically. Float sums then depend on the order of programs."""
 COMBINE = {"add": "{0} + {1}", "mul": "{0} * {1}", "max": "{m}.maximum({0}, {1})", "min": "{m}.minimum({0}, {1})"}
-BEYOND_CACHES = 1 << 27
-"""Bytes of a tensor that no cache of a GPU holds."""
 
 
 class Memory:
@@ -101,7 +100,7 @@ class Memory:
         pieces (layer norms of 30522 bf16 on an H100), and nothing elsewhere."""
         sizes = [self.kernel.sizes[a] for a in index.axes()]
         known = math.prod(s for s in sizes if isinstance(s, int)) * TYPES[n.dtype].size
-        return ', cache_modifier=".cs"' if self.layout.together is not None and known >= BEYOND_CACHES else ""
+        return ', cache_modifier=".cs"' if self.layout.together is not None and known >= FORMULA.beyond_caches else ""
 
     def _conflicts(self, n: Node, over_row: bool) -> bool:
         """Whether two points of the stage may store to one element."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from fusewright.toolkit.ir.ir import Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_triton.emit.values import Values
+from fusewright_triton.target import FORMULA
 
-EARLY_WORDS = 64
-"""Most 32-bit registers of a lane that loads may take before the first of them is needed."""
 LANES, MOST_THREADS, BLOCK_REGISTERS = 32, 1024, 1 << 16
 """Threads of a warp and of a program, and the registers that they have together, on the GPUs that these rules were measured on."""
 
@@ -20,7 +19,7 @@ def under_way(p: Values, nodes: Sequence[Node]) -> list[Node]:
     loads = [n for n in nodes if n.op == "load" and not n.args and n.index is not None and not n.index.indirect]
     stored = {n.buffer for n in nodes if n.op == "store"}
     words = sum(TYPES[n.dtype].size for n in loads) * _block(p) // 4
-    if words > EARLY_WORDS or stored & {n.buffer for n in loads}:
+    if words > FORMULA.early_words or stored & {n.buffer for n in loads}:
         return []
     return sorted(loads, key=lambda n: n.buffer not in p.memory.matrices)
 

@@ -16,9 +16,7 @@ from fusewright_triton.emit.layout import Dim, Layout, product
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
 from fusewright_triton.emit.prefetch import ahead, under_way
 from fusewright_triton.emit.values import Values
-
-MOST_SUMS = 3
-"""Sums that are taken together."""
+from fusewright_triton.target import FORMULA
 
 
 class Program(Values):
@@ -67,8 +65,8 @@ class Program(Values):
                 dims = self.layout.dims_of[n.args[0]] | {self._row().var}
                 groups.setdefault((self.node(n.args[0]).dtype, self.layout.shape(dims)), []).append(n)
         for found in groups.values():
-            for k in range(0, len(found), MOST_SUMS):
-                self._sums(found[k : k + MOST_SUMS])
+            for k in range(0, len(found), FORMULA.sums_together):
+                self._sums(found[k : k + FORMULA.sums_together])
         self._nodes(reductions)
 
     def _require(self, ids: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """How a kernel is cut into programs: blocks of P, elements of the row per step, splits, warps.
 
-A formula of bytes and shape, no search. What it rests on:
+A formula of bytes and shape, no search; its numbers are `target.Schedule`. What it rests on:
 - a warp moves memory best in 16 bytes per lane, and one program should have 2-4 such loads in flight per lane;
 - a row that fits in registers is read once ("persistent"); few warps per row mean few barriers per reduction;
 - kernels with fewer programs than the device has multiprocessors waste it: long rows are then split, and a
@@ -15,19 +15,10 @@ from fusewright.toolkit.ir.extent import Extent, evaluate
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_triton.emit.online_softmax import pairs
-from fusewright_triton.target import Target
+from fusewright_triton.target import FORMULA, Target
 
 LANE_BYTES = 16
 """Bytes of the widest load of one lane."""
-PERSISTENT = 32768
-"""Longest row (elements) that one program holds in registers."""
-SPLIT_WORTH = 32768
-"""Elements per program above which a split pays when multiprocessors idle."""
-MAX_SPLIT = 128
-MATRIX = 1 << 16
-"""Elements of a matrix from which on its products with few rows have a rule of their own."""
-PRODUCT_STEP = 8192
-"""Elements of such a matrix, times rows that it multiplies, that a program holds at a time."""
 WIDE = 2**31 - 2**22
 """Element offsets from here on need 64-bit arithmetic; the margin covers lanes past the end of a block."""
 
@@ -144,7 +135,7 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
     best = sorted(every, key=lambda a: (shape.bytes_along[a], a))
     if len(best) > 1 and _transposes(shape, best[-1], best[-2]):
         return _tiles(shape, min(best[-2:]), max(best[-2:]), target)
-    per_lane = LANE_BYTES // shape.width * (2 if shape.live <= 8 else 1)
+    per_lane = LANE_BYTES // shape.width * (target.schedule.point_bytes_ahead if shape.live <= 8 else 1)
     block = 4 * 32 * max(per_lane, 2)
     spread = _pow2(max(1, shape.points // (4 * target.units)))
     block = max(min(block, spread), min(128, _pow2(shape.points)))
@@ -171,11 +162,11 @@ def _transposes(shape: _Shape, a: int, b: int) -> bool:
 def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
     """Reductions along contiguous memory."""
     every = tuple(range(shape.n_p))
-    large = _matrices(kernel, shape)
+    large = _matrices(kernel, shape, target.schedule.matrix)
     if static and shape.row and large:
         return _products(shape, _absent(large, shape), len(large), target)
     row = _pow2(max(shape.row, 2))
-    limit = PERSISTENT // max(1, (shape.live + 1) // 4)
+    limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
         block = 1
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
@@ -190,11 +181,11 @@ def matrices(kernel: Kernel) -> frozenset[int]:
     """Buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
     hints = kernel.size_hints()
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
-    return frozenset(n.buffer for n in _matrices(kernel, shape) if n.buffer is not None)
+    return frozenset(n.buffer for n in _matrices(kernel, shape, FORMULA.matrix) if n.buffer is not None)
 
 
-def _matrices(kernel: Kernel, shape: _Shape) -> list[Node]:
-    """Loads of the large operands of products of few rows. Such a kernel only reduces."""
+def _matrices(kernel: Kernel, shape: _Shape, least: int) -> list[Node]:
+    """Loads of the large operands, of `least` elements, of products of few rows. Such a kernel only reduces."""
     loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
     if (
         any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
@@ -204,7 +195,7 @@ def _matrices(kernel: Kernel, shape: _Shape) -> list[Node]:
     reach = {n.id: _product(tuple(shape.sizes[a] for a in n.index.axes())) for n in loads if n.index is not None}
     large = [n for n in loads if reach[n.id] * 2 > max(reach.values())]
     absent = _absent(large, shape)
-    if len(large) == len(loads) or max(reach.values()) < MATRIX or _product(tuple(shape.sizes[a] for a in absent)) > 8:
+    if len(large) == len(loads) or max(reach.values()) < least or _product(tuple(shape.sizes[a] for a in absent)) > 8:
         return []
     return large
 
@@ -220,19 +211,17 @@ def _over_row(n: Node, shape: _Shape) -> bool:
 
 
 def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Target) -> Config:
-    """A row of each matrix per program, 16 elements of all of them a lane at a time: by measurement on an H100."""
+    """A row of each matrix per program, 16 elements of all of them a lane at a time."""
     tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
     row = _pow2(max(shape.row, 2))
-    step = min(row, PRODUCT_STEP // _product(tuple(t.block for t in tiles)))
+    step = min(row, target.schedule.product_step // _product(tuple(t.block for t in tiles)))
     return Config(tiles, step, step == row, 1, _warps(step, max(4, 16 // matrices), target))
 
 
 def _row_warps(elements: int, target: Target) -> int:
-    """Warps for rows that are held in registers: 32 elements a lane. Measured on an H100; blocks of more threads
-    leave a multiprocessor no room for a second one while the first waits for its reductions."""
-    if elements <= 1024:
-        return _warps(elements, 16 if elements < 1024 else 32, target)
-    return _warps(elements, 32, target)
+    """Warps for rows that are held in registers."""
+    short, long = target.schedule.row_elements
+    return _warps(elements, short if elements < 1024 else long, target)
 
 
 def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
@@ -258,10 +247,10 @@ def _split(kernel: Kernel, shape: _Shape, programs: int, step: int, target: Targ
     """How many programs share a row: enough for six blocks a multiprocessor, each with a few steps to do."""
     if not splittable(kernel) or programs >= 2 * target.units or shape.row < 4 * step:
         return 1
-    if shape.row * max(1, shape.points // max(programs, 1)) < SPLIT_WORTH:
+    if shape.row * max(1, shape.points // max(programs, 1)) < target.schedule.split_worth:
         return 1
     wanted = _pow2(-(-6 * target.units // max(programs, 1))) // 2
-    return min(max(wanted, 1), MAX_SPLIT, _pow2(shape.row // (2 * step) + 1) // 2)
+    return min(max(wanted, 1), target.schedule.max_split, _pow2(shape.row // (2 * step) + 1) // 2)
 
 
 def splittable(kernel: Kernel) -> bool:

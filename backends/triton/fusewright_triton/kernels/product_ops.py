@@ -35,16 +35,6 @@ ALIGNED = 16
 
 GROUP = 8
 
-NARROW = 1.15
-"""Time of two tiles of 128 x 128 over that of one of 128 x 256, both full: measured on an H100."""
-
-STEP = 0.385e-6
-"""Seconds that an H100 takes for one step of the ring of `kernels/hopper.py`, 128 x 128 x 64 products on each multiprocessor."""
-
-SPEED, RESULT, BANDWIDTH = 760e12, 0.48e-12, 3e12
-"""Of cuBLAS on an H100: operations a second, and seconds more for each result, which is written while nothing is multiplied;
-and of a loop kernel, bytes a second. Fitted to 19 shapes (docs/performance.md), with errors of up to 15%."""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -66,12 +56,12 @@ STARTING, TURNING = 96, 112
 
 
 def tiles(t: Target, m: int, n: int) -> Tiles:
-    """The blocks of `kernels/product.py` for an [M, N] result: wide ones where as many multiprocessors have work. By
-    measurement on an H100; the other targets have what their shared memory holds."""
-    if "tma" not in t.features or t.matrix != "wgmma":
+    """The blocks of `kernels/product.py` for an [M, N] result: wide ones where as many multiprocessors have work;
+    where that was not measured, what shared memory holds."""
+    if t.fitted is None or t.matrix != "wgmma":
         return Tiles(64, 64, 32, 4, 2) if t.shared <= 1 << 16 else Tiles(128, 128, 32, 8, 3)
     wide, narrow = (rounds(m, n, 128, bn, t.units) * bn for bn in (256, 128))
-    return Tiles(128, 256, 64, 8, 4, True) if wide <= narrow * NARROW else Tiles(128, 128, 64, 8, 4)
+    return Tiles(128, 256, 64, 8, 4, True) if wide <= narrow * t.fitted.narrow_tiles else Tiles(128, 128, 64, 8, 4)
 
 
 def rounds(m: int, n: int, bm: int, bn: int, units: int) -> int:
@@ -81,8 +71,9 @@ def rounds(m: int, n: int, bm: int, bn: int, units: int) -> int:
 
 def gain(t: Target, m: int, k: int, n: int, saved: int) -> float:
     """Seconds that `kernels/hopper.py` is expected to gain over a library's product and a kernel that moves `saved` bytes."""
-    ours = rounds(m, n, IN_TURNS.bm, IN_TURNS.bn, t.units) * -(-k // IN_TURNS.bk) * STEP
-    return 2 * m * n * k / SPEED + m * n * RESULT + saved / BANDWIDTH - ours
+    by = t.bounds
+    ours = rounds(m, n, IN_TURNS.bm, IN_TURNS.bn, t.units) * -(-k // IN_TURNS.bk) * by.kernel_step
+    return 2 * m * n * k / by.library_flops + m * n * by.library_result + saved / by.bandwidth - ours
 
 
 def by_torch(

@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value, Verdict
 from fusewright.plan.ir import Ref
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.region.builder import Builder
 from fusewright_triton.select.gemv import opened
+from fusewright_triton.target import Target, named
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,17 @@ class Calls:
     @property
     def ctx(self) -> CompileContext:
         return self.b.ctx
+
+    @property
+    def target(self) -> Target:
+        return named(self.ctx.device.arch)
+
+    def pays(self, key: str, library: Callable[[], Thunk], kernel: Callable[[], Thunk]) -> bool:
+        """Whether a kernel within the target's bounds is faster than the library's call: so it is where the bounds were
+        fitted, and simulated, which has no speed; elsewhere by a short measurement."""
+        if self.target.fitted is not None or self.ctx.device.simulated:
+            return True
+        return self.ctx.choose(key, Lazy({"library": library, "kernel": kernel})) == "kernel"
 
     @property
     def fused(self) -> bool:

@@ -19,13 +19,6 @@ from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.graphs import repeated, several
 from fusewright_triton.select.calls import Calls, Found, spec_of
-from fusewright_triton.target import named
-
-LEAST = 1 << 22
-"""Results from which on a kernel that is built for it is worth its compilation."""
-
-LEAST_ROWS = 128
-"""Rows of a block: fewer leave a library's kernels for few rows faster."""
 
 
 def suits(op: OpView, c: Calls) -> bool:
@@ -36,8 +29,8 @@ def suits(op: OpView, c: Calls) -> bool:
         return False
     if w.dtype != x.dtype or (bias is not None and spec_of(bias).dtype != x.dtype) or w.stride[1] != 1:
         return False
-    m, k, n = sizes(op)
-    return m >= LEAST_ROWS and m * n >= LEAST and k % 8 == 0
+    (m, k, n), least = sizes(op), c.target.bounds
+    return m >= least.product_rows and m * n >= least.product_results and k % 8 == 0
 
 
 def sizes(op: OpView) -> tuple[int, int, int]:
@@ -166,16 +159,16 @@ class Epilogue:
 
 
 def faster(op: OpView, after: Epilogue, c: Calls, n: int = 0) -> bool:
-    """Whether a kernel is faster than torch's calls for a linear (or one of `n` columns): by sizes, where they were measured
-    (Hopper), or under the option `autotune` by a short measurement. Simulated it always is."""
+    """Whether a kernel is faster than torch's calls for a linear (or one of `n` columns): by sizes, where they were
+    measured, or under the option `autotune` by a short measurement. Simulated it always is."""
     device, (m, k, own) = c.ctx.device, sizes(op)
     n = n or own
     if device.simulated:
         return True
     if not c.ctx.options.get("autotune"):
-        t = named(device.arch)
+        t = c.target
         saved = after.passes * m * n * spec_of(op.out).dtype.itemsize
-        return t.matrix == "wgmma" and (n % 8 != 0 or product_ops.gain(t, m, k, n, saved) > 0)
+        return t.fitted is not None and (n % 8 != 0 or product_ops.gain(t, m, k, n, saved) > 0)
     x, biased = spec_of(op.arg("input")), op.arg("bias") is not None
     words = f"{after.activation}{' residual' * after.residual}{' bias' * biased}"
     key = f"product {str(x.dtype).removeprefix('torch.')} {m}x{k}x{n} {words}"

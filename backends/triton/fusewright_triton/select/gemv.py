@@ -15,17 +15,12 @@ from typing import Any, TypeAlias
 import torch
 
 from fusewright import ops
-from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
+from fusewright.interface import CompileContext, Device, OpView, Region, TensorSpec, Value
 from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright.toolkit.region.match import Links, constants, siblings
+from fusewright_triton.target import named
 
 Shape: TypeAlias = tuple[int, ...]
-
-MOST_ROWS = 4
-"""Rows from which on the products of a library, on matrix units, are faster than sums of a row of weights."""
-
-LEAST = 1 << 17
-"""Elements of a weight below which a library's call takes no longer than a kernel."""
 
 LONGEST = 1 << 15
 """Longest row: a program holds it in registers."""
@@ -44,13 +39,17 @@ MOST_AGAIN = 12
 
 def opened(region: Region, ctx: CompileContext) -> Region:
     """The region with its products of few rows written as sums."""
-    if not any(op.op == "linear" and suits(op) for op in region.ops):
+    if not any(op.op == "linear" and suits(op, ctx.device) for op in region.ops):
         return region
     return _Opener(region, ctx).run()
 
 
-def suits(op: OpView) -> bool:
-    """Whether a linear is one whose time is that of reading its weight, which may be int8 (see `quantized`)."""
+def suits(op: OpView, device: Device) -> bool:
+    """Whether a linear is one whose time is that of reading its weight, which may be int8 (see `quantized`). A library's
+    call stays where nobody measured: to do it here would build a kernel for every weight."""
+    target = named(device.arch)
+    if target.fitted is None and not device.simulated:
+        return False
     x, w, bias = (op.arg(n) for n in ("input", "weight", "bias"))
     if any(v.spec is None or not v.spec.static for v in (x, w, op.out)) or x.spec.dtype not in FLOATS:
         return False
@@ -66,7 +65,7 @@ def suits(op: OpView) -> bool:
     n, k = w.spec.shape
     rows = x.spec.numel_hint() // k
     dense = w.spec.stride[1] == 1 and w.spec.stride[0] >= k
-    return 1 <= rows <= MOST_ROWS and n * k >= LEAST and 256 <= k <= LONGEST and dense
+    return 1 <= rows <= target.bounds.gemv_rows and n * k >= target.bounds.gemv_weights and 256 <= k <= LONGEST and dense
 
 
 @dataclass
@@ -83,7 +82,7 @@ class _Opener:
 
     def __init__(self, region: Region, ctx: CompileContext) -> None:
         self.region, self.ctx = region, ctx
-        self.found = {op.id: op for op in region.ops if op.op == "linear" and suits(op)}
+        self.found = {op.id: op for op in region.ops if op.op == "linear" and suits(op, ctx.device)}
         self.producer = {v.id: op for op in region.ops for v in op.outs}
         self.position = {op.id: k for k, op in enumerate(region.ops)}
         self.escaping = frozenset(v.id for v in region.outputs)

@@ -15,15 +15,10 @@ from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright.toolkit.region.match import siblings
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.target import named
 
 PADDED_TO = 8
 """Elements of a half type whose rows suit the tensor memory accelerator and 16-byte loads."""
-
-PADDING_PAYS = 1 << 22
-"""Results from which on a width that does not suit is padded: the copy back must cost less than the slow kernel."""
-
-LARGEST_COPY = 1 << 25
-"""Elements of concatenated weights at most: they are a second copy, and large products gain nothing."""
 
 REPEATS = 10
 
@@ -40,17 +35,19 @@ def reason(op: OpView) -> str | None:
 
 def lower(op: OpView, c: Calls) -> Found | None:
     """A linear with its activation or residual, with its siblings, or with a padded weight; else None."""
-    fused = epilogues.activated(op, c) or epilogues.added(op, c) or (epilogues.odd(op, c) if _unsuited(op) else None)
+    fused = epilogues.activated(op, c) or epilogues.added(op, c) or (epilogues.odd(op, c) if _unsuited(op, c) else None)
     if fused is not None:
         return fused
     if not c.is_const(op.arg("weight"), op.arg("bias")):
-        if c.region.phase != "infer" and _unsuited(op):
+        if c.region.phase != "infer" and _unsuited(op, c) and _padding_pays(op, c):
             return Found((op,), op, partial(_padded, op), "product, padded")
         return epilogues.plain(op, c)
     group = next((g for g in _groups(c) if op in g), None)
     if group is not None and concat_pays(group, c.ctx):
         return Found(group, group[0], partial(_concatenated, group), f"one product for {len(group)}")
-    return Found((op,), op, partial(_padded, op), "product, padded") if _unsuited(op) else epilogues.plain(op, c)
+    if _unsuited(op, c) and _padding_pays(op, c):
+        return Found((op,), op, partial(_padded, op), "product, padded")
+    return epilogues.plain(op, c)
 
 
 def _groups(c: Calls) -> list[tuple[OpView, ...]]:
@@ -81,10 +78,22 @@ def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, mo
         start += width
 
 
-def _unsuited(op: OpView) -> bool:
+def _unsuited(op: OpView, c: Calls) -> bool:
     out = spec_of(op.out)
     width = out.shape[-1]
-    return out.dtype in HALF and width % PADDED_TO != 0 and out.numel_hint() >= PADDING_PAYS  # type: ignore[operator]
+    return out.dtype in HALF and width % PADDED_TO != 0 and out.numel_hint() >= c.target.bounds.padded_results  # type: ignore[operator]
+
+
+def _padding_pays(op: OpView, c: Calls) -> bool:
+    """Whether a product of padded rows, with a copy of what is wanted of it, is faster than one of rows that do not suit."""
+    x, (m, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
+    like = (x.dtype, x.device, biased)
+
+    def padded() -> Thunk:
+        return _products(m, k, [n + -n % PADDED_TO], *like, wanted=n)
+
+    key = f"padded {str(x.dtype).removeprefix('torch.')} {m}x{k}x{n}{' bias' * biased}"
+    return c.pays(key, lambda: _products(m, k, [n], *like), padded)
 
 
 def _padded(op: OpView, c: Calls) -> None:
@@ -105,7 +114,7 @@ def _each_call(c: Calls, target: str, *args: Any) -> Ref:
 
 
 def mm_reason(op: OpView) -> str | None:
-    """Only products whose operands have rows that no fast kernel takes."""
+    """Only products whose operands may have rows that no fast kernel takes."""
     operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
     if not all(s.static for s in operands) or not any(map(_gapless, operands)):
         return "the operands suit torch's kernels as they are"
@@ -113,14 +122,23 @@ def mm_reason(op: OpView) -> str | None:
 
 
 def _gapless(s: TensorSpec) -> bool:
-    """Whether a large matrix has rows (or columns) of elements whose length does not suit."""
-    if s.dtype not in HALF or s.rank != 2 or s.numel_hint() < PADDING_PAYS or 1 not in s.stride:
-        return False
-    return max(s.stride) % PADDED_TO != 0  # type: ignore[type-var, operator]
+    """Whether a matrix has rows (or columns) of elements whose length does not suit."""
+    return s.dtype in HALF and s.rank == 2 and 1 in s.stride and max(s.stride) % PADDED_TO != 0  # type: ignore[type-var, operator]
 
 
-def lower_mm(op: OpView, c: Calls) -> Found:
-    """A product whose unsuited operands are copied to padded rows; products of one tensor share the copy."""
+def _worth_a_copy(s: TensorSpec, c: Calls) -> bool:
+    return _gapless(s) and s.numel_hint() >= c.target.bounds.padded_results
+
+
+def lower_mm(op: OpView, c: Calls) -> Found | None:
+    """A product whose unsuited operands, where they are large, are copied to padded rows; products of one tensor share the
+    copy."""
+    operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
+    copied = [_worth_a_copy(s, c) for s in operands]
+    sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in operands)
+    key = f"padded operands {str(operands[0].dtype).removeprefix('torch.')} {sizes}"
+    if not any(copied) or not c.pays(key, partial(_mms, operands, [False, False]), partial(_mms, operands, copied)):
+        return None
     return Found((op,), op, partial(_with_padded_rows, op), "product, of padded rows")
 
 
@@ -132,7 +150,7 @@ def _with_padded_rows(op: OpView, c: Calls) -> None:
 def _suited(value: Value, c: Calls) -> Ref:
     """A matrix with padded rows: of the tensor itself, or of what it is the transpose of."""
     spec = spec_of(value)
-    if not _gapless(spec):
+    if not _worth_a_copy(spec, c):
         return c.b.exact(value)
     made = c.producer(value)
     if spec.stride[0] == 1 and made is not None and made.op in ("t", "transpose", "permute"):
@@ -155,7 +173,7 @@ def concat_pays(group: Sequence[OpView], ctx: CompileContext) -> bool:
     x, ws = spec_of(group[0].arg("input")), [spec_of(op.arg("weight")) for op in group]
     if ctx.device.simulated:
         return True
-    if sum(w.numel_hint() for w in ws) > LARGEST_COPY:
+    if sum(w.numel_hint() for w in ws) > named(ctx.device.arch).bounds.sibling_weights:
         return False
     m, k, widths = x.numel_hint() // int(x.shape[-1]), int(x.shape[-1]), [int(w.shape[0]) for w in ws]  # type: ignore[arg-type]
     biased = group[0].arg("bias") is not None
@@ -168,7 +186,10 @@ def concat_pays(group: Sequence[OpView], ctx: CompileContext) -> bool:
     return ctx.choose(key, candidates) == "together"
 
 
-def _products(m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool) -> Thunk:
+def _products(
+    m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool, wanted: int | None = None
+) -> Thunk:
+    """Products of one tensor. `wanted`: columns that are copied out of each."""
     x = torch.full((m, k), 0.5, dtype=dtype, device=device)
     ws = [torch.full((n, k), 0.5, dtype=dtype, device=device) for n in widths]
     bs = [torch.zeros(n, dtype=dtype, device=device) if biased else None for n in widths]
@@ -176,7 +197,28 @@ def _products(m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device:
     def run() -> None:
         for _ in range(REPEATS):
             for w, b in zip(ws, bs, strict=True):
-                torch.nn.functional.linear(x, w, b)
+                out = torch.nn.functional.linear(x, w, b)
+                if wanted is not None:
+                    out[:, :wanted].contiguous()
         torch.cuda.synchronize(device)
 
     return run
+
+
+def _mms(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> Thunk:
+    """A product of matrices, those that are `copied` to padded rows first."""
+    given = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(0.5) for s in specs]  # type: ignore[arg-type]
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            torch.mm(*(_with_gaps(t) if copy else t for t, copy in zip(given, copied, strict=True)))
+        torch.cuda.synchronize(given[0].device)
+
+    return run
+
+
+def _with_gaps(t: torch.Tensor) -> torch.Tensor:
+    n, m = t.shape
+    rows = t.stride(1) == 1
+    wide = (m if rows else n) + -(m if rows else n) % PADDED_TO
+    return torch.empty_strided((n, m), (wide, 1) if rows else (1, wide), dtype=t.dtype, device=t.device).copy_(t)

@@ -18,33 +18,24 @@ import torch
 from fusewright.interface import CompileContext, OpView, Region, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MM, MULTIPLE, int8_mm
+from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MM, MULTIPLE, int8_linear, int8_mm, linear_by_torch
 from fusewright_triton.select import gemv, products
 from fusewright_triton.select.calls import Calls, Found, spec_of
-
-FEW = 256
-"""Rows up to which a product that reads the weight as it is beats one with a weight that was cast before it."""
 
 REPEATS = 20
 """Products that are timed together."""
 
 
-def linear_reason(op: OpView) -> str | None:
-    """Why a product is none of few rows. What its weight is made of is seen by `lower_linear`."""
-    x, out = spec_of(op.arg("self")), spec_of(op.out)
-    if not (x.static and out.static) or 0 in (*x.shape, *out.shape):
-        return "symbolic or empty"
-    return None if int(x.shape[0]) <= FEW else "many rows"  # type: ignore[arg-type]
-
-
 def mm_reason(op: OpView) -> str | None:
-    """Why a product stays torch's own call: it is neither one of few rows nor one whose rows suit no fast kernel."""
-    return products.mm_reason(op) if linear_reason(op) else None
+    """Why a product stays torch's own call. Its rows, and what its weight is made of, are seen by `lower_mm`."""
+    x, out = spec_of(op.arg("self")), spec_of(op.out)
+    return "symbolic or empty" if not (x.static and out.static) or 0 in (*x.shape, *out.shape) else None
 
 
 def lower_mm(op: OpView, c: Calls) -> Found | None:
     """By what its weight is made of, else by its rows."""
-    found = None if linear_reason(op) else lower_linear(op, c)
+    few = int(spec_of(op.arg("self")).shape[0]) <= c.target.bounds.int8_rows  # type: ignore[arg-type]
+    found = lower_linear(op, c) if few else None
     return found or (None if products.mm_reason(op) else products.lower_mm(op, c))
 
 
@@ -60,6 +51,8 @@ def lower_linear(op: OpView, c: Calls) -> Found | None:
         or spec_of(cast.out).dtype != spec_of(op.out).dtype
     ):
         return None
+    if not _reading_pays(op, c):
+        return None
     ops, scale, bias = [op], None, None
     if (step := _column_op(ops[-1], "mul", c)) is not None:
         ops, scale = [*ops, step[0]], step[1]
@@ -69,6 +62,22 @@ def lower_linear(op: OpView, c: Calls) -> Found | None:
         ops = [cast, *ops]
     write = partial(_linear, op, weight, scale, bias, ops[-1])
     return Found(tuple(ops), ops[-1], write, "product with int8 weights")
+
+
+def _reading_pays(op: OpView, c: Calls) -> bool:
+    """Whether the kernel that reads 8-bit weights is faster than the library's product of widened ones."""
+    x, (k, n) = spec_of(op.arg("self")), (int(s) for s in spec_of(op.arg("mat2")).shape)  # type: ignore[arg-type]
+    m, arch = int(x.shape[0]), c.ctx.device.arch  # type: ignore[arg-type]
+
+    def products(run: Callable[..., Any]) -> Callable[[], Thunk]:
+        def make() -> Thunk:
+            given = torch.ones(m, k, dtype=x.dtype, device=x.device), torch.ones(n, k, dtype=torch.int8, device=x.device)
+            return lambda: _repeated(lambda x, w: run(x, w, None, None, arch), *given)
+
+        return make
+
+    key = f"int8 weights {str(x.dtype).removeprefix('torch.')} {m}x{k}x{n}"
+    return c.pays(key, products(linear_by_torch), products(int8_linear))
 
 
 def _column_op(op: OpView, name: str, c: Calls) -> tuple[OpView, Value] | None:
@@ -112,7 +121,7 @@ def _as_linear(op: OpView, producer: Mapping[int, OpView], ctx: CompileContext) 
     transpose = OpView(ctx.value(None).id, "t", "aten::t.default", ("self",), (weight,), (rows,))
     names = ("input", "weight", "bias")
     linear = replace(op, op="linear", target="aten::linear.default", argnames=names, args=(op.arg("self"), rows, None))
-    return [transpose, linear] if gemv.suits(linear) else [op]
+    return [transpose, linear] if gemv.suits(linear, ctx.device) else [op]
 
 
 def int_mm_reason(op: OpView) -> str | None:

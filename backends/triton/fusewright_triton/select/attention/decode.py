@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from fusewright.interface import OpView, Value
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.backend.candidates import Thunk
 from fusewright_triton.kernels import decode_ops as kernel
 from fusewright_triton.select.attention import sdpa
 from fusewright_triton.select.attention.decomposed_bias import RESHAPES, ordered
 from fusewright_triton.select.attention.rope import Turned, turned
 from fusewright_triton.select.calls import Calls, Found, spec_of
 
-FEWEST_KEYS = 64
-"""Keys below which torch's own kernels do as well."""
+REPEATS = 10
 
 
 def reason(op: OpView) -> str | None:
@@ -24,8 +28,8 @@ def reason(op: OpView) -> str | None:
     if not all(s.static for s in specs) or q.rank != 4 or k.rank != 4 or 0 in (*q.shape, *k.shape):
         return "symbolic, empty, or not [B, H, L, D]"
     heads, queries, dim = q.shape[1:]
-    if queries > kernel.MOST_ROWS or k.shape[2] < FEWEST_KEYS or op.arg("dropout_p") or op.arg("is_causal"):  # type: ignore[operator]
-        return "many queries, few keys, dropout or a causal mask"
+    if queries > kernel.MOST_ROWS or op.arg("dropout_p") or op.arg("is_causal"):  # type: ignore[operator]
+        return "many queries, dropout or a causal mask"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in kernel.DTYPES or dim > kernel.LARGEST_DIM:  # type: ignore[operator]
         return "types or a head that the kernel does not take"
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or heads % k.shape[1]:  # type: ignore[operator]
@@ -42,7 +46,7 @@ def lower(op: OpView, c: Calls) -> Found | None:
         key, value = op.arg("key"), op.arg("value")
     heads, queries = spec_of(op.arg("query")).shape[1:3]
     rows = heads // spec_of(key).shape[1] * queries  # type: ignore[operator]
-    if rows > kernel.MOST_ROWS or c.region.phase != "infer":
+    if rows > kernel.MOST_ROWS or c.region.phase != "infer" or not _pays(op, key, c):
         return sdpa.lower_sdpa(op, c) if op.arg("attn_mask") is not None else None
     rotation = turned(op.arg("query"), c)
     taken = ordered([*ops, op, *(rotation.ops if rotation else ())], c)
@@ -55,6 +59,29 @@ def _call(op: OpView, key: Value, value: Value, rotation: Turned | None, c: Call
     q, k, v, mask, cos, sin = (c.b.any_strides(x) for x in (query, key, value, op.arg("attn_mask"), *angles))
     given = (q, k, v, mask, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
     c.b.call(kernel.OPERATOR, *given, out=op.out, op=op)
+
+
+def _pays(op: OpView, key: Value, c: Calls) -> bool:
+    """Whether the kernel is faster than torch's, where it was not fitted by a short measurement."""
+    specs = q, k, *_ = [spec_of(v) for v in (op.arg("query"), key, op.arg("attn_mask")) if v is not None]
+    if k.shape[2] < c.target.bounds.decode_keys:  # type: ignore[operator]
+        return False
+    stride, arch = spec_of(op.out).stride, c.ctx.device.arch
+    sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in specs)
+    key_of = f"attention of few {str(q.dtype).removeprefix('torch.')} {sizes}"
+    ours = partial(_measured, kernel.attention_of_few, specs, op.arg("scale"), stride, arch)
+    return c.pays(key_of, partial(_measured, kernel.by_torch, specs, op.arg("scale"), stride, arch), ours)
+
+
+def _measured(run: Callable[..., Any], specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: str) -> Thunk:
+    q, k, *mask = sdpa.samples(specs)
+
+    def repeated() -> None:
+        for _ in range(REPEATS):
+            run(q, k, k, mask[0] if mask else None, None, None, scale, stride, arch)
+        torch.cuda.synchronize(q.device)
+
+    return repeated
 
 
 def _unrepeated(value: Value, c: Calls, ops: list[OpView]) -> Value:

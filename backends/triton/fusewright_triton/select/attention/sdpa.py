@@ -18,13 +18,6 @@ from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.select.attention import decomposed_bias
 from fusewright_triton.select.attention.heads import Heads, heads_of, taken_apart
 from fusewright_triton.select.calls import Calls, Found, spec_of
-from fusewright_triton.target import named
-
-NARROW = 64
-"""Elements of a head up to which it is narrow."""
-
-SECTOR = 32
-"""Bytes that memory is read by."""
 
 REPEATS = 10
 
@@ -42,7 +35,7 @@ def lower_sdpa(op: OpView, c: Calls) -> Found | None:
     if found is not None:
         return found
     refused = _refused(spec_of(op.arg("attn_mask")))
-    tried = _plain(op, c) and (refused or _shared_mask(op))
+    tried = _plain(op, c) and (refused or _shared_mask(op, c))
     if tried and (_known_to_pay(op, refused, c) or _pays(op, refused, c)):
         return Found((op,), op, partial(_masked, op), "attention, by our kernel")
     out = spec_of(op.out)
@@ -83,25 +76,27 @@ def _refused(mask: TensorSpec) -> bool:
     return mask.rank > 0 and mask.stride[-1] != 1 and mask.shape[-1] != 1
 
 
-def _shared_mask(op: OpView) -> bool:
+def _shared_mask(op: OpView, c: Calls) -> bool:
     """Whether batches, heads or queries share a mask, so that reading it costs little, or keys are few: narrow heads of half
     types are then faster in our kernel."""
     q, k, mask = (spec_of(op.arg(n)) for n in ("query", "key", "attn_mask"))
     read = math.prod(n for n, step in zip(mask.shape, mask.stride, strict=True) if step != 0)  # type: ignore[misc]
     whole = math.prod(q.shape[:3]) * k.shape[2]  # type: ignore[arg-type, operator]
-    return _narrow(q) and (2 * read <= whole or k.shape[2] <= kernel.FEW_KEYS)  # type: ignore[operator]
+    return _narrow(q, c) and (2 * read <= whole or k.shape[2] <= c.target.bounds.few_keys)  # type: ignore[operator]
 
 
-def _narrow(q: TensorSpec) -> bool:
-    return q.dtype != torch.float32 and q.shape[3] <= NARROW  # type: ignore[operator]
+def _narrow(q: TensorSpec, c: Calls) -> bool:
+    return q.dtype != torch.float32 and q.shape[3] <= c.target.bounds.narrow_head  # type: ignore[operator]
 
 
 def _known_to_pay(op: OpView, refused: bool, c: Calls) -> bool:
-    """Where the H100 always found our kernel faster than cuDNN's, torch's first choice, or than that with a copy of the mask
-    before it: steps of a mask that are less than a sector cost little."""
-    q, mask = spec_of(op.arg("query")), spec_of(op.arg("attn_mask"))
-    copied = refused and mask.static and _narrow(q) and mask.stride[-1] * mask.dtype.itemsize <= SECTOR  # type: ignore[operator]
-    return (copied or _shared_mask(op)) and named(c.ctx.device.arch).triton == "cuda"
+    """Where our kernel was always found faster than torch's first choice, or than that with a copy of the mask before it: small
+    steps of a mask cost little."""
+    q, mask, fitted = spec_of(op.arg("query")), spec_of(op.arg("attn_mask")), c.target.fitted
+    if fitted is None:
+        return False
+    step = mask.stride[-1] * mask.dtype.itemsize if refused and mask.static else None  # type: ignore[operator]
+    return (step is not None and _narrow(q, c) and step <= fitted.mask_step) or _shared_mask(op, c)
 
 
 def _plain(op: OpView, c: Calls) -> bool:
@@ -149,12 +144,13 @@ def _pays(op: OpView, refused: bool, c: Calls) -> bool:
     return c.ctx.choose(f"attention {sizes}", candidates) == "kernel"
 
 
-def _samples(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+def samples(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors of these types, to measure with."""
     return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(1) for s in specs]  # type: ignore[arg-type]
 
 
 def _torchs(specs: Sequence[TensorSpec], scale: float | None, refused: bool) -> Thunk:
-    q, k, v, mask = _samples(specs)
+    q, k, v, mask = samples(specs)
     gqa = q.shape[1] != k.shape[1]
 
     def run() -> None:
@@ -167,7 +163,7 @@ def _torchs(specs: Sequence[TensorSpec], scale: float | None, refused: bool) -> 
 
 
 def _ours(specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: str) -> Thunk:
-    q, k, v, mask = _samples(specs)
+    q, k, v, mask = samples(specs)
 
     def run() -> None:
         for _ in range(REPEATS):

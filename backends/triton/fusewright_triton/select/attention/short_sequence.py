@@ -7,7 +7,6 @@ from functools import partial
 from fusewright.interface import OpView
 from fusewright_triton.kernels import few_keys_ops as kernel
 from fusewright_triton.select.calls import Calls, Found, spec_of
-from fusewright_triton.target import named
 
 
 def reason(op: OpView) -> str | None:
@@ -32,10 +31,12 @@ def reason(op: OpView) -> str | None:
 
 
 def lower(op: OpView, c: Calls) -> Found | None:
-    """The kernel, where the device has what it is built on and heads for half of its multiprocessors."""
-    t, out = named(c.ctx.device.arch), spec_of(op.out)
+    """The kernel, where the device has what it is built on, and the graph heads for enough of its multiprocessors."""
+    t, out = c.target, spec_of(op.out)
     batch, heads = out.shape[:2]
-    if t.matrix != "wgmma" or c.region.phase != "infer" or 2 * batch * heads < t.units:  # type: ignore[operator]
+    if t.matrix != "wgmma" or t.fitted is None or c.region.phase != "infer":
+        return None
+    if batch * heads < t.fitted.short_sequence * t.units:  # type: ignore[operator]
         return None
     if not kernel.describable(out.shape, out.stride, out.dtype.itemsize):  # type: ignore[arg-type]
         return None
