@@ -182,14 +182,14 @@ class Context:
         self.asked.append("provisional")
 
 
-def targets(fragment: Fragment, once: bool = False) -> list[str]:
+def targets(fragment: Fragment, prepare: bool = False) -> list[str]:
     """What runs, for goldens: "mkldnn::_linear_pointwise", or "kernel add_silu" for a loop kernel with these ops.
     `once`: what runs for constants."""
     found = []
     for i in fragment.instructions:
         if isinstance(i, Launch):
-            found += [] if once else [f"kernel {fragment.kernels[i.kernel].name}"]
-        elif isinstance(i, Call) and i.once is once:
+            found += [] if prepare else [f"kernel {fragment.kernels[i.kernel].name}"]
+        elif isinstance(i, Call) and i.prepare is prepare:
             found.append(i.target.removesuffix(".default"))
     return found
 

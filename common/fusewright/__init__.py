@@ -9,7 +9,7 @@ def refresh(model: object = None) -> None:
 
     For writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with others.
     """
-    from fusewright.plan.execute.once import (
+    from fusewright.plan.execute.prepare import (
         refresh as forget,  # here, because importing this package must not import torch
     )
 

@@ -189,7 +189,7 @@ def _plan(c: Compilation) -> None:
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.suspected:  # somebody believed the metadata
-        checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, once=codegen.once_of(plain))
+        checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
         repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
         if has_collectives(c.graph):
             eager = _believed(c, plan_build.build(c.index, (), ()))
@@ -222,7 +222,7 @@ def _planned(c: Compilation) -> Mapping[str, KernelCode]:
             if c.options.strict:
                 raise BackendCrashError(f"backend {c.backend.name!r} could not build its kernels: {e}") from e
             failed = _failing(c, e)
-        for i in c.plan.instructions + c.plan.once:
+        for i in c.plan.instructions + c.plan.prepare:
             if isinstance(i, Launch) and i.kernel in failed:
                 c.unbuilt.update({_origin(c.index.node_of[k]): failed[i.kernel] for k in i.op_ids})
         _lower(c)
@@ -233,7 +233,7 @@ def _make_plan(c: Compilation) -> None:
     checked: tuple[Any, ...] = ()
     for name, make in PLAN_PASSES:
         c.plan = make(c)
-        content = (id(c.plan), list(c.plan.instructions), list(c.plan.once))
+        content = (id(c.plan), list(c.plan.instructions), list(c.plan.prepare))
         if c.options.verify and content != checked:  # a pass that finds nothing to do returns what it was given
             plan_verify.check(c.plan, name)
         checked = content
@@ -298,9 +298,9 @@ def _from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, Kern
 
 def _watch_weights(c: Compilation, plain: Run) -> None:
     """With `check="weights"`, all bytes of what constants are made of are compared at every call."""
-    once = codegen.once_of(plain)
-    if once is not None and "weights" in c.options.check:
-        once.whole = True
+    prepared = codegen.prepared_of(plain)
+    if prepared is not None and "weights" in c.options.check:
+        prepared.whole = True
 
 
 def _devices(plan: plan_build.Plan) -> set[str]:

@@ -147,7 +147,7 @@ def linear(m: Match, b: Builder) -> None:
     if form == "copied":
         x = b.in_rows(x)
     if form == "packed":
-        weight = b.once(PACK_LINEAR, weight, product_of(op).m)
+        weight = b.prepare(PACK_LINEAR, weight, product_of(op).m)
     _emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
     b.taken(m.ops)
     _note(m, b, f"oneDNN linear, {form}")
@@ -158,7 +158,7 @@ def _weight(op: OpView, w: Value, b: Builder) -> Ref:
     if op.op == "linear":
         return b.exact(w)
     if b.is_const(w):
-        return b.once("aten::t.default", b.exact(w))
+        return b.prepare("aten::t.default", b.exact(w))
     view = b.ctx.value(None)
     b.call("aten::t.default", b.exact(w), out=view)
     return Ref(view.id)
@@ -203,10 +203,10 @@ def concatenated(group: Sequence[OpView], b: Builder) -> None:
     first = group[0]
     x = first.arg("input")
     weights = tuple(b.exact(op.arg("weight")) for op in group)
-    weight = b.once(PACK_LINEAR, b.once("aten::cat.default", weights, 0), product_of(first).m)
+    weight = b.prepare(PACK_LINEAR, b.prepare("aten::cat.default", weights, 0), product_of(first).m)
     bias = None
     if first.arg("bias") is not None:
-        bias = b.once("aten::cat.default", tuple(b.exact(op.arg("bias")) for op in group), 0)
+        bias = b.prepare("aten::cat.default", tuple(b.exact(op.arg("bias")) for op in group), 0)
     widths = [product_of(op).n for op in group]
     shape = (*_spec(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
@@ -284,8 +284,8 @@ def _is_packed(op: OpView, b: Builder) -> bool:
 
 
 def _packed(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
-    weight = b.once("aten::clone.default", weight, memory_format=torch.channels_last)
-    return b.once(PACK_CONV, weight, *geometry, _image(_spec(x).shape))
+    weight = b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
+    return b.prepare(PACK_CONV, weight, *geometry, _image(_spec(x).shape))
 
 
 def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Builder) -> None:
@@ -296,7 +296,7 @@ def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Build
     n, channels, *points = _spec(out).shape
     assert isinstance(channels, int)
     if bias is not None:
-        bias = b.once("aten::constant_pad_nd.default", bias, (0, (parts - 1) * channels))
+        bias = b.prepare("aten::constant_pad_nd.default", bias, (0, (parts - 1) * channels))
     shape = (n, channels * parts, *points)
     whole = b.ctx.value(TensorSpec(shape, _channels_last(shape), _spec(out).dtype))
     _emit_conv(CONV, (_as_image(x, b), packed, bias, *geometry, "none", (), ""), whole, op, b)
@@ -352,7 +352,7 @@ def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
     op, norm = m.anchor, m.batch_norm
     weight = b.exact(op.arg("weight"))
     if _spec(op.arg("weight")).rank == 3:
-        weight = b.once("aten::unsqueeze.default", weight, 2)
+        weight = b.prepare("aten::unsqueeze.default", weight, 2)
     bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
     if norm is not None:
         dtype = _spec(op.arg("weight")).dtype
@@ -362,23 +362,23 @@ def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
 
 def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.dtype) -> tuple[Ref, Ref]:
     def wide(value: Value | Ref) -> Ref:
-        return b.once(
+        return b.prepare(
             "aten::_to_copy.default", value if isinstance(value, Ref) else b.exact(value), dtype=torch.float32
         )
 
-    variance = b.once("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps"))
-    scale = b.once("aten::rsqrt.default", variance)
+    variance = b.prepare("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps"))
+    scale = b.prepare("aten::rsqrt.default", variance)
     if norm.arg("weight") is not None:
-        scale = b.once("aten::mul.Tensor", scale, wide(norm.arg("weight")))
-    shift = b.once("aten::neg.default", wide(norm.arg("running_mean")))
+        scale = b.prepare("aten::mul.Tensor", scale, wide(norm.arg("weight")))
+    shift = b.prepare("aten::neg.default", wide(norm.arg("running_mean")))
     if bias is not None:
-        shift = b.once("aten::add.Tensor", shift, wide(bias))
-    shift = b.once("aten::mul.Tensor", shift, scale)
+        shift = b.prepare("aten::add.Tensor", shift, wide(bias))
+    shift = b.prepare("aten::mul.Tensor", shift, scale)
     if norm.arg("bias") is not None:
-        shift = b.once("aten::add.Tensor", shift, wide(norm.arg("bias")))
-    column = b.once("aten::view.default", scale, (-1, 1, 1, 1))
-    scaled = b.once("aten::mul.Tensor", wide(weight), column)
-    rounded = scaled if dtype is torch.float32 else b.once("aten::_to_copy.default", scaled, dtype=dtype)
+        shift = b.prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
+    column = b.prepare("aten::view.default", scale, (-1, 1, 1, 1))
+    scaled = b.prepare("aten::mul.Tensor", wide(weight), column)
+    rounded = scaled if dtype is torch.float32 else b.prepare("aten::_to_copy.default", scaled, dtype=dtype)
     return rounded, shift
 
 

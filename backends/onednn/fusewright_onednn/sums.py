@@ -50,9 +50,9 @@ def grouped(weight: Ref, shape: Sequence[Any], parts: int, b: Builder) -> Ref:
     """[O, I, H, W] as [parts * O, I / parts, H, W]: the channels of each part are a group. `shape` may have no H."""
     out, channels, *taps = shape
     taps = [1, *taps] if len(taps) == 1 else taps
-    apart = b.once("aten::view.default", weight, (out, parts, channels // parts, *taps))
-    turned = b.once("aten::transpose.int", apart, 0, 1)
-    return b.once("aten::reshape.default", turned, (parts * out, channels // parts, *taps))
+    apart = b.prepare("aten::view.default", weight, (out, parts, channels // parts, *taps))
+    turned = b.prepare("aten::transpose.int", apart, 0, 1)
+    return b.prepare("aten::reshape.default", turned, (parts * out, channels // parts, *taps))
 
 
 def add_up(whole: Value, parts: int, out: Value, stride: tuple[int, ...], b: Builder) -> None:

@@ -27,7 +27,7 @@ FOLD_LIMIT = 1 << 20
 class Plan:
     """A compiled graph. `inputs` are value ids in calling order; `outputs` are Refs or plain values.
 
-    `once` runs when a weight is first seen or has changed; it reads `once_inputs` and makes `once_outputs`.
+    `prepare` runs when a weight is first seen or has changed; it reads `prepare_inputs` and makes `prepare_outputs`.
     `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that
     inputs and results carry as numbers;
     `kernels` are the loop kernels of its launches by structural hash.
@@ -36,9 +36,9 @@ class Plan:
     inputs: tuple[int, ...]
     outputs: tuple[Any, ...]
     instructions: list[Instruction]
-    once: list[Instruction]
-    once_inputs: tuple[int, ...]
-    once_outputs: tuple[int, ...]
+    prepare: list[Instruction]
+    prepare_inputs: tuple[int, ...]
+    prepare_outputs: tuple[int, ...]
     specs: dict[int, TensorSpec]
     attributes: dict[int, tuple[str, Any]] = field(default_factory=dict)
     comments: dict[int, str] = field(default_factory=dict)
@@ -65,8 +65,8 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
     inputs = tuple(index.id(n) for n in graph.nodes if n.op == "placeholder")
     specs = {v.id: v.spec for n in graph.nodes if n.op != "output" for v in index.values(n) if v.spec is not None}
     specs.update(index.temporaries)
-    once, main = _split_once(index, flat, outputs, specs)
-    once, leaves, kept = _needed(once, main, inputs)
+    prepare, main = _split(index, flat, outputs, specs)
+    prepare, leaves, kept = _needed(prepare, main, inputs)
     held = graph.find_nodes(op="get_attr")
     attributes = {index.id(n): (str(n.target), attribute(graph.owning_module, str(n.target))) for n in held}
     comments = {view.id: source_line(n) for n, view in index.ops.items()}
@@ -78,7 +78,7 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
         if v.dim and v.dim.symbol.isidentifier()
     }
     kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
-    return Plan(inputs, outputs, main, once, leaves, kept, specs, attributes, comments, scalars, kernels)
+    return Plan(inputs, outputs, main, prepare, leaves, kept, specs, attributes, comments, scalars, kernels)
 
 
 def attribute(module: Any, target: str) -> Any:
@@ -299,9 +299,9 @@ def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:
         row = ops.find(operator)
         if row is not None and "empty" in row.name:
             return False
-        if compat.communicates(operator.namespace, unknown=not i.once):
+        if compat.communicates(operator.namespace, unknown=not i.prepare):
             return False
-        if i.once:
+        if i.prepare:
             return True  # the backend asked for it
     elif not isinstance(i, Launch):
         return False
@@ -310,23 +310,23 @@ def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:
     return fixed and sum(s.bytes_hint() for s in made) <= FOLD_LIMIT + sum(s.bytes_hint() for s in read)
 
 
-def _split_once(
+def _split(
     index: GraphIndex, flat: Sequence[Instruction], outputs: tuple[Any, ...], specs: dict[int, TensorSpec]
 ) -> tuple[list[Instruction], list[Instruction]]:
     """What depends on constants only is computed once, unless the caller could see (and change) the result."""
     held = (index.id(n) for n in index.graph.nodes if n.op in ("placeholder", "get_attr"))
     const = {i for i in held if i in specs and specs[i].const}  # what is made of these must first be made
     escapes = _escaping(flat, outputs)
-    once: list[Instruction] = []
+    prepare: list[Instruction] = []
     main: list[Instruction] = []
     for i in flat:
         constant = index.phase == "infer" and all(r in const for r in reads(i)) and _foldable(i, specs)
         if constant and not escapes & set(i.outs):
-            once.append(i)
+            prepare.append(i)
             const.update(i.outs)
         else:
-            main.append(replace(i, once=False) if isinstance(i, Call) else i)
-    return once, main
+            main.append(replace(i, prepare=False) if isinstance(i, Call) else i)
+    return prepare, main
 
 
 def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
@@ -380,18 +380,18 @@ def may_alias(i: Instruction) -> bool:
 
 
 def _needed(
-    once: list[Instruction], main: Sequence[Instruction], inputs: tuple[int, ...]
+    prepare: list[Instruction], main: Sequence[Instruction], inputs: tuple[int, ...]
 ) -> tuple[list[Instruction], tuple[int, ...], tuple[int, ...]]:
-    """Drop once-instructions that nobody reads; the weights they start from, and the results that the plan reads."""
+    """Drop instructions of `prepare` that nobody reads; the weights they start from, and the results that the plan reads."""
     wanted = {r for i in main for r in reads(i)}
     kept: list[Instruction] = []
-    for i in reversed(once):
+    for i in reversed(prepare):
         if wanted & set(i.outs):
             kept.append(i)
             wanted.update(reads(i))
     kept.reverse()
     made = {o for i in kept for o in i.outs}
     used_by_main = {r for i in main for r in reads(i)}
-    read_once = {r for i in kept for r in reads(i)}
-    leaves = tuple(i for i in inputs if i in read_once)
+    read_there = {r for i in kept for r in reads(i)}
+    leaves = tuple(i for i in inputs if i in read_there)
     return kept, leaves, tuple(sorted(made & used_by_main))

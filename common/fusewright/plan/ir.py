@@ -27,7 +27,7 @@ class Call:
     """Call a torch op by its qualified name, e.g. "aten::add.Tensor" or "mkldnn::_linear_pointwise".
 
     A name "py::operator.add" calls a function of Python's `operator` on scalars (sizes).
-    `once`: every input is a constant (a weight) or the output of another `once` instruction, and the host may keep the
+    `prepare`: every input is a constant (a weight) or the output of another such instruction, and the host may keep the
     result.
     """
 
@@ -35,7 +35,7 @@ class Call:
     args: tuple[Any, ...]
     outs: tuple[int, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
-    once: bool = False
+    prepare: bool = False
     packed: bool = False
     """With several outs, True says that the op returns a tuple; with one out the value itself is taken."""
     op_id: int | None = None

@@ -16,7 +16,7 @@ from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
 
-FORMAT = 2
+FORMAT = 3
 """Changes when the JSON does: entries of another format are misses."""
 
 
@@ -31,9 +31,9 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "inputs": list(plan.inputs),
         "outputs": [_arg(o) for o in plan.outputs],
         "instructions": [_instruction(i) for i in plan.instructions],
-        "once": [_instruction(i) for i in plan.once],
-        "once_inputs": list(plan.once_inputs),
-        "once_outputs": list(plan.once_outputs),
+        "prepare": [_instruction(i) for i in plan.prepare],
+        "prepare_inputs": list(plan.prepare_inputs),
+        "prepare_outputs": list(plan.prepare_outputs),
         "specs": {str(i): _spec(s) for i, s in plan.specs.items()},
         "attributes": {str(i): name for i, (name, _) in plan.attributes.items()},
         "scalars": {str(i): symbol for i, symbol in plan.scalars.items()},
@@ -52,9 +52,9 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
         inputs=tuple(data["inputs"]),
         outputs=tuple(_unarg(o) for o in data["outputs"]),
         instructions=[_uninstruction(i) for i in data["instructions"]],
-        once=[_uninstruction(i) for i in data["once"]],
-        once_inputs=tuple(data["once_inputs"]),
-        once_outputs=tuple(data["once_outputs"]),
+        prepare=[_uninstruction(i) for i in data["prepare"]],
+        prepare_inputs=tuple(data["prepare_inputs"]),
+        prepare_outputs=tuple(data["prepare_outputs"]),
         specs={int(i): _unspec(s) for i, s in data["specs"].items()},
         attributes={int(i): (name, attribute(name)) for i, name in data["attributes"].items()},
         scalars={int(i): symbol for i, symbol in data["scalars"].items()},

@@ -274,35 +274,35 @@ def find_problems(plan: Plan, kernels: Mapping[str, Any] | None = None) -> Itera
     """One line per violation. `kernels` are what the plan's launches name, by hash; default: the plan's own."""
     kernels = plan.kernels if kernels is None else kernels
     held = frozenset(plan.attributes)
-    weights = frozenset(plan.once_inputs)
-    once = Facts(plan.once, weights | held, weights | held, plan.once_outputs, plan.specs, kernels)
+    weights = frozenset(plan.prepare_inputs)
+    prepare = Facts(plan.prepare, weights | held, weights | held, plan.prepare_outputs, plan.specs, kernels)
     fixed = frozenset(i for i in plan.inputs if i in plan.specs and plan.specs[i].const)
-    given = frozenset(plan.inputs) | held | frozenset(plan.once_outputs)
+    given = frozenset(plan.inputs) | held | frozenset(plan.prepare_outputs)
     wanted = [r for o in plan.outputs for r in refs(o)]
-    constant = fixed | frozenset(plan.once_outputs)
+    constant = fixed | frozenset(plan.prepare_outputs)
     main = Facts(plan.instructions, given, constant, wanted, plan.specs, kernels)
     yield from _interface_problems(plan, fixed, once)
     for rule in RULES:
-        yield from (f"once: {p}" for p in rule(once))
+        yield from (f"prepare: {p}" for p in rule(prepare))
         yield from rule(main)
 
 
-def _interface_problems(plan: Plan, fixed: frozenset[int], once: Facts) -> Iterator[str]:
-    """Inputs and constants: each input is one value, and what is computed once is made of constants alone."""
+def _interface_problems(plan: Plan, fixed: frozenset[int], prepare: Facts) -> Iterator[str]:
+    """Inputs and constants: each input is one value, and what is prepared is made of constants alone."""
     if len(set(plan.inputs)) < len(plan.inputs):
         yield "an input is given twice"
-    for v in plan.once_inputs:
+    for v in plan.prepare_inputs:
         if v not in fixed:
-            yield f"once: %{v} is no constant input"
-    made = {o for i in plan.once for o in i.outs}
-    for v in plan.once_outputs:
+            yield f"prepare: %{v} is no constant input"
+    made = {o for i in plan.prepare for o in i.outs}
+    for v in plan.prepare_outputs:
         if v not in made:
-            yield f"once: %{v} is not made there"
-    for k, i in enumerate(plan.once):
+            yield f"prepare: %{v} is not made there"
+    for k, i in enumerate(plan.prepare):
         if isinstance(i, CallPython):
-            yield f"once: {_name(k, i)} is an opaque function"
-        elif isinstance(i, Call) and _unrepeatable(once.operators[i.target]):
-            yield f"once: {_name(k, i)} does not give the same each time"
+            yield f"prepare: {_name(k, i)} is an opaque function"
+        elif isinstance(i, Call) and _unrepeatable(prepare.operators[i.target]):
+            yield f"prepare: {_name(k, i)} does not give the same each time"
 
 
 def _unrepeatable(operator: Any) -> bool:

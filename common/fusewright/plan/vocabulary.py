@@ -79,7 +79,7 @@ TORCH.__dict__.update(
 )
 
 _OWN_NAMES = frozenset(
-    "torch inf nan complex once prepare run args frame frames threads get_num_threads empty_strided check fail b e".split()
+    "torch inf nan complex prepared prepare run args frame frames threads get_num_threads empty_strided check fail b e".split()
 )
 _VALUE = re.compile(r"v\d+|b\d+|p\d+")
 _LONGEST = 2000
@@ -192,13 +192,13 @@ class Words:
 
 def find_problems(plan: Plan, words: Words) -> Iterator[str]:
     """One line for everything in a plan that is outside of the vocabulary."""
-    ids = (*plan.inputs, *plan.once_inputs, *plan.once_outputs, *plan.specs, *plan.attributes, *plan.scalars)
+    ids = (*plan.inputs, *plan.prepare_inputs, *plan.prepare_outputs, *plan.specs, *plan.attributes, *plan.scalars)
     yield from (f"{i!r} is no value" for i in ids if not _is_id(i))
     yield from (f"{s!r} is no name of a size" for s in plan.scalars.values() if not _is_size(s))
     yield from (f"{k!r} is no kernel" for k in plan.kernels if not (isinstance(k, str) and _HASH.fullmatch(k)))
     for spec in plan.specs.values():
         yield from _spec_problems(spec)
-    for i in (*plan.once, *plan.instructions):
+    for i in (*plan.prepare, *plan.instructions):
         yield from _instruction_problems(i, plan, words)
     for o in plan.outputs:
         yield from _argument_problems(o)
@@ -238,7 +238,7 @@ def _call_problems(i: Call, words: Words) -> Iterator[str]:
         yield f"{i.target} takes no {named!r}"
     if names is not _ANY and len(i.args) > len(names):
         yield f"{i.target} takes {len(names)} arguments, not {len(i.args)}"
-    if not isinstance(i.packed, bool) or not isinstance(i.once, bool):
+    if not isinstance(i.packed, bool) or not isinstance(i.prepare, bool):
         yield f"{i.target}: a flag that is none"
     for a in (*i.args, *(v for _, v in i.kwargs)):
         yield from _argument_problems(a)

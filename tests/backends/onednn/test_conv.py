@@ -44,7 +44,7 @@ def test_batch_norm_is_folded_into_the_weights(dtype: torch.dtype, bias: bool) -
     y = g.norm(g.conv(g.image(), 8, 16, bias=bias), 16)
     fragment = check(g, [y])
     assert targets(fragment) == [CONV, COPY]  # the copy gives the output eager's strides
-    assert targets(fragment, once=True)[-1] == PACK
+    assert targets(fragment, prepare=True)[-1] == PACK
 
 
 def test_statistics_that_are_used_keep_the_batch_norm() -> None:

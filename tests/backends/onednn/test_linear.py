@@ -30,7 +30,7 @@ def test_linear_in_each_form(form: str, bias: bool, dtype: torch.dtype) -> None:
     g, y = _linear(dtype, bias)
     fragment = check(g, [y], form)
     assert targets(fragment) == {"packed": [LINEAR], "dense": [LINEAR], "aten": ["aten::linear"]}[form]
-    assert targets(fragment, once=True) == ([PACK] if form == "packed" else [])
+    assert targets(fragment, prepare=True) == ([PACK] if form == "packed" else [])
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_no_copy_of_a_weight_that_gradients_flow_to() -> None:
     g = Sketch("forward")
     x, w = g.input(torch.randn(8, 32)), g.input(torch.randn(48, 32))
     assert targets(check(g, [g.op("linear", x, w)])) == [LINEAR]
-    assert not targets(compiled(g, []), once=True)
+    assert not targets(compiled(g, []), prepare=True)
 
 
 @pytest.mark.parametrize("prepack", ["never", "always"])
 def test_prepack_option(prepack: str) -> None:
     g, y = _linear()
-    assert bool(targets(check(g, [y], "dense", prepack=prepack), once=True)) == (prepack == "always")
+    assert bool(targets(check(g, [y], "dense", prepack=prepack), prepare=True)) == (prepack == "always")
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -122,7 +122,7 @@ def test_addmm_with_a_constant_weight_is_packed() -> None:
     bias, w = g.input(torch.randn(24), const=True), g.input(torch.randn(64, 24), const=True)
     y = g.op("addmm", bias, g.input(torch.randn(16, 64)), w)
     fragment = check(g, [y])
-    assert targets(fragment, once=True) == ["aten::t", PACK] and targets(fragment) == [LINEAR]
+    assert targets(fragment, prepare=True) == ["aten::t", PACK] and targets(fragment) == [LINEAR]
 
 
 def _qkv(users: bool = True) -> tuple[Sketch, list[object]]:

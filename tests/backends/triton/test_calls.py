@@ -76,11 +76,11 @@ def check(g: Sketch, outputs: Sequence[Value], *prefer: str) -> Fragment:
     return fragment
 
 
-def text(fragment: Fragment, once: bool | None = None) -> list[str]:
+def text(fragment: Fragment, prepare: bool | None = None) -> list[str]:
     """Instructions as "target(values and shapes)"; `once`: only those for constants, or only the others."""
     found = []
     for i in fragment.instructions:
-        if isinstance(i, Call) and once in (None, i.once):
+        if isinstance(i, Call) and prepare in (None, i.prepare):
             found.append(f"{i.target.removesuffix('.default')}{tuple(map(_word, i.args))}")
     return found
 
@@ -106,10 +106,10 @@ def test_convolution_norm_and_relu_are_one_call() -> None:
     y = g.relu(g.norm(g.conv(g.tensor(2, 8, 7, 7), 8, 16), 16))
     fragment = lowered(g, [y])
     assert targets(fragment) == ["aten::cudnn_convolution_relu", "kernel clone"]
-    assert text(fragment, once=False) == [
+    assert text(fragment, prepare=False) == [
         "aten::cudnn_convolution_relu('_', '_', '_', (1, 1), (1, 1), (1, 1), 1)",
     ]
-    assert text(fragment, once=True)[-2:] == ["aten::clone('_',)", "aten::_to_copy('_',)"], "weight and shift, folded"
+    assert text(fragment, prepare=True)[-2:] == ["aten::clone('_',)", "aten::_to_copy('_',)"], "weight and shift, folded"
     assert set(fragment.notes.values()) >= {"convolution, channels-last + batch_norm + relu"}
     assert "aten::relu" in targets(check(g, [y]))
 
@@ -117,13 +117,13 @@ def test_convolution_norm_and_relu_are_one_call() -> None:
 def test_an_addition_rides_along_and_a_shortcut_gives_its_shift() -> None:
     g = Net()
     y = block(g, g.tensor(2, 8, 7, 7))
-    assert text(lowered(g, [y]), once=False) == [
+    assert text(lowered(g, [y]), prepare=False) == [
         "aten::cudnn_convolution_add_relu('_', '_', '_', 1.0, '_', (1, 1), (1, 1), (1, 1), 1)",
     ]
     check(g, [y])
     g = Net()
     y = block(g, g.tensor(2, 8, 7, 7), shortcut=True)
-    assert text(lowered(g, [y]), once=False) == [
+    assert text(lowered(g, [y]), prepare=False) == [
         "aten::convolution('_', '_', None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)",
         "aten::cudnn_convolution_add_relu('_', '_', '_', 1.0, '_', (1, 1), (1, 1), (1, 1), 1)",
     ]
@@ -331,7 +331,7 @@ def test_products_of_one_tensor_are_one_and_its_slices(bias: bool) -> None:
         f"aten::linear('_', '_', {chr(39) + '_' + chr(39) if bias else None})",
         "aten::slice.Tensor('_', 2, 0, 32)", "aten::slice.Tensor('_', 2, 32, 48)", "aten::slice.Tensor('_', 2, 48, 64)",
     ]  # fmt: skip
-    assert text(lowered(g, ys, "together"), once=True)[0] == "aten::cat(('_', '_', '_'), 0)"
+    assert text(lowered(g, ys, "together"), prepare=True)[0] == "aten::cat(('_', '_', '_'), 0)"
     check(g, ys)
 
 
@@ -354,10 +354,10 @@ def test_a_width_that_suits_no_fast_kernel_is_padded(thresholds: Callable[..., N
     g = Net()
     y = linears(g, g.tensor(2, 8, 16), (30,))[0]
     fragment = lowered(g, [y])
-    assert text(fragment, once=True) == [
+    assert text(fragment, prepare=True) == [
         "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)", "aten::constant_pad_nd('_', (0, 2), 0)",
     ]  # fmt: skip
-    assert text(fragment, once=False) == ["aten::linear('_', '_', '_')", "aten::slice.Tensor('_', 2, 0, 30)"]
+    assert text(fragment, prepare=False) == ["aten::linear('_', '_', '_')", "aten::slice.Tensor('_', 2, 0, 30)"]
     check(g, [y])
     thresholds(padded_results=16 * 30 + 1)
     assert targets(lowered(g, [y])) == ["aten::linear"], "a small result is not worth the copy"
@@ -369,7 +369,7 @@ def test_training_pads_at_every_call(thresholds: Callable[..., None]) -> None:
     g.phase = "forward"
     x, w = g.tensor(2, 8, 16), g.tensor(30, 16)
     fragment = lowered(g, [g.op("linear", x, w, None)])
-    assert text(fragment, once=True) == []
+    assert text(fragment, prepare=True) == []
     assert text(fragment)[0] == "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)"
 
 

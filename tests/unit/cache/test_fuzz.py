@@ -143,7 +143,7 @@ def hostile(rng: random.Random, data: Any, ways: list[tuple[Any, ...]]) -> Any:
     """A plan with something in it that is not in the vocabulary."""
     value = rng.choice(STRINGS) if rng.random() < 0.7 else rng.choice(VALUES)
     if rng.random() < 0.2:
-        extra = {"kind": "call", "target": rng.choice(STRINGS), "args": [value], "outs": [99], "kwargs": [], "once": False}
+        extra = {"kind": "call", "target": rng.choice(STRINGS), "args": [value], "outs": [99], "kwargs": [], "prepare": False}
         return with_value(data, ("plan", "instructions"), [extra, *data["plan"]["instructions"]])
     return with_value(data, rng.choice(ways), value)
 

@@ -103,14 +103,14 @@ return [%5]
 def test_an_assertion_on_constants_runs_at_every_call() -> None:
     plan = build.build(index(ASSERTED, const=("x",)), (), ())
     assert [i.target for i in plan.instructions].count("aten::_assert_async.msg") == 2  # type: ignore[union-attr]
-    assert all("_assert" not in i.target for i in plan.once)  # type: ignore[union-attr]
+    assert all("_assert" not in i.target for i in plan.prepare)  # type: ignore[union-attr]
 
 
 def test_a_number_made_of_constants_is_no_constant() -> None:
     """Sizes may be made of it, which nobody reads as a value."""
     text = "%0: f32[] = input('w')\n%1: float = aten._local_scalar_dense.default(%0)\nreturn [%1]"
     x = index(text, const=("w",))
-    assert not build.build(x, (), ()).once
+    assert not build.build(x, (), ()).prepare
 
 
 def test_sizes_that_nobody_can_tell_are_left_to_eager() -> None:

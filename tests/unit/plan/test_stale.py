@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusewright
-from fusewright.plan.execute.once import EVERY, OnceCache, Samples
+from fusewright.plan.execute.prepare import EVERY, PreparedCache, Samples
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -41,7 +41,7 @@ def test_a_write_that_torch_does_not_count_is_seen_within_a_few_calls(write: Any
     if write is through_numpy and dtype is torch.bfloat16:
         dtype = torch.float64  # numpy has no bfloat16
     weights = [torch.randn(512, 512, dtype=dtype) for _ in range(3)]
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     cache(*weights)
     write(weights[1])
     for _ in range(3 * EVERY):
@@ -92,7 +92,7 @@ def test_refresh_forgets_what_was_made_of_a_model(backend: str, options: dict[st
 
 def test_refresh_of_one_model_leaves_others() -> None:
     ours, theirs = nn.Linear(3, 3), nn.Linear(3, 3)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     kept = cache(theirs.weight)
     held = cache.prepared([ours.weight])
     fusewright.refresh(ours)
@@ -149,7 +149,7 @@ def test_weights_may_be_swapped(how: str, swapping: bool, monkeypatch: pytest.Mo
 def test_a_parameter_made_anew_in_the_same_memory_is_seen() -> None:
     """The ids of the old ones are free, and their memory, address and count of writes are those of the new ones."""
     layer = nn.Linear(8, 8)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     for _ in range(6):
         layer.weight = nn.Parameter(layer.weight.data.mul_(2))
         assert torch.equal(cache(layer.weight)[0], layer.weight * 2)

@@ -208,37 +208,37 @@ def inplace_of_nothing(p: Plan) -> Plan:
 
 
 def weight_written(p: Plan) -> Plan:
-    weight = p.once_inputs[0]
+    weight = p.prepare_inputs[0]
     return replace(p, instructions=[Call("aten::zero_.default", (Ref(weight),), (9999,)), *p.instructions])
 
 
 def prepared_constant_written(p: Plan) -> Plan:
-    constant = Ref(p.once_outputs[0])
+    constant = Ref(p.prepare_outputs[0])
     return replace(p, instructions=[Call("aten::mul_.Scalar", (constant, 2), (9999,)), *p.instructions])
 
 
-def once_of_an_input(p: Plan) -> Plan:
+def prepared_of_an_input(p: Plan) -> Plan:
     given = next(i for i in p.inputs if not p.specs[i].const)
-    first = p.once[0]
+    first = p.prepare[0]
     assert isinstance(first, Call)
-    changed_once = replace(first, args=(Ref(given), *first.args[1:]))
-    return replace(p, once=[changed_once, *p.once[1:]], once_inputs=(*p.once_inputs, given))
+    changed = replace(first, args=(Ref(given), *first.args[1:]))
+    return replace(p, prepare=[changed, *p.prepare[1:]], prepare_inputs=(*p.prepare_inputs, given))
 
 
-def once_result_never_made(p: Plan) -> Plan:
-    return replace(p, once_outputs=(*p.once_outputs, 9999))
+def prepared_value_never_made(p: Plan) -> Plan:
+    return replace(p, prepare_outputs=(*p.prepare_outputs, 9999))
 
 
-def once_draws(p: Plan) -> Plan:
-    drawn = Call("aten::rand_like.default", (Ref(p.once_inputs[0]),), (9999,))
-    return replace(p, once=[*p.once, drawn])
+def prepare_draws(p: Plan) -> Plan:
+    drawn = Call("aten::rand_like.default", (Ref(p.prepare_inputs[0]),), (9999,))
+    return replace(p, prepare=[*p.prepare, drawn])
 
 
 MUTATIONS = [
     read_too_early, never_made, made_twice, unknown_result, input_given_twice, unknown_operator, too_many_arguments,
     argument_left_out, argument_of_no_name, text_for_a_tensor, one_result_taken_apart, kernel_that_is_not_there,
     tensor_too_few, size_too_many, scalar_too_many, size_of_no_dimension, another_dtype, result_without_a_spec,
-    inplace_of_nothing, weight_written, prepared_constant_written, once_of_an_input, once_result_never_made, once_draws,
+    inplace_of_nothing, weight_written, prepared_constant_written, prepared_of_an_input, prepared_value_never_made, prepare_draws,
 ]  # fmt: skip
 
 

@@ -139,8 +139,8 @@ def _write(m: Match, c: Calls) -> None:
         return
     weight, bias = _folded(m, c)
     if m.shortcut is not None:
-        bias = b.once("aten::add.Tensor", bias, _folded(m.shortcut, c)[1])
-    bias = b.once("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
+        bias = b.prepare("aten::add.Tensor", bias, _folded(m.shortcut, c)[1])
+    bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
     other = b.any_strides(m.other)
     if not c.fused:
         _unfused(c, (x, weight, bias, *geometry, False, (0, 0), groups), other, library)
@@ -162,36 +162,36 @@ def _unfused(c: Calls, args: tuple[Any, ...], other: Ref | None, library: Callab
 
 
 def _packed(weight: Ref, c: Calls) -> Ref:
-    return c.b.once("aten::clone.default", weight, memory_format=torch.channels_last)
+    return c.b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
 
 
 def _folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
     """Weight (channels-last) and shift (fp32), with the batch norm's scale and shift multiplied in, in fp32."""
-    once, bias, norm = c.b.once, m.conv.arg("bias"), m.norm
+    prepare, bias, norm = c.b.prepare, m.conv.arg("bias"), m.norm
     weight = c.b.exact(m.conv.arg("weight"))
 
     def wide(value: Value) -> Ref:
-        return once("aten::_to_copy.default", c.b.exact(value), dtype=torch.float32)
+        return prepare("aten::_to_copy.default", c.b.exact(value), dtype=torch.float32)
 
     if norm is None:
         return _packed(weight, c), wide(bias) if bias is not None else _zeros(m, c)
-    scale = once("aten::rsqrt.default", once("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps")))
+    scale = prepare("aten::rsqrt.default", prepare("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps")))
     if norm.arg("weight") is not None:
-        scale = once("aten::mul.Tensor", scale, wide(norm.arg("weight")))
-    shift = once("aten::neg.default", wide(norm.arg("running_mean")))
+        scale = prepare("aten::mul.Tensor", scale, wide(norm.arg("weight")))
+    shift = prepare("aten::neg.default", wide(norm.arg("running_mean")))
     if bias is not None:
-        shift = once("aten::add.Tensor", shift, wide(bias))
-    shift = once("aten::mul.Tensor", shift, scale)
+        shift = prepare("aten::add.Tensor", shift, wide(bias))
+    shift = prepare("aten::mul.Tensor", shift, scale)
     if norm.arg("bias") is not None:
-        shift = once("aten::add.Tensor", shift, wide(norm.arg("bias")))
-    column = once("aten::view.default", scale, (-1, 1, 1, 1))
-    scaled = once("aten::mul.Tensor", wide(m.conv.arg("weight")), column)
-    return _packed(once("aten::_to_copy.default", scaled, dtype=spec_of(m.conv.arg("weight")).dtype), c), shift
+        shift = prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
+    column = prepare("aten::view.default", scale, (-1, 1, 1, 1))
+    scaled = prepare("aten::mul.Tensor", wide(m.conv.arg("weight")), column)
+    return _packed(prepare("aten::_to_copy.default", scaled, dtype=spec_of(m.conv.arg("weight")).dtype), c), shift
 
 
 def _zeros(m: Match, c: Calls) -> Ref:
     """A shift of nothing, where the weight is."""
-    return c.b.once(
+    return c.b.prepare(
         "aten::new_zeros.default", c.b.exact(m.conv.arg("weight")), (spec_of(m.out).shape[1],), dtype=torch.float32
     )
 
@@ -237,8 +237,8 @@ def _product(op: OpView, c: Calls) -> None:
     rows = call("aten::view.default", Ref(windows.id), (-1, channels * kh * kw))  # type: ignore[operator]
     weight = b.exact(op.arg("weight"))
     if inner != (1, 3, 5):
-        weight = b.once("aten::permute.default", weight, (0, 2, 3, 1))
-    matrix = b.once("aten::reshape.default", weight, (outs, -1))
+        weight = b.prepare("aten::permute.default", weight, (0, 2, 3, 1))
+    matrix = b.prepare("aten::reshape.default", weight, (outs, -1))
     product = call("aten::linear.default", rows, matrix, c.exact(op.arg("bias")))
     image = call("aten::view.default", product, (n, h, v, outs))
     stride = channels_last_strides(spec_of(op.out).shape)  # type: ignore[arg-type]

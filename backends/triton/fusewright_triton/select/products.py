@@ -59,10 +59,10 @@ def _groups(c: Calls) -> list[tuple[OpView, ...]]:
 
 def _concatenated(group: Sequence[OpView], c: Calls) -> None:
     """All siblings as one product; each result is a slice of it, without a copy."""
-    weight = c.b.once("aten::cat.default", tuple(c.b.exact(op.arg("weight")) for op in group), 0)
+    weight = c.b.prepare("aten::cat.default", tuple(c.b.exact(op.arg("weight")) for op in group), 0)
     bias = None
     if group[0].arg("bias") is not None:
-        bias = c.b.once("aten::cat.default", tuple(c.b.exact(op.arg("bias")) for op in group), 0)
+        bias = c.b.prepare("aten::cat.default", tuple(c.b.exact(op.arg("bias")) for op in group), 0)
     _sliced(group, c, weight, bias)
 
 
@@ -99,7 +99,7 @@ def _padding_pays(op: OpView, c: Calls) -> bool:
 def _padded(op: OpView, c: Calls) -> None:
     """The product with rows of zeros behind the weight; the result is a slice, with gaps between its rows."""
     more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
-    make = c.b.once if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
+    make = c.b.prepare if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
     weight = make("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
     bias = c.exact(op.arg("bias"))
     padded = None if bias is None else make("aten::constant_pad_nd.default", bias, (0, more), 0)
@@ -107,7 +107,7 @@ def _padded(op: OpView, c: Calls) -> None:
 
 
 def _each_call(c: Calls, target: str, *args: Any) -> Ref:
-    """What `Builder.once` computes, at every call: weights change in training."""
+    """What `Builder.prepare` computes, at every call: weights change in training."""
     made = c.ctx.value(None)
     c.b.call(target, *args, out=made)
     return Ref(made.id)

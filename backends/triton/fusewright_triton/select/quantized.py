@@ -181,7 +181,7 @@ def _transposed(value: Value) -> bool:
 def _rows_of(value: Value, c: Calls) -> Ref:
     """The transpose of a matrix; the operators copy one that is not dense then."""
     if c.is_const(value):
-        return c.b.once("aten::t.default", c.b.exact(value))
+        return c.b.prepare("aten::t.default", c.b.exact(value))
     made = c.ctx.value(None)
     c.b.call("aten::t.default", c.b.exact(value), out=made)
     return Ref(made.id)

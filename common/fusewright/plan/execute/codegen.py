@@ -14,7 +14,7 @@ from fusewright.interface import Dim, KernelCode, Size
 from fusewright.plan.build import Plan
 from fusewright.plan.execute.firstrun import checker
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
-from fusewright.plan.execute.once import OnceCache
+from fusewright.plan.execute.prepare import PreparedCache
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import Placement, place
 from fusewright.plan.verify import PlanError, placement_problems
@@ -258,11 +258,11 @@ def _body(
 def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False) -> str:
     """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`."""
     lines = []
-    if plan.once:
-        kept = set(plan.once_outputs) | set(plan.attributes)
-        lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.once_inputs)}):")
-        lines += _body(plan, plan.once, kept, names, launches, framed=False)
-        lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.once_outputs)})")
+    if plan.prepare:
+        kept = set(plan.prepare_outputs) | set(plan.attributes)
+        lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.prepare_inputs)}):")
+        lines += _body(plan, plan.prepare, kept, names, launches, framed=False)
+        lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.prepare_outputs)})")
         lines.append("")
     lines.append("def run(args):")
     if plan.inputs:
@@ -270,9 +270,9 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
     lines.append("    args.clear()")
     if checked:
         lines += [f"    check({i}, v{i})" for i in (*plan.inputs, *plan.attributes) if i in plan.specs]
-    if plan.once:
-        left = f"{', '.join(f'v{i}' for i in plan.once_outputs)}, = " if plan.once_outputs else ""
-        lines.append(f"    {left}once({', '.join(f'v{i}' for i in plan.once_inputs)})")
+    if plan.prepare:
+        left = f"{', '.join(f'v{i}' for i in plan.prepare_outputs)}, = " if plan.prepare_outputs else ""
+        lines.append(f"    {left}prepared({', '.join(f'v{i}' for i in plan.prepare_inputs)})")
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
     symbols = _Symbols(plan)
     given = symbols.of(plan.inputs)
@@ -287,9 +287,9 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
 
 
 def load(
-    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, once: OnceCache | None = None
+    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, prepared: PreparedCache | None = None
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
-    """The plan as a callable that takes (and empties) a list of inputs, and its source text. `once`: prepared constants
+    """The plan as a callable that takes (and empties) a list of inputs, and its source text. `prepared`: constants
     of another callable of this plan, to be shared.
     """
     names = Names()
@@ -302,12 +302,12 @@ def load(
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(get_num_threads=torch.get_num_threads, without_memory=without_memory, check=checker(plan))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
-    if plan.once:
-        names.space["once"] = once or OnceCache(names.space["prepare"])
+    if plan.prepare:
+        names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
     return names.space["run"], text
 
 
-def once_of(run: Callable[..., Any]) -> OnceCache | None:
+def prepared_of(run: Callable[..., Any]) -> PreparedCache | None:
     """The prepared constants of a loaded plan; None when it has none. Others that run parts of the plan share them."""
-    found: OnceCache | None = run.__globals__.get("once")
+    found: PreparedCache | None = run.__globals__.get("prepared")
     return found

@@ -32,7 +32,7 @@ class Untrue(Exception):
 
 def checker(plan: Plan) -> Callable[[int, Any], None]:
     """`check(id, value)` for the code of a first run: raises `Untrue`."""
-    read = {r for i in (*plan.once, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
+    read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
 
     def check(id: int, value: Any) -> None:
         spec = plan.specs.get(id)

@@ -29,7 +29,7 @@ from fusewright.plan import verify
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copier_out
-from fusewright.plan.execute.once import Prepared
+from fusewright.plan.execute.prepare import Prepared
 from fusewright.plan.execute.recording import Recorded
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
 from fusewright.plan.memory import roots_of, storage_bytes
@@ -169,8 +169,8 @@ def _result_obstacle(plan: Plan) -> str | None:
 class Parts:
     """A plan in two: `head` is recorded and returns `kept`, `tail` (None: there is none) runs after it.
 
-    The head takes the plan's inputs, then its once-outputs. The tail takes what it reads: of the inputs those at
-    `tail_places`, then `tail_rest`, ids of once-outputs and of what the head keeps. `copied` are positions of inputs
+    The head takes the plan's inputs, then what `prepare` made. The tail takes what it reads: of the inputs those at
+    `tail_places`, then `tail_rest`, ids of what `prepare` made and of what the head keeps. `copied` are positions of inputs
     that are copied for the head, `fixed` of those that it reads where they lie. `late` maps positions of results to
     those of the tail's; other results are copies of the values `early`.
     """
@@ -195,12 +195,12 @@ def divide(plan: Plan) -> Parts:
     results = {k: r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref)}
     wanted = {r for i in last for r in reads(i)} | {r for r in results.values() if r not in made_late}
     kept = tuple(sorted(wanted & {o for i in first for o in i.outs}))
-    given = (*plan.inputs, *plan.once_outputs)
-    part = replace(plan, once=[], once_inputs=(), once_outputs=())
+    given = (*plan.inputs, *plan.prepare_outputs)
+    part = replace(plan, prepare=[], prepare_inputs=(), prepare_outputs=())
     head = replace(part, inputs=given, outputs=tuple(map(Ref, kept)), instructions=first)
     wanted_late = {r for i in last for r in reads(i)}
     tail_places = tuple(k for k, i in enumerate(plan.inputs) if i in wanted_late)
-    tail_rest = tuple(v for v in (*plan.once_outputs, *kept) if v in wanted_late)
+    tail_rest = tuple(v for v in (*plan.prepare_outputs, *kept) if v in wanted_late)
     positions = [k for k, r in results.items() if r in made_late]
     tail = None
     if positions:
@@ -279,11 +279,11 @@ class Replayed(Recorded[_Recording]):
         self.plan, self.parts = plan, divide(plan)
         for part in filter(None, (self.parts.head, self.parts.tail)):
             verify.check(part, "division for replay", {h: code.kernel for h, code in kernels.items()})
-        self.once = codegen.once_of(run)
+        self.cache = codegen.prepared_of(run)
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
-        self._once_inputs = picker([plan.inputs.index(i) for i in plan.once_inputs])
+        self._prepare_inputs = picker([plan.inputs.index(i) for i in plan.prepare_inputs])
         self._writes = bool(written_inputs(plan))
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
@@ -322,10 +322,10 @@ class Replayed(Recorded[_Recording]):
 
     def _unchanged(self, r: _Recording, args: list[Any]) -> bool:
         """Whether the weights are those that the constants were prepared from."""
-        return r.prepared is None or r.prepared.holds(self._once_inputs(args))
+        return r.prepared is None or r.prepared.holds(self._prepare_inputs(args))
 
     def _found(self, lane: Hashable, args: list[Any]) -> _Recording | None:
-        prepared = self.once.prepared(self._once_inputs(args)) if self.once is not None else None
+        prepared = self.cache.prepared(self._prepare_inputs(args)) if self.cache is not None else None
         addresses = self._addresses(args)
         key = (lane, *addresses)
         found = self._recordings.get(key)
@@ -394,7 +394,7 @@ class Replayed(Recorded[_Recording]):
             given = copy_in.given(args)
             # A warm-up runs the head, so there is none where that would write into inputs.
             kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
-            by_id = dict(zip((*self.plan.once_outputs, *self.parts.kept), (*constants, *kept), strict=True))
+            by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
             copy_out = copier_out([by_id[v] for v in self.parts.early])
         rest = [by_id[v] for v in self.parts.tail_rest]
         return _Recording(lane, addresses, prepared, replay, copy_in, rest, copy_out)

@@ -74,13 +74,13 @@ class Builder:
         counts."""
         return value is None or value.id in self._const
 
-    def once(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+    def prepare(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         """Compute something from constants. Equal computations are shared."""
         key = (target, args, tuple(kwargs.items()))
         found = self._constants.get(key)
         if found is None:
             made = self.ctx.value(None)
-            self._instructions.append(Call(*key[:2], (made.id,), key[2], once=True))
+            self._instructions.append(Call(*key[:2], (made.id,), key[2], prepare=True))
             self._const.add(made.id)
             found = self._constants[key] = Ref(made.id)
         return found

@@ -205,7 +205,7 @@ def _mask(s: Spelled, c: Calls) -> tuple[Ref | None, Value | None]:
     """The mask that the kernel reads, and what it is made of. One of weights is made once."""
     if s.hidden is None:
         return (c.b.any_strides(s.terms[0][0]), s.terms[0][0]) if s.terms else (None, None)
-    make = c.b.once if c.is_const(s.hidden) else partial(view, c)
+    make = c.b.prepare if c.is_const(s.hidden) else partial(view, c)
     return make("aten::logical_not.default", c.b.exact(s.hidden)), s.hidden
 
 

@@ -1,4 +1,4 @@
-"""Prepacked constants: results of `once` instructions, kept for as long as the weights that they came from stay the
+"""Prepacked constants: results of `prepare`, kept for as long as the weights that they came from stay the
 same.
 """
 
@@ -134,10 +134,10 @@ def _bytes(w: torch.Tensor) -> torch.Tensor:
     return w.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-_CACHES: weakref.WeakSet[OnceCache] = weakref.WeakSet()
+_CACHES: weakref.WeakSet[PreparedCache] = weakref.WeakSet()
 
 
-class OnceCache:
+class PreparedCache:
     """Calls `prepare(*weights)` when these weights are first seen, and again after one of them changed.
 
     A change is seen by the tensor's identity, its version counter (in-place ops, `load_state_dict`), its address

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import report
-from fusewright.plan.execute.once import LIMIT, OnceCache
+from fusewright.plan.execute.prepare import LIMIT, PreparedCache
 
 
 def doubled(*weights: Tensor) -> tuple[Tensor, ...]:
@@ -21,7 +21,7 @@ def doubled(*weights: Tensor) -> tuple[Tensor, ...]:
 
 def test_packs_once() -> None:
     w = torch.ones(3)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     first = cache(w)
     assert cache(w) is first
     assert cache.runs == 1
@@ -29,7 +29,7 @@ def test_packs_once() -> None:
 
 def test_changes_are_seen() -> None:
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
 
     def change_in_place() -> None:
         with torch.no_grad():
@@ -61,7 +61,7 @@ def at(memory: bytearray) -> Tensor:
 def test_memory_that_gets_the_address_of_what_was_freed_is_seen() -> None:
     memory = bytearray(36)
     w = nn.Parameter(at(memory))
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     before, address, version = cache.prepared([w]), w.data_ptr(), w._version
     w.data = torch.ones(3, 3)
     memory[4:8] = b"\0\0\x80\x3f"  # 1.0, in an element that is not sampled
@@ -74,7 +74,7 @@ def test_memory_that_gets_the_address_of_what_was_freed_is_seen() -> None:
 def test_what_was_made_of_a_weight_is_freed_when_its_memory_is() -> None:
     """As `model.cpu()` frees a GPU's."""
     layer = nn.Linear(3, 3)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     packed = weakref.ref(cache(layer.weight)[0])
     layer.to(torch.float64)
     assert packed() is None
@@ -82,7 +82,7 @@ def test_what_was_made_of_a_weight_is_freed_when_its_memory_is() -> None:
 
 def test_the_end_of_older_memory_leaves_what_was_made_since() -> None:
     w = nn.Parameter(torch.ones(3))
-    cache, older = OnceCache(doubled), w.data
+    cache, older = PreparedCache(doubled), w.data
     first = cache.prepared([w])  # as a recording keeps it
     w.data = torch.zeros(3)
     packed = cache(w)
@@ -92,7 +92,7 @@ def test_the_end_of_older_memory_leaves_what_was_made_since() -> None:
 
 def test_each_instance_has_its_own() -> None:
     a, b = torch.ones(3), torch.zeros(3)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     for _ in range(3):
         assert cache(a)[0].tolist() == [2, 2, 2]
         assert cache(b)[0].tolist() == [0, 0, 0]
@@ -101,7 +101,7 @@ def test_each_instance_has_its_own() -> None:
 
 def test_one_change_packs_one_instance_again() -> None:
     a, b = torch.ones(3), torch.zeros(3)
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     kept = cache(b)
     cache(a)
     a.add_(1)
@@ -117,7 +117,7 @@ def test_one_change_packs_one_instance_again() -> None:
 )
 def test_dies_with_its_weights(prepare: Any) -> None:
     w = torch.ones(3, 3)
-    cache = OnceCache(prepare)
+    cache = PreparedCache(prepare)
     packed = [weakref.ref(t) for t in cache(w)]
     weight = weakref.ref(w)
     del w
@@ -128,23 +128,23 @@ def test_dies_with_its_weights(prepare: Any) -> None:
 
 def test_what_was_made_of_a_dead_weight_holds_for_nobody() -> None:
     w = torch.ones(3)
-    found = OnceCache(doubled).prepared([w])
+    found = PreparedCache(doubled).prepared([w])
     assert found.holds([w])
     w.add_(1)
     assert not found.holds([w])
-    found = OnceCache(doubled).prepared([w])
+    found = PreparedCache(doubled).prepared([w])
     del w
     assert not found.alive, "a new tensor may get the id of the dead one"
 
 
 def test_packing_is_not_recorded_by_autograd() -> None:
     w = torch.ones(3, requires_grad=True)
-    assert not OnceCache(doubled)(w)[0].requires_grad
+    assert not PreparedCache(doubled)(w)[0].requires_grad
 
 
 def test_old_sets_are_dropped() -> None:
     weights = [torch.full((1,), float(i)) for i in range(LIMIT + 5)]
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     for w in weights:
         cache(w)
     assert cache(weights[-1])[0].item() == 2 * (LIMIT + 4)
@@ -162,7 +162,7 @@ def test_a_failed_packing_is_tried_again() -> None:
         return (w + 1,)
 
     w = torch.zeros(1)
-    cache = OnceCache(prepare)
+    cache = PreparedCache(prepare)
     with pytest.raises(MemoryError):
         cache(w)
     broken = False
@@ -171,7 +171,7 @@ def test_a_failed_packing_is_tried_again() -> None:
 
 def test_threads_get_right_values() -> None:
     weights = [torch.full((4,), float(i)) for i in range(4)]
-    cache = OnceCache(doubled)
+    cache = PreparedCache(doubled)
     wrong: list[int] = []
 
     def work(k: int) -> None:
