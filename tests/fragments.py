@@ -9,7 +9,7 @@ fragment = backend.compile(g.region([y]), Context({"prepack": "always"}, device,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,9 @@ class Sketch:
         named = {p.name: self._tensor(bound[p.name]) for p in row.params if p.kwonly}
         made = row.target(*positional, **named)
         results = tuple(made) if isinstance(made, tuple | list) else (made,)
-        outs = tuple(self._value(r) for r in results)
+        given = list(_values(bound.values()))
+        const = bool(given) and self.phase == "infer" and all(v.spec is not None and v.spec.const for v in given)
+        outs = tuple(self._value(r, const) for r in results)  # marked as by the host
         target = row.target.name()
         target = target if "." in target.split("::")[1] else f"{target}.default"
         frozen = tuple(tuple(a) if isinstance(a, list) else a for a in bound.values())
@@ -100,6 +102,14 @@ class Sketch:
     def _specs(self) -> dict[int, TensorSpec]:
         made = [v for op in self.ops for v in op.outs]
         return {v.id: v.spec for v in (*self.inputs, *made) if v.spec is not None}
+
+
+def _values(args: Iterable[Any]) -> Iterator[Value]:
+    for a in args:
+        if isinstance(a, Value):
+            yield a
+        elif isinstance(a, tuple | list):
+            yield from _values(a)
 
 
 def evaluate(fragment: Fragment, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:

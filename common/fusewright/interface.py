@@ -101,7 +101,8 @@ def hint(size: Size) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor. `stride` counts elements. `const` marks a weight or buffer that no gradient flows to."""
+    """What is known of a tensor. `stride` counts elements. `const` marks a weight or buffer that no gradient flows to, and in
+    inference what is made of such alone."""
 
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
@@ -196,6 +197,15 @@ class Region:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     phase: Phase = "infer"
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """Ids of the values that depend on weights alone, so that what a backend makes of them may be prepared (see
+        `fusewright.plan.ir.Call`). None in training, which changes its weights. Since interface 1.2."""
+        if self.phase != "infer":
+            return frozenset()
+        values = (*self.inputs, *(v for op in self.ops for v in (*op.inputs(), *op.outs)))
+        return frozenset(v.id for v in values if v.spec is not None and v.spec.const)
 
     @property
     def op_names(self) -> str:

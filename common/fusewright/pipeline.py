@@ -19,7 +19,7 @@ from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.config import Options
 from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
-from fusewright.graph import printer, retrace, verify
+from fusewright.graph import constants, printer, retrace, verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.effects import has_collectives
 from fusewright.graph.view import GraphIndex
@@ -44,7 +44,6 @@ from fusewright.partition.cost import work
 from fusewright.partition.partition import Partition, partition
 from fusewright.plan import build as plan_build
 from fusewright.plan import verify as plan_verify
-from fusewright.plan.constants import derived
 from fusewright.plan.execute import cached, codegen, contract
 from fusewright.plan.execute.firstrun import Untrue, checked_first
 from fusewright.plan.execute.observed import observed_first
@@ -78,6 +77,7 @@ class Compilation:
     const: frozenset[Node]
     report: GraphReport
     tuner: Tuner
+    constants: constants.Constants = field(init=False)
     working: Graph = field(init=False)
     index: GraphIndex = field(init=False)
     partition: Partition = field(init=False)
@@ -114,12 +114,16 @@ def _simplify(c: Compilation) -> None:
     c.report.rules = rewriter.hits
 
 
+def _constants(c: Compilation) -> None:
+    c.constants = constants.find(c.graph, c.const, c.phase)
+
+
 def _lower(c: Compilation) -> None:
     """Partition and compile; plan again without what a backend gives back, until nothing new is given back."""
     denied = {**_untraceable(c), **c.unbuilt, **c.suspected}
     for _ in range(MAX_ROUNDS):
-        c.working, const = expand.on_claim(c.graph, c.const, c.backend, denied, c.phase)
-        c.index = GraphIndex(c.working, derived(c.working, const, c.phase), c.phase)
+        c.working, found = expand.on_claim(c.graph, c.constants, c.backend, denied, c.phase)
+        c.index = found.index(c.working, c.phase)
         c.partition = partition(c.backend, c.index, denied)
         c.compiled, new = _compile_regions(c)
         c.report.bugs += c.partition.bugs
@@ -404,6 +408,7 @@ def _mend(c: Compilation, made: Node, same: Sequence[Node], untrue: Untrue) -> N
 STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (
     # before these: capture, and "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
     ("simplify", _simplify),  # exact rewrite rules, CSE, dead code
+    ("constants", _constants),  # what depends on weights alone
     ("lower", _lower),  # claims, regions, fragments; plans again after a decline
     ("plan", _plan),  # one flat list of instructions, constants apart, as Python
 )
@@ -468,7 +473,8 @@ def _after(c: Compilation, stage: str) -> None:
         verify.check(graph, stage)
     wanted = stage in c.options.dump or "all" in c.options.dump
     if wanted or is_recording():
-        report_text = c.report.texts.get("plan", "") if stage == "plan" else printer.to_text(graph)
+        const = c.constants.values if stage == "constants" else ()
+        report_text = c.report.texts.get("plan", "") if stage == "plan" else printer.to_text(graph, const=const)
         c.report.texts[stage] = report_text
         if wanted:
             print(f"# {c.backend.name}: {c.phase} graph after {stage}\n{report_text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def _name(node: Node) -> str:
     return row.name if row else qualified_name(node.target).replace("::", ".")
 
 
-def to_text(graph: Graph, sources: bool = True) -> str:
-    """Print every node in order. Numbers are positions, so equal graphs print equally."""
+def to_text(graph: Graph, sources: bool = True, const: Collection[Node] = ()) -> str:
+    """Print every node in order, with a mark on those in `const`. Numbers are positions, so equal graphs print equally."""
     number = {n: i for i, n in enumerate(graph.nodes)}
     lines = []
     for node, i in number.items():
@@ -74,9 +75,10 @@ def to_text(graph: Graph, sources: bool = True) -> str:
             continue
         left = f"%{i}: {type_text(value_of(node))}"
         if node.op in ("placeholder", "get_attr"):
-            lines.append(f"{left} = {'input' if node.op == 'placeholder' else 'attribute'}({node.target!r})")
+            kind = "input" if node.op == "placeholder" else "attribute"
+            lines.append(f"{left} = {kind}({node.target!r}){'  # const' * (node in const)}")
             continue
         args = [_arg(a, number) for a in node.args] + [f"{k}={_arg(v, number)}" for k, v in node.kwargs.items()]
-        where = source_line(node) if sources else ""
-        lines.append(f"{left} = {_name(node)}({', '.join(args)})" + (f"  # {where}" if where else ""))
+        said = [s for s in (source_line(node) if sources else "", "const" if node in const else "") if s]
+        lines.append(f"{left} = {_name(node)}({', '.join(args)})" + (f"  # {', '.join(said)}" if said else ""))
     return "\n".join(lines) + "\n"

@@ -36,10 +36,14 @@ class GraphIndex:
     after.
     """
 
-    def __init__(self, graph: Graph, const: frozenset[Node], phase: Phase) -> None:
+    def __init__(
+        self, graph: Graph, const: frozenset[Node], phase: Phase, creations: frozenset[Node] = frozenset()
+    ) -> None:
+        """`const` and `creations`: the `values` and `creations` of `graph.constants`."""
         self.graph = graph
         self.phase: Phase = phase
         self.const = const
+        self._creations = creations
         self._values: dict[Node, tuple[Value, ...]] = {}
         self._by_id: dict[int, Node] = {}
         self._next = 0
@@ -106,6 +110,12 @@ class GraphIndex:
         if isinstance(a, tuple | list):
             return tuple(self.arg(x) for x in a)
         return a
+
+    @cached_property
+    def constants(self) -> frozenset[int]:
+        """Ids of what a call needs to make but once for a set of weights."""
+        nodes = self.const | self._creations if self.phase == "infer" else ()
+        return frozenset(v.id for n in nodes for v in self._values[n])
 
     @cached_property
     def ops(self) -> dict[Node, OpView]:

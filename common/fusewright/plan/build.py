@@ -12,15 +12,13 @@ from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import asserts, held_in_order, operator_asserts, overload_may_share, writes
+from fusewright.graph import constants
+from fusewright.graph.effects import asserts, held_in_order, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
-from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value, is_static
+from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.order import topological
-
-FOLD_LIMIT = 1 << 20
-"""Bytes that a result computed once may take beyond the constants that it is made of (masks, positions, tables)."""
 
 
 @dataclass
@@ -288,45 +286,43 @@ def operator_of(target: str) -> Any | None:
     return found
 
 
-def _foldable(i: Instruction, specs: Mapping[int, TensorSpec]) -> bool:
-    """Whether the results are the same every time for the same constants, and take little more room than those."""
-    if isinstance(i, Call):
-        operator = operator_of(i.target)
-        if operator is None or ops.is_random(operator) or ops.is_mutating(operator) or operator_asserts(operator):
-            return False
-        if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
-            return False  # a number, which sizes may be made of
-        row = ops.find(operator)
-        if row is not None and "empty" in row.name:
-            return False
-        if compat.communicates(operator.namespace, unknown=not i.prepare):
-            return False
-        if i.prepare:
-            return True  # the backend asked for it
-    elif not isinstance(i, Launch):
-        return False
-    made, read = ([specs[v] for v in ids if v in specs] for ids in (i.outs, set(reads(i))))
-    fixed = all(is_static(s.shape) for s in made)
-    return fixed and sum(s.bytes_hint() for s in made) <= FOLD_LIMIT + sum(s.bytes_hint() for s in read)
-
-
 def _split(
     index: GraphIndex, flat: Sequence[Instruction], outputs: tuple[Any, ...], specs: dict[int, TensorSpec]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """What depends on constants only is computed once, unless the caller could see (and change) the result."""
+    """What makes constants, and what a backend asks to prepare of them; then the rest, which runs at each call."""
+    if index.phase != "infer":
+        return [], [_at_each_call(i) for i in flat]
     held = (index.id(n) for n in index.graph.nodes if n.op in ("placeholder", "get_attr"))
-    const = {i for i in held if i in specs and specs[i].const}  # what is made of these must first be made
+    known = {i for i in held if i in index.constants}  # what is made of these must first be made
     escapes = _escaping(flat, outputs)
     prepare: list[Instruction] = []
     main: list[Instruction] = []
     for i in flat:
-        constant = index.phase == "infer" and all(r in const for r in reads(i)) and _foldable(i, specs)
-        if constant and not escapes & set(i.outs):
+        made_of_constants = known.issuperset(reads(i)) and not escapes & set(i.outs)
+        if made_of_constants and _makes_constants(i, index, specs):
             prepare.append(i)
-            const.update(i.outs)
+            known.update(i.outs)
         else:
-            main.append(replace(i, prepare=False) if isinstance(i, Call) else i)
+            main.append(_at_each_call(i))
     return prepare, main
+
+
+def _at_each_call(i: Instruction) -> Instruction:
+    return replace(i, prepare=False) if isinstance(i, Call) and i.prepare else i
+
+
+def _makes_constants(i: Instruction, index: GraphIndex, specs: Mapping[int, TensorSpec]) -> bool:
+    """Whether results are constants of the graph, what a backend asks to prepare, or small temporaries that it makes of such."""
+    if isinstance(i, CallPython) or not i.outs:
+        return False
+    if isinstance(i, Call) and i.prepare:
+        return constants.repeatable(operator_of(i.target), known=True)
+    values = [o for o in i.outs if index.node_by_value(o) is not None]
+    if values:
+        return index.constants.issuperset(values)
+    made, given = ([specs[v] for v in ids if v in specs] for ids in (i.outs, set(reads(i))))
+    again = not isinstance(i, Call) or constants.repeatable(operator_of(i.target), known=False)
+    return again and constants.fits(made, given)
 
 
 def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:

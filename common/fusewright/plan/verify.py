@@ -281,7 +281,7 @@ def find_problems(plan: Plan, kernels: Mapping[str, Any] | None = None) -> Itera
     wanted = [r for o in plan.outputs for r in refs(o)]
     constant = fixed | frozenset(plan.prepare_outputs)
     main = Facts(plan.instructions, given, constant, wanted, plan.specs, kernels)
-    yield from _interface_problems(plan, fixed, once)
+    yield from _interface_problems(plan, fixed, prepare)
     for rule in RULES:
         yield from (f"prepare: {p}" for p in rule(prepare))
         yield from rule(main)

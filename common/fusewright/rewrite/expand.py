@@ -12,7 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph import constants
 from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.constants import Constants
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
@@ -22,13 +24,13 @@ from fusewright.partition.partition import ask
 
 
 def on_claim(
-    graph: Graph, const: frozenset[Node], backend: Backend, denied: Mapping[str, Verdict], phase: Phase
-) -> tuple[Graph, frozenset[Node]]:
+    graph: Graph, const: Constants, backend: Backend, denied: Mapping[str, Verdict], phase: Phase
+) -> tuple[Graph, Constants]:
     """`graph`, or a copy in which some composites are replaced by their primitives; and the constants of what is
-    returned.
+    returned, which inside of a composite are found as in the graph.
     """
     claims_nothing = type(backend).supports is Backend.supports
-    chosen = {} if claims_nothing else _openable(graph, const, backend, denied, phase)
+    chosen = {} if claims_nothing else _openable(graph, const.values, backend, denied, phase)
     if not chosen:
         return graph, const
     copy = Graph(graph.owning_module)
@@ -39,7 +41,8 @@ def on_claim(
     for node, inside in chosen.items():
         _splice(copy, mapping[node], inside)
     drop_dead_code(copy)
-    return copy, frozenset(mapping[n] for n in const)
+    held = frozenset(mapping[n] for n in const.values if n.op != "call_function")
+    return copy, constants.find(copy, held, phase)
 
 
 def _openable(

@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.constants import find
 from fusewright.graph.effects import asserts, drop_dead_code
 from fusewright.graph.parser import parse
 from fusewright.graph.verify import find_problems
@@ -13,7 +14,6 @@ from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, Backend, Device, Opaque, OpView, Verdict, Why
 from fusewright.partition.partition import convex_groups, make_region, partition, wait_for_each_other
 from fusewright.plan import build
-from fusewright.plan.constants import derived
 from fusewright.plan.ir import CallPython
 from fusewright.rewrite.rules import merge_common
 
@@ -47,7 +47,7 @@ class Everything(Backend):
 def index(text: str, const: tuple[str, ...] = ()) -> GraphIndex:
     graph = parse(text)
     held = frozenset(n for n in graph.nodes if n.op == "placeholder" and n.target in const)
-    return GraphIndex(graph, derived(graph, held, "infer"), "infer")
+    return find(graph, held, "infer").index(graph, "infer")
 
 
 def names(nodes: tuple[Node, ...]) -> set[str]:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from fusewright import ops
+from fusewright.graph.constants import find
 from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, Backend, Device, GraphView, OpView, Region, Verdict, Why
 from fusewright.partition.partition import convex_groups, partition, wait_for_each_other
-from fusewright.plan.constants import derived
 
 X = "%0: f32[2,3] = input('x')\n"
 
@@ -93,7 +93,7 @@ def test_casts_of_weights_do_not_split_a_chain() -> None:
 def test_what_is_made_of_weights_alone_has_a_region_of_its_own() -> None:
     graph = parse(AUTOCAST)
     weights = frozenset(n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("w"))
-    index = GraphIndex(graph, derived(graph, weights, "infer"), "infer")
+    index = find(graph, weights, "infer").index(graph, "infer")
     once, rest = partition(toy(), index, {}).regions
     assert [op.op for op in once.ops] == ["cast", "cast"] and [op.op for op in rest.ops] == ["mm", "mm", "relu"]
     assert [bool(v.spec and v.spec.const) for v in rest.inputs] == [False, True, True]

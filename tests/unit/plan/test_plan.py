@@ -19,8 +19,8 @@ from fusewright import pipeline
 from fusewright.bench import suite
 from fusewright.capture import capture
 from fusewright.config import Options
+from fusewright.graph.constants import find
 from fusewright.graph.parser import parse
-from fusewright.graph.view import GraphIndex
 from fusewright.interface import YES, CompileContext, Compiled, Device, Opaque, OpView, Region, Verdict
 from fusewright.partition.partition import partition
 from fusewright.plan.build import Plan, build
@@ -35,7 +35,7 @@ def planned(text: str, const: Sequence[str] = ()) -> Plan:
     """The plan of a printed graph when nobody claims anything. `const`: names of inputs that are weights."""
     graph = parse(text)
     weights = frozenset(n for n in graph.find_nodes(op="placeholder") if n.target in const)
-    index = GraphIndex(graph, weights, "infer")
+    index = find(graph, weights, "infer").index(graph, "infer")
     return build(index, partition(Null(), index, {}).members, [])
 
 

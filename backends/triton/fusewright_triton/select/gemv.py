@@ -17,7 +17,7 @@ import torch
 from fusewright import ops
 from fusewright.interface import CompileContext, Device, OpView, Region, TensorSpec, Value
 from fusewright.toolkit.region.builder import contiguous_strides
-from fusewright.toolkit.region.match import Links, constants, siblings
+from fusewright.toolkit.region.match import Links, made_of, siblings
 from fusewright_triton.target import named
 
 Shape: TypeAlias = tuple[int, ...]
@@ -87,7 +87,7 @@ class _Opener:
         self.position = {op.id: k for k, op in enumerate(region.ops)}
         self.escaping = frozenset(v.id for v in region.outputs)
         self.links = Links(region.ops, self.escaping)
-        self.const = constants(region)
+        self.const = region.constants
         self.made: list[OpView] = []
         self.again: dict[tuple[int, Shape], Value] = {}
 
@@ -145,7 +145,7 @@ class _Opener:
         target = row.target.name()
         op = OpView(0, name, target if "." in target else f"{target}.default", tuple(bound), given, ())
         device = next(v.spec.device for v in op.inputs() if v.spec is not None)
-        out = self.ctx.value(TensorSpec(shape, contiguous_strides(shape), dtype, device))
+        out = self.ctx.value(made_of(op.inputs(), TensorSpec(shape, contiguous_strides(shape), dtype, device)))
         self.made.append(replace(op, id=out.id, outs=(out,)))
         return out
 

@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fusewright import ops
 from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
-from fusewright.plan.build import FOLD_LIMIT
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
@@ -96,7 +94,7 @@ def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (),
     whole: frozenset[int] = frozenset()
     called = _called(calls)
     ours = [op for op in region.ops if op.id not in called]
-    plain = dict.fromkeys(computed_once(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
+    plain = dict.fromkeys(constant_ops(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
     plain |= {op.id: row.note for op in ours if (row := faster(op, ctx.device))}
     for _ in range(MAX_ROUNDS):
         try:
@@ -129,36 +127,10 @@ def _called(calls: Sequence[LibraryCall]) -> set[int]:
     return found
 
 
-def computed_once(region: Region) -> set[int]:
-    """Ops of an inference graph that depend on weights alone: left as calls, so that the host runs them once.
-
-    A creation that only kernels read is not among them: a kernel makes its values where it needs them.
-    """
-    if region.phase != "infer":
-        return set()
-    const = {v.id for v in region.inputs if v.spec is not None and v.spec.const}
-    found: dict[int, OpView] = {}
-    for op in region.ops:
-        row = ops.OPS.get(op.op)
-        if row is None or not all(v.id in const for v in op.inputs()) or not _foldable(op, row):
-            continue
-        found[op.id] = op
-        const.update(v.id for v in op.outs)
-    used: set[int] = set()
-    for op in reversed(region.ops):
-        if op.id in found and (any(True for _ in op.inputs()) or used & {v.id for v in op.outs}):
-            used.update(v.id for v in op.inputs())
-        elif op.id in found:
-            del found[op.id]
-    return set(found)
-
-
-def _foldable(op: OpView, row: ops.Op) -> bool:
-    """Static, the same every time, and not much larger than what it is made of: the plan would not keep it."""
-    if row.kind is ops.Kind.RANDOM or "empty" in row.name or not all(v.spec and v.spec.static for v in op.outs):
-        return False
-    made, given = (sum(v.spec.bytes_hint() for v in vs if v.spec is not None) for vs in (op.outs, tuple(op.inputs())))
-    return made <= FOLD_LIMIT + given and (given > 0 or row.kind is ops.Kind.CREATION)
+def constant_ops(region: Region) -> set[int]:
+    """Ops that make constants of constants alone: left as calls, which run when weights are prepared."""
+    known = region.constants
+    return {op.id for op in region.ops if known.issuperset(v.id for v in (*op.inputs(), *op.outs))}
 
 
 class _Planner:

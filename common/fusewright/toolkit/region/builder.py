@@ -20,7 +20,7 @@ from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.backend.library import layout_of
 from fusewright.toolkit.fuse.fuser import LibraryCall
 from fusewright.toolkit.fuse.layout import restored
-from fusewright.toolkit.region.match import Links, constants
+from fusewright.toolkit.region.match import Links, made_of
 
 STRIDE_FREE = frozenset({
     "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum",
@@ -63,7 +63,7 @@ class Builder:
         """Kernels that are no loop kernels of the fuser, by hash: for the fragment."""
         self._instructions: list[Instruction] = []  # of the match that is being lowered
         self._constants: dict[Any, Ref] = {}
-        self._const = constants(region)
+        self._const = set(region.constants)
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
         self._restored: set[int] = set()
 
@@ -174,7 +174,8 @@ class Builder:
         target = target if "." in target else f"{target}.default"
         if out is None:
             made = self._metadata(row.target, given)
-            out = self.ctx.value(TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype))
+            read = [a for a in given.values() if isinstance(a, Value)]
+            out = self.ctx.value(made_of(read, TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype)))
         id = self.ctx.value(None).id
         self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
         return out

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fusewright.interface import OpView, Region, Value
-from fusewright.toolkit.fuse.fuser import computed_once
+from fusewright.interface import OpView, TensorSpec, Value
 
 
 class Links:
@@ -48,10 +48,8 @@ def siblings(ops: Sequence[OpView], eligible: Callable[[OpView], bool]) -> list[
     return [tuple(g) for g in groups.values() if len(g) > 1]
 
 
-def constants(region: Region) -> set[int]:
-    """Ids of the weights, and of what the region makes of them once."""
-    if region.phase != "infer":
-        return set()
-    given = {v.id for v in region.inputs if v.spec and v.spec.const}
-    once = computed_once(region)
-    return given | {o.id for op in region.ops if op.id in once for o in op.outs}
+def made_of(inputs: Iterable[Value], spec: TensorSpec) -> TensorSpec:
+    """The spec of what a rewrite makes of `inputs`: a constant where they are, unless it has more elements than they."""
+    given = [v.spec for v in inputs if v.spec is not None]
+    const = all(s.const for s in given) and spec.numel_hint() <= sum(s.numel_hint() for s in given)
+    return replace(spec, const=const)

@@ -1,0 +1,94 @@
+"""Which values of a graph depend on weights alone. This is the one place that decides it: the stage `constants` marks them before
+partition, backends see the mark on their specs, and a plan moves what makes them to its part `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph import spec
+from fusewright.graph.effects import asserts, communicates, draws, exposed, names_sizes, operator_asserts, writes
+from fusewright.graph.view import GraphIndex, is_op, is_projection
+from fusewright.interface import Phase, TensorSpec, is_static
+
+FOLD_LIMIT = 1 << 20
+"""Bytes that a constant may take beyond the constants that it is made of (masks, positions, tables)."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constant nodes of one graph. `values` are weights and what is made of them: casts under autocast, transposed or sliced
+    weights, masks and tables that are made of creations alone. `creations` are creations that no other constant reads: a kernel
+    makes their values where it needs them, and whoever calls them need do so only once."""
+
+    values: frozenset[Node]
+    creations: frozenset[Node] = frozenset()
+
+    def index(self, graph: Graph, phase: Phase) -> GraphIndex:
+        """The index of their graph, with marks on the specs of `values`."""
+        return GraphIndex(graph, self.values, phase, self.creations)
+
+
+def find(graph: Graph, weights: frozenset[Node], phase: Phase) -> Constants:
+    """The constants of a graph. Not what the caller could see and change, nor what takes much more room than what it is made of.
+    Training changes its weights, so nothing is added to them there."""
+    if phase != "infer":
+        return Constants(weights)
+    found = set(weights)
+    seen = exposed(graph)
+    for node in graph.nodes:
+        if node not in seen and all(i in found for i in node.all_input_nodes):
+            if is_projection(node) or (is_op(node) and _repeatable(node) and _fits(node)):
+                found.add(node)
+    alone = _unread_creations(graph, found)
+    return Constants(frozenset(found - alone), frozenset(alone))
+
+
+def _unread_creations(graph: Graph, found: set[Node]) -> set[Node]:
+    alone: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in found and is_op(node) and not node.all_input_nodes and not any(u in found for u in node.users):
+            alone.add(node)
+    return alone
+
+
+def _repeatable(node: Node) -> bool:
+    """Whether the node gives the same values every time."""
+    row = ops.find(node.target)
+    effect = writes(node) or draws(node) or asserts(node) or names_sizes(node) or communicates(node)
+    return not effect and (row is None or "empty" not in row.name)
+
+
+def repeatable(operator: Any, known: bool) -> bool:
+    """Whether a call of an operator, as a backend may add it to a plan, gives the same tensors every time. `known`: the backend
+    says so; an operator of unknown origin may wait for other processes."""
+    if operator is None or ops.is_random(operator) or ops.is_mutating(operator) or operator_asserts(operator):
+        return False
+    if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
+        return False  # a number, which sizes may be made of
+    row = ops.find(operator)
+    return (row is None or "empty" not in row.name) and not compat.communicates(operator.namespace, unknown=not known)
+
+
+def fits(made: Iterable[TensorSpec], given: Iterable[TensorSpec]) -> bool:
+    """Whether results are of fixed size and take little more room than the constants that they are made of."""
+    made = list(made)
+    room = FOLD_LIMIT + sum(s.bytes_hint() for s in given)
+    return all(is_static(s.shape) for s in made) and sum(s.bytes_hint() for s in made) <= room
+
+
+def _fits(node: Node) -> bool:
+    return fits(_specs(node), (s for i in node.all_input_nodes for s in _specs(i)))
+
+
+def _specs(node: Node) -> list[TensorSpec]:
+    val = spec.value_of(node)
+    vals = val if isinstance(val, tuple | list) else (val,)
+    return [spec.tensor_spec(t) for t in vals if isinstance(t, torch.Tensor)]
