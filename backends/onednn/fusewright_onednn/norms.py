@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.backend.library import layout_of
+from fusewright.toolkit.fuse.space import layout_of
 from fusewright.toolkit.region.builder import Builder
 
 

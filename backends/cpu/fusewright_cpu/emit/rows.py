@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-from fusewright.toolkit.ir.ir import Node, Stage
+from fusewright.toolkit.ir.ir import Kernel, Node, Stage
+from fusewright.toolkit.ir.types import DType
+from fusewright_cpu.emit.memory import Lanes
 from fusewright_cpu.emit.reduce import Reducer, Scanner, State
 from fusewright_cpu.emit.segments import RowEnd, row_end
-from fusewright_cpu.emit.strategy import row_units
-from fusewright_cpu.emit.text import V, i64
-
-if TYPE_CHECKING:
-    from fusewright_cpu.emit.body import Body
+from fusewright_cpu.emit.strategy import Strategy, row_units
+from fusewright_cpu.emit.text import Fn, V, i64
+from fusewright_cpu.target import CpuTarget
 
 CASCADE = 32
 """Steps after which a partial sum is added to the next one and starts again from zero; so are as many of these."""
+
+
+class Writer(Protocol):
+    """What writes the nodes of a stage: the function's body; see `body.Body`."""
+
+    kernel: Kernel
+    how: Strategy
+    target: CpuTarget
+    f: Fn
+    lanes: Lanes
+    types: dict[int, DType]
+    uniform: dict[int, V]
+    units: list[dict[int, V]]
+    known: dict[int, bool]
+
+    @property
+    def axes(self) -> Mapping[int, frozenset[int]]: ...
+    @property
+    def rows(self) -> list[int]: ...
+    def size(self, axis: int) -> V: ...
+    def value(self, n: int, u: int) -> V: ...
+    def nodes(self, nodes: Iterable[Node], units: int) -> None: ...
+    def keep_store(self, n: Node, x: V, u: int) -> None: ...
+    def scalar_code(self) -> None: ...
+    def tail_mask(self, i: V, hi: V, lanes: int) -> V: ...
 
 
 class RowLoops:
@@ -25,7 +50,7 @@ class RowLoops:
     In row mode without masked memory a last unit of scalar accumulators takes the tail.
     """
 
-    def __init__(self, body: Body, stage: Stage, depth: dict[int, int]) -> None:
+    def __init__(self, body: Writer, stage: Stage, depth: dict[int, int]) -> None:
         self.b, self.f, self.stage, self.depth = body, body.f, stage, depth
         self.inner = [n for n in stage.nodes if depth[n.id] == len(body.rows) - 1]
         types = body.types

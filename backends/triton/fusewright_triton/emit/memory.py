@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fusewright.toolkit.ir.index import Index
-from fusewright.toolkit.ir.ir import Node
+from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
+from fusewright_triton.emit.addressing import Addresses
+from fusewright_triton.emit.layout import Layout
 from fusewright_triton.emit.operators import TRITON, Unsupported
 from fusewright_triton.emit.schedule import matrices
 from fusewright_triton.target import FORMULA
-
-if TYPE_CHECKING:
-    from fusewright_triton.emit.values import Values
 
 ATOMIC = {"add": ("f32", "f64", "f16", "bf16", "i32", "i64"), "max": ("i32", "i64"), "min": ("i32", "i64")}
 """Accumulations that hardware does on one element atomically. Float sums then depend on the order of programs."""
 COMBINE = {"add": "{0} + {1}", "mul": "{0} * {1}", "max": "{m}.maximum({0}, {1})", "min": "{m}.minimum({0}, {1})"}
 
 
+class Program(Protocol):
+    """What the memory side writes into; see `values.Values`."""
+
+    layout: Layout
+    kernel: Kernel
+    address: Addresses
+
+    def put(self, line: str) -> None: ...
+    def name(self, i: int) -> str: ...
+    def operand(self, i: int, literals: bool = False) -> str: ...
+
+
 class Memory:
     """The memory side of a program. `epoch` counts the stores to each buffer so far."""
 
-    def __init__(self, program: Values) -> None:
+    def __init__(self, program: Program) -> None:
         self.p, self.layout, self.kernel = program, program.layout, program.kernel
         self.epoch: dict[int, int] = {}
         self.unseen: set[int] = set()

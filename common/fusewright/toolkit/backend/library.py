@@ -30,9 +30,9 @@ from fusewright.interface import (
     Value,
     Verdict,
     Why,
-    hint,
 )
 from fusewright.plan.ir import Instruction, Ref
+from fusewright.toolkit.fuse.space import layout_of
 
 Code = TypeVar("Code", bound=Callable[..., Any])
 
@@ -179,26 +179,6 @@ def ref(arg: Any) -> Any:
     if isinstance(arg, tuple):
         return tuple(ref(a) for a in arg)
     return arg
-
-
-def layout_of(spec: TensorSpec) -> str:
-    """ "contiguous", "channels_last" (4-d), or "strided" for the rest. A size of 1 may have any stride."""
-    if _follows(spec, range(spec.rank - 1, -1, -1)):
-        return "contiguous"
-    if spec.rank == 4 and _follows(spec, (1, 3, 2, 0)):
-        return "channels_last"
-    return "strided"
-
-
-def _follows(spec: TensorSpec, order: Iterable[int]) -> bool:
-    """Whether strides are dense in this order of dims, innermost first; symbolic sizes by their hints."""
-    step = 1
-    for d in order:
-        size = hint(spec.shape[d])
-        if size != 1 and hint(spec.stride[d]) != step:
-            return False
-        step *= size
-    return True
 
 
 def compute_dtypes(specs: Iterable[TensorSpec]) -> list[torch.dtype]:

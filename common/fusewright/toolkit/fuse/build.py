@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusewright.interface import Dim, OpView, TensorSpec, Value
-from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space, compute_dtype
+from fusewright.toolkit.fuse.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
 from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of, stride_of
@@ -128,12 +128,12 @@ def space_for(
     return b, Space.of(domain, axes)
 
 
-def add_rows(e: Evaluator, space: Space, units: Sequence[Unit]) -> None:
+def add_rows(e: KernelEvaluator, space: Space, units: Sequence[Unit]) -> None:
     """Compute the results of row units (in topological order) over the space, so that `e` knows them."""
     for u in units:
         if not isinstance(u.rule, Row):
             continue
-        results = u.rule.code(RowContext(e, space, u.domain()), u.op)
+        results = u.rule.code(KernelRow(e, space, u.domain()), u.op)
         for k, level, val in zip(u.rule.outs, u.rule.levels, results, strict=True):
             out = u.op.outs[k]
             if out.spec is not None:
@@ -163,7 +163,7 @@ def build_group(
     NotAligned or IndexTooComplex when they cannot be one kernel.
     """
     b, space = space_for(domain, order, name, size_hints(values_of(flow, units)))
-    e = Evaluator(b, flow, frozenset(v.id for u in units for v, _ in u.outs()))
+    e = KernelEvaluator(b, flow, frozenset(v.id for u in units for v, _ in u.outs()))
     add_rows(e, space, units)
     stored = []
     for root in roots:
@@ -183,12 +183,12 @@ def values_of(flow: Flow, units: Sequence[Unit]) -> list[Value]:
     return values + [s for u in units for v in u.op.inputs() for s in flow.sources(v)]
 
 
-def store(e: Evaluator, buffer: int, spec: TensorSpec, at: At, val: Val, how: str = "") -> None:
+def store(e: KernelEvaluator, buffer: int, spec: TensorSpec, at: At, val: Val, how: str = "") -> None:
     """Store a value in the type and the layout of a tensor."""
     e.b.store(buffer, e.address(spec, at), e.b.cast(val, from_torch(spec.dtype)), how=how)
 
 
-def finished(e: Evaluator, outs: Sequence[int], always: Sequence[int] = ()) -> Built:
+def finished(e: KernelEvaluator, outs: Sequence[int], always: Sequence[int] = ()) -> Built:
     """The verified kernel, with the size symbols and the tensors that it really uses, and the inputs `always`."""
     kernel = e.b.build()
     by_buffer = {buffer: i for i, buffer in e.buffers.items()}

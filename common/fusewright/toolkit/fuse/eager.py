@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from fusewright.interface import Device, OpView, Value
-from fusewright.toolkit.backend.library import layout_of
 from fusewright.toolkit.fuse.evaluate import NotAligned
 from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.space import ShapeMismatch
+from fusewright.toolkit.fuse.space import ShapeMismatch, layout_of
 from fusewright.toolkit.ir import IndexTooComplex, Kernel, crosses
 
 LARGE = 1 << 17

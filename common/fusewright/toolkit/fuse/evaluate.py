@@ -14,11 +14,10 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.fuse.coverage import covers
 from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.rules import Domain, Map, Row, View
-from fusewright.toolkit.fuse.space import At, extent, is_contiguous, product, shape_of, stride_of
-from fusewright.toolkit.ir import Builder, Index, IndexTooComplex, Val
+from fusewright.toolkit.fuse.rules import Domain, Evaluator, Map, Row, View
+from fusewright.toolkit.fuse.space import At, Part, extent, is_contiguous, product, shape_of, stride_of
+from fusewright.toolkit.ir import Builder, Index, Val
 from fusewright.toolkit.ir.extent import Extent
-from fusewright.toolkit.ir.index import axis_index
 from fusewright.toolkit.ir.types import TYPES, DType, compute_type, from_torch
 
 OFFSET = "offset of "
@@ -26,27 +25,6 @@ OFFSET = "offset of "
 
 SAME_START = frozenset({"view", "reshape", "alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"})
 """Views that begin where their argument does."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Points of a kernel: those at which an axis is from `start` on below `start + size`."""
-
-    axis: int
-    start: Extent
-    size: Extent
-
-    def of(self, index: Index) -> Index | None:
-        """The index, counted over these points alone."""
-        if index.sizes is None:
-            return None
-        sizes = tuple(self.size if a == self.axis else s for a, s in enumerate(index.sizes))
-        axes = [axis_index(a, sizes) for a in range(len(sizes))]
-        axes[self.axis] = axes[self.axis] + self.start
-        try:
-            return index.substitute(axes, sizes)
-        except IndexTooComplex:
-            return None
 
 
 class NotAligned(Exception):
@@ -58,7 +36,7 @@ def compute_dtype(dtype: torch.dtype) -> DType:
     return compute_type(from_torch(dtype))
 
 
-class Evaluator:
+class KernelEvaluator:
     """Evaluates values of a graph over the axes of one kernel. `members` are the values that it computes."""
 
     def __init__(self, builder: Builder, flow: Flow, members: frozenset[int]) -> None:
@@ -267,7 +245,7 @@ class Space:
         return cls(domain, base, base.pick(outer), base.pick(domain.dims))
 
 
-class RowContext:
+class KernelRow:
     """What a row rule sees: elements of its domain, and reductions over its rows."""
 
     def __init__(self, e: Evaluator, space: Space, domain: Domain) -> None:

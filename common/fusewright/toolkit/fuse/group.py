@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fusewright.interface import OpView, Value
 from fusewright.plan.order import closure
 from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
-from fusewright.toolkit.fuse.evaluate import Evaluator, NotAligned, RowContext, Space, compute_dtype
+from fusewright.toolkit.fuse.evaluate import KernelEvaluator, KernelRow, NotAligned, Space, compute_dtype
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
 from fusewright.toolkit.fuse.space import At, ShapeMismatch, product, shape_of
@@ -65,7 +65,7 @@ class Group:
         return any(isinstance(u.rule, Scatter) for u in self.units)
 
 
-class Probe(Evaluator):
+class Probe(KernelEvaluator):
     """Runs a rule without building anything: are the group's values read where the group has them, and what is
     loaded?
     """
@@ -282,7 +282,7 @@ class Grouper:
         probe = Probe(self.flow, space, builder or group.builder, levels)
         try:
             if isinstance(unit.rule, Row):
-                unit.rule.code(RowContext(probe, space, unit.domain()), unit.op)
+                unit.rule.code(KernelRow(probe, space, unit.domain()), unit.op)
             elif isinstance(unit.rule, Scatter):
                 for v in unit.op.inputs():  # what starts the result is read before the kernel runs
                     if v is unit.op.args[0] and any(s.id in levels for s in self.flow.sources(v)):

@@ -14,16 +14,15 @@ half until it is stored, or cast on purpose. Integers and bool are exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.fuse.space import At, Shape
-from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.fuse.space import At, Part, Shape
+from fusewright.toolkit.ir import Builder, Index, Val
+from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import DType
-
-if TYPE_CHECKING:
-    from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext
 
 Check: TypeAlias = Callable[[OpView], "str | None"]
 """None when the rule takes this very call, else why not in a few words."""
@@ -33,6 +32,44 @@ Level: TypeAlias = Literal["full", "row"]
 
 def always(op: OpView) -> str | None:
     return None
+
+
+class Evaluator(Protocol):
+    """What a rule sees of the kernel that it computes in; see `evaluate.KernelEvaluator`."""
+
+    b: Builder
+
+    def __call__(self, arg: Any, at: At, dtype: DType | None = None) -> Val: ...
+    def const(self, number: Any, dtype: DType) -> Val: ...
+    def cast(self, v: Val, dtype: DType) -> Val: ...
+    def value(self, v: Value, at: At) -> Val: ...
+    def position(self, index: Index) -> Val: ...
+    def lookup(self, indices: Value, at: At, size: Any, says: str, wrap: bool = False) -> Index: ...
+    def offset(self, v: Value) -> Extent: ...
+    def checked(self, what: Any, at: At) -> None: ...
+    def masked(self, condition: Val, part: Part | None = None) -> AbstractContextManager[None]: ...
+    def part(self, index: Index, start: Extent, size: Extent) -> Part | None: ...
+    @property
+    def mask(self) -> Val | None: ...
+
+
+class RowContext(Protocol):
+    """What a row rule sees: elements of its domain, and reductions over its rows; see `evaluate.KernelRow`."""
+
+    b: Builder
+    domain: Domain
+    full: At
+    row: At
+    along: At
+
+    @property
+    def e(self) -> Evaluator: ...
+    def x(self, arg: Any, dtype: DType | None = None) -> Val: ...
+    def per_row(self, arg: Any, dtype: DType | None = None) -> Val: ...
+    def per_position(self, arg: Any, dtype: DType | None = None) -> Val: ...
+    def count(self) -> Any: ...
+    def sum(self, v: Val) -> Val: ...
+    def mean(self, v: Val) -> Val: ...
 
 
 @dataclass(frozen=True)

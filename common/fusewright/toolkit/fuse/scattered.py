@@ -18,7 +18,7 @@ from fusewright.toolkit.fuse.build import (
     store,
     values_of,
 )
-from fusewright.toolkit.fuse.evaluate import Evaluator, Space
+from fusewright.toolkit.fuse.evaluate import KernelEvaluator, Space
 from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group
 from fusewright.toolkit.fuse.rules import Accumulator, Address, Domain, Scatter
@@ -68,12 +68,12 @@ def _job(unit: Unit, rule: Scatter, temporary: Callable[[TensorSpec], int]) -> _
     return _Job(unit, accumulators, specs, started, last)
 
 
-def _map_space(flow: Flow, unit: Unit, name: str) -> tuple[Evaluator, Space]:
+def _map_space(flow: Flow, unit: Unit, name: str) -> tuple[KernelEvaluator, Space]:
     """One axis per dim of the op's result, in the order of its strides."""
     domain = Domain(shape_of(unit.op.out.spec), ())
     hints = size_hints(values_of(flow, [unit]))
     b, space = space_for(domain, loop_order(domain, unit.op.out, False), name, hints)
-    return Evaluator(b, flow, frozenset()), space
+    return KernelEvaluator(b, flow, frozenset()), space
 
 
 def _start(flow: Flow, unit: Unit, a: Accumulator, spec: TensorSpec, out: int) -> Built:
@@ -87,7 +87,7 @@ def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job
     domain = jobs[0].unit.domain()
     name = jobs[0].unit.op.op
     b, space = space_for(domain, range(len(domain.shape)), name, size_hints(values_of(flow, group.units)))
-    e = Evaluator(b, flow, frozenset(group.levels))
+    e = KernelEvaluator(b, flow, frozenset(group.levels))
     made = [_made(e, j.unit, space) for j in jobs]
     stored = [(r.value, space.base.reshape(shape_of(r.value.spec))) for r in roots]
     results = [(v, at, e.value(v, at)) for v, at in stored]
@@ -108,7 +108,7 @@ def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job
     return finished(e, [*last, *(flow.place(r.value).id for r in roots)], started)
 
 
-def _made(e: Evaluator, unit: Unit, space: Space) -> tuple[tuple[Index, ...] | Address, tuple[Val, ...]]:
+def _made(e: KernelEvaluator, unit: Unit, space: Space) -> tuple[tuple[Index, ...] | Address, tuple[Val, ...]]:
     """Where a scatter stores, and what, over a domain of as many elements as its own."""
     rule = unit.rule
     assert isinstance(rule, Scatter)

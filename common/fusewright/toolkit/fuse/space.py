@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from fusewright.interface import Dim, Size, TensorSpec
+from fusewright.interface import Dim, Size, TensorSpec, hint
 from fusewright.toolkit.ir.extent import Extent, divide, symbol
-from fusewright.toolkit.ir.index import Index
+from fusewright.toolkit.ir.index import Index, IndexTooComplex, axis_index
 
 Shape = tuple[Extent, ...]
 
@@ -255,3 +256,44 @@ def _is_behind(left: Extent, right: Extent) -> bool:
     if isinstance(left, int) and isinstance(right, int):
         return left < right
     return divide(left, right) is None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Points of a kernel: those at which an axis is from `start` on below `start + size`."""
+
+    axis: int
+    start: Extent
+    size: Extent
+
+    def of(self, index: Index) -> Index | None:
+        """The index, counted over these points alone."""
+        if index.sizes is None:
+            return None
+        sizes = tuple(self.size if a == self.axis else s for a, s in enumerate(index.sizes))
+        axes = [axis_index(a, sizes) for a in range(len(sizes))]
+        axes[self.axis] = axes[self.axis] + self.start
+        try:
+            return index.substitute(axes, sizes)
+        except IndexTooComplex:
+            return None
+
+
+def layout_of(spec: TensorSpec) -> str:
+    """ "contiguous", "channels_last" (4-d), or "strided" for the rest. A size of 1 may have any stride."""
+    if _follows(spec, range(spec.rank - 1, -1, -1)):
+        return "contiguous"
+    if spec.rank == 4 and _follows(spec, (1, 3, 2, 0)):
+        return "channels_last"
+    return "strided"
+
+
+def _follows(spec: TensorSpec, order: Iterable[int]) -> bool:
+    """Whether strides are dense in this order of dims, innermost first; symbolic sizes by their hints."""
+    step = 1
+    for d in order:
+        size = hint(spec.shape[d])
+        if size != 1 and hint(spec.stride[d]) != step:
+            return False
+        step *= size
+    return True

@@ -17,9 +17,9 @@ import torch
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
-from fusewright.toolkit.backend.library import layout_of
 from fusewright.toolkit.fuse.fuser import LibraryCall
 from fusewright.toolkit.fuse.layout import restored
+from fusewright.toolkit.fuse.space import layout_of
 from fusewright.toolkit.region.match import Links, made_of
 
 STRIDE_FREE = frozenset({

@@ -7,10 +7,9 @@ from __future__ import annotations
 import math
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator
 from fusewright.toolkit.fuse.lower.movement import out_type
 from fusewright.toolkit.fuse.lower.pointwise import formula
-from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
 from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.ir import Builder, Val
 

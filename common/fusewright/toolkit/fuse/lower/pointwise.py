@@ -10,8 +10,8 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.ops.dtype_rules import result_type
-from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
-from fusewright.toolkit.fuse.rules import Check, Map, Table, always
+from fusewright.toolkit.fuse.evaluate import compute_dtype
+from fusewright.toolkit.fuse.rules import Check, Evaluator, Map, Table, always
 from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.ir import Builder, Val
 from fusewright.toolkit.ir.types import TYPES, from_torch

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator
 from fusewright.toolkit.fuse.lower.movement import out_type
-from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
 from fusewright.toolkit.fuse.space import At, shape_of
 from fusewright.toolkit.ir import Index, Val
 

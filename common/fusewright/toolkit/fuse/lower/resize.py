@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator, compute_dtype
-from fusewright.toolkit.fuse.rules import Map, Table
+from fusewright.toolkit.fuse.evaluate import compute_dtype
+from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
 from fusewright.toolkit.fuse.space import At, shape_of
 from fusewright.toolkit.ir import Index, Val
 

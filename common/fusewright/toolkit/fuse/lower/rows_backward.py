@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, compute_dtype
+from fusewright.toolkit.fuse.evaluate import compute_dtype
 from fusewright.toolkit.fuse.lower.movement import out_type
 from fusewright.toolkit.fuse.lower.rows import (
     channel_of_group,
@@ -17,7 +17,7 @@ from fusewright.toolkit.fuse.lower.rows import (
     plain_groups,
     value_of,
 )
-from fusewright.toolkit.fuse.rules import Domain, Map, Row, Table
+from fusewright.toolkit.fuse.rules import Domain, Evaluator, Map, Row, RowContext, Table
 from fusewright.toolkit.fuse.space import At, Shape, product, shape_of
 from fusewright.toolkit.ir import Val
 from fusewright.toolkit.ir.types import DType

@@ -8,12 +8,23 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext
 from fusewright.toolkit.fuse.lower import messages
 from fusewright.toolkit.fuse.lower.movement import index_places, indexed, integer_indices, out_type
 from fusewright.toolkit.fuse.lower.pointwise import truth
 from fusewright.toolkit.fuse.lower.views import dim_of, number
-from fusewright.toolkit.fuse.rules import Accumulator, Address, Check, Domain, Map, Row, Scatter, Table, always
+from fusewright.toolkit.fuse.rules import (
+    Accumulator,
+    Address,
+    Check,
+    Domain,
+    Evaluator,
+    Map,
+    Row,
+    RowContext,
+    Scatter,
+    Table,
+    always,
+)
 from fusewright.toolkit.fuse.space import At, Shape, product, shape_of, stride_of
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.extent import Extent, evaluate, nonnegative, symbols

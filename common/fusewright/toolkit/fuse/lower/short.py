@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import Evaluator, RowContext, Space
-from fusewright.toolkit.fuse.rules import Map, Row, Rules, Table
+from fusewright.toolkit.fuse.evaluate import KernelRow, Space
+from fusewright.toolkit.fuse.rules import Evaluator, Map, Row, Rules, Table
 from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.ir import Builder, Index, Val
 from fusewright.toolkit.ir.types import is_float
@@ -61,7 +61,7 @@ def unrolled(rule: Row) -> Map:
                     assert isinstance(size, int)
                     axes[d] = Index(position % size, sizes=e.b.p + e.b.r)
                     position //= size
-                context = RowContext(e, Space.of(domain, axes), domain)
+                context = KernelRow(e, Space.of(domain, axes), domain)
                 context.b = _Recorder(e.b, known)  # type: ignore[assignment]
                 try:
                     return rule.code(context, op)[k]
