@@ -16,8 +16,8 @@ from fusewright.interface import Value
 from fusewright.ops import Op
 from fusewright.ops.oracle import evaluate
 from fusewright.plan.ir import Launch
-from fusewright.toolkit.fuse.rules import View
-from fusewright.toolkit.fuse.tables import RULES, rules_of, verdict
+from fusewright.toolkit.lower.tables import RULES, rules_of, verdict
+from fusewright.toolkit.rules.kinds import View
 from tests.fragments import Sketch
 from tests.ops.cases import CASES
 from tests.ops.samples import Case

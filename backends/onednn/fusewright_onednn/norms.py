@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.fuse.space import layout_of
 from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.rules.space import layout_of
 
 
 def lower(op: OpView, b: Builder) -> bool:

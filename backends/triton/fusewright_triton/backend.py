@@ -32,8 +32,8 @@ from fusewright.interface import (
 from fusewright.plan.ir import Launch
 from fusewright.toolkit.backend.fused import FusedBackend, Loader
 from fusewright.toolkit.fuse.fuser import fuse
-from fusewright.toolkit.fuse.tables import RULES
 from fusewright.toolkit.ir import Kernel
+from fusewright.toolkit.lower.tables import RULES
 from fusewright.toolkit.region.builder import Builder
 from fusewright_triton import target
 from fusewright_triton.emit.schedule import Config

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fusewright.toolkit.fuse.coverage import covers
-from fusewright.toolkit.fuse.evaluate import Part
 from fusewright.toolkit.ir import Index, symbol
 from fusewright.toolkit.ir.index import axis_index
+from fusewright.toolkit.rules.coverage import covers
+from fusewright.toolkit.rules.evaluate import Part
 
 N = symbol("n")
 SIZES = (4, 6, N)

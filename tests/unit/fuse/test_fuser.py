@@ -13,7 +13,7 @@ from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.fuse.eager import CONDITIONS
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
-from fusewright.toolkit.fuse.tables import RULES
+from fusewright.toolkit.lower.tables import RULES
 from tests.fragments import Context, Sketch
 from tests.unit.fuse.running import LOADERS, execute, fused, kernel_count, run_sketch
 

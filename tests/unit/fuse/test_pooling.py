@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusewright.toolkit.fuse.tables import verdict
+from fusewright.toolkit.lower.tables import verdict
 from tests.fragments import Sketch
 from tests.unit.fuse.running import LOADERS, kernel_count, run_sketch
 

@@ -3,9 +3,9 @@
 import pytest
 
 from fusewright.interface import Dim
-from fusewright.toolkit.fuse.space import At, ShapeMismatch, extent, factor_groups, parse_size
 from fusewright.toolkit.ir.extent import symbol
 from fusewright.toolkit.ir.index import axis_index
+from fusewright.toolkit.rules.space import At, ShapeMismatch, extent, factor_groups, parse_size
 
 
 def at(*shape: int) -> At:

@@ -10,7 +10,7 @@ import torch
 from fusewright.interface import CompileContext, Device, Dim, OpView, Why
 from fusewright.plan.ir import Call, Instruction
 from fusewright.toolkit.backend.library import LoweringTable, OpLowering, lower, ref
-from fusewright.toolkit.fuse.space import layout_of
+from fusewright.toolkit.rules.space import layout_of
 from tests.fragments import Context, Sketch, spec_of
 
 DEVICE = Device("cpu", "test", frozenset({"fast_bf16"}))

@@ -14,7 +14,7 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright.toolkit.fuse.tables import RULES
+from fusewright.toolkit.lower.tables import RULES
 from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.graphs import repeated, several

@@ -30,9 +30,9 @@ from fusewright.interface import (
 )
 from fusewright.toolkit.backend.library import LoweringTable, OpLowering, elsewhere
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
-from fusewright.toolkit.fuse.tables import RULES
-from fusewright.toolkit.fuse.tables import verdict as kernel_verdict
 from fusewright.toolkit.ir import Kernel, interpret
+from fusewright.toolkit.lower.tables import RULES
+from fusewright.toolkit.lower.tables import verdict as kernel_verdict
 
 __all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader"]
 

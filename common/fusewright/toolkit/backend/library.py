@@ -32,7 +32,7 @@ from fusewright.interface import (
     Why,
 )
 from fusewright.plan.ir import Instruction, Ref
-from fusewright.toolkit.fuse.space import layout_of
+from fusewright.toolkit.rules.space import layout_of
 
 Code = TypeVar("Code", bound=Callable[..., Any])
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusewright.interface import Dim, OpView, TensorSpec, Value
-from fusewright.toolkit.fuse.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
-from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Rule, Scatter, View
-from fusewright.toolkit.fuse.space import At, parse_size, product, shape_of, stride_of
 from fusewright.toolkit.ir import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
 from fusewright.toolkit.ir.ir import used_symbols
 from fusewright.toolkit.ir.types import DType, from_torch, to_torch
+from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Rule, Scatter, View
+from fusewright.toolkit.rules.space import At, parse_size, product, shape_of, stride_of
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import split_rows
 from fusewright.toolkit.transform.split_columns import apart, few_columns

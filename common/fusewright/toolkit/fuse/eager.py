@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from fusewright.interface import Device, OpView, Value
-from fusewright.toolkit.fuse.evaluate import NotAligned
-from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.space import ShapeMismatch, layout_of
 from fusewright.toolkit.ir import IndexTooComplex, Kernel, crosses
+from fusewright.toolkit.rules.evaluate import NotAligned
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.space import ShapeMismatch, layout_of
 
 LARGE = 1 << 17
 """Bytes of a result from which on a row about size holds: a smaller one costs what the call costs."""

@@ -11,16 +11,16 @@ from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
 from fusewright.toolkit.fuse.eager import Alone, Condition, faster
-from fusewright.toolkit.fuse.evaluate import OFFSET, NotAligned
-from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group, Grouper
 from fusewright.toolkit.fuse.layout import choose_layouts, renamed, restored
-from fusewright.toolkit.fuse.rules import Domain, Row, Rule
 from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
-from fusewright.toolkit.fuse.space import ShapeMismatch, shape_of
-from fusewright.toolkit.fuse.tables import rules_of, verdict
 from fusewright.toolkit.ir import IndexTooComplex, Kernel
+from fusewright.toolkit.lower.tables import rules_of, verdict
+from fusewright.toolkit.rules.evaluate import OFFSET, NotAligned
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.kinds import Domain, Row, Rule
+from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from fusewright.interface import OpView, Value
 from fusewright.plan.order import closure
 from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
-from fusewright.toolkit.fuse.evaluate import KernelEvaluator, KernelRow, NotAligned, Space, compute_dtype
-from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.rules import Domain, Level, Map, Row, Scatter
-from fusewright.toolkit.fuse.space import At, ShapeMismatch, product, shape_of
 from fusewright.toolkit.ir import Builder, IndexTooComplex, Val
 from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, NotAligned, Space, compute_dtype
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Scatter
+from fusewright.toolkit.rules.space import At, ShapeMismatch, product, shape_of
 from fusewright.toolkit.transform.split import MAX_POINTS, MIN_ROW
 
 MAX_UNITS = 48

@@ -11,9 +11,9 @@ import torch
 
 from fusewright.interface import CompileContext, Size, TensorSpec, Value, hint
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
-from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group
-from fusewright.toolkit.fuse.space import layout_of
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.space import layout_of
 
 Strides = tuple[Size, ...]
 

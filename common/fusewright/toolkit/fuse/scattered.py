@@ -18,13 +18,13 @@ from fusewright.toolkit.fuse.build import (
     store,
     values_of,
 )
-from fusewright.toolkit.fuse.evaluate import KernelEvaluator, Space
-from fusewright.toolkit.fuse.flow import Flow
 from fusewright.toolkit.fuse.group import Group
-from fusewright.toolkit.fuse.rules import Accumulator, Address, Domain, Scatter
-from fusewright.toolkit.fuse.space import At, shape_of
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.types import compute_type, from_torch, to_torch
+from fusewright.toolkit.rules.evaluate import KernelEvaluator, Space
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.kinds import Accumulator, Address, Domain, Scatter
+from fusewright.toolkit.rules.space import At, shape_of
 
 Part = tuple[Built, tuple[tuple[int, int], ...]]
 """A kernel, and its (output, input) pairs that are one tensor, changed in place."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from fusewright.interface import TensorSpec, Value
 from fusewright.toolkit.fuse.build import Built, Root, Unit
-from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.rules import Domain
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.kinds import Domain
 
 LIMIT = 1024
 """Kernels kept for groups that may come again."""

@@ -19,8 +19,8 @@ from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Val
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.fuser import LibraryCall
 from fusewright.toolkit.fuse.layout import restored
-from fusewright.toolkit.fuse.space import layout_of
 from fusewright.toolkit.region.match import Links, made_of
+from fusewright.toolkit.rules.space import layout_of
 
 STRIDE_FREE = frozenset({
     "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fusewright.interface import Dim, OpView, Value
-from fusewright.toolkit.fuse.rules import Table, View
-from fusewright.toolkit.fuse.space import At, extent, shape_of
 from fusewright.toolkit.ir import Index
 from fusewright.toolkit.ir.extent import Extent, symbols
+from fusewright.toolkit.rules.kinds import Table, View
+from fusewright.toolkit.rules.space import At, extent, shape_of
 
 
 def dim_of(op: OpView, name: str = "dim", tensor: str = "self") -> int:

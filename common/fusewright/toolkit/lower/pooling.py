@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.lower.movement import out_type
-from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
-from fusewright.toolkit.fuse.space import At, shape_of
 from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.lower.movement import out_type
+from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
+from fusewright.toolkit.rules.space import At, shape_of
 
 MAX_WINDOW = 25
 """Elements of a window that is written out."""

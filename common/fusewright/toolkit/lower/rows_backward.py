@@ -6,21 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import compute_dtype
-from fusewright.toolkit.fuse.lower.movement import out_type
-from fusewright.toolkit.fuse.lower.rows import (
-    channel_of_group,
-    channels,
-    grouped,
-    normalised,
-    over,
-    plain_groups,
-    value_of,
-)
-from fusewright.toolkit.fuse.rules import Domain, Evaluator, Map, Row, RowContext, Table
-from fusewright.toolkit.fuse.space import At, Shape, product, shape_of
 from fusewright.toolkit.ir import Val
 from fusewright.toolkit.ir.types import DType
+from fusewright.toolkit.lower.movement import out_type
+from fusewright.toolkit.lower.rows import channel_of_group, channels, grouped, normalised, over, plain_groups, value_of
+from fusewright.toolkit.rules.evaluate import compute_dtype
+from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, RowContext, Table
+from fusewright.toolkit.rules.space import At, Shape, product, shape_of
 
 
 def _of_output(op: OpView) -> Domain:

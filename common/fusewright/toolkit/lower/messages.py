@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.lower.views import dim_of
+from fusewright.toolkit.lower.views import dim_of
 
 _IN_SELF = "IndexError: index out of range in self"
 _PLACE = "index {index} is out of bounds for dimension %d with size {size}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import compute_dtype
-from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
-from fusewright.toolkit.fuse.space import At, shape_of
 from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.rules.evaluate import compute_dtype
+from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
+from fusewright.toolkit.rules.space import At, shape_of
 
 AXES = ((-2, "scales_h"), (-1, "scales_w"))
 """Dimensions that are resized, and the arguments with their scales."""

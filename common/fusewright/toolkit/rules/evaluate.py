@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.fuse.coverage import covers
-from fusewright.toolkit.fuse.flow import Flow
-from fusewright.toolkit.fuse.rules import Domain, Evaluator, Map, Row, View
-from fusewright.toolkit.fuse.space import At, Part, extent, is_contiguous, product, shape_of, stride_of
 from fusewright.toolkit.ir import Builder, Index, Val
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import TYPES, DType, compute_type, from_torch
+from fusewright.toolkit.rules.coverage import covers
+from fusewright.toolkit.rules.flow import Flow
+from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, View
+from fusewright.toolkit.rules.space import At, Part, extent, is_contiguous, product, shape_of, stride_of
 
 OFFSET = "offset of "
 """A size symbol that begins so is where the tensor of that value begins in its storage."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.fuse.space import At, Part, Shape
 from fusewright.toolkit.ir import Builder, Index, Val
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import DType
+from fusewright.toolkit.rules.space import At, Part, Shape
 
 Check: TypeAlias = Callable[[OpView], "str | None"]
 """None when the rule takes this very call, else why not in a few words."""

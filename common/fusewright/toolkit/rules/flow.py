@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.fuse.rules import Map, Row, Rule, View
-from fusewright.toolkit.fuse.space import Shape, factor_groups, shape_of, stride_of
+from fusewright.toolkit.rules.kinds import Map, Row, Rule, View
+from fusewright.toolkit.rules.space import Shape, factor_groups, shape_of, stride_of
 
 RulesOf = Callable[[OpView], tuple[Rule, ...]]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, Value
-from fusewright.toolkit.fuse.evaluate import compute_dtype
-from fusewright.toolkit.fuse.lower import messages
-from fusewright.toolkit.fuse.lower.views import dim_of, insert, number, start_of, static_start
-from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
-from fusewright.toolkit.fuse.space import At, Shape, dense_strides, product, shape_of
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import TYPES, from_torch
+from fusewright.toolkit.lower import messages
+from fusewright.toolkit.lower.views import dim_of, insert, number, start_of, static_start
+from fusewright.toolkit.rules.evaluate import compute_dtype
+from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
+from fusewright.toolkit.rules.space import At, Shape, dense_strides, product, shape_of
 
 CAT_LIMIT = 8
 """Most tensors that one kernel joins: each element tests them all."""

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import compute_dtype
-from fusewright.toolkit.fuse.lower import messages
-from fusewright.toolkit.fuse.lower.activation import softplus
-from fusewright.toolkit.fuse.lower.movement import out_type
-from fusewright.toolkit.fuse.lower.pointwise import truth
-from fusewright.toolkit.fuse.lower.views import number
-from fusewright.toolkit.fuse.rules import Check, Domain, Evaluator, Level, Map, Row, RowContext, Rules, Table, always
-from fusewright.toolkit.fuse.space import At, Shape, product, shape_of
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.types import TYPES, DType
+from fusewright.toolkit.lower import messages
+from fusewright.toolkit.lower.activation import softplus
+from fusewright.toolkit.lower.movement import out_type
+from fusewright.toolkit.lower.pointwise import truth
+from fusewright.toolkit.lower.views import number
+from fusewright.toolkit.rules.evaluate import compute_dtype
+from fusewright.toolkit.rules.kinds import Check, Domain, Evaluator, Level, Map, Row, RowContext, Rules, Table, always
+from fusewright.toolkit.rules.space import At, Shape, product, shape_of
 
 Rows = Callable[[RowContext, OpView], tuple[Val, ...]]
 

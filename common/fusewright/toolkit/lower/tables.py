@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
-from fusewright.toolkit.fuse.lower import (
+from fusewright.toolkit.ir.types import from_torch
+from fusewright.toolkit.lower import (
     activation,
     movement,
     pointwise,
@@ -15,9 +16,8 @@ from fusewright.toolkit.fuse.lower import (
     short,
     views,
 )
-from fusewright.toolkit.fuse.rules import Rule, Rules, View, merge
-from fusewright.toolkit.fuse.space import ShapeMismatch, factor_groups, shape_of
-from fusewright.toolkit.ir.types import from_torch
+from fusewright.toolkit.rules.kinds import Rule, Rules, View, merge
+from fusewright.toolkit.rules.space import ShapeMismatch, factor_groups, shape_of
 
 RULES: dict[str, Rules] = merge(
     (

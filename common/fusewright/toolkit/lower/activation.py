@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.lower.movement import out_type
-from fusewright.toolkit.fuse.lower.pointwise import formula
-from fusewright.toolkit.fuse.rules import Evaluator, Map, Table
-from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.ir import Builder, Val
+from fusewright.toolkit.lower.movement import out_type
+from fusewright.toolkit.lower.pointwise import formula
+from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
+from fusewright.toolkit.rules.space import At
 
 _SQRT_HALF = math.sqrt(0.5)
 _GELU = math.sqrt(2 / math.pi)

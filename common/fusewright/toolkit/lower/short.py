@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.evaluate import KernelRow, Space
-from fusewright.toolkit.fuse.rules import Evaluator, Map, Row, Rules, Table
-from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.ir import Builder, Index, Val
 from fusewright.toolkit.ir.types import is_float
+from fusewright.toolkit.rules.evaluate import KernelRow, Space
+from fusewright.toolkit.rules.kinds import Evaluator, Map, Row, Rules, Table
+from fusewright.toolkit.rules.space import At
 
 SHORT = 8
 """Rows of at most this many elements are unrolled: a vector along them would be half empty."""

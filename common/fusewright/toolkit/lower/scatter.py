@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
-from fusewright.toolkit.fuse.lower import messages
-from fusewright.toolkit.fuse.lower.movement import index_places, indexed, integer_indices, out_type
-from fusewright.toolkit.fuse.lower.pointwise import truth
-from fusewright.toolkit.fuse.lower.views import dim_of, number
-from fusewright.toolkit.fuse.rules import (
+from fusewright.toolkit.ir import Index, Val
+from fusewright.toolkit.ir.extent import Extent, evaluate, nonnegative, symbols
+from fusewright.toolkit.ir.types import TYPES, DType, from_torch, to_torch
+from fusewright.toolkit.lower import messages
+from fusewright.toolkit.lower.movement import index_places, indexed, integer_indices, out_type
+from fusewright.toolkit.lower.pointwise import truth
+from fusewright.toolkit.lower.views import dim_of, number
+from fusewright.toolkit.rules.kinds import (
     Accumulator,
     Address,
     Check,
@@ -25,10 +28,7 @@ from fusewright.toolkit.fuse.rules import (
     Table,
     always,
 )
-from fusewright.toolkit.fuse.space import At, Shape, product, shape_of, stride_of
-from fusewright.toolkit.ir import Index, Val
-from fusewright.toolkit.ir.extent import Extent, evaluate, nonnegative, symbols
-from fusewright.toolkit.ir.types import TYPES, DType, from_torch, to_torch
+from fusewright.toolkit.rules.space import At, Shape, product, shape_of, stride_of
 
 Places = tuple[tuple[Index, ...] | Address, tuple[Val, ...]]
 Finish = Callable[[Evaluator, OpView, At, tuple[Val, ...]], Val]

@@ -10,11 +10,11 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.ops.dtype_rules import result_type
-from fusewright.toolkit.fuse.evaluate import compute_dtype
-from fusewright.toolkit.fuse.rules import Check, Evaluator, Map, Table, always
-from fusewright.toolkit.fuse.space import At
 from fusewright.toolkit.ir import Builder, Val
 from fusewright.toolkit.ir.types import TYPES, from_torch
+from fusewright.toolkit.rules.evaluate import compute_dtype
+from fusewright.toolkit.rules.kinds import Check, Evaluator, Map, Table, always
+from fusewright.toolkit.rules.space import At
 
 Formula = Callable[..., Val]
 """`formula(b, op, *arguments)`: arguments are values of the compute type; None where the call has None."""
