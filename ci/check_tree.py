@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +27,31 @@ PUBLIC = (
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
 COMPAT = "common/fusewright/_torch_compat.py"
+MODULES = 15
+"""Most modules of a package in one folder."""
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "fusewright": (
+        ("version", "_torch_compat", "errors", "interface", "machine", "accuracy"),
+        ("config", "report", "storage", "registry", "toolkit.ir", "toolkit"),
+        ("toolkit.transform", "toolkit.rules", "ops"),
+        ("toolkit.lower", "graph"),
+        ("capture", "plan", "cache"),
+        ("partition", "strict", "toolkit.fuse", "plan.execute"),
+        ("rewrite", "toolkit.region", "fusewright"),
+        ("toolkit.backend",),
+        ("pipeline", "bench"),
+        ("dynamo",),
+        ("reference", "cli"),
+        ("__main__",),
+    ),
+    "fusewright_cpu": (("target",), ("emit",), ("run",), ("loader",), ("fusewright_cpu",)),
+    "fusewright_triton": (
+        ("target",), ("emit",), ("build",), ("run",), ("kernels", "runtime"), ("autotune", "select"), ("select.attention",),
+        ("lowerings",), ("backend",), ("fusewright_triton",),
+    ),
+}  # fmt: skip
+"""Folders and modules of each package from the ground up; a module imports from its own floor and those below. What is not
+named stands where its folder does; the name of a package is its `__init__.py`."""
 
 
 def tracked() -> list[str]:
@@ -71,6 +98,55 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def structure(sources: Mapping[str, str]) -> Iterator[str]:
+    """What breaks the structure of a package: `sources` are its modules, by dotted name (`__init__` left out)."""
+    arrows = {m: sorted({t for i in imports(s) if (t := _module(i, sources)) and t != m}) for m, s in sources.items()}
+    yield from (f"{' -> '.join(circle)}: modules that import each other" for circle in _circles(arrows))
+    for module, targets in arrows.items():
+        here = _floor(module)
+        yield from (f"{module} imports {t}, which stands on a higher floor" for t in targets if _floor(t) > here)
+
+
+def _module(name: str, known: Collection[str]) -> str | None:
+    """The module that an import names, or takes a name from."""
+    return name if name in known else parent if (parent := name.rpartition(".")[0]) in known else None
+
+
+def _floor(module: str) -> int:
+    """The number of a module's floor, of the longest name that holds it. LookupError when there is none."""
+    package, _, inner = module.partition(".")
+    numbers = {name: k for k, names in enumerate(FLOORS[package]) for name in names}
+    while inner and inner not in numbers:
+        inner = inner.rpartition(".")[0]
+    return numbers[inner or package]
+
+
+def _circles(arrows: Mapping[str, Sequence[str]]) -> Iterator[Sequence[str]]:
+    """The first circle of modules, if there is one."""
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as e:
+        yield e.args[1]
+
+
+def packages() -> dict[str, dict[str, str]]:
+    """The sources of each package that has floors, by dotted name."""
+    found: dict[str, dict[str, str]] = {p: {} for p in FLOORS}
+    for path in tracked():
+        parts = Path(path).with_suffix("").parts
+        package = next((p for p in parts[:3] if p in FLOORS), None)
+        if path.startswith(("common/", "backends/")) and path.endswith(".py") and package:
+            name = ".".join(parts[parts.index(package) :]).removesuffix(".__init__")
+            found[package][name] = (ROOT / path).read_text()
+    return found
+
+
+def crowded(paths: Iterable[str]) -> Iterator[str]:
+    """Folders of packages with too many modules."""
+    folders = Counter(str(Path(p).parent) for p in paths if p.endswith(".py") and p.startswith(("common/", "backends/")))
+    yield from (f"{f} has {n} modules; the limit is {MODULES}" for f, n in sorted(folders.items()) if n > MODULES)
+
+
 def main() -> int:
     bad = [
         f"{path}: {finding}"
@@ -78,6 +154,8 @@ def main() -> int:
         if path != "ci/check_tree.py"
         for finding in findings(path, (ROOT / path).read_text(errors="ignore"))
     ]
+    bad += crowded(tracked())
+    bad += [finding for sources in packages().values() for finding in structure(sources)]
     print("\n".join(bad) or "check_tree: all files keep the rules of the house")
     return 1 if bad else 0
 

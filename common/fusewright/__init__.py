@@ -1,6 +1,8 @@
 """Fusewright: a family of torch.compile backends on one shared lowering interface."""
 
-__version__ = "0.1.0"
+from fusewright.version import __version__
+
+__all__ = ["__version__", "refresh"]
 
 
 def refresh(model: object = None) -> None:

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import storage
+from fusewright.cache.tune import Tuner
 from fusewright.config import Options
 from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
 from fusewright.graph import constants, printer, retrace, verify
@@ -58,7 +59,6 @@ from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.rules import RULES, merge_common
 from fusewright.strict import strictly
-from fusewright.tune import Tuner
 
 log = logging.getLogger("fusewright")
 

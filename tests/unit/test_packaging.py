@@ -114,3 +114,14 @@ def test_the_library_imports_neither_click_nor_rich_nor_a_vendor() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     tops = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert not tops & {"click", "rich", "transformers", "llvmlite", *(check_tree.VENDORS | check_tree.SHARED).values()}
+
+
+def test_check_tree_finds_circles_arrows_that_run_up_and_crowded_folders() -> None:
+    circle = {"fusewright.graph.a": "from fusewright.graph import b", "fusewright.graph.b": "from fusewright.graph.a import x"}
+    assert any("import each other" in f for f in check_tree.structure(circle))
+    up = {"fusewright.errors": "from fusewright import pipeline", "fusewright.pipeline": "from fusewright import errors"}
+    assert "fusewright.errors imports fusewright.pipeline, which stands on a higher floor" in check_tree.structure(up)
+    down = {"fusewright.errors": "", "fusewright.pipeline": "from fusewright import errors"}
+    assert not list(check_tree.structure(down))
+    many = [f"common/fusewright/a/m{k}.py" for k in range(check_tree.MODULES + 1)]
+    assert list(check_tree.crowded(many)) and not list(check_tree.crowded(many[1:]))

@@ -8,9 +8,9 @@ from itertools import chain, repeat
 import pytest
 import torch
 
-from fusewright import tune
+from fusewright.cache import tune
+from fusewright.cache.tune import Tuner
 from fusewright.interface import Decline
-from fusewright.tune import Tuner
 
 SLOW = 1.0  # a run this long makes a round one pass
 

@@ -8,12 +8,13 @@ import platform
 import torch
 from torch.fx import GraphModule, Node
 
-from fusewright import __version__, machine
 from fusewright import _torch_compat as compat
+from fusewright import machine
 from fusewright.cache.store import Key
 from fusewright.config import Options
 from fusewright.graph import printer
 from fusewright.interface import Backend, Phase
+from fusewright.version import __version__
 
 
 def key_of(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import report, tune
+from fusewright import report
+from fusewright.cache import tune
 from fusewright.toolkit.region.builder import Builder
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]

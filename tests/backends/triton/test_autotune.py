@@ -1,6 +1,6 @@
 """`options={"autotune": True}`: what is measured, what is remembered, and what happens when memory runs out.
 
-No device: candidates take the time that a test says, on the clock of `fusewright.tune`.
+No device: candidates take the time that a test says, on the clock of `fusewright.cache.tune`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
-from fusewright import tune as measuring
+from fusewright.cache import tune as measuring
+from fusewright.cache.tune import Tuner
 from fusewright.errors import OptionError
 from fusewright.interface import Device
 from fusewright.toolkit.ir import Builder, Kernel, interpret, structural_hash
-from fusewright.tune import Tuner
 from fusewright_triton import autotune
 from fusewright_triton.autotune import Stopped, candidates, name_of, stand_ins, tune
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonLoader

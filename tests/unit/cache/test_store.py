@@ -16,8 +16,8 @@ import torch
 
 from fusewright.cache import place, seal, store
 from fusewright.cache.store import Key
+from fusewright.cache.tune import Tuner
 from fusewright.plan import vocabulary
-from fusewright.tune import Tuner
 from fusewright_cpu.run import archive
 from tests.unit.cache.graphs import affine, compiled, counted, folder, names, shifted
 from tests.unit.cache.test_folder import STRANGER, as_root, posix
