@@ -1,4 +1,4 @@
-"""The document of a run: schema, versions, machine, rows and bars; and the comparison with an earlier one."""
+"""The document of a run: schema, versions, machine and rows; and the comparison with an earlier one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 
 import fusewright
 from fusewright import machine
-from fusewright.bench.bars import judge
 from fusewright.errors import FusewrightError
 
 SCHEMA = "fusewright.bench"
@@ -42,7 +41,6 @@ def new_document(command: Sequence[str], ours: str, settings: Row) -> Row:
         "backend": ours,
         "settings": settings,
         "rows": [],
-        "bars": [],
     }
 
 
@@ -72,10 +70,9 @@ def _machine() -> Row:
 
 
 def put(document: Row, row: Row) -> None:
-    """Adds a row, in place of one of the same model, dtype and mode; and judges the bars anew."""
+    """Adds a row, in place of one of the same model, dtype and mode."""
     key = _key(row)
     document["rows"] = [*(old for old in document["rows"] if _key(old) != key), row]
-    document["bars"] = judge(document["rows"], document["backend"])
 
 
 def _key(row: Row) -> tuple[str, str, str]:

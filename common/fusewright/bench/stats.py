@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+Row = dict[str, Any]
 
 # Upper bounds of the spread for each verdict; beyond the second, figures are not to be trusted.
 NOISE = ((0.03, "low"), (0.08, "some"), (math.inf, "high"))
@@ -86,3 +88,17 @@ def noise_verdict(spreads: Sequence[float]) -> str:
     if not known:
         return "unknown"
     return next(word for bound, word in NOISE if max(known) <= bound)
+
+
+def over(row: Row, ours: str, other: str) -> float | None:
+    """How many times faster `ours` is than `other`, paired by rounds; None where either is missing."""
+    mine, theirs = (row["contenders"].get(name, {}) for name in (ours, other))
+    if mine.get("status") != "ok" or theirs.get("status") != "ok":
+        return None
+    return paired_ratio(theirs["steady"]["rounds_ms"], mine["steady"]["rounds_ms"])
+
+
+def speedups(rows: Iterable[Row], ours: str, other: str, dtypes: Sequence[str], mode: str = "inference") -> list[float]:
+    """`over` for each row of the mode and dtypes in which both ran."""
+    chosen = (row for row in rows if row["mode"] == mode and row["dtype"] in dtypes)
+    return [ratio for row in chosen if (ratio := over(row, ours, other)) is not None]

@@ -9,18 +9,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fusewright.bench.bars import over, speedups
 from fusewright.bench.kernels import bandwidth, is_kernel
-from fusewright.bench.stats import geomean
+from fusewright.bench.stats import geomean, over, speedups
 
 Row = dict[str, Any]
 DETAIL_MODELS = 2
 """Up to this many models each gets a table of its own with a line for every contender."""
-_VERDICT_STYLE = {"goal": "bold green", "pass": "green", "miss": "bold red"}
 
 
 def render(document: Row) -> Iterator[RenderableType]:
-    """Everything that a run prints: tables of models or kernels, failures, bars."""
+    """Everything that a run prints: tables of models or kernels, failures."""
     ours = document["backend"]
     rows = [row for row in document["rows"] if not is_kernel(row["model"])]
     kernels = [row for row in document["rows"] if is_kernel(row["model"])]
@@ -33,10 +31,6 @@ def render(document: Row) -> Iterator[RenderableType]:
     if kernels:
         yield _kernels(kernels, ours)
     yield from _remarks(document["rows"])
-    if rows:
-        yield _bars(document["bars"])
-        missing = ", ".join(bar["id"] for bar in document["bars"] if bar["verdict"] == "not measured")
-        yield Text(f"not measured in this run: {missing}" if missing else "", style="dim")
 
 
 def _new(title: str, *columns: str) -> Table:
@@ -193,23 +187,3 @@ def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
             yield Text(f"! {where}: other processes were busy in {rounds} of the rounds counted", style="yellow")
         if row["noise"] == "high":
             yield Text(f"! {where}: times vary too much to be trusted; is the machine busy?", style="yellow")
-
-
-def _bars(bars: Sequence[Row]) -> Table:
-    table = _new("bars", "", "what", "measured", "first bar", "goal", "models", "verdict", "")
-    for bar in (bar for bar in bars if bar["verdict"] != "not measured"):
-        value = bar.get("value")
-        shown = "" if "value" not in bar else "no share left" if value is None else f"{value:.3g}"
-        models = str(bar.get("models", ""))
-        verdict = Text(bar["verdict"], style=_VERDICT_STYLE[bar["verdict"]])
-        table.add_row(
-            bar["id"],
-            bar["what"],
-            shown,
-            f"{bar['first']:g}",
-            f"{bar['goal']:g}",
-            models,
-            verdict,
-            bar.get("detail", ""),
-        )
-    return table

@@ -75,7 +75,7 @@ def bench(
     process of its own.
 
     A function of a file returns (module, args) or (module, args, kwargs). Prints medians, speed-ups, errors
-    against fp64 relative to eager's, first calls, and the bars of the project. Exits with 0 unless nothing
+    against fp64 relative to eager's, and first calls. Exits with 0 unless nothing
     ran or --baseline regressed.
     """
     console = _console()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from fusewright.cache.tune import Run, Tuner
 
+from fusewright.cache.tune import Run, Tuner
 from fusewright_cpu.emit.text import Module
 from fusewright_cpu.run import jit
 from fusewright_cpu.run.sources import Source

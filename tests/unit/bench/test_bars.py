@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from fusewright.bench.bars import BARS, judge, over
+from ci.bars import BARS, judge, line
+from fusewright.bench.stats import over
 
 
 def entry(*times):
@@ -81,3 +82,9 @@ def test_a_contender_that_failed_is_not_compared_with():
     assert over(one, "ours", "inductor") is None
     assert over(one, "ours", "eager") == 2.0
     assert not math.isnan(over(one, "ours", "eager"))
+
+
+def test_a_verdict_in_words():
+    found = verdicts([row(eager=(10,), ours=(11,))])
+    assert "C4  miss" in line(found["C4"]) and "bert fp32 0.91x" in line(found["C4"])
+    assert "not measured" in line(found["C1"])

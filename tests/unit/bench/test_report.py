@@ -36,7 +36,7 @@ def test_a_document_says_what_was_measured_where(tmp_path):
     assert {"python", "torch", "fusewright"} <= found["versions"].keys()
     assert {"cpu", "cores", "features", "load_1min"} <= found["machine"].keys()
     assert found["date"].endswith("+00:00")
-    assert {bar["id"] for bar in found["bars"]} >= {f"C{i}" for i in range(1, 10)}
+    assert "bars" not in found, "a user's run is not held against this project's goals"
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -1,18 +1,24 @@
-"""The bars that a run is held against, as data, and the figures of a run that answer them.
+"""The bars of this project as data, and whether a run of `fusewright bench` reaches them.
 
-A row here is what `fusewright.bench.measure.measure` returns (and what the JSON holds).
+    fusewright bench --suite --dtype fp32,bf16 --json suite.json
+    python ci/bars.py suite.json
+
+A row here is what `fusewright.bench.measure.measure` returns (and what the JSON holds). Exit code 1 when a bar is missed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from fusewright.bench.graphs import is_graph
 from fusewright.bench.kernels import is_kernel
-from fusewright.bench.stats import geomean, paired_ratio
+from fusewright.bench.report import load
+from fusewright.bench.stats import geomean, over, speedups
 
 Row = dict[str, Any]
 SLOWER = 0.97
@@ -54,20 +60,6 @@ class Bar:
             found.value if math.isfinite(found.value) else None
         )  # JSON has no infinity; None is "nothing left to divide by"
         return {**verdict, "verdict": reached, "value": value, "models": found.models, "detail": found.detail}
-
-
-def over(row: Row, ours: str, other: str) -> float | None:
-    """How many times faster `ours` is than `other`, paired by rounds; None where either is missing."""
-    mine, theirs = (row["contenders"].get(name, {}) for name in (ours, other))
-    if mine.get("status") != "ok" or theirs.get("status") != "ok":
-        return None
-    return paired_ratio(theirs["steady"]["rounds_ms"], mine["steady"]["rounds_ms"])
-
-
-def speedups(rows: Iterable[Row], ours: str, other: str, dtypes: Sequence[str], mode: str = "inference") -> list[float]:
-    """`over` for each row of the mode and dtypes in which both ran."""
-    chosen = (row for row in rows if row["mode"] == mode and row["dtype"] in dtypes)
-    return [ratio for row in chosen if (ratio := over(row, ours, other)) is not None]
 
 
 def _geomean_over(other: str, *dtypes: str, mode: str = "inference") -> Callable[[Sequence[Row], str], Figure | None]:
@@ -161,3 +153,24 @@ def judge(rows: Sequence[Row], ours: str) -> list[Row]:
     """Every bar's verdict on the rows of models; kernels and graph networks have no part in them."""
     models = [row for row in rows if not is_kernel(row["model"]) and not is_graph(row["model"])]
     return [bar.judge(models, ours) for bar in BARS]
+
+
+def line(verdict: Row) -> str:
+    """A verdict in words."""
+    value = verdict.get("value")
+    shown = "-" if "value" not in verdict else "no share left" if value is None else f"{value:.3g}"
+    return (
+        f"{verdict['id']:3} {verdict['verdict']:12} {shown:>8}  bar {verdict['first']:g}, goal {verdict['goal']:g}  "
+        f"{verdict['what']}{f' ({d})' if (d := verdict.get('detail')) else ''}"
+    )
+
+
+def main(path: str) -> int:
+    document = load(Path(path))
+    verdicts = judge(document["rows"], document["backend"])
+    print("\n".join(map(line, verdicts)))
+    return int(any(v["verdict"] == "miss" for v in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
