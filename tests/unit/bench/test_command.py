@@ -54,7 +54,7 @@ def test_a_real_run_prints_a_table_and_writes_the_document(tmp_path):
     options = ("--backend", "eager", "--against", "zentorch", "--seconds", "0.1", "--no-first-call")
     done = call(f"{TOYS}:mlp", *options, "--threads", "1", "--json", file)
     assert done.exit_code == 0, done.output
-    for text in ("median", "dynamo-eager", "1.00x", "C4", "not measured in this run: C1, C2", "zentorch"):
+    for text in ("median", "dynamo-eager", "1.00x", "zentorch"):
         assert text in done.output
     document = json.loads(file.read_text())
     assert document["backend"] == "dynamo-eager"
