@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusewright import ops
-from fusewright.interface import Device, Fragment, OpView, Phase, Region, TensorSpec, Value
+from fusewright.interface import Device, Fragment, OpView, Phase, Region, RuleLog, TensorSpec, Value
 from fusewright.plan.build import call_of
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.ir import Kernel, interpret
@@ -173,6 +173,7 @@ class Context:
     asked: list[str] = field(default_factory=list)
     specs: dict[int, TensorSpec] = field(default_factory=dict)
     """Of the temporary values, which a fragment does not say."""
+    rules: RuleLog = field(default_factory=RuleLog)
     _next: int = 1000
 
     def value(self, spec: TensorSpec | None) -> Value:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
-INTERFACE: tuple[int, int] = (1, 2)
+INTERFACE: tuple[int, int] = (1, 3)
 """(major, minor) of this interface. A minor only adds members with defaults."""
 
 OPSET = 1
@@ -314,11 +315,40 @@ class Recorder(Protocol):
         ...
 
 
+@dataclass
+class RuleLog:
+    """Which rewrite rules may still be applied to a graph, and how often each was. `disabled` are ids that are switched off,
+    `fuel` is how many rewrites there may be in all (None: any number). Since interface 1.3."""
+
+    disabled: Collection[str] = ()
+    fuel: int | None = None
+    hits: Counter[str] = field(default_factory=Counter)
+    spent: int = 0
+
+    def allows(self, id: str) -> bool:
+        """Whether a rule may be applied now."""
+        return id not in self.disabled and (self.fuel is None or self.spent < self.fuel)
+
+    def hit(self, *ids: str) -> None:
+        """Count one rewrite, and the rules that made it."""
+        self.hits.update(ids)
+        self.spent += 1
+
+    def copy(self) -> RuleLog:
+        """As it is now, for an attempt that may be made again."""
+        return RuleLog(self.disabled, self.fuel, Counter(self.hits), self.spent)
+
+
 class CompileContext(Protocol):
     """What the host offers while a region is compiled."""
 
     @property
     def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def rules(self) -> RuleLog:
+        """What a backend's own rewrite rules are held to, and counted in, as the host's are. Since interface 1.3."""
+        ...
 
     @property
     def device(self) -> Device: ...

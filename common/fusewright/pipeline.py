@@ -35,6 +35,7 @@ from fusewright.interface import (
     OpView,
     Phase,
     Region,
+    RuleLog,
     TensorSpec,
     Unavailable,
     Value,
@@ -78,6 +79,8 @@ class Compilation:
     report: GraphReport
     tuner: Tuner
     constants: constants.Constants = field(init=False)
+    rules: RuleLog = field(init=False)
+    """What the host's rules did; every attempt to lower counts on from there."""
     working: Graph = field(init=False)
     index: GraphIndex = field(init=False)
     partition: Partition = field(init=False)
@@ -107,11 +110,10 @@ def _canonicalize(c: Compilation) -> None:
 
 
 def _simplify(c: Compilation) -> None:
-    rewriter = Rewriter(c.graph, c.options.disable_rules, c.options.fuel)
-    rewriter.run(RULES)
+    c.rules = RuleLog(c.options.disable_rules, c.options.fuel)
+    Rewriter(c.graph, c.rules).run(RULES)
     if "cse" not in c.options.disable_rules:
-        rewriter.hits["cse"] += merge_common(c.graph)
-    c.report.rules = rewriter.hits
+        c.rules.hits["cse"] += merge_common(c.graph)
 
 
 def _constants(c: Compilation) -> None:
@@ -142,7 +144,8 @@ def _untraceable(c: Compilation) -> dict[str, Verdict]:
 
 
 def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dict[str, Verdict]]:
-    context = Context(c)
+    context = Context(c, c.rules.copy())
+    c.report.rules = context.rules.hits
     results: list[tuple[Region, Compiled]] = []
     denied: dict[str, Verdict] = {}
     for region in c.partition.regions:
@@ -512,8 +515,13 @@ def _shape(spec: TensorSpec | None) -> str:
 class Context:
     """The `CompileContext` of one compilation."""
 
-    def __init__(self, c: Compilation) -> None:
+    def __init__(self, c: Compilation, rules: RuleLog) -> None:
         self._c = c
+        self._rules = rules
+
+    @property
+    def rules(self) -> RuleLog:
+        return self._rules
 
     @property
     def options(self) -> Mapping[str, Any]:

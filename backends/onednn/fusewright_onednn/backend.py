@@ -23,17 +23,19 @@ from fusewright.interface import (
 from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.region.builder import OWN_STRIDES, STRIDE_FREE, Builder
-from fusewright.toolkit.region.match import siblings
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.rewrite import by_root, claimed, first
 from fusewright_cpu import llvm_loader
-from fusewright_onednn import lowerings, norms, patterns, target
-from fusewright_onednn.lowerings import LOWERINGS
-from fusewright_onednn.patterns import Match
+from fusewright_onednn import norms, target
+from fusewright_onednn.lowerings import LOWERINGS, ROWS
 
 SWITCHES = (
     "backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mkldnn.allow_tf32", "backends.mkldnn.fp32_precision",
     "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision", "backends.cpu.get_cpu_capability",
 )  # fmt: skip
 ENV = ("ONEDNN_*", "DNNL_*", "ATEN_CPU_CAPABILITY", "MKL_*")
+
+_ROWS = by_root(ROWS)
 
 
 class X86OneDnn(FusedBackend):
@@ -76,19 +78,15 @@ class X86OneDnn(FusedBackend):
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        builder = Builder(region, ctx, owner=self, built=self.built)
-        matches = find_matches(region, builder)
-        groups = _concatenations(region, builder, matches)
-        for op in region.ops:
-            if op.id in groups:
-                if groups[op.id][0] is op:
-                    lowerings.concatenated(groups[op.id], builder)
-            elif op.id in matches:
-                m = matches[op.id]
-                if m.last is op:  # everything that the call reads is there by now
-                    _code(m.anchor, ctx.device)(m, builder)
-            elif not norms.lower(op, builder):
-                builder.keep(op)
+        graph = RegionGraph(region)
+        builder = Builder(graph, ctx, owner=self, built=self.built)
+        claimed(graph, ctx.rules, lambda op: first(_ROWS.get(op.op, ()), op, graph, builder, ctx.rules))
+        for op in graph:
+            claim = graph.claim_of(op)
+            if claim is None and not norms.lower(op, builder):
+                builder.leave(op)
+            elif claim is not None and claim.at is op:  # everything that the call reads is there by now
+                claim.write(builder)
         fragment = fuse(builder.finish(), ctx, builder.calls)
         notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}
         return replace(fragment, notes=notes, kernels=kernels)
@@ -96,41 +94,3 @@ class X86OneDnn(FusedBackend):
     def fingerprint(self) -> str:
         """With what oneDNN is told from outside: measured choices depend on it."""
         return f"{super().fingerprint()}-torch {torch.__version__}-{machine.torch_switches(*SWITCHES)}-{machine.environment(*ENV)}"
-
-
-def _code(op: OpView, device: Device) -> lowerings.OpCode:
-    row = LOWERINGS.find(op, device)
-    if isinstance(row, Verdict):
-        raise ValueError(f"{op.op} is in the region, but the table says {row}")
-    return row.code
-
-
-def find_matches(region: Region, b: Builder) -> dict[int, Match]:
-    """Anchors with their neighbours: id of every op that takes part -> the match. An op is in one match
-    only."""
-    found: dict[int, Match] = {}
-    finite = b.ctx.options["finite_math"]
-    for anchor in region.ops:
-        if anchor.op not in LOWERINGS or anchor.id in found:
-            continue
-
-        def allowed(stage: str, op: OpView, anchor: OpView = anchor) -> bool:
-            if op.id in found:
-                return False
-            if stage == "unary" and not (finite or patterns.POST_OPS[op.op].exact):
-                return False
-            return anchor.op != "conv" or lowerings.conv_match_allowed(stage, op, anchor, b)
-
-        m = patterns.match(anchor, b.links, allowed)
-        found.update((op.id, m) for op in m.ops)
-    return found
-
-
-def _concatenations(region: Region, b: Builder, matches: Mapping[int, Match]) -> dict[int, tuple[OpView, ...]]:
-    """Linears without neighbours that share their input and are faster as one product: op id -> its group."""
-    found: dict[int, tuple[OpView, ...]] = {}
-    alone = [op for op in region.ops if op.id in matches and not matches[op.id].posts]
-    for group in siblings(alone, lambda op: lowerings.may_concat(op, b)):
-        if lowerings.concat_pays(group, b):
-            found.update((op.id, group) for op in group)
-    return found

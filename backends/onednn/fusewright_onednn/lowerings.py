@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
-from fusewright.interface import OpView, TensorSpec, Value, hint
+from fusewright.interface import OpView, TensorSpec, Value, Verdict, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
+from fusewright.toolkit.region.pattern import Match, chain, find, siblings
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.emit.attention import Attention
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
-from fusewright_onednn import choices, sums
+from fusewright_onednn import choices, patterns, sums
 from fusewright_onednn.choices import Product
 from fusewright_onednn.left_behind import SHAPES
-from fusewright_onednn.patterns import Match
+from fusewright_onednn.patterns import is_packed, other_of, post_op, posts
 
 OpCode: TypeAlias = Callable[[Match, Builder], None]
 
@@ -139,17 +142,17 @@ def linear(m: Match, b: Builder) -> None:
     form = linear_form(op, b)
     if form == "aten":
         for part in m.ops:
-            b.keep(part)
+            b.leave(part)
         b.notes[op.id] = "ATen: faster for this shape"
         return
     x, w, bias = _operands(op)
     weight = _weight(op, w, b)
     if form == "copied":
-        x = b.in_rows(x)
+        x = b.row_major(x)
     if form == "packed":
         weight = b.prepare(PACK_LINEAR, weight, product_of(op).m)
     _emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
-    b.taken(m.ops)
+    b.close_call(m.ops)
     _note(m, b, f"oneDNN linear, {form}")
 
 
@@ -166,7 +169,7 @@ def _weight(op: OpView, w: Value, b: Builder) -> Ref:
 
 def _emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
     out = m.last.out
-    attr, scalars, algorithm = m.post_op()
+    attr, scalars, algorithm = post_op(m)
     shape = _spec(out).shape
     stride = contiguous_strides(shape) if _spec(out).static else None  # type: ignore[arg-type]
     args = (b.any_strides(x), weight, bias, attr, scalars, algorithm)
@@ -174,33 +177,40 @@ def _emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) 
 
 
 def _note(m: Match, b: Builder, text: str) -> None:
-    b.notes[m.anchor.id] = " + ".join([text, *(p.op for p in m.posts)])
-    for p in m.posts:
+    b.notes[m.anchor.id] = " + ".join([text, *(p.op for p in posts(m))])
+    for p in posts(m):
         b.notes[p.id] = f"in the call of {m.anchor.op}"
 
 
-def may_concat(op: OpView, b: Builder) -> bool:
-    """Whether a linear could share one product with its siblings: constants that may be copied, of a fixed
-    size."""
-    if op.op not in LOWERINGS or not LOWERINGS.supports(op, b.ctx.device):
-        return False
-    _, w, bias = _operands(op)
-    return b.ctx.options["prepack"] != "never" and b.is_const(w) and b.is_const(bias) and _spec(op.arg("input")).static
+def _siblings(m: Match, b: Builder) -> Match | None:
+    """Linears of constants that may be copied, of a fixed size, without neighbours, over one input; from the first of them."""
+
+    def eligible(op: OpView) -> bool:
+        if not LOWERINGS.supports(op, b.ctx.device):
+            return False
+        _, w, bias = _operands(op)
+        fixed = b.ctx.options["prepack"] != "never" and _spec(op.arg("input")).static
+        alone = find(patterns.PRODUCT, op, b.graph, b, b.ctx.rules.allows)
+        return fixed and b.is_const(w) and b.is_const(bias) and alone is not None and not posts(alone)
+
+    readers = b.graph.ordered(b.graph.users(m.anchor.arg("input")))
+    group = next((g for g in siblings(readers, eligible) if g[0] is m.anchor), None)
+    return None if group is None else replace(m, ops=group, at=group[0])
 
 
-def concat_pays(group: Sequence[OpView], b: Builder) -> bool:
+def _concat_pays(m: Match, b: Builder) -> bool:
     """Whether one product for all siblings is faster than one for each."""
-    p = product_of(group[0])
-    widths = [product_of(op).n for op in group]
+    p = product_of(m.anchor)
+    widths = [product_of(op).n for op in m.ops]
     if not SHAPES.admit(f"{p.key} {widths}", b.owner):
         b.ctx.provisional()
         return False
     return choices.concat_pays(b.ctx, p.m, p.k, widths, p.dtype, p.bias)
 
 
-def concatenated(group: Sequence[OpView], b: Builder) -> None:
+def _concatenated(m: Match, b: Builder) -> None:
     """All siblings as one product; each result is a slice of it, without a copy."""
-    first = group[0]
+    group, first = m.ops, m.ops[0]
     x = first.arg("input")
     weights = tuple(b.exact(op.arg("weight")) for op in group)
     weight = b.prepare(PACK_LINEAR, b.prepare("aten::cat.default", weights, 0), product_of(first).m)
@@ -218,7 +228,7 @@ def concatenated(group: Sequence[OpView], b: Builder) -> None:
         b.library("aten::slice.Tensor", *args, out=op.out, stride=stride, op=op)
         b.notes[op.id] = f"oneDNN linear, packed, one product for {len(group)}"
         start += width
-    b.taken(group)
+    b.close_call(group)
 
 
 # -- convolution
@@ -233,20 +243,6 @@ def _conv_reason(op: OpView) -> str | None:
     return "mixed dtypes" if _mixed_types(op) else None
 
 
-def conv_match_allowed(stage: str, op: OpView, anchor: OpView, b: Builder) -> bool:
-    """Which neighbours a convolution may take in here."""
-    if stage == "batch_norm":
-        statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
-        return all(b.is_const(v) for v in [anchor.arg("weight"), anchor.arg("bias"), *statistics])
-    if _is_packed(anchor, b) and sums.parts_of(anchor) > 1:
-        return False  # the kernel that adds up the parts takes it in
-    if stage == "unary":
-        return True
-    # In fp32 an addition of its own is as fast or faster. Grouped convolutions have no fused one. Behind a batch norm
-    # the bias is fp32, which the fused one does not take.
-    return anchor.arg("groups") == 1 and _spec(anchor.out).dtype is torch.bfloat16 and anchor.out in op.inputs()
-
-
 @LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)
 def conv(m: Match, b: Builder) -> None:
     """Convolution with its batch norm folded in, an addition and a unary op behind it, channels-last.
@@ -255,9 +251,9 @@ def conv(m: Match, b: Builder) -> None:
     Weights that gradients flow to stay as they are: eager calls the same oneDNN kernels for those.
     """
     op = m.anchor
-    if not _is_packed(op, b):
+    if not is_packed(op, b):
         for part in m.ops:
-            b.keep(part, any_strides=not op.arg("transposed"))  # its strides torch's metadata functions do not foresee
+            b.leave(part, any_strides=not op.arg("transposed"))  # its strides torch's metadata functions do not foresee
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = _folded(m, b)
@@ -267,20 +263,17 @@ def conv(m: Match, b: Builder) -> None:
     if parts > 1:
         return _conv_in_parts(m, parts, weight, bias, b)
     packed = _packed(weight, geometry, x, b)
-    attr, scalars, algorithm = m.post_op()
-    if m.other is None:
+    attr, scalars, algorithm = post_op(m)
+    other = other_of(m)
+    if other is None:
         args = (_as_image(x, b), packed, bias, *geometry, attr, scalars, algorithm)
         _emit_conv(CONV, args, out, op, b)
     else:
-        unary = (attr, scalars, algorithm) if m.unary is not None else (None, (), None)
-        args = (_as_image(x, b), _as_image(m.other, b), packed, bias, *geometry, "add", 1.0, *unary)
+        unary = (attr, scalars, algorithm) if m.get("unary") is not None else (None, (), None)
+        args = (_as_image(x, b), _as_image(other, b), packed, bias, *geometry, "add", 1.0, *unary)
         _emit_conv(CONV_ADD, args, out, op, b)
-    b.taken(m.ops)
+    b.close_call(m.ops)
     _note(m, b, "oneDNN conv, packed, channels-last")
-
-
-def _is_packed(op: OpView, b: Builder) -> bool:
-    return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
 
 
 def _packed(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
@@ -300,7 +293,7 @@ def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Build
     shape = (n, channels * parts, *points)
     whole = b.ctx.value(TensorSpec(shape, _channels_last(shape), _spec(out).dtype))
     _emit_conv(CONV, (_as_image(x, b), packed, bias, *geometry, "none", (), ""), whole, op, b)
-    b.taken_as(op, whole)
+    b.replace(op, whole)
     sums.add_up(whole, parts, out, _channels_last(_spec(out).shape), b)
     _note(m, b, f"oneDNN conv, packed, channels-last, in {parts} sums")
 
@@ -349,7 +342,7 @@ def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
     The bias stays in fp32: rounded, it would be wrong by the same amount at every point of the image, which averages
     over the image do not take away.
     """
-    op, norm = m.anchor, m.batch_norm
+    op, norm = m.anchor, m.get("batch_norm")
     weight = b.exact(op.arg("weight"))
     if _spec(op.arg("weight")).rank == 3:
         weight = b.prepare("aten::unsqueeze.default", weight, 2)
@@ -419,18 +412,18 @@ def sdpa(m: Match, b: Builder) -> None:
             form = choices.attention_form(b.ctx, kernel, (*specs, _spec(op.out)), sizes, factor, b.built)
             why = "" if form == "kernel" else "torch's kernel is faster for this shape"
     if why:
-        b.keep(op)
+        b.leave(op)
         b.notes[op.id] = f"ATen: {why}"
         return
     b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, op=op)
-    b.taken((op,))
+    b.close_call((op,))
     b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
 
 
 def _not_our_attention(op: OpView, specs: Sequence[TensorSpec], b: Builder) -> str:
     """Why attention of these tensors stays torch's call, or ""."""
     (query, key, value), mask = specs[:3], specs[3] if len(specs) > 3 else None
-    if not all(b.links.unused(v) for v in op.outs[1:]):
+    if not all(b.graph.unused(v) for v in op.outs[1:]):
         return "its gradient needs the log-sum-exp"
     if not _static(query.shape[-1]):
         return "heads of a symbolic width"
@@ -446,3 +439,26 @@ def _steps(s: TensorSpec) -> tuple[Any, ...]:
     missing = 4 - s.rank
     steps = (0,) * missing + tuple(0 if n == 1 else d for n, d in zip(s.shape, s.stride, strict=True))
     return steps[:3]
+
+
+# -- rows
+
+
+def _lowered(m: Match, b: Builder) -> None:
+    """By the code of the table."""
+    row = LOWERINGS.find(m.anchor, b.ctx.device)
+    if isinstance(row, Verdict):
+        raise ValueError(f"{m.anchor.op} is in the region, but the table says {row}")
+    row.code(m, b)
+
+
+ROWS = (
+    Row(
+        "onednn.product.siblings", chain("linear"), extend=_siblings, pays=_concat_pays, write=_concatenated,
+        note="one product for several",
+    ),
+    Row("onednn.product", patterns.PRODUCT, write=_lowered, note="product"),
+    Row("onednn.conv", patterns.CONV, write=_lowered, note="convolution"),
+    Row("onednn.attention", patterns.ATTENTION, write=_lowered, note="attention"),
+)  # fmt: skip
+"""In the order in which they are asked."""

@@ -15,6 +15,9 @@ from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.rules.space import layout_of
 
+RULE = "onednn.group_norm"
+"""Whether it is applied depends on the layout at hand, so that no row can claim it before."""
+
 
 def lower(op: OpView, b: Builder) -> bool:
     """Write `op` as means over points and then over the channels of a group, of the values, of their distances from that and of the
@@ -22,9 +25,9 @@ def lower(op: OpView, b: Builder) -> bool:
 
     The mean of the distances is what rounding left of the mean: the same at every point, so that it would add up further on.
     """
-    if op.op != "group_norm" or not all(b.links.unused(v) for v in op.outs[1:]):
+    if op.op != "group_norm" or not b.ctx.rules.allows(RULE) or not all(b.graph.unused(v) for v in op.outs[1:]):
         return False
-    given: tuple[Any, ...] = b.at_hand(op).args
+    given: tuple[Any, ...] = b.resolved(op).args
     x, weight, bias, *_, groups, eps = given
     spec = x.spec
     if spec is None or spec.dtype is not torch.float32 or not spec.static or layout_of(spec) != "channels_last":
@@ -32,19 +35,20 @@ def lower(op: OpView, b: Builder) -> bool:
     mean = _means(x, groups, b)
 
     def distance() -> Value:  # written out for every use, so that each kernel computes it and none stores it
-        return b.behind("sub", x, mean)
+        return b.append_op("sub", x, mean)
 
     d = distance()
-    rest, squares = _means(distance(), groups, b), _means(b.behind("mul", d, d), groups, b)
-    variance = b.behind("sub", squares, b.behind("mul", rest, rest))
-    factor = b.behind("rsqrt", b.behind("add", variance, eps))
+    rest, squares = _means(distance(), groups, b), _means(b.append_op("mul", d, d), groups, b)
+    variance = b.append_op("sub", squares, b.append_op("mul", rest, rest))
+    factor = b.append_op("rsqrt", b.append_op("add", variance, eps))
     column = (1, spec.shape[1], 1, 1)
     if weight is not None:
-        factor = b.behind("mul", factor, b.behind("view", weight, column))
-    shift = b.behind("mul", rest, factor)
-    shift = b.behind("neg", shift) if bias is None else b.behind("sub", b.behind("view", bias, column), shift)
-    b.behind("add", b.behind("mul", distance(), factor), shift, out=b.placed(op.out, spec.stride))
+        factor = b.append_op("mul", factor, b.append_op("view", weight, column))
+    shift = b.append_op("mul", rest, factor)
+    shift = b.append_op("neg", shift) if bias is None else b.append_op("sub", b.append_op("view", bias, column), shift)
+    b.append_op("add", b.append_op("mul", distance(), factor), shift, out=b.with_layout(op.out, spec.stride))
     b.notes[op.id] = "in kernels, along the channels"
+    b.ctx.rules.hit(RULE)
     return True
 
 
@@ -54,6 +58,6 @@ def _means(x: Value, groups: int, b: Builder) -> Value:
     n, channels, *_ = x.spec.shape
     assert isinstance(channels, int)
     apart = (n, groups, channels // groups)
-    over_points = b.behind("view", b.behind("mean", x, (2, 3), True), apart)
-    over_group = b.behind("mean", over_points, (2,), True)
-    return b.behind("reshape", b.behind("expand", over_group, apart), (n, channels, 1, 1))
+    over_points = b.append_op("view", b.append_op("mean", x, (2, 3), True), apart)
+    over_group = b.append_op("mean", over_points, (2,), True)
+    return b.append_op("reshape", b.append_op("expand", over_group, apart), (n, channels, 1, 1))

@@ -1,8 +1,4 @@
-"""Which neighbours a library call takes in: the patterns of the fusion pass as data, and the matcher over
-`OpView`s.
-
-Nothing here knows the host: a pattern is found from ops, their arguments and who uses their values.
-"""
+"""Which neighbours a library call takes in: post-ops as a table, and what may follow each anchor as chains of optional steps."""
 
 from __future__ import annotations
 
@@ -10,8 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.region.match import Links
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright_onednn import sums
 
 Scalars = tuple[float, ...]
 
@@ -54,99 +54,69 @@ POST_OPS: Mapping[str, PostOp] = {
 """Row of the opset -> post-op. Which ones lose NaN was measured;
 tests/backends/onednn/test_special_values.py keeps watch."""
 
-CHAINS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("unary",),
-    "addmm": ("unary",),
-    "mm": ("unary",),
-    "conv": ("batch_norm", "add", "unary"),
-}
-"""What may follow each anchor, in this order, every stage optional. A linear takes no binary post-op: it
-measures slower
-than a separate addition, and up to nine times slower with a bias (docs/studies/onednn.md)."""
-
 AFTER_ADD = frozenset({"relu"})
 """The unary ops that torch's mkldnn ops take behind a binary one."""
 
 
-@dataclass(frozen=True)
-class Match:
-    """An anchor and the ops that its library call takes in. `last` makes the value that the call stores."""
-
-    anchor: OpView
-    batch_norm: OpView | None = None
-    add: OpView | None = None
-    unary: OpView | None = None
-
-    @property
-    def ops(self) -> tuple[OpView, ...]:
-        """All ops of the match, in order."""
-        return tuple(op for op in (self.anchor, self.batch_norm, self.add, self.unary) if op is not None)
-
-    @property
-    def posts(self) -> tuple[OpView, ...]:
-        """The ops behind the anchor, in order."""
-        return self.ops[1:]
-
-    @property
-    def last(self) -> OpView:
-        return self.ops[-1]
-
-    @property
-    def other(self) -> Value | None:
-        """What the binary post-op adds."""
-        return None if self.add is None else _other(self.add, self._before_add)
-
-    @property
-    def _before_add(self) -> Value:
-        return (self.batch_norm or self.anchor).out
-
-    def post_op(self) -> tuple[str, Scalars, str]:
-        """Attribute, scalars and algorithm as torch's mkldnn ops take them."""
-        if self.unary is None:
-            return "none", (), ""
-        post = POST_OPS[self.unary.op]
-        return post.attr, post.scalars(self.unary) or (), post.algorithm(self.unary)
+def posts(m: Match) -> tuple[OpView, ...]:
+    """The ops behind the anchor, in order."""
+    return m.ops[1:]
 
 
-Allowed = Callable[[str, OpView], bool]
-"""(stage, op) -> whether the backend takes this op in this place; for what depends on constants and
-options."""
+def other_of(m: Match) -> Value | None:
+    """What the binary post-op adds."""
+    add = m.get("add")
+    return None if add is None else _other(add, (m.get("batch_norm") or m.anchor).out)
 
 
-def match(anchor: OpView, links: Links, allowed: Allowed = lambda stage, op: True) -> Match:
-    """The longest chain behind `anchor` whose values in between nobody else sees."""
-    found: dict[str, OpView] = {}
-    value = anchor.out
-    for stage in CHAINS.get(anchor.op, ()):
-        op = links.only_user(value)
-        if op is None:
-            break
-        if stage == "unary" and "add" in found and op.op not in AFTER_ADD:
-            break
-        if _STAGES[stage](op, value, links) and allowed(stage, op):
-            found[stage] = op
-            value = op.out
-    return Match(anchor, **found)
+def post_op(m: Match) -> tuple[str, Scalars, str]:
+    """Attribute, scalars and algorithm of the unary op as torch's mkldnn ops take them."""
+    unary = m.get("unary")
+    if unary is None:
+        return "none", (), ""
+    post = POST_OPS[unary.op]
+    return post.attr, post.scalars(unary) or (), post.algorithm(unary)
 
 
-def _is_unary(op: OpView, value: Value, links: Links) -> bool:
-    post = POST_OPS.get(op.op)
-    if post is None or op.args[0] != value or not _same_type(op.out, value):
+def is_packed(op: OpView, b: Builder) -> bool:
+    """Whether the weight of a convolution lies in oneDNN's own layout."""
+    return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
+
+
+def _unary(op: OpView, m: Match, b: Builder) -> bool:
+    post = POST_OPS[op.op]
+    if op.args[0] != m.out or not _same_type(op.out, m.out) or post.scalars(op) is None:
         return False
-    return post.scalars(op) is not None
+    after_add = m.get("add") is None or op.op in AFTER_ADD
+    return after_add and (post.exact or bool(b.ctx.options["finite_math"]))
 
 
-def _is_batch_norm(op: OpView, value: Value, links: Links) -> bool:
-    if op.op != "batch_norm" or op.arg("input") != value or not _same_type(op.out, value):
+def _unary_of_conv(op: OpView, m: Match, b: Builder) -> bool:
+    return _unary(op, m, b) and not _in_parts(m, b)
+
+
+def _in_parts(m: Match, b: Builder) -> bool:
+    """A convolution whose long sums are several: the kernel that adds them up takes in what is behind."""
+    return is_packed(m.anchor, b) and sums.parts_of(m.anchor) > 1
+
+
+def _batch_norm(op: OpView, m: Match, b: Builder) -> bool:
+    """One of constants, whose statistics nobody reads."""
+    if op.arg("input") != m.out or not _same_type(op.out, m.out) or not all(map(b.graph.unused, op.outs[1:])):
         return False
-    return all(links.unused(v) for v in op.outs[1:])
+    statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
+    return all(b.is_const(v) for v in [m.anchor.arg("weight"), m.anchor.arg("bias"), *statistics])
 
 
-def _is_add(op: OpView, value: Value, links: Links) -> bool:
-    if op.op != "add" or op.arg("alpha") != 1 or not _same_type(op.out, value):
+def _residual(op: OpView, m: Match, b: Builder) -> bool:
+    """In fp32 an addition of its own is as fast or faster. Grouped convolutions have no fused one. Behind a batch norm the
+    bias is fp32, which the fused one does not take."""
+    if op.arg("alpha") != 1 or not _same_type(op.out, m.out) or m.get("batch_norm") is not None:
         return False
-    other = _other(op, value)
-    return other is not None and other != value and _same_type(other, value)
+    other, out = _other(op, m.out), m.out.spec
+    taken = other is not None and other != m.out and _same_type(other, m.out)
+    half = out is not None and out.dtype is torch.bfloat16
+    return taken and half and m.anchor.arg("groups") == 1 and not _in_parts(m, b)
 
 
 def _other(op: OpView, value: Value) -> Value | None:
@@ -160,8 +130,18 @@ def _same_type(a: Value, b: Value) -> bool:
     return isinstance(x, TensorSpec) and isinstance(y, TensorSpec) and (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
-_STAGES: Mapping[str, Callable[[OpView, Value, Links], bool]] = {
-    "unary": _is_unary,
-    "batch_norm": _is_batch_norm,
-    "add": _is_add,
-}
+PRODUCT = chain(
+    ("linear", "addmm", "mm"),
+    maybe(frozenset(POST_OPS), _unary, "unary", rule="onednn.product.unary"),
+)  # fmt: skip
+"""It takes no binary post-op: that measures slower than a separate addition, and up to nine times slower with a bias
+(docs/studies/onednn.md)."""
+
+CONV = chain(
+    "conv",
+    maybe("batch_norm", _batch_norm, "batch_norm", rule="onednn.conv.batch_norm"),
+    maybe("add", _residual, "add", rule="onednn.conv.residual"),
+    maybe(frozenset(POST_OPS), _unary_of_conv, "unary", rule="onednn.conv.unary"),
+)
+
+ATTENTION = chain(("sdpa", "sdpa_with_lse"))

@@ -61,9 +61,9 @@ def add_up(whole: Value, parts: int, out: Value, stride: tuple[int, ...], b: Bui
     shape, n = out.spec.shape, out.spec.shape[1]
     assert isinstance(n, int)
     side, dense = (TensorSpec(shape, s, out.spec.dtype) for s in (whole.spec.stride, stride))
-    terms = [b.behind("slice", whole, 1, k * n, (k + 1) * n, 1, out=b.ctx.value(side)) for k in range(parts)]
+    terms = [b.append_op("slice", whole, 1, k * n, (k + 1) * n, 1, out=b.ctx.value(side)) for k in range(parts)]
     while len(terms) > 2:
         pairs = zip(terms[::2], terms[1::2], strict=False)
         odd = terms[len(terms) & ~1 :]
-        terms = [b.behind("add", x, y, out=b.ctx.value(dense)) for x, y in pairs] + odd
-    b.behind("add", *terms, out=b.placed(out, stride))
+        terms = [b.append_op("add", x, y, out=b.ctx.value(dense)) for x, y in pairs] + odd
+    b.append_op("add", *terms, out=b.with_layout(out, stride))

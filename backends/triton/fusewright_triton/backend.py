@@ -41,7 +41,6 @@ from fusewright_triton.kernels.precompile import orders
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.select.calls import rewritten
-from fusewright_triton.select.quantized import with_few_rows
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable("triton cannot be imported", INSTALL)
@@ -182,7 +181,7 @@ class TritonBackend(FusedBackend):
         """As every fused backend; what this emitter cannot print is given back."""
         from fusewright_triton.runtime import refused
 
-        b = rewritten(self.lowerings, with_few_rows(region, ctx), ctx)
+        b = rewritten(self.lowerings, region, ctx)
         self._ask_ahead(b)
         fragment = fuse(b.finish(), ctx, b.calls)
         found = self.target(self.running_on())

@@ -7,7 +7,7 @@ import torch
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright_triton.select import convolutions, products, quantized
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
-from fusewright_triton.select.calls import OpCode
+from fusewright_triton.select.calls import OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 """Of both vendors."""
@@ -18,12 +18,12 @@ CUDNN: LoweringTable[OpCode] = LoweringTable()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 for table in (LOWERINGS, CUDNN):
-    table.add("linear", dtypes=FLOATS, dynamic=True, when=products.reason)(products.lower)
-    table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(quantized.lower_mm)
-    table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(quantized.lower_int_mm)
-    table.add("sdpa", when=decode.reason)(decode.lower)
-    table.add("sdpa", when=short_sequence.reason)(short_sequence.lower)
-    table.add("sdpa", when=sdpa.sdpa_reason)(sdpa.lower_sdpa)
-    table.add("softmax", dtypes=FLOATS, when=unfused.reason)(unfused.lower)
+    table.add("linear", dtypes=FLOATS, dynamic=True, when=products.reason)(by_rows(products.ROWS))
+    table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(by_rows(quantized.MM))
+    table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(by_rows(quantized.INT_MM))
+    table.add("sdpa", when=decode.reason)(by_rows((*decode.ROWS, *sdpa.ROWS)))
+    table.add("sdpa", when=short_sequence.reason)(by_rows(short_sequence.ROWS))
+    table.add("sdpa", when=sdpa.sdpa_reason)(by_rows(sdpa.ROWS))
+    table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
-CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(convolutions.lower)
+CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows(convolutions.ROWS))

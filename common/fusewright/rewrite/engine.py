@@ -7,9 +7,9 @@ all". Every rule must be exact: the rewritten graph gives the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,69 +18,44 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code, exposed
 from fusewright.graph.spec import value_of
+from fusewright.interface import RuleLog
+from fusewright.toolkit.region.pattern import ANY, Env, P, matches, p
+
+__all__ = ["ANY", "READER", "Env", "P", "Rewriter", "Rule", "match", "p"]
 
 
-class _Any:
-    def __repr__(self) -> str:
-        return "ANY"
+def match(pattern: P, node: Any, env: dict[str, Any]) -> bool:
+    """Whether `node` matches; captures are written to `env`."""
+    found = next(matches(pattern, _call(node), env, READER), None)
+    env.update(found or {})
+    return found is not None
 
 
-ANY = _Any()
-"""Matches every argument."""
-
-Env: TypeAlias = dict[str, Any]
+def _call(node: Any) -> Node | None:
+    return node if isinstance(node, Node) and node.op == "call_function" else None
 
 
-@dataclass(frozen=True)
-class P:
-    """A pattern: the row names that may stand here ("aten.name.overload" for an op in no row), and patterns for the leading
-    arguments.
+class _Nodes:
+    """Patterns over the nodes of a traced graph."""
 
-    An argument pattern is a nested `P`, a `str` that captures (the same name twice must match the same thing),
-    `ANY`, or a literal that must be equal. Missing trailing patterns match everything.
-    """
+    def name(self, op: Node) -> str:
+        row = ops.find(op.target)
+        return row.name if row is not None else str(op.target)
 
-    op: str | tuple[str, ...]
-    args: tuple[Any, ...] = ()
-    capture: str = ""
+    def args(self, op: Node) -> Sequence[Any]:
+        return op.args
 
-    def names(self) -> tuple[str, ...]:
-        return (self.op,) if isinstance(self.op, str) else self.op
+    def producer(self, arg: Any) -> Node | None:
+        return _call(arg)
 
+    def same(self, a: Any, b: Any) -> bool:
+        return a is b
 
-def p(op: str | tuple[str, ...], *args: Any, capture: str = "") -> P:
-    """Shorthand: `p("mm", "x", p("t", "w"))`."""
-    return P(op, args, capture)
+    def alone(self, arg: Any) -> bool:
+        return isinstance(arg, Node) and len(arg.users) == 1
 
 
-def match(pattern: P, node: Any, env: Env) -> bool:
-    """Whether `node` matches; captures are written to `env` (which holds rubbish after a failure)."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return False
-    if _name(node) not in pattern.names() or len(pattern.args) > len(node.args):
-        return False
-    if pattern.capture:
-        env[pattern.capture] = node
-    return all(_match_arg(a, b, env) for a, b in zip(pattern.args, node.args, strict=False))
-
-
-def _name(node: Node) -> str:
-    """What patterns call the op of a node."""
-    row = ops.find(node.target)
-    return row.name if row is not None else str(node.target)
-
-
-def _match_arg(pattern: Any, arg: Any, env: Env) -> bool:
-    if pattern is ANY:
-        return True
-    if isinstance(pattern, P):
-        return match(pattern, arg, env)
-    if isinstance(pattern, str):
-        if pattern in env:
-            return env[pattern] is arg
-        env[pattern] = arg
-        return True
-    return not isinstance(arg, Node) and type(arg) is type(pattern) and arg == pattern
+READER = _Nodes()
 
 
 @dataclass(frozen=True)
@@ -95,12 +70,10 @@ class Rule:
 
 @dataclass
 class Rewriter:
-    """Applies rules to one graph until nothing matches. `fuel` limits the number of rewrites (None: no limit)."""
+    """Applies rules to one graph until nothing matches, as far as the log allows."""
 
     graph: Graph
-    disabled: Collection[str] = ()
-    fuel: int | None = None
-    hits: Counter[str] = field(default_factory=Counter)
+    log: RuleLog = field(default_factory=RuleLog)
 
     def __post_init__(self) -> None:
         (output,) = self.graph.find_nodes(op="output")
@@ -129,27 +102,27 @@ class Rewriter:
         """One pass over the graph in order, repeating on each replacement; returns hits by rule id."""
         by_root: dict[str, list[Rule]] = {}
         for rule in rules:
-            if rule.id not in self.disabled:
+            if rule.id not in self.log.disabled:
                 for name in rule.pattern.names():
                     by_root.setdefault(name, []).append(rule)
         for node in list(self.graph.nodes):
             while node is not None and node.op == "call_function" and (node.users or node in self.returned):
                 node = self._apply_one(node, by_root)
         drop_dead_code(self.graph)
-        return self.hits
+        return self.log.hits
 
     def _apply_one(self, node: Node, by_root: dict[str, list[Rule]]) -> Any:
-        for rule in by_root.get(_name(node), ()):
-            if self.fuel is not None and sum(self.hits.values()) >= self.fuel:
+        for rule in by_root.get(READER.name(node), ()):
+            if not self.log.allows(rule.id):
                 return None
-            env: Env = {}
+            env: dict[str, Any] = {}
             if not match(rule.pattern, node, env):
                 continue
             with self.graph.inserting_before(node):
                 new = rule.build(self, node, env)
             if new is None or new is node:
                 continue
-            self.hits[rule.id] += 1
+            self.log.hit(rule.id)
             node.replace_all_uses_with(new)
             if node in self.returned:
                 self.returned = self.returned - {node} | {new}

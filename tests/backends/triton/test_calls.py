@@ -16,9 +16,10 @@ from fusewright.interface import Device, Fragment, OpView, Value
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
+from fusewright.toolkit.region.graph import Claim
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.select import convolutions
-from fusewright_triton.select.calls import Calls, Found, OpCode, rewritten
+from fusewright_triton.select.calls import Calls, OpCode, rewritten
 from tests.backends.onednn.common import close
 from tests.fragments import Context, Sketch, by_preference, targets
 
@@ -220,15 +221,15 @@ def test_a_call_is_written_where_its_last_op_was() -> None:
     order: list[str] = []
 
     @table.add("relu")
-    def with_exp(op: OpView, c: Calls) -> Found:
-        then = c.b.links.only_user(op.out)
-        assert then is not None and c.producer(then.out) is then and c.producer(op.arg("self")) is None
+    def with_exp(op: OpView, c: Calls) -> Claim:
+        then = c.graph.only_user(op.out)
+        assert then is not None and c.graph.producer(then.out) is then and c.graph.producer(op.arg("self")) is None
 
         def write(calls: Calls) -> None:
             order.append(f"call at {then.op}")
             calls.b.call("aten::exp.default", calls.b.exact(op.arg("self")), out=then.out, op=then)
 
-        return Found((op, then), then, write, "relu and exp")
+        return Claim((op, then), then, write, "relu and exp")
 
     @table.add("neg")
     def nothing(op: OpView, c: Calls) -> None:
@@ -247,13 +248,13 @@ def test_what_a_call_took_is_asked_no_more() -> None:
     table: LoweringTable[OpCode] = LoweringTable()
 
     @table.add("relu")
-    def with_exp(op: OpView, c: Calls) -> Found:
-        then = c.b.links.only_user(op.out)
+    def with_exp(op: OpView, c: Calls) -> Claim:
+        then = c.graph.only_user(op.out)
         assert then is not None
-        return Found((op, then), then, lambda calls: calls.b.call("aten::exp.default", out=then.out, op=then), "both")
+        return Claim((op, then), then, lambda calls: calls.b.call("aten::exp.default", out=then.out, op=then), "both")
 
     @table.add("exp")
-    def exp(op: OpView, c: Calls) -> Found:
+    def exp(op: OpView, c: Calls) -> Claim:
         pytest.fail("relu's call has taken it")
 
     rewritten(table, g.region([y]), Context({}, REAL))
@@ -266,12 +267,12 @@ def claiming(*claims: Sequence[int], also: Sequence[int] = ()) -> tuple[Lowering
     written: list[tuple[int, ...]] = []
     waiting = list(claims)
 
-    def found(places: Sequence[int], c: Calls, also: tuple[Found, ...] = ()) -> Found:
-        ops = tuple(c.region.ops[k] for k in places)
-        return Found(ops, ops[-1], lambda c: written.append(tuple(places)), "a call", also)
+    def found(places: Sequence[int], c: Calls, also: tuple[Claim, ...] = ()) -> Claim:
+        ops = tuple(list(c.graph)[k] for k in places)
+        return Claim(ops, ops[-1], lambda c: written.append(tuple(places)), "a call", also)
 
     @table.add("relu")
-    def claim(op: OpView, c: Calls) -> Found:
+    def claim(op: OpView, c: Calls) -> Claim:
         first = len(waiting) == len(claims)
         return found(waiting.pop(0), c, (found(also, c),) if also and first else ())
 

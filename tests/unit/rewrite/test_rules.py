@@ -11,6 +11,7 @@ from torch.fx import Graph
 from fusewright.graph import verify
 from fusewright.graph.parser import parse
 from fusewright.graph.printer import to_text
+from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import ANY, Rewriter, Rule, match, p
 from fusewright.rewrite.rules import RULES, merge_common
 
@@ -152,7 +153,7 @@ KEPT: dict[str, list[str]] = {
 
 def rewritten(text: str, *only: str, fuel: int | None = None) -> tuple[str, Counter[str]]:
     graph = parse(text)
-    rewriter = Rewriter(graph, disabled=[r.id for r in RULES if only and r.id not in only], fuel=fuel)
+    rewriter = Rewriter(graph, RuleLog([r.id for r in RULES if only and r.id not in only], fuel))
     hits = rewriter.run(RULES)
     verify.check(graph, "rewriting")
     return to_text(graph), hits
@@ -184,7 +185,7 @@ def test_leaves_alone(rule: str, text: str) -> None:
 def test_a_disabled_rule_does_nothing(rule: str) -> None:
     before, _ = REWRITES[rule]
     graph = parse(before)
-    assert not Rewriter(graph, disabled=[r.id for r in RULES]).run(RULES)
+    assert not Rewriter(graph, RuleLog([r.id for r in RULES])).run(RULES)
     assert to_text(graph) == before
 
 
@@ -230,7 +231,7 @@ def test_fuel_bisects_to_the_wrong_rewrite() -> None:
 
     def right(fuel: int) -> bool:
         graph = parse(text)
-        Rewriter(graph, fuel=fuel).run([*RULES, wrong])
+        Rewriter(graph, RuleLog(fuel=fuel)).run([*RULES, wrong])
         return "relu" in to_text(graph)
 
     assert [right(fuel) for fuel in range(3)] == [True, True, False]

@@ -18,7 +18,7 @@ def orders(b: Builder) -> list[Order]:
     calls = [i for c in b.calls for i in c.instructions if isinstance(i, Call)]
     if not any(c.target in OPERATORS for c in calls):
         return []
-    values = (v for op in (*b.region.ops, *b.ops) for v in (*op.inputs(), *op.outs))
+    values = (v for op in (*b.graph, *b.ops) for v in (*op.inputs(), *op.outs))
     specs = {v.id: v.spec for v in values if v.spec is not None}
     makers = {out: c for c in calls for out in c.outs}
     metas = _Metas(specs, makers)

@@ -8,7 +8,7 @@ Convolutions of patches, whose stride is their size, are products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,26 +17,13 @@ import torch
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import channels_last_strides
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright.toolkit.region.graph import Claim
+from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_triton.select.calls import Calls, spec_of
 
-
-@dataclass
-class Match:
-    """A convolution and what its call takes in: batch norm, addition of `other`, relu. `ops` are all, in order.
-
-    `shortcut` is the convolution behind `other` whose shift this call adds; `shifted` is False for that one."""
-
-    conv: OpView
-    ops: list[OpView] = field(default_factory=list)
-    norm: OpView | None = None
-    other: Value | None = None
-    relu: bool = False
-    shortcut: Match | None = None
-    shifted: bool = True
-
-    @property
-    def out(self) -> Value:
-        return self.ops[-1].out
+SHORTCUT = "triton.conv.shortcut"
+"""The id of the row's other half: a convolution whose shift the call that adds its result takes over."""
 
 
 def reason(op: OpView) -> str | None:
@@ -49,99 +36,83 @@ def reason(op: OpView) -> str | None:
     return "mixed dtypes" if x.dtype != w.dtype else None
 
 
-def lower(op: OpView, c: Calls) -> Found | None:
-    """One convolution, by `cudnn_convolution_relu` and its like where they take all of it."""
-    if not c.is_const(op.arg("weight"), op.arg("bias")):
-        return None
-    if _patches(op):
-        return Found((op,), op, partial(_product, op), "convolution of patches as a product")
-    m = _match(op, c)
-    if m.other is not None:
-        m.shortcut = _shortcut(m, c)
-    return _call(m)
+def _constant(m: Match, c: Calls) -> bool:
+    return c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
 
 
-def _call(m: Match) -> Found:
-    ops = tuple(m.ops)
-    note = " + ".join(["convolution, channels-last", *(p.op for p in ops[1:])])
-    return Found(ops, m.ops[-1], partial(_write, m), note, (_call(m.shortcut),) if m.shortcut is not None else ())
+def _cuts(m: Match, c: Calls) -> bool:
+    return _constant(m, c) and _patches(m.anchor)
 
 
-def _match(op: OpView, c: Calls) -> Match:
-    """The convolution with its neighbours when a relu ends them, else alone."""
-    alone, m = Match(op, [op]), Match(op, [op])
-    if op.arg("groups") != 1:
-        return alone
-    then = c.only_user(op.out)
-    if then is not None and _is_norm(then, op.out, c):
-        m.norm = then
-        m.ops.append(then)
-        then = c.only_user(then.out)
-    if then is not None and _adds(then, m.out):
-        a, b = then.args[0], then.args[1]
-        m.other = b if a == m.out else a  # type: ignore[assignment]
-        m.ops.append(then)
-        then = c.only_user(then.out)
-    if then is None or then.op != "relu":
-        return alone
-    m.relu = True
-    m.ops.append(then)
-    return m
+def _whole(m: Match, c: Calls) -> bool:
+    """The library's fused calls take no groups."""
+    return _constant(m, c) and m.anchor.arg("groups") == 1
 
 
-def _is_norm(op: OpView, value: Value, c: Calls) -> bool:
-    if op.op != "batch_norm" or op.arg("input") != value or not all(map(c.b.links.unused, op.outs[1:])):
+def _normed(op: OpView, m: Match, c: Calls) -> bool:
+    """A batch norm of constants, whose statistics nobody reads."""
+    if op.arg("input") != m.out or not all(map(c.graph.unused, op.outs[1:])):
         return False
     return c.is_const(*(op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")))
 
 
-def _adds(op: OpView, value: Value) -> bool:
-    if op.op != "add" or op.arg("alpha") != 1:
-        return False
+def _added(op: OpView, m: Match, c: Calls) -> bool:
     a, b = op.args[0], op.args[1]
-    return isinstance(a, Value) and isinstance(b, Value) and a != b and _alike(a, value) and _alike(b, value)
+    both = isinstance(a, Value) and isinstance(b, Value) and a != b and op.arg("alpha") == 1
+    return both and _alike(a, m.out) and _alike(b, m.out)  # type: ignore[arg-type]
 
 
 def _alike(a: Value, b: Value) -> bool:
     return (spec_of(a).shape, spec_of(a).dtype) == (spec_of(b).shape, spec_of(b).dtype)
 
 
-def _shortcut(m: Match, c: Calls) -> Match | None:
+def _with_other(m: Match, c: Calls) -> Match:
+    """The other summand, and the shortcut that makes it."""
+    before, (a, b) = (m.get("norm") or m.anchor).out, m["add"].args[:2]
+    other = b if a == before else a
+    return m.with_ops(other=other, shortcut=_shortcut(other, c))
+
+
+def _shortcut(other: Value, c: Calls) -> Match | None:
     """The convolution and batch norm behind the other side of an addition, if nobody else reads it."""
-    assert m.other is not None
-    norm = c.producer(m.other)
-    if norm is None or norm.op != "batch_norm" or not c.free(norm) or c.b.links.only_user(m.other) is None:
+    pattern = p("batch_norm", p("conv", capture="conv", alone=True), capture="norm")
+    norm = c.graph.producer(other) if c.graph.only_user(other) is not None else None
+    found = find(pattern, norm, c.graph, c) if norm is not None and c.ctx.rules.allows(SHORTCUT) else None
+    if found is None or not all(map(c.graph.free, found.ops)):
         return None
-    conv = c.producer(norm.arg("input"))
-    if conv is None or conv.op != "conv" or not c.free(conv):
+    conv = Match(found["conv"], (found["conv"],))
+    if reason(conv.anchor) is not None or not _whole(conv, c) or _patches(conv.anchor) or not _normed(found.last, conv, c):
         return None
-    if reason(conv) is not None or conv.arg("groups") != 1 or _patches(conv):
-        return None
-    if not _is_norm(norm, conv.out, c) or c.b.links.only_user(conv.out) is not norm:
-        return None
-    if not c.is_const(conv.arg("weight"), conv.arg("bias")):
-        return None
-    return Match(conv, [conv, norm], norm, shifted=False)
+    return conv.with_ops(found.last, norm=found.last, unshifted=True)
+
+
+def _with_shortcut(m: Match, ops: tuple[OpView, ...], c: Calls) -> tuple[Claim, ...]:
+    s = m["shortcut"]
+    return () if s is None else (Claim(s.ops, s.last, partial(_write, s), _note(s), rules=(SHORTCUT,)),)
+
+
+def _note(m: Match) -> str:
+    return " + ".join(["convolution, channels-last", *(op.op for op in m.ops[1:])])
 
 
 def _write(m: Match, c: Calls) -> None:
     """Calls whose last one makes `m.out`, channels-last."""
-    op, b = m.conv, c.b
+    op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
     x = b.any_strides(op.arg("input"))
     geometry = tuple(op.arg(n) for n in ("stride", "padding", "dilation"))
     groups = op.arg("groups")
     library = partial(b.library, out=m.out, stride=stride, op=op)
-    if not m.relu:
-        weight = _folded(m, c)[0] if m.norm is not None else _packed(b.exact(op.arg("weight")), c)
-        bias = c.exact(op.arg("bias")) if m.shifted else None
+    if m.get("relu") is None:
+        weight = _folded(m, c)[0] if m.get("norm") is not None else _packed(b.exact(op.arg("weight")), c)
+        bias = None if m.get("unshifted") else c.exact(op.arg("bias"))
         library("aten::convolution.default", x, weight, bias, *geometry, False, (0, 0), groups)
         return
     weight, bias = _folded(m, c)
-    if m.shortcut is not None:
-        bias = b.prepare("aten::add.Tensor", bias, _folded(m.shortcut, c)[1])
+    if m.get("shortcut") is not None:
+        bias = b.prepare("aten::add.Tensor", bias, _folded(m["shortcut"], c)[1])
     bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
-    other = b.any_strides(m.other)
+    other = b.any_strides(m.get("other"))
     if not c.fused:
         _unfused(c, (x, weight, bias, *geometry, False, (0, 0), groups), other, library)
     elif other is None:
@@ -167,8 +138,8 @@ def _packed(weight: Ref, c: Calls) -> Ref:
 
 def _folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
     """Weight (channels-last) and shift (fp32), with the batch norm's scale and shift multiplied in, in fp32."""
-    prepare, bias, norm = c.b.prepare, m.conv.arg("bias"), m.norm
-    weight = c.b.exact(m.conv.arg("weight"))
+    prepare, bias, norm = c.b.prepare, m.anchor.arg("bias"), m.get("norm")
+    weight = c.b.exact(m.anchor.arg("weight"))
 
     def wide(value: Value) -> Ref:
         return prepare("aten::_to_copy.default", c.b.exact(value), dtype=torch.float32)
@@ -185,14 +156,14 @@ def _folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
     if norm.arg("bias") is not None:
         shift = prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
     column = prepare("aten::view.default", scale, (-1, 1, 1, 1))
-    scaled = prepare("aten::mul.Tensor", wide(m.conv.arg("weight")), column)
-    return _packed(prepare("aten::_to_copy.default", scaled, dtype=spec_of(m.conv.arg("weight")).dtype), c), shift
+    scaled = prepare("aten::mul.Tensor", wide(m.anchor.arg("weight")), column)
+    return _packed(prepare("aten::_to_copy.default", scaled, dtype=spec_of(m.anchor.arg("weight")).dtype), c), shift
 
 
 def _zeros(m: Match, c: Calls) -> Ref:
     """A shift of nothing, where the weight is."""
     return c.b.prepare(
-        "aten::new_zeros.default", c.b.exact(m.conv.arg("weight")), (spec_of(m.out).shape[1],), dtype=torch.float32
+        "aten::new_zeros.default", c.b.exact(m.anchor.arg("weight")), (spec_of(m.out).shape[1],), dtype=torch.float32
     )
 
 
@@ -216,12 +187,13 @@ def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -
     ordered = c.ctx.value(replace(x, shape=tuple(split[i] for i in order), stride=tuple(strides[i] for i in order)))
     for name, given, made in (("view", (op.arg("input"), tuple(split)), apart), ("permute", (apart, tuple(order)), ordered)):
         names = tuple(a.name for a in getattr(torch.ops.aten, name).default._schema.arguments)
-        c.b.ops.append(c.b.at_hand(OpView(c.ctx.value(None).id, name, f"aten::{name}.default", names, given, (made,))))
+        c.b.ops.append(c.b.resolved(OpView(c.ctx.value(None).id, name, f"aten::{name}.default", names, given, (made,))))
     return ordered
 
 
-def _product(op: OpView, c: Calls) -> None:
+def _product(m: Match, c: Calls) -> None:
     """Windows as rows, times the weight as a matrix; the result is channels-last."""
+    op = m.anchor
     b, x, w = c.b, c.b.spec(op.arg("input")), spec_of(op.arg("weight"))
     n, channels, height, width = x.shape
     outs, _, kh, kw = w.shape
@@ -233,7 +205,7 @@ def _product(op: OpView, c: Calls) -> None:
         return Ref(made.id)
 
     inner = (3, 5, 1) if x.stride[1] == 1 else (1, 3, 5)  # rows in the order in which memory lies
-    windows = b.in_rows(_windows(op, (n, channels, h, kh, v, kw), (0, 2, 4, *inner), c))
+    windows = b.row_major(_windows(op, (n, channels, h, kh, v, kw), (0, 2, 4, *inner), c))
     rows = call("aten::view.default", Ref(windows.id), (-1, channels * kh * kw))  # type: ignore[operator]
     weight = b.exact(op.arg("weight"))
     if inner != (1, 3, 5):
@@ -243,3 +215,17 @@ def _product(op: OpView, c: Calls) -> None:
     image = call("aten::view.default", product, (n, h, v, outs))
     stride = channels_last_strides(spec_of(op.out).shape)  # type: ignore[arg-type]
     b.library("aten::permute.default", image, (0, 3, 1, 2), out=op.out, stride=stride, op=op)
+
+
+_NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
+
+ROWS = (
+    Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),
+    Row(
+        "triton.conv.residual", chain("conv", _NORM, one("add", _added, "add"), one("relu", capture="relu")),
+        when=_whole, extend=_with_other, also=_with_shortcut, write=_write, note=_note,
+    ),
+    Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
+    Row("triton.conv.alone", chain("conv"), when=_constant, write=_write, note=_note),
+)  # fmt: skip
+"""Of convolutions, in the order in which they are asked: what `cudnn_convolution_relu` and its like take, they get."""

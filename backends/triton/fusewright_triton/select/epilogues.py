@@ -7,7 +7,6 @@ multiples of 16 bytes are three to six times slower. `kernels/hopper.py` and, fo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -16,9 +15,15 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.lower.tables import RULES
 from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.toolkit.region.pattern import Match, chain, many, one
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.graphs import repeated, several
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.select.calls import Calls, spec_of
+
+RESHAPES = frozenset({"view", "reshape", "alias"})
+
+ACTIVATIONS = frozenset(product_ops.ACTIVATIONS) | {"gelu"}
 
 
 def suits(op: OpView, c: Calls) -> bool:
@@ -40,32 +45,30 @@ def sizes(op: OpView) -> tuple[int, int, int]:
     return spec_of(op.out).numel_hint() // n, k, n
 
 
-def activated(op: OpView, c: Calls) -> Found | None:
-    """A linear with the activation that alone reads its result, unless a loop kernel behind takes the activation in."""
-    taken, user = _reader(op, c)
-    name = activation_of(user) if user is not None else None
-    if user is None or name is None or spec_of(user.out).dtype != spec_of(op.out).dtype:
-        return None
-    if not _stored(user.out, c) or not suits(op, c) or not dense(user.out) or not faster(op, Epilogue(name), c):
-        return None
-    return Found((*taken, user), user, partial(_write, op, user.out, name, None), f"product with {user.op}")
+def _same_rows(op: OpView, m: Match, c: Calls) -> bool:
+    """Whether an op gives the same rows in another shape."""
+    return _reshapes(op)
 
 
-def added(op: OpView, c: Calls) -> Found | None:
-    """A linear with the addition that alone reads its result: a residual, which a kernel would read, as the result itself."""
-    taken, user = _reader(op, c)
-    if user is None or user.op != "add" or user.arg("alpha") != 1:
+def _activated(m: Match, c: Calls) -> bool:
+    """An activation of the product's type that no loop kernel behind would take in."""
+    op, out = m.anchor, m.out
+    if spec_of(out).dtype != spec_of(op.out).dtype or activation_of(m.last) is None:
+        return False
+    return _stored(out, c) and suits(op, c) and dense(out)
+
+
+def _unscaled(op: OpView, m: Match, c: Calls) -> bool:
+    return bool(op.arg("alpha") == 1)
+
+
+def _with_residual(m: Match, c: Calls) -> Match | None:
+    """The other summand, of the product's form."""
+    op, made = m.anchor, spec_of(m.out)
+    residual = next((v for v in m.last.inputs() if v.id != m.ops[-2].out.id), None)
+    if residual is None or not _alike(spec_of(residual), made) or not _alike(spec_of(op.out), made):
         return None
-    residual = next((v for v in user.inputs() if v.id != taken[-1].out.id), None)
-    if (
-        residual is None
-        or not _alike(spec_of(residual), spec_of(user.out))
-        or not _alike(spec_of(op.out), spec_of(user.out))
-    ):
-        return None
-    if not suits(op, c) or not dense(user.out) or not faster(op, Epilogue("", True), c):
-        return None
-    return Found((*taken, user), user, partial(_write, op, user.out, "", residual), "product with what is added")
+    return m.with_ops(residual=residual) if suits(op, c) and dense(m.out) else None
 
 
 def _alike(a: TensorSpec, b: TensorSpec) -> bool:
@@ -73,20 +76,50 @@ def _alike(a: TensorSpec, b: TensorSpec) -> bool:
     return a.dtype == b.dtype and a.numel_hint() == b.numel_hint() and a.shape[-1:] == b.shape[-1:]
 
 
-def _reader(op: OpView, c: Calls) -> tuple[list[OpView], OpView | None]:
-    """A linear with the views of its rows behind it, and the one op that reads the last of them, unless it is taken."""
-    taken, user = [op], c.only_user(op.out)
-    while user is not None and _reshapes(user):
-        taken.append(user)
-        user = c.only_user(user.out)
-    return taken, user
+def leaving(m: Match, c: Calls) -> bool:
+    """A result that leaves the region as our kernel would write it."""
+    return _leaves(m.out, c) and suits(m.anchor, c) and dense(m.out)
 
 
-def plain(op: OpView, c: Calls) -> Found | None:
-    """A linear alone, where our kernel is the faster one: rows so short that a library's kernel waits for its epilogues."""
-    if c.ctx.device.simulated or not suits(op, c) or not dense(op.out) or not faster(op, Epilogue(), c):
-        return None
-    return Found((op,), op, partial(_write, op, op.out, "", None), "product")
+def _plain(m: Match, c: Calls) -> bool:
+    return not c.ctx.device.simulated and suits(m.anchor, c) and dense(m.out)
+
+
+def write(m: Match, c: Calls) -> None:
+    """The product with what was found behind it, as one call of our kernel."""
+    op, out, residual = m.anchor, m.out, m.get("residual")
+    name = "" if residual is not None else activation_of(m.last) or ""
+    given = c.b.any_strides(op.arg("input")), c.exact(op.arg("weight")), c.exact(op.arg("bias"))
+    product, wanted = spec_of(op.out), spec_of(out)
+    same = product.shape == wanted.shape
+    made = out if same else c.ctx.value(replace(product, stride=contiguous_strides(product.shape)))  # type: ignore[arg-type]
+    c.b.call(product_ops.LINEAR, *given, name, c.ctx.device.arch, c.exact(residual), out=made, op=op)
+    if not same:
+        c.b.call("aten::view.default", Ref(made.id), wanted.shape, out=out)
+
+
+def pays(m: Match, c: Calls) -> bool:
+    """Whether our kernel is faster than the library's product and what comes behind it."""
+    residual = m.get("residual") is not None
+    return faster(m.anchor, Epilogue("" if residual else activation_of(m.last) or "", residual), c)
+
+
+_VIEWS = many(RESHAPES, _same_rows)
+
+ACTIVATION = Row(
+    "triton.product.activation", chain("linear", _VIEWS, one(ACTIVATIONS)),
+    when=_activated, pays=pays, write=write, note=lambda m: f"product with {m.last.op}",
+)  # fmt: skip
+"""A linear with the activation that alone reads its result, unless a loop kernel behind takes the activation in."""
+
+RESIDUAL = Row(
+    "triton.product.residual", chain("linear", _VIEWS, one("add", _unscaled)),
+    extend=_with_residual, pays=pays, write=write, note="product with what is added",
+)  # fmt: skip
+"""A linear with the addition that alone reads its result: a residual, which a kernel would read, as the result itself."""
+
+PLAIN = Row("triton.product.plain", chain("linear"), when=_plain, pays=pays, write=write, note="product")
+"""A linear alone, where our kernel is the faster one: rows so short that a library's kernel waits for its epilogues."""
 
 
 def linear(op: OpView, n: int, weight: Ref, bias: Ref | None, out: Value, c: Calls) -> None:
@@ -98,27 +131,20 @@ def linear(op: OpView, n: int, weight: Ref, bias: Ref | None, out: Value, c: Cal
         c.b.call("aten::linear.default", x, weight, bias, out=out)
 
 
-def odd(op: OpView, c: Calls) -> Found | None:
-    """A linear with rows of odd length whose result leaves the region, so that padded rows would be copied."""
-    if not _leaves(op.out, c) or not suits(op, c) or not dense(op.out) or not faster(op, Epilogue(), c):
-        return None
-    return Found((op,), op, partial(_write, op, op.out, "", None), "product, rows of odd length")
-
-
 def _reshapes(op: OpView) -> bool:
     """Whether an op gives the same rows in another shape."""
-    return op.op in ("view", "reshape", "alias") and spec_of(op.out).shape[-1] == spec_of(op.args[0]).shape[-1]
+    return op.op in RESHAPES and spec_of(op.out).shape[-1] == spec_of(op.args[0]).shape[-1]
 
 
 def _leaves(v: Value, c: Calls) -> bool:
     """Whether a value, or rows of it in another shape, are used outside."""
-    views = (u.out for u in c.b.links.users(v) if _reshapes(u))
-    return any(o.id == v.id for o in c.region.outputs) or any(_leaves(o, c) for o in views)
+    views = (u.out for u in c.graph.users(v) if _reshapes(u))
+    return c.graph.escapes(v) or any(_leaves(o, c) for o in views)
 
 
 def _stored(v: Value, c: Calls) -> bool:
     """Whether somebody reads a value from memory, a library's call or the outside."""
-    users = c.b.links.users(v)
+    users = c.graph.users(v)
     return _leaves(v, c) or any(_stored(u.out, c) if _reshapes(u) else u.op not in RULES for u in users)
 
 
@@ -133,16 +159,6 @@ def dense(v: Value) -> bool:
     """Whether the graph wants a dense tensor."""
     spec = spec_of(v)
     return tuple(spec.stride) == contiguous_strides(spec.shape)  # type: ignore[arg-type]
-
-
-def _write(op: OpView, out: Value, name: str, residual: Value | None, c: Calls) -> None:
-    given = c.b.any_strides(op.arg("input")), c.exact(op.arg("weight")), c.exact(op.arg("bias"))
-    product, wanted = spec_of(op.out), spec_of(out)
-    same = product.shape == wanted.shape
-    made = out if same else c.ctx.value(replace(product, stride=contiguous_strides(product.shape)))  # type: ignore[arg-type]
-    c.b.call(product_ops.LINEAR, *given, name, c.ctx.device.arch, c.exact(residual), out=made, op=op)
-    if not same:
-        c.b.call("aten::view.default", Ref(made.id), wanted.shape, out=out)
 
 
 @dataclass(frozen=True)

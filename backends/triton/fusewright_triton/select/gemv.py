@@ -15,10 +15,12 @@ from typing import Any, TypeAlias
 import torch
 
 from fusewright import ops
-from fusewright.interface import CompileContext, Device, OpView, Region, TensorSpec, Value
+from fusewright.interface import CompileContext, OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import contiguous_strides
-from fusewright.toolkit.region.match import Links, made_of, siblings
-from fusewright_triton.target import named
+from fusewright.toolkit.region.graph import RegionGraph, made_of
+from fusewright.toolkit.region.pattern import ANY, Match, find, p, siblings
+from fusewright.toolkit.region.rewrite import Row, rewrite
+from fusewright_triton.target import Thresholds, named
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -37,20 +39,20 @@ MOST_AGAIN = 12
 """Most ops that are computed again for a factor."""
 
 
-def opened(region: Region, ctx: CompileContext) -> Region:
-    """The region with its products of few rows written as sums."""
-    if not any(op.op == "linear" and suits(op, ctx.device) for op in region.ops):
-        return region
-    return _Opener(region, ctx).run()
+def rewrite_products(graph: RegionGraph, ctx: CompileContext) -> None:
+    """Write the products of few rows in a region as sums. A library's call stays where nobody measured: to do it here would
+    build a kernel for every weight."""
+    target = named(ctx.device.arch)
+    if target.fitted is None and not ctx.device.simulated:
+        return
+    bounds = target.bounds
+    products = frozenset(op.id for op in graph if op.op in ("linear", "mm") and _reads_weight(op, graph, bounds))
+    if products and rewrite(graph, ROWS, _Sums(graph, ctx, products), ctx.rules):
+        graph.sweep(SHAPED | ALONG | {"mean", "sum"})  # what only the rows of those products needed
 
 
-def suits(op: OpView, device: Device) -> bool:
-    """Whether a linear is one whose time is that of reading its weight, which may be int8 (see `quantized`). A library's
-    call stays where nobody measured: to do it here would build a kernel for every weight."""
-    target = named(device.arch)
-    if target.fitted is None and not device.simulated:
-        return False
-    x, w, bias = (op.arg(n) for n in ("input", "weight", "bias"))
+def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Thresholds) -> bool:
+    """Whether the time of a product of `x` with the rows of `w`, which may be int8, is that of reading them."""
     if any(v.spec is None or not v.spec.static for v in (x, w, op.out)) or x.spec.dtype not in FLOATS:
         return False
     if spec_of(op.out).dtype != x.spec.dtype or w.spec.dtype not in (x.spec.dtype, torch.int8):
@@ -65,7 +67,7 @@ def suits(op: OpView, device: Device) -> bool:
     n, k = w.spec.shape
     rows = x.spec.numel_hint() // k
     dense = w.spec.stride[1] == 1 and w.spec.stride[0] >= k
-    return 1 <= rows <= target.bounds.gemv_rows and n * k >= target.bounds.gemv_weights and 256 <= k <= LONGEST and dense
+    return 1 <= rows <= bounds.gemv_rows and n * k >= bounds.gemv_weights and 256 <= k <= LONGEST and dense
 
 
 @dataclass
@@ -77,63 +79,26 @@ class _Scaled:
     per_row: list[Value] = field(default_factory=list)
 
 
-class _Opener:
-    """Rewrites one region. `made` are the new ops of the product at hand."""
+class _Sums:
+    """What the rows work with: the graph, the ids of products of few rows, and what was written for one and may serve
+    another. `made` are the new ops of the product at hand."""
 
-    def __init__(self, region: Region, ctx: CompileContext) -> None:
-        self.region, self.ctx = region, ctx
-        self.found = {op.id: op for op in region.ops if op.op == "linear" and suits(op, ctx.device)}
-        self.producer = {v.id: op for op in region.ops for v in op.outs}
-        self.position = {op.id: k for k, op in enumerate(region.ops)}
-        self.escaping = frozenset(v.id for v in region.outputs)
-        self.links = Links(region.ops, self.escaping)
-        self.const = region.constants
+    def __init__(self, graph: RegionGraph, ctx: CompileContext, products: frozenset[int]) -> None:
+        self.graph, self.ctx, self.products = graph, ctx, products
+        self.written: set[int] = set()
         self.made: list[OpView] = []
         self.again: dict[tuple[int, Shape], Value] = {}
 
-    def run(self) -> Region:
-        together = {op.id: g for g in self._concatenated() for op in g}
-        out: list[OpView] = []
-        for op in self.region.ops:
-            group = together.get(op.id, (op,))
-            if op.id not in self.found:
-                out.append(op)
-            elif len(group) == 1:
-                self._product(op.arg("input"), op.arg("weight"), op.arg("bias"), op.out, op.id)
-            elif group[0] is op:
-                self._joined(group)
-            out += self.made
-            self.made = []
-        return replace(self.region, ops=tuple(self._alive(out)))
+    def producer(self, value: Value) -> OpView | None:
+        """The op that made a value before products were written."""
+        made = self.graph.producer(value)
+        return None if made is not None and made.id in self.written else made
 
-    def _concatenated(self) -> list[tuple[OpView, ...]]:
-        """Products of the same row with constant weights of several heights: one with the weights one below another,
-        whose results are parts of it. Those of one height share a kernel as they are."""
-
-        def eligible(op: OpView) -> bool:
-            given = [v for v in (op.arg("weight"), op.arg("bias")) if v is not None]
-            alike = all(spec_of(v).dtype == spec_of(op.out).dtype for v in given)
-            return op.id in self.found and rows_of(op) == 1 and alike and all(v.id in self.const for v in given)
-
-        def early(group: Sequence[OpView]) -> bool:
-            made = [
-                self.producer.get(v.id) for op in group for v in (op.arg("weight"), op.arg("bias")) if v is not None
-            ]
-            return all(op is None or self.position[op.id] < self.position[group[0].id] for op in made)
-
-        groups = siblings(self.region.ops, eligible)
-        return [g for g in groups if len({op.arg("weight").spec.shape[0] for op in g}) > 1 and early(g)]
-
-    def _alive(self, made: Sequence[OpView]) -> list[OpView]:
-        """Without what only the rows of opened products needed."""
-        read = {v.id for v in self.region.outputs}
-        kept = []
-        for op in reversed(made):
-            pure = op.op in SHAPED | ALONG | {"mean", "sum"}
-            if not pure or any(o.id in read for o in op.outs):
-                kept.append(op)
-                read.update(v.id for v in op.inputs())
-        return kept[::-1]
+    def replace(self, ops: Sequence[OpView]) -> None:
+        """Put what was made in the place of products."""
+        self.graph.replace(ops, self.made)
+        self.written.update(op.id for op in self.made)
+        self.made = []
 
     # ---- ops
 
@@ -149,11 +114,10 @@ class _Opener:
         self.made.append(replace(op, id=out.id, outs=(out,)))
         return out
 
-    def _product(self, x: Value, weight: Value, bias: Value | None, out: Value, id: int) -> None:
+    def product(self, rows: _Scaled, weight: Value, bias: Value | None, out: Value, id: int) -> None:
         """The ops that make `out`; the one of them that stands for the product in reports gets this id."""
         n, k = dims_of(weight)
-        full = (numel(x) // k, n, k)
-        rows = self._scaled(x, full)
+        full = (numel(rows.base) // k, n, k)
         v = self._spread(rows.base, full)
         for factor in (*rows.along, weight):  # not cast first: what is made of constants alone would be kept, in fp32
             v = self._op("mul", v, factor, shape=full)
@@ -172,7 +136,7 @@ class _Opener:
             self._op("view", v, list(dims_of(out)), shape=dims_of(out), dtype=spec.dtype)
             self.made[-1] = replace(self.made[-1], outs=(out,))
 
-    def _joined(self, group: Sequence[OpView]) -> None:
+    def joined(self, rows: _Scaled, group: Sequence[OpView]) -> None:
         """One product of one row for several: each result is a part of it."""
         weights, biases = ([op.arg(name) for op in group] for name in ("weight", "bias"))
         dtype, k = spec_of(weights[0]).dtype, dims_of(weights[0])[1]
@@ -181,13 +145,20 @@ class _Opener:
         bias = None if biases[0] is None else self._op("cat", tuple(biases), 0, shape=(n,), dtype=dtype)
         shape = (*dims_of(group[0].out)[:-1], n)
         whole = self.ctx.value(TensorSpec(shape, contiguous_strides(shape), dtype, spec_of(weights[0]).device))
-        self._product(group[0].arg("input"), weight, bias, whole, self.ctx.value(None).id)
+        self.product(rows, weight, bias, whole, self.ctx.value(None).id)
         start = 0
         for op in group:
             stop = start + dims_of(op.out)[-1]
             self._op("slice", whole, -1, start, stop, shape=dims_of(op.out), dtype=dtype)
             self.made[-1] = replace(self.made[-1], id=op.id, outs=(op.out,))
             start = stop
+
+    def transposed(self, weight: Value) -> Value:
+        """The rows of a weight that a product has transposed."""
+        spec = spec_of(weight)
+        rows = self.ctx.value(replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1]))
+        self.made.append(OpView(self.ctx.value(None).id, "t", "aten::t.default", ("self",), (weight,), (rows,)))
+        return rows
 
     # ---- rows
 
@@ -209,11 +180,11 @@ class _Opener:
         self.made[-1] = replace(self.made[-1], args=_with_dtype(self.made[-1], torch.float32))
         return out
 
-    def _scaled(self, x: Value, full: Shape) -> _Scaled:
+    def scaled(self, x: Value, m: int, k: int) -> _Scaled:
         """`x` without its factors, if nobody but opened products wants it with them."""
-        found, m, k = _Scaled(x), full[0], full[2]
+        found = _Scaled(x)
         passed: list[Value] = []
-        while (op := self.producer.get(found.base.id)) is not None:
+        while (op := self.producer(found.base)) is not None:
             step = self._stripped(op, m, k)
             if step is None:
                 break
@@ -247,9 +218,9 @@ class _Opener:
 
     def _only_for_products(self, v: Value, inside: set[int]) -> bool:
         """Whether all that reads a value are opened products, and what leads to them."""
-        return v.id not in self.escaping and all(
-            u.id in self.found or u.out.id in inside or (u.op in SHAPED and self._only_for_products(u.out, inside))
-            for u in self.links.users(v)
+        return not self.graph.escapes(v) and all(
+            u.id in self.products or u.out.id in inside or (u.op in SHAPED and self._only_for_products(u.out, inside))
+            for u in self.graph.users(v)
         )
 
     def _per_row(self, v: Value, base: Value, full: Shape) -> Value:
@@ -268,7 +239,7 @@ class _Opener:
         todo = [v]
         while todo and len(found) <= MOST_AGAIN:
             source = todo.pop()
-            op = self.producer.get(source.id) if source.id != base.id else None
+            op = self.producer(source) if source.id != base.id else None
             if op is not None and op.id not in found and self._repeatable(op):
                 found[op.id] = op
                 todo += op.inputs()
@@ -289,7 +260,7 @@ class _Opener:
         shape = full if dims_of(v)[-1:] == (full[2],) else full[:2]
         if (v.id, shape) in self.again:
             return self.again[v.id, shape]
-        op = self.producer.get(v.id)
+        op = self.producer(v)
         if op is None or not self._repeatable(op) or numel(v) != full[0] * (full[2] if shape == full else 1):
             return self._spread(v, full) if shape == full else self._stored(v)
         if op.op in SHAPED or op.op == "cast":
@@ -309,6 +280,74 @@ class _Opener:
         if len(shape) == 3 and len(dims_of(v)) == 2:
             return self._op("reshape", v, [*dims_of(v), 1], shape=(*dims_of(v), 1))
         return v
+
+
+def _reads_weight(op: OpView, graph: RegionGraph, bounds: Thresholds) -> bool:
+    """Whether a product, by a weight or by a widened one of int8, is one of few rows."""
+    if op.op == "linear":
+        return _suits(op, op.arg("input"), op.arg("weight"), op.arg("bias"), bounds)
+    found = find(_WIDENED, op, graph, None) if graph.phase == "infer" else None
+    if found is None or spec_of(found["weight"]).dtype != torch.int8 or not transposed(found["weight"]):
+        return False
+    spec = spec_of(found["weight"])
+    rows = Value(-1, replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1]))
+    return _suits(op, op.arg("self"), rows, None, bounds)
+
+
+def transposed(value: Value) -> bool:
+    """Whether a matrix is the transpose of a dense one."""
+    spec = spec_of(value)
+    return spec.rank == 2 and spec.stride == (1, spec.shape[0])
+
+
+def _is_product(m: Match, s: _Sums) -> bool:
+    return m.anchor.id in s.products
+
+
+def _with_rows(m: Match, s: _Sums) -> Match:
+    """The row of a product without its factors, as it is before anything is written."""
+    x, k = m.anchor.args[0], dims_of(m.anchor.args[0])[-1]  # type: ignore[arg-type]
+    return m.with_ops(rows=s.scaled(x, numel(x) // k, k))  # type: ignore[arg-type]
+
+
+def _siblings(m: Match, s: _Sums) -> Match | None:
+    """Products of the same row with constant weights of several heights: one with the weights one below another, whose
+    results are parts of it. Those of one height share a kernel as they are."""
+
+    def eligible(op: OpView) -> bool:
+        given = [v for v in (op.arg("weight"), op.arg("bias")) if v is not None]
+        alike = all(spec_of(v).dtype == spec_of(op.out).dtype for v in given)
+        return op.id in s.products and rows_of(op) == 1 and alike and all(map(s.graph.is_const, given))
+
+    readers = s.graph.ordered(s.graph.users(m.anchor.arg("input")))
+    group = next((g for g in siblings(readers, eligible) if m.anchor in g), ())
+    made = [s.graph.producer(v) for op in group for v in (op.arg("weight"), op.arg("bias")) if v is not None]
+    if len({dims_of(op.arg("weight"))[0] for op in group}) < 2:
+        return None
+    if not all(op is None or s.graph.before(op, group[0]) for op in made):
+        return None
+    return _with_rows(replace(m, ops=group, at=group[0]), s)
+
+
+def _write_siblings(m: Match, s: _Sums) -> None:
+    s.joined(m["rows"], m.ops)
+    s.replace(m.ops)
+
+
+def _write(m: Match, s: _Sums) -> None:
+    op = m.anchor
+    s.product(m["rows"], op.arg("weight"), op.arg("bias"), op.out, op.id)
+    s.replace([op])
+
+
+def _widened(m: Match, s: _Sums) -> Match:
+    return _with_rows(replace(m, ops=(m.anchor,)), s)
+
+
+def _write_widened(m: Match, s: _Sums) -> None:
+    """The weight is widened where it is read."""
+    s.product(m["rows"], s.transposed(m["weight"]), None, m.out, m.anchor.id)
+    s.replace([m.anchor])
 
 
 def rows_of(op: OpView) -> int:
@@ -334,3 +373,19 @@ def spec_of(v: Value) -> TensorSpec:
 def _with_dtype(op: OpView, dtype: torch.dtype) -> tuple[Any, ...]:
     """The arguments of a cast to `dtype`."""
     return tuple(dtype if name == "dtype" else a for name, a in zip(op.argnames, op.args, strict=True))
+
+
+_WIDENED = p("mm", ANY, p("cast", "weight"))
+
+ROWS = (
+    Row(
+        "triton.gemv.siblings", p("linear"), when=_is_product, extend=_siblings, write=_write_siblings,
+        note="products of few rows as one sum",
+    ),
+    Row("triton.gemv", p("linear"), when=_is_product, extend=_with_rows, write=_write, note="product of few rows"),
+    Row(
+        "triton.gemv.int8", _WIDENED, when=_is_product, extend=_widened, write=_write_widened,
+        note="product of few rows with int8 weights",
+    ),
+)  # fmt: skip
+"""Of products of few rows, in the order in which they are asked."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from fusewright.interface import CompileContext, OpView, TensorSpec, Value
+from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import contiguous_strides
-from fusewright.toolkit.region.match import siblings
+from fusewright.toolkit.region.pattern import Match, chain, siblings
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select import epilogues
-from fusewright_triton.select.calls import Calls, Found, spec_of
-from fusewright_triton.target import named
+from fusewright_triton.select.calls import Calls, spec_of
 
 PADDED_TO = 8
 """Elements of a half type whose rows suit the tensor memory accelerator and 16-byte loads."""
@@ -33,32 +34,30 @@ def reason(op: OpView) -> str | None:
     return "mixed dtypes" if x.dtype != w.dtype else None
 
 
-def lower(op: OpView, c: Calls) -> Found | None:
-    """A linear with its activation or residual, with its siblings, or with a padded weight; else None."""
-    fused = epilogues.activated(op, c) or epilogues.added(op, c) or (epilogues.odd(op, c) if _unsuited(op, c) else None)
-    if fused is not None:
-        return fused
-    if not c.is_const(op.arg("weight"), op.arg("bias")):
-        if c.region.phase != "infer" and _unsuited(op, c) and _padding_pays(op, c):
-            return Found((op,), op, partial(_padded, op), "product, padded")
-        return epilogues.plain(op, c)
-    group = next((g for g in _groups(c) if op in g), None)
-    if group is not None and concat_pays(group, c.ctx):
-        return Found(group, group[0], partial(_concatenated, group), f"one product for {len(group)}")
-    if _unsuited(op, c) and _padding_pays(op, c):
-        return Found((op,), op, partial(_padded, op), "product, padded")
-    return epilogues.plain(op, c)
+def _odd(m: Match, c: Calls) -> bool:
+    return _unsuited(m.anchor, c) and epilogues.leaving(m, c)
 
 
-def _groups(c: Calls) -> list[tuple[OpView, ...]]:
+def _siblings(m: Match, c: Calls) -> Match | None:
+    """All linears of constants that read what this one reads."""
+
     def eligible(op: OpView) -> bool:
-        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and c.free(op)
+        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and c.graph.free(op)
 
-    return siblings(c.region.ops, eligible)
+    readers = c.graph.ordered(c.graph.users(m.anchor.arg("input")))
+    group = next((g for g in siblings(readers, eligible) if m.anchor in g), None)
+    return None if group is None else replace(m, ops=group, at=group[0])
 
 
-def _concatenated(group: Sequence[OpView], c: Calls) -> None:
+def _padding_helps(m: Match, c: Calls) -> bool:
+    """The weight is padded once; in training, where every kernel is eager's own, at each call."""
+    constant = c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
+    return _unsuited(m.anchor, c) and (constant or c.graph.phase != "infer")
+
+
+def _concatenated(m: Match, c: Calls) -> None:
     """All siblings as one product; each result is a slice of it, without a copy."""
+    group = m.ops
     weight = c.b.prepare("aten::cat.default", tuple(c.b.exact(op.arg("weight")) for op in group), 0)
     bias = None
     if group[0].arg("bias") is not None:
@@ -84,20 +83,22 @@ def _unsuited(op: OpView, c: Calls) -> bool:
     return out.dtype in HALF and width % PADDED_TO != 0 and out.numel_hint() >= c.target.bounds.padded_results  # type: ignore[operator]
 
 
-def _padding_pays(op: OpView, c: Calls) -> bool:
+def _padding_pays(m: Match, c: Calls) -> bool:
     """Whether a product of padded rows, with a copy of what is wanted of it, is faster than one of rows that do not suit."""
-    x, (m, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
+    op = m.anchor
+    x, (rows, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
     like = (x.dtype, x.device, biased)
 
     def padded() -> Thunk:
-        return _products(m, k, [n + -n % PADDED_TO], *like, wanted=n)
+        return _products(rows, k, [n + -n % PADDED_TO], *like, wanted=n)
 
-    key = f"padded {str(x.dtype).removeprefix('torch.')} {m}x{k}x{n}{' bias' * biased}"
-    return c.pays(key, lambda: _products(m, k, [n], *like), padded)
+    key = f"padded {str(x.dtype).removeprefix('torch.')} {rows}x{k}x{n}{' bias' * biased}"
+    return c.pays(key, lambda: _products(rows, k, [n], *like), padded)
 
 
-def _padded(op: OpView, c: Calls) -> None:
+def _padded(m: Match, c: Calls) -> None:
     """The product with rows of zeros behind the weight; the result is a slice, with gaps between its rows."""
+    op = m.anchor
     more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
     make = c.b.prepare if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
     weight = make("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
@@ -130,19 +131,17 @@ def _worth_a_copy(s: TensorSpec, c: Calls) -> bool:
     return _gapless(s) and s.numel_hint() >= c.target.bounds.padded_results
 
 
-def lower_mm(op: OpView, c: Calls) -> Found | None:
-    """A product whose unsuited operands, where they are large, are copied to padded rows; products of one tensor share the
-    copy."""
-    operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
+def _copies_pay(m: Match, c: Calls) -> bool:
+    """Whether operands are large and unsuited, and a product of copies in padded rows is faster."""
+    operands = [spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))]
     copied = [_worth_a_copy(s, c) for s in operands]
     sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in operands)
     key = f"padded operands {str(operands[0].dtype).removeprefix('torch.')} {sizes}"
-    if not any(copied) or not c.pays(key, partial(_mms, operands, [False, False]), partial(_mms, operands, copied)):
-        return None
-    return Found((op,), op, partial(_with_padded_rows, op), "product, of padded rows")
+    return any(copied) and c.pays(key, partial(_mms, operands, [False, False]), partial(_mms, operands, copied))
 
 
-def _with_padded_rows(op: OpView, c: Calls) -> None:
+def _with_padded_rows(m: Match, c: Calls) -> None:
+    op = m.anchor
     args = [_suited(op.arg(n), c) for n in ("self", "mat2")]
     c.b.call("aten::mm.default", *args, out=op.out, op=op)
 
@@ -152,7 +151,7 @@ def _suited(value: Value, c: Calls) -> Ref:
     spec = spec_of(value)
     if not _worth_a_copy(spec, c):
         return c.b.exact(value)
-    made = c.producer(value)
+    made = c.graph.producer(value)
     if spec.stride[0] == 1 and made is not None and made.op in ("t", "transpose", "permute"):
         base = next(iter(made.inputs()))
         if spec_of(base).shape == spec.shape[::-1] and spec_of(base).stride == spec.stride[::-1]:
@@ -168,19 +167,20 @@ def _suited(value: Value, c: Calls) -> Ref:
     return c.padded[value.id]
 
 
-def concat_pays(group: Sequence[OpView], ctx: CompileContext) -> bool:
+def _concat_pays(m: Match, c: Calls) -> bool:
     """Whether one product for all siblings is faster than one for each, by a short measurement."""
+    group, ctx = m.ops, c.ctx
     x, ws = spec_of(group[0].arg("input")), [spec_of(op.arg("weight")) for op in group]
     if ctx.device.simulated:
         return True
-    if sum(w.numel_hint() for w in ws) > named(ctx.device.arch).bounds.sibling_weights:
+    if sum(w.numel_hint() for w in ws) > c.target.bounds.sibling_weights:
         return False
-    m, k, widths = x.numel_hint() // int(x.shape[-1]), int(x.shape[-1]), [int(w.shape[0]) for w in ws]  # type: ignore[arg-type]
+    rows, k, widths = x.numel_hint() // int(x.shape[-1]), int(x.shape[-1]), [int(w.shape[0]) for w in ws]  # type: ignore[arg-type]
     biased = group[0].arg("bias") is not None
-    key = f"siblings {str(x.dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}{' bias' * biased}"
+    key = f"siblings {str(x.dtype).removeprefix('torch.')} {rows}x{k}x{'+'.join(map(str, widths))}{' bias' * biased}"
 
     def products(ns: Sequence[int]) -> Callable[[], Thunk]:
-        return lambda: _products(m, k, ns, x.dtype, x.device, biased)
+        return lambda: _products(rows, k, ns, x.dtype, x.device, biased)
 
     candidates = Lazy({"separate": products(widths), "together": products([sum(widths)])})
     return ctx.choose(key, candidates) == "together"
@@ -222,3 +222,29 @@ def _with_gaps(t: torch.Tensor) -> torch.Tensor:
     rows = t.stride(1) == 1
     wide = (m if rows else n) + -(m if rows else n) % PADDED_TO
     return torch.empty_strided((n, m), (wide, 1) if rows else (1, wide), dtype=t.dtype, device=t.device).copy_(t)
+
+
+ROWS = (
+    epilogues.ACTIVATION,
+    epilogues.RESIDUAL,
+    Row(
+        "triton.product.odd", chain("linear"),
+        when=_odd, pays=epilogues.pays, write=epilogues.write, note="product, rows of odd length",
+    ),
+    Row(
+        "triton.product.siblings", chain("linear"), extend=_siblings, pays=_concat_pays,
+        write=_concatenated, note=lambda m: f"one product for {len(m.ops)}",
+    ),
+    Row(
+        "triton.product.padded", chain("linear"),
+        when=_padding_helps, pays=_padding_pays, write=_padded, note="product, padded",
+    ),
+    epilogues.PLAIN,
+)  # fmt: skip
+"""Of linears, in the order in which they are asked."""
+
+PADDED_ROWS = Row(
+    "triton.product.padded_rows", chain("mm"), when=lambda m, c: mm_reason(m.anchor) is None, pays=_copies_pay,
+    write=_with_padded_rows, note="product, of padded rows",
+)  # fmt: skip
+"""A product whose unsuited operands, where they are large, are copied to padded rows; products of one tensor share the copy."""

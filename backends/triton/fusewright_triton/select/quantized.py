@@ -8,64 +8,46 @@ loop kernels before and behind it; shapes that cuBLAS refuses have a kernel of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from fusewright.interface import CompileContext, OpView, Region, Value
+from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MM, MULTIPLE, int8_linear, int8_mm, linear_by_torch
-from fusewright_triton.select import gemv, products
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright.toolkit.region.pattern import ANY, Match, chain, maybe, p
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MULTIPLE, int8_linear, int8_mm, linear_by_torch
+from fusewright_triton.kernels.int8_ops import MM as PRODUCT
+from fusewright_triton.select import products
+from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.gemv import transposed
 
 REPEATS = 20
 """Products that are timed together."""
 
 
 def mm_reason(op: OpView) -> str | None:
-    """Why a product stays torch's own call. Its rows, and what its weight is made of, are seen by `lower_mm`."""
+    """Why a product stays torch's own call. Its rows, and what its weight is made of, are seen by its rows."""
     x, out = spec_of(op.arg("self")), spec_of(op.out)
     return "symbolic or empty" if not (x.static and out.static) or 0 in (*x.shape, *out.shape) else None
 
 
-def lower_mm(op: OpView, c: Calls) -> Found | None:
-    """By what its weight is made of, else by its rows."""
+def _widened(m: Match, c: Calls) -> Match | None:
+    """A weight of 8 bits that the region widens to the type of the product; its cast, where nobody else needs it."""
+    op, cast, weight = m.anchor, m["cast"], m["weight"]
+    wrong = spec_of(weight).dtype != torch.int8 or not transposed(weight) or spec_of(cast.out).dtype != spec_of(op.out).dtype
     few = int(spec_of(op.arg("self")).shape[0]) <= c.target.bounds.int8_rows  # type: ignore[arg-type]
-    found = lower_linear(op, c) if few else None
-    return found or (None if products.mm_reason(op) else products.lower_mm(op, c))
-
-
-def lower_linear(op: OpView, c: Calls) -> Found | None:
-    """A product with a weight of 8 bits that the region widens, and the factor and the bias behind it; else None."""
-    cast = c.producer(op.arg("mat2"))
-    if cast is None or cast.op != "cast" or not c.free(cast) or c.region.phase != "infer":
+    if wrong or not few or not c.graph.free(cast) or c.graph.phase != "infer":
         return None
-    weight = next(iter(cast.inputs()))
-    if (
-        spec_of(weight).dtype != torch.int8
-        or not _transposed(weight)
-        or spec_of(cast.out).dtype != spec_of(op.out).dtype
-    ):
-        return None
-    if not _reading_pays(op, c):
-        return None
-    ops, scale, bias = [op], None, None
-    if (step := _column_op(ops[-1], "mul", c)) is not None:
-        ops, scale = [*ops, step[0]], step[1]
-    if (step := _column_op(ops[-1], "add", c)) is not None:
-        ops, bias = [*ops, step[0]], step[1]
-    if c.b.links.only_user(cast.out) is op:
-        ops = [cast, *ops]
-    write = partial(_linear, op, weight, scale, bias, ops[-1])
-    return Found(tuple(ops), ops[-1], write, "product with int8 weights")
+    return m if c.graph.only_user(cast.out) is op else replace(m, ops=m.ops[1:])
 
 
-def _reading_pays(op: OpView, c: Calls) -> bool:
+def _reading_pays(match: Match, c: Calls) -> bool:
     """Whether the kernel that reads 8-bit weights is faster than the library's product of widened ones."""
+    op = match.anchor
     x, (k, n) = spec_of(op.arg("self")), (int(s) for s in spec_of(op.arg("mat2")).shape)  # type: ignore[arg-type]
     m, arch = int(x.shape[0]), c.ctx.device.arch  # type: ignore[arg-type]
 
@@ -80,48 +62,28 @@ def _reading_pays(op: OpView, c: Calls) -> bool:
     return c.pays(key, products(linear_by_torch), products(int8_linear))
 
 
-def _column_op(op: OpView, name: str, c: Calls) -> tuple[OpView, Value] | None:
-    """The op `name` that alone reads a product, if its other operand is one number for each column of the same type."""
-    user = c.only_user(op.out)
-    if user is None or user.op != name:
-        return None
-    others = [v for v in user.inputs() if v.id != op.out.id]
-    out, made = spec_of(op.out), spec_of(user.out)
-    if len(others) != 1 or made.shape != out.shape or made.dtype != out.dtype:
-        return None
-    if name == "add" and user.arg("alpha") != 1:
-        return None
-    spec = spec_of(others[0])
-    return (user, others[0]) if spec.shape == out.shape[-1:] and spec.dtype == out.dtype else None
+def _of_columns(op: OpView, m: Match, c: Calls) -> bool:
+    """Whether the other operand of what alone reads a product is one number for each column of the same type."""
+    other = _other(op, m.out)
+    out, made = spec_of(m.out), spec_of(op.out)
+    if other is None or made.shape != out.shape or made.dtype != out.dtype or (op.op == "add" and op.arg("alpha") != 1):
+        return False
+    return spec_of(other).shape == out.shape[-1:] and spec_of(other).dtype == out.dtype
 
 
-def _linear(op: OpView, weight: Value, scale: Value | None, bias: Value | None, last: OpView, c: Calls) -> None:
-    args = (c.exact(op.arg("self")), _rows_of(weight, c), c.exact(scale), c.exact(bias), _target(c))
-    c.b.call(LINEAR, *args, out=last.out, op=last)
+def _other(op: OpView, value: Value) -> Value | None:
+    others = [v for v in op.inputs() if v.id != value.id]
+    return others[0] if len(others) == 1 else None
 
 
-def with_few_rows(region: Region, ctx: CompileContext) -> Region:
-    """The region with products of few rows by widened int8 weights as linears, which `few_rows` makes sums of. The weight
-    is widened where it is read."""
-    producer = {v.id: op for op in region.ops for v in op.outs}
-    ops: list[OpView] = []
-    for op in region.ops:
-        ops += _as_linear(op, producer, ctx) if op.op == "mm" and region.phase == "infer" else [op]
-    read = {v.id for op in ops for v in op.inputs()} | {v.id for v in region.outputs}
-    return replace(region, ops=tuple(op for op in ops if op.op != "cast" or op.out.id in read))
-
-
-def _as_linear(op: OpView, producer: Mapping[int, OpView], ctx: CompileContext) -> list[OpView]:
-    cast = producer.get(op.arg("mat2").id)
-    weight = None if cast is None or cast.op != "cast" else cast.arg("self")
-    if weight is None or spec_of(weight).dtype != torch.int8 or not _transposed(weight):
-        return [op]
-    spec = spec_of(weight)
-    rows = ctx.value(replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1]))
-    transpose = OpView(ctx.value(None).id, "t", "aten::t.default", ("self",), (weight,), (rows,))
-    names = ("input", "weight", "bias")
-    linear = replace(op, op="linear", target="aten::linear.default", argnames=names, args=(op.arg("self"), rows, None))
-    return [transpose, linear] if gemv.suits(linear, ctx.device) else [op]
+def _linear(m: Match, c: Calls) -> None:
+    op, made = m.anchor, m.anchor.out
+    behind: dict[str, Value | None] = {}
+    for name in ("scale", "bias"):
+        if (step := m.get(name)) is not None:
+            behind[name], made = _other(step, made), step.out
+    args = (c.exact(op.arg("self")), _rows_of(m["weight"], c), c.exact(behind.get("scale")), c.exact(behind.get("bias")))
+    c.b.call(LINEAR, *args, _target(c), out=m.out, op=m.last)
 
 
 def int_mm_reason(op: OpView) -> str | None:
@@ -132,13 +94,13 @@ def int_mm_reason(op: OpView) -> str | None:
     return None if a.dtype == b.dtype == torch.int8 else "not int8 on both sides"
 
 
-def lower_int_mm(op: OpView, c: Calls) -> Found | None:
-    """A product of integers that cuBLAS refuses, or that a kernel computes faster; else None."""
-    m, k, n = (int(s) for s in (*spec_of(op.arg("self")).shape, spec_of(op.arg("mat2")).shape[1]))  # type: ignore[arg-type]
-    if m >= LEAST_ROWS and k % MULTIPLE == 0 and n % MULTIPLE == 0:
-        if c.ctx.device.simulated or not _transposed(op.arg("mat2")) or not _kernel_pays(m, n, k, op, c):
-            return None
-    return Found((op,), op, partial(_int_mm, op), "int8 product")
+def _int_mm_pays(m: Match, c: Calls) -> bool:
+    """A product of integers that cuBLAS refuses, or that a kernel computes faster."""
+    op = m.anchor
+    rows, k, n = (int(s) for s in (*spec_of(op.arg("self")).shape, spec_of(op.arg("mat2")).shape[1]))  # type: ignore[arg-type]
+    if rows < LEAST_ROWS or k % MULTIPLE or n % MULTIPLE:
+        return True
+    return not c.ctx.device.simulated and transposed(op.arg("mat2")) and _kernel_pays(rows, n, k, op, c)
 
 
 def _kernel_pays(m: int, n: int, k: int, op: OpView, c: Calls) -> bool:
@@ -163,19 +125,14 @@ def _repeated(run: Callable[[torch.Tensor, torch.Tensor], Any], x: torch.Tensor,
     torch.cuda.synchronize(x.device)
 
 
-def _int_mm(op: OpView, c: Calls) -> None:
+def _int_mm(m: Match, c: Calls) -> None:
+    op = m.anchor
     args = (c.exact(op.arg("self")), _rows_of(op.arg("mat2"), c), _target(c))
-    c.b.call(MM, *args, out=op.out, op=op)
+    c.b.call(PRODUCT, *args, out=op.out, op=op)
 
 
 def _target(c: Calls) -> str:
     return c.ctx.device.arch
-
-
-def _transposed(value: Value) -> bool:
-    """Whether a matrix is the transpose of a dense one."""
-    spec = spec_of(value)
-    return spec.rank == 2 and spec.stride == (1, spec.shape[0])
 
 
 def _rows_of(value: Value, c: Calls) -> Ref:
@@ -185,3 +142,20 @@ def _rows_of(value: Value, c: Calls) -> Ref:
     made = c.ctx.value(None)
     c.b.call("aten::t.default", c.b.exact(value), out=made)
     return Ref(made.id)
+
+
+LINEAR8 = Row(
+    "triton.int8.linear",
+    chain(
+        p("mm", ANY, p("cast", "weight", capture="cast")),
+        maybe("mul", _of_columns, "scale", rule="triton.int8.scale"),
+        maybe("add", _of_columns, "bias", rule="triton.int8.bias"),
+    ),
+    extend=_widened, pays=_reading_pays, write=_linear, note="product with int8 weights",
+)  # fmt: skip
+"""A product with a weight of 8 bits that the region widens, and the factor and the bias behind it."""
+
+MM = (LINEAR8, products.PADDED_ROWS)
+"""By what its weight is made of, else by its rows."""
+
+INT_MM = (Row("triton.int8.int_mm", chain("int_mm"), pays=_int_mm_pays, write=_int_mm, note="int8 product"),)

@@ -19,7 +19,8 @@ from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Val
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.fuser import LibraryCall
 from fusewright.toolkit.fuse.layout import restored
-from fusewright.toolkit.region.match import Links, made_of
+from fusewright.toolkit.region.graph import RegionGraph, made_of
+from fusewright.toolkit.region.verify import verify
 from fusewright.toolkit.rules.space import layout_of
 
 STRIDE_FREE = frozenset({
@@ -49,21 +50,19 @@ class Builder:
     until the kernels of the plan are loaded: code that was built to be measured."""
 
     def __init__(
-        self, region: Region, ctx: CompileContext, owner: object = None, built: list[object] | None = None
+        self, graph: RegionGraph, ctx: CompileContext, owner: object = None, built: list[object] | None = None
     ) -> None:
-        self.region = region
+        self.graph = graph
         self.ctx = ctx
         self.owner = owner
         self.built = [] if built is None else built
-        self.links = Links(region.ops, frozenset(v.id for v in region.outputs))
         self.ops: list[OpView] = []
         self.calls: list[LibraryCall] = []
         self.notes: dict[int, str] = {}
         self.kernels: dict[str, Any] = {}
         """Kernels that are no loop kernels of the fuser, by hash: for the fragment."""
-        self._instructions: list[Instruction] = []  # of the match that is being lowered
+        self._instructions: list[Instruction] = []  # of the call that is being written
         self._constants: dict[Any, Ref] = {}
-        self._const = set(region.constants)
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
         self._restored: set[int] = set()
 
@@ -72,7 +71,7 @@ class Builder:
     def is_const(self, value: Value | None) -> bool:
         """Whether a value is made of weights only, so that what is made of it can be kept. None (no bias)
         counts."""
-        return value is None or value.id in self._const
+        return self.graph.is_const(value)
 
     def prepare(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         """Compute something from constants. Equal computations are shared."""
@@ -81,7 +80,6 @@ class Builder:
         if found is None:
             made = self.ctx.value(None)
             self._instructions.append(Call(*key[:2], (made.id,), key[2], prepare=True))
-            self._const.add(made.id)
             found = self._constants[key] = Ref(made.id)
         return found
 
@@ -106,7 +104,7 @@ class Builder:
             self._restore(self._moved[value.id], value)
         return Ref(value.id)
 
-    def in_rows(self, value: Value) -> Value:
+    def row_major(self, value: Value) -> Value:
         """A copy of a value of fixed size, dense and row-major: a kernel may take it in."""
         assert value.spec is not None
         stride = contiguous_strides(value.spec.shape)  # type: ignore[arg-type]
@@ -136,7 +134,7 @@ class Builder:
 
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
         """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
-        self.call(target, *args, out=self.placed(out, stride), op=op)
+        self.call(target, *args, out=self.with_layout(out, stride), op=op)
 
     def launch(
         self, kernel: Any, hash: str, inputs: Sequence[Value], sizes: Sequence[Any], scalars: Sequence[float], *,
@@ -149,23 +147,23 @@ class Builder:
         self._instructions.append(Launch(hash, refs, (out.id,), tuple(sizes), tuple(scalars), op_ids=(op.id,)))
 
     def append(self, instruction: Instruction) -> None:
-        """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `at_hand` gave."""
+        """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `resolved` gave."""
         self._instructions.append(instruction)
 
-    def taken(self, ops: Sequence[OpView]) -> None:
-        """The instructions written since the last time compute these ops."""
+    def close_call(self, ops: Sequence[OpView]) -> None:
+        """The instructions written since the last call compute these ops, in one call."""
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
-        self.ops.extend(self.at_hand(op) for op in ops)
+        self.ops.extend(self.resolved(op) for op in ops)
 
-    def taken_as(self, op: OpView, made: Value) -> None:
-        """The instructions written since the last time make `made` in place of the result of `op`, which ops behind it (see
-        `behind`) are to make of it."""
+    def replace(self, op: OpView, made: Value) -> None:
+        """The instructions written since the last call make `made` in place of the result of `op`, which ops behind it (see
+        `append_op`) are to make of it."""
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall((op.id,), instructions))
-        self.ops.append(replace(self.at_hand(op), outs=(made,)))
+        self.ops.append(replace(self.resolved(op), outs=(made,)))
 
-    def behind(self, name: str, *args: Any, out: Value | None = None) -> Value:
+    def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:
         """One more op of the opset, for the fuser, over values of this builder. `out`: what it makes, if not a value of its own
         with the strides that torch's metadata functions say."""
         row = ops.OPS[name]
@@ -180,7 +178,7 @@ class Builder:
         self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
         return out
 
-    def at_hand(self, op: OpView) -> OpView:
+    def resolved(self, op: OpView) -> OpView:
         """An op with the values that stand for the graph's own."""
         outs = tuple(self._moved.get(v.id, v) for v in op.outs)
         return replace(op, args=self._argument(op.args), outs=outs)
@@ -190,7 +188,7 @@ class Builder:
             return self._moved.get(arg.id, arg)
         return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
-    def placed(self, out: Value, stride: Sequence[int] | None) -> Value:
+    def with_layout(self, out: Value, stride: Sequence[int] | None) -> Value:
         """What stands for `out`, a result of the region, when it is made with these strides; None: the graph's."""
         assert out.spec is not None
         if stride is None or _same_strides(out.spec, stride):
@@ -198,7 +196,7 @@ class Builder:
         self._moved[out.id] = self.ctx.value(replace(out.spec, stride=tuple(stride)))
         return self._moved[out.id]
 
-    def keep(self, op: OpView, any_strides: bool = True) -> None:
+    def leave(self, op: OpView, any_strides: bool = True) -> None:
         """Leave `op` to the fuser, with the strides at hand where it takes them, or always with the graph's."""
         moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
         strides = self._strides_for(op) if moved and any_strides else None
@@ -209,8 +207,8 @@ class Builder:
         else:
             for o, s in zip(op.outs, strides or (), strict=False):
                 if s is not None:
-                    self.placed(o, s)
-            self.ops.append(self.at_hand(op))
+                    self.with_layout(o, s)
+            self.ops.append(self.resolved(op))
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
@@ -242,10 +240,12 @@ class Builder:
 
     def finish(self) -> Region:
         """The region for the fuser: every output with its strides."""
-        for v in self.region.outputs:
+        for v in self.graph.outputs:
             if v.spec is not None:
                 self.exact(v)
-        return replace(self.region, ops=tuple(self.ops))
+        region = replace(self.graph.source, ops=tuple(self.ops))
+        verify(RegionGraph(region), "calls were written", ordered=False)  # the fuser puts ops in order
+        return region
 
 
 def _operator(target: str) -> Any:

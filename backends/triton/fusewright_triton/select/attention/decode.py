@@ -11,11 +11,13 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.backend.candidates import Thunk
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import decode_ops as kernel
-from fusewright_triton.select.attention import sdpa
-from fusewright_triton.select.attention.decomposed_bias import RESHAPES, ordered
-from fusewright_triton.select.attention.rope import Turned, turned
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.select.attention.decomposed_bias import RESHAPES
+from fusewright_triton.select.attention.rope import turned
+from fusewright_triton.select.attention.sdpa import samples
+from fusewright_triton.select.calls import Calls, spec_of
 
 REPEATS = 10
 
@@ -37,44 +39,35 @@ def reason(op: OpView) -> str | None:
     return None
 
 
-def lower(op: OpView, c: Calls) -> Found | None:
-    """The kernel, on keys and values as they are before they are repeated for every query head of a group."""
-    ops: list[OpView] = []
+def _of_one_cache(m: Match, c: Calls) -> Match | None:
+    """Keys and values as they are before they are repeated for every query head of a group, and what turns the queries."""
+    op, ops = m.anchor, list[OpView]()
     key, value = (_unrepeated(op.arg(n), c, ops) for n in ("key", "value"))
     if spec_of(key).shape != spec_of(value).shape:
         ops.clear()
         key, value = op.arg("key"), op.arg("value")
     heads, queries = spec_of(op.arg("query")).shape[1:3]
-    rows = heads // spec_of(key).shape[1] * queries  # type: ignore[operator]
-    if rows > kernel.MOST_ROWS or c.region.phase != "infer" or not _pays(op, key, c):
-        return sdpa.lower_sdpa(op, c) if op.arg("attn_mask") is not None else None
+    if heads // spec_of(key).shape[1] * queries > kernel.MOST_ROWS or c.graph.phase != "infer":  # type: ignore[operator]
+        return None
     rotation = turned(op.arg("query"), c)
-    taken = ordered([*ops, op, *(rotation.ops if rotation else ())], c)
-    return Found(taken, op, partial(_call, op, key, value, rotation), "attention of few queries")
+    return m.with_ops(*ops, *(rotation.ops if rotation else ()), at=op, key=key, value=value, rotation=rotation)
 
 
-def _call(op: OpView, key: Value, value: Value, rotation: Turned | None, c: Calls) -> None:
-    query = rotation.source if rotation else op.arg("query")
-    angles = (rotation.cos, rotation.sin) if rotation else (None, None)
-    q, k, v, mask, cos, sin = (c.b.any_strides(x) for x in (query, key, value, op.arg("attn_mask"), *angles))
-    given = (q, k, v, mask, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
-    c.b.call(kernel.OPERATOR, *given, out=op.out, op=op)
-
-
-def _pays(op: OpView, key: Value, c: Calls) -> bool:
+def _pays(m: Match, c: Calls) -> bool:
     """Whether the kernel is faster than torch's, where it was not fitted by a short measurement."""
-    specs = q, k, *_ = [spec_of(v) for v in (op.arg("query"), key, op.arg("attn_mask")) if v is not None]
+    op = m.anchor
+    specs = q, k, *_ = [spec_of(v) for v in (op.arg("query"), m["key"], op.arg("attn_mask")) if v is not None]
     if k.shape[2] < c.target.bounds.decode_keys:  # type: ignore[operator]
         return False
     stride, arch = spec_of(op.out).stride, c.ctx.device.arch
     sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in specs)
-    key_of = f"attention of few {str(q.dtype).removeprefix('torch.')} {sizes}"
+    key = f"attention of few {str(q.dtype).removeprefix('torch.')} {sizes}"
     ours = partial(_measured, kernel.attention_of_few, specs, op.arg("scale"), stride, arch)
-    return c.pays(key_of, partial(_measured, kernel.by_torch, specs, op.arg("scale"), stride, arch), ours)
+    return c.pays(key, partial(_measured, kernel.by_torch, specs, op.arg("scale"), stride, arch), ours)
 
 
 def _measured(run: Callable[..., Any], specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: str) -> Thunk:
-    q, k, *mask = sdpa.samples(specs)
+    q, k, *mask = samples(specs)
 
     def repeated() -> None:
         for _ in range(REPEATS):
@@ -84,11 +77,20 @@ def _measured(run: Callable[..., Any], specs: Sequence[TensorSpec], scale: float
     return repeated
 
 
+def _write(m: Match, c: Calls) -> None:
+    op, rotation = m.anchor, m["rotation"]
+    query = rotation.source if rotation else op.arg("query")
+    angles = (rotation.cos, rotation.sin) if rotation else (None, None)
+    q, k, v, mask, cos, sin = (c.b.any_strides(x) for x in (query, m["key"], m["value"], op.arg("attn_mask"), *angles))
+    given = (q, k, v, mask, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
+    c.b.call(kernel.OPERATOR, *given, out=op.out, op=op)
+
+
 def _unrepeated(value: Value, c: Calls, ops: list[OpView]) -> Value:
     """[B, Hk, L, D] of which [B, H, L, D] is a copy with every head repeated; the ops in between that nobody else needs."""
     between: list[OpView] = []
     source = value
-    while (made := c.producer(source)) is not None and made.op in RESHAPES:
+    while (made := c.graph.producer(source)) is not None and made.op in RESHAPES:
         between.append(made)
         source = next(made.inputs())
     if made is None or made.op != "expand":
@@ -101,12 +103,17 @@ def _unrepeated(value: Value, c: Calls, ops: list[OpView]) -> Value:
     if math.prod(whole[1:3]) != heads:  # type: ignore[arg-type]
         return value
     inner = next(made.inputs())
-    made = c.producer(inner)
+    made = c.graph.producer(inner)
     if made is None or made.op != "unsqueeze" or spec_of(next(made.inputs())).shape != (batch, whole[1], length, dim):
         return value
     between.append(made)
     for op in between:  # from the last one back: what others read stays, with what it is made of
-        if c.b.links.only_user(op.out) is None:
+        if c.graph.only_user(op.out) is None:
             break
         ops.append(op)
     return next(made.inputs())
+
+
+ROWS = (
+    Row("triton.attention.decode", chain("sdpa"), extend=_of_one_cache, pays=_pays, write=_write, note="attention of few queries"),
+)

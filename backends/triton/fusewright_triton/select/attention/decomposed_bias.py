@@ -26,7 +26,7 @@ def shape_of(value: Value) -> Shape:
 
 def made_for_one(value: Value, c: Calls) -> OpView | None:
     """The op that makes a value which one op uses, once."""
-    return c.producer(value) if c.b.links.only_user(value) is not None else None
+    return c.graph.producer(value) if c.graph.only_user(value) is not None else None
 
 
 def through(value: Value, c: Calls, ops: list[OpView]) -> Value:
@@ -35,12 +35,6 @@ def through(value: Value, c: Calls, ops: list[OpView]) -> Value:
         ops.append(made)
         value = next(made.inputs())
     return value
-
-
-def ordered(ops: Sequence[OpView], c: Calls) -> tuple[OpView, ...]:
-    """Ops in the order of the region."""
-    chosen = {op.id for op in ops}
-    return tuple(op for op in c.region.ops if op.id in chosen)
 
 
 def view(c: Calls, target: str, *args: Any) -> Ref:
@@ -53,7 +47,7 @@ def view(c: Calls, target: str, *args: Any) -> Ref:
 def fits(q: TensorSpec, c: Calls, image: tuple[int, int] | None = None) -> bool:
     """Whether our kernel takes these heads, in inference: training needs what torch's own attention saves."""
     target = named(c.ctx.device.arch)
-    return c.region.phase == "infer" and kernel.fits(target, q.dtype, int(q.shape[-1]), image)  # type: ignore[arg-type]
+    return c.graph.phase == "infer" and kernel.fits(target, q.dtype, int(q.shape[-1]), image)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -118,7 +112,7 @@ def summed(p: Positions, c: Calls) -> tuple[Ref | None, Ref | None]:
 
 def _relative(value: Value, dim: int, size: int, p: Positions, c: Calls) -> Ref | None:
     """A summand as [N, Qh, Qw, size], without the dimension `dim` (of size one)."""
-    made, rank = c.producer(value), len(shape_of(value))
+    made, rank = c.graph.producer(value), len(shape_of(value))
     if made is not None and made.op == "unsqueeze" and (made.arg("dim") - dim) % rank == 0:
         source = next(made.inputs())
         ref, shape = c.b.any_strides(source), shape_of(source)

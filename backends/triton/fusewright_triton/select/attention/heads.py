@@ -12,8 +12,9 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.region.graph import Claim
 from fusewright_triton.select.attention.decomposed_bias import RESHAPES, made_for_one, shape_of, through, view
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.select.calls import Calls, spec_of
 
 _VIEWS = frozenset({"view", "reshape", "permute", "transpose", "alias"})
 
@@ -46,7 +47,7 @@ def stack_of(query: Value, key: Value, value: Value, c: Calls, taken: list[OpVie
     whole = through(next(unbind.inputs()), c, copies)
     n, length, dim = shape_of(unbind.out)
     shape = shape_of(whole)
-    if not c.free(unbind) or unbind.arg("dim") != 0 or not any(op.op == "clone" for op in copies):
+    if not c.graph.free(unbind) or unbind.arg("dim") != 0 or not any(op.op == "clone" for op in copies):
         return None
     if len(shape) != 5 or shape[3:] != (length, dim) or shape[1] * shape[2] != n or spec_of(whole).stride[-1] != 1:
         return None
@@ -56,24 +57,21 @@ def stack_of(query: Value, key: Value, value: Value, c: Calls, taken: list[OpVie
 
 def _unbound(value: Value, c: Calls, between: list[OpView]) -> tuple[OpView, int] | None:
     """The op that takes a tensor apart into this and others."""
-    while (made := c.producer(value)) is not None and made.op != "unbind":
-        if made.op not in RESHAPES or c.b.links.only_user(value) is None:
+    while (made := c.graph.producer(value)) is not None and made.op != "unbind":
+        if made.op not in RESHAPES or c.graph.only_user(value) is None:
             return None
         between.append(made)
         value = next(made.inputs())
     return None if made is None or len(shape_of(value)) != 3 else (made, made.outs.index(value))
 
 
-def taken_apart(s: Stack | None, taken: Sequence[OpView], c: Calls) -> tuple[Found, ...]:
+def taken_apart(s: Stack | None, taken: Sequence[OpView], c: Calls) -> tuple[Claim, ...]:
     """What copies of the slices only those that others than the attention (`taken`) read."""
     if s is None:
         return ()
     inside = {op.id for op in taken}
-    outside = {v.id for v in c.region.outputs}
-    wanted = [
-        v.id in outside or any(user.id not in inside for user in c.b.links.users(v)) for v in s.unbind.outs
-    ]
-    return (Found(s.ops, s.unbind, partial(_copies, s, wanted), "slices that are read elsewhere"),)
+    wanted = [c.graph.escapes(v) or any(user.id not in inside for user in c.graph.users(v)) for v in s.unbind.outs]
+    return (Claim(s.ops, s.unbind, partial(_copies, s, wanted), "slices that are read elsewhere"),)
 
 
 def _copies(s: Stack, wanted: Sequence[bool], c: Calls) -> None:
@@ -107,10 +105,10 @@ class Result:
 def result_of(out: Value, c: Calls) -> Result | None:
     """Whether a result [N, L, D] or [B, H, L, D] is only copied to rows of all heads."""
     chain: list[OpView] = []
-    user = c.b.links.only_user(out)
+    user = c.graph.only_user(out)
     while user is not None and user.op in _VIEWS:
         chain.append(user)
-        user = c.b.links.only_user(user.out)
+        user = c.graph.only_user(user.out)
     if user is None or user.op != "clone" or user.arg("memory_format") != torch.contiguous_format:
         return None
     *_, length, dim = shape_of(out)
@@ -142,7 +140,7 @@ def _applied(op: OpView, x: torch.Tensor) -> torch.Tensor:
 
 def base_of(transposed: Value, c: Calls, taken: list[OpView]) -> Value | None:
     """[N, L, D] of which a value is the transpose [N, D, L]; the transpose is noted where nobody else reads it."""
-    made = c.producer(transposed)
+    made = c.graph.producer(transposed)
     if made is None or made.op not in ("transpose", "permute"):
         return None
     if made.op == "transpose":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusewright.interface import OpView, Value
+from fusewright.toolkit.region.pattern import OPS, Env, RegionReader, matches, p
 from fusewright_triton.select.attention.decomposed_bias import made_for_one, shape_of
 from fusewright_triton.select.calls import Calls, spec_of
 
@@ -20,47 +21,36 @@ class Turned:
     ops: tuple[OpView, ...]
 
 
+_HALVES = (
+    p("neg", p("slice", "x", capture="second", alone=True), alone=True), p("slice", "x", capture="first", alone=True),
+)  # fmt: skip
+_TURNED = p(
+    "add",
+    p("mul", "x", "cos", either=True, alone=True),
+    p("mul", p("cat", _HALVES, capture="joined", alone=True), "sin", either=True, alone=True),
+    capture="total", either=True,
+)  # fmt: skip
+"""As transformers writes it."""
+
+
 def turned(value: Value, c: Calls) -> Turned | None:
-    """What a value [B, H, L, D] is, if it is turned so, as transformers writes it."""
+    """What a value [B, H, L, D] is, if it is turned so."""
     total = made_for_one(value, c)
-    if total is None or total.op != "add" or total.arg("alpha") != 1 or spec_of(value).rank != 4:
+    if total is None or spec_of(value).rank != 4:
         return None
-    products = [made_for_one(v, c) if isinstance(v, Value) else None for v in (total.arg("self"), total.arg("other"))]
-    for plain, other in (products, products[::-1]):
-        found = _turned(plain, other, c) if plain is not None and other is not None else None
-        if found is not None and all(_suits(v, value) for v in (found.source, found.cos, found.sin)):
-            return Turned(found.source, found.cos, found.sin, (total, *found.ops))
+    for found in matches(_TURNED, total, {}, RegionReader(c.graph)):
+        x, cos, sin = (found[n] for n in ("x", "cos", "sin"))
+        if total.arg("alpha") == 1 and _in_halves(found) and all(_suits(v, value) for v in (x, cos, sin)):
+            return Turned(x, cos, sin, found[OPS])
     return None
 
 
-def _turned(plain: OpView, other: OpView, c: Calls) -> Turned | None:
-    if plain.op != "mul" or other.op != "mul":
-        return None
-    for exchanged, sin in (other.args[:2], other.args[1::-1]):
-        halves = _exchanged(exchanged, c) if isinstance(exchanged, Value) else None
-        if halves is None or not isinstance(sin, Value):
-            continue
-        source, ops = halves
-        for x, cos in (plain.args[:2], plain.args[1::-1]):
-            if x == source and isinstance(cos, Value):
-                return Turned(source, cos, sin, (plain, other, *ops))
-    return None
-
-
-def _exchanged(value: Value, c: Calls) -> tuple[Value, tuple[OpView, ...]] | None:
-    """What a value has the halves of, the second one first and negated."""
-    joined = made_for_one(value, c)
-    pair = joined.arg("tensors") if joined is not None and joined.op == "cat" and joined.arg("dim") in (-1, 3) else ()
-    if joined is None or len(pair) != 2:
-        return None
-    negated, first = (made_for_one(v, c) for v in pair)
-    second = made_for_one(negated.arg("self"), c) if negated is not None and negated.op == "neg" else None
-    if first is None or second is None or negated is None or first.arg("self") != second.arg("self"):
-        return None
-    dim = shape_of(value)[-1]
-    if dim % 2 or not _is_slice(first, 0, dim // 2) or not _is_slice(second, dim // 2, dim):
-        return None
-    return first.arg("self"), (joined, negated, first, second)
+def _in_halves(found: Env) -> bool:
+    """Whether the slices are the halves of the last dimension."""
+    joined = found["joined"]
+    dim = shape_of(joined.out)[-1]
+    halves = dim % 2 == 0 and _is_slice(found["first"], 0, dim // 2) and _is_slice(found["second"], dim // 2, dim)
+    return halves and joined.arg("dim") in (-1, 3)
 
 
 def _is_slice(op: OpView, start: int, end: int) -> bool:
@@ -72,8 +62,10 @@ def _is_slice(op: OpView, start: int, end: int) -> bool:
     return (op.arg("start") or 0, last) == (start, end)
 
 
-def _suits(v: Value, whole: Value) -> bool:
+def _suits(v: object, whole: Value) -> bool:
     """Whether it is of the whole's type, and broadcasts to it without its last dimension."""
+    if not isinstance(v, Value):
+        return False
     a, b = spec_of(v), spec_of(whole)
     return (
         a.dtype == b.dtype

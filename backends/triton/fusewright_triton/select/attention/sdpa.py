@@ -14,10 +14,13 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.toolkit.region.graph import Claim
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.select.attention import decomposed_bias
-from fusewright_triton.select.attention.heads import Heads, heads_of, taken_apart
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.select.attention.heads import heads_of, taken_apart
+from fusewright_triton.select.calls import Calls, spec_of
 
 REPEATS = 10
 
@@ -29,23 +32,9 @@ def sdpa_reason(op: OpView) -> str | None:
     return None
 
 
-def lower_sdpa(op: OpView, c: Calls) -> Found | None:
-    """Attention with a mask: by our kernel where it is faster; a mask that torch's kernels refuse is else copied."""
-    found = _decomposed_mask(op, c)
-    if found is not None:
-        return found
-    refused = _refused(spec_of(op.arg("attn_mask")))
-    tried = _plain(op, c) and (refused or _shared_mask(op, c))
-    if tried and (_known_to_pay(op, refused, c) or _pays(op, refused, c)):
-        return Found((op,), op, partial(_masked, op), "attention, by our kernel")
-    out = spec_of(op.out)
-    if not refused or out.stride != contiguous_strides(out.shape):  # type: ignore[arg-type]
-        return None
-    return Found((op,), op, partial(_with_dense_mask, op), "attention with a dense mask")
-
-
-def _decomposed_mask(op: OpView, c: Calls) -> Found | None:
+def _decomposed_mask(m: Match, c: Calls) -> Match | None:
     """A mask of decomposed positions that nobody else reads never becomes a matrix."""
+    op = m.anchor
     q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
     plain = q.rank == 4 and q.shape[:2] == k.shape[:2] and q.shape[-1] == v.shape[-1]
     if not plain or op.arg("dropout_p") or op.arg("is_causal"):
@@ -55,16 +44,23 @@ def _decomposed_mask(op: OpView, c: Calls) -> Found | None:
     bias = decomposed_bias.positions(found.terms, batch * heads, queries, k.shape[2])  # type: ignore[arg-type, operator]
     if bias is None or not decomposed_bias.fits(q, c, bias.keys):
         return None
-    operands = op.arg("query"), op.arg("key"), op.arg("value")
-    where = heads_of(*operands, op.out, c)
-    taken = decomposed_bias.ordered([*found.ops, *where.ops, op], c)
-    write = partial(_decomposed, op, bias, where)
-    return Found(taken, op, write, "attention with decomposed positions", taken_apart(where.stack, taken, c))
+    where = heads_of(op.arg("query"), op.arg("key"), op.arg("value"), op.out, c)
+    return m.with_ops(*found.ops, *where.ops, at=op, bias=bias, heads=where)
 
 
-def _decomposed(op: OpView, bias: decomposed_bias.Positions, where: Heads, c: Calls) -> None:
+def slices_elsewhere(m: Match, ops: tuple[OpView, ...], c: Calls) -> tuple[Claim, ...]:
+    """What becomes of the copies that an attention no longer reads."""
+    return taken_apart(m["heads"].stack, ops, c)
+
+
+def _decomposed(m: Match, c: Calls) -> None:
+    op, where = m.anchor, m["heads"]
     operands = where.operands([op.arg(n) for n in ("query", "key", "value")], c)
-    where.write(op, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(bias, c), op.arg("scale")], c)
+    where.write(op, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(m["bias"], c), op.arg("scale")], c)
+
+
+def _has_mask(m: Match, c: Calls) -> bool:
+    return m.anchor.arg("attn_mask") is not None
 
 
 # ---------------------------------------------------------------- masks
@@ -108,20 +104,40 @@ def _plain(op: OpView, c: Calls) -> bool:
     return same and q.shape[1] % k.shape[1] == 0 and decomposed_bias.fits(q, c)  # type: ignore[operator]
 
 
-def _masked(op: OpView, c: Calls) -> None:
+def _ours_takes(m: Match, c: Calls) -> bool:
+    """Whether our kernel may be the faster one."""
+    op = m.anchor
+    return _has_mask(m, c) and _plain(op, c) and (_refused(spec_of(op.arg("attn_mask"))) or _shared_mask(op, c))
+
+
+def _ours_pays(m: Match, c: Calls) -> bool:
+    refused = _refused(spec_of(m.anchor.arg("attn_mask")))
+    return _known_to_pay(m.anchor, refused, c) or _pays(m.anchor, refused, c)
+
+
+def _copy_helps(m: Match, c: Calls) -> bool:
+    """Whether torch's kernels take the mask only when it is copied."""
+    out = spec_of(m.out)
+    dense = out.stride == contiguous_strides(out.shape)  # type: ignore[arg-type]
+    return _has_mask(m, c) and dense and _refused(spec_of(m.anchor.arg("attn_mask")))
+
+
+def _masked(m: Match, c: Calls) -> None:
+    op = m.anchor
     q, k, v, mask = (c.b.any_strides(op.arg(n)) for n in ("query", "key", "value", "attn_mask"))
     stride, arch = spec_of(op.out).stride, c.ctx.device.arch
     c.b.call(kernel.ATTENTION, q, k, v, mask, False, op.arg("scale"), True, stride, arch, out=op.out, op=op)
 
 
-def _with_dense_mask(op: OpView, c: Calls) -> None:
+def _with_dense_mask(m: Match, c: Calls) -> None:
     """A mask made of constants is copied once, when the plan is first run."""
+    op = m.anchor
     mask: Value = op.arg("attn_mask")
     spec = spec_of(mask)
     dense = c.ctx.value(replace(spec, stride=contiguous_strides(spec.shape), const=False))  # type: ignore[arg-type]
     clone = Call("aten::clone.default", (c.exact(mask),), (dense.id,), (("memory_format", torch.contiguous_format),))
     c.b.append(clone)
-    given = c.b.at_hand(op)
+    given = c.b.resolved(op)
     place = op.argnames.index("attn_mask")
     # torch's choice among its kernels decides the strides, and it is another one than for the mask as it was
     made = c.ctx.value(None)
@@ -171,3 +187,20 @@ def _ours(specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: s
         torch.cuda.synchronize(q.device)
 
     return run
+
+
+ROWS = (
+    Row(
+        "triton.attention.decomposed_mask", chain("sdpa"), when=_has_mask, extend=_decomposed_mask, also=slices_elsewhere,
+        write=_decomposed, note="attention with decomposed positions",
+    ),
+    Row(
+        "triton.attention.masked", chain("sdpa"), when=_ours_takes, pays=_ours_pays, write=_masked,
+        note="attention, by our kernel",
+    ),
+    Row(
+        "triton.attention.dense_mask", chain("sdpa"), when=_copy_helps, write=_with_dense_mask,
+        note="attention with a dense mask",
+    ),
+)  # fmt: skip
+"""Of attention with a mask: by our kernel where it is faster; a mask that torch's kernels refuse is else copied."""

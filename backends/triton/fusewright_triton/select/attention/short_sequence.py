@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fusewright.interface import OpView
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import few_keys_ops as kernel
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.select.calls import Calls, spec_of
 
 
 def reason(op: OpView) -> str | None:
@@ -30,19 +30,21 @@ def reason(op: OpView) -> str | None:
     return None
 
 
-def lower(op: OpView, c: Calls) -> Found | None:
-    """The kernel, where the device has what it is built on, and the graph heads for enough of its multiprocessors."""
-    t, out = c.target, spec_of(op.out)
+def _enough(m: Match, c: Calls) -> bool:
+    """Whether the device has what the kernel is built on, and the graph heads for enough of its multiprocessors."""
+    t, out = c.target, spec_of(m.out)
     batch, heads = out.shape[:2]
-    if t.matrix != "wgmma" or t.fitted is None or c.region.phase != "infer":
-        return None
+    if t.matrix != "wgmma" or t.fitted is None or c.graph.phase != "infer":
+        return False
     if batch * heads < t.fitted.short_sequence * t.units:  # type: ignore[operator]
-        return None
-    if not kernel.describable(out.shape, out.stride, out.dtype.itemsize):  # type: ignore[arg-type]
-        return None
-    return Found((op,), op, partial(_write, op), "attention over few keys")
+        return False
+    return kernel.describable(out.shape, out.stride, out.dtype.itemsize)  # type: ignore[arg-type]
 
 
-def _write(op: OpView, c: Calls) -> None:
+def _write(m: Match, c: Calls) -> None:
+    op = m.anchor
     q, k, v = (c.b.any_strides(op.arg(n)) for n in ("query", "key", "value"))
     c.b.call(kernel.OPERATOR, q, k, v, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch, out=op.out, op=op)
+
+
+ROWS = (Row("triton.attention.short_sequence", chain("sdpa"), when=_enough, write=_write, note="attention over few keys"),)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.pattern import Match, chain, many, one
+from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.select.attention import decomposed_bias
 from fusewright_triton.select.attention.decomposed_bias import (
@@ -22,8 +23,9 @@ from fusewright_triton.select.attention.decomposed_bias import (
     through,
     view,
 )
-from fusewright_triton.select.attention.heads import Heads, base_of, heads_of, result_of, taken_apart
-from fusewright_triton.select.calls import Calls, Found, spec_of
+from fusewright_triton.select.attention.heads import Heads, base_of, heads_of, result_of
+from fusewright_triton.select.attention.sdpa import slices_elsewhere
+from fusewright_triton.select.calls import Calls, spec_of
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -55,33 +57,21 @@ class Spelled:
     ops: list[OpView]
 
 
-def lower(op: OpView, c: Calls) -> Found | None:
-    """Attention as one call, from the softmax in its middle."""
-    s = _spelled(op, c) if c.region.phase == "infer" else None
-    if s is None:
-        return None
-    q = spec_of(s.query)
-    n, queries, keys = *shape_of(s.query)[:2], shape_of(s.value)[1]
-    bias = None if s.hidden else decomposed_bias.positions(s.terms, n, queries, keys)
-    if bias is not None and decomposed_bias.fits(q, c, bias.keys):
-        return _found_with_positions(s, bias, c)
-    lead = _lead(s, n, queries, keys) if len(s.terms) + (s.hidden is not None) <= 1 else None
-    if lead is None or q.dtype not in HALF or not decomposed_bias.fits(q, c):
-        return None
-    moves = [_split(x, lead, c) for x in (s.query, s.key, s.value)]
-    result = result_of(s.product.out, c)
-    where = Heads(None, result if result is not None and result.lead == lead else None, lead, ())
-    taken = [*s.ops, *(op for _, ops in moves for op in ops), *(where.result.ops if where.result else ())]
-    write = partial(_with_mask, s, where, [value for value, _ in moves])
-    return Found(decomposed_bias.ordered(taken, c), s.product, write, "attention, by our kernel")
+def _whole_matrices(op: OpView, m: Match, c: Calls) -> bool:
+    return _same_matrices(op.out, m.out)
 
 
-def _spelled(op: OpView, c: Calls) -> Spelled | None:
-    ops = [op]
-    product = _weighted(op, c, ops)
-    if product is None:
+def _weighs(op: OpView, m: Match, c: Calls) -> bool:
+    """A product of the softmax's result with values."""
+    return bool(op.arg("self") == m.out)
+
+
+def _spelled(m: Match, c: Calls) -> Spelled | None:
+    """The whole attention around a softmax and the product behind it."""
+    product, ops = m.last, list(m.ops)
+    if c.graph.phase != "infer":
         return None
-    scores, hidden = _unhidden(_uncast(op.arg("self"), c, ops), c, ops)
+    scores, hidden = _unhidden(_uncast(m.anchor.arg("self"), c, ops), c, ops)
     found = decomposed_bias.summands(scores, c, Sum())
     for k, (term, frame) in enumerate(found.terms):
         mine: list[OpView] = []
@@ -102,16 +92,35 @@ def _spelled(op: OpView, c: Calls) -> Spelled | None:
     return None
 
 
-def _weighted(op: OpView, c: Calls, ops: list[OpView]) -> OpView | None:
-    """The product of a softmax's result with values. The ops up to it are noted."""
-    value, user = op.out, c.b.links.only_user(op.out)
-    while user is not None and user.op in _MOVES | {"cast"} and _same_matrices(user.out, value):
-        ops.append(user)
-        value, user = user.out, c.b.links.only_user(user.out)
-    if user is None or user.op != "bmm" or user.arg("self") != value:
+def _of_positions(m: Match, c: Calls) -> Match | None:
+    """With a bias by rows and columns of keys."""
+    s = _spelled(m, c)
+    if s is None or s.hidden:
         return None
-    ops.append(user)
-    return user
+    heads, queries, _ = shape_of(s.query)
+    bias = decomposed_bias.positions(s.terms, heads, queries, shape_of(s.value)[1])
+    if bias is None or not decomposed_bias.fits(spec_of(s.query), c, bias.keys):
+        return None
+    key = base_of(s.key, c, s.ops)
+    where = heads_of(s.query, key, s.value, s.product.out, c)
+    return replace(m, ops=(*s.ops, *where.ops), at=s.product).with_ops(spelled=s, bias=bias, heads=where, key=key)
+
+
+def _of_mask(m: Match, c: Calls) -> Match | None:
+    """With a mask, or nothing, added."""
+    s = _spelled(m, c)
+    if s is None or len(s.terms) + (s.hidden is not None) > 1:
+        return None
+    q = spec_of(s.query)
+    heads, queries, _ = shape_of(s.query)
+    lead = _lead(s, heads, queries, shape_of(s.value)[1])
+    if lead is None or q.dtype not in HALF or not decomposed_bias.fits(q, c):
+        return None
+    moves = [_split(x, lead, c) for x in (s.query, s.key, s.value)]
+    result = result_of(s.product.out, c)
+    where = Heads(None, result if result is not None and result.lead == lead else None, lead, ())
+    ops = (*s.ops, *(op for _, ops in moves for op in ops), *(where.result.ops if where.result else ()))
+    return replace(m, ops=ops, at=s.product).with_ops(spelled=s, heads=where, operands=[value for value, _ in moves])
 
 
 def _same_matrices(a: Value, b: Value) -> bool:
@@ -151,19 +160,11 @@ def _scaled(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, float]:
     return source, float(factor) if made.op == "mul" else 1.0 / factor
 
 
-def _found_with_positions(s: Spelled, p: decomposed_bias.Positions, c: Calls) -> Found:
-    key = base_of(s.key, c, s.ops)
-    where = heads_of(s.query, key, s.value, s.product.out, c)
-    taken = decomposed_bias.ordered([*s.ops, *where.ops], c)
-    write = partial(_with_positions, s, p, where, key)
-    also = taken_apart(where.stack, taken, c)
-    return Found(taken, s.product, write, "attention with decomposed positions", also)
-
-
-def _with_positions(s: Spelled, p: decomposed_bias.Positions, where: Heads, key: Value | None, c: Calls) -> None:
+def _with_positions(m: Match, c: Calls) -> None:
+    s, where, key = m["spelled"], m["heads"], m["key"]
     k = key if key is not None or where.stack is not None else view(c, "aten::transpose.int", c.b.any_strides(s.key), 1, 2)
     operands = where.operands([s.query, k, s.value], c)
-    where.write(s.product, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(p, c), s.scale], c)
+    where.write(s.product, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(m["bias"], c), s.scale], c)
 
 
 # ---------------------------------------------------------------- with a mask, or nothing, added
@@ -191,9 +192,9 @@ def _split(value: Value, lead: Shape, c: Calls) -> tuple[Value, list[OpView]]:
     return value, []
 
 
-def _with_mask(s: Spelled, where: Heads, operands: Sequence[Value], c: Calls) -> None:
-    assert where.lead is not None
-    q, k, v = (_four(x, where.lead, c) for x in operands)
+def _with_mask(m: Match, c: Calls) -> None:
+    s, where = m["spelled"], m["heads"]
+    q, k, v = (_four(x, where.lead, c) for x in m["operands"])
     k = view(c, "aten::transpose.int", k, -2, -1)
     mask, given = _mask(s, c)
     if given is not None and len(s.terms[0][1] if s.terms else s.scores) == len(shape_of(given)) == 3:
@@ -214,3 +215,17 @@ def _four(value: Value, lead: Shape, c: Calls) -> Ref | None:
     if shape_of(value)[:-2] == lead:
         return ref
     return view(c, "aten::view.default", ref, (*lead, *shape_of(value)[-2:]))
+
+
+_SOFTMAX = chain("softmax", many(_MOVES | {"cast"}, _whole_matrices), one("bmm", _weighs))
+
+ROWS = (
+    Row(
+        "triton.attention.unfused_positions", _SOFTMAX, extend=_of_positions, also=slices_elsewhere,
+        write=_with_positions, note="attention with decomposed positions",
+    ),
+    Row(
+        "triton.attention.unfused", _SOFTMAX, extend=_of_mask, write=_with_mask, note="attention, by our kernel"
+    ),
+)  # fmt: skip
+"""Of attention around a softmax."""

@@ -1,0 +1,119 @@
+"""Rows that say what a backend makes of a region: an id, a pattern, a condition, a cost, and what is written.
+
+First every row claims what it takes, in the order of the region; then the claims are written, in that order too. Rows are
+counted, switched off by id and limited by fuel as the host's rules are (`RuleLog`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from fusewright.interface import OpView, RuleLog
+from fusewright.toolkit.region.graph import Claim, RegionGraph
+from fusewright.toolkit.region.pattern import Chain, Match, P, find
+from fusewright.toolkit.region.verify import verify
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = Any
+"""What the functions of a backend's rows work with; the backend's own choice."""
+
+
+def _as_found(match: Match, context: Context) -> Match:
+    return match
+
+
+def _yes(match: Match, context: Context) -> bool:
+    return True
+
+
+def _nothing_else(match: Match, ops: tuple[OpView, ...], context: Context) -> tuple[Claim, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """`when` is the condition, `pays` the cost: a formula, or a short measurement. `write` makes what replaces the match.
+
+    `extend` sees what a pattern cannot say, and gives the match with more ops and captures, or None for no match after all;
+    `also` are claims that this one counts on. `note` tells the reader of a report how its ops were lowered.
+    """
+
+    id: str
+    pattern: P | Chain
+    write: Callable[[Match, Context], None]
+    note: str | Callable[[Match], str]
+    when: Callable[[Match, Context], bool] = _yes
+    extend: Callable[[Match, Context], Match | None] = _as_found
+    pays: Callable[[Match, Context], bool] = _yes
+    also: Callable[[Match, tuple[OpView, ...], Context], tuple[Claim, ...]] = _nothing_else
+
+    def roots(self) -> tuple[str, ...]:
+        """Names of the ops that it begins with."""
+        return (self.pattern.anchor if isinstance(self.pattern, Chain) else self.pattern).names()
+
+    def match(self, op: OpView, graph: RegionGraph, context: Context, rules: RuleLog) -> Match | None:
+        """What the row finds at an op, if it is to be written."""
+        if not rules.allows(self.id):
+            return None
+        found = find(self.pattern, op, graph, context, rules.allows)
+        if found is None or not self.when(found, context):
+            return None
+        found = self.extend(found, context)
+        return found if found is not None and self.pays(found, context) else None
+
+    def claim(self, match: Match, graph: RegionGraph, context: Context) -> Claim:
+        """The claim to a match."""
+        ops = graph.ordered(match.ops)
+        note = self.note if isinstance(self.note, str) else self.note(match)
+        also = self.also(match, ops, context)
+        return Claim(ops, match.at or match.last, partial(self.write, match), note, also, (self.id, *match.rules))
+
+
+def by_root(rows: Iterable[Row]) -> Mapping[str, Sequence[Row]]:
+    """Rows by the op that they begin with, in order."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        for name in row.roots():
+            found.setdefault(name, []).append(row)
+    return found
+
+
+def first(
+    rows: Iterable[Row], op: OpView, graph: RegionGraph, context: Context, rules: RuleLog
+) -> Claim | None:
+    """The claim of the first row that matches at an op."""
+    for row in rows:
+        if (match := row.match(op, graph, context, rules)) is not None:
+            return row.claim(match, graph, context)
+    return None
+
+
+def claimed(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | None]) -> None:
+    """Ask what is to be claimed from each op that is still free, in order. A claim that overlaps another one is left out."""
+    for op in graph:
+        claim = ask(op) if graph.free(op) else None
+        if claim is None:
+            continue
+        if graph.claim(claim):
+            rules.hit(*(id for part in (claim, *claim.also) for id in part.rules))
+        else:
+            log.debug("%s of %s is left out: another call has taken a part of it", claim.note, op.op)
+
+
+def rewrite(graph: RegionGraph, rows: Sequence[Row], context: Context, rules: RuleLog) -> bool:
+    """One pass of rows that replace ops by ops; whether anything was. All are found in the graph as it is before the first
+    one is written."""
+    table = by_root(rows)
+    claimed(graph, rules, lambda op: first(table.get(op.op, ()), op, graph, context, rules))
+    found = graph.claims
+    for claim in found:
+        graph.release(claim)
+        claim.write(context)
+    if found:
+        verify(graph, f"a pass of {rows[0].id} and others")
+    return bool(found)
