@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 
 from fusewright.interface import Device, Value
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.fuse.eager import CONDITIONS
-from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
+from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
 from fusewright.toolkit.lower.tables import RULES
 from tests.fragments import Context, Sketch
-from tests.unit.fuse.running import LOADERS, execute, fused, kernel_count, run_sketch
+from tests.unit.fuse.running import LOADERS, fused, kernel_count, run_sketch
 
 
 def check(g: Sketch, outputs: list[Value], kernels: int) -> list[Launch]:
@@ -235,38 +232,6 @@ def test_minus_zero_and_zero_are_two_kernels() -> None:
         g = Sketch()
         fused(g.region([g.op("mul", g.input(torch.randn(3)), value)]), memo)
     assert len(memo) == 4
-
-
-def _library(g: Sketch, value: Value, target: str, layout: torch.memory_format, ctx_id: int) -> LibraryCall:
-    """A call that makes `value` channels-last under an id of its own."""
-    op = next(o for o in g.ops if o.out is value)
-    (source,) = op.inputs()
-    made = Value(ctx_id, replace(value.spec, stride=g.tensors[value.id].to(memory_format=layout).stride()))  # type: ignore[type-var, arg-type]
-    calls = (
-        Call(target, (Ref(source.id),), (ctx_id + 1,)),
-        Call("aten::clone.default", (Ref(ctx_id + 1),), (ctx_id,), (("memory_format", layout),)),
-    )
-    return LibraryCall((op.id,), calls, results={value.id: made}, accepts=frozenset({source.id}))
-
-
-def test_a_layout_of_a_library_goes_through_kernels_and_is_put_back_at_the_end() -> None:
-    g = Sketch()
-    x = g.input(torch.randn(2, 3, 4, 5))
-    a = g.op("sigmoid", x)
-    b = g.op("relu", g.op("mul", a, 2.0))
-    c = g.op("exp", b)
-    calls = [_library(g, a, "aten::sigmoid.default", torch.channels_last, 700),
-             _library(g, c, "aten::exp.default", torch.channels_last, 710)]  # fmt: skip
-    fragment, specs = fused(g.region([c]), calls=calls)
-    for call in calls:
-        specs.update((v.id, v.spec) for v in call.results.values() if v.spec is not None)
-    env: dict[int, Any] = {x.id: g.tensors[x.id]}
-    execute(fragment, specs, env, LOADERS["interpreter"])
-    assert torch.equal(env[c.id], g.tensors[c.id]) and env[c.id].stride() == g.tensors[c.id].stride()
-    (launch,) = [i for i in fragment.instructions if isinstance(i, Launch)]
-    assert launch.inputs == (Ref(700),)
-    assert specs[launch.outs[0]].stride == (60, 1, 15, 3), "relu's result stays channels-last"
-    assert b.id not in env
 
 
 @pytest.mark.parametrize("loader", list(LOADERS))

@@ -171,10 +171,10 @@ def build_group(
         at = (space.base if root.level == "full" else space.row).reshape(shape_of(root.value.spec))
         stored.append((root.value, at, e.value(root.value, at)))
     for k, (value, at, val) in enumerate(stored):
-        spec = flow.place(value).spec
+        spec = value.spec
         assert spec is not None
         store(e, b.output(f"y{k}", from_torch(spec.dtype)), spec, at, val)
-    return finished(e, [flow.place(r.value).id for r in roots])
+    return finished(e, [r.value.id for r in roots])
 
 
 def values_of(flow: Flow, units: Sequence[Unit]) -> list[Value]:

@@ -12,7 +12,6 @@ from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
 from fusewright.toolkit.fuse.eager import Alone, Condition, faster
 from fusewright.toolkit.fuse.group import Group, Grouper
-from fusewright.toolkit.fuse.layout import choose_layouts, renamed, restored
 from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.ir import IndexTooComplex, Kernel
@@ -31,16 +30,11 @@ MAX_ROUNDS = 64
 @dataclass(frozen=True)
 class LibraryCall:
     """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region.
-
-    `results`: values of the graph that the call makes in another layout -> what it really makes (its own id and spec).
-    `accepts`: ids of values that the instructions read in any layout. The fuser puts the right ids in.
-    """
+"""
 
     ops: tuple[int, ...]
     instructions: tuple[Instruction, ...]
     note: str = ""
-    results: Mapping[int, Value] = field(default_factory=dict)
-    accepts: frozenset[int] = frozenset()
 
 
 class Unplaceable(Exception):
@@ -151,13 +145,10 @@ class _Planner:
         self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
         self.values = {v.id: v for op in region.ops for v in (*op.inputs(), *op.outs)}
-        self.viewed: set[int] = set()
         self.needed = self._needed_by_calls() | {v.id: v for i in whole - self.fixed.keys() for v in by_id[i].outs}
         self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed), whole)
         self.checked: set[int] = set()
         self.partly: set[int] = set()
-        for call in self.all_calls:
-            self.flow.places.update(call.results)
         self.out = Fused()
         self.sizes = _Sizes(region)
 
@@ -169,26 +160,15 @@ class _Planner:
         slower = {g.units[0].op.id: row for g in groups if (row := self._better_eager(g, stored))}
         if slower:
             raise BetterEager(slower)
-        exact = self._exact()
-        if self.flow.places:
-            choose_layouts(self.flow, groups, stored - exact, self.ctx)
         for group in groups:
             self._add_group(group, stored)
         if self.partly - self.checked:
             raise Unchecked(self.flow.producer[v][0].id for v in self.partly - self.checked)
         for call in self.all_calls:
-            self._add_call(call, exact)
+            self._add_call(call)
         return self.out
 
     # ---- what must be in memory ----
-
-    def _exact(self) -> set[int]:
-        """Ids of values that must have the graph's strides: somebody reads them who relies on that."""
-        wanted = {v.id for v in self.region.outputs} | set(self.viewed)
-        for call in self.all_calls:
-            for i in call.instructions:
-                wanted.update(r for r in reads(i) if r not in call.accepts)
-        return wanted
 
     def _needed_by_calls(self) -> dict[int, Value]:
         """Values that must be tensors because a call reads them or the region gives them away."""
@@ -260,22 +240,15 @@ class _Planner:
 
     # ---- instructions ----
 
-    def _add_call(self, call: LibraryCall, exact: set[int]) -> None:
-        names = {i: self.flow.places[i].id for i in call.accepts if i in self.flow.places}
-        instructions = tuple(renamed(i, names) for i in call.instructions)
-        for i, made in call.results.items():
-            if i in exact:
-                assert made.spec is not None
-                instructions += restored(made, self.values[i], self.ctx)
-        makes = frozenset(o for i in instructions for o in i.outs)
-        read = frozenset(r for i in instructions for r in reads(i)) - makes
+    def _add_call(self, call: LibraryCall) -> None:
+        makes = frozenset(o for i in call.instructions for o in i.outs)
+        read = frozenset(r for i in call.instructions for r in reads(i)) - makes
         position = max(self.position[i] for i in call.ops)
-        self.out.items.append(_Item(position, instructions, read, makes))
+        self.out.items.append(_Item(position, call.instructions, read, makes))
         if call.note:
             self.out.notes.update(dict.fromkeys(call.ops, call.note))
 
     def _add_view(self, op: OpView) -> None:
-        self.viewed.update(v.id for v in op.inputs())
         read = frozenset(v.id for v in op.inputs())
         item = _Item(self.position[op.id], (self.ctx.aten(op),), read, frozenset(v.id for v in op.outs))
         self.out.items.append(item)
@@ -357,7 +330,7 @@ def _model(flow: Flow, group: Group, roots: Sequence[Root], domain: Domain) -> V
     """The tensor whose layout the loops follow: the largest stored one that has the domain's shape, else one that
     is read.
     """
-    values = [flow.place(v) for v in (*(r.value for r in roots), *(v for u in group.units for v in u.op.inputs()))]
+    values = (*(r.value for r in roots), *(v for u in group.units for v in u.op.inputs()))
     return next((v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape), None)
 
 

@@ -85,7 +85,7 @@ class Probe(KernelEvaluator):
 
     def load(self, v: Value, at: At) -> Val:
         assert v.spec is not None
-        self.address(self.flow.place(v).spec or v.spec, at)
+        self.address(v.spec, at)
         self.reads[v.id] = v.spec.bytes_hint()
         return self._dummy(v)
 

@@ -103,9 +103,9 @@ def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job
             else:
                 b.store(buffer, e.address(spec, At(shape_of(spec), places)), new, how=a.how)
     for k, (v, at, val) in enumerate(results):
-        store(e, b.output(f"y{k}", _stored_type(v)), flow.place(v).spec, at, val)  # type: ignore[arg-type]
+        store(e, b.output(f"y{k}", _stored_type(v)), v.spec, at, val)  # type: ignore[arg-type]
     last = [i for j in jobs for i in j.last]
-    return finished(e, [*last, *(flow.place(r.value).id for r in roots)], started)
+    return finished(e, [*last, *(r.value.id for r in roots)], started)
 
 
 def _made(e: KernelEvaluator, unit: Unit, space: Space) -> tuple[tuple[Index, ...] | Address, tuple[Val, ...]]:

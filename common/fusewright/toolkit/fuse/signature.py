@@ -30,8 +30,7 @@ class Signature:
     def of(self, units: Sequence[Unit], domain: Domain, order: Sequence[int], roots: Sequence[Root]) -> Hashable:
         for u in units:
             args = tuple(self.arg(a) for a in u.op.args)
-            placed = [self.flow.place(v) for v in u.op.outs]
-            outs = tuple((self._fresh(v.id), layout(v.spec)) for v in placed)
+            outs = tuple((self._fresh(v.id), layout(v.spec)) for v in u.op.outs)
             self.parts.append((u.op.op, getattr(u.rule, "outs", ()), args, outs))
         stored = tuple((self.arg(r.value), r.level) for r in roots)
         return tuple(self.parts), domain, tuple(order), stored
@@ -46,7 +45,6 @@ class Signature:
     def value(self, v: Value) -> int:
         """The number of a value; what lies behind a view or an inlined op belongs to the group."""
         made = self.flow.producer.get(v.id)
-        v = self.flow.place(v)
         if v.id in self.number:
             return self.number[v.id]
         if made is not None and (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):

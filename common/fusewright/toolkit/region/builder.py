@@ -18,7 +18,6 @@ from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.fuser import LibraryCall
-from fusewright.toolkit.fuse.layout import restored
 from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.verify import verify
 from fusewright.toolkit.rules.space import layout_of
@@ -118,7 +117,7 @@ class Builder:
         layout = layout_of(value.spec) if value.spec.static else ""
         id = self._copy(source, value, _FORMATS.get(layout, torch.preserve_format))
         if layout not in _FORMATS:  # no memory format says it, so eager's clone would not make these strides
-            self.calls.append(LibraryCall((id,), restored(source, value, self.ctx)))
+            self.calls.append(LibraryCall((id,), _restored(source, value, self.ctx)))
 
     def _copy(self, source: Value, value: Value, layout: torch.memory_format) -> int:
         id = self.ctx.value(None).id
@@ -246,6 +245,32 @@ class Builder:
         region = replace(self.graph.source, ops=tuple(self.ops))
         verify(RegionGraph(region), "calls were written", ordered=False)  # the fuser puts ops in order
         return region
+
+
+def _restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instruction, ...]:
+    """The calls that copy `made` to the strides of the graph's `value`."""
+    assert value.spec is not None
+    known = _FORMATS.get(layout_of(value.spec))
+    if known is not None:
+        return (Call("aten::clone.default", (Ref(made.id),), (value.id,), (("memory_format", known),)),)
+    shape, stride = value.spec.shape, value.spec.stride
+    repeated = [d for d, step in enumerate(stride) if step == 0 and shape[d] != 1]
+    calls: list[Instruction] = []
+
+    def then(target: str, *args: Any) -> Ref:
+        calls.append(Call(target, args, (ctx.value(None).id,)))
+        return Ref(calls[-1].outs[0])
+
+    source = Ref(made.id)
+    for d in repeated:  # elements that share their memory are written once
+        source = then("aten::slice.Tensor", source, d, 0, 1)
+    narrow = tuple(1 if d in repeated else n for d, n in enumerate(shape))
+    empty = then("aten::new_empty_strided.default", source, narrow, tuple(stride))
+    copy = then("aten::copy_.default", empty, source)
+    if repeated:
+        then("aten::expand.default", copy, tuple(shape))
+    last = calls.pop()
+    return (*calls, replace(last, outs=(value.id,)))
 
 
 def _operator(target: str) -> Any:

@@ -126,7 +126,6 @@ class KernelEvaluator:
 
     def load(self, v: Value, at: At) -> Val:
         """From memory. Under a mask nothing is read where it does not hold."""
-        v = self.flow.place(v)
         assert v.spec is not None
         buffer = self.buffer(v)
         address = self.address(v.spec, at)
@@ -158,8 +157,6 @@ class KernelEvaluator:
     def offset(self, v: Value) -> Extent:
         """Where a tensor begins in its storage, in elements: 0 for what kernels make."""
         made = self.flow.producer.get(v.id)
-        if v.id in self.flow.places:
-            return 0
         if made is None:
             return self.b.size(f"{OFFSET}{v.id}", 0)
         if not self.flow.is_view(made[0]):

@@ -41,7 +41,6 @@ class Flow:
         self.needed = needed
         self.fixed = fixed
         self._rules_of = rules_of
-        self.places: dict[int, Value] = {}
         self.producer: dict[int, tuple[OpView, int]] = {}
         self.users: dict[int, list[OpView]] = {}
         self._rules: dict[int, tuple[Rule, ...]] = {}
@@ -63,10 +62,6 @@ class Flow:
             depth = self._inline_depth(op, rules)
             if depth is not None and op.id not in whole:
                 self._inline[op.id] = depth
-
-    def place(self, v: Value) -> Value:
-        """What stands for a value in memory: itself, or the same elements in another layout under an id of its own."""
-        return self.places.get(v.id, v)
 
     def rules(self, op: OpView) -> tuple[Rule, ...]:
         """The rules by which kernels compute `op`; none for a fixed op."""
