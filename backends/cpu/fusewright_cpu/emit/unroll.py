@@ -14,6 +14,7 @@ from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.index import Index, axis_index
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage, cost
 from fusewright.toolkit.ir.simplify import in_order
+from fusewright.toolkit.ir.verify import kernel_pass
 
 FEW = 7
 """Most points of an axis that is written out."""
@@ -27,6 +28,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 
 
+@kernel_pass("unrolled")
 def unrolled(kernel: Kernel) -> Kernel:
     """An equal kernel without its innermost axis where that is short and stored along; else the kernel itself."""
     return _Unroll(kernel).run() if _worth(kernel) else kernel

@@ -10,6 +10,7 @@ from fusewright.toolkit.ir import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
 from fusewright.toolkit.ir.ir import used_symbols
 from fusewright.toolkit.ir.types import DType, from_torch, to_torch
+from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Rule, Scatter, View
@@ -195,7 +196,7 @@ def finished(e: KernelEvaluator, outs: Sequence[int], always: Sequence[int] = ()
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
     kept = [k for k, b in enumerate(kernel.buffers) if k in used or b.access != "in" or by_buffer.get(k) in always]
     if len(kept) != len(kernel.buffers):
-        kernel = _without_buffers(kernel, kept)
+        kernel = with_buffers(kernel, kept)
     symbols_used = used_symbols(kernel)
     if len(symbols_used) != len(kernel.symbols):
         pairs = [(s, h) for s, h in zip(kernel.symbols, kernel.hints, strict=True) if s in symbols_used]
@@ -232,12 +233,13 @@ def _over(kernel: Kernel, ids: Sequence[int]) -> Built:
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
     inputs = [k for k, b in enumerate(kernel.buffers) if b.access == "in" and k in used]
     outs = [k for k, b in enumerate(kernel.buffers) if b.access != "in"]
-    kernel = _without_buffers(kernel, [*inputs, *outs])
+    kernel = with_buffers(kernel, [*inputs, *outs])
     found = tuple(ids[k] for k in inputs), tuple(ids[k] for k in outs)
     return Built(kernel, structural_hash(kernel), *found, sharing(kernel))
 
 
-def _without_buffers(kernel: Kernel, kept: Sequence[int]) -> Kernel:
+@kernel_pass("with_buffers")
+def with_buffers(kernel: Kernel, kept: Sequence[int]) -> Kernel:
     """The kernel with only those buffers, in that order."""
     number = {old: new for new, old in enumerate(kept)}
     stages = tuple(

@@ -15,14 +15,17 @@ affine, and verifies the result."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusewright.toolkit.ir.checks import ANY_INDEX, MOST_SITES
 from fusewright.toolkit.ir.extent import Extent, symbol
 from fusewright.toolkit.ir.index import Index, Indirect, axis_index
 from fusewright.toolkit.ir.ir import Access, Buffer, Kernel, Node, Scalar
 from fusewright.toolkit.ir.optable import OPS
+from fusewright.toolkit.ir.schedule import staged
+from fusewright.toolkit.ir.simplify import simplify_axes
 from fusewright.toolkit.ir.types import TYPES, DType
+from fusewright.toolkit.ir.verify import kernel_pass
 
 Number = int | float | bool
 
@@ -218,24 +221,12 @@ class Builder:
 
     def build(self) -> Kernel:
         """The verified kernel."""
-        from fusewright.toolkit.ir.schedule import staged
-        from fusewright.toolkit.ir.simplify import simplify_axes
-        from fusewright.toolkit.ir.verify import verify
+        return simplify_axes(scheduled(self))
 
-        stages = staged(self.nodes, len(self.p))
-        kernel = Kernel(
-            self.name,
-            tuple(self._buffers),
-            tuple(self._hints),
-            tuple(self._scalars),
-            self.p,
-            self.r,
-            stages,
-            tuple(self._hints.values()),
-        )
-        kernel = simplify_axes(kernel)
-        verify(kernel)
-        return kernel
+    def recorded(self) -> Kernel:
+        """The kernel without stages."""
+        symbols, hints = tuple(self._hints), tuple(self._hints.values())
+        return Kernel(self.name, tuple(self._buffers), symbols, tuple(self._scalars), self.p, self.r, (), hints)
 
     def _index(self, index: Index | int) -> Index:
         return index if isinstance(index, Index) else Index(index, sizes=self.p + self.r)
@@ -255,3 +246,9 @@ class Builder:
         else:
             self._known[key] = val
         return val
+
+
+@kernel_pass("schedule", takes="values")
+def scheduled(builder: Builder) -> Kernel:
+    """What a builder has recorded, in stages."""
+    return replace(builder.recorded(), stages=staged(builder.nodes, len(builder.p)))

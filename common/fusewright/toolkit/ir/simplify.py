@@ -10,8 +10,10 @@ from dataclasses import replace
 from fusewright.toolkit.ir.extent import Extent, divide
 from fusewright.toolkit.ir.index import Index, IndexTooComplex, axis_index
 from fusewright.toolkit.ir.ir import Kernel, Node
+from fusewright.toolkit.ir.verify import kernel_pass
 
 
+@kernel_pass("simplify_axes")
 def simplify_axes(kernel: Kernel) -> Kernel:
     """An equal kernel with as few axes as its indices allow."""
     for _ in range(16):
@@ -30,6 +32,7 @@ def simplify_axes(kernel: Kernel) -> Kernel:
     return kernel
 
 
+@kernel_pass("in_order")
 def in_order(kernel: Kernel) -> Kernel:
     """The kernel with its values numbered in the order of execution, which emitters rely on."""
     ids = {n.id: i for i, n in enumerate(kernel.nodes())}

@@ -10,8 +10,10 @@ from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage, cost
 from fusewright.toolkit.ir.schedule import KEEP_COST
+from fusewright.toolkit.ir.verify import kernel_pass
 
 
+@kernel_pass("without_moments")
 def without_moments(kernel: Kernel) -> Kernel:
     """An equal kernel whose only reductions are those that need one number per row."""
     if not any(n.how in ("mean", "m2") for n in kernel.nodes() if n.op == "reduce"):

@@ -15,6 +15,7 @@ from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.index import axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
+from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.split import MAX_POINTS, MIN_ROW, chunk_of, done, guarded, linear, with_chunk
 from fusewright.toolkit.transform.split_columns import Steps
 
@@ -22,6 +23,7 @@ PARTS = 256
 """Enough for the multiprocessors of a GPU, which run one part each."""
 
 
+@kernel_pass("split_scan", made=lambda steps: () if steps is None else steps.kernels)
 def split_scan(kernel: Kernel, parts: int = PARTS) -> Steps | None:
     """The three steps; None where the kernel is not of that kind: few points, a long row, and one row stage with a
     single sum of integers along it."""

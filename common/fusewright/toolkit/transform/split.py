@@ -17,7 +17,7 @@ from fusewright.toolkit.ir.index import Index, Indirect, axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage, used_symbols
 from fusewright.toolkit.ir.simplify import in_order, simplify_axes
 from fusewright.toolkit.ir.types import TYPES, DType
-from fusewright.toolkit.ir.verify import verify
+from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.moments import without_moments
 from fusewright.toolkit.transform.split_columns import few_columns
 
@@ -43,6 +43,7 @@ class Split:
     partials: tuple[tuple[DType, Extent], ...]
 
 
+@kernel_pass("split_rows", made=lambda s: () if s is None else (s.first, s.second))
 def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
     """The two steps, or None when the kernel is not of that kind: few points, a long row, and one row stage that holds
     nothing but mergeable reductions."""
@@ -249,6 +250,4 @@ def done(kernel: Kernel) -> Kernel:
     kernel = in_order(simplify_axes(kernel))
     used, hints = used_symbols(kernel), kernel.size_hints()
     names = tuple(s for s in kernel.symbols if s in used)
-    kernel = replace(kernel, symbols=names, hints=tuple(hints[s] for s in names))
-    verify(kernel)
-    return kernel
+    return replace(kernel, symbols=names, hints=tuple(hints[s] for s in names))

@@ -18,7 +18,7 @@ from fusewright.toolkit.ir.index import Index, axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.ir.simplify import in_order, simplify_axes
 from fusewright.toolkit.ir.types import DType
-from fusewright.toolkit.ir.verify import verify
+from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.moments import without_moments
 
 MAX_COLUMNS = 512
@@ -51,6 +51,7 @@ def few_columns(kernel: Kernel) -> bool:
     return any(i.stride_of(n_p - 1) == 1 for i in loads) and not any(i.stride_of(len(sizes) - 1) == 1 for i in loads)
 
 
+@kernel_pass("apart", made=lambda steps: () if steps is None else steps.kernels)
 def apart(kernel: Kernel) -> Steps | None:
     """The steps of a kernel for which `few_columns` holds; None where it is one pass of reductions already, or where
     its stores depend on their order."""
@@ -164,6 +165,4 @@ class _Apart:
         for i in sorted(self.temporaries, key=self.temporaries.__getitem__):
             buffers.append(Buffer(f"t{self.temporaries[i]}", self.by_id[i].dtype))
         given = tuple(replace(b, access="out" if k in stored else "in") for k, b in enumerate(buffers))
-        done = in_order(simplify_axes(replace(kernel, buffers=given)))
-        verify(done)
-        return done
+        return in_order(simplify_axes(replace(kernel, buffers=given)))
