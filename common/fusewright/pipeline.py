@@ -4,13 +4,13 @@ module.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -23,6 +23,7 @@ from fusewright.errors import BackendContractError, BackendCrashError, FallbackE
 from fusewright.graph import constants, printer, retrace, verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.effects import has_collectives
+from fusewright.graph.spec import tensor_spec, value_of
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import (
     Backend,
@@ -43,13 +44,13 @@ from fusewright.interface import (
     Why,
 )  # fmt: skip
 from fusewright.partition.cost import work
+from fusewright.partition.facts import Facts
 from fusewright.partition.partition import Partition, partition
 from fusewright.plan import build as plan_build
 from fusewright.plan import verify as plan_verify
-from fusewright.plan.execute import cached, codegen, contract
-from fusewright.plan.execute.firstrun import Untrue, checked_first
+from fusewright.plan.execute import cached, codegen, contract, opaque
+from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
 from fusewright.plan.execute.observed import observed_first
-from fusewright.plan.execute.opaque import guarded
 from fusewright.plan.execute.replay import replayed
 from fusewright.plan.execute.retained import Handover, retained
 from fusewright.plan.inplace import updated_in_place
@@ -64,7 +65,10 @@ from fusewright.strict import strictly
 log = logging.getLogger("fusewright")
 
 MAX_ROUNDS = 32
-"""Rounds of planning again after declines, before the rest of the graph is left to eager."""
+"""Rounds of planning, before the graph is left to eager."""
+
+Refused: TypeAlias = Mapping[str, Verdict]
+"""What a round of planning cannot have from the backend, by name of a node of the traced graph."""
 
 
 @dataclass
@@ -90,12 +94,7 @@ class Compilation:
     slot: cached.Slot | None = None
     """In the plan cache; None keeps the plan out of it."""
     handover: Handover = field(default_factory=Handover)
-    distrusted: frozenset[str] = frozenset()
-    """Names of nodes that make something else than was traced, beyond mending: eager runs them and what reads them."""
-    unbuilt: dict[str, Verdict] = field(default_factory=dict)
-    """By name of a node: kernels of it that could not be built."""
-    suspected: dict[str, Verdict] = field(default_factory=dict)
-    """By name of a node: a region of it gave something else than was traced. Eager runs it, which shows who is to blame."""
+    facts: Facts = field(default_factory=Facts)
 
     @property
     def graph(self) -> Graph:
@@ -120,30 +119,18 @@ def _constants(c: Compilation) -> None:
     c.constants = constants.find(c.graph, c.const, c.phase)
 
 
-def _lower(c: Compilation) -> None:
-    """Partition and compile; plan again without what a backend gives back, until nothing new is given back."""
-    denied = {**_untraceable(c), **c.unbuilt, **c.suspected}
-    for _ in range(MAX_ROUNDS):
-        c.working, found = expand.on_claim(c.graph, c.constants, c.backend, denied, c.phase)
-        c.index = found.index(c.working, c.phase)
-        c.partition = partition(c.backend, c.index, denied)
-        c.compiled, new = _compile_regions(c)
-        c.report.bugs += c.partition.bugs
-        if not new:
-            return
-        denied.update(new)
-    raise BackendCrashError(f"backend {c.backend.name!r} still declines after {MAX_ROUNDS} rounds of planning")
+def _lower(c: Compilation) -> Refused:
+    """Partition, and compile the regions. All that the backend gives back is collected."""
+    denied = c.facts.denied(c.graph)
+    c.working, found = expand.on_claim(c.graph, c.constants, c.backend, denied, c.phase)
+    c.index = found.index(c.working, c.phase)
+    c.partition = partition(c.backend, c.index, denied)
+    c.report.bugs += [b for b in c.partition.bugs if b not in c.report.bugs]
+    c.compiled, refused = _compile_regions(c)
+    return refused
 
 
-def _untraceable(c: Compilation) -> dict[str, Verdict]:
-    """Distrusted nodes and their readers, which no kernel may compute: it would believe their metadata."""
-    verdict = Verdict(Why.DENIED, "the first run found that torch traced another shape than eager makes")
-    doubtful = [n for n in c.graph.nodes if n.name in c.distrusted]
-    items = [u for n in doubtful for u in n.users if u.target is operator.getitem]
-    return {n.name: verdict for d in (*doubtful, *items) for n in (d, *d.users)}
-
-
-def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dict[str, Verdict]]:
+def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], Refused]:
     context = Context(c, c.rules.copy())
     c.report.rules = context.rules.hits
     results: list[tuple[Region, Compiled]] = []
@@ -153,7 +140,7 @@ def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], dic
         try:
             result = _checked(c, region, c.backend.compile(region, context))
         except Decline as d:
-            verdict, ids = Verdict(d.why, d.detail), d.ops or ids
+            verdict, ids = Verdict(d.why, d.detail), tuple(i for i in d.ops if i in ids) or ids
         except Exception as e:
             if c.options.strict:
                 raise BackendCrashError(f"backend {c.backend.name!r} crashed on {region.name}: {e}") from e
@@ -177,7 +164,7 @@ def _origin(node: Node) -> str:
 def _checked(c: Compilation, region: Region, result: Compiled) -> Compiled:
     """A backend's answer, held to the interface. Raises `BackendContractError` for a fragment that breaks it."""
     if isinstance(result, Opaque):
-        return Opaque(guarded(c.backend.name, region, result.fn))
+        return Opaque(opaque.guarded(c.backend.name, region, result.fn))
     if not isinstance(result, Fragment):
         raise TypeError(f"compile() returned {type(result).__name__}, not Fragment or Opaque")
     problems = list(plan_verify.fragment_problems(region, result, c.index.temporaries)) if c.options.verify else []
@@ -190,50 +177,56 @@ def _checked(c: Compilation, region: Region, result: Compiled) -> Compiled:
     return result
 
 
-def _plan(c: Compilation) -> None:
-    kernels = _planned(c)
+def _plan(c: Compilation) -> Refused:
+    """Build the plan and load its kernels. What keeps the plan from being valid or built is given back."""
+    try:
+        _make_plan(c)
+    except PlanError as e:
+        if c.options.strict:
+            raise
+        _report_plan(c, e)
+        if c.compiled:  # what fragments made of the plan is not valid, though each of them is
+            return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
+    try:
+        kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
+    except Exception as e:
+        if c.options.strict:
+            raise BackendCrashError(f"backend {c.backend.name!r} could not build its kernels: {e}") from e
+        return _unbuilt(c, _failing(c, e))
+    _finish(c, kernels)
+    return {}
+
+
+def _claimed(c: Compilation) -> list[str]:
+    return [_origin(n) for nodes in c.partition.members for n in nodes]
+
+
+def _unbuilt(c: Compilation, failed: Mapping[str, Verdict]) -> Refused:
+    """The ops of kernels that could not be built; all ops of the backend where no launch names them."""
+    launches = [i for i in (*c.plan.prepare, *c.plan.instructions) if isinstance(i, Launch) and i.kernel in failed]
+    nodes = [(c.index.node_of[k], failed[i.kernel]) for i in launches for k in i.op_ids if k in c.index.node_of]
+    return {_origin(n): v for n, v in nodes} or dict.fromkeys(_claimed(c), next(iter(failed.values())))
+
+
+def _finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
+    """Make the plan a callable, whose first run is checked where somebody believed metadata."""
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
-    if c.compiled or c.suspected:  # somebody believed the metadata
+    if c.compiled or c.facts.suspects():
         checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
-        repair, passed = (lambda untrue: _repaired(c, untrue)), (lambda: _passed(c))
+        again, passed = (lambda found: _planned_again(c, found)), (lambda: _passed(c))
         if has_collectives(c.graph):
             eager = _believed(c, plan_build.build(c.index, (), ()))
-            c.run = observed_first(eager, checked, run, repair, passed, c.backend.name)
+            c.run = observed_first(eager, checked, run, again, passed, c.backend.name)
         else:
-            c.run = checked_first(checked, run, repair, passed, _written_inputs(c.plan), _devices(c.plan))
+            c.run = checked_first(checked, run, again, passed, _written_inputs(c.plan), _devices(c.plan))
 
 
 PLAN_PASSES: tuple[tuple[str, Callable[[Compilation], plan_build.Plan]], ...] = (
     ("build", lambda c: plan_build.build(c.index, c.partition.members, c.compiled)),
     ("updated_in_place", lambda c: updated_in_place(c.plan) if c.phase == "infer" else c.plan),
 )
-
-
-def _planned(c: Compilation) -> Mapping[str, KernelCode]:
-    """Has a plan afterwards, and code for its kernels; lowered again without the ops whose kernels cannot be built."""
-    for _ in range(MAX_ROUNDS):
-        try:
-            _make_plan(c)
-        except PlanError as e:
-            if c.options.strict:
-                raise
-            _report_plan(c, e)
-            if c.compiled:
-                _give_back_everything(c, e)
-                continue
-        try:
-            return c.backend.load(c.plan.kernels) if c.plan.kernels else {}
-        except Exception as e:
-            if c.options.strict:
-                raise BackendCrashError(f"backend {c.backend.name!r} could not build its kernels: {e}") from e
-            failed = _failing(c, e)
-        for i in c.plan.instructions + c.plan.prepare:
-            if isinstance(i, Launch) and i.kernel in failed:
-                c.unbuilt.update({_origin(c.index.node_of[k]): failed[i.kernel] for k in i.op_ids})
-        _lower(c)
-    raise BackendCrashError(f"backend {c.backend.name!r} still cannot build kernels after {MAX_ROUNDS} rounds")
 
 
 def _make_plan(c: Compilation) -> None:
@@ -249,13 +242,6 @@ def _make_plan(c: Compilation) -> None:
 def _report_plan(c: Compilation, error: PlanError) -> None:
     c.report.bugs.append(str(error))
     log.warning("fusewright: %s\nEager runs this graph. This is a bug of Fusewright.", error)
-
-
-def _give_back_everything(c: Compilation, error: PlanError) -> None:
-    """Lower again with nothing claimed: what fragments made of the plan is not valid, though each of them is."""
-    verdict = Verdict(Why.CRASHED, str(error))
-    c.unbuilt.update({_origin(n): verdict for nodes in c.partition.members for n in nodes})
-    _lower(c)
 
 
 def _failing(c: Compilation, error: Exception) -> dict[str, Verdict]:
@@ -324,58 +310,73 @@ def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.T
 
 def _passed(c: Compilation) -> None:
     """The first run found everything true: the plan may be kept, unless noise chose how it computes."""
-    if c.suspected:
-        _blame(c)
+    if suspects := c.facts.suspects():
+        _blame(c, suspects)
     if c.slot and c.tuner.settled:
         cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.fallbacks else "")
 
 
 def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
     """A plan without the metadata of what is distrusted: the first run checks the rest."""
-    nodes = [n for n in c.working.nodes if n.op != "output" and _origin(n) in c.distrusted]
+    nodes = [n for n in c.working.nodes if n.op != "output" and _origin(n) in c.facts.distrusted]
     doubted = {v.id for n in nodes for v in c.index.values(n)}
     return replace(plan, specs={i: s for i, s in plan.specs.items() if i not in doubted})
 
 
-def _repaired(c: Compilation, untrue: Untrue) -> Run:
-    """Mend the metadata of a value that turned out otherwise, or leave what depends on it to eager, and compile the
-    graph again."""
-    made = c.index.node_by_value(untrue.id)
-    node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
-    suspected = _suspects(c, untrue)
-    if not suspected and (node is None or made is None or node.name in c.distrusted):
-        raise BackendContractError(
-            f"backend {c.backend.name!r}: {untrue}; no traced value stands behind it"
-        ) from untrue
-    distrusted = c.distrusted
-    if not suspected:
-        assert node is not None and made is not None
-        log.info("traced metadata of %s was untrue (%s); compiling again", node.name, untrue)
-        same = retrace.alike(c.graph, node)
-        try:
-            _mend(c, made, same, untrue)
-        except ValueError:
-            distrusted |= {n.name for n in same}
+def _planned_again(c: Compilation, found: Sequence[MetadataMismatch]) -> Run:
+    """Take what a first run found for facts, and compile the graph again."""
+    before = len(c.facts)
+    for mismatch in found:
+        if not _mended(c, mismatch):
+            _learn(c, mismatch)
+    assert len(c.facts) > before
     report = GraphReport(c.backend.name, c.phase, c.report.road)
-    again = Compilation(
-        c.backend, c.options, c.gm, c.phase, c.const, report, c.tuner, slot=c.slot, handover=c.handover,
-        distrusted=distrusted, suspected=suspected,
-    )  # fmt: skip
-    return _compile(again)
+    return _compile(replace(c, report=report, compiled=[]))
 
 
-def _suspects(c: Compilation, untrue: Untrue) -> dict[str, Verdict]:
+def _mended(c: Compilation, mismatch: MetadataMismatch) -> bool:
+    """Whether the metadata of a value has become true, when that of another was mended which it is made of."""
+    node = c.index.node_by_value(mismatch.id)
+    if node is None or mismatch.actual is None:
+        return False
+    val, values = value_of(node), [v.id for v in c.index.values(node)]
+    val = val[values.index(mismatch.id)] if isinstance(val, tuple | list) else val
+    return isinstance(val, torch.Tensor) and not opaque.mismatch(mismatch.actual, tensor_spec(val))
+
+
+def _learn(c: Compilation, mismatch: MetadataMismatch) -> None:
+    """Suspect the region that made a value, or mend the metadata of what eager made, or leave what depends on it to eager."""
+    suspects = _suspects(c, mismatch)
+    if suspects:
+        c.facts.suspect(suspects)
+        return
+    made = c.index.node_by_value(mismatch.id)
+    node = next((n for n in c.graph.nodes if made is not None and n.name == _origin(made)), None)
+    if node is None or made is None or node.name in c.facts.distrusted:
+        raise BackendContractError(
+            f"backend {c.backend.name!r}: {mismatch}; no traced value stands behind it"
+        ) from mismatch
+    log.info("traced metadata of %s was untrue (%s); compiling again", node.name, mismatch)
+    same = retrace.alike(c.graph, node)
+    if c.facts.mend(same):
+        try:
+            _mend(c, made, same, mismatch)
+        except ValueError:
+            c.facts.distrusted.update(n.name for n in same)
+
+
+def _suspects(c: Compilation, mismatch: MetadataMismatch) -> dict[str, Verdict]:
     """The nodes of the region that made a value by anything but eager's own call; none if eager made it.
 
     Either what was traced is untrue, or the backend broke its contract. The next run tells: eager makes the value then.
     """
     for nodes, (region, result) in zip(c.partition.members, c.compiled, strict=True):
-        made = [i for i in result.instructions if untrue.id in i.outs] if isinstance(result, Fragment) else []
+        made = [i for i in result.instructions if mismatch.id in i.outs] if isinstance(result, Fragment) else []
         own = [plan_build.aten_call(c.index, n) for n in nodes]
         if any(isinstance(i, Call) and not any(_same_call(i, o) for o in own) for i in made):
-            op = next((op for op in region.ops if untrue.id in (v.id for v in op.outs)), None)
+            op = next((op for op in region.ops if mismatch.id in (v.id for v in op.outs)), None)
             what = f"{op.op}{f' at {op.source}' if op.source else ''}" if op else "a temporary"
-            verdict = Verdict(Why.CRASHED, f"{region.name} ({region.op_names}): {what} {untrue.reason}")
+            verdict = Verdict(Why.CRASHED, f"{region.name} ({region.op_names}): {what} {mismatch.reason}")
             return {_origin(n): verdict for n in nodes}
     return {}
 
@@ -384,37 +385,70 @@ def _same_call(a: Call, b: Call) -> bool:
     return (a.target, a.outs, set(reads(a))) == (b.target, b.outs, set(reads(b)))
 
 
-def _blame(c: Compilation) -> None:
+def _blame(c: Compilation, suspects: Mapping[str, Verdict]) -> None:
     """Eager made what was traced, so the backend that did not has broken its contract."""
-    message = f"backend {c.backend.name!r}, {next(iter(c.suspected.values())).detail}. This is a bug of the backend."
+    message = f"backend {c.backend.name!r}, {next(iter(suspects.values())).detail}. This is a bug of the backend."
     c.report.bugs.append(message)
     if c.options.strict:
         raise BackendContractError(message)
     log.warning("fusewright: %s Eager runs those ops.", message)
 
 
-def _mend(c: Compilation, made: Node, same: Sequence[Node], untrue: Untrue) -> None:
+def _mend(c: Compilation, made: Node, same: Sequence[Node], mismatch: MetadataMismatch) -> None:
     """ValueError where the metadata cannot be mended."""
-    if untrue.actual is None:
+    if mismatch.actual is None:
         raise ValueError("no metadata says what its memory holds")
     if not isinstance(same[0].meta.get("val"), tuple | list):
         for n in same:
-            retrace.mend(c.graph, n, untrue.actual)
+            retrace.mend(c.graph, n, mismatch.actual)
         return
     if "origin" in made.meta:
         raise ValueError("one of several results of an op that was expanded")
-    position = [v.id for v in c.index.values(made)].index(untrue.id)
+    position = [v.id for v in c.index.values(made)].index(mismatch.id)
     for n in same:
-        retrace.mend_item(c.graph, n, position, untrue.actual)
+        retrace.mend_item(c.graph, n, position, mismatch.actual)
 
 
-STAGES: tuple[tuple[str, Callable[[Compilation], None]], ...] = (
-    # before these: capture, and "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
+Stage: TypeAlias = Callable[[Compilation], "Refused | None"]
+
+# before these: capture, and "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
+METADATA_STAGES: tuple[tuple[str, Stage], ...] = (
     ("simplify", _simplify),  # exact rewrite rules, CSE, dead code
     ("constants", _constants),  # what depends on weights alone
-    ("lower", _lower),  # claims, regions, fragments; plans again after a decline
-    ("plan", _plan),  # one flat list of instructions, constants apart, as Python
 )
+CLAIM_STAGES: tuple[tuple[str, Stage], ...] = (
+    ("lower", _lower),  # claims, regions, fragments
+    ("plan", _plan),  # one flat list of instructions, constants apart, as Python; code of its kernels
+)
+STAGES = METADATA_STAGES + CLAIM_STAGES
+
+
+def _compile(c: Compilation) -> Run:
+    """The one loop of planning. A round runs the stages in order, and collects what the first that refuses something refuses. That
+    is added to the facts, which never shrink, and a round over claims starts from all of them; what a first run finds untrue comes
+    back here with the facts so far (`_planned_again`)."""
+    refused = _round(c, STAGES)
+    for count in itertools.count(1):
+        if not refused:
+            break
+        c.facts.refuse(refused if count < MAX_ROUNDS else _give_up(c))
+        refused = _round(c, CLAIM_STAGES)
+    c.tuner.save()
+    _account(c)
+    return c.run
+
+
+def _round(c: Compilation, stages: Sequence[tuple[str, Stage]]) -> Refused:
+    return next((found for name, stage in stages if (found := _timed(c, name, stage))), {})
+
+
+def _give_up(c: Compilation) -> Refused:
+    """Every op of the graph: a backend that still refuses some after so many rounds gets none."""
+    message = f"backend {c.backend.name!r} still gives ops back after {MAX_ROUNDS} rounds of planning"
+    if c.options.strict:
+        raise BackendCrashError(message)
+    c.report.bugs.append(message)
+    return {n.name: Verdict(Why.DECLINED, message) for n in c.graph.nodes}
 
 
 def compile_graph(
@@ -451,23 +485,17 @@ def _plainly_traced(gm: GraphModule) -> bool:
     return storage.UNTRACED not in gm.meta and not any(odd)
 
 
-def _compile(c: Compilation) -> Run:
-    for name, stage in STAGES:
-        _timed(c, name, stage)
-    c.tuner.save()
-    _account(c)
-    return c.run
-
-
-def _timed(c: Compilation, name: str, stage: Callable[[Compilation], None]) -> None:
+def _timed(c: Compilation, name: str, stage: Stage) -> Refused:
     start = time.perf_counter()
     with compat.sizes_settled(c.gm) as assumed:
-        stage(c)
+        refused = stage(c) or {}
     if assumed and c.options.strict:
         raise verify.VerifyError(f"{name} assumed of the sizes: {', '.join(assumed)}")
     c.report.bugs += [f"{name} assumed of the sizes: {a}" for a in assumed]
     c.report.stages[name] = c.report.stages.get(name, 0.0) + time.perf_counter() - start
-    _after(c, name)
+    if not refused:
+        _after(c, name)
+    return refused
 
 
 def _after(c: Compilation, stage: str) -> None:

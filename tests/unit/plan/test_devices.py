@@ -16,7 +16,7 @@ from fusewright.interface import YES, Backend, KernelCode, OpView, TensorSpec, U
 from fusewright.partition.partition import partition
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.firstrun import Untrue, checked_first
+from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Launch, Ref
 
@@ -93,7 +93,7 @@ def test_an_abandoned_first_run_puts_back_the_generators_of_every_device(monkeyp
     def untrue(args: list[Any]) -> Any:
         drawn["cuda:1"] += 5
         torch.rand(3)
-        raise Untrue(1, torch.zeros(2), "has another dtype")
+        raise MetadataMismatch(1, torch.zeros(2), "has another dtype")
 
     def again(args: list[Any]) -> Any:
         drawn["cuda:1"] += 5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusewright.plan.build import written_values
-from fusewright.plan.execute.firstrun import Untrue, checked_first
+from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
 from tests.unit.plan.test_plan import planned
 
 
@@ -18,7 +18,7 @@ def untrue(args: list[Any]) -> Any:
     args[0].add_(1)
     torch.rand(3)
     args.clear()
-    raise Untrue(1, torch.zeros(2), "has another dtype")
+    raise MetadataMismatch(1, torch.zeros(2), "has another dtype")
 
 
 def writing(args: list[Any]) -> Any:
@@ -56,12 +56,12 @@ def test_values_that_a_plan_writes_are_known_through_views() -> None:
 def test_threads_that_meet_in_the_first_run_repair_once() -> None:
     repairs, together = [], threading.Barrier(4)
 
-    def repair(u: Untrue) -> Any:
+    def repair(u: MetadataMismatch) -> Any:
         repairs.append(u)
         return lambda args: sum(args)
 
     def checked(args: list[Any]) -> Any:
-        raise Untrue(1, torch.zeros(2), "has another dtype")
+        raise MetadataMismatch(1, torch.zeros(2), "has another dtype")
 
     run = checked_first(checked, checked, repair, lambda: None)
 

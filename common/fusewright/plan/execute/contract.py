@@ -19,7 +19,7 @@ from fusewright.ops import oracle
 from fusewright.ops.core import unbind
 from fusewright.plan.build import Plan, call_of, operator_of
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.firstrun import Untrue
+from fusewright.plan.execute.firstrun import MetadataMismatch
 from fusewright.plan.execute.opaque import address, mismatch
 from fusewright.plan.ir import Call, CallPython, Ref, Run
 
@@ -78,7 +78,7 @@ class _Checked:
         eager = _in_eager(self.region, given)
         for v in self.region.outputs:  # a fragment that did what was traced is not to blame for what was traced
             if v.spec is not None and (reason := mismatch(eager[v.id], v.spec)):
-                raise Untrue(v.id, eager[v.id], reason)
+                raise MetadataMismatch(v.id, eager[v.id], reason)
         tensors = [a for a in given if isinstance(a, torch.Tensor)]
         before = [t.detach().clone() for t in tensors]
         results = self.run(list(args))

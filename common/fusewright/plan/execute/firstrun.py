@@ -19,7 +19,7 @@ from fusewright.plan.ir import Call, Run, reads
 from fusewright.storage import NO_MEMORY, why_not
 
 
-class Untrue(Exception):
+class MetadataMismatch(Exception):
     """The value `id` turned out as `actual`, which is not what was traced. `actual` is None where no metadata says that: its
     memory is not its value."""
 
@@ -31,7 +31,7 @@ class Untrue(Exception):
 
 
 def checker(plan: Plan) -> Callable[[int, Any], None]:
-    """`check(id, value)` for the code of a first run: raises `Untrue`."""
+    """`check(id, value)` for the code of a first run: raises `MetadataMismatch`."""
     read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
 
     def check(id: int, value: Any) -> None:
@@ -41,9 +41,9 @@ def checker(plan: Plan) -> Callable[[int, Any], None]:
         if id in read and (reason := why_not(value)):
             if reason is NO_MEMORY:
                 without_memory(value)
-            raise Untrue(id, None, reason)
+            raise MetadataMismatch(id, None, reason)
         if reason := mismatch(value, spec):
-            raise Untrue(id, value, reason)
+            raise MetadataMismatch(id, value, reason)
 
     return check
 
@@ -66,12 +66,12 @@ def generators(devices: Iterable[str]) -> Callable[[], None]:
 
 
 def checked_first(
-    checked: Run, run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None],
+    checked: Run, run: Run, repair: Callable[[Sequence[MetadataMismatch]], Run], passed: Callable[[], None],
     written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (), devices: Iterable[str] = (),
 ) -> Run:  # fmt: skip
     """A callable whose first call goes through `checked`, and all later ones through `run`.
 
-    `repair` mends the metadata and compiles again; `passed` is told when all was true. What an abandoned run did is
+    `repair` compiles again with what was found; `passed` is told when all was true. What an abandoned run did is
     undone: random numbers that it drew on `devices` and the CPU, and writes into `written(args)`, the tensors that the plan
     writes in place.
     """
@@ -84,12 +84,12 @@ def checked_first(
         before = [(t, t.detach().clone()) for t in written(args)]
         try:
             result = checked(args)
-        except Untrue as u:
+        except MetadataMismatch as found:
             put_back()
             with torch.no_grad():
                 for t, content in before:
                     t.copy_(content)
-            final = repair(u)
+            final = repair([found])
             args[:] = kept
             return final(args)
         passed()

@@ -10,24 +10,24 @@ difference is an error then, for only its backend can have made it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusewright.errors import BackendContractError
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.firstrun import Untrue
+from fusewright.plan.execute.firstrun import MetadataMismatch
 from fusewright.plan.ir import Run
 
 
-def eagerly(plan: Plan, check: Callable[[int, Any], None], found: list[Untrue]) -> Run:
+def eagerly(plan: Plan, check: Callable[[int, Any], None], found: list[MetadataMismatch]) -> Run:
     """A plan of eager's calls alone as a callable, which notes what `check` finds untrue and goes on."""
     run, _ = codegen.load(plan, checked=True)
 
     def note(id: int, value: Any) -> None:
         try:
             check(id, value)
-        except Untrue as u:
+        except MetadataMismatch as u:
             found.append(u)
 
     run.__globals__["check"] = note
@@ -35,11 +35,12 @@ def eagerly(plan: Plan, check: Callable[[int, Any], None], found: list[Untrue]) 
 
 
 def observed_first(
-    plan: Plan, checked: Callable[..., Any], run: Run, repair: Callable[[Untrue], Run], passed: Callable[[], None], backend: str
-) -> Run:
+    plan: Plan, checked: Callable[..., Any], run: Run, repair: Callable[[Sequence[MetadataMismatch]], Run],
+    passed: Callable[[], None], backend: str,
+) -> Run:  # fmt: skip
     """A callable whose first call runs `plan`, which is all eager's calls, its second one `checked`, and all later ones `run`;
     or what `repair` makes of what the first call found, from the next call on. Each call runs the graph once."""
-    found: list[Untrue] = []
+    found: list[MetadataMismatch] = []
     first: Run | None = eagerly(plan, checked.__globals__["check"], found)
     final: Run | None = None
     lock = threading.RLock()
@@ -50,12 +51,11 @@ def observed_first(
             result = first(args)
             first = None
             if found:
-                final = repair(found[0])
-                found.clear()
+                final = repair(found)
             return result
         try:
             result = checked(args)
-        except Untrue as u:
+        except MetadataMismatch as u:
             raise BackendContractError(f"backend {backend!r}: {u}, though eager makes what was traced") from u
         passed()
         final = run
