@@ -69,7 +69,8 @@ BROKEN: dict[str, tuple[Callable[[], RegionGraph], str]] = {
 def test_a_region_as_it_is_drawn_obeys_every_rule() -> None:
     _, g = branches()
     assert g.claim(claim(*list(g)[:2]))
-    verify(g)
+    verify(g, "nothing")
+    verify(g.region(), "nothing")
 
 
 @pytest.mark.parametrize("mutation", BROKEN)
@@ -82,4 +83,4 @@ def test_every_mutation_is_found(mutation: str) -> None:
 
 
 def test_where_order_does_not_count_it_is_not_looked_at() -> None:
-    verify(BROKEN["ops are out of order"][0](), ordered=False)
+    verify(BROKEN["ops are out of order"][0](), "nothing", ordered=False)

@@ -185,10 +185,8 @@ def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -
     strides = (batch, channel, row * kh, row, column * kw, column)
     apart = c.ctx.value(replace(x, shape=tuple(split), stride=strides))
     ordered = c.ctx.value(replace(x, shape=tuple(split[i] for i in order), stride=tuple(strides[i] for i in order)))
-    for name, given, made in (("view", (op.arg("input"), tuple(split)), apart), ("permute", (apart, tuple(order)), ordered)):
-        names = tuple(a.name for a in getattr(torch.ops.aten, name).default._schema.arguments)
-        c.b.ops.append(c.b.resolved(OpView(c.ctx.value(None).id, name, f"aten::{name}.default", names, given, (made,))))
-    return ordered
+    c.b.append_op("view", c.b.resolved(op).arg("input"), tuple(split), out=apart)
+    return c.b.append_op("permute", apart, tuple(order), out=ordered)
 
 
 def _product(m: Match, c: Calls) -> None:

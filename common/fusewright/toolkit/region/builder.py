@@ -243,7 +243,7 @@ class Builder:
             if v.spec is not None:
                 self.exact(v)
         region = replace(self.graph.source, ops=tuple(self.ops))
-        verify(RegionGraph(region), "calls were written", ordered=False)  # the fuser puts ops in order
+        verify(region, "calls were written", ordered=False)  # the fuser puts ops in order
         return region
 
 

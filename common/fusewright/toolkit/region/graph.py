@@ -76,6 +76,10 @@ class RegionGraph:
         """The ops that read a value, one entry for each argument that does."""
         return [self._ops[i] for i in self._users.get(value.id, ())]
 
+    def user_ids(self, id: int) -> Sequence[int]:
+        """Ids of the ops that read the value of this id."""
+        return self._users.get(id, ())
+
     def only_user(self, value: Value) -> OpView | None:
         """The op that alone reads a value, once; None when there are others, or it is an output of the region."""
         users = self._users.get(value.id, ())

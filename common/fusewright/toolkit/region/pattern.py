@@ -139,7 +139,7 @@ class RegionReader:
 @dataclass(frozen=True)
 class Match:
     """`ops` are those that were found: what `anchor` reads, itself, what reads it. `captures` is what has a name, `rules` are the
-    ids of optional steps that took part. Where it has no `at`, its last op is where a call is written."""
+    ids of optional steps that took part. A call is written `at` that op; None: at the last one that was found."""
 
     anchor: OpView
     ops: tuple[OpView, ...]
@@ -156,11 +156,12 @@ class Match:
 
     @property
     def last(self) -> OpView:
-        return self.ops[-1]
+        """Where its call is written."""
+        return self.at or self.ops[-1]
 
     @property
     def out(self) -> Value:
-        """The result of its last op."""
+        """What the call at its last op makes."""
         return self.last.out
 
     def with_ops(self, *ops: OpView, at: OpView | None = None, **captures: Any) -> Match:

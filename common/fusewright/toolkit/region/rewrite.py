@@ -71,7 +71,7 @@ class Row:
         ops = graph.ordered(match.ops)
         note = self.note if isinstance(self.note, str) else self.note(match)
         also = self.also(match, ops, context)
-        return Claim(ops, match.at or match.last, partial(self.write, match), note, also, (self.id, *match.rules))
+        return Claim(ops, match.last, partial(self.write, match), note, also, (self.id, *match.rules))
 
 
 def by_root(rows: Iterable[Row]) -> Mapping[str, Sequence[Row]]:
@@ -94,7 +94,14 @@ def first(
 
 
 def claimed(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | None]) -> None:
-    """Ask what is to be claimed from each op that is still free, in order. A claim that overlaps another one is left out."""
+    """A pass of claims: ask what is to be claimed from each op that is still free, in order. One that overlaps another is left
+    out."""
+    _claim_all(graph, rules, ask)
+    if graph.claims:
+        verify(graph, "claims")
+
+
+def _claim_all(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | None]) -> None:
     for op in graph:
         claim = ask(op) if graph.free(op) else None
         if claim is None:
@@ -104,12 +111,11 @@ def claimed(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | 
         else:
             log.debug("%s of %s is left out: another call has taken a part of it", claim.note, op.op)
 
-
 def rewrite(graph: RegionGraph, rows: Sequence[Row], context: Context, rules: RuleLog) -> bool:
     """One pass of rows that replace ops by ops; whether anything was. All are found in the graph as it is before the first
     one is written."""
     table = by_root(rows)
-    claimed(graph, rules, lambda op: first(table.get(op.op, ()), op, graph, context, rules))
+    _claim_all(graph, rules, lambda op: first(table.get(op.op, ()), op, graph, context, rules))
     found = graph.claims
     for claim in found:
         graph.release(claim)
