@@ -13,15 +13,29 @@ import torch
 
 from fusewright import machine, registry
 from fusewright.interface import Unavailable
+from tests.golden import Goldens
 
 hypothesis.settings.register_profile("fusewright", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("fusewright")
+
+ACCEPTED = "accepted"
+"""A golden that `--accept` has rewritten, among the properties of its test's report."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="rewrite the expected texts in tests/golden that differ")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Workers that each use every core wait for one another in OpenMP's spin loops.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, machine.cores() // workers))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "call"]
+    for path in (value for r in reports for name, value in r.user_properties if name == ACCEPTED):
+        terminalreporter.write_line(f"accepted: {path}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -67,6 +81,13 @@ def _no_bugs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     yield
     bugs = [b for r in seen for b in r.bugs]
     assert bool(bugs) <= bool(list(request.node.iter_markers("faulty"))), bugs
+
+
+@pytest.fixture
+def goldens(request: pytest.FixtureRequest) -> Goldens:
+    """Expected texts; with `--accept`, those that differ are rewritten."""
+    said: list[tuple[str, object]] = request.node.user_properties
+    return Goldens(request.config.getoption("--accept"), lambda path: said.append((ACCEPTED, str(path))))
 
 
 @pytest.fixture

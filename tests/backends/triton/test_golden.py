@@ -1,8 +1,6 @@
-"""The source of three kernels, word for word. To renew: delete the file and run the test."""
+"""The source of kernels for one GPU, word for word."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -10,22 +8,27 @@ from fusewright.toolkit.ir import Kernel, symbol
 from fusewright_triton import target
 from fusewright_triton.emit.emitter import emit
 from fusewright_triton.emit.schedule import choose
+from tests import golden
 from tests.backends.triton import kernels
 
-FOLDER = Path(__file__).parents[2] / "golden"
-CASES = {
+CASES: dict[str, Kernel] = {
     "triton_add_gelu": kernels.add_gelu(symbol("n"), "bf16"),
     "triton_layer_norm": kernels.layer_norm(4096, 768, "bf16"),
     "triton_column_sum": kernels.column_sum(8192, 768, "bf16"),
+    "triton_softmax": kernels.softmax(cols=50257),
+    "triton_transpose": kernels.transpose(),
+    "triton_embedding": kernels.embedding(symbol("n")),
+    "triton_scatter_add": kernels.scatter_add(),
+    "triton_cumsum": kernels.cumsum(),
+    "triton_masked_mean": kernels.masked_mean(),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden(name: str) -> None:
-    kernel: Kernel = CASES[name]
-    text = emit(kernel, choose(kernel, target.NVIDIA["sm_90"])).text
-    path = FOLDER / f"{name}.txt"
-    if not path.exists():
-        path.write_text(text)
-        pytest.fail(f"wrote {path.name}: read it, then run again")
-    assert text == path.read_text()
+def test_golden(name: str, goldens: golden.Goldens) -> None:
+    kernel = CASES[name]
+    goldens.check(name, emit(kernel, choose(kernel, target.NVIDIA["sm_90"])).text)
+
+
+def test_every_text_has_its_case() -> None:
+    assert golden.names("triton") == sorted(CASES)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ from fusewright.partition.partition import partition
 from fusewright.plan.build import Plan, build
 from fusewright.plan.execute import codegen
 from fusewright.reference import Interp, Null
+from tests import golden
 
-GOLDEN = sorted((Path(__file__).parents[2] / "golden").glob("plan_*.txt"))
 X = "%0: f32[2,3] = input('x')\n"
 
 
@@ -43,12 +42,12 @@ def source(text: str, *const: str) -> str:
     return codegen.load(planned(text, const))[1]
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
-def test_golden(path: Path) -> None:
-    """A graph as text, a line of dashes, and its plan. Inputs called w... are weights."""
-    graph, plan = path.read_text().split("----\n")
+@pytest.mark.parametrize("name", golden.names("plan"))
+def test_golden(name: str, goldens: golden.Goldens) -> None:
+    """A graph as text, and its plan. Inputs called w... are weights."""
+    graph = golden.read(name)[0]
     names = [str(n.target) for n in parse(graph).find_nodes(op="placeholder")]
-    assert source(graph, *(n for n in names if n.startswith("w"))) == plan
+    goldens.check(name, graph, source(graph, *(n for n in names if n.startswith("w"))))
 
 
 def call(text: str, *inputs: Tensor, const: Sequence[str] = ()) -> tuple[Any, ...]:
