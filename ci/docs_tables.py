@@ -1,4 +1,4 @@
-"""Tables in the docs that are made from the code: `python -m ci.docs_tables` writes them in place."""
+"""Tables in the docs that are made from the code, and the pages of results: `python -m ci.docs_tables` writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ci import jobs
+from ci import jobs, results
 from fusewright.config import ENV, PREFIX, Options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,3 +52,5 @@ def updated(page: Path) -> str:
 if __name__ == "__main__":
     for generated in GENERATED:
         generated.write_text(updated(generated))
+    for path, text in results.pages().items():
+        path.write_text(text, encoding="utf-8")

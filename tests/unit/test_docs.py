@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from ci import docs_tables
+from ci import docs_tables, results
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,3 +33,22 @@ def test_the_walk_through_shows_the_code_of_the_example() -> None:
 @pytest.mark.parametrize("page", docs_tables.GENERATED, ids=lambda p: p.name)
 def test_generated_tables_are_up_to_date(page: Path) -> None:
     assert docs_tables.updated(page) == page.read_text(), "run: python -m ci.docs_tables"
+
+
+@pytest.mark.parametrize("page", results.MACHINES)
+def test_pages_of_results_hold_what_the_records_say(page: str) -> None:
+    path = results.FOLDER / f"{page}.md"
+    assert results.pages()[path] == path.read_text(), "run: python -m ci.docs_tables"
+
+
+@pytest.mark.parametrize("record", sorted(results.FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_every_record_is_of_one_known_kind(record: Path) -> None:
+    document = json.loads(record.read_text())
+    assert sum(holds(document) for holds, _ in results.KINDS) == 1
+
+
+def test_a_record_of_an_unknown_machine_has_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "2026-11-21-b300-check.json").write_text("{}")
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match="b300"):
+        results.pages()
