@@ -89,6 +89,9 @@ class Dim:
 
 Size: TypeAlias = int | Dim
 
+HOST = "cpu"
+"""Torch's name for the device whose memory this process itself reads and writes. Since interface 1.3."""
+
 
 def is_static(sizes: Sequence[Size]) -> bool:
     """True when no size is symbolic."""
@@ -108,7 +111,7 @@ class TensorSpec:
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
     dtype: torch.dtype
-    device: str = "cpu"
+    device: str = HOST
     const: bool = False
 
     @property
@@ -226,13 +229,57 @@ class GraphView:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that answered the probe, e.g. ("cuda", "sm_90", {"bf16", "tma"}, "12.8")."""
+    """A device that answered the probe: its type by torch's name, its architecture, what it has, its driver."""
 
     type: str
     arch: str
     features: frozenset[str] = frozenset()
     driver: str = ""
     simulated: bool = False
+
+
+@dataclass(frozen=True)
+class Splits:
+    """When a loop is cut into parts that run beside each other. Sizes alone decide, so that results do not depend on how many
+    workers there are. Since interface 1.3."""
+
+    parts: int = 32
+    """Parts of a long row."""
+    long_row: int = 1 << 15
+    """Elements of a row from which a second launch is worth it."""
+    few_points: int = 16
+    """With more rows than this there is work for every worker as it is."""
+    few_columns: int = 512
+    """Points that are neighbours in memory, up to which rows that run across memory are cut."""
+    column_rows: int = 2048
+    """Elements of such a row at least."""
+    column_elements: int = 1 << 18
+    """Elements of all of them at least."""
+    scan_parts: int = 256
+    """Parts of a row that is counted along: the second step is one worker's alone."""
+
+
+@dataclass(frozen=True)
+class DevicePolicy:
+    """What the host may assume of a device. The defaults suit any, and are the best of none. Since interface 1.3."""
+
+    arena: int = 0
+    """Alignment in bytes of results within the one block of memory that a running call has for them; 0: each result is a tensor
+    of its own. Kernels then see memory of earlier calls, so work on the device must be done in the order of calls."""
+    workers: Callable[[], int] | None = None
+    """How many threads compute: given to every native kernel (`KernelCode.address`), and part of the keys of plans and of
+    measured choices. None: one, and nothing depends on it."""
+    splits: Splits = Splits()
+    eager: tuple[Any, ...] = ()
+    """Where the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
+    flops_per_second: float = 2e11
+    bytes_per_second: float = 2e10
+    call_seconds: float = 3e-6
+    """Round figures for estimates of time; only ratios between ops matter."""
+
+    def count_workers(self) -> int:
+        """How many threads compute now."""
+        return 1 if self.workers is None else self.workers()
 
 
 @dataclass(frozen=True)
@@ -272,7 +319,7 @@ class KernelCode:
     """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it: the kernel's buffers in order, outputs allocated
     by the caller.
 
-    `address`, where there is one, is that of a C function `int64 f(int64 *block, int64 threads)`, whose block holds the
+    `address`, where there is one, is that of a C function `int64 f(int64 *block, int64 workers)`, whose block holds the
     addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error
     code that `error(code, block)` turns into the exception that eager would raise; 0 is success. The function is there for as
     long as somebody holds `call`.
@@ -291,7 +338,7 @@ Compiled: TypeAlias = Opaque | Fragment
 
 
 class Recorder(Protocol):
-    """Records work on a device and replays it as a whole (CUDA and HIP graphs), for plans of fixed shapes."""
+    """Records work on a device and replays it as a whole (a graph of its driver), for plans of fixed shapes."""
 
     device_type: str
 
@@ -409,7 +456,7 @@ class Backend(abc.ABC):
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
-        """What `options={"simulate": True}` runs on: this backend's own code on CPU tensors, without its hardware.
+        """What `options={"simulate": True}` runs on: this backend's own code on the host's tensors, without its hardware.
 
         `options` are the checked values of the class's own. Raises `OptionError` for ones that name no device.
         """
@@ -419,6 +466,10 @@ class Backend(abc.ABC):
     def lowers(cls) -> Sequence[str] | None:
         """Row names of the opset that this backend has a lowering for, for reports; None when it cannot say."""
         return () if cls.supports is Backend.supports else None
+
+    def policy(self) -> DevicePolicy:
+        """What the host may assume of the device. Since interface 1.3."""
+        return DevicePolicy()
 
     def prepare(self) -> None:  # noqa: B027 (by default there is nothing to start)
         """A graph for this device is about to be traced: the time to start what takes long and runs beside that, such as

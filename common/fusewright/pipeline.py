@@ -233,6 +233,7 @@ def _make_plan(c: Compilation) -> None:
     checked: tuple[Any, ...] = ()
     for name, make in PLAN_PASSES:
         c.plan = make(c)
+        c.plan.policy = c.backend.policy()
         content = (id(c.plan), list(c.plan.instructions), list(c.plan.prepare))
         if c.options.verify and content != checked:  # a pass that finds nothing to do returns what it was given
             plan_verify.check(c.plan, name)
@@ -464,7 +465,7 @@ def _found_or_compiled(
     backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], road: str
 ) -> Run:
     report = GraphReport(backend.name, phase, road)
-    tuner = Tuner(backend.fingerprint(), options.cache)
+    tuner = Tuner(backend.fingerprint(), options.cache, backend.policy().count_workers())
     c = Compilation(backend, options, gm, phase, const, report, tuner, handover=Handover.of(phase))
     _timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording() and _plainly_traced(gm):
@@ -514,7 +515,7 @@ def _after(c: Compilation, stage: str) -> None:
 
 def _account(c: Compilation) -> None:
     """Fill the report; say in one line what runs in eager, or raise, as the options ask."""
-    r = c.report
+    r, policy = c.report, c.backend.policy()
     notes: dict[int, str] = {}
     for _, result in c.compiled:
         notes.update(result.notes if isinstance(result, Fragment) else {})
@@ -524,7 +525,7 @@ def _account(c: Compilation) -> None:
         where = "backend" if op.id in lowered else "view" if estimate.kind == "view" else "eager"
         shape = str(_shape(op.outs[0].spec)) if op.outs else ""
         verdict = c.partition.verdicts[op.id]
-        r.ops.append(OpRecord(op.op, where, verdict, notes.get(op.id, ""), op.source, shape, estimate.seconds))
+        r.ops.append(OpRecord(op.op, where, verdict, notes.get(op.id, ""), op.source, shape, estimate.seconds(policy)))
     r.regions = len(c.compiled)
     publish(r)
     if r.fallbacks and c.options.fallback == "error":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fusewright import machine
 from fusewright.interface import KernelCode
 from fusewright.toolkit.ir import Kernel
+from fusewright_cpu.policy import CPU
 
 if TYPE_CHECKING:
     from fusewright_cpu.run.launch import Launcher
@@ -19,6 +20,8 @@ __all__ = ["llvm_loader"]
 
 class LlvmLoader:
     """Kernels compiled for this CPU."""
+
+    policy = CPU
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
         from fusewright_cpu.run.jit import compile_kernels

@@ -87,7 +87,7 @@ class X86OneDnn(FusedBackend):
                 builder.leave(op)
             elif claim is not None and claim.at is op:  # everything that the call reads is there by now
                 claim.write(builder)
-        fragment = fuse(builder.finish(), ctx, builder.calls)
+        fragment = fuse(builder.finish(), ctx, builder.calls, policy=self.policy())
         notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}
         return replace(fragment, notes=notes, kernels=kernels)
 

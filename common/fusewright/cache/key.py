@@ -32,7 +32,7 @@ def key_of(
             "backend": backend.fingerprint(),
             "options": options.key(),
             "versions": f"{__version__} {torch.__version__} {platform.python_version()} {platform.machine()} {format}",
-            "threads": str(torch.get_num_threads()),  # choices are measured with them
+            "workers": str(backend.policy().count_workers()),  # choices are measured with them
             "torch": switches(),
             "sources": machine.sources("fusewright") + machine.sources(vendor),
         }

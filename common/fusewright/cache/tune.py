@@ -36,15 +36,15 @@ _doubtful: dict[tuple[str, str], str] = {}
 
 
 class Tuner:
-    """Chooses by measuring, and remembers. `scope` is the backend's fingerprint: choices of another machine do not
-    count.
+    """Chooses by measuring, and remembers. `scope` is the backend's fingerprint: choices of another machine, or with another
+    number of `workers`, do not count.
 
     A choice that its rounds do not agree on was made on a busy machine. It is not written down, for that would keep it
     for good; `settled` then tells the host not to keep a plan that was made with it either.
     """
 
-    def __init__(self, scope: str, persist: bool = True) -> None:
-        self.scope = f"{scope}|threads={torch.get_num_threads()}"
+    def __init__(self, scope: str, persist: bool = True, workers: int = 1) -> None:
+        self.scope = f"{scope}|workers={workers}"
         self.settled = True
         self._persist = persist
         self._known = _of_scope(store.read_choices(), self.scope) if persist else {}

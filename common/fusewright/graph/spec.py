@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusewright import _torch_compat as compat
-from fusewright.interface import Dim, Size, TensorSpec
+from fusewright.interface import HOST, Dim, Size, TensorSpec
 
 
 def size(s: int | torch.SymInt) -> Size:
@@ -32,8 +32,8 @@ def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:
 
 
 def device_text(device: torch.device) -> str:
-    """A device as specs name it: "cpu", "cuda:1". A CPU has no index."""
-    return "cpu" if device.type == "cpu" else str(device)
+    """A device as specs name it: by its type and index. The host has no index."""
+    return HOST if device.type == HOST else str(device)
 
 
 def value_of(node: Node) -> Any:

@@ -6,12 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fusewright import ops
-from fusewright.interface import OpView, TensorSpec, hint
-
-FLOPS_PER_SECOND = 2e11
-BYTES_PER_SECOND = 2e10
-CALL_SECONDS = 3e-6
-"""One two-core server CPU, in round figures; only ratios between ops matter."""
+from fusewright.interface import DevicePolicy, OpView, TensorSpec, hint
 
 
 @dataclass(frozen=True)
@@ -20,11 +15,11 @@ class Work:
     flops: float
     bytes: float
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, policy: DevicePolicy) -> float:
+        """An estimate for a device of this policy."""
         if self.kind == "view":
             return 0.0
-        return CALL_SECONDS + max(self.flops / FLOPS_PER_SECOND, self.bytes / BYTES_PER_SECOND)
+        return policy.call_seconds + max(self.flops / policy.flops_per_second, self.bytes / policy.bytes_per_second)
 
 
 def work(op: OpView) -> Work:

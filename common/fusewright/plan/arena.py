@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGN = 64
-
 
 @dataclass(frozen=True)
 class Buffer:
@@ -18,8 +16,8 @@ class Buffer:
     end: int
 
 
-def layout(buffers: Sequence[Buffer]) -> tuple[dict[int, int], int]:
-    """Offsets by buffer id, and the size of the arena.
+def layout(buffers: Sequence[Buffer], align: int) -> tuple[dict[int, int], int]:
+    """Offsets by buffer id, multiples of `align` bytes, and the size of the arena.
 
     Greedy by size: the largest buffer first, each at the lowest offset where no buffer that lives at the same time lies
     (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, section 5).
@@ -28,7 +26,7 @@ def layout(buffers: Sequence[Buffer]) -> tuple[dict[int, int], int]:
     placed: list[tuple[int, int, Buffer]] = []
     total = 0
     for b in sorted(buffers, key=lambda b: (-b.bytes, b.start, b.id)):
-        need = -(-b.bytes // ALIGN) * ALIGN
+        need = -(-b.bytes // align) * align
         at = 0
         for low, high, other in sorted(placed, key=lambda p: p[0]):
             if other.start <= b.end and b.start <= other.end:

@@ -15,7 +15,7 @@ from fusewright import ops
 from fusewright.graph import constants
 from fusewright.graph.effects import asserts, held_in_order, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
-from fusewright.interface import Compiled, Fragment, OpView, Region, TensorSpec, Value
+from fusewright.interface import Compiled, DevicePolicy, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.order import topological
@@ -28,7 +28,7 @@ class Plan:
     `prepare` runs when a weight is first seen or has changed; it reads `prepare_inputs` and makes `prepare_outputs`.
     `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that
     inputs and results carry as numbers;
-    `kernels` are the loop kernels of its launches by structural hash.
+    `kernels` are the loop kernels of its launches by structural hash; `policy` is that of the backend which runs them.
     """
 
     inputs: tuple[int, ...]
@@ -42,6 +42,7 @@ class Plan:
     comments: dict[int, str] = field(default_factory=dict)
     scalars: dict[int, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
+    policy: DevicePolicy = field(default=DevicePolicy(), compare=False)
 
 
 @dataclass

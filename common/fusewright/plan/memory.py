@@ -20,6 +20,8 @@ class Placement:
     onto: dict[int, int] = field(default_factory=dict)
     offset: dict[int, int] = field(default_factory=dict)
     arena_bytes: int = 0
+    device: str = ""
+    """Where the arena is."""
 
 
 def place(plan: Plan) -> Placement:
@@ -38,8 +40,10 @@ def place(plan: Plan) -> Placement:
         if isinstance(i, Launch):
             _take_over(plan, i, k, roots, last, fresh, placement, kept)
     located = {root for i in instructions for r in _located(i) for root in roots.get(r, {r})}
-    buffers = _buffers(plan, placement, kept, last, escaping | located)
-    placement.offset, placement.arena_bytes = layout(buffers)
+    if plan.policy.arena:
+        placement.device = next(plan.specs[o].device for i in instructions if isinstance(i, Launch) for o in i.outs)
+        buffers = _buffers(plan, placement, kept, last, escaping | located)
+        placement.offset, placement.arena_bytes = layout(buffers, plan.policy.arena)
     for value, base in kept.items():
         if base in placement.offset:
             placement.offset[value] = placement.offset[base]
@@ -118,7 +122,7 @@ def _buffers(
             continue
         for o in i.outs:
             spec = plan.specs[o]
-            if o not in placement.onto and o not in seen_outside and spec.static and spec.device == "cpu":
+            if o not in placement.onto and o not in seen_outside and spec.static and spec.device == placement.device:
                 found.append(Buffer(o, storage_bytes(spec), k, last[o]))
     return found
 

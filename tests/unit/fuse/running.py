@@ -12,6 +12,7 @@ from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
 from fusewright.toolkit.ir import Kernel, interpret
+from fusewright_cpu.policy import CPU
 from fusewright_cpu.run.jit import compile_kernels
 from tests.fragments import Context, Sketch, operator
 
@@ -48,7 +49,7 @@ class Temporaries(Context):
 def fused(region: Region, memo: KernelMemo | None = None, **kw: Any) -> tuple[Fragment, dict[int, TensorSpec]]:
     """The fragment of a region and the specs of all its values."""
     ctx = Temporaries()
-    fragment = fuse(region, ctx, memo=KernelMemo() if memo is None else memo, **kw)
+    fragment = fuse(region, ctx, memo=KernelMemo() if memo is None else memo, **{"policy": CPU, **kw})
     specs = {v.id: v.spec for op in region.ops for v in (*op.inputs(), *op.outs) if v.spec is not None}
     return fragment, {**ctx.specs, **specs}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusewright.plan.arena import ALIGN, Buffer, layout
+from fusewright.plan.arena import Buffer, layout
+
+ALIGN = 64
 
 
 @st.composite
@@ -25,7 +27,7 @@ def _live_at_once(a: Buffer, b: Buffer) -> bool:
 
 @given(buffers())
 def test_live_buffers_do_not_overlap(made: list[Buffer]) -> None:
-    offsets, total = layout(made)
+    offsets, total = layout(made, ALIGN)
     assert set(offsets) == {b.id for b in made}
     for b in made:
         assert offsets[b.id] % ALIGN == 0
@@ -38,16 +40,16 @@ def test_live_buffers_do_not_overlap(made: list[Buffer]) -> None:
 
 @given(buffers())
 def test_the_arena_is_between_the_peak_and_the_sum(made: list[Buffer]) -> None:
-    _, total = layout(made)
+    _, total = layout(made, ALIGN)
     aligned = {b.id: -(-b.bytes // ALIGN) * ALIGN for b in made}
     peak = max((sum(aligned[b.id] for b in made if b.start <= t <= b.end) for t in range(20)), default=0)
     assert peak <= total <= sum(aligned.values())
 
 
 def test_a_chain_needs_two_buffers() -> None:
-    _, total = layout([Buffer(i, 1000, i, i + 1) for i in range(10)])
+    _, total = layout([Buffer(i, 1000, i, i + 1) for i in range(10)], ALIGN)
     assert total == 2 * 1024
 
 
 def test_nothing_needs_nothing() -> None:
-    assert layout([]) == ({}, 0)
+    assert layout([], ALIGN) == ({}, 0)

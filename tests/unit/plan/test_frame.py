@@ -9,7 +9,7 @@ def test_calls_at_once_get_a_frame_each_and_few_wait_for_the_next() -> None:
     made: list[Frame] = []
 
     def make() -> Frame:
-        made.append(Frame(64, {}, {}))
+        made.append(Frame(64, "", {}, {}))
         return made[-1]
 
     frames = Frames(make)

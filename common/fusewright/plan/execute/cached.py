@@ -75,6 +75,7 @@ def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple
         return None
     try:
         plan = serial.from_data(found.data["plan"], lambda name: _held(slot, gm, name))
+        plan.policy = backend.policy()
         for problem in slot.problems(plan):
             raise vocabulary.Foreign(problem)
         kernels = backend.restore(found.code, list(plan.kernels)) if found.code else {}

@@ -10,7 +10,7 @@ import torch
 
 from fusewright.errors import without_memory
 from fusewright.graph import spec
-from fusewright.interface import Dim, KernelCode, Size
+from fusewright.interface import HOST, Dim, KernelCode, Size
 from fusewright.plan.build import Plan
 from fusewright.plan.execute.firstrun import checker
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
@@ -110,7 +110,7 @@ class _Launches:
         if out in self.placement.offset:
             return f"v{out} = frame.v{out}"
         spec = self.plan.specs[out]
-        device = "" if spec.device == "cpu" else f", device={spec.device!r}"
+        device = "" if spec.device == HOST else f", device={spec.device!r}"
         return f"v{out} = empty_strided({_sizes(spec.shape)}, {_sizes(spec.stride)}, dtype={spec.dtype}{device})"
 
     def _python(self, i: Launch) -> str:
@@ -140,8 +140,9 @@ class _Launches:
                 block.append(None)
         self.blocks[k] = block
         call, code = self._code(i.kernel)
+        workers = "workers" if self.plan.policy.workers else "1"
         start = [f"b = frame.b{k}"] if fill else []
-        return [*start, *fill, f"e = {call}(frame.p{k}, threads)", f"if e: fail({code}, e, frame.b{k})"]
+        return [*start, *fill, f"e = {call}(frame.p{k}, {workers})", f"if e: fail({code}, e, frame.b{k})"]
 
     def _in_arena(self, value: int) -> bool:
         return value in self.placement.offset
@@ -169,7 +170,7 @@ class _Launches:
     def frame(self) -> Callable[[], Frame]:
         """Makes a frame for one call."""
         places = {v: (at, self.plan.specs[v]) for v, at in self.placement.offset.items()}
-        return lambda: Frame(self.placement.arena_bytes, places, self.blocks)
+        return lambda: Frame(self.placement.arena_bytes, self.placement.device, places, self.blocks)
 
 
 def _sizes(sizes: Sequence[Size]) -> str:
@@ -278,7 +279,8 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
     given = symbols.of(plan.inputs)
     body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols)
     if any(isinstance(i, Launch) for i in plan.instructions):
-        lines += [*given, "    frame = frames.take()", "    threads = get_num_threads()", *body]
+        workers = ["    workers = count_workers()"] if launches.blocks and plan.policy.workers else []
+        lines += [*given, "    frame = frames.take()", *workers, *body]
         lines.append("    frames.give_back(frame)")
     else:
         lines += body
@@ -300,7 +302,7 @@ def load(
     text = source(plan, names, launches, checked)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space.update(get_num_threads=torch.get_num_threads, without_memory=without_memory, check=checker(plan))
+    names.space.update(count_workers=plan.policy.workers, without_memory=without_memory, check=checker(plan))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])

@@ -33,6 +33,7 @@ def checked(
     sizes."""
     given = list({v.id: v for v in (*region.inputs, *(v for v in inputs if _binds(v)))}.values())
     plan = _plan_of(region, fragment, temporaries, given)
+    plan.policy = backend.policy()
     run = codegen.load(plan, backend.load(plan.kernels) if plan.kernels else {})[0]
     fn = _Checked(backend.name, region, run)
     args, outs = tuple(Ref(v.id) for v in given), tuple(v.id for v in region.outputs)

@@ -17,7 +17,7 @@ _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
 def entry(address: int) -> Callable[[int, int], int]:
-    """The C function of a kernel as a callable of (block address, threads)."""
+    """The C function of a kernel as a callable of (block address, workers)."""
     return _PROTOTYPE(address)
 
 
@@ -31,10 +31,11 @@ class Frame:
     """Attributes `v<id>` are arena tensors, `b<k>` the block of launch k, `p<k>` its address."""
 
     def __init__(
-        self, arena_bytes: int, places: Mapping[int, tuple[int, TensorSpec]], blocks: Mapping[int, Sequence[Any]]
-    ) -> None:
+        self, arena_bytes: int, device: str, places: Mapping[int, tuple[int, TensorSpec]],
+        blocks: Mapping[int, Sequence[Any]],
+    ) -> None:  # fmt: skip
         with torch.inference_mode(False):
-            self.arena = torch.empty(arena_bytes, dtype=torch.uint8)
+            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device or None)
             for value, (offset, spec) in places.items():
                 setattr(self, f"v{value}", _view(self.arena, offset, spec))
         for k, entries in blocks.items():
@@ -50,7 +51,8 @@ class Frame:
 
 def _view(arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
     shape, stride = ([int(s) for s in sizes] for sizes in (spec.shape, spec.stride))  # type: ignore[arg-type]
-    return torch.empty(0, dtype=spec.dtype).set_(arena.untyped_storage(), offset // spec.dtype.itemsize, shape, stride)
+    empty = torch.empty(0, dtype=spec.dtype, device=arena.device)
+    return empty.set_(arena.untyped_storage(), offset // spec.dtype.itemsize, shape, stride)
 
 
 KEPT = max(4, machine.cores())

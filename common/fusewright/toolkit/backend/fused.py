@@ -21,6 +21,7 @@ from fusewright.interface import (
     CompileContext,
     Compiled,
     Device,
+    DevicePolicy,
     KernelCode,
     OpView,
     Region,
@@ -38,7 +39,9 @@ __all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader"]
 
 
 class Loader(Protocol):
-    """Makes code of kernels. `pack` and `unpack` are the way to the plan cache and back; `pack` gives None for no way."""
+    """Makes code of kernels. One that knows the device has its `policy`, a `DevicePolicy`.
+
+    `pack` and `unpack` are the way to the plan cache and back; `pack` gives None for no way."""
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]: ...
 
@@ -52,7 +55,7 @@ class Loader(Protocol):
 
 
 class InterpreterLoader:
-    """Kernels run by the reference interpreter: slow, on CPU tensors, on every machine."""
+    """Kernels run by the reference interpreter: slow, on the host's tensors, on every machine."""
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
         return {h: KernelCode(_interpreted(k), kernel=k) for h, k in kernels.items()}
@@ -115,7 +118,12 @@ class FusedBackend(Backend):
         return calls
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        return fuse(region, ctx, self.library(region, ctx))
+        return fuse(region, ctx, self.library(region, ctx), policy=self.policy())
+
+    def policy(self) -> DevicePolicy:
+        """That of its loader, unless it has one of its own."""
+        found: DevicePolicy = getattr(self._loader(), "policy", DevicePolicy())
+        return found
 
     def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         """Code for kernels; on a simulated device by the interpreter."""

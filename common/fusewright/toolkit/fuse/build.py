@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fusewright.interface import Dim, OpView, TensorSpec, Value
+from fusewright.interface import Dim, OpView, Splits, TensorSpec, Value
 from fusewright.toolkit.ir import Builder, Kernel, Val, structural_hash
 from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
 from fusewright.toolkit.ir.ir import used_symbols
@@ -205,18 +205,18 @@ def finished(e: KernelEvaluator, outs: Sequence[int], always: Sequence[int] = ()
     return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel), *e.coverage())
 
 
-def in_steps(built: Built, temporary: Callable[[TensorSpec], int]) -> list[Built]:
+def in_steps(built: Built, temporary: Callable[[TensorSpec], int], splits: Splits) -> list[Built]:
     """The launches for a kernel: several where it reduces or counts along long rows of few points, else itself.
     `temporary` gives the id of a new value.
     """
     ids, hints = [*built.inputs, *built.outs], built.kernel.size_hints()
-    split = split_rows(built.kernel)
+    split = split_rows(built.kernel, splits)
     if split is None:
-        steps = apart(built.kernel) if few_columns(built.kernel) else split_scan(built.kernel)
+        steps = apart(built.kernel) if few_columns(built.kernel, splits) else split_scan(built.kernel, splits)
         if steps is None:
             return [built]
         ids += [temporary(_flat(t, n, hints)) for t, n in steps.temporaries]
-        return [b for k in steps.kernels for b in in_steps(_over(k, ids), temporary)]
+        return [b for k in steps.kernels for b in in_steps(_over(k, ids), temporary, splits)]
     partials = [temporary(_flat(t, n, hints)) for t, n in split.partials]
     first = _over(split.first, [*(ids[b] for b in split.first_buffers), *partials])
     return [first, _over(split.second, [*ids, *partials])]

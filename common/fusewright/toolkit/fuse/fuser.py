@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fusewright.interface import CompileContext, Fragment, OpView, Region, TensorSpec, Value
+from fusewright.interface import CompileContext, DevicePolicy, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
@@ -22,6 +22,9 @@ from fusewright.toolkit.rules.kinds import Domain, Row, Rule
 from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
+
+POLICY = DevicePolicy()
+"""Of a device about which nothing is known."""
 
 MAX_ROUNDS = 64
 """Rounds of planning again after a group turned out to be no kernel."""
@@ -80,19 +83,22 @@ class Fused:
     notes: dict[int, str] = field(default_factory=dict)
 
 
-def fuse(region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (), memo: KernelMemo = MEMO) -> Fragment:
+def fuse(
+    region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (), memo: KernelMemo = MEMO,
+    policy: DevicePolicy = POLICY,
+) -> Fragment:  # fmt: skip
     """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule
-    fits.
+    fits, or the device's `policy` says that it is faster.
     """
     solo: set[int] = set()
     whole: frozenset[int] = frozenset()
     called = _called(calls)
     ours = [op for op in region.ops if op.id not in called]
     plain = dict.fromkeys(constant_ops(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
-    plain |= {op.id: row.note for op in ours if (row := faster(op, ctx.device))}
+    plain |= {op.id: row.note for op in ours if (row := faster(policy.eager, op))}
     for _ in range(MAX_ROUNDS):
         try:
-            fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo, whole).run()
+            fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo, whole, policy).run()
         except BetterEager as e:
             plain |= {i: row.note for i, row in e.ops.items()}
             continue
@@ -135,8 +141,9 @@ class _Planner:
     def __init__(
         self, region: Region, ctx: CompileContext, calls: Sequence[LibraryCall],
         plain: Mapping[int, str], solo: frozenset[int], memo: KernelMemo, whole: frozenset[int] = frozenset(),
+        policy: DevicePolicy = POLICY,
     ) -> None:  # fmt: skip
-        self.region, self.ctx, self.calls, self.solo, self.memo = region, ctx, calls, solo, memo
+        self.region, self.ctx, self.calls, self.solo, self.memo, self.policy = region, ctx, calls, solo, memo, policy
         self.position = {op.id: k for k, op in enumerate(region.ops)}
         by_id = {op.id: op for op in region.ops}
         in_order = sorted(plain, key=self.position.__getitem__)
@@ -154,7 +161,7 @@ class _Planner:
 
     def run(self) -> Fused:
         behind = frozenset(self._behind_views(self.needed))
-        grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo)
+        grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo, self.policy.splits)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
         slower = {g.units[0].op.id: row for g in groups if (row := self._better_eager(g, stored))}
@@ -226,7 +233,7 @@ class _Planner:
     def _better_eager(self, group: Group, stored: set[int]) -> Condition | None:
         op = group.units[0].op
         kernel = Alone(op, self.flow, lambda: self._kernel(group, stored).kernel)
-        return faster(op, self.ctx.device, kernel) if len(group.units) == 1 else None
+        return faster(self.policy.eager, op, kernel) if len(group.units) == 1 else None
 
     def _group_of(self, op: OpView, k: int, grouper: Grouper) -> Group:
         v = op.outs[k]
@@ -260,7 +267,7 @@ class _Planner:
             if group.scatters:
                 instructions = self._scatter(group, stored)
             else:
-                parts = in_steps(self._kernel(group, stored), self._temporary(group))
+                parts = in_steps(self._kernel(group, stored), self._temporary(group), self.policy.splits)
                 instructions = tuple(self._launch(part, ops) for part in parts)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
             raise Unplaceable(ops, str(e)) from e

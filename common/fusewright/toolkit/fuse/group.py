@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import OpView, Splits, Value
 from fusewright.plan.order import closure
 from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
 from fusewright.toolkit.ir import Builder, IndexTooComplex, Val
@@ -14,7 +14,6 @@ from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, NotAli
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Scatter
 from fusewright.toolkit.rules.space import At, ShapeMismatch, product, shape_of
-from fusewright.toolkit.transform.split import MAX_POINTS, MIN_ROW
 
 MAX_UNITS = 48
 """Most ops in one kernel."""
@@ -98,9 +97,10 @@ class Grouper:
     """See the module. `fixed` maps ops that something else computes to the number of the call that does."""
 
     def __init__(
-        self, flow: Flow, ops: Sequence[OpView], fixed: Mapping[int, int], needed: frozenset[int], solo: frozenset[int]
-    ) -> None:
-        self.flow, self.ops, self.fixed, self.needed, self.solo = flow, ops, fixed, needed, solo
+        self, flow: Flow, ops: Sequence[OpView], fixed: Mapping[int, int], needed: frozenset[int], solo: frozenset[int],
+        splits: Splits,
+    ) -> None:  # fmt: skip
+        self.flow, self.ops, self.fixed, self.needed, self.solo, self.splits = flow, ops, fixed, needed, solo, splits
         self.groups: list[Group | None] = []
         self.group_of: dict[int, Group] = {}
         self.scatter_of: dict[int, Group] = {}
@@ -248,11 +248,11 @@ class Grouper:
         """The domain of the group with the unit in it."""
         wanted = unit.domain()
         n = product(wanted.shape)
-        if in_parts(group.units, group.domain):
-            # whole rows beside rows that run in parts would run on a single thread
-            alike = in_parts([unit], wanted) and segments(wanted) == group.segments
+        if in_parts(group.units, group.domain, self.splits):
+            # whole rows beside rows that run in parts would be one worker's
+            alike = in_parts([unit], wanted, self.splits) and segments(wanted) == group.segments
             return group.domain if alike or n == group.row_numel else None
-        if in_parts([unit], wanted) and not self._private(unit, group):
+        if in_parts([unit], wanted, self.splits) and not self._private(unit, group):
             return None
         if isinstance(unit.rule, Row):
             if group.has_rows:
@@ -358,7 +358,7 @@ def replaces(unit: Unit) -> bool:
     )
 
 
-def in_parts(units: Iterable[Unit], domain: Domain) -> bool:
+def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
     """Whether units reduce rows that are so long, and so few, that their kernel runs in two steps (see
     `kernel.split`).
     """
@@ -366,7 +366,7 @@ def in_parts(units: Iterable[Unit], domain: Domain) -> bool:
     points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
     known = isinstance(row, int) and isinstance(points, int)
     hints = {} if known else size_hints([v for u in units for v in (*u.op.inputs(), *u.op.outs)])
-    if evaluate(row, hints) < MIN_ROW or evaluate(points, hints) > MAX_POINTS:
+    if evaluate(row, hints) < splits.long_row or evaluate(points, hints) > splits.few_points:
         return False
     rules = [u.rule for u in units if isinstance(u.rule, Row)]
     return bool(rules) and all(level == "row" for rule in rules for level in rule.levels)

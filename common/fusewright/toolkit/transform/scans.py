@@ -11,20 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+from fusewright.interface import Splits
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.index import axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.ir.verify import kernel_pass
-from fusewright.toolkit.transform.split import MAX_POINTS, MIN_ROW, chunk_of, done, guarded, linear, with_chunk
-from fusewright.toolkit.transform.split_columns import Steps
-
-PARTS = 256
-"""Enough for the multiprocessors of a GPU, which run one part each."""
+from fusewright.toolkit.transform.split import chunk_of, done, guarded, linear, with_chunk
+from fusewright.toolkit.transform.split_columns import SPLITS, Steps
 
 
 @kernel_pass("split_scan", made=lambda steps: () if steps is None else steps.kernels)
-def split_scan(kernel: Kernel, parts: int = PARTS) -> Steps | None:
+def split_scan(kernel: Kernel, splits: Splits = SPLITS) -> Steps | None:
     """The three steps; None where the kernel is not of that kind: few points, a long row, and one row stage with a
     single sum of integers along it."""
     hints, n_p = kernel.size_hints(), len(kernel.p)
@@ -35,8 +33,9 @@ def split_scan(kernel: Kernel, parts: int = PARTS) -> Steps | None:
     if any(n.op == "reduce" or n.keep or _ordered(n) for n in kernel.nodes()):
         return None
     seen = [evaluate(s, hints) for s in kernel.sizes]
-    if not 0 < math.prod(seen[:n_p]) <= MAX_POINTS or seen[n_p] < MIN_ROW:
+    if not 0 < math.prod(seen[:n_p]) <= splits.few_points or seen[n_p] < splits.long_row:
         return None
+    parts = splits.scan_parts
     chunk = chunk_of(kernel, parts)
     return None if chunk is None else _Scan(with_chunk(kernel, chunk, parts), scans[0], parts, chunk).run()
 

@@ -1,7 +1,7 @@
 """Long reductions over few points: two kernels, the first one over parts of the row, the second one over the
 parts.
 
-The number of parts depends on sizes only, so results do not depend on the number of threads; of symbolic sizes those
+The number of parts depends on sizes only, so results do not depend on the number of workers; of symbolic sizes those
 seen when tracing decide.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+from fusewright.interface import Splits
 from fusewright.toolkit.ir.extent import Extent, evaluate, product, symbol, symbols
 from fusewright.toolkit.ir.index import Index, Indirect, axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage, used_symbols
@@ -19,14 +20,9 @@ from fusewright.toolkit.ir.simplify import in_order, simplify_axes
 from fusewright.toolkit.ir.types import TYPES, DType
 from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.moments import without_moments
-from fusewright.toolkit.transform.split_columns import few_columns
+from fusewright.toolkit.transform.split_columns import SPLITS, few_columns
 
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
-MIN_ROW = 1 << 15
-"""Elements of a row from which splitting is worth a second launch."""
-MAX_POINTS = 16
-"""With more points than this there is work for every thread without splitting."""
-PARTS = 32
 LINE = 64
 """Long parts are a multiple of so many elements: vectors that lie across two cache lines take twice as long to load."""
 
@@ -44,7 +40,7 @@ class Split:
 
 
 @kernel_pass("split_rows", made=lambda s: () if s is None else (s.first, s.second))
-def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
+def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
     """The two steps, or None when the kernel is not of that kind: few points, a long row, and one row stage that holds
     nothing but mergeable reductions."""
     kernel = without_moments(kernel)
@@ -53,8 +49,8 @@ def split_rows(kernel: Kernel, parts: int = PARTS) -> Split | None:
     rows = [k for k, s in enumerate(kernel.stages) if s.over == "PR"]
     if len(rows) != 1:
         return None
-    few = 0 < math.prod(seen[:n_p]) <= MAX_POINTS and math.prod(seen[n_p:]) >= MIN_ROW
-    if not (few or few_columns(kernel)) or seen[n_p] < 2 * parts:
+    few, parts = 0 < math.prod(seen[:n_p]) <= splits.few_points and math.prod(seen[n_p:]) >= splits.long_row, splits.parts
+    if not (few or few_columns(kernel, splits)) or seen[n_p] < 2 * parts:
         return None
     chunk = chunk_of(kernel, parts)
     stage = kernel.stages[rows[0]]

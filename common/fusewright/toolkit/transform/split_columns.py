@@ -1,9 +1,9 @@
 """Kernels over few columns with long rows (norms over channels-last images, their gradients), taken apart: a kernel for
 each pass over the rows, one for what is computed per point, one for what is stored per element.
 
-Columns beside each other are one work item, so such a kernel would run on one thread. Its rows are in no cache when
+Columns beside each other are one work item, so such a kernel would be one worker's. Its rows are in no cache when
 they are read again, so nothing is lost by another kernel reading them. Sizes alone decide, so results do not depend on
-the number of threads; of symbolic sizes those seen when tracing decide.
+the number of workers; of symbolic sizes those seen when tracing decide.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 
+from fusewright.interface import Splits
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.index import Index, axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
@@ -21,10 +22,7 @@ from fusewright.toolkit.ir.types import DType
 from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.moments import without_moments
 
-MAX_COLUMNS = 512
-"""Points that are neighbours in memory, up to which rows are cut into parts."""
-MIN_COLUMN = 2048
-MIN_ELEMENTS = 1 << 18
+SPLITS = Splits()
 FREE = ("const", "scalar")
 """Values per point that each kernel makes for itself."""
 
@@ -38,14 +36,14 @@ class Steps:
     temporaries: tuple[tuple[DType, Extent], ...]
 
 
-def few_columns(kernel: Kernel) -> bool:
-    """Whether rows run across memory, are long, and there are too few of them for the threads of a machine."""
+def few_columns(kernel: Kernel, splits: Splits = SPLITS) -> bool:
+    """Whether rows run across memory, are long, and there are too few of them for the workers of a device."""
     hints, n_p = kernel.size_hints(), len(kernel.p)
     if not kernel.r or not n_p:
         return False
     sizes = [evaluate(s, hints) for s in kernel.sizes]
     points, row = math.prod(sizes[:n_p]), math.prod(sizes[n_p:])
-    if not 0 < points <= MAX_COLUMNS or row < MIN_COLUMN or points * row < MIN_ELEMENTS:
+    if not 0 < points <= splits.few_columns or row < splits.column_rows or points * row < splits.column_elements:
         return False
     loads = [n.index for s in kernel.stages if s.over == "PR" for n in s.nodes if n.op == "load" and n.index]
     return any(i.stride_of(n_p - 1) == 1 for i in loads) and not any(i.stride_of(len(sizes) - 1) == 1 for i in loads)

@@ -1,0 +1,67 @@
+"""What the host may assume of a CPU that runs loop kernels on torch's own threads, and where its eager is faster than these."""
+
+from __future__ import annotations
+
+import torch
+
+from fusewright.interface import DevicePolicy, OpView, Splits
+from fusewright.toolkit.fuse.eager import Alone, Condition
+from fusewright.toolkit.rules.space import layout_of
+
+LARGE = 1 << 17
+"""Bytes of a result from which on a row about size holds: a smaller one costs what the call costs."""
+ZIPPED = 6
+"""Tensors that a kernel stacks along a new last dimension by zipping vectors: two of 1024x768 in 0.13 ms, eager 0.53."""
+
+
+def _channels_last(op: OpView) -> bool:
+    """Dense channels-last images; eager's group norm refuses every other layout that is not contiguous."""
+    spec = next(op.inputs()).spec
+    return spec is not None and layout_of(spec) == "channels_last"
+
+
+def _fp32_rows(op: OpView) -> bool:
+    """fp32 images whose rows are dense."""
+    spec = op.out.spec
+    return spec is not None and spec.dtype == torch.float32 and spec.stride[-1] == 1
+
+
+def _not_zipped(op: OpView) -> bool:
+    spec = op.out.spec
+    zipped = op.op == "stack" and spec is not None and op.arg("dim") in (-1, spec.rank - 1)
+    return not zipped or len(op.arg("tensors")) > ZIPPED
+
+
+XEON = "two cores of a Xeon with AVX-512, 2026-11-21, docs/performance.md"
+
+EAGER: tuple[Condition, ...] = (
+    Condition(
+        "group norms of channels-last images", frozenset({"group_norm"}), when=_channels_last, source=XEON,
+        why="a kernel's rows, a group's channels of all pixels, lie apart: with silu behind, 320x64x64 takes 1.96 ms, eager 0.28",
+    ),
+    Condition(
+        "rows of a table", frozenset({"embedding", "index_select"}), least=LARGE, alone=Alone.only_moves, source=XEON,
+        why="a kernel looks at the index of every element",
+    ),
+    Condition(
+        "copies", frozenset({"clone", "reshape", "cat", "stack", "repeat"}), least=LARGE, when=_not_zipped, source=XEON,
+        alone=lambda k: k.only_moves() and not k.transposes(),
+        why="eager moves runs of elements: every second column of 4096x1024 3.4 ms, eager 0.73",
+    ),
+    Condition(
+        "images in fp32 planes, resized", frozenset({"upsample_bilinear2d"}), least=LARGE, when=_fp32_rows, source=XEON,
+        alone=lambda k: True,
+        why="eager goes along rows, a kernel gathers each element: 64x56x56 to 112x112 0.79 ms, eager 0.50",
+    ),
+)  # fmt: skip
+
+CPU = DevicePolicy(
+    arena=64,  # a cache line, and the widest vector
+    workers=torch.get_num_threads,
+    splits=Splits(),  # fitted here: the defaults are a CPU's
+    eager=EAGER,
+    flops_per_second=2e11,
+    bytes_per_second=2e10,
+    call_seconds=3e-6,
+)
+"""Speeds are those of two server cores."""
