@@ -12,7 +12,7 @@ import torch
 LIMIT = 2.0
 FLOOR = 4.0
 """Rounding steps at the scale of the output that pass whatever eager's error is: libraries that add products in another order
-differ by that much (docs/performance.md, "Accuracy of fp32 products")."""
+differ by that much (docs/studies/fp32-accuracy.md)."""
 VANISHED = 2.0**-24
 """A result that in fp64 is so much smaller than eager's error is zero but for rounding: the gradient of a key's bias, which
 softmax does not see."""

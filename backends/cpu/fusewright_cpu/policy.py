@@ -32,24 +32,24 @@ def _not_zipped(op: OpView) -> bool:
     return not zipped or len(op.arg("tensors")) > ZIPPED
 
 
-XEON = "two cores of a Xeon with AVX-512, 2026-11-21, docs/performance.md"
+ZEN5 = "2-core AMD Zen 5 virtual machine (AVX-512), 2026-11-21, docs/studies/cpu-models.md and gpu-kernels.md"
 
 EAGER: tuple[Condition, ...] = (
     Condition(
-        "group norms of channels-last images", frozenset({"group_norm"}), when=_channels_last, source=XEON,
+        "group norms of channels-last images", frozenset({"group_norm"}), when=_channels_last, source=ZEN5,
         why="a kernel's rows, a group's channels of all pixels, lie apart: with silu behind, 320x64x64 takes 1.96 ms, eager 0.28",
     ),
     Condition(
-        "rows of a table", frozenset({"embedding", "index_select"}), least=LARGE, alone=Alone.only_moves, source=XEON,
+        "rows of a table", frozenset({"embedding", "index_select"}), least=LARGE, alone=Alone.only_moves, source=ZEN5,
         why="a kernel looks at the index of every element",
     ),
     Condition(
-        "copies", frozenset({"clone", "reshape", "cat", "stack", "repeat"}), least=LARGE, when=_not_zipped, source=XEON,
+        "copies", frozenset({"clone", "reshape", "cat", "stack", "repeat"}), least=LARGE, when=_not_zipped, source=ZEN5,
         alone=lambda k: k.only_moves() and not k.transposes(),
         why="eager moves runs of elements: every second column of 4096x1024 3.4 ms, eager 0.73",
     ),
     Condition(
-        "images in fp32 planes, resized", frozenset({"upsample_bilinear2d"}), least=LARGE, when=_fp32_rows, source=XEON,
+        "images in fp32 planes, resized", frozenset({"upsample_bilinear2d"}), least=LARGE, when=_fp32_rows, source=ZEN5,
         alone=lambda k: True,
         why="eager goes along rows, a kernel gathers each element: 64x56x56 to 112x112 0.79 ms, eager 0.50",
     ),

@@ -21,7 +21,7 @@ from fusewright.toolkit.region.builder import Builder
 
 LONGEST = 576
 """Products in one running sum: 3x3 over 64 channels has 1.95 times the error of eager's kernels, which hardly grows with the length
-(docs/performance.md, "Accuracy of fp32 products")."""
+(docs/studies/fp32-accuracy.md)."""
 
 FEWEST = 8
 """Channels in a part. Their number need not be a multiple of a vector's, as oneDNN's vectors go over the results."""

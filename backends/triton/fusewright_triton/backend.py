@@ -68,7 +68,7 @@ EAGER = (
     Condition(
         "rows of a table", frozenset({"embedding", "index_select"}), least=1 << 17, alone=Alone.only_moves,
         why="a kernel looks at the index of every element: bf16, 10.2 us, eager 7.9",
-        source=f"{target.H100.source.device}, {target.H100.source.date}, docs/performance.md",
+        source=f"{target.H100.source.device}, {target.H100.source.date}, docs/studies/gpu-kernels.md",
     ),
 )  # fmt: skip
 """Where torch's own kernels are faster; smaller results cost what the call costs."""

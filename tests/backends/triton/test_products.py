@@ -130,7 +130,7 @@ def test_hoppers_kernel_keeps_its_sums_in_registers(name: str, residual: bool) -
 
 
 def test_sizes_say_which_kernel_is_faster() -> None:
-    """As measured on an H100, docs/performance.md."""
+    """As measured on an H100, docs/studies/gpu-products.md."""
     h100 = named("sm_90")
     assert product_ops.gain(h100, 8192, 768, 3072, 2 * 8192 * 3072 * 2) > 30e-6  # an activation
     assert product_ops.gain(h100, 8192, 768, 768, 8192 * 768 * 2) > 0  # a residual

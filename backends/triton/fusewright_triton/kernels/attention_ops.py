@@ -49,7 +49,7 @@ def tiles(
 ) -> Tiles:
     """The blocks for heads of `dim` elements; `image` is (rows, columns) of the keys of decomposed positions.
 
-    By measurement on an H100 (docs/performance.md); the other targets have what their registers and shared memory hold.
+    By measurement on an H100 (docs/studies/gpu-attention.md); the other targets have what their registers and shared memory hold.
     """
     wide, single = power_of_two(dim), dtype == torch.float32
     small = wide > 128 or t.matrix == "wmma" or (single and t.triton == "hip")
