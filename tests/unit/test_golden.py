@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from fusewright import pipeline, report
 from fusewright.config import Options
 from fusewright.graph.parser import parse
-from fusewright.interface import Device, KernelCode, Phase
+from fusewright.interface import Device, DevicePolicy, KernelCode, Phase
 from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright.toolkit.ir import Kernel
 from fusewright.toolkit.ir.printer import to_text
@@ -25,7 +25,7 @@ GRADIENTS = "tangents_1"
 
 
 class Kernels(FusedBackend):
-    """Nothing but loop kernels: the same on every machine."""
+    """Nothing but loop kernels and an arena: the same on every machine."""
 
     name, device_type = "kernels_only", "cpu"
     texts: list[str]
@@ -33,6 +33,9 @@ class Kernels(FusedBackend):
     @classmethod
     def probe(cls) -> Device:
         return Device("cpu", "any")
+
+    def policy(self) -> DevicePolicy:
+        return DevicePolicy(arena=64)
 
     def load(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
         self.texts = [to_text(kernel) for kernel in kernels.values()]
