@@ -50,6 +50,14 @@ def without_memory(t: Any) -> int:
     )
 
 
+def sized(t: Any, sizes: tuple[int, ...], target: str) -> None:
+    """Raise RuntimeError, as a failed assertion does, where `t` has not these sizes; -1 is any."""
+    if any(n not in (-1, m) for n, m in zip(sizes, t.shape, strict=True)):
+        wanted = " x ".join("?" if n == -1 else str(n) for n in sizes)
+        made = " x ".join(map(str, t.shape))
+        raise RuntimeError(f"Runtime assertion failed: {target} made {made}, and the program asserts {wanted}")
+
+
 def printable(words: object) -> str:
     """Words of unknown origin as one line that every terminal and log takes."""
     text = str(words)

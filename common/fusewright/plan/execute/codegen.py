@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fusewright.errors import without_memory
+from fusewright.errors import sized, without_memory
 from fusewright.graph import spec
 from fusewright.interface import HOST, Dim, KernelCode, Size
-from fusewright.plan.build import Plan
+from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.execute.firstrun import checker
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
@@ -242,18 +242,41 @@ def _body(
     checked: bool = False, framed: bool = True, symbols: _Symbols | None = None,
 ) -> list[str]:  # fmt: skip
     dead = _last_reads(instructions, keep)
-    lines = []
+    lines: list[str] = []
+    asserted: dict[int, str] = {}
     for k, i in enumerate(instructions):
+        if asserted and any(o in plan.specs for o in i.outs):  # assertions that the graph holds come first: their words are eager's
+            lines += [asserted.pop(r) for r in set(reads(i)) & asserted.keys()]
         written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
         lines += [f"    {line}" for line in written]
-        if checked and isinstance(i, Call):
-            lines += [f"    check({o}, v{o})" for o in i.outs if o in plan.specs]
+        checks = {o: f"    check({o}, v{o})" for o in i.outs if o in plan.specs} if checked and isinstance(i, Call) else {}
+        if symbols is not None and isinstance(i, Call):
+            asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
+        lines += checks.values()
         if symbols is not None:
             lines += symbols.of(i.outs)
         if k in dead:
+            lines += [asserted.pop(r) for r in dead[k] if r in asserted]
             lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
-    return lines
+    return [*lines, *asserted.values()]
+
+
+def _pop(lines: dict[int, str], id: int) -> list[str]:
+    return [lines.pop(id)] if id in lines else []
+
+
+def _asserted(plan: Plan, i: Call) -> Iterator[tuple[int, str]]:
+    """Results whose sizes depend on data, yet were traced as numbers, and a check of each: the program asserted them, and kernels
+    believe it. Some versions of torch leave the assertion out of the graph."""
+    operator = operator_of(i.target)
+    if operator is None or torch.Tag.dynamic_output_shape not in operator.tags:
+        return
+    for o in i.outs:
+        found = plan.specs.get(o)
+        if found is not None and any(isinstance(s, int) for s in found.shape):
+            sizes = ", ".join(str(s) if isinstance(s, int) else "-1" for s in found.shape)
+            yield o, f"    sized(v{o}, ({sizes},), {i.target!r})"
 
 
 def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False) -> str:
@@ -302,7 +325,7 @@ def load(
     text = source(plan, names, launches, checked)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space.update(count_workers=plan.policy.workers, without_memory=without_memory, check=checker(plan))
+    names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
