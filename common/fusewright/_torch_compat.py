@@ -119,9 +119,10 @@ def _about(env: Any, expr: Any) -> tuple[str, int, int | None]:
     known, ranges = _ABOUT.setdefault(env, {}), env.var_to_range
     if (found := known.get(expr)) is not None and all(ranges.get(s) is r for s, r in found[3]):
         return found[:3]
-    bounds = env.bound_sympy(expr)
-    lo = int(bounds.lower) if bounds.lower.is_Integer else 0
-    hi = int(bounds.upper) if bounds.upper.is_Integer else None  # not is_integer: torch's integer infinity says yes to that
+    bounds = env.bound_sympy(expr)  # None for a ragged dimension in torch 2.11
+    lo = int(bounds.lower) if bounds is not None and bounds.lower.is_Integer else 0
+    # Not is_integer: torch's integer infinity says yes to that.
+    hi = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
     text = str(expr)
     known[expr] = (text, lo, hi, [(s, ranges.get(s)) for s in expr.free_symbols])
     return text, lo, hi
