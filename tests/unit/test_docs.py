@@ -52,3 +52,8 @@ def test_a_record_of_an_unknown_machine_has_no_page(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     with pytest.raises(ValueError, match="b300"):
         results.pages()
+
+
+def test_the_page_of_figures_stays_short() -> None:
+    """Experiments belong to docs/studies, rows to docs/results."""
+    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 150
