@@ -500,6 +500,10 @@ def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Te
     return found
 
 
+FROM_A_POINTER = ("cpu", "cuda")
+"""Types of devices on which torch makes a storage of memory that somebody else owns."""
+
+
 def unowned(t: torch.Tensor) -> torch.Tensor:
     """A tensor on the memory of `t` that does not keep it alive."""
     storage = t.untyped_storage()

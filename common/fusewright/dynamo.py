@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusewright.errors import BackendUnavailableError, OptionError
+from fusewright.interface import HOST
 
 log = logging.getLogger("fusewright")
 
@@ -79,9 +80,9 @@ def uncollected() -> Iterator[None]:
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
-    """The device that most of the graph runs on: the first tensor that is not on the CPU, else the CPU."""
+    """The device that most of the graph runs on: the first tensor that is not on the host, else that."""
     devices = [x.device.type for x in example_inputs if isinstance(x, torch.Tensor)]
-    return next((d for d in devices if d != "cpu"), "cpu")
+    return next((d for d in devices if d != HOST), HOST)
 
 
 def fusewright(

@@ -132,7 +132,7 @@ def best(device_type: str | None = None) -> str | None:
     """The name that `backend="fusewright"` stands for, or None when no backend can do anything here.
 
     Candidates work on this machine, declare a priority and lower something; the highest priority wins, then
-    the name. `device_type` ("cpu", "cuda", "mps") limits them to the kind of device of the tensors at hand.
+    the name. `device_type`, by torch's name, limits them to the kind of device of the tensors at hand.
     """
     candidates = [
         (-i.cls.priority, i.name)

@@ -116,6 +116,46 @@ def test_the_library_imports_neither_click_nor_rich_nor_a_vendor() -> None:
     assert not tops & {"click", "rich", "transformers", "llvmlite", *(check_tree.VENDORS | check_tree.SHARED).values()}
 
 
+def test_the_host_asks_for_no_compiler_and_for_nothing_of_a_vendor() -> None:
+    project = _project("common")
+    asked = [*project["dependencies"], *(d for more in project["optional-dependencies"].values() for d in more)]
+    names = {d.partition("[")[0].partition(">")[0].strip() for d in asked}
+    assert names == {"torch", "numpy", "filelock", "platformdirs", "click", "rich", "transformers", "psutil", "fusewright"}
+
+
+WITHOUT = """
+import sys
+for name in ("llvmlite", "fusewright_cpu", "triton", "click", "rich"):
+    sys.modules[name] = None
+import torch
+from fusewright import pipeline, report
+from fusewright.capture import capture
+from fusewright.config import Options
+from fusewright.interface import Device
+from fusewright.toolkit.backend.fused import FusedBackend
+
+class Kernels(FusedBackend):
+    name, device_type = "kernels", "cpu"
+    probe = classmethod(lambda cls: Device("cpu", "any"))
+
+options = Options.parse({"cache": False, "fallback": "error", "strict": True})
+def backend(gm, inputs):
+    compile_graph = lambda *given: pipeline.compile_graph(Kernels(), options, *given)
+    return capture.capture(gm, inputs, compile_graph)
+
+x = torch.randn(4, 8)
+with torch.no_grad(), report.recording() as reports:
+    got = torch.compile(lambda x: (x * x).relu().softmax(-1), backend=backend)(x)
+torch.testing.assert_close(got, (x * x).relu().softmax(-1))
+assert "launch" in reports[0].texts["plan"]
+"""
+
+
+def test_without_a_compiler_the_interpreter_runs_kernels() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_check_tree_finds_circles_arrows_that_run_up_and_crowded_folders() -> None:
     circle = {"fusewright.graph.a": "from fusewright.graph import b", "fusewright.graph.b": "from fusewright.graph.a import x"}
     assert any("import each other" in f for f in check_tree.structure(circle))

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.interface import HOST
 
 log = logging.getLogger("fusewright")
 
@@ -179,4 +180,4 @@ def _given(a: Any, known: Mapping[Node, Any]) -> Any:
     """An argument for a run on the CPU, wherever the graph runs."""
     if isinstance(a, Node):
         return known[a]
-    return torch.device("cpu") if isinstance(a, torch.device) else a
+    return torch.device(HOST) if isinstance(a, torch.device) else a

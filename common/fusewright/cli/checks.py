@@ -24,11 +24,6 @@ SMOKE = (sys.executable, "-m", "fusewright.cli.smoke")
 SMOKE_SECONDS = 180
 SIMULATED = "simulated on CPU, no such device here"
 """How a backend is called whose own code ran, but not on its hardware."""
-# Instruction sets that decide which code runs; the CPU has many more.
-_TELLING = (
-    "avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
-    "neon", "fp16_arith", "dot", "bf16", "i8mm", "sve", "sve2",
-)  # fmt: skip
 
 
 @dataclass
@@ -145,7 +140,6 @@ def _child(names: list[str]) -> tuple[list[dict[str, Any]], str]:
 
 def machine_facts() -> dict[str, Any]:
     """Versions, CPU, threads, cache and environment, as JSON types."""
-    features = machine.cpu_features()
     return {
         "fusewright": __version__,
         "interface": ".".join(map(str, INTERFACE)),
@@ -158,7 +152,7 @@ def machine_facts() -> dict[str, Any]:
         "triton": _version("triton"),
         "mkldnn": torch.backends.mkldnn.is_available(),
         "cpu": machine.cpu_name(),
-        "features": [f for f in _TELLING if f in features],
+        "features": sorted(machine.cpu_features()),
         "threads": torch.get_num_threads(),
         "cores": machine.cores(),
         "quota": machine.cpu_quota(),
@@ -185,7 +179,7 @@ def _version(package: str) -> str | None:
         return None
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # ROCm ships triton under another distribution's name
+    except importlib.metadata.PackageNotFoundError:  # some ship it under another distribution's name
         return "present"
 
 

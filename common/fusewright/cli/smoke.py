@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright import registry
+from fusewright.interface import HOST
 
 ROWS, WIDTH = 16, 64
 FLOOR = 1e-6
@@ -35,7 +36,7 @@ def smoke(name: str) -> dict[str, Any]:
     """
     found = registry.info(name)
     simulate = not found.available
-    device = "cpu" if simulate or found.cls is None else found.cls.device_type
+    device = HOST if simulate or found.cls is None else found.cls.device_type
     generator = torch.Generator().manual_seed(0)
     shapes = [(ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH,), (WIDTH,), (WIDTH,)]
     exact = [torch.randn(s, generator=generator, dtype=torch.float64) / 8 for s in shapes]

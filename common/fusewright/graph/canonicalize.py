@@ -54,7 +54,7 @@ def _refusal(node: Node) -> str | None:
 
 
 def _integer_products(graph: Graph) -> None:
-    """`out_dtype(mm, int32, a, b)` of int8 matrices is `_int_mm`. torchao's dynamic quantization writes it so on GPUs."""
+    """`out_dtype(mm, int32, a, b)` of int8 matrices is `_int_mm`. torchao's dynamic quantization writes it so on some devices."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") != "out_dtype" or node.args[:2] != (
             torch.ops.aten.mm.default,

@@ -13,6 +13,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.refused import refusal
 from fusewright.graph.spec import value_of
+from fusewright.interface import HOST
 
 LIKE = {"full_like": 1, "new_full": 2}
 """Row of the opset -> position of the value."""
@@ -64,7 +65,7 @@ def _filled(graph: Graph, node: Node, formal: Any, given: Any) -> Any:
     if str(formal.type) != "Tensor" or not isinstance(given, bool | int | float | complex):
         return given
     val = node.meta["val"]
-    options: dict[str, Any] = {"dtype": torch.tensor(given).dtype, "device": torch.device("cpu"), "pin_memory": False}
+    options: dict[str, Any] = {"dtype": torch.tensor(given).dtype, "device": torch.device(HOST), "pin_memory": False}
     with graph.inserting_before(node):
         full = graph.call_function(torch.ops.aten.full.default, ([], given), options)
     with compat.fake_mode_of(val):

@@ -20,6 +20,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.errors import FusewrightError, nearest
 from fusewright.graph.printer import SHORT
+from fusewright.interface import HOST
 
 
 class ParseError(FusewrightError, ValueError):
@@ -32,7 +33,7 @@ _PYTHON = {
 }
 _SCALARS: dict[str, Any] = {"int": 0, "float": 0.0, "bool": False, "str": "", "none": None}
 _WORDS: dict[str, Any] = {"None": None, "True": True, "False": False, "inf": math.inf, "nan": math.nan}
-_DEVICE = re.compile(r"(cpu|cuda|mps|meta|xpu|hip|privateuseone)(:\d+)?$")
+_DEVICE = re.compile(r"[a-z]+(:\d+)?$")
 _TOKEN = re.compile(
     r"""\s*(?:
       (?P<ref>%\d+)
@@ -130,7 +131,7 @@ class _Reader:
         strides = [self.symbols.size(s) for s in _split(rest[1:-1])] if rest else _contiguous(sizes)
         if len(strides) != len(sizes):
             raise ValueError(f"{text} has {len(sizes)} sizes but {len(strides)} strides")
-        fake = compat.fake_tensor(self.mode, sizes, strides, _dtype(dtype), device or "cpu")
+        fake = compat.fake_tensor(self.mode, sizes, strides, _dtype(dtype), device or HOST)
         return compat.lazy_view(fake, unread) if unread else fake
 
 
@@ -282,8 +283,13 @@ def _word(text: str) -> Any:
         found = getattr(torch, text.removeprefix("torch."), None)
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
             return found
-    if _DEVICE.match(text):
-        return torch.device(text)
+    try:
+        return torch.device(text) if _DEVICE.match(text) else _no_value(text)
+    except RuntimeError:  # torch knows no such device
+        return _no_value(text)
+
+
+def _no_value(text: str) -> Any:
     raise ValueError(f"{text!r} is no value")
 
 

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from fusewright import ops
 from fusewright.graph.spec import device_text, size, value_of
 from fusewright.graph.view import is_op, qualified_name, source_line
+from fusewright.interface import HOST
 from fusewright.storage import lazy
 
 SHORT = {
@@ -26,14 +27,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def type_text(val: Any) -> str:
     """The type of a value: `f32[2,3]`, with `{strides}` when not contiguous, `~neg` when memory is not the value, and `@device`
-    when not the CPU."""
+    when not the host."""
     if isinstance(val, torch.Tensor):
         text = f"{dtype_name(val.dtype)}[{','.join(str(size(s)) for s in val.shape)}]"
         if val.layout is torch.strided and not _is_contiguous(val):
             text += "{" + ",".join(str(size(s)) for s in val.stride()) + "}"
         text = f"{text}~{found}" if (found := lazy(val)) else text
         device = device_text(val.device).removesuffix(":0")
-        return text if device == "cpu" else f"{text}@{device}"
+        return text if device == HOST else f"{text}@{device}"
     if isinstance(val, torch.SymInt):
         return f"sym({size(val)})"
     if isinstance(val, tuple | list):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright.interface import HOST
 from fusewright.ops.core import bind, params_of
 from fusewright.ops.rules import tensors
 
@@ -133,7 +134,7 @@ def _stand_in(name: str, value: Any) -> Any:
         return [2 if name == "size" else _stand_in(name, v) for v in value]
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return ANY_SIZE if isinstance(value, torch.SymInt) else float(ANY_SIZE)
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+    return torch.device(HOST) if isinstance(value, torch.device) else value
 
 
 def _small(name: str, t: torch.Tensor) -> torch.Tensor:

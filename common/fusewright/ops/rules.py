@@ -29,7 +29,7 @@ def tensors(x: Any) -> Iterator[Any]:
 
 
 def device_type(t: Any) -> str:
-    """ "cpu", "cuda" ... of a tensor or a spec."""
+    """The type of the device of a tensor or a spec, by torch's name."""
     return str(t.device).partition(":")[0]
 
 

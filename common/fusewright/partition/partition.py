@@ -103,7 +103,7 @@ def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
 
 
 def _keep_to_one_device(index: GraphIndex, verdicts: dict[int, Verdict]) -> None:
-    """Of a graph on several GPUs, the one with most of the claimed ops gets kernels: a kernel runs on one."""
+    """Of a graph on several devices, the one with most of the claimed ops gets kernels: a kernel runs on one."""
     if len(index.devices) < 2:
         return
     used = {

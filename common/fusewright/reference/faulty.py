@@ -10,6 +10,7 @@ import torch
 
 from fusewright.errors import OptionError, nearest
 from fusewright.interface import (
+    HOST,
     CompileContext,
     Compiled,
     Decline,
@@ -119,7 +120,7 @@ class Faulty(Interp):
 
     @classmethod
     def probe(cls) -> Device:
-        return Device("cpu", "any")
+        return Device(HOST, "any")
 
     def supports(self, op: OpView) -> Verdict:
         if self.values["fault"] == "supports_raises":

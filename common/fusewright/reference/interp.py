@@ -9,6 +9,7 @@ import torch
 
 from fusewright import ops
 from fusewright.interface import (
+    HOST,
     YES,
     Backend,
     CompileContext,
@@ -30,11 +31,11 @@ class Interp(Backend):
     """Claims every row of the table. Each region is one callable."""
 
     name = "fusewright_interp"
-    device_type = "cpu"
+    device_type = HOST
 
     @classmethod
     def probe(cls) -> Device:
-        return Device("cpu", "any")
+        return Device(HOST, "any")
 
     @classmethod
     def lowers(cls) -> Sequence[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from fusewright.interface import Backend, Device
+from fusewright.interface import HOST, Backend, Device
 
 
 class Null(Backend):
     """Everything falls back to eager."""
 
     name = "fusewright_null"
-    device_type = "cpu"
+    device_type = HOST
 
     @classmethod
     def probe(cls) -> Device:
-        return Device("cpu", "any")
+        return Device(HOST, "any")
 
     @classmethod
     def lowers(cls) -> tuple[str, ...]:

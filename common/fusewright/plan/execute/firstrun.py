@@ -6,6 +6,7 @@ When a value is not what was traced, its metadata is mended, the graph is compil
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -49,13 +50,12 @@ def checker(plan: Plan) -> Callable[[int, Any], None]:
 
 
 def generators(devices: Iterable[str]) -> Callable[[], None]:
-    """What puts the random number generators of the CPU and of these devices back to where they are now."""
+    """What puts the random number generators of the host and of these devices back to where they are now."""
     states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_rng_state, (torch.get_rng_state(),))]
     for device in sorted(set(devices)):
-        kind = torch.device(device).type
-        module: Any = torch.get_device_module(kind) if kind not in ("cpu", "meta") else None
+        module: Any = getattr(torch, torch.device(device).type, None)
         if hasattr(module, "get_rng_state"):
-            where = () if kind == "mps" else (device,)  # there is one
+            where = (device,) if inspect.signature(module.get_rng_state).parameters else ()  # there may be one device only
             states.append((module.set_rng_state, (module.get_rng_state(*where), *where)))
 
     def put_back() -> None:
@@ -72,7 +72,7 @@ def checked_first(
     """A callable whose first call goes through `checked`, and all later ones through `run`.
 
     `repair` compiles again with what was found; `passed` is told when all was true. What an abandoned run did is
-    undone: random numbers that it drew on `devices` and the CPU, and writes into `written(args)`, the tensors that the plan
+    undone: random numbers that it drew on `devices` and the host, and writes into `written(args)`, the tensors that the plan
     writes in place.
     """
     final: Run | None = None

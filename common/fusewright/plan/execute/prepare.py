@@ -20,6 +20,7 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright.errors import without_memory
+from fusewright.interface import HOST
 from fusewright.storage import lazy
 
 log = logging.getLogger("fusewright")
@@ -88,7 +89,7 @@ def _places(n: int) -> Any:
 
 def _readable(w: torch.Tensor) -> bool:
     """Whether a tensor's elements fill CPU memory behind `data_ptr` without gaps."""
-    if w.device.type != "cpu" or w.layout is not torch.strided or lazy(w) or not w.data_ptr() or not w.numel():
+    if w.device.type != HOST or w.layout is not torch.strided or lazy(w) or not w.data_ptr() or not w.numel():
         return False
     return 1 + sum((n - 1) * s for n, s in zip(w.shape, w.stride(), strict=True)) == w.numel()
 
@@ -211,7 +212,7 @@ class PreparedCache:
 
 
 def _unowned(w: torch.Tensor) -> torch.Tensor:
-    plain = w.device.type in ("cpu", "cuda") and not lazy(w) and type(w.data) is torch.Tensor
+    plain = w.device.type in compat.FROM_A_POINTER and not lazy(w) and type(w.data) is torch.Tensor
     return compat.unowned(w) if plain else w.data
 
 

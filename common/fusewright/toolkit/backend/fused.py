@@ -1,9 +1,9 @@
 """A backend out of parts: a table of library calls, loop kernels for everything around them, a loader for the kernels.
 
-    class MyCpu(FusedBackend):
-        name, device_type = "my_cpu", "cpu"
+    class Mine(FusedBackend):
+        name, device_type = "mine", HOST
         lowerings = LOWERINGS                  # library calls, op by op
-        loader = llvm_loader                   # kernels -> code, here by fusewright_cpu; default: the interpreter
+        loader = my_loader                     # kernels -> code; default: the interpreter
 
         @classmethod
         def probe(cls) -> Device | Unavailable: ...

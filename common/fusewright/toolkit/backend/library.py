@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from fusewright.interface import (
+    HOST,
     YES,
     CompileContext,
     Device,
@@ -190,8 +191,8 @@ def compute_dtypes(specs: Iterable[TensorSpec]) -> list[torch.dtype]:
 
 
 def elsewhere(spec: TensorSpec, device: Device) -> str | None:
-    """Why a backend on `device` cannot reach a tensor, or None. Simulated devices compute on CPU tensors."""
-    runs_on = "cpu" if device.simulated else device.type
+    """Why a backend on `device` cannot reach a tensor, or None. Simulated devices compute on the host's tensors."""
+    runs_on = HOST if device.simulated else device.type
     if spec.device.partition(":")[0] == runs_on:
         return None
     return f"a tensor is on {spec.device}, the backend runs on {runs_on}"
