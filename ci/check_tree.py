@@ -31,7 +31,7 @@ MODULES = 15
 """Most modules of a package in one folder."""
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fusewright": (
-        ("version", "_torch_compat", "errors", "interface", "machine", "accuracy", "forms"),
+        ("version", "_torch_compat", "errors", "sizes", "interface", "machine", "accuracy", "forms"),
         ("config", "report", "storage", "registry", "toolkit.ir", "toolkit"),
         ("toolkit.transform", "toolkit.rules", "ops"),
         ("toolkit.lower", "graph"),

@@ -96,36 +96,35 @@ def fake_mode_of(t: Any) -> Any:
     return t.fake_mode
 
 
-_ABOUT: WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary()
-"""By ShapeEnv and expression: the text, the bounds, and the ranges of symbols that these follow from."""
+_BOUNDS: WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary()
+"""By ShapeEnv and expression: the bounds, and the ranges of symbols that these follow from."""
 
 
-def symbol_of(size: torch.SymInt) -> tuple[str, int, int, int | None]:
-    """(expression text, hint, lower bound, upper bound or None) of a symbolic size."""
+def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
+    """(sympy expression, hint, lower bound, upper bound or None) of a symbolic size."""
     node = size.node
     size_hint = node.hint
     env = node.shape_env
     if env is None:  # a ragged dimension of a nested tensor: it only stands for itself, its hint is no number
-        text, lo, hi = str(node.expr), 0, None
+        lo, hi = 0, None
         size_hint = size_hint if type(size_hint) is int else None
     else:
-        text, lo, hi = _about(env, node.expr)
-    return text, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
+        lo, hi = _bounds(env, node.expr)
+    return node.expr, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
 
 
-def _about(env: Any, expr: Any) -> tuple[str, int, int | None]:
-    """Text and bounds of an expression. Torch walks all of it each time, which is long where sizes follow from sizes, and
-    a graph names each of them many times."""
-    known, ranges = _ABOUT.setdefault(env, {}), env.var_to_range
-    if (found := known.get(expr)) is not None and all(ranges.get(s) is r for s, r in found[3]):
-        return found[:3]
+def _bounds(env: Any, expr: Any) -> tuple[int, int | None]:
+    """Bounds of an expression. Torch walks all of it each time, which is long where sizes follow from sizes, and a graph names
+    each of them many times."""
+    known, ranges = _BOUNDS.setdefault(env, {}), env.var_to_range
+    if (found := known.get(expr)) is not None and all(ranges.get(s) is r for s, r in found[2]):
+        return found[:2]
     bounds = env.bound_sympy(expr)  # None for a ragged dimension in torch 2.11
     lo = int(bounds.lower) if bounds is not None and bounds.lower.is_Integer else 0
     # Not is_integer: torch's integer infinity says yes to that.
     hi = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
-    text = str(expr)
-    known[expr] = (text, lo, hi, [(s, ranges.get(s)) for s in expr.free_symbols])
-    return text, lo, hi
+    known[expr] = (lo, hi, [(s, ranges.get(s)) for s in expr.free_symbols])
+    return lo, hi
 
 
 def traced_size(size: Any) -> int | None:

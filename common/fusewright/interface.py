@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
+from fusewright.sizes.expr import SizeExpr, symbol
+
 INTERFACE: tuple[int, int] = (1, 3)
 """(major, minor) of this interface. A minor only adds members with defaults."""
 
@@ -74,17 +76,28 @@ class Decline(Exception):
         self.ops = tuple(ops)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Dim:
-    """A symbolic size: `symbol` names it (an expression is a symbol too), `hint` is the size seen when tracing."""
+    """A symbolic size: a formula of named symbols, and `hint`, the size seen when tracing."""
 
-    symbol: str
+    expr: SizeExpr
     hint: int
     lo: int = 0
     hi: int | None = None
 
+    def __init__(self, expr: SizeExpr | str, hint: int, lo: int = 0, hi: int | None = None) -> None:
+        """Text is the name of a symbol."""
+        fields = {"expr": symbol(expr) if isinstance(expr, str) else expr, "hint": hint, "lo": lo, "hi": hi}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def symbol(self) -> str:
+        """The formula as text, for people."""
+        return str(self.expr)
+
     def __str__(self) -> str:
-        return self.symbol
+        return str(self.expr)
 
 
 Size: TypeAlias = int | Dim

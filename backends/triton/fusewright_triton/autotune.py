@@ -114,7 +114,7 @@ def _key(key: str, kernel: Kernel, target: Target) -> str:
     import triton
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
-    sizes = "".join(f" {v}" for v in kernel.size_hints().values())  # by position: the hash knows no names
+    sizes = "".join(f" {v}" for v in kernel.hints)  # by position: the hash knows no names
     return f"autotune {key}{sizes} {target.arch} {device} triton {triton.__version__}"
 
 
@@ -211,7 +211,7 @@ class OnDevice:
         if torch.cuda.is_current_stream_capturing():
             raise Stopped("the current stream is being captured")
         launch = GpuLauncher(self.kernel, self.target, self._code(k))
-        sizes = tuple(self.kernel.size_hints().values())
+        sizes = self.kernel.hints
         scalars = [1] * len(self.kernel.scalars)
 
         def launches() -> Sequence[torch.Tensor]:
@@ -252,7 +252,7 @@ class OnDevice:
 def stand_ins(kernel: Kernel, device: str) -> list[torch.Tensor]:
     """A tensor for each buffer, as long as the kernel's accesses reach at the hints of its sizes. Integers are valid
     positions. `Stopped` when a position is not checked by the kernel, so that nothing says how far it may reach."""
-    hints = kernel.size_hints()
+    hints = kernel.hints
     bounds = {n.id: evaluate(n.extent, hints) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
     lengths = [1] * len(kernel.buffers)
     for n in kernel.nodes():
@@ -270,7 +270,7 @@ def stand_ins(kernel: Kernel, device: str) -> list[torch.Tensor]:
     return out
 
 
-def _reach(index: Index, kernel: Kernel, hints: Mapping[str, int], bounds: Mapping[int, int]) -> int:
+def _reach(index: Index, kernel: Kernel, hints: Sequence[int], bounds: Mapping[int, int]) -> int:
     """An element that no access by `index` goes beyond."""
     sizes = [max(evaluate(s, hints) - 1, 0) for s in kernel.sizes]
 

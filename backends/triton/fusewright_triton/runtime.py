@@ -102,8 +102,8 @@ def library(target: Target) -> Library:
 
 def first_variant(kernel: Kernel) -> Variant:
     """The variant that is built before anything is known but the hints of sizes."""
-    hints = kernel.size_hints()
-    even = bool(kernel.symbols) and all(v % 16 == 0 for v in hints.values())
+    hints = kernel.hints
+    even = bool(kernel.symbols) and all(v % 16 == 0 for v in hints)
     return Variant(schedule.offsets_bound(kernel, hints) >= schedule.WIDE, True, even)
 
 
@@ -207,9 +207,8 @@ class SimulatedLauncher:
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
     ) -> None:
         """What a check of the kernel finds is raised as eager raises it."""
-        env = dict(zip(self.kernel.symbols, sizes, strict=True))
         error = torch.zeros(1, dtype=torch.int64)
-        parts = [torch.empty(evaluate(count, env), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
+        parts = [torch.empty(evaluate(count, sizes), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
         given = {
             "buffer": iter(tensors),
             "scalar": (int(x) if isinstance(x, bool) else x for x in scalars),
@@ -219,7 +218,7 @@ class SimulatedLauncher:
         }
         args = [next(given[p.kind]) for p in self.source.parameters]
         for k, f in enumerate(self.source.functions):
-            programs = f.programs(env)
+            programs = f.programs(sizes)
             if programs:
                 self.simulated.run(k, programs, args)
         code = int(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -10,19 +9,16 @@ from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright.interface import HOST, Dim, Size, TensorSpec
+from fusewright.sizes.traced import from_sympy
 
 
 def size(s: int | torch.SymInt) -> Size:
     """A size as an int, or a Dim when it is symbolic."""
     if isinstance(s, int):
         return s
-    text, seen, lo, hi = compat.symbol_of(s)
-    return Dim(text, seen, lo, hi) if not text.lstrip("-").isdigit() else int(text)
-
-
-def symbols(s: Size) -> list[str]:
-    """Names in a symbolic size, those of functions among them; none in a number."""
-    return re.findall(r"[A-Za-z_]\w*", s.symbol) if isinstance(s, Dim) else []
+    expr, seen, lo, hi = compat.symbol_of(s)
+    found = from_sympy(expr)
+    return found if isinstance(found, int) else Dim(found, seen, lo, hi)
 
 
 def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:

@@ -159,7 +159,8 @@ class GraphIndex:
         sizes = (s for n in tellers for v in self._values.get(n, ()) for s in (*(v.spec.shape if v.spec else ()), v.dim))
         inputs = (v.spec for n in self.graph.find_nodes(op="placeholder") for v in self._values[n])
         strides = (s for spec in inputs if spec is not None for s in spec.stride)
-        return frozenset(s.symbol for s in (*sizes, *strides) if isinstance(s, Dim))
+        found = {s.expr.name for s in (*sizes, *strides) if isinstance(s, Dim)}
+        return frozenset(name for name in found if name is not None and name.isidentifier())
 
     def graph_view(self, nodes: Iterable[Node]) -> GraphView:
         """A view of the given op nodes (in order) as a whole graph."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fusewright.graph.effects import asserts, communicates, draws, held_in_order, shared_views, writes
-from fusewright.graph.spec import symbols, value_of
+from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
-from fusewright.interface import Backend, OpView, Region, TensorSpec, Value, Verdict, Why
+from fusewright.interface import Backend, Dim, OpView, Region, TensorSpec, Value, Verdict, Why
 from fusewright.partition.cost import work
 from fusewright.plan.order import closure
+from fusewright.sizes.expr import names
 from fusewright.storage import lazy
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,9 @@ def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
     if not index.symbolic:
         return None
     specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None and v.id in index.symbolic]
-    for name in (n for spec in specs for s in (*spec.shape, *spec.stride) for n in symbols(s)):
-        if name not in index.bound and not name[0].isupper():
+    dims = (s for spec in specs for s in (*spec.shape, *spec.stride) if isinstance(s, Dim))
+    for name in (n for s in dims for n in names(s.expr)):
+        if name not in index.bound:
             return Verdict(Why.NO_LOWERING, f"no tensor has the size {name}")
     return None
 

@@ -70,11 +70,11 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
     attributes = {index.id(n): (str(n.target), attribute(graph.owning_module, str(n.target))) for n in held}
     comments = {view.id: source_line(n) for n, view in index.ops.items()}
     scalars = {
-        i: v.dim.symbol
+        i: v.dim.expr.name
         for n in graph.nodes
         if n.op != "output" and not is_projection(n)
         for i, v in [(v.id, v) for v in index.values(n)]
-        if v.dim and v.dim.symbol.isidentifier()
+        if v.dim and v.dim.expr.name
     }
     kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
     return Plan(inputs, outputs, main, prepare, leaves, kept, specs, attributes, comments, scalars, kernels)

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from fusewright.interface import Dim
+from fusewright.sizes.expr import NumberOf, OffsetOf, SizeExpr, SizeOf, leaves, symbol, values
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -46,9 +49,10 @@ class Call:
 class Launch:
     """Run a loop kernel: `kernel` is its structural hash (the code is in the plan's kernel table).
 
-    `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, ("size", Ref, dim), a Ref
-    to a scalar value, ("offset", Ref) for where a tensor begins in its storage, or ("expr", "({}+31)//32", sizes).
-    Output tensors are allocated by the host from `out_specs` (shape entries like `sizes`).
+    `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, or formulas (`SizeExpr`) of
+    what is read off values (`SizeOf`, `OffsetOf`, `NumberOf`) and of the graph's symbols. Also taken, and turned into these:
+    a `Dim`, a Ref to a scalar value, ("size", Ref, dim), and ("offset", Ref) for where a tensor begins in its storage.
+    Output tensors are allocated by the host from `out_specs`.
     `inplace` are (output, input) positions that may share memory when the input dies here: the host picks among them.
     `updates` are pairs that must: the kernel changes that input in place (an output buffer with access "inout"), and
     the output is that very tensor afterwards. Such an input is a temporary that nothing else reads.
@@ -62,6 +66,29 @@ class Launch:
     inplace: tuple[tuple[int, int], ...] = ()
     updates: tuple[tuple[int, int], ...] = ()
     op_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(map(_size, self.sizes)))
+        object.__setattr__(self, "scalars", tuple(x if isinstance(x, Ref) else _size(x) for x in self.scalars))
+
+    @property
+    def located(self) -> set[int]:
+        """Values of which the launch reads where in their storage they begin."""
+        return {a.value for s in self.sizes for a in leaves(s) if isinstance(a, OffsetOf)}
+
+
+def _size(x: Any) -> Any:
+    """A size in any of its spellings."""
+    match x:
+        case Dim():
+            return x.expr
+        case Ref():
+            return symbol(NumberOf(x.id))
+        case ("size", Ref() as r, dim):
+            return symbol(SizeOf(r.id, dim))
+        case ("offset", Ref() as r):
+            return symbol(OffsetOf(r.id))
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,8 @@ def refs(arg: Any) -> list[int]:
 def _collect(arg: Any, found: list[int]) -> None:
     if isinstance(arg, Ref):
         found.append(arg.id)
+    elif isinstance(arg, SizeExpr):
+        found.extend(values(arg))
     elif isinstance(arg, tuple | list):
         for a in arg:
             _collect(a, found)

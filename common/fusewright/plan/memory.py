@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fusewright.interface import TensorSpec, hint
 from fusewright.plan.arena import Buffer, layout
 from fusewright.plan.build import Plan, may_alias
-from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads, refs
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 
 
 @dataclass
@@ -66,7 +66,7 @@ def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
 def _located(i: Instruction) -> set[int]:
     """Values of which the instruction reads where in their storage they begin: in eager's, at its start."""
     if isinstance(i, Launch):
-        return {r for x in i.sizes if isinstance(x, tuple) and x[0] == "offset" for r in refs(x)}
+        return i.located
     return set(reads(i)) if isinstance(i, Call) and "as_strided" in i.target else set()
 
 

@@ -15,6 +15,9 @@ import torch
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
+from fusewright.sizes.expr import Extent, SizeExpr
+from fusewright.sizes.serial import from_data as size_from_data
+from fusewright.sizes.serial import to_data as size_to_data
 
 FORMAT = 3
 """Changes when the JSON does: entries of another format are misses."""
@@ -85,6 +88,8 @@ _NAMED: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 def _arg(x: Any) -> Any:
     if isinstance(x, Ref):
         return {"ref": x.id}
+    if isinstance(x, SizeExpr):
+        return {"size": size_to_data(x)}
     if isinstance(x, tuple | list):
         return [_arg(a) for a in x]
     if x is None or isinstance(x, bool | int | str):
@@ -105,6 +110,8 @@ def _unarg(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     ((tag, value),) = x.items()
+    if tag == "size":
+        return size_from_data(value)
     if tag == "ref":
         return Ref(value)
     if tag == "float":
@@ -130,11 +137,20 @@ def _uninstruction(data: dict[str, Any]) -> Instruction:
 
 
 def _dim(s: int | Dim) -> Any:
-    return s if isinstance(s, int) else [s.symbol, s.hint, s.lo, s.hi]
+    return s if isinstance(s, int) else [size_to_data(s.expr), s.hint, s.lo, s.hi]
 
 
 def _undim(s: Any) -> int | Dim:
-    return Dim(*s) if isinstance(s, list) else int(s)
+    if not isinstance(s, list):
+        return int(s)
+    expr, hint, lo, hi = s
+    return Dim(_symbolic(size_from_data(expr)), hint, lo, hi)
+
+
+def _symbolic(e: Extent) -> SizeExpr:
+    if isinstance(e, int):
+        raise ValueError("a symbolic size that is a number")
+    return e
 
 
 def _spec(s: TensorSpec) -> list[Any]:

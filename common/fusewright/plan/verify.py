@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.errors import FusewrightError
-from fusewright.interface import Dim, Fragment, OpView, Region, TensorSpec
+from fusewright.interface import Fragment, OpView, Region, TensorSpec
 from fusewright.plan.build import Plan, may_alias, operator_of, written_by
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import Placement, roots_of, storage_bytes
+from fusewright.sizes.expr import Atom, SizeExpr, SizeOf, leaves
 from fusewright.toolkit.ir.types import TYPES
 
 
@@ -205,15 +206,19 @@ def _wrong_size(x: Any, specs: Mapping[int, TensorSpec]) -> str | None:
     match x:
         case bool():
             return "a truth value"
-        case int() | Dim() | Ref():
+        case int():
             return None
-        case ("size", Ref(id=v), int() as dim):
-            return None if v not in specs or 0 <= dim < specs[v].rank else f"%{v} has no dimension {dim}"
-        case ("offset", Ref()):
-            return None
-        case ("expr", str(), tuple() | list() as parts):
-            return next((why for p in parts if (why := _wrong_size(p, specs))), None)
+        case SizeExpr():
+            return next((why for a in leaves(x) if (why := _wrong_leaf(a, specs))), None)
     return "no kind of size"
+
+
+def _wrong_leaf(a: Atom, specs: Mapping[int, TensorSpec]) -> str | None:
+    if isinstance(a, int):
+        return "a position among a kernel's symbols"
+    if isinstance(a, SizeOf) and a.value in specs and not 0 <= a.dim < specs[a.value].rank:
+        return f"%{a.value} has no dimension {a.dim}"
+    return None
 
 
 def _signature_problems(i: Launch, kernel: Any, specs: Mapping[int, TensorSpec]) -> Iterator[str]:

@@ -1,17 +1,14 @@
 """The words that a plan may use. A plan becomes Python text, and may come from the disk: nothing gets into that text but what
 is made or checked here, and no function but what is found here.
 
-`text_of_size`, `formula`, `comment`, `identifier` and `function_of` are for the code generator, whatever the plan's origin.
+`text_of_size`, `comment`, `identifier` and `function_of` are for the code generator, whatever the plan's origin.
 `find_problems` looks at a whole plan, and is asked before a plan from the disk becomes text.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import functools
-import math
-import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -26,6 +23,8 @@ from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
+from fusewright.sizes.expr import NumberOf, OffsetOf, SizeExpr, SizeOf, leaves
+from fusewright.sizes.functions import FUNCTIONS
 
 
 class Foreign(ValueError):
@@ -61,14 +60,7 @@ def overload_of(target: str) -> Any:
 
 # ---------------------------------------------------------------- text
 
-SIZES: Mapping[str, Callable[..., Any]] = {
-    "Max": max, "Min": min, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv,
-    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": float,
-    "CeilToInt": math.ceil, "FloorToInt": math.floor, "TruncToInt": math.trunc, "RoundToInt": round,
-    "FloatPow": operator.pow, "PowByNatural": operator.pow, "LShift": operator.lshift, "RShift": operator.rshift,
-    "TruncToFloat": lambda x: float(math.trunc(x)), "Identity": lambda x: x, "Where": lambda c, a, b: a if c else b,
-    "ModularIndexing": lambda x, d, m: x // d % m,
-}  # fmt: skip
+SIZES: Mapping[str, Callable[..., Any]] = {name: f.call for name, f in FUNCTIONS.items()}
 """What the text of a symbolic size may call."""
 
 TORCH = ModuleType("torch")
@@ -79,23 +71,18 @@ TORCH.__dict__.update(
 )
 
 _OWN_NAMES = frozenset(
-    "torch inf nan complex prepared prepare run args frame frames workers count_workers empty_strided check fail b e".split()
+    "torch inf nan complex prepared prepare run args frame frames workers count_workers empty_strided sized without_memory check fail b e".split()
 )
 _VALUE = re.compile(r"v\d+|b\d+|p\d+")
 _LONGEST = 2000
 """Characters of a formula."""
-_LARGEST_POWER = 64
-
-_FORMULA = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Constant, ast.Name, ast.Call, ast.Load, ast.Add, ast.Sub, ast.Mult,
-    ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE,
-)  # fmt: skip
 
 
 def is_symbol(name: str) -> bool:
     """Whether a size may be called so: a plain name that generated code uses for nothing else."""
     return (
         isinstance(name, str)
+        and len(name) <= _LONGEST
         and name.isascii()
         and name.isidentifier()
         and name[0] != "_"
@@ -107,43 +94,21 @@ def is_symbol(name: str) -> bool:
 
 
 @functools.lru_cache(4096)
-def text_of_size(text: str) -> str:
-    """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` for what is no such formula."""
-    plain = isinstance(text, str) and len(text) <= _LONGEST and text.isascii() and text.isprintable()
-    if not plain or "#" in text:
-        raise Foreign(f"{str(text)[:80]!r} is no size")
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-        called = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        fine = all(_in_formula(n, id(n) in called) for n in ast.walk(tree))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        fine = False
-    if not fine:
-        raise Foreign(f"{text[:80]!r} is no size")
+def text_of_size(size: SizeExpr) -> str:
+    """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` for one that plans have not."""
+    if not isinstance(size, SizeExpr) or not all(map(_is_leaf, leaves(size))) or len(text := str(size)) > _LONGEST:
+        raise Foreign(f"{str(size)[:80]!r} is no size")
     return text
 
 
-def _in_formula(node: ast.AST, called: bool) -> bool:
-    match node:
-        case ast.Constant():
-            return isinstance(node.value, int | float) and not isinstance(node.value, bool) and abs(node.value) < 1 << 64
-        case ast.Name():
-            return node.id in SIZES if called else is_symbol(node.id)
-        case ast.Call():
-            return isinstance(node.func, ast.Name) and not node.keywords
-        case ast.BinOp(op=ast.Pow()):
-            power = node.right.operand if isinstance(node.right, ast.UnaryOp) else node.right
-            return isinstance(power, ast.Constant) and isinstance(power.value, int) and power.value <= _LARGEST_POWER
-    return isinstance(node, _FORMULA)
-
-
-def formula(text: str, numbers: Sequence[str]) -> str:
-    """`text` with the texts of numbers, which are trusted, at its `{}`. Raises `Foreign` for what is no formula."""
-    parts = text.split("{}") if isinstance(text, str) else []
-    if len(parts) != len(numbers) + 1 or any(c in p for p in parts for c in "{}"):
-        raise Foreign(f"{text!r} is no formula of {len(numbers)} sizes")
-    text_of_size("s".join(f" {p} " for p in parts))
-    return "".join(f"{p}({n})" for p, n in zip(parts, numbers, strict=False)) + parts[-1]
+def _is_leaf(a: Any) -> bool:
+    """What a size in a plan may mention. Positions are for kernels."""
+    match a:
+        case str():
+            return is_symbol(a)
+        case SizeOf():
+            return _is_id(a.value) and type(a.dim) is int and 0 <= a.dim < 64
+    return isinstance(a, OffsetOf | NumberOf) and _is_id(a.value)
 
 
 def keyword(name: str) -> str:
@@ -194,7 +159,7 @@ def find_problems(plan: Plan, words: Words) -> Iterator[str]:
     """One line for everything in a plan that is outside of the vocabulary."""
     ids = (*plan.inputs, *plan.prepare_inputs, *plan.prepare_outputs, *plan.specs, *plan.attributes, *plan.scalars)
     yield from (f"{i!r} is no value" for i in ids if not _is_id(i))
-    yield from (f"{s!r} is no name of a size" for s in plan.scalars.values() if not _is_size(s))
+    yield from (f"{s!r} is no name of a size" for s in plan.scalars.values() if not is_symbol(s))
     yield from (f"{k!r} is no kernel" for k in plan.kernels if not (isinstance(k, str) and _HASH.fullmatch(k)))
     for spec in plan.specs.values():
         yield from _spec_problems(spec)
@@ -271,20 +236,10 @@ def _argument_problems(x: Any, depth: int = 0) -> Iterator[str]:
 def _number_problems(x: Any) -> Iterator[str]:
     """Of what a launch is given beside tensors."""
     match x:
-        case ("size", Ref() as r, dim):
-            fine = _is_id(r.id) and type(dim) is int and 0 <= dim < 64
-        case ("offset", Ref() as r):
-            fine = _is_id(r.id)
-        case ("expr", str() as text, tuple() as sources):
-            fine = not any(p for s in sources for p in _number_problems(s))
-            try:
-                formula(text, ["0"] * len(sources))
-            except Foreign as e:
-                yield str(e)
         case Ref():
             fine = _is_id(x.id)
-        case Dim():
-            fine = _is_size(x.symbol)
+        case SizeExpr():
+            fine = _is_size(x)
         case bool() | float():
             fine = True
         case _:
@@ -302,7 +257,7 @@ def _spec_problems(s: TensorSpec) -> Iterator[str]:
         if type(d) is int:
             fine = -_LARGEST_SIZE < d < _LARGEST_SIZE
         else:
-            fine = isinstance(d, Dim) and _is_size(d.symbol) and all(map(_is_bound, (d.hint, d.lo, d.hi or 0)))
+            fine = isinstance(d, Dim) and _is_size(d.expr) and all(map(_is_bound, (d.hint, d.lo, d.hi or 0)))
         if not fine:
             yield f"{d!r} is no size"
 
@@ -315,9 +270,9 @@ def _is_id(i: Any) -> bool:
     return type(i) is int and 0 <= i < LARGEST_ID
 
 
-def _is_size(text: Any) -> bool:
+def _is_size(size: Any) -> bool:
     try:
-        text_of_size(text)
+        text_of_size(size)
     except (Foreign, TypeError):
         return False
     return True

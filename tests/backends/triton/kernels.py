@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fusewright.toolkit.ir import Builder, Extent, Kernel, interpret, symbol
-from fusewright.toolkit.ir.extent import symbols
+from fusewright.toolkit.ir.extent import Atom, atoms
 from fusewright.toolkit.ir.types import DType
 from fusewright_triton.runtime import simulate_kernels
 from fusewright_triton.target import Target
@@ -24,8 +24,8 @@ def simulate(
     simulate_kernels([kernel], target).launcher(kernel)(tensors, sizes, scalars)
 
 
-def hints(*sizes: Extent) -> dict[str, int]:
-    return {s: 4096 for e in sizes for s in sorted(symbols(e))}
+def hints(*sizes: Extent) -> dict[Atom, int]:
+    return {a: 4096 for e in sizes for a in atoms(e)}
 
 
 def add_gelu(n: Extent = 1 << 20, dtype: DType = "f32") -> Kernel:

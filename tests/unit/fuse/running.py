@@ -9,6 +9,7 @@ import torch
 
 from fusewright.interface import Device, Fragment, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.sizes.expr import Atom, Extent, NumberOf, OffsetOf, SizeOf, evaluate, leaves
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.signature import KernelMemo
 from fusewright.toolkit.ir import Kernel, interpret
@@ -71,23 +72,29 @@ def execute(fragment: Fragment, specs: Mapping[int, TensorSpec], env: dict[int, 
 def _launch(i: Launch, kernel: Kernel, run: Run, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
     shared = dict(i.updates)
     sizes = [_size(s, env) for s in i.sizes]
-    symbols = dict(zip(kernel.symbols, sizes, strict=True))
     for k, o in enumerate(i.outs):
-        env[o] = env[i.inputs[shared[k]].id] if k in shared else _empty(specs[o], symbols, env)
+        env[o] = env[i.inputs[shared[k]].id] if k in shared else _empty(specs[o])
     run([env[v] for v in (*(r.id for r in i.inputs), *i.outs)], sizes, i.scalars)
 
 
-def _empty(spec: TensorSpec, symbols: Mapping[str, int], env: Mapping[int, Any]) -> torch.Tensor:
+def _empty(spec: TensorSpec) -> torch.Tensor:
     assert spec.static
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).fill_(77 if spec.dtype != torch.bool else 1)  # type: ignore[arg-type]
 
 
-def _size(s: Any, env: Mapping[int, Any]) -> int:
-    if isinstance(s, tuple) and s[0] == "expr":
-        return int(eval(s[1].format(*(_size(x, env) for x in s[2]))))
-    if isinstance(s, tuple):
-        return int(env[s[1].id].storage_offset() if s[0] == "offset" else env[s[1].id].shape[s[2]])
-    return int(env[s.id]) if isinstance(s, Ref) else int(s)
+def _size(s: Extent, env: Mapping[int, Any]) -> int:
+    return evaluate(s, {a: _read(a, env) for a in leaves(s)})
+
+
+def _read(a: Atom, env: Mapping[int, Any]) -> int:
+    match a:
+        case SizeOf():
+            return int(env[a.value].shape[a.dim])
+        case OffsetOf():
+            return int(env[a.value].storage_offset())
+        case NumberOf():
+            return int(env[a.value])
+    raise AssertionError(f"{a!r} is read off no value")
 
 
 def _resolved(arg: Any, env: Mapping[int, Any]) -> Any:

@@ -3,9 +3,10 @@
 import pytest
 
 from fusewright.interface import Dim
+from fusewright.sizes.expr import apply
 from fusewright.toolkit.ir.extent import symbol
 from fusewright.toolkit.ir.index import axis_index
-from fusewright.toolkit.rules.space import At, ShapeMismatch, extent, factor_groups, parse_size
+from fusewright.toolkit.rules.space import At, ShapeMismatch, extent, factor_groups, step_of
 
 
 def at(*shape: int) -> At:
@@ -14,10 +15,16 @@ def at(*shape: int) -> At:
 
 def test_sizes_are_polynomials_of_symbols() -> None:
     s = symbol("s0")
-    assert parse_size("2*s0 + 1") == s * 2 + 1
-    assert parse_size("s0**2") == s * s
     assert extent(Dim("s0", 8)) == s
-    assert parse_size("(s0//2)") == symbol("(s0//2)"), "what is no polynomial is a symbol of its own"
+    assert extent(Dim(s * s + 1, 65)) == s * s + 1
+    half = apply("FloorDiv", s, 2)
+    assert half * 2 != s and half * 4 == half * 2 + half * 2, "what is no polynomial is a symbol of its own"
+
+
+def test_strides_take_no_dim_for_empty() -> None:
+    s, n = symbol("s0"), symbol("s1")
+    assert step_of(Dim(apply("Max", 1, s) * n, 8)) == s * n
+    assert step_of(Dim(apply("Max", 2, s), 8)) != s
 
 
 def test_reshape_regroups_only_what_it_must() -> None:

@@ -36,8 +36,8 @@ def test_the_steps_give_what_the_kernel_gives() -> None:
     x = torch.randn(8192, 32) + 3
     y, m = torch.empty_like(x), torch.empty(32)
     temporaries = [torch.empty(n, dtype=to_torch(t)) for t, n in steps.temporaries]
-    for step in steps.kernels:
-        interpret(step, [x, y, m, *temporaries])
+    for step in steps.steps:
+        interpret(step.kernel, [x, y, m, *temporaries])
     mean = x.double().mean(0)
     torch.testing.assert_close(m, mean.float())
     torch.testing.assert_close(y, ((x - mean) / (x - mean).square().sum(0).sqrt()).float())
@@ -46,9 +46,10 @@ def test_the_steps_give_what_the_kernel_gives() -> None:
 def test_every_pass_over_the_rows_runs_in_parts_and_elements_are_shared() -> None:
     steps = apart(norm())
     assert steps is not None
-    rows = [k for k in steps.kernels if k.r]
+    kernels = [s.kernel for s in steps.steps]
+    rows = [k for k in kernels if k.r]
     assert len(rows) == 2 and all(split_rows(k) is not None for k in rows)
-    assert steps.kernels[-1].p == (8192, 32)
+    assert kernels[-1].p == (8192, 32)
 
 
 def test_a_column_sum_is_one_pass_and_runs_in_parts() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from fusewright.toolkit.ir import Builder, Kernel, interpret, symbol
 from fusewright.toolkit.ir.extent import evaluate
+from fusewright.toolkit.ir.symbols import Step
 from fusewright.toolkit.ir.types import to_torch
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import Split, split_rows
@@ -30,19 +31,17 @@ def rowwise(how: str, across: bool = False) -> Kernel:
     return b.build()
 
 
-def sizes_of(kernel: Kernel, known: dict[str, int]) -> list[int]:
-    """The values of a kernel's symbols: a formula is its own name."""
-    return [int(eval(s, {}, known)) for s in kernel.symbols]
-
-
-def run(kernel: Kernel, tensors: Sequence[torch.Tensor], known: dict[str, int], by_llvm: bool) -> None:
+def run(kernel: Kernel | Step, tensors: Sequence[torch.Tensor], known: Sequence[int], by_llvm: bool) -> None:
+    """Runs a kernel of these sizes, or a step of such a kernel."""
+    if isinstance(kernel, Step):
+        known, kernel = [evaluate(s, known) for s in kernel.sizes], kernel.kernel
     if by_llvm:
-        compile_kernels([kernel]).launcher(kernel).checked(tensors, sizes_of(kernel, known))
+        compile_kernels([kernel]).launcher(kernel).checked(tensors, known)
     else:
-        interpret(kernel, tensors, sizes_of(kernel, known))
+        interpret(kernel, tensors, known)
 
 
-def in_parts(split: Split, tensors: Sequence[torch.Tensor], known: dict[str, int], by_llvm: bool) -> None:
+def in_parts(split: Split, tensors: Sequence[torch.Tensor], known: Sequence[int], by_llvm: bool) -> None:
     parts = [torch.empty(evaluate(n, known), dtype=to_torch(t)) for t, n in split.partials]
     run(split.first, [*(tensors[b] for b in split.first_buffers), *parts], known, by_llvm)
     run(split.second, [*tensors, *parts], known, by_llvm)
@@ -60,9 +59,9 @@ def test_parts_of_a_symbolic_row(how: str, across: bool, by_llvm: bool) -> None:
         x = torch.randn(r, p).t() if across else torch.randn(p, r)
         x[..., r // 2 :: 7] = 4.0
         got = torch.empty(p, dtype=to_torch(TYPES.get(how, "f32")))
-        in_parts(split, [x, got], {"p": p, "r": r}, by_llvm)
+        in_parts(split, [x, got], [p, r], by_llvm)
         want = torch.empty_like(got)
-        run(rowwise(how, across), [x, want], {"p": p, "r": r}, False)
+        run(rowwise(how, across), [x, want], [p, r], False)
         torch.testing.assert_close(got, want, atol=1e-4 * max(r, 1) ** 0.5, rtol=1e-6)
 
 
@@ -85,9 +84,9 @@ def test_passes_over_few_symbolic_columns() -> None:
     steps = apart(kernel)
     assert few_columns(kernel) and steps is not None
     for c, n in ((32, 9000), (3, 5), (1, 1)):
-        known, data, out = {"c": c, "n": n}, torch.randn(n, c), torch.empty(n, c)
+        known, data, out = [c, n], torch.randn(n, c), torch.empty(n, c)
         temporaries = [torch.empty(evaluate(k, known), dtype=to_torch(t)) for t, k in steps.temporaries]
-        for step in steps.kernels:
+        for step in steps.steps:
             run(step, [data, out, *temporaries], known, by_llvm=False)
         torch.testing.assert_close(out, data - data.mean(0))
 
@@ -108,11 +107,11 @@ def counted(p: int | None, r: int | None) -> Kernel:
 def test_counting_along_a_row_in_parts(p: int | None, r: int | None, by_llvm: bool) -> None:
     kernel = counted(p, r)
     steps = split_scan(kernel)
-    assert steps is not None and len(steps.kernels) == 3
+    assert steps is not None and len(steps.steps) == 3
     for a, b in [(p, r)] if p and r else [(2, 70000), (3, 1), (1, 257), (5, 40001)]:
-        known, mask, source = {"p": a, "r": b}, torch.rand(a, b) > 0.4, torch.randn(b)
+        known, mask, source = [a, b], torch.rand(a, b) > 0.4, torch.randn(b)
         y, extra = torch.empty(a, b), [torch.empty(evaluate(n, known), dtype=to_torch(t)) for t, n in steps.temporaries]
-        for step in steps.kernels:
+        for step in steps.steps:
             run(step, [mask, source, y, *extra], known, by_llvm)
         want = torch.stack([torch.full((b,), -1.0).masked_scatter(row, source) for row in mask])
         assert torch.equal(y, want)
@@ -129,8 +128,8 @@ def test_the_last_part_ends_early_without_tests() -> None:
     """Loops of a part run to the row's end; what depends on steps behind it keeps its tests."""
     split = split_rows(rowwise("sum"))
     assert split is not None
-    (stage,) = (s for s in split.first.stages if s.over == "PR")
-    assert row_end(split.first, stage, None) is not None
+    (stage,) = (s for s in split.first.kernel.stages if s.over == "PR")
+    assert row_end(split.first.kernel, stage, None) is not None
     b = Builder("counted", p=[3], r=[100])
     x, y = b.input("x", "f32"), b.output("y", "f32")
     i, j = b.axes

@@ -65,7 +65,7 @@ def access(kernel: Kernel, k: int, how: Any) -> Kernel:
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[], Kernel]]] = {
-    "a size of no symbol": ("parameters", lambda: replace(gathered(), symbols=(), hints=())),
+    "a size of no symbol": ("parameters", lambda: replace(gathered(), hints=())),
     "a scalar of a half type": ("parameters", lambda: replace(gathered(), scalars=(Scalar("factor", "bf16"),))),
     "a first stage left out": ("defined", lambda: replace(softmax(), stages=softmax().stages[1:])),
     "stages the other way round": ("defined", lambda: replace(softmax(), stages=softmax().stages[::-1])),

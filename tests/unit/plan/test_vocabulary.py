@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.interface import Dim, TensorSpec
+from fusewright.interface import Dim, KernelCode, TensorSpec
 from fusewright.plan import serial, vocabulary
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
-from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.plan.ir import Call, Launch, Ref, reads
 from fusewright.plan.vocabulary import Foreign, Words
+from fusewright.sizes.expr import NumberOf, OffsetOf, SizeOf, apply, evaluate, symbol
 
 F32 = TensorSpec((4,), (1,), torch.float32)
 GOOD = Plan((1,), (Ref(2),), [Call("aten::relu.default", (Ref(1),), (2,))], [], (), (), {1: F32, 2: F32})
@@ -29,8 +30,8 @@ def with_launch(**fields: Any) -> Plan:
     return replace(GOOD, instructions=[replace(launch, **fields)], kernels={"a" * 64: None})
 
 
-def with_size(symbol: str) -> Plan:
-    return replace(GOOD, specs={**GOOD.specs, 2: replace(F32, shape=(Dim(symbol, 4),))})
+def with_size(size: Any) -> Plan:
+    return replace(GOOD, specs={**GOOD.specs, 2: replace(F32, shape=(Dim(size, 4),))})
 
 
 def problems(plan: Plan) -> list[str]:
@@ -95,11 +96,38 @@ def test_two_operators_whose_names_differ_in_punctuation_stay_apart() -> None:
 # ---------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize(
-    "text", ["s0", "2*s0 + 1", "Max(1, s0)", "s0**2", "(s0//2)", "-s77 - 3", "FloorDiv(s0, 2)", "Where(s0 > 1, s0, 1)"]
-)
+S0, S1 = symbol("s0"), symbol("s77")
+FORMULAS: dict[str, Any] = {
+    "s0": S0,
+    "2*s0 + 1": S0 * 2 + 1,
+    "Max(1, s0)": apply("Max", 1, S0),
+    "s0**2": S0 * S0,
+    "(s0//2)": apply("FloorDiv", S0, 2),
+    "4*s0*((s0//2))": apply("FloorDiv", S0, 2) * S0 * 4,
+    "((s0 + 1)//(-2))": apply("FloorDiv", S0 + 1, -2),
+    "-s77 - 3": -3 - S1,
+    "3 - s0": 3 - S0,
+    "Mod(s0*s77, 8)": apply("Mod", S0 * S1, 8),
+    "Where(Gt(s0, 1), s0, 1)": apply("Where", apply("Gt", S0, 1), S0, 1),
+    "FloorToInt(Product(1.5, ToFloat(s0)))": apply("FloorToInt", apply("Product", 1.5, apply("ToFloat", S0))),
+}
+
+
+@pytest.mark.parametrize("text", FORMULAS)
 def test_formulas_of_sizes(text: str) -> None:
-    assert vocabulary.text_of_size(text) == text
+    size = FORMULAS[text]
+    assert vocabulary.text_of_size(size) == text
+    given = {"s0": 9, "s77": 5}
+    assert eval(text, dict(vocabulary.SIZES), given) == evaluate(size, given)
+
+
+def test_a_launch_reads_sizes_off_its_tensors() -> None:
+    """`-(-n // 32)` blocks of a tensor that is given, said in either spelling."""
+    size = symbol(SizeOf(1, 0))
+    assert vocabulary.text_of_size(apply("FloorDiv", size + 31, 32)) == "((v1.shape[0] + 31)//32)"  # type: ignore[arg-type]
+    spelled = Launch("a" * 64, (), (), (("size", Ref(1), 0), ("offset", Ref(2)), Ref(3), Dim("s0", 4), 5))
+    assert spelled.sizes == (size, symbol(OffsetOf(2)), symbol(NumberOf(3)), S0, 5)
+    assert reads(spelled) == [1, 2, 3] and spelled.located == {2}
 
 
 @pytest.mark.parametrize(
@@ -108,30 +136,39 @@ def test_formulas_of_sizes(text: str) -> None:
         "__import__('os')", "s0.__class__", "s0[0]", "lambda: 1", "(s0 for s0 in s0)", "'a'", "b'a'", "f'{s0}'", "s0\nimport os",
         "s0  # a comment", "exec(s0)", "max(s0)", "torch", "frame", "v1", "__builtins__", "s0 := 1", "Max(*s0)", "Max(x=1)",
         "9**9**9", "9**99999", "2**s0", "1" * 30, "", "s0; s1", "\u017f0", "s0\r", "-" * 3000 + "s0", "(" * 300 + "s0" + ")" * 300,
-        3, None, "1j",
+        3, None, "1j", "2*s0 + 1", "Max", "s" * 3000, "sized", "without_memory", "workers",
     ],
 )  # fmt: skip
-def test_what_is_no_formula_is_refused(text: Any) -> None:
+def test_what_is_no_name_of_a_size_is_refused(text: Any) -> None:
+    size = Dim(text, 4).expr
     with pytest.raises(Foreign):
-        vocabulary.text_of_size(text)
+        vocabulary.text_of_size(size)
     assert problems(with_size(text)) and problems(replace(GOOD, scalars={1: text}))
-
-
-def test_a_formula_with_holes() -> None:
-    assert vocabulary.formula("({}+31)//32*{}", ["s0", "v1.shape[0]"]) == "((s0)+31)//32*(v1.shape[0])"
+    if isinstance(text, str):
+        inside = apply("FloorDiv", symbol(text) * 3 + S0, 2)
+        assert problems(with_size(inside)) and problems(with_launch(sizes=(inside,)))
+        with pytest.raises(Foreign):
+            codegen.load(replace(with_launch(sizes=(inside,)), kernels={}), {"a" * 64: KernelCode(print)})
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    "atom",
     [
-        ("{0.__class__}", 1), ("{}", 2), ("{}{}", 1), ("{{}}", 1), ("{!r}", 1), ("{:>9}", 1), ("{}.real", 1), ("os.system({})", 1),
-        ("{}()", 1), ("{}{}", 2), ("{}#", 1),
+        0, SizeOf(1, 64), SizeOf(1, -1), SizeOf(-1, 0), SizeOf("1]; import os; [", 0), SizeOf(1, "0"),  # type: ignore[arg-type]
+        NumberOf(1 << 40), OffsetOf(True),
     ],
-)
-def test_a_formula_with_other_holes_is_refused(text: str, count: int) -> None:
+)  # fmt: skip
+def test_what_is_no_reading_of_a_value_is_refused(atom: Any) -> None:
+    """A position among the symbols of a kernel means nothing in a plan."""
+    assert problems(with_launch(sizes=(symbol(atom),))) and problems(with_launch(sizes=(symbol(atom) * 2 + 1,)))
     with pytest.raises(Foreign):
-        vocabulary.formula(text, ["s0"] * count)
-    assert problems(with_launch(sizes=(("expr", text, (("size", Ref(1), 0),) * count),)))
+        vocabulary.text_of_size(symbol(atom))
+
+
+def test_powers_and_shifts_do_not_fill_the_memory() -> None:
+    for size in (apply("LShift", 1, S0), apply("PowByNatural", 9, S0), apply("PowByNatural", 9, 1 << 40)):
+        with pytest.raises(OverflowError):
+            eval(vocabulary.text_of_size(size), dict(vocabulary.SIZES), {"s0": 1 << 40})  # type: ignore[arg-type]
 
 
 def test_comments_stay_comments() -> None:

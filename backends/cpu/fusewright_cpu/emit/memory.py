@@ -4,7 +4,7 @@ vectorised axis."""
 from __future__ import annotations
 
 from fusewright.toolkit.ir.checks import INDEX_BITS
-from fusewright.toolkit.ir.extent import Extent, Poly
+from fusewright.toolkit.ir.extent import Atom, Extent, SizeExpr
 from fusewright.toolkit.ir.index import Coefs, Index
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
@@ -21,7 +21,7 @@ class Arguments:
         self.f, self.kernel = f, kernel
         self.position = 0
         self.buffers = [f.conv("inttoptr", self._next(block), "ptr") for _ in kernel.buffers]
-        self.symbols = {s: self._next(block) for s in kernel.symbols}
+        self.symbols: dict[Atom, V] = {s: self._next(block) for s in kernel.symbols}
         self.scalars = [self._scalar(self._next(block), s.dtype) for s in kernel.scalars]
 
     def _next(self, block: V) -> V:
@@ -37,7 +37,7 @@ class Arguments:
 
     def extent(self, e: Extent) -> V:
         """The value of a size or stride."""
-        if not isinstance(e, Poly):
+        if not isinstance(e, SizeExpr):
             return i64(e)
         total = i64(0)
         for m, c in e.terms:

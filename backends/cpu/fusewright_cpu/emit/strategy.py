@@ -44,7 +44,7 @@ class Strategy:
 
 def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
     """The strategy for a kernel; pure, from strides, types and size hints."""
-    hints = kernel.size_hints()
+    hints = kernel.hints
     sizes = [evaluate(s, hints) for s in kernel.sizes]
     n_p = len(kernel.p)
     serial = serial_axes(kernel)

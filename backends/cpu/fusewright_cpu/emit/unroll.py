@@ -39,7 +39,7 @@ def _worth(kernel: Kernel) -> bool:
     size = kernel.p[-1] if kernel.p else 1
     if kernel.r or a < 1 or not isinstance(size, int) or not 2 <= size <= FEW:
         return False
-    if evaluate(kernel.p[a - 1], kernel.size_hints()) < LEAST or size * sum(map(cost, kernel.nodes())) > MOST_COST:
+    if evaluate(kernel.p[a - 1], kernel.hints) < LEAST or size * sum(map(cost, kernel.nodes())) > MOST_COST:
         return False
     stores = [n for n in kernel.nodes() if n.op == "store"]
     loads = [n for n in kernel.nodes() if n.op == "load" and n.buffer is not None]

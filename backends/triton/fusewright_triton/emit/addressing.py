@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from fusewright.toolkit.ir.extent import Extent, Poly, nonnegative
+from fusewright.toolkit.ir.extent import Atom, Extent, SizeExpr, nonnegative
 from fusewright.toolkit.ir.index import DivMod, Index
 
 
-def extent_text(e: Extent, names: Mapping[str, str]) -> str:
+def extent_text(e: Extent, names: Mapping[Atom, str]) -> str:
     """A size as an expression over the kernel's size parameters."""
-    if not isinstance(e, Poly):
+    if not isinstance(e, SizeExpr):
         return str(e)
     text = ""
     for monomial, c in e.terms:
@@ -47,7 +47,7 @@ def _call(text: str) -> bool:
 class Addresses:
     """Writes indices. `axis` gives the text of an axis; `value` that of an i64 SSA value used as an index."""
 
-    def __init__(self, names: Mapping[str, str], axis: Callable[[int], str], value: Callable[[int], str]) -> None:
+    def __init__(self, names: Mapping[Atom, str], axis: Callable[[int], str], value: Callable[[int], str]) -> None:
         self.names, self.axis, self.value = names, axis, value
 
     def extent(self, e: Extent) -> str:
@@ -84,4 +84,4 @@ class Addresses:
     def _scaled(self, text: str, c: Extent) -> str:
         if c == 1:
             return text if " " not in text else f"({text})"
-        return f"{atom(text)} * {atom(self.extent(c)) if isinstance(c, Poly) else c}"
+        return f"{atom(text)} * {atom(self.extent(c)) if isinstance(c, SizeExpr) else c}"

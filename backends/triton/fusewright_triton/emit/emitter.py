@@ -7,7 +7,7 @@ accumulated with atomics but what the kernel itself stores so, hence results do 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusewright.toolkit.ir.extent import Extent, evaluate
@@ -51,7 +51,7 @@ class Function:
     grid: tuple[tuple[Extent, int], ...]
     split: int
 
-    def programs(self, sizes: Mapping[str, int]) -> int:
+    def programs(self, sizes: Sequence[int]) -> int:
         """How many programs to launch; 0 when there are no points."""
         out = self.split
         for size, block in self.grid:
@@ -82,7 +82,7 @@ def emit(
     `Unsupported` when Triton cannot do it.
     """
     if wide is None:
-        wide = offsets_bound(kernel, kernel.size_hints()) >= WIDE
+        wide = offsets_bound(kernel, kernel.hints) >= WIDE
     layout = make_layout(kernel, config)
     base = name or f"{_identifier(kernel.name)}_{structural_hash(kernel)[:8]}"
     parameters = _parameters(layout, wide, check_division)

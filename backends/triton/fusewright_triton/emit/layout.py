@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.extent import Atom, Extent
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_triton.emit.online_softmax import pairs
@@ -43,7 +43,7 @@ class Layout:
     rest: tuple[int, ...]
     buffers: list[str]
     scalars: list[str]
-    sizes: dict[str, str]
+    sizes: dict[Atom, str]
     dims_of: dict[int, frozenset[str]]
     nodes: dict[int, Node]
     stage_of: dict[int, int]
@@ -116,7 +116,7 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     names = _Names()
     buffers = [names.fresh(f"{_word(b.name)}_ptr") for b in kernel.buffers]
     scalars = [names.fresh(_word(s.name)) for s in kernel.scalars]
-    sizes = {s: names.fresh(_word(s)) for s in kernel.symbols}
+    sizes: dict[Atom, str] = {s: names.fresh(f"s{s}") for s in kernel.symbols}
     stage_of = {n.id: k for k, s in enumerate(kernel.stages) for n in s.nodes}
     rowwise = frozenset(
         n.id for s in kernel.stages if s.over == "PR" for n in s.nodes if n.op not in ("reduce", "store")

@@ -9,6 +9,7 @@ A formula of bytes and shape, no search; its numbers are `target.Schedule`. What
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusewright.toolkit.ir.extent import Extent, evaluate
@@ -67,7 +68,7 @@ class _Shape:
 
 def choose(kernel: Kernel, target: Target) -> Config:
     """The configuration for a kernel; pure, from its strides, types and size hints."""
-    hints = kernel.size_hints()
+    hints = kernel.hints
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
     if not kernel.r:
         return _point(kernel, shape, target)
@@ -79,7 +80,7 @@ def choose(kernel: Kernel, target: Target) -> Config:
 
 def simulation(kernel: Kernel) -> Config:
     """Large blocks and no splits: the interpreter pays per program, not per element."""
-    hints = kernel.size_hints()
+    hints = kernel.hints
     points = max(1, _product([evaluate(s, hints) for s in kernel.p]))
     every = tuple(range(len(kernel.p)))
     if not kernel.r:
@@ -179,7 +180,7 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
 
 def matrices(kernel: Kernel) -> frozenset[int]:
     """Buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
-    hints = kernel.size_hints()
+    hints = kernel.hints
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
     return frozenset(n.buffer for n in _matrices(kernel, shape, FORMULA.matrix) if n.buffer is not None)
 
@@ -266,7 +267,7 @@ def _warps(elements: int, per_lane: int, target: Target) -> int:
     return max(1, min(_pow2(elements) // (per_lane * target.lanes), 1024 // target.lanes))
 
 
-def offsets_bound(kernel: Kernel, sizes: dict[str, int]) -> int:
+def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
     """The largest magnitude that any 32-bit index in the kernel would have to hold."""
     axes = [evaluate(s, sizes) for s in kernel.sizes]
     n_p = len(kernel.p)

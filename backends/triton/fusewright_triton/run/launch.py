@@ -142,18 +142,17 @@ class GpuLauncher:
         self._free.setdefault(key, []).append(bound)
 
     def _from_sizes(self, sizes: tuple[int, ...]) -> _Sizes:
-        env = dict(zip(self.kernel.symbols, sizes, strict=True))
-        wide = offsets_bound(self.kernel, env) >= WIDE
+        wide = offsets_bound(self.kernel, sizes) >= WIDE
         even = bool(sizes) and all(s % 16 == 0 for s in sizes)
         source = self._variant(Variant(wide, True, even)).source
         offsets, total = [], 0
         for dtype, count in source.workspace:
             offsets.append(total)
-            length = TYPES[dtype].size * evaluate(count, env)
+            length = TYPES[dtype].size * evaluate(count, sizes)
             total += -(-length // PART_ALIGNMENT) * PART_ALIGNMENT
         if len(self._sizes) >= MOST_SIZES:
             self._sizes.clear()
-        programs = tuple(f.programs(env) for f in source.functions)
+        programs = tuple(f.programs(sizes) for f in source.functions)
         found = self._sizes[sizes] = _Sizes(wide, even, programs, tuple(offsets), total)
         return found
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fusewright.errors import sized, without_memory
-from fusewright.graph import spec
 from fusewright.interface import HOST, Dim, KernelCode, Size
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.execute.firstrun import checker
@@ -22,13 +21,13 @@ from fusewright.plan.vocabulary import (
     SIZES,
     TORCH,
     comment,
-    formula,
     function_of,
     identifier,
     is_symbol,
     keyword,
     text_of_size,
 )
+from fusewright.sizes.expr import SizeExpr, names
 
 _BUILTINS = {"__import__": __import__}
 """Code in C++ imports modules by way of its caller. No text of ours has a name that begins with "_"."""
@@ -156,16 +155,7 @@ class _Launches:
         return self._shared[kernel]
 
     def _number(self, x: Any) -> str:
-        match x:
-            case Dim():
-                return text_of_size(x.symbol)
-            case ("size", Ref() as r, int() as dim):
-                return f"v{r.id}.shape[{dim}]"
-            case ("offset", Ref() as r):
-                return f"v{r.id}.storage_offset()"
-            case ("expr", str() as text, sources):
-                return formula(text, [self._number(s) for s in sources])
-        return self.names.literal(x)
+        return text_of_size(x) if isinstance(x, SizeExpr) else self.names.literal(x)
 
     def frame(self) -> Callable[[], Frame]:
         """Makes a frame for one call."""
@@ -174,7 +164,7 @@ class _Launches:
 
 
 def _sizes(sizes: Sequence[Size]) -> str:
-    return "(" + "".join(f"{s}, " if isinstance(s, int) else f"{text_of_size(s.symbol)}, " for s in sizes) + ")"
+    return "(" + "".join(f"{s}, " if isinstance(s, int) else f"{text_of_size(s.expr)}, " for s in sizes) + ")"
 
 
 class _Symbols:
@@ -193,10 +183,11 @@ class _Symbols:
             if i in self._plan.scalars:
                 known.setdefault(self._plan.scalars[i], f"v{i}")
             spec = self._plan.specs.get(i)
-            for what, sizes in (("shape[{}]", spec.shape), ("stride({})", spec.stride)) if spec is not None else ():
+            told = (("shape[", spec.shape, "]"), ("stride(", spec.stride, ")")) if spec is not None else ()
+            for what, sizes, end in told:
                 for d, s in enumerate(sizes):
-                    if isinstance(s, Dim):
-                        known.setdefault(s.symbol, f"v{i}.{what.format(d)}")
+                    if isinstance(s, Dim) and s.expr.name is not None:
+                        known.setdefault(s.expr.name, f"v{i}.{what}{d}{end}")
         found = [f"    {name} = {source}" for name, source in known.items() if name in self._open and is_symbol(name)]
         self._open -= known.keys()
         return found
@@ -204,14 +195,9 @@ class _Symbols:
 
 def _mentioned(plan: Plan, launch: Launch) -> Iterator[str]:
     """Names in the sizes of a launch and of what it makes."""
-    sizes = [s for o in launch.outs for s in (*plan.specs[o].shape, *plan.specs[o].stride)]
-    todo: list[Any] = [*sizes, *launch.sizes, *launch.scalars]
-    while todo:
-        s = todo.pop()
-        if isinstance(s, Dim):
-            yield from spec.symbols(s)
-        elif isinstance(s, tuple):
-            todo += s
+    made = (s for o in launch.outs for s in (*plan.specs[o].shape, *plan.specs[o].stride) if isinstance(s, Dim))
+    for size in (*(s.expr for s in made), *launch.sizes, *launch.scalars):
+        yield from names(size)
 
 
 def _comment(plan: Plan, i: Instruction) -> str:

@@ -58,7 +58,7 @@ def _plan_of(
         prepare_inputs=(),
         prepare_outputs=(),
         specs={**temporaries, **{v.id: v.spec for v in values if v.spec is not None}},
-        scalars={v.id: v.dim.symbol for v in given if v.dim is not None},
+        scalars={v.id: v.dim.expr.name for v in given if v.dim is not None and v.dim.expr.name},
         kernels=dict(fragment.kernels),
     )
 

@@ -127,7 +127,7 @@ def _communicates(i: Call) -> bool:
 def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
     """Why an instruction would not read the same from a copy of an input: it counts from where the input's storage begins."""
     if isinstance(i, Launch):
-        counted = {r for x in i.sizes if isinstance(x, tuple) and x[0] == "offset" for r in refs(x)}
+        counted = i.located
     else:
         counted = set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
     found = {r for v in counted for r in roots.get(v, {v})} & set(plan.inputs)

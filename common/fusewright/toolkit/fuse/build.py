@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusewright.interface import Dim, OpView, Splits, TensorSpec, Value
+from fusewright.sizes.expr import leaves
 from fusewright.toolkit.ir import Builder, Kernel, Val, structural_hash
-from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
-from fusewright.toolkit.ir.ir import used_symbols
+from fusewright.toolkit.ir.extent import Atom, Extent, evaluate, substitute, symbol
+from fusewright.toolkit.ir.symbols import Step, close
 from fusewright.toolkit.ir.types import DType, from_torch, to_torch
 from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Rule, Scatter, View
-from fusewright.toolkit.rules.space import At, parse_size, product, shape_of, stride_of
+from fusewright.toolkit.rules.space import At, product, shape_of, stride_of
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import split_rows
 from fusewright.toolkit.transform.split_columns import apart, few_columns
@@ -25,7 +26,7 @@ __all__ = ["Built", "build_group", "loop_order", "space_for"]
 @dataclass(frozen=True)
 class Built:
     """A kernel with the values that it reads and makes. `inplace` are the (output, input) pairs that may share
-    memory.
+    memory; `sizes` say what the kernel's symbols stand for, by the names that they have in the graph.
     """
 
     kernel: Kernel
@@ -33,6 +34,7 @@ class Built:
     inputs: tuple[int, ...]
     outs: tuple[int, ...]
     inplace: tuple[tuple[int, int], ...]
+    sizes: tuple[Extent, ...] = ()
     checked: frozenset[int] = frozenset()
     """Results of ops whose indices the kernel checks, all of them ..."""
     partly: frozenset[int] = frozenset()
@@ -90,19 +92,19 @@ GUESS = 64
 """The hint of a size that no tensor has on its own."""
 
 
-def size_hints(values: Sequence[Value]) -> dict[str, int]:
-    """Symbol -> size seen when tracing. A symbol that only occurs in a product or a sum gets a guess."""
-    hints: dict[str, int] = {}
-    mentioned: set[str] = set()
+def size_hints(values: Sequence[Value]) -> dict[Atom, int]:
+    """What sizes mention, in that order, with the size seen when tracing: a guess for what is no size on its own."""
+    hints: dict[Atom, int] = {}
+    seen: dict[Atom, int] = {}
     for v in values:
         for d in (v.dim,) if v.spec is None else v.spec.shape:
             if isinstance(d, Dim):
-                found = symbols(parse_size(d.symbol))
-                mentioned |= found
-                if found == {d.symbol}:
-                    hints[d.symbol] = d.hint
-        mentioned.update(*(symbols(s) for s in (stride_of(v.spec) if v.spec is not None else ())))
-    return {**dict.fromkeys(sorted(mentioned), GUESS), **hints}
+                hints.update(dict.fromkeys(leaves(d.expr), GUESS))
+                if d.expr.atom is not None:
+                    seen[d.expr.atom] = d.hint
+        if v.spec is not None and not v.spec.static:
+            hints.update(dict.fromkeys((a for s in stride_of(v.spec) for a in leaves(s)), GUESS))
+    return {**hints, **seen}
 
 
 def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, 
 
 
 def space_for(
-    domain: Domain, order: Sequence[int], name: str = "fused", hints: dict[str, int] | None = None
+    domain: Domain, order: Sequence[int], name: str = "fused", hints: dict[Atom, int] | None = None
 ) -> tuple[Builder, Space]:
     """A builder with one axis per dim of the domain, in this order, and its elements."""
     n_p = len(domain.shape) - len(domain.dims)
@@ -197,45 +199,49 @@ def finished(e: KernelEvaluator, outs: Sequence[int], always: Sequence[int] = ()
     kept = [k for k, b in enumerate(kernel.buffers) if k in used or b.access != "in" or by_buffer.get(k) in always]
     if len(kept) != len(kernel.buffers):
         kernel = with_buffers(kernel, kept)
-    symbols_used = used_symbols(kernel)
-    if len(symbols_used) != len(kernel.symbols):
-        pairs = [(s, h) for s, h in zip(kernel.symbols, kernel.hints, strict=True) if s in symbols_used]
-        kernel = replace(kernel, symbols=tuple(s for s, _ in pairs), hints=tuple(h for _, h in pairs))
+    kernel, order = close(kernel, dict(enumerate(kernel.hints)))
+    sizes = tuple(symbol(e.b.symbols[k]) for k in order if isinstance(k, int))
     inputs = tuple(by_buffer[k] for k in kept if k in by_buffer)
-    return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel), *e.coverage())
+    return Built(kernel, structural_hash(kernel), inputs, tuple(outs), sharing(kernel), sizes, *e.coverage())
 
 
 def in_steps(built: Built, temporary: Callable[[TensorSpec], int], splits: Splits) -> list[Built]:
     """The launches for a kernel: several where it reduces or counts along long rows of few points, else itself.
     `temporary` gives the id of a new value.
     """
-    ids, hints = [*built.inputs, *built.outs], built.kernel.size_hints()
+    ids = [*built.inputs, *built.outs]
     split = split_rows(built.kernel, splits)
     if split is None:
         steps = apart(built.kernel) if few_columns(built.kernel, splits) else split_scan(built.kernel, splits)
         if steps is None:
             return [built]
-        ids += [temporary(_flat(t, n, hints)) for t, n in steps.temporaries]
-        return [b for k in steps.kernels for b in in_steps(_over(k, ids), temporary, splits)]
-    partials = [temporary(_flat(t, n, hints)) for t, n in split.partials]
-    first = _over(split.first, [*(ids[b] for b in split.first_buffers), *partials])
-    return [first, _over(split.second, [*ids, *partials])]
+        ids += [temporary(_flat(t, n, built)) for t, n in steps.temporaries]
+        return [b for s in steps.steps for b in in_steps(_over(s, ids, built), temporary, splits)]
+    partials = [temporary(_flat(t, n, built)) for t, n in split.partials]
+    first = _over(split.first, [*(ids[b] for b in split.first_buffers), *partials], built)
+    return [first, _over(split.second, [*ids, *partials], built)]
 
 
-def _flat(dtype: DType, count: Extent, hints: dict[str, int]) -> TensorSpec:
-    """A dense tensor of one dim."""
-    n = count if isinstance(count, int) else Dim(str(count), evaluate(count, hints))
-    return TensorSpec((n,), (1,), to_torch(dtype))
+def _flat(dtype: DType, count: Extent, built: Built) -> TensorSpec:
+    """A dense tensor of one dim, whose size is a formula of a kernel's symbols."""
+    n = _named(count, built)
+    return TensorSpec((n if isinstance(n, int) else Dim(n, evaluate(count, built.kernel.hints)),), (1,), to_torch(dtype))
 
 
-def _over(kernel: Kernel, ids: Sequence[int]) -> Built:
-    """A kernel whose buffers are these values: those that it does not use dropped, those that it writes last."""
+def _named(size: Extent, built: Built) -> Extent:
+    """A formula of a kernel's symbols by the names that these have in the graph."""
+    return substitute(size, lambda a: built.sizes[a] if isinstance(a, int) else None)
+
+
+def _over(step: Step, ids: Sequence[int], built: Built) -> Built:
+    """A step of `built` over these values: those that it does not use dropped, those that it writes last."""
+    kernel = step.kernel
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
     inputs = [k for k, b in enumerate(kernel.buffers) if b.access == "in" and k in used]
     outs = [k for k, b in enumerate(kernel.buffers) if b.access != "in"]
     kernel = with_buffers(kernel, [*inputs, *outs])
     found = tuple(ids[k] for k in inputs), tuple(ids[k] for k in outs)
-    return Built(kernel, structural_hash(kernel), *found, sharing(kernel))
+    return Built(kernel, structural_hash(kernel), *found, sharing(kernel), tuple(_named(s, built) for s in step.sizes))
 
 
 @kernel_pass("with_buffers")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fusewright.interface import CompileContext, DevicePolicy, Fragment, OpView, Region, TensorSpec, Value
+from fusewright.interface import CompileContext, DevicePolicy, Dim, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
+from fusewright.sizes.expr import Atom, Extent, NumberOf, SizeOf, substitute, symbol
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
 from fusewright.toolkit.fuse.eager import Alone, Condition, faster
 from fusewright.toolkit.fuse.group import Group, Grouper
@@ -16,12 +16,10 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.ir import IndexTooComplex, Kernel
 from fusewright.toolkit.lower.tables import rules_of, verdict
-from fusewright.toolkit.rules.evaluate import OFFSET, NotAligned
+from fusewright.toolkit.rules.evaluate import NotAligned
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Row, Rule
 from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
-
-_NAMES = re.compile(r"[A-Za-z_]\w*")
 
 POLICY = DevicePolicy()
 """Of a device about which nothing is known."""
@@ -296,7 +294,7 @@ class _Planner:
 
     def _launch(self, built: Built, ops: Sequence[OpView], updates: tuple[tuple[int, int], ...] = ()) -> Launch:
         self.out.kernels[built.hash] = built.kernel
-        sizes = tuple(self.sizes.source(s, built.inputs, ops) for s in built.kernel.symbols)
+        sizes = tuple(self.sizes.source(s, built.inputs, ops) for s in built.sizes)
         inputs = tuple(Ref(i) for i in built.inputs)
         ids = tuple(dict.fromkeys(op.id for op in ops))
         return Launch(built.hash, inputs, built.outs, sizes, (), built.inplace, updates, ids)
@@ -348,43 +346,42 @@ def kernel_name(units: Sequence[Unit]) -> str:
 
 
 class _Sizes:
-    """Where the values of size symbols come from at run time."""
+    """Where the values of sizes come from at run time."""
 
     def __init__(self, region: Region) -> None:
         self._specs: dict[int, TensorSpec] = {}
-        self._known: dict[str, object] = {}
+        self._known: dict[Atom, Extent] = {}
         for v in region.inputs:
-            if v.spec is None and v.dim is not None:
-                self._known.setdefault(v.dim.symbol, Ref(v.id))
+            if v.spec is None and v.dim is not None and v.dim.expr.atom is not None:
+                self._known.setdefault(v.dim.expr.atom, symbol(NumberOf(v.id)))
         for v in (*region.inputs, *(x for op in region.ops for x in (*op.inputs(), *op.outs))):
             if v.spec is not None:
                 self._specs[v.id] = v.spec
         for v in region.inputs:
-            for symbol, source in _dims(v):
-                self._known.setdefault(symbol, source)
+            for atom, source in _dims(v.id, v.spec):
+                self._known.setdefault(atom, source)
 
-    def source(self, symbol: str, inputs: Iterable[int], ops: Sequence[OpView]) -> object:
-        """What a launch gives for `symbol`: the size of one of its own inputs if that is it, else of the region's."""
+    def source(self, size: Extent, inputs: Iterable[int], ops: Sequence[OpView]) -> Extent:
+        """What a launch gives for a size: what its own inputs say of it, else the region's."""
+        own: dict[Atom, Extent] = {}
         for i in inputs:
-            spec = self._specs.get(i)
-            for name, source in _dims(Value(i, spec)) if spec is not None else ():
-                if name == symbol:
-                    return source
-        if symbol in self._known:
-            return self._known[symbol]
-        if symbol.startswith(OFFSET):
-            return "offset", Ref(int(symbol.removeprefix(OFFSET)))
-        names = [] if symbol.isidentifier() else _NAMES.findall(symbol)
-        if names and all(n in self._known for n in names):  # a formula, as `chunk_of` makes it
-            return "expr", _NAMES.sub("{}", symbol), tuple(self._known[n] for n in names)
-        raise Unplaceable(ops, f"no tensor has the size {symbol}")
+            for atom, source in _dims(i, self._specs.get(i)):
+                own.setdefault(atom, source)
+
+        def read(atom: Atom) -> Extent | None:
+            found = own.get(atom) or self._known.get(atom)
+            if found is None and isinstance(atom, str):
+                raise Unplaceable(ops, f"no tensor has the size {atom}")
+            return found
+
+        return substitute(size, read)
 
 
-def _dims(v: Value) -> Iterable[tuple[str, object]]:
-    if v.spec is not None:
-        for d, s in enumerate(v.spec.shape):
-            if not isinstance(s, int):
-                yield s.symbol, ("size", Ref(v.id), d)
+def _dims(value: int, spec: TensorSpec | None) -> Iterator[tuple[Atom, Extent]]:
+    """The sizes that a tensor tells."""
+    for d, s in enumerate(spec.shape if spec is not None else ()):
+        if isinstance(s, Dim) and s.expr.atom is not None:
+            yield s.expr.atom, symbol(SizeOf(value, d))
 
 
 def _ordered(items: list[_Item]) -> tuple[Instruction, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from fusewright.interface import TensorSpec, Value
+from fusewright.sizes.expr import values, with_values
 from fusewright.toolkit.fuse.build import Built, Root, Unit
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain
@@ -86,6 +87,8 @@ class KernelMemo:
         return _renumbered(found, ids)
 
     def put(self, key: Hashable, number: dict[int, int], built: Built) -> None:
+        if not number.keys() >= {i for s in built.sizes for i in values(s)}:
+            return  # a size is read off a value that the signature does not know
         with self._lock:
             self._found[key] = _renumbered(built, number)
             while len(self._found) > self._limit:
@@ -95,7 +98,8 @@ class KernelMemo:
 def _renumbered(built: Built, ids: Sequence[int] | Mapping[int, int]) -> Built:
     inputs, outs = (tuple(ids[i] for i in values) for values in (built.inputs, built.outs))
     checked, partly = (frozenset(ids[i] for i in values) for values in (built.checked, built.partly))
-    return Built(built.kernel, built.hash, inputs, outs, built.inplace, checked, partly)
+    sizes = tuple(with_values(s, ids) for s in built.sizes)
+    return Built(built.kernel, built.hash, inputs, outs, built.inplace, sizes, checked, partly)
 
 
 MEMO = KernelMemo()

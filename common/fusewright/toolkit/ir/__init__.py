@@ -1,7 +1,7 @@
 """Loop kernels: one small IR that all emitters print. `ir` describes it; start with `Builder`."""
 
 from fusewright.toolkit.ir.builder import Builder, Val
-from fusewright.toolkit.ir.extent import Extent, Poly, symbol
+from fusewright.toolkit.ir.extent import Extent, SizeExpr, symbol
 from fusewright.toolkit.ir.index import Index, IndexTooComplex
 from fusewright.toolkit.ir.interp import interpret
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Scalar, Stage, crosses
@@ -18,8 +18,8 @@ __all__ = [
     "Kernel",
     "KernelError",
     "Node",
-    "Poly",
     "Scalar",
+    "SizeExpr",
     "Stage",
     "Val",
     "crosses",

@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fusewright.sizes.expr import Apply
 from fusewright.toolkit.ir.checks import ANY_INDEX, MOST_SITES
-from fusewright.toolkit.ir.extent import Extent, symbol
+from fusewright.toolkit.ir.extent import Atom, Extent, symbol
 from fusewright.toolkit.ir.index import Index, Indirect, axis_index
-from fusewright.toolkit.ir.ir import Access, Buffer, Kernel, Node, Scalar
+from fusewright.toolkit.ir.ir import Access, Buffer, Kernel, Node, Scalar, used_symbols
 from fusewright.toolkit.ir.optable import OPS
 from fusewright.toolkit.ir.schedule import staged
 from fusewright.toolkit.ir.simplify import simplify_axes
+from fusewright.toolkit.ir.symbols import hint_of, numbered
 from fusewright.toolkit.ir.types import TYPES, DType
 from fusewright.toolkit.ir.verify import kernel_pass
 
@@ -102,19 +104,19 @@ class Val:
 
 
 class Builder:
-    """Records one kernel. `symbols` maps size symbols to the sizes seen when tracing; more may be added with
-    `size`."""
+    """Records one kernel. `symbols` maps what sizes mention, names mostly, to the sizes seen when tracing; more may be added
+    with `size`. In the kernel they are positions, in this order."""
 
     def __init__(
         self,
         name: str,
         p: Sequence[Extent] = (),
         r: Sequence[Extent] = (),
-        symbols: Mapping[str, int] | None = None,
+        symbols: Mapping[Atom, int] | Mapping[str, int] | None = None,
     ) -> None:
         self.name = name
         self.p, self.r = tuple(p), tuple(r)
-        self._hints: dict[str, int] = dict(symbols or {})
+        self._hints: dict[Atom, int] = dict(symbols.items()) if symbols else {}
         self._buffers: list[Buffer] = []
         self._scalars: list[Scalar] = []
         self.nodes: list[Node] = []
@@ -128,11 +130,15 @@ class Builder:
         sizes = self.p + self.r
         return [axis_index(a, sizes) for a in range(len(sizes))]
 
-    def size(self, name: str, hint: int = 1024) -> Extent:
-        """The size symbol `name`; launches give the values of symbols in the order in which they were first
-        named."""
-        self._hints.setdefault(name, hint)
-        return symbol(name)
+    @property
+    def symbols(self) -> tuple[Atom, ...]:
+        """What the kernel's size symbols stand for."""
+        return tuple(self._hints)
+
+    def size(self, atom: Atom, hint: int = 1024) -> Extent:
+        """The size symbol that stands for `atom`."""
+        self._hints.setdefault(atom, hint)
+        return symbol(atom)
 
     def buffer(self, name: str, dtype: DType, access: Access) -> int:
         """A tensor parameter; its number is the position among the launch's tensors."""
@@ -224,9 +230,14 @@ class Builder:
         return simplify_axes(scheduled(self))
 
     def recorded(self) -> Kernel:
-        """The kernel without stages."""
-        symbols, hints = tuple(self._hints), tuple(self._hints.values())
-        return Kernel(self.name, tuple(self._buffers), symbols, tuple(self._scalars), self.p, self.r, (), hints)
+        """The kernel without stages, its sizes in the words that they were given in."""
+        return Kernel(self.name, tuple(self._buffers), tuple(self._scalars), self.p, self.r, ())
+
+    def closed(self, kernel: Kernel) -> Kernel:
+        """The kernel with positions for what its sizes mention."""
+        for formula in (a for a in used_symbols(kernel) if isinstance(a, Apply)):
+            self._hints.setdefault(formula, hint_of(formula, self._hints))
+        return numbered(kernel, self.symbols, self._hints)
 
     def _index(self, index: Index | int) -> Index:
         return index if isinstance(index, Index) else Index(index, sizes=self.p + self.r)
@@ -251,4 +262,4 @@ class Builder:
 @kernel_pass("schedule", takes="values")
 def scheduled(builder: Builder) -> Kernel:
     """What a builder has recorded, in stages."""
-    return replace(builder.recorded(), stages=staged(builder.nodes, len(builder.p)))
+    return builder.closed(replace(builder.recorded(), stages=staged(builder.nodes, len(builder.p))))

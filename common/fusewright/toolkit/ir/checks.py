@@ -38,10 +38,10 @@ def error(kernel: Kernel, code: int, sizes: Sequence[int]) -> Exception:
     found = next((n for n in kernel.nodes() if n.op == "bound" and (n.value or 1) == site), None)
     if found is None or found.extent is None:
         return RuntimeError(f"{kernel.name} failed with code {code}")
-    return out_of_bounds(found.says, code >> 8, found.extent, dict(zip(kernel.symbols, sizes, strict=False)))
+    return out_of_bounds(found.says, code >> 8, found.extent, sizes)
 
 
-def out_of_bounds(says: str, index: int, size: Extent, symbols: dict[str, int]) -> Exception:
+def out_of_bounds(says: str, index: int, size: Extent, sizes: Sequence[int]) -> Exception:
     """The error for an index, in the words of a rule: "IndexError: index {index} is out of ... {size}"."""
     kind, _, text = (says or ANY_INDEX).partition(": ")
-    return _TYPES.get(kind, IndexError)(text.replace("{index}", str(index)).replace("{size}", str(evaluate(size, symbols))))
+    return _TYPES.get(kind, IndexError)(text.replace("{index}", str(index)).replace("{size}", str(evaluate(size, sizes))))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fusewright.toolkit.ir.extent import Extent, divide, nonnegative
+from fusewright.toolkit.ir.extent import Atom, Extent, divide, nonnegative, rename
 
 
 class IndexTooComplex(ValueError):
@@ -121,6 +121,23 @@ class Index:
             return self
         return replace(self, indirect=tuple(replace(i, value=ids[i.value]) for i in self.indirect))
 
+    def renamed(self, names: dict[Atom, Atom], sizes: tuple[Extent, ...]) -> Index:
+        """The index with its symbols under other names, over axes of these sizes."""
+        divmods = [
+            DivMod(
+                rename(d.stride, names), rename(d.offset, names), _renamed(d.coefs, names), rename(d.div, names),
+                None if d.mod is None else rename(d.mod, names),
+            )
+            for d in self.divmods
+        ]  # fmt: skip
+        return Index(
+            rename(self.offset, names),
+            _renamed(self.coefs, names),
+            tuple(sorted(divmods, key=repr)),
+            tuple(Indirect(rename(i.stride, names), i.value) for i in self.indirect),
+            sizes,
+        )
+
     def substitute(self, axes: Sequence[Index], sizes: tuple[Extent, ...]) -> Index:
         """The index after every axis `a` is replaced by `axes[a]` (over new axes with `sizes`)."""
         out = Index(self.offset, (), (), self.indirect, sizes)
@@ -138,6 +155,10 @@ class Index:
 def axis_index(axis: int, sizes: tuple[Extent, ...]) -> Index:
     """The index that is `axis` itself; 0 for an axis of size 1."""
     return Index(sizes=sizes) if sizes[axis] == 1 else Index(coefs=((axis, 1),), sizes=sizes)
+
+
+def _renamed(coefs: Coefs, names: dict[Atom, Atom]) -> Coefs:
+    return tuple((a, rename(c, names)) for a, c in coefs)
 
 
 def _merge(coefs: Coefs) -> Coefs:

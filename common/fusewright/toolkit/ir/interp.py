@@ -34,7 +34,7 @@ def interpret(
     for t, b in zip(buffers, kernel.buffers, strict=True):
         if t.dtype != to_torch(b.dtype):
             raise TypeError(f"{kernel.name}: {b.name} is {b.dtype}, not {t.dtype}")
-    _Run(kernel, buffers, dict(zip(kernel.symbols, sizes, strict=True)), scalars, exact).run()
+    _Run(kernel, buffers, sizes, scalars, exact).run()
 
 
 class _Run:
@@ -42,7 +42,7 @@ class _Run:
         self,
         kernel: Kernel,
         buffers: Sequence[torch.Tensor],
-        sizes: dict[str, int],
+        sizes: Sequence[int],
         scalars: Sequence[int | float | bool],
         exact: bool,
     ) -> None:

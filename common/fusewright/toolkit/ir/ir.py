@@ -2,7 +2,7 @@
 
 A kernel runs over the points of a domain: parallel axes P (any order, any thread) and row axes R (in order,
 within one point of P). Axes are numbered P first, then R; sizes are ints or polynomials over size symbols
-(`extent`). The body is a list of stages:
+(`extent`). Symbols are positions: what they stand for is said by a launch. The body is a list of stages:
 
     for p in P:                      # parallel
         stage over "P":  nodes run once for this p
@@ -50,7 +50,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fusewright.toolkit.ir.extent import Extent, evaluate, symbols
+from fusewright.toolkit.ir.extent import Atom, Extent, atoms, evaluate
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.optable import OPS
 from fusewright.toolkit.ir.types import DType
@@ -110,17 +110,21 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """See the module. `hints` are sizes seen when tracing, one per symbol; they steer code choice only and
-    are not hashed."""
+    """See the module. `hints` are sizes seen when tracing, one for each size symbol, whose number is its position; they
+    steer code choice only and are not hashed."""
 
     name: str
     buffers: tuple[Buffer, ...]
-    symbols: tuple[str, ...]
     scalars: tuple[Scalar, ...]
     p: tuple[Extent, ...]
     r: tuple[Extent, ...]
     stages: tuple[Stage, ...]
     hints: tuple[int, ...] = ()
+
+    @property
+    def symbols(self) -> range:
+        """The size symbols: positions among the sizes of a launch."""
+        return range(len(self.hints))
 
     @property
     def sizes(self) -> tuple[Extent, ...]:
@@ -135,11 +139,6 @@ class Kernel:
     def node_map(self) -> dict[int, Node]:
         """Nodes by id."""
         return {n.id: n for n in self.nodes()}
-
-    def size_hints(self) -> dict[str, int]:
-        """Symbol -> size seen when tracing (1024 when nobody said)."""
-        hints = self.hints or (1024,) * len(self.symbols)
-        return dict(zip(self.symbols, hints, strict=True))
 
     def axes_of(self) -> dict[int, frozenset[int]]:
         """Axes on which each value depends. A reduction depends on none of R."""
@@ -186,9 +185,9 @@ def extents_of(kernel: Kernel) -> Iterator[Extent]:
             yield from n.index.extents()
 
 
-def used_symbols(kernel: Kernel) -> frozenset[str]:
-    """Names of the size symbols that the kernel mentions."""
-    return frozenset().union(*(symbols(e) for e in extents_of(kernel)))
+def used_symbols(kernel: Kernel) -> tuple[Atom, ...]:
+    """The size symbols that the kernel mentions, in the order of first use."""
+    return tuple(dict.fromkeys(a for e in extents_of(kernel) for a in atoms(e)))
 
 
 def cost(n: Node) -> int:
@@ -211,7 +210,7 @@ def crosses(kernel: Kernel, least: int = 16) -> bool:
     """Whether a kernel without rows stores along one axis and loads along another, both of `least` points or more."""
     if kernel.r:
         return False
-    hints = kernel.size_hints()
+    hints = kernel.hints
     for v, size in enumerate(kernel.p):
         stores = [n.index for n in kernel.nodes() if n.op == "store"]
         if all(ix is not None and ix.stride_of(v) == 1 for ix in stores):

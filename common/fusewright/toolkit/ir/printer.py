@@ -1,6 +1,6 @@
 """Kernels as text, one line per value:
 
-kernel softmax(x: f32 in, y: f32 out; n) over p0<n> x r0<768>
+kernel softmax(x: f32 in, y: f32 out; s0) over p0<s0> x r0<768>
   row:
     %0: f32 = load x[768*p0 + r0]
     %1: f32 = reduce.max %0
@@ -17,7 +17,7 @@ def to_text(kernel: Kernel) -> str:
     """The kernel, readable. Equal text (names aside) means equal kernels."""
     params = [f"{b.name}: {b.dtype} {b.access}" for b in kernel.buffers]
     params += [f"{s.name}: {s.dtype}" for s in kernel.scalars]
-    head = ", ".join(params) + (f"; {', '.join(kernel.symbols)}" if kernel.symbols else "")
+    head = ", ".join(params) + (f"; {', '.join(f's{k}' for k in kernel.symbols)}" if kernel.symbols else "")
     names = axis_names(kernel)
     domain = " x ".join(f"{n}<{s}>" for n, s in zip(names, kernel.sizes, strict=True)) or "one point"
     lines = [f"kernel {kernel.name}({head}) over {domain}"]

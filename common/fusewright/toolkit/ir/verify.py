@@ -9,7 +9,7 @@ from functools import cached_property, update_wrapper
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from fusewright.forms.spec import FormError, Pass, Rule, Spec
-from fusewright.toolkit.ir.extent import symbols
+from fusewright.toolkit.ir.extent import atoms
 from fusewright.toolkit.ir.ir import Kernel, Node, used_symbols
 from fusewright.toolkit.ir.optable import ACCUMULATE, OPS, REDUCTIONS, SCANS
 from fusewright.toolkit.ir.printer import node_text
@@ -71,10 +71,8 @@ def _each(check: NodeCheck, *ops: str) -> Callable[[Facts], Iterator[str]]:
 
 def _parameters(f: Facts) -> Iterator[str]:
     k = f.kernel
-    if unknown := used_symbols(k) - set(k.symbols):
-        yield f"unknown size symbols {sorted(unknown)}"
-    if k.hints and len(k.hints) != len(k.symbols):
-        yield f"{len(k.hints)} hints for {len(k.symbols)} symbols"
+    if unknown := set(used_symbols(k)) - set(k.symbols):
+        yield f"unknown size symbols {', '.join(sorted(map(str, unknown)))}"
     for s in k.scalars:
         if s.dtype not in ("f32", "f64", "i64", "bool"):
             yield f"scalar {s.name} of type {s.dtype}"
@@ -232,7 +230,7 @@ def _bound(f: Facts, n: Node) -> Iterator[str]:
         yield "takes an i64"
     if len(n.args) == 2 and f.arg(n, 1).dtype != "bool":
         yield "the mask must be bool"
-    if n.extent is not None and not symbols(n.extent) <= set(f.kernel.symbols):
+    if n.extent is not None and not set(atoms(n.extent)) <= set(f.kernel.symbols):
         yield "unknown symbol"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fusewright.interface import OpView
 from fusewright.toolkit.ir import Index, Val
-from fusewright.toolkit.ir.extent import Extent, evaluate, nonnegative, symbols
+from fusewright.toolkit.ir.extent import Extent, SizeExpr, evaluate, nonnegative
 from fusewright.toolkit.ir.types import TYPES, DType, from_torch, to_torch
 from fusewright.toolkit.lower import messages
 from fusewright.toolkit.lower.movement import index_places, indexed, integer_indices, out_type
@@ -313,7 +313,7 @@ def _clear_strides(op: OpView) -> str | None:
         return "a tensor whose elements share memory"
     steps = [(number(s), number(n)) for s, n in zip(op.arg("stride"), op.arg("size"), strict=True)]
     real = [(s, n) for s, n in reversed(steps) if n != 1]
-    if not any(symbols(s) for s, _ in real):
+    if not any(isinstance(s, SizeExpr) for s, _ in real):
         real.sort(key=lambda pair: evaluate(pair[0], {}))
     reach: Extent = 0
     for step, n in real:

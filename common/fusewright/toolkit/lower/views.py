@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fusewright.interface import Dim, OpView, Value
+from fusewright.sizes.expr import names
 from fusewright.toolkit.ir import Index
-from fusewright.toolkit.ir.extent import Extent, symbols
+from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.rules.kinds import Table, View
 from fusewright.toolkit.rules.space import At, extent, shape_of
 
@@ -59,7 +60,7 @@ def static_start(op: OpView) -> str | None:
         return "the start or step of the slice is symbolic"
     start = op.arg("start") or 0
     size = op.arg("self").spec.shape[dim_of(op)]
-    unknown = not isinstance(size, int) and any(s.startswith("u") for s in symbols(extent(size)))
+    unknown = not isinstance(size, int) and any(s.startswith("u") for s in names(extent(size)))
     return "a start from the end of a size that tracing did not know" if unknown and start < 0 else None
 
 

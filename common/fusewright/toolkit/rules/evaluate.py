@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.sizes.expr import OffsetOf
 from fusewright.toolkit.ir import Builder, Index, Val
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import TYPES, DType, compute_type, from_torch
@@ -19,9 +20,6 @@ from fusewright.toolkit.rules.coverage import covers
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, View
 from fusewright.toolkit.rules.space import At, Part, extent, is_contiguous, product, shape_of, stride_of
-
-OFFSET = "offset of "
-"""A size symbol that begins so is where the tensor of that value begins in its storage."""
 
 SAME_START = frozenset({"view", "reshape", "alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"})
 """Views that begin where their argument does."""
@@ -158,7 +156,7 @@ class KernelEvaluator:
         """Where a tensor begins in its storage, in elements: 0 for what kernels make."""
         made = self.flow.producer.get(v.id)
         if made is None:
-            return self.b.size(f"{OFFSET}{v.id}", 0)
+            return self.b.size(OffsetOf(v.id), 0)
         if not self.flow.is_view(made[0]):
             return 0
         if made[0].op not in SAME_START:

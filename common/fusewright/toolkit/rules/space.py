@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fusewright.interface import Dim, Size, TensorSpec, hint
-from fusewright.toolkit.ir.extent import Extent, divide, symbol
+from fusewright.sizes.expr import Apply, Atom, SizeExpr, substitute
+from fusewright.toolkit.ir.extent import Extent, divide
 from fusewright.toolkit.ir.index import Index, IndexTooComplex, axis_index
 
 Shape = tuple[Extent, ...]
@@ -18,69 +18,32 @@ class ShapeMismatch(ValueError):
     """Symbolic shapes that cannot be told to fit together: the op is left to eager."""
 
 
-@lru_cache(4096)
-def parse_size(text: str) -> Extent:
-    """The polynomial that a symbolic size is, such as "s0*4 + 1"; one opaque symbol when it is none."""
-    try:
-        return _polynomial(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError):
-        return symbol(text)
-
-
-def _polynomial(node: ast.expr) -> Extent:
-    match node:
-        case ast.Name(id=name):
-            return symbol(name)
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=a):
-            return _polynomial(a) * -1
-        case ast.BinOp(left=a, op=ast.Add(), right=b):
-            return _polynomial(a) + _polynomial(b)
-        case ast.BinOp(left=a, op=ast.Sub(), right=b):
-            return _polynomial(a) - _polynomial(b)
-        case ast.BinOp(left=a, op=ast.Mult(), right=b):
-            return _polynomial(a) * _polynomial(b)
-        case ast.BinOp(left=a, op=ast.Pow(), right=ast.Constant(value=int() as n)) if 0 < n < 8:
-            base = out = _polynomial(a)
-            for _ in range(n - 1):
-                out = out * base
-            return out
-    raise ValueError("not a polynomial")
-
-
-class _NoMax(ast.NodeTransformer):
-    """`Max(1, n)` as `n`."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        match self.generic_visit(node):
-            case ast.Call(func=ast.Name(id="Max"), args=[ast.Constant(value=1), n]):
-                return n
-        return node
-
-
-@lru_cache(4096)
-def parse_stride(text: str) -> Extent:
-    """As `parse_size`. Torch takes empty dims for one element long, which matters to no element that exists."""
-    try:
-        return parse_size(ast.unparse(_NoMax().visit(ast.parse(text.strip(), mode="eval"))))
-    except SyntaxError:
-        return symbol(text)
-
-
 def extent(size: Size) -> Extent:
     """A size of the interface as an extent of kernels."""
-    return parse_size(size.symbol) if isinstance(size, Dim) else int(size)
+    return size.expr if isinstance(size, Dim) else int(size)
+
+
+def step_of(stride: Size) -> Extent:
+    """A stride as an extent. Torch takes empty dims for one element long, which matters to no element that exists."""
+    return substitute(stride.expr, _without_max) if isinstance(stride, Dim) else int(stride)
+
+
+def _without_max(atom: Atom) -> Extent | None:
+    """`n` for `Max(1, n)`."""
+    match atom:
+        case Apply(function="Max", args=(1, int() | SizeExpr() as n)):
+            return substitute(n, _without_max)
+    return None
 
 
 @lru_cache(4096)
 def shape_of(spec: TensorSpec) -> Shape:
-    return tuple(extent(s) for s in spec.shape)
+    return tuple(map(extent, spec.shape))
 
 
 @lru_cache(4096)
 def stride_of(spec: TensorSpec) -> Shape:
-    return tuple(parse_stride(s.symbol) if isinstance(s, Dim) else int(s) for s in spec.stride)
+    return tuple(map(step_of, spec.stride))
 
 
 @lru_cache(4096)

@@ -15,9 +15,10 @@ from fusewright.interface import Splits
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.index import axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
+from fusewright.toolkit.ir.symbols import Step, step
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.ir.verify import kernel_pass
-from fusewright.toolkit.transform.split import chunk_of, done, guarded, linear, with_chunk
+from fusewright.toolkit.transform.split import chunk_of, guarded, linear
 from fusewright.toolkit.transform.split_columns import SPLITS, Steps
 
 
@@ -25,19 +26,17 @@ from fusewright.toolkit.transform.split_columns import SPLITS, Steps
 def split_scan(kernel: Kernel, splits: Splits = SPLITS) -> Steps | None:
     """The three steps; None where the kernel is not of that kind: few points, a long row, and one row stage with a
     single sum of integers along it."""
-    hints, n_p = kernel.size_hints(), len(kernel.p)
+    n_p = len(kernel.p)
     rows = [s for s in kernel.stages if s.over == "PR"]
     scans = [n for n in kernel.nodes() if n.op == "scan"]
     if len(scans) != 1 or len(rows) != 1 or scans[0].how != "sum" or TYPES[scans[0].dtype].kind != "int":
         return None
     if any(n.op == "reduce" or n.keep or _ordered(n) for n in kernel.nodes()):
         return None
-    seen = [evaluate(s, hints) for s in kernel.sizes]
+    seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
     if not 0 < math.prod(seen[:n_p]) <= splits.few_points or seen[n_p] < splits.long_row:
         return None
-    parts = splits.scan_parts
-    chunk = chunk_of(kernel, parts)
-    return None if chunk is None else _Scan(with_chunk(kernel, chunk, parts), scans[0], parts, chunk).run()
+    return _Scan(kernel, scans[0], splits.scan_parts, chunk_of(kernel, splits.scan_parts)).run()
 
 
 def _ordered(n: Node) -> bool:
@@ -64,10 +63,10 @@ class _Scan:
 
     def run(self) -> Steps:
         t = self.scan.dtype
-        kernels = (self._counted(), self._begun(), self._placed())
-        return Steps(kernels, ((t, self.points * self.parts), (t, self.points * self.parts)))
+        steps = (self._counted(), self._begun(), self._placed())
+        return Steps(steps, ((t, self.points * self.parts), (t, self.points * self.parts)))
 
-    def _counted(self) -> Kernel:
+    def _counted(self) -> Step:
         """How much each part adds."""
         wanted = self._needed(self.scan.args[0])
         total = Node(next(self.fresh), "reduce", self.scan.dtype, self.scan.args, how="sum")
@@ -77,7 +76,7 @@ class _Scan:
         after = Node(next(self.fresh), "store", total.dtype, (total.id,), self.place, self.counts)
         return self._kernel("counts", [*stages[: row + 1], Stage("P", (after,))], self.sizes)
 
-    def _begun(self) -> Kernel:
+    def _begun(self) -> Step:
         """What all parts before each one add."""
         n_p, t = len(self.kernel.p), self.scan.dtype
         sizes: tuple[Extent, ...] = (*self.kernel.p, self.parts)
@@ -91,7 +90,7 @@ class _Scan:
         )
         return self._kernel("starts", [Stage("PR", row)], sizes, n_p)
 
-    def _placed(self) -> Kernel:
+    def _placed(self) -> Step:
         """The kernel itself, for each part from its own start on."""
         start = Node(next(self.fresh), "load", self.scan.dtype, (), self.place, self.starts)
         within = replace(self.scan, id=next(self.fresh))
@@ -122,7 +121,7 @@ class _Scan:
         types = {n.id: n.dtype for n in (*self.kernel.nodes(), *row)}
         return tuple(guarded(row, self.axes[len(self.kernel.p)], size, types, self.fresh))
 
-    def _kernel(self, what: str, stages: list[Stage], sizes: tuple[Extent, ...], n_p: int | None = None) -> Kernel:
+    def _kernel(self, what: str, stages: list[Stage], sizes: tuple[Extent, ...], n_p: int | None = None) -> Step:
         stored = {n.buffer for s in stages for n in s.nodes if n.op == "store"}
         extra = [Buffer("counts", self.scan.dtype), Buffer("starts", self.scan.dtype)]
         buffers = [
@@ -130,7 +129,7 @@ class _Scan:
         ]
         cut = len(self.kernel.p) + 1 if n_p is None else n_p
         kept = tuple(s for s in stages if s.nodes)
-        return done(
+        return step(
             replace(
                 self.kernel, name=f"{self.kernel.name}_{what}", buffers=tuple(buffers), p=sizes[:cut], r=sizes[cut:],
                 stages=kept,

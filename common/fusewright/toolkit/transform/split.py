@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fusewright.interface import Splits
-from fusewright.toolkit.ir.extent import Extent, evaluate, product, symbol, symbols
+from fusewright.toolkit.ir.extent import Extent, apply, evaluate, product
 from fusewright.toolkit.ir.index import Index, Indirect, axis_index
-from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage, used_symbols
-from fusewright.toolkit.ir.simplify import in_order, simplify_axes
+from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
+from fusewright.toolkit.ir.symbols import Step, step
 from fusewright.toolkit.ir.types import TYPES, DType
 from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.moments import without_moments
@@ -33,19 +33,19 @@ class Split:
     on all buffers of the kernel and then the partial results. `partials` are their types and element counts.
     """
 
-    first: Kernel
+    first: Step
     first_buffers: tuple[int, ...]
-    second: Kernel
+    second: Step
     partials: tuple[tuple[DType, Extent], ...]
 
 
-@kernel_pass("split_rows", made=lambda s: () if s is None else (s.first, s.second))
+@kernel_pass("split_rows", made=lambda s: () if s is None else (s.first.kernel, s.second.kernel))
 def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
     """The two steps, or None when the kernel is not of that kind: few points, a long row, and one row stage that holds
     nothing but mergeable reductions."""
     kernel = without_moments(kernel)
-    hints, n_p = kernel.size_hints(), len(kernel.p)
-    seen = [evaluate(s, hints) for s in kernel.sizes]
+    n_p = len(kernel.p)
+    seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
     rows = [k for k, s in enumerate(kernel.stages) if s.over == "PR"]
     if len(rows) != 1:
         return None
@@ -56,9 +56,9 @@ def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
     stage = kernel.stages[rows[0]]
     reductions = [n for n in stage.nodes if n.op == "reduce"]
     plain = not any(n.op in ("store", "scan", "bound") or n.keep for n in stage.nodes)
-    if chunk is None or not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
+    if not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
         return None
-    first, used = _first(with_chunk(kernel, chunk, parts), rows[0], reductions, parts, chunk)
+    first, used = _first(kernel, rows[0], reductions, parts, chunk)
     second = _second(kernel, rows[0], reductions, parts)
     points = product(kernel.p)
     types = {n.id: n.dtype for n in kernel.nodes()}
@@ -67,24 +67,11 @@ def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
     return Split(first, used, second, tuple(partials))
 
 
-def chunk_of(kernel: Kernel, parts: int) -> Extent | None:
-    """Steps of the first row axis that one part takes; a symbol whose name is the formula where the size is symbolic.
-    None where such a size is no formula of named sizes."""
+def chunk_of(kernel: Kernel, parts: int) -> Extent:
+    """Steps of the first row axis that one part takes."""
     size = kernel.sizes[len(kernel.p)]
-    line = LINE if evaluate(size, kernel.size_hints()) >= 16 * LINE * parts else 1
-    if isinstance(size, int):
-        return -(-size // (parts * line)) * line
-    if not all(s.isidentifier() for s in symbols(size)):
-        return None
-    return symbol(f"({size}+{parts * line - 1})//{parts * line}") * line
-
-
-def with_chunk(kernel: Kernel, chunk: Extent, parts: int) -> Kernel:
-    """The kernel with the symbol that `chunk` is, if it is one."""
-    new = sorted(symbols(chunk) - set(kernel.symbols))
-    seen = evaluate(kernel.sizes[len(kernel.p)], kernel.size_hints())
-    hints = (*kernel.size_hints().values(), *(max(1, seen // parts) for _ in new))
-    return replace(kernel, symbols=(*kernel.symbols, *new), hints=hints) if new else kernel
+    line = LINE if evaluate(size, kernel.hints) >= 16 * LINE * parts else 1
+    return apply("FloorDiv", size + (parts * line - 1), parts * line) * line
 
 
 def _is_position(n: Node) -> bool:
@@ -101,7 +88,7 @@ def linear(n_axes: int, sizes: tuple[Extent, ...], shape: tuple[Extent, ...], sk
 
 def _first(
     kernel: Kernel, at: int, reductions: list[Node], parts: int, chunk: Extent
-) -> tuple[Kernel, tuple[int, ...]]:
+) -> tuple[Step, tuple[int, ...]]:
     """Partial results: `parts` joins P, the first row axis becomes its chunk."""
     old, n_p = kernel.sizes, len(kernel.p)
     sizes: tuple[Extent, ...] = (parts, *old[:n_p], chunk, *old[n_p + 1 :])
@@ -138,7 +125,7 @@ def _first(
         r=sizes[n_p + 1 :],
         stages=(*before, Stage("PR", tuple(row)), Stage("P", tuple(after))),
     )
-    return done(first), used
+    return step(first), used
 
 
 def guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
@@ -211,7 +198,7 @@ def identity(how: str, dtype: DType) -> float | int | bool:
     return {"sum": 0, "prod": 1, "max": low, "min": high}[how]
 
 
-def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Kernel:
+def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Step:
     """The row stage becomes one over the parts; everything else stays."""
     n_p, points = len(kernel.p), product(kernel.p)
     sizes: tuple[Extent, ...] = (*kernel.p, parts)
@@ -238,12 +225,4 @@ def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Kern
     stages[at : at + 1] = [Stage("PR", tuple(row)), *([Stage("P", tuple(after))] if after else [])]
     partials = [types[r.args[0]] for r in reductions] + ["i64" for r in reductions if _is_position(r)]
     buffers = [*kernel.buffers, *(Buffer(f"part{k}", t, "in") for k, t in enumerate(partials))]
-    return done(replace(kernel, name=f"{kernel.name}_total", buffers=tuple(buffers), r=(parts,), stages=tuple(stages)))
-
-
-def done(kernel: Kernel) -> Kernel:
-    """In normal form, with values in order and the size symbols that it uses."""
-    kernel = in_order(simplify_axes(kernel))
-    used, hints = used_symbols(kernel), kernel.size_hints()
-    names = tuple(s for s in kernel.symbols if s in used)
-    return replace(kernel, symbols=names, hints=tuple(hints[s] for s in names))
+    return step(replace(kernel, name=f"{kernel.name}_total", buffers=tuple(buffers), r=(parts,), stages=tuple(stages)))

@@ -17,7 +17,7 @@ from fusewright.interface import Splits
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.index import Index, axis_index
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Stage
-from fusewright.toolkit.ir.simplify import in_order, simplify_axes
+from fusewright.toolkit.ir.symbols import Step, step
 from fusewright.toolkit.ir.types import DType
 from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.transform.moments import without_moments
@@ -29,19 +29,23 @@ FREE = ("const", "scalar")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Run `kernels` in order, each on all buffers of the kernel and then the temporaries, which are given by type and
+    """Run `steps` in order, each on all buffers of the kernel and then the temporaries, which are given by type and
     element count. What a kernel does not use is marked as an input of it."""
 
-    kernels: tuple[Kernel, ...]
+    steps: tuple[Step, ...]
     temporaries: tuple[tuple[DType, Extent], ...]
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(s.kernel for s in self.steps)
 
 
 def few_columns(kernel: Kernel, splits: Splits = SPLITS) -> bool:
     """Whether rows run across memory, are long, and there are too few of them for the workers of a device."""
-    hints, n_p = kernel.size_hints(), len(kernel.p)
+    n_p = len(kernel.p)
     if not kernel.r or not n_p:
         return False
-    sizes = [evaluate(s, hints) for s in kernel.sizes]
+    sizes = [evaluate(s, kernel.hints) for s in kernel.sizes]
     points, row = math.prod(sizes[:n_p]), math.prod(sizes[n_p:])
     if not 0 < points <= splits.few_columns or row < splits.column_rows or points * row < splits.column_elements:
         return False
@@ -156,11 +160,11 @@ class _Apart:
         stages = (Stage("P", tuple(moved)),)
         return replace(self.kernel, name=f"{self.kernel.name}_{what}", p=sizes, r=(), stages=stages)
 
-    def _complete(self, kernel: Kernel) -> Kernel:
+    def _complete(self, kernel: Kernel) -> Step:
         """The kernel with the temporaries among its buffers, in normal form."""
         stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
         buffers = list(self.kernel.buffers)
         for i in sorted(self.temporaries, key=self.temporaries.__getitem__):
             buffers.append(Buffer(f"t{self.temporaries[i]}", self.by_id[i].dtype))
         given = tuple(replace(b, access="out" if k in stored else "in") for k, b in enumerate(buffers))
-        return in_order(simplify_axes(replace(kernel, buffers=given)))
+        return step(replace(kernel, buffers=given))

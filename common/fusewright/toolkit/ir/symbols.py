@@ -1,0 +1,66 @@
+"""Symbols of a kernel are positions: what they stand for is said apart, by whoever launches it.
+
+While a kernel is built or changed its extents may mention any atom: names, formulas of its own symbols. `close` numbers
+them, in the order in which the kernel mentions them, so that equal kernels are equal whatever their sizes are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fusewright.toolkit.ir.extent import Atom, Extent, evaluate, rename, symbol
+from fusewright.toolkit.ir.ir import Kernel, Node, Stage, used_symbols
+from fusewright.toolkit.ir.simplify import in_order, simplify_axes
+
+GUESS = 1024
+"""The hint of a symbol of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A kernel made of another one. `sizes` are what its symbols stand for: formulas over the other one's symbols."""
+
+    kernel: Kernel
+    sizes: tuple[Extent, ...]
+
+
+def step(kernel: Kernel) -> Step:
+    """A changed kernel in normal form, with values in order and symbols of its own."""
+    closed, stand_for = close(kernel, dict(enumerate(kernel.hints)))
+    normal = in_order(simplify_axes(closed))
+    renumbered, kept = close(normal, dict(enumerate(normal.hints)))
+    return Step(renumbered, tuple(symbol(stand_for[k]) for k in kept if isinstance(k, int)))
+
+
+def close(kernel: Kernel, hints: Mapping[Atom, int]) -> tuple[Kernel, tuple[Atom, ...]]:
+    """The kernel with positions for what it mentions, and what these stand for."""
+    order = used_symbols(kernel)
+    return numbered(kernel, order, hints), order
+
+
+def numbered(kernel: Kernel, order: Sequence[Atom], hints: Mapping[Atom, int]) -> Kernel:
+    """The kernel with their positions in `order` for atoms."""
+    if not order:
+        return kernel if not kernel.hints else replace(kernel, hints=())
+    seen = tuple(hint_of(a, hints) for a in order)
+    names: dict[Atom, Atom] = {a: k for k, a in enumerate(order)}
+    if all(a == k for a, k in names.items()):
+        return kernel if kernel.hints == seen else replace(kernel, hints=seen)
+    sizes = tuple(rename(e, names) for e in kernel.sizes)
+
+    def move(n: Node) -> Node:
+        index = None if n.index is None else n.index.renamed(names, sizes)
+        return replace(n, index=index, extent=None if n.extent is None else rename(n.extent, names))
+
+    stages = tuple(Stage(s.over, tuple(move(n) for n in s.nodes)) for s in kernel.stages)
+    n_p = len(kernel.p)
+    return replace(kernel, p=sizes[:n_p], r=sizes[n_p:], stages=stages, hints=seen)
+
+
+def hint_of(a: Atom, hints: Mapping[Atom, int]) -> int:
+    """The size seen when tracing, of a symbol or a formula."""
+    try:
+        return evaluate(symbol(a), hints)
+    except (KeyError, ArithmeticError):
+        return GUESS
