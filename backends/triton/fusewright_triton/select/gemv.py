@@ -181,7 +181,7 @@ class _Sums:
         return out
 
     def scaled(self, x: Value, m: int, k: int) -> _Scaled:
-        """`x` without its factors, if nobody but opened products wants it with them."""
+        """`x` without its factors, if nobody but products of few rows wants it with them."""
         found = _Scaled(x)
         passed: list[Value] = []
         while (op := self.producer(found.base)) is not None:
@@ -217,7 +217,7 @@ class _Sums:
         return None
 
     def _only_for_products(self, v: Value, inside: set[int]) -> bool:
-        """Whether all that reads a value are opened products, and what leads to them."""
+        """Whether all that reads a value are products of few rows, and what leads to them."""
         return not self.graph.escapes(v) and all(
             u.id in self.products or u.out.id in inside or (u.op in SHAPED and self._only_for_products(u.out, inside))
             for u in self.graph.users(v)
