@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from fusewright.interface import DevicePolicy, OpView, Splits
@@ -65,3 +67,20 @@ CPU = DevicePolicy(
     call_seconds=3e-6,
 )
 """Speeds are those of two server cores."""
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Numbers of the formula that makes loops of a kernel, fitted on one machine. Others start from them too: there is no
+    library's call to stay with."""
+
+    source: str
+    block: int
+    """Elements of a vectorised parallel axis in one work item."""
+    tile: int
+    """Tiles, along either axis, of one work item."""
+    grain: int
+    """Lane-instructions for which a second thread is worth waking (about 3 us of one core)."""
+
+
+LOOPS = Loops(ZEN5, block=1024, tile=8, grain=150_000)

@@ -13,9 +13,7 @@ from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright_cpu.emit.attention import Attention
 from fusewright_cpu.run.jit import compile_kernels
-
-PACKED_GAIN = 1.04
-"""A packed copy of a weight doubles its memory, so it must be this much faster than the weight as it is."""
+from fusewright_onednn.target import FITTED
 
 PROXY_FLOPS = 8e8
 """Products above this are measured on fewer columns: a candidate should take no more than a few
@@ -70,10 +68,6 @@ class Product:
         return Product(self.m, self.k, max(64, int(most) // 64 * 64), self.dtype, self.bias, self.x_rows, self.w_rows)
 
 
-COPY = 1.5
-"""Time of a kernel that transposes a matrix, in plain copies of it."""
-
-
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> str:
     """ "aten", "dense", "packed" or "copied", among `forms`. "aten" is what eager calls (MKL for fp32); "copied" is dense
     on a transposed x that a kernel has copied to rows, which oneDNN's own copy takes several times as long for."""
@@ -95,11 +89,11 @@ def _linear_thunk(p: Product, form: str, columns: int = 0) -> Callable[[], Thunk
         if form == "dense":
             return lambda: torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
         if form == "copied":
-            part = x.view(-1)[: max(1, int(COPY * x.numel() * p.n / max(columns, p.n)))]
+            part = x.view(-1)[: max(1, int(FITTED.copy * x.numel() * p.n / max(columns, p.n)))]
             target = torch.empty_like(part)
             return lambda: (target.copy_(part), torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""))
         packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
-        return penalised(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), PACKED_GAIN)
+        return penalised(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), FITTED.packed_gain)
 
     return make
 

@@ -27,6 +27,7 @@ from fusewright_onednn import choices, patterns, sums
 from fusewright_onednn.choices import Product
 from fusewright_onednn.left_behind import SHAPES
 from fusewright_onednn.patterns import is_packed, other_of, post_op, posts
+from fusewright_onednn.target import FITTED
 
 OpCode: TypeAlias = Callable[[Match, Builder], None]
 
@@ -37,9 +38,6 @@ CONV = "mkldnn::_convolution_pointwise.default"
 CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
 
-SMALL_PRODUCT = 1 << 15
-"""Multiplications below which a bf16 product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is more than
-it takes."""
 
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
 """Types of attention masks that our kernel reads."""
@@ -117,7 +115,7 @@ def linear_form(op: OpView, b: Builder) -> str:
     product = product_of(op)
     x, w, _ = _operands(op)
     if not _spec(x).static:  # oneDNN makes code for each number of rows, and keeps it; in fp32, eager's library does not
-        small = product.m * product.k * product.n < SMALL_PRODUCT
+        small = product.m * product.k * product.n < FITTED.small_product
         return "aten" if small or product.dtype is torch.float32 else "dense"
     prepack = b.ctx.options["prepack"]
     if prepack != "always" and not SHAPES.admit(product.key, b.owner):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from fusewright.reference import Interp
 from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright_cpu import llvm_loader
+from fusewright_cpu.policy import CPU, LOOPS
+from fusewright_onednn.target import FITTED
 from tests.fragments import Context, Sketch
 from tests.plugin_example.fusewright_example.backend import Example
 
@@ -92,6 +96,14 @@ def test_kernels_for_the_host_bring_the_hosts_policy() -> None:
     policy = Outside().policy()
     assert policy.arena and policy.count_workers() == torch.get_num_threads() and policy.eager
     assert Example().policy() == DevicePolicy()
+
+
+@pytest.mark.parametrize("source", [*(row.source for row in CPU.eager), LOOPS.source, FITTED.source])
+def test_what_was_fitted_on_one_machine_says_on_which(source: str) -> None:
+    machine, day, *_ = source.split(", ")
+    assert machine and re.fullmatch(r"20\d\d-\d\d-\d\d", day)
+    found = re.findall(r"docs/\S+", source)
+    assert found and all((Path(__file__).parents[3] / page).is_file() for page in found)
 
 
 def test_a_backend_whose_code_has_no_threads_keeps_its_plans_when_they_change() -> None:

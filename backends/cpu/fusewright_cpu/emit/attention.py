@@ -16,9 +16,9 @@ from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.math import exp2
 from fusewright_cpu.emit.pointwise import cast, to_bf16
-from fusewright_cpu.emit.strategy import GRAIN
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
 from fusewright_cpu.emit.tiles import transpose
+from fusewright_cpu.policy import LOOPS
 from fusewright_cpu.target import CpuTarget
 
 ROWS = 6
@@ -93,7 +93,7 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
     f.raw(f"store {chunk}, {shared}")
     items = f.mul(groups, _ceil(f, rows, chunk))
     work = f.mul(f.mul(groups, f.mul(rows, keys)), i64(a.width // 4 + 2))
-    team = _least(f, _least(f, items, threads), f.add(f.bin("sdiv", work, i64(GRAIN)), i64(1)))
+    team = _least(f, _least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     start(f, name, block, items, shared, team if parallel else None)
     f.raw("ret i64 0")
     f.finish()

@@ -11,8 +11,9 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.transform.moments import without_moments
 from fusewright_cpu.emit.body import Body
 from fusewright_cpu.emit.memory import Arguments
-from fusewright_cpu.emit.strategy import GRAIN, choose, work_units
+from fusewright_cpu.emit.strategy import choose, work_units
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.policy import LOOPS
 from fusewright_cpu.target import CpuTarget
 
 PARALLEL, THREAD, THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
@@ -64,7 +65,7 @@ def _items(f: Fn, args: Arguments, body: Body) -> V:
 
 
 def _team(f: Fn, args: Arguments, kernel: Kernel, items: V, threads: V) -> V:
-    """min(threads, items, 1 + work / GRAIN)."""
+    """min(threads, items, 1 + work / grain)."""
     per_p, per_r = work_units(kernel)
     points: Extent = 1
     for s in kernel.p:
@@ -73,7 +74,7 @@ def _team(f: Fn, args: Arguments, kernel: Kernel, items: V, threads: V) -> V:
     for s in kernel.r:
         row = row * s
     work = args.extent(points * (row + per_p))
-    worth = f.add(f.bin("sdiv", work, i64(GRAIN)), i64(1))
+    worth = f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1))
     team = f.select(f.cmp("icmp slt", items, threads), items, threads)
     return f.select(f.cmp("icmp slt", worth, team), worth, team)
 

@@ -16,14 +16,8 @@ from fusewright.toolkit.ir.ir import Kernel, Node, cost
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_cpu.emit.interleave import members
 from fusewright_cpu.emit.tiles import MOST_LANES, tile_axis
+from fusewright_cpu.policy import LOOPS
 from fusewright_cpu.target import CpuTarget
-
-BLOCK = 1024
-"""Elements of a vectorised parallel axis in one work item."""
-TILE = 8
-"""Tiles, along either axis, of one work item."""
-GRAIN = 150_000
-"""Lane-instructions for which a second thread is worth waking (about 3 us of one core)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ def _tiled(kernel: Kernel, target: CpuTarget, sizes: list[int]) -> Strategy | No
         t = tile_axis(kernel, sizes, v, lanes)
         if t is not None:
             parallel = tuple(a for a in range(len(kernel.p)) if a not in (v, t))
-            return Strategy(v, False, lanes, parallel, (), TILE * lanes, t)
+            return Strategy(v, False, lanes, parallel, (), LOOPS.tile * lanes, t)
     return None
 
 
@@ -78,9 +72,9 @@ def _block(kernel: Kernel, size: int, lanes: int, has_serial: bool, has_outer: b
         return 2 * lanes
     if kernel.r:
         return tile_units(kernel) * lanes
-    if has_outer and size <= 2 * BLOCK:
+    if has_outer and size <= 2 * LOOPS.block:
         return 0
-    return BLOCK
+    return LOOPS.block
 
 
 def tile_units(kernel: Kernel) -> int:
