@@ -71,7 +71,10 @@ TORCH.__dict__.update(
 )
 
 _OWN_NAMES = frozenset(
-    "torch inf nan complex prepared prepare run args frame frames workers count_workers empty_strided sized without_memory check fail b e".split()
+    (
+        "torch inf nan complex prepared prepare run args frame frames workers count_workers empty_strided sized "
+        "without_memory check fail b e"
+    ).split()
 )
 _VALUE = re.compile(r"v\d+|b\d+|p\d+")
 _LONGEST = 2000
