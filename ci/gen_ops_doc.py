@@ -46,9 +46,9 @@ asks for them open; "decomposed" says that they can be.
 
 The columns fp32 to bool say what loop kernels make of a row through the LLVM emitter, as the tests of
 `tests/ops/test_lowering.py` see it (`python -m tests.ops.lowering` writes their record): "kernel", "view" (eager's own,
-which moves nothing and which kernels read in place) or "eager"; where symbolic sizes differ, after a slash. Each sample
-was compared with eager, and with symbolic sizes at two sizes where one graph holds for both. An empty cell: the row has
-no such dtype.
+which moves nothing and which kernels read in place), "carried" (eager's own call between kernels, inside the region) or
+"eager"; where symbolic sizes differ, after a slash. Each sample was compared with eager, and with symbolic sizes at two
+sizes where one graph holds for both. An empty cell: the row has no such dtype.
 
 """
 

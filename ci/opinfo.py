@@ -161,7 +161,7 @@ def _group(group: Sequence[Job], a: argparse.Namespace) -> Iterator[dict[str, An
     why = why or f"crash: the process ended with {code}"
     shared = _also_fails(job, a)
     yield {
-        "entry": job.entry, "dtype": job.dtype, "checks": 0, "uncaptured": 0, "lowered": 0, "eager": 0, "skipped": "",
+        "entry": job.entry, "dtype": job.dtype, "checks": 0, "uncaptured": 0, "lowered": 0, "carried": 0, "eager": 0, "skipped": "",
         "problems": [] if shared else [why], "shared": [why] if shared else [],
     }  # fmt: skip
 
@@ -249,7 +249,7 @@ def _summary(results: Sequence[dict[str, Any]], seconds: float, a: argparse.Name
     torchs = [r for r in results if r["shared"] and not r["problems"]]
     crashed = sum(1 for r in wrong for p in r["problems"] if p.startswith(("crash", "timeout")))
     compared = [r for r in results if r["checks"]]
-    lowered, eager = sum(r["lowered"] for r in results), sum(r["eager"] for r in results)
+    lowered, carried, eager = (sum(r[where] for r in results) for where in ("lowered", "carried", "eager"))
     rows = {
         "entries": len(results),
         "without a sample": sum(1 for r in results if r["skipped"]),
@@ -260,7 +260,8 @@ def _summary(results: Sequence[dict[str, Any]], seconds: float, a: argparse.Name
         "comparisons": sum(r["checks"] for r in results),
         "comparisons that Dynamo made no graph for": sum(r["uncaptured"] for r in results),
         "entries with an op lowered by the backend": f"{sum(1 for r in compared if r['lowered'])} of {len(compared)}",
-        "ops lowered by the backend": f"{lowered} of {lowered + eager}",
+        "ops lowered by the backend": f"{lowered} of {lowered + carried + eager}",
+        "ops carried: eager's own calls inside of regions": carried,
     }
     sizes = "symbolic sizes, " if a.dynamic else ""
     print(f"\n{a.backend}{' simulated' if a.simulate else ''}, shard {a.shard}, {a.dtypes}, {sizes}{seconds:.0f} s")

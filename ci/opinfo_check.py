@@ -29,6 +29,7 @@ class Outcome:
     checks: int = 0
     uncaptured: int = 0
     lowered: int = 0
+    carried: int = 0
     eager: int = 0
     problems: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
@@ -171,7 +172,8 @@ def _compiled(fn: Callable[..., Any], arguments: Any, by: Compiler, outcome: Out
     with report.recording() as reports:
         result = torch.compile(fn, backend=by.backend, dynamic=by.dynamic)(*arguments)
     if outcome is not None:
-        outcome.lowered += sum(r.count("backend") for r in reports)
+        outcome.lowered += sum(r.count("lowered") for r in reports)
+        outcome.carried += sum(r.count("carried") for r in reports)
         outcome.eager += sum(r.count("eager") for r in reports)
         outcome.uncaptured += not reports and not by.dynamic
     return result

@@ -35,7 +35,8 @@ class Options:
     """What a user can ask for. `parse` checks names and types; `backend` holds the backend's own options."""
 
     fallback: Literal["allow", "warn", "error"] = _option(
-        "warn", "what to do when ops run in eager: nothing, one line per graph, or raise", "FALLBACK"
+        "warn", "what to do when eager's kernels run ops, inside of regions or outside: nothing, one line per graph, or raise",
+        "FALLBACK",
     )
     strict: bool = _option(
         False, "raise on a crash inside a backend and on a kernel that cannot be built, instead of doing without", "STRICT"

@@ -24,7 +24,7 @@ class BackendUnavailableError(FusewrightError, RuntimeError):
 
 
 class FallbackError(FusewrightError, RuntimeError):
-    """Ops would run in eager although the options say `fallback="error"`."""
+    """Ops would run in eager, or by eager's own calls inside of regions, although the options say `fallback="error"`."""
 
 
 class BackendContractError(FusewrightError, RuntimeError):

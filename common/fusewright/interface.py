@@ -26,9 +26,11 @@ OPSET = 1
 
 
 class Why(enum.Enum):
-    """Reason codes. `OK` is the only one that means yes."""
+    """Reason codes. `OK` and `CARRIED` mean yes: the second claims an op only so that eager's own call of it may lie inside a
+    region. Reports count such an op apart from those that are lowered. `CARRIED` since interface 1.3."""
 
     OK = "ok"
+    CARRIED = "carried"
     NO_LOWERING = "no_lowering"
     DTYPE = "dtype"
     LAYOUT = "layout"
@@ -47,13 +49,13 @@ class Why(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer with its reason. Truthy exactly when `why` is `Why.OK`."""
+    """An answer with its reason. Truthy exactly when `why` is `Why.OK` or `Why.CARRIED`."""
 
     why: Why
     detail: str = ""
 
     def __bool__(self) -> bool:
-        return self.why is Why.OK
+        return self.why in (Why.OK, Why.CARRIED)
 
     def __str__(self) -> str:
         return f"{self.why.value}: {self.detail}" if self.detail else self.why.value
@@ -218,7 +220,7 @@ class Region:
     @property
     def constants(self) -> frozenset[int]:
         """Ids of the values that depend on weights alone, so that what a backend makes of them may be prepared (see
-        `fusewright.plan.ir.Call`). None in training, which changes its weights. Since interface 1.2."""
+        `fusewright.plan.ir.Call`). None in training, which changes its weights. Since interface 1.3."""
         if self.phase != "infer":
             return frozenset()
         values = (*self.inputs, *(v for op in self.ops for v in (*op.inputs(), *op.outs)))

@@ -26,6 +26,7 @@ from fusewright.graph.effects import has_collectives
 from fusewright.graph.spec import tensor_spec, value_of
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import (
+    YES,
     Backend,
     Compiled,
     Decline,
@@ -48,6 +49,7 @@ from fusewright.partition.facts import Facts
 from fusewright.partition.partition import Partition, partition
 from fusewright.plan import build as plan_build
 from fusewright.plan import verify as plan_verify
+from fusewright.plan.carried import carried_ops
 from fusewright.plan.execute import cached, codegen, contract, opaque
 from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
 from fusewright.plan.execute.observed import observed_first
@@ -94,6 +96,8 @@ class Compilation:
     slot: cached.Slot | None = None
     """In the plan cache; None keeps the plan out of it."""
     handover: Handover = field(default_factory=Handover)
+    carried: set[int] = field(default_factory=set)
+    """Ids of claimed ops that eager's own call computes."""
     facts: Facts = field(default_factory=Facts)
 
     @property
@@ -126,6 +130,7 @@ def _lower(c: Compilation) -> Refused:
     c.index = found.index(c.working, c.phase)
     c.partition = partition(c.backend, c.index, denied)
     c.report.bugs += [b for b in c.partition.bugs if b not in c.report.bugs]
+    c.carried.clear()
     c.compiled, refused = _compile_regions(c)
     return refused
 
@@ -171,6 +176,8 @@ def _checked(c: Compilation, region: Region, result: Compiled) -> Compiled:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise BackendContractError(f"the fragment of {region.name} ({region.op_names}): {problems[0]}{more}")
+    nodes = [c.index.node_of[op.id] for op in region.ops]
+    c.carried.update(carried_ops(c.index, nodes, result.instructions))
     if "contract" in c.options.check:
         inputs = [c.index.values(n)[0] for n in c.working.find_nodes(op="placeholder")]
         return contract.checked(c.backend, region, result, c.index.temporaries, inputs)
@@ -314,7 +321,7 @@ def _passed(c: Compilation) -> None:
     if suspects := c.facts.suspects():
         _blame(c, suspects)
     if c.slot and c.tuner.settled:
-        cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.fallbacks else "")
+        cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.by_eager else "")
 
 
 def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
@@ -332,7 +339,7 @@ def _planned_again(c: Compilation, found: Sequence[MetadataMismatch]) -> Run:
             _learn(c, mismatch)
     assert len(c.facts) > before
     report = GraphReport(c.backend.name, c.phase, c.report.road)
-    return _compile(replace(c, report=report, compiled=[]))
+    return _compile(replace(c, report=report, compiled=[], carried=set()))
 
 
 def _mended(c: Compilation, mismatch: MetadataMismatch) -> bool:
@@ -519,20 +526,29 @@ def _account(c: Compilation) -> None:
     notes: dict[int, str] = {}
     for _, result in c.compiled:
         notes.update(result.notes if isinstance(result, Fragment) else {})
-    lowered = {op.id for region, _ in c.compiled for op in region.ops}
+    claimed = {op.id for region, _ in c.compiled for op in region.ops}
     for op in c.index.ops.values():
-        estimate = work(op)
-        where = "backend" if op.id in lowered else "view" if estimate.kind == "view" else "eager"
+        estimate, note = work(op), notes.get(op.id, "")
+        where = "eager" if op.id not in claimed else "carried" if op.id in c.carried else "lowered"
+        if where != "lowered" and estimate.kind == "view":
+            where = "view"
         shape = str(_shape(op.outs[0].spec)) if op.outs else ""
-        verdict = c.partition.verdicts[op.id]
-        r.ops.append(OpRecord(op.op, where, verdict, notes.get(op.id, ""), op.source, shape, estimate.seconds(policy)))
+        verdict = _as_it_came(c.partition.verdicts[op.id], where, note)
+        r.ops.append(OpRecord(op.op, where, verdict, note, op.source, shape, estimate.seconds(policy)))
     r.regions = len(c.compiled)
     publish(r)
-    if r.fallbacks and c.options.fallback == "error":
-        lines = "\n".join(f"  {f.op} {f.shape} at {f.source or '?'}: {f.verdict}" for f in r.fallbacks[:20])
+    if r.by_eager and c.options.fallback == "error":
+        lines = "\n".join(f"  {f.op} {f.shape} at {f.source or '?'}: {f.verdict}" for f in r.by_eager[:20])
         raise FallbackError(f"{r.summary()}\n{lines}")
-    if r.fallbacks and c.options.fallback == "warn":
+    if r.by_eager and c.options.fallback == "warn":
         log.warning("fusewright: %s", r.summary())
+
+
+def _as_it_came(claim: Verdict, where: str, note: str) -> Verdict:
+    """The verdict on a claimed op as its fragment bears it out: it says more than the claim did."""
+    if where == "carried" and claim.why is not Why.CARRIED:
+        return Verdict(Why.CARRIED, note if note not in ("", "eager") else "eager's own call, inside a region")
+    return YES if where == "lowered" else claim
 
 
 def _shape(spec: TensorSpec | None) -> str:

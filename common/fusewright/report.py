@@ -14,7 +14,8 @@ from fusewright.interface import Verdict
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One op of the final graph. `where` is "backend", "eager" or "view" (free in both)."""
+    """One op of the final graph. `where` is "lowered"; "carried": eager's own call, inside a region of the backend; "eager"; or
+    "view": eager's own, and free."""
 
     op: str
     where: str
@@ -55,15 +56,21 @@ class GraphReport:
 
     @property
     def fallbacks(self) -> list[OpRecord]:
+        """What the backend did not take."""
         return [r for r in self.ops if r.where == "eager"]
+
+    @property
+    def by_eager(self) -> list[OpRecord]:
+        """All that eager's own kernels compute, inside of regions and outside: what the option `fallback` is about."""
+        return [r for r in self.ops if r.where in ("eager", "carried")]
 
     def summary(self) -> str:
         """The one line that a user sees when something runs in eager."""
-        total = self.count("backend") + self.count("eager")
-        reasons = len({(r.verdict.why, r.verdict.detail) for r in self.fallbacks})
-        eager = self.count("eager")
+        lowered, carried, eager = map(self.count, ("lowered", "carried", "eager"))
+        reasons = len({(r.verdict.why, r.verdict.detail) for r in self.by_eager})
+        inside = f", and {carried} by eager's own calls inside of regions" if carried else ""
         return (
-            f"{self.backend}: {eager} of {total} ops of this {self.phase} graph run in eager "
+            f"{self.backend}: {eager} of {lowered + carried + eager} ops of this {self.phase} graph run in eager{inside} "
             f'({reasons} reason{"s" if reasons != 1 else ""}); see "fusewright explain"'
         )
 

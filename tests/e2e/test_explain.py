@@ -64,7 +64,7 @@ def test_the_page(file: str) -> None:
 def test_json(file: str) -> None:
     document = json.loads(explain(f"{file}:net", "--backend", "fusewright_null", "--json").output)
     assert document["backend"] == "fusewright_null"
-    assert document["coverage"] == {"ops": 0.0, "time": 0.0}
+    assert document["coverage"] == {"ops": 0.0, "time": 0.0, "carried_ops": 0.0, "carried_time": 0.0}
     assert [g["phase"] for g in document["graphs"]] == ["infer", "infer"]
     found = {g["op"]: g for g in document["fallbacks"]}
     assert found["linear"]["n"] == 1 and found["linear"]["sources"] == ["net.py:12"]

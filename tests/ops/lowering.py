@@ -75,7 +75,8 @@ def _samples(op: Op, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _said(outcomes: Sequence[str]) -> str:
-    """One of "kernel", "view" (of eager, which kernels read) and "eager", or how many of those that compute anything."""
+    """One of "kernel", "view" (of eager, which kernels read), "carried" (eager's own call inside a region) and "eager", or how
+    many of those that compute anything are kernels or views."""
     real = [o for o in outcomes if o]
     if len(set(real)) == 1:
         return real[0]
@@ -102,7 +103,7 @@ def _outcome(op: Op, case: Case, dtype: torch.dtype, symbolic: bool) -> str:
         if allowed(rules.tensors(larger[0])) and _valid(op, *larger):
             _check(op, run, *larger)
     where = {r.where for r in reports[-1].ops if r.verdict.why is not Why.TOO_SMALL}
-    return "" if not where else "eager" if "eager" in where else "view" if "view" in where else "kernel"
+    return next((w for w in ("eager", "carried", "view") if w in where), "kernel" if where else "")
 
 
 def _call(op: Op, case: Case, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:

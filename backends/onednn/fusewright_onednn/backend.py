@@ -74,7 +74,7 @@ class X86OneDnn(FusedBackend):
         """By the table or as a kernel; ops that take any strides may lie between as ATen calls."""
         verdict = super().supports(op)
         if verdict.why is Why.NO_LOWERING and (op.op in STRIDE_FREE or op.op in OWN_STRIDES):
-            return Verdict(Why.OK, "ATen, inside the region")
+            return Verdict(Why.CARRIED, "ATen, inside the region")
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:

@@ -191,7 +191,7 @@ class TritonBackend(FusedBackend):
         verdict = super().supports(op)
         refused = (Why.NO_LOWERING, Why.ATTR) if op.op in RULES else (Why.NO_LOWERING, Why.ATTR, Why.DTYPE)
         if not verdict and verdict.why in refused and op.op in ops.OPS:
-            return Verdict(Why.OK, "torch's own call, inside the region")
+            return Verdict(Why.CARRIED, "torch's own call, inside the region")
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:

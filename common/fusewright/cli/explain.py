@@ -23,7 +23,9 @@ from fusewright.errors import UnknownBackendError, nearest
 from fusewright.interface import Unavailable
 from fusewright.report import GraphReport, OpRecord
 
-STAGES = ("canonicalize", "simplify", "lower")
+STAGES = ("canonicalize", "simplify", "constants", "lower")
+
+WHERE = ("lowered", "carried", "eager", "view")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,12 @@ def fallbacks(e: Explained) -> list[Group]:
 
 def lowered(e: Explained) -> list[Group]:
     """What the backend runs, by op and how it was lowered, the most expensive first."""
-    return _grouped(e, e.ops("backend"), lambda r: r.note)
+    return _grouped(e, e.ops("lowered"), lambda r: r.note)
+
+
+def carried(e: Explained) -> list[Group]:
+    """What eager's own calls compute inside of regions, by op and reason, the most expensive first."""
+    return _grouped(e, e.ops("carried"), lambda r: r.verdict.detail)
 
 
 def _grouped(e: Explained, records: Iterable[OpRecord], why: Callable[[OpRecord], str]) -> list[Group]:
@@ -180,6 +187,7 @@ def as_document(e: Explained) -> dict[str, Any]:
         "compile_seconds": e.compile_seconds,
         "coverage": coverage(e),
         "fallbacks": [asdict(g) for g in fallbacks(e)],
+        "carried": [asdict(g) for g in carried(e)],
         "lowered": [asdict(g) for g in lowered(e)],
         "graphs": [
             {
@@ -189,7 +197,7 @@ def as_document(e: Explained) -> dict[str, Any]:
                 "rules": dict(g.rules),
                 "stages": g.stages,
                 "bugs": g.bugs,
-                "ops": {where: g.count(where) for where in ("backend", "eager", "view")},
+                "ops": {where: g.count(where) for where in WHERE},
             }
             for g in e.graphs
         ],
@@ -197,11 +205,15 @@ def as_document(e: Explained) -> dict[str, Any]:
 
 
 def coverage(e: Explained) -> dict[str, float]:
-    """Shares of the backend: by number of ops (views, which cost nothing, left out) and by estimated time."""
-    ours, eager = e.ops("backend"), e.ops("eager")
+    """Shares of what is lowered, by number of ops (views, which cost nothing, left out) and by estimated time, and of what is
+    carried."""
+    ops, times = ({w: measure(e.ops(w)) for w in WHERE[:-1]} for measure in (len, _sum))
+    counted, timed = max(sum(ops.values()), 1), max(sum(times.values()), 1e-30)
     return {
-        "ops": len(ours) / max(len(ours) + len(eager), 1),
-        "time": _sum(ours) / max(_sum(ours) + _sum(eager), 1e-30),
+        "ops": ops["lowered"] / counted,
+        "time": times["lowered"] / timed,
+        "carried_ops": ops["carried"] / counted,
+        "carried_time": times["carried"] / timed,
     }
 
 
@@ -219,6 +231,7 @@ def _print(e: Explained) -> None:
         return
     console.print(_graph_table(e))
     _group_table(console, e, "in eager", "reason", fallbacks(e))
+    _group_table(console, e, "eager's own calls inside of regions", "why", carried(e))
     _group_table(console, e, f"by {e.backend}", "how", lowered(e))
     rules = _summed(g.rules for g in e.graphs)
     say("\nrules: " + (", ".join(f"{k} {n}" for k, n in sorted(rules.items()) if n) or "none applied"))
@@ -237,17 +250,18 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
     for reason, n in e.breaks.items():
         say(f"  break ({n}x): {' '.join(reason.split('Hint:')[0].split())}")
     share = coverage(e)
-    say(f"covered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)")
+    say(f"lowered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)")
+    say(f"carried: {share['carried_ops']:.0%} of the ops, {share['carried_time']:.0%} of the time, by eager's own calls in regions")
     say("")
 
 
 def _graph_table(e: Explained) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("graph", "phase", "backend", "eager", "views", "regions", "road"):
-        numeric = title in ("backend", "eager", "views", "regions")
+    for title in ("graph", "phase", "lowered", "carried", "eager", "views", "regions", "road"):
+        numeric = title in ("lowered", "carried", "eager", "views", "regions")
         table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
     for i, g in enumerate(e.graphs):
-        counts = [str(g.count(where)) for where in ("backend", "eager", "view")]
+        counts = [str(g.count(where)) for where in WHERE]
         table.add_row(str(i), g.phase, *counts, str(g.regions), escape(g.road))
     return table
 

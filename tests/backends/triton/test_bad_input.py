@@ -275,7 +275,7 @@ def test_a_kernel_that_does_not_build_is_eagers(
     assert "eager runs those ops" in lines[0]
     (report,) = reports
     where = {o.op: o.where for o in report.ops}
-    assert where["exp"] == "eager" and where["gelu"] == "backend"
+    assert where["exp"] == "eager" and where["gelu"] == "lowered"
     assert len(report.bugs) == 1
 
 

@@ -309,6 +309,6 @@ def test_sparse_weights_stay_torchs_products_with_kernels_around() -> None:
     torch.testing.assert_close(got, model(x))
     (only,) = reports
     where = {o.op: o.where for o in only.ops}
-    assert where["layer_norm"] == where["gelu"] == "backend"
+    assert where["layer_norm"] == where["gelu"] == "lowered"
     theirs = [op for op, runs in where.items() if runs == "eager"]
     assert theirs and all("mm" in op for op in theirs)

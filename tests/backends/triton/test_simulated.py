@@ -47,7 +47,7 @@ def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType)
     how = {"simulate": True, "strict": True}
     with report.recording() as reports:
         got = outputs(model, dtype, backend, how)
-    assert sum(r.count("backend") for r in reports) > 20
+    assert sum(r.count("lowered") for r in reports) > 20
     verdict = compare(wide(model, dtype), outputs(model, dtype, None), got, dtype)
     assert verdict.passed, verdict.reason
 
@@ -66,8 +66,10 @@ def test_the_target_that_is_named_is_simulated(backend: str, target: str, monkey
     real = runtime.simulate_kernels
     monkeypatch.setattr(runtime, "simulate_kernels", lambda k, t: asked.append(t.arch) or real(k, t))
     args = tensors()
-    torch.testing.assert_close(simulated(block, backend, target=target)(*args), block(*args))
+    with report.recording() as reports:
+        torch.testing.assert_close(simulated(block, backend, target=target, fallback="allow")(*args), block(*args))
     assert asked == [target]
+    assert [op.op for op in reports[-1].by_eager] == ["mm"], "the library's product is carried, all else lowered"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -91,12 +93,19 @@ def test_an_index_out_of_bounds_is_raised_as_in_eager() -> None:
         compiled(table, torch.tensor([8, 0]))
 
 
-def test_nothing_of_a_simulation_goes_to_the_plan_cache() -> None:
+def normed(x: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(F.gelu(x), (x.shape[-1],), scale).softmax(-1)
+
+
+@pytest.mark.parametrize(("fallback", "stored"), [("error", 0), ("allow", 1)])
+def test_where_fallbacks_are_errors_no_plan_is_stored(fallback: str, stored: int) -> None:
+    """A plan from the cache would not say what eager runs in it. Every op of this one is lowered."""
     from fusewright.cache import store
 
+    x, _, scale = tensors(5 + stored)
     before = len(store.entries())
-    simulated(block, "nvidia_triton", cache=True)(*tensors(5))
-    assert len(store.entries()) == before
+    simulated(normed, "nvidia_triton", cache=True, fallback=fallback)(x, scale)
+    assert len(store.entries()) == before + stored
 
 
 # ---------------------------------------------------------------- what is refused
