@@ -105,11 +105,9 @@ def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
     node = size.node
     size_hint = node.hint
     env = node.shape_env
-    if env is None:  # a ragged dimension of a nested tensor: it only stands for itself, its hint is no number
-        lo, hi = 0, None
-        size_hint = size_hint if type(size_hint) is int else None
-    else:
-        lo, hi = _bounds(env, node.expr)
+    if isinstance(size_hint, torch.SymInt) or (env is None and type(size_hint) is not int):
+        size_hint = None  # a ragged dimension of a nested tensor only stands for itself: its hint is no number
+    lo, hi = (0, None) if env is None else _bounds(env, node.expr)
     return node.expr, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
 
 

@@ -85,7 +85,11 @@ def _read(a: Any, env: dict[int, Any]) -> Any:
 def _like(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """`t` as a fresh tensor with the dtype of `spec`, and its strides where they are fixed."""
     t = t.to(spec.dtype)
-    if not spec.static or any(s == 0 for s in spec.stride):
+    if not spec.static:
         return t.clone()
-    out = torch.empty_strided(tuple(t.shape), spec.stride, dtype=spec.dtype, device=t.device)  # type: ignore[arg-type]
-    return out.copy_(t)
+    shared = [d for d, (n, step) in enumerate(zip(t.shape, spec.stride, strict=True)) if step == 0 and n > 1]
+    one = t
+    for d in shared:
+        one = one.narrow(d, 0, 1)
+    out = torch.empty_strided(tuple(one.shape), spec.stride, dtype=spec.dtype, device=t.device)  # type: ignore[arg-type]
+    return out.copy_(one).expand(t.shape) if shared else out.copy_(t)
