@@ -38,7 +38,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("capture", "plan", "cache"),
         ("partition", "strict", "toolkit.fuse", "plan.execute"),
         ("rewrite", "toolkit.region", "fusewright"),
-        ("toolkit.backend",),
+        ("toolkit.backend", "forms.passes"),
         ("pipeline", "bench"),
         ("dynamo",),
         ("reference", "cli"),

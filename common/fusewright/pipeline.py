@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,8 +20,9 @@ from fusewright import storage
 from fusewright.cache.tune import Tuner
 from fusewright.config import Options
 from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
+from fusewright.forms import passes
+from fusewright.forms.spec import Pass
 from fusewright.graph import constants, printer, retrace, verify
-from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.effects import has_collectives
 from fusewright.graph.spec import tensor_spec, value_of
 from fusewright.graph.view import GraphIndex
@@ -46,25 +47,23 @@ from fusewright.interface import (
 )  # fmt: skip
 from fusewright.partition.cost import work
 from fusewright.partition.facts import Facts
-from fusewright.partition.partition import Partition, partition
+from fusewright.partition.partition import Partition
 from fusewright.plan import build as plan_build
-from fusewright.plan import verify as plan_verify
 from fusewright.plan.carried import carried_ops
 from fusewright.plan.execute import cached, codegen, contract, opaque
 from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
 from fusewright.plan.execute.observed import observed_first
 from fusewright.plan.execute.replay import replayed
 from fusewright.plan.execute.retained import Handover, retained
-from fusewright.plan.inplace import updated_in_place
 from fusewright.plan.ir import Call, Launch, Run, reads
 from fusewright.plan.verify import PlanError
 from fusewright.report import GraphReport, OpRecord, is_recording, publish
-from fusewright.rewrite import expand
-from fusewright.rewrite.engine import Rewriter
-from fusewright.rewrite.rules import RULES, merge_common
 from fusewright.strict import strictly
 
 log = logging.getLogger("fusewright")
+
+X = ParamSpec("X")
+R = TypeVar("R")
 
 MAX_ROUNDS = 32
 """Rounds of planning, before the graph is left to eager."""
@@ -104,9 +103,13 @@ class Compilation:
     def graph(self) -> Graph:
         return self.gm.graph
 
+    def do(self, step: Pass[X, R], *args: X.args, **kwargs: X.kwargs) -> R:
+        """Run a pass, and verify what it gives if the options say so."""
+        return (step if self.options.verify else step.run)(*args, **kwargs)
+
 
 def _canonicalize(c: Compilation) -> None:
-    disagreements = canonicalize(c.graph)
+    disagreements = c.do(passes.CANONICALIZE, c.graph)
     if disagreements and c.options.strict:
         raise verify.VerifyError("the opset table disagrees with the traced graph:\n  " + "\n  ".join(disagreements))
     c.report.bugs += [f"the opset table: {d}" for d in disagreements]
@@ -114,9 +117,9 @@ def _canonicalize(c: Compilation) -> None:
 
 def _simplify(c: Compilation) -> None:
     c.rules = RuleLog(c.options.disable_rules, c.options.fuel)
-    Rewriter(c.graph, c.rules).run(RULES)
+    c.do(passes.REWRITE, c.graph, c.rules)
     if "cse" not in c.options.disable_rules:
-        c.rules.hits["cse"] += merge_common(c.graph)
+        c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
 
 
 def _constants(c: Compilation) -> None:
@@ -126,9 +129,9 @@ def _constants(c: Compilation) -> None:
 def _lower(c: Compilation) -> Refused:
     """Partition, and compile the regions. All that the backend gives back is collected."""
     denied = c.facts.denied(c.graph)
-    c.working, found = expand.on_claim(c.graph, c.constants, c.backend, denied, c.phase)
+    c.working, found = c.do(passes.EXPAND, c.graph, c.constants, c.backend, denied, c.phase)
     c.index = found.index(c.working, c.phase)
-    c.partition = partition(c.backend, c.index, denied)
+    c.partition = c.do(passes.PARTITION, c.backend, c.index, denied)
     c.report.bugs += [b for b in c.partition.bugs if b not in c.report.bugs]
     c.carried.clear()
     c.compiled, refused = _compile_regions(c)
@@ -143,7 +146,7 @@ def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], Ref
     for region in c.partition.regions:
         ids: tuple[int, ...] = tuple(op.id for op in region.ops)
         try:
-            result = _checked(c, region, c.backend.compile(region, context))
+            result = _guarded(c, region, c.do(passes.COMPILE, region, c.backend, context, c.index.temporaries))
         except Decline as d:
             verdict, ids = Verdict(d.why, d.detail), tuple(i for i in d.ops if i in ids) or ids
         except Exception as e:
@@ -166,16 +169,12 @@ def _origin(node: Node) -> str:
     return str(node.meta.get("origin", node.name))
 
 
-def _checked(c: Compilation, region: Region, result: Compiled) -> Compiled:
-    """A backend's answer, held to the interface. Raises `BackendContractError` for a fragment that breaks it."""
+def _guarded(c: Compilation, region: Region, result: Compiled) -> Compiled:
+    """Note what a backend's answer carries, and give the answer with what watches over it when it runs."""
     if isinstance(result, Opaque):
         return Opaque(opaque.guarded(c.backend.name, region, result.fn))
     if not isinstance(result, Fragment):
         raise TypeError(f"compile() returned {type(result).__name__}, not Fragment or Opaque")
-    problems = list(plan_verify.fragment_problems(region, result, c.index.temporaries)) if c.options.verify else []
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise BackendContractError(f"the fragment of {region.name} ({region.op_names}): {problems[0]}{more}")
     nodes = [c.index.node_of[op.id] for op in region.ops]
     c.carried.update(carried_ops(c.index, nodes, result.instructions))
     if "contract" in c.options.check:
@@ -230,21 +229,11 @@ def _finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
             c.run = checked_first(checked, run, again, passed, _written_inputs(c.plan), _devices(c.plan))
 
 
-PLAN_PASSES: tuple[tuple[str, Callable[[Compilation], plan_build.Plan]], ...] = (
-    ("build", lambda c: plan_build.build(c.index, c.partition.members, c.compiled)),
-    ("updated_in_place", lambda c: updated_in_place(c.plan) if c.phase == "infer" else c.plan),
-)
-
-
 def _make_plan(c: Compilation) -> None:
-    checked: tuple[Any, ...] = ()
-    for name, make in PLAN_PASSES:
-        c.plan = make(c)
-        c.plan.policy = c.backend.policy()
-        content = (id(c.plan), list(c.plan.instructions), list(c.plan.prepare))
-        if c.options.verify and content != checked:  # a pass that finds nothing to do returns what it was given
-            plan_verify.check(c.plan, name)
-        checked = content
+    c.plan = c.do(passes.BUILD, c.index, c.partition.members, c.compiled)
+    c.plan.policy = c.backend.policy()
+    if c.phase == "infer":
+        c.plan = c.do(passes.UPDATE, c.plan)
 
 
 def _report_plan(c: Compilation, error: PlanError) -> None:
@@ -508,8 +497,6 @@ def _timed(c: Compilation, name: str, stage: Stage) -> Refused:
 
 def _after(c: Compilation, stage: str) -> None:
     graph = c.working if stage in ("lower", "plan") else c.graph
-    if c.options.verify and stage != "plan":
-        verify.check(graph, stage)
     wanted = stage in c.options.dump or "all" in c.options.dump
     if wanted or is_recording():
         const = c.constants.values if stage == "constants" else ()

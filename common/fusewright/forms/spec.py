@@ -50,6 +50,8 @@ class Spec(Generic[F]):
     facts: Callable[[F], Any] = lambda form: form
     """What rules look at."""
     content: Callable[[F], object] = lambda form: None
+    name: Callable[[F], str] = lambda form: ""
+    """Which form of its kind it is."""
 
     def violations(self, form: F) -> Iterator[Violation]:
         facts = self.facts(form)
@@ -59,12 +61,13 @@ class Spec(Generic[F]):
             if found and rule.basis:
                 return
 
-    def check(self, form: F, after: str, name: str = "") -> None:
-        """Raise the form's error with every violation. `name`: which form of its kind."""
+    def check(self, form: F, after: str) -> None:
+        """Raise the form's error with every violation. `after` names the pass."""
         found = list(self.violations(form))
         if found:
             lines = "\n  ".join(f"{v.text} [rule {v.rule}]" for v in found)
-            error = self.error(f"the {self.form}{name and f' {name}'} is not valid after {after}:\n  {lines}")
+            name = f"{self.form} {self.name(form)}".rstrip()
+            error = self.error(f"the {name} is not valid after {after}:\n  {lines}")
             error.after, error.violations = after, found
             raise error
 

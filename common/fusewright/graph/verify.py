@@ -1,10 +1,10 @@
-"""The specification of a graph between stages, checked: definitions before uses, metadata that agrees with the opset's
-rules.
-"""
+"""The specification of graphs, as rules: definitions before uses, metadata that agrees with the opset's rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,61 +12,174 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.errors import FusewrightError
+from fusewright.forms.spec import FormError, Identities, Rule, Spec
 from fusewright.graph.spec import value_of
-from fusewright.graph.view import is_op
+from fusewright.graph.view import is_op, is_projection
 
 UNTRUSTED = "fusewright_untrusted"
 """Key in `node.meta` of an op that the table does not describe as torch traced it, or that eager refuses: eager runs it,
 nobody checks it. The value says why."""
 
 
-class VerifyError(FusewrightError, AssertionError):
-    """A stage left a graph that breaks the specification: a bug of Fusewright."""
+class VerifyError(FormError, AssertionError):
+    """A pass left a graph that breaks the specification: a bug of Fusewright."""
 
 
-def check(graph: Graph, stage: str) -> None:
-    """Raise `VerifyError` with every problem found after `stage`."""
-    problems = list(find_problems(graph))
-    if problems:
-        raise VerifyError(f"the graph is not valid after {stage}:\n  " + "\n  ".join(problems))
+@dataclass(frozen=True)
+class Described:
+    """An op node with what its row says of its results; `wrong` says why it says nothing."""
+
+    node: Node
+    row: ops.Op
+    dtypes: Sequence[torch.dtype | None] = ()
+    shapes: Sequence[Any] = ()
+    wrong: str = ""
+
+    @cached_property
+    def results(self) -> list[tuple[int, torch.Tensor]]:
+        found = enumerate(_flat(self.node.meta["val"])) if "val" in self.node.meta else ()
+        return [(k, r) for k, r in found if isinstance(r, torch.Tensor)]
 
 
-def find_problems(graph: Graph) -> Iterator[str]:
-    """One line per violation."""
+def described(node: Node) -> Described | None:
+    """None for what is in no row."""
+    row = ops.find(node.target)
+    if row is None:
+        return None
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    try:
+        return Described(node, row, *row.types(args, kwargs))
+    except TypeError as e:
+        return Described(node, row, wrong=str(e))
+
+
+class Facts:
+    """A graph as its rules see it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = list(graph.nodes)
+
+    @cached_property
+    def ops(self) -> list[Described]:
+        trusted = (n for n in self.nodes if is_op(n) and UNTRUSTED not in n.meta)
+        return [d for n in trusted if (d := described(n)) is not None]
+
+
+def _frame(f: Facts) -> Iterator[str]:
+    if not f.nodes or f.nodes[-1].op != "output":
+        yield "the last node is no output"
+    for k, n in enumerate(f.nodes):
+        if n.op == "output" and k < len(f.nodes) - 1:
+            yield f"{n.name} is an output before the end"
+        if n.op not in ("placeholder", "get_attr", "call_function", "output"):
+            yield f"{n.name} is a {n.op}"
+
+
+def _order(f: Facts) -> Iterator[str]:
     seen: set[Node] = set()
-    for node in graph.nodes:
+    for node in f.nodes:
         for used in node.all_input_nodes:
             if used not in seen:
                 yield f"{node.name} uses {used.name} before it is defined"
         seen.add(node)
-        if is_op(node) and UNTRUSTED not in node.meta:
-            yield from op_problems(node)
+
+
+def _users(f: Facts) -> Iterator[str]:
+    for node in f.nodes:
+        for used in node.all_input_nodes:
+            if node not in used.users:
+                yield f"{node.name} is no user of {used.name}, which it reads"
+        for user in node.users:
+            if node not in user.all_input_nodes:
+                yield f"{node.name} has the user {user.name}, which does not read it"
+
+
+def _projections(f: Facts) -> Iterator[str]:
+    for node in filter(is_projection, f.nodes):
+        source, k = node.args[0], node.args[1]
+        val = value_of(source) if isinstance(source, Node) else None
+        if isinstance(val, tuple | list) and isinstance(k, int) and not -len(val) <= k < len(val):
+            yield f"{node.name} takes result {k} of {len(val)}"
+
+
+def _metadata(f: Facts) -> Iterator[str]:
+    for d in f.ops:
+        if "val" not in d.node.meta:
+            yield f"{d.node.name}: {d.row.name} has no metadata"
+
+
+def _arguments(f: Facts) -> Iterator[str]:
+    for d in f.ops:
+        if d.wrong:
+            yield f"{d.node.name}: {d.row.name}: {d.wrong}"
+
+
+def _dtypes(f: Facts) -> Iterator[str]:
+    for d in f.ops:
+        for k, r in d.results:
+            dtype = d.dtypes[k] if k < len(d.dtypes) else None
+            if dtype is not None and r.dtype != dtype and k not in d.row.fake_differs:
+                yield f"{d.node.name}: {d.row.name} result {k} is {r.dtype}; the table says {dtype}"
+
+
+def _shapes(f: Facts) -> Iterator[str]:
+    for d in f.ops:
+        for k, r in d.results:
+            shape = d.shapes[k] if k < len(d.shapes) else None
+            if shape is not None and not _could_be(r.shape, shape):
+                yield f"{d.node.name}: {d.row.name} result {k} has shape {tuple(r.shape)}; the table says {tuple(shape)}"
+
+
+OP_RULES: tuple[Rule[Facts], ...] = (
+    Rule("metadata", "torch traced what an op of the table gives", _metadata),
+    Rule("arguments", "an op of the table has the arguments of its row", _arguments),
+    Rule("dtypes", "results have the dtypes that the table says", _dtypes),
+    Rule("shapes", "results have the shapes that the table says", _shapes),
+)
+"""What each op obeys."""
+
+RULES: tuple[Rule[Facts], ...] = (
+    Rule("frame", "a graph has inputs, attributes and calls, and one output at its end", _frame),
+    Rule("order", "each node is defined before it is used", _order),
+    Rule("users", "the users of a node are those that read it", _users),
+    Rule("projections", "what is taken of several results is there", _projections),
+    *OP_RULES,
+)
+
+
+def _content(graph: Graph) -> Identities:
+    meta = [x for n in graph.nodes for x in (n.meta.get("val"), n.meta.get(UNTRUSTED))]
+    return Identities([x for n in graph.nodes for x in (n, n.target, n.args, n.kwargs, len(n.users))] + meta)
+
+
+GRAPH: Spec[Graph] = Spec("graph", VerifyError, RULES, Facts, _content)
+
+
+def check(graph: Graph, after: str) -> None:
+    """Raise `VerifyError` with every problem found after a pass."""
+    GRAPH.check(graph, after)
+
+
+def find_problems(graph: Graph) -> Iterator[str]:
+    """One line per violation."""
+    return (v.text for v in GRAPH.violations(graph))
+
+
+class _One(Facts):
+    """One op alone."""
+
+    def __init__(self, node: Node) -> None:
+        self.nodes = [node]
+
+    @cached_property
+    def ops(self) -> list[Described]:
+        return [d for n in self.nodes if (d := described(n)) is not None]
 
 
 def op_problems(node: Node) -> Iterator[str]:
     """One line per way in which an op's metadata is not what the table says."""
-    row = ops.find(node.target)
-    if row is None:
-        return
-    if "val" not in node.meta:
-        yield f"{node.name}: {row.name} has no metadata"
-        return
-    vals = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    try:
-        args: Any = vals[0]
-        dtypes, shapes = row.types(args, vals[1])
-    except TypeError as e:
-        yield f"{node.name}: {row.name}: {e}"
-        return
-    results = [r for r in _flat(node.meta["val"])]
-    for k, (r, dtype, shape) in enumerate(zip(results, dtypes, shapes, strict=False)):
-        if not isinstance(r, torch.Tensor):
-            continue
-        if dtype is not None and r.dtype != dtype and k not in row.fake_differs:
-            yield f"{node.name}: {row.name} result {k} is {r.dtype}; the table says {dtype}"
-        if shape is not None and not _could_be(r.shape, shape):
-            yield f"{node.name}: {row.name} result {k} has shape {tuple(r.shape)}; the table says {tuple(shape)}"
+    one = _One(node)
+    return (text for rule in OP_RULES for text in rule.check(one))
 
 
 def _flat(val: Any) -> Iterator[Any]:

@@ -1,30 +1,35 @@
 """The specification of plans, as rules: what a fragment of a backend, every pass over a plan and a plan from the disk are
 held to.
 
-A rule is a function from `Facts` to one line per violation. All of them are static: they look at instructions and specs,
-never at a tensor. What only a run can show is compared by `firstrun` (metadata) and `contract` (values).
+All rules are static: they look at instructions and specs, never at a tensor. What only a run can show is compared by `firstrun`
+(metadata) and `contract` (values).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.errors import FusewrightError
+from fusewright.errors import BackendContractError
+from fusewright.forms.spec import FormError, Pass, Rule, Spec
 from fusewright.interface import Fragment, OpView, Region, TensorSpec
 from fusewright.plan.build import Plan, may_alias, operator_of, written_by
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
-from fusewright.plan.memory import Placement, roots_of, storage_bytes
+from fusewright.plan.memory import Placement, place, roots_of, storage_bytes
 from fusewright.sizes.expr import Atom, SizeExpr, SizeOf, leaves
 from fusewright.toolkit.ir.types import TYPES
 
 
-class PlanError(FusewrightError, AssertionError):
+class PlanError(FormError, AssertionError):
     """A plan breaks the specification: a bug of Fusewright, or of who wrote it to the disk."""
+
+
+class FragmentError(FormError, BackendContractError):
+    """A backend's fragment breaks the specification: a bug of the backend."""
 
 
 @dataclass
@@ -83,11 +88,7 @@ def _found(target: str) -> Any:
         return e
 
 
-Rule: TypeAlias = Callable[[Facts], Iterator[str]]
-
-
 def _defined(f: Facts) -> Iterator[str]:
-    """Each value is made once, and before it is read."""
     known = set(f.given)
     for k, (i, read) in enumerate(zip(f.instructions, f.read, strict=True)):
         for r in read:
@@ -103,7 +104,6 @@ def _defined(f: Facts) -> Iterator[str]:
 
 
 def _called(f: Facts) -> Iterator[str]:
-    """A call names an operator that exists, and gives it arguments of the kinds that its schema has."""
     for k, i in enumerate(f.instructions):
         if isinstance(i, Call) and f.operators[i.target] is not None:
             for problem in _call_problems(i, f.operators[i.target], f.specs):
@@ -173,7 +173,6 @@ def _takes_tensor(kind: str) -> bool:
 
 
 def _launched(f: Facts) -> Iterator[str]:
-    """A launch gives its kernel what that takes, and makes tensors whose memory the host can lay out."""
     for k, i in enumerate(f.instructions):
         if not isinstance(i, Launch):
             continue
@@ -236,7 +235,6 @@ def _signature_problems(i: Launch, kernel: Any, specs: Mapping[int, TensorSpec])
 
 
 def _updates(f: Facts) -> Iterator[str]:
-    """What a launch writes over has no later reader: neither itself nor what shares its memory. Nor is it constant."""
     for k, i in enumerate(f.instructions):
         if not isinstance(i, Launch):
             continue
@@ -262,7 +260,6 @@ def _copies_back(i: Instruction, x: int, out: int) -> bool:
 
 
 def _constants(f: Facts) -> Iterator[str]:
-    """No call writes what must stay as it is."""
     for k, i in enumerate(f.instructions):
         operator = f.operator(i)
         if isinstance(i, Call) and operator is not None and ops.is_mutating(operator):
@@ -271,43 +268,77 @@ def _constants(f: Facts) -> Iterator[str]:
                     yield f"{_name(k, i)} writes the constant %{v}"
 
 
-RULES: tuple[Rule, ...] = (_defined, _called, _launched, _updates, _constants)
+LIST_RULES: tuple[Rule[Facts], ...] = (
+    Rule("defined", "each value is made once, and before it is read", _defined),
+    Rule("calls", "a call names an operator that exists, and gives it arguments of the kinds that its schema has", _called),
+    Rule("launches", "a launch gives its kernel what that takes, and makes tensors that the host can lay out", _launched),
+    Rule("updates", "nobody reads what a launch wrote over, or what shares its memory, and it is no constant", _updates),
+    Rule("constants", "no call writes what must stay as it is", _constants),
+)
 """What every list of instructions obeys."""
 
 
-def find_problems(plan: Plan, kernels: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """One line per violation. `kernels` are what the plan's launches name, by hash; default: the plan's own."""
-    kernels = plan.kernels if kernels is None else kernels
-    held = frozenset(plan.attributes)
-    weights = frozenset(plan.prepare_inputs)
-    prepare = Facts(plan.prepare, weights | held, weights | held, plan.prepare_outputs, plan.specs, kernels)
-    fixed = frozenset(i for i in plan.inputs if i in plan.specs and plan.specs[i].const)
-    given = frozenset(plan.inputs) | held | frozenset(plan.prepare_outputs)
-    wanted = [r for o in plan.outputs for r in refs(o)]
-    constant = fixed | frozenset(plan.prepare_outputs)
-    main = Facts(plan.instructions, given, constant, wanted, plan.specs, kernels)
-    yield from _interface_problems(plan, fixed, prepare)
-    for rule in RULES:
-        yield from (f"prepare: {p}" for p in rule(prepare))
-        yield from rule(main)
+class PlanFacts:
+    """A plan as its rules see it: `fixed` are its constant inputs, `prepare` and `main` its two lists of instructions."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        held, weights = frozenset(plan.attributes), frozenset(plan.prepare_inputs)
+        self.fixed = frozenset(i for i in plan.inputs if i in plan.specs and plan.specs[i].const)
+        prepared = frozenset(plan.prepare_outputs)
+        given, constant = weights | held, self.fixed | prepared
+        self.prepare = Facts(plan.prepare, given, given, plan.prepare_outputs, plan.specs, plan.kernels)
+        given, wanted = frozenset(plan.inputs) | held | prepared, [r for o in plan.outputs for r in refs(o)]
+        self.main = Facts(plan.instructions, given, constant, wanted, plan.specs, plan.kernels)
 
 
-def _interface_problems(plan: Plan, fixed: frozenset[int], prepare: Facts) -> Iterator[str]:
-    """Inputs and constants: each input is one value, and what is prepared is made of constants alone."""
-    if len(set(plan.inputs)) < len(plan.inputs):
+def _interface(p: PlanFacts) -> Iterator[str]:
+    if len(set(p.plan.inputs)) < len(p.plan.inputs):
         yield "an input is given twice"
-    for v in plan.prepare_inputs:
-        if v not in fixed:
+    for v in p.plan.prepare_inputs:
+        if v not in p.fixed:
             yield f"prepare: %{v} is no constant input"
-    made = {o for i in plan.prepare for o in i.outs}
-    for v in plan.prepare_outputs:
+    made = {o for i in p.plan.prepare for o in i.outs}
+    for v in p.plan.prepare_outputs:
         if v not in made:
             yield f"prepare: %{v} is not made there"
-    for k, i in enumerate(plan.prepare):
+
+
+def _repeatable(p: PlanFacts) -> Iterator[str]:
+    for k, i in enumerate(p.plan.prepare):
         if isinstance(i, CallPython):
             yield f"prepare: {_name(k, i)} is an opaque function"
-        elif isinstance(i, Call) and _unrepeatable(prepare.operators[i.target]):
+        elif isinstance(i, Call) and _unrepeatable(p.prepare.operators[i.target]):
             yield f"prepare: {_name(k, i)} does not give the same each time"
+
+
+def _in_both(rule: Rule[Facts]) -> Rule[PlanFacts]:
+    """A rule of both lists of a plan."""
+
+    def check(p: PlanFacts) -> Iterator[str]:
+        yield from (f"prepare: {line}" for line in rule.check(p.prepare))
+        yield from rule.check(p.main)
+
+    return Rule(rule.id, rule.says, check)
+
+
+PLAN_RULES: tuple[Rule[PlanFacts], ...] = (
+    Rule("interface", "each input is one value, and what is prepared is made of constant inputs", _interface),
+    Rule("repeatable", "what is prepared is the same each time", _repeatable),
+    *map(_in_both, LIST_RULES),
+)
+
+
+def _content(plan: Plan) -> object:
+    return (list(plan.instructions), list(plan.prepare))
+
+
+PLAN: Spec[Plan] = Spec("plan", PlanError, PLAN_RULES, PlanFacts, _content)
+
+
+def find_problems(plan: Plan) -> Iterator[str]:
+    """One line per violation."""
+    return (v.text for v in PLAN.violations(plan))
 
 
 def _unrepeatable(operator: Any) -> bool:
@@ -316,30 +347,56 @@ def _unrepeatable(operator: Any) -> bool:
     return operator is None or ops.is_random(operator) or ops.is_mutating(operator)
 
 
-def check(plan: Plan, stage: str, kernels: Mapping[str, Any] | None = None) -> None:
-    """Raise `PlanError` with every problem found after `stage`."""
-    problems = list(find_problems(plan, kernels))
-    if problems:
-        raise PlanError(f"the plan is not valid after {stage}:\n  " + "\n  ".join(problems))
+def check(plan: Plan, after: str, kernels: Mapping[str, Any] | None = None) -> None:
+    """Raise `PlanError` with every problem found. `kernels` are what the plan's launches name, by hash; default: the plan's own."""
+    PLAN.check(plan if kernels is None else replace(plan, kernels=dict(kernels)), after)
+
+
+class PlacementFacts:
+    """A plan with the memory of its kernels' results. `born` and `end` say from where to where a value lives."""
+
+    def __init__(self, placed: tuple[Plan, Placement]) -> None:
+        self.plan, self.placement = plan, placement = placed
+        self.wanted = [r for o in plan.outputs for r in refs(o)]
+        self.facts = Facts(plan.instructions, frozenset(plan.inputs), frozenset(), self.wanted, plan.specs)
+        self.born = {o: k for k, i in enumerate(plan.instructions) for o in i.outs}
+        self.end = _ends(self.facts, placement)
+        own = [(v, at) for v, at in placement.offset.items() if v not in placement.onto]
+        self.slots = [(v, at, at + storage_bytes(plan.specs[v])) for v, at in own]
+
+
+def _taken_over(p: PlacementFacts) -> Iterator[str]:
+    forced = {i.outs[o] for i in p.plan.instructions if isinstance(i, Launch) for o, _ in i.updates}
+    for out, source in p.placement.onto.items():
+        if out not in forced and p.facts.last_read.get(source, -1) > p.born[out]:
+            yield f"%{out} takes over %{source}, which is read after that"
+
+
+def _arena(p: PlacementFacts) -> Iterator[str]:
+    for v, low, high in p.slots:
+        if low < 0 or high > p.placement.arena_bytes:
+            yield f"%{v} lies outside of the arena"
+        if any(v in p.facts.root(w) for w in p.wanted):
+            yield f"%{v} is a result, but lies in the arena"
+
+
+PLACEMENT: Spec[tuple[Plan, Placement]] = Spec(
+    "memory of a plan",
+    PlanError,
+    (
+        Rule("takeover", "no tensor is taken over that is still read", _taken_over),
+        Rule("arena", "temporaries lie in the arena, and results elsewhere", _arena),
+        Rule("slots", "values that live at the same time share no byte", lambda p: _overlaps(p.slots, p.born, p.end)),
+    ),
+    PlacementFacts,
+)
+
+PLACE = Pass("place", "plan", PLACEMENT, place, lambda args, placement: [(args[0], placement)])
 
 
 def placement_problems(plan: Plan, placement: Placement) -> Iterator[str]:
-    """Memory of kernels' results: no slot of the arena and no tensor is taken over while a value in it is still read."""
-    wanted = [r for o in plan.outputs for r in refs(o)]
-    f = Facts(plan.instructions, frozenset(plan.inputs), frozenset(), wanted, plan.specs)
-    born = {o: k for k, i in enumerate(plan.instructions) for o in i.outs}
-    forced = {i.outs[o] for i in plan.instructions if isinstance(i, Launch) for o, _ in i.updates}
-    end = _ends(f, placement)
-    for out, source in placement.onto.items():
-        if out not in forced and f.last_read.get(source, -1) > born[out]:
-            yield f"%{out} takes over %{source}, which is read after that"
-    slots = [(v, at, at + storage_bytes(plan.specs[v])) for v, at in placement.offset.items() if v not in placement.onto]
-    for v, low, high in slots:
-        if low < 0 or high > placement.arena_bytes:
-            yield f"%{v} lies outside of the arena"
-        if any(v in f.root(w) for w in wanted):
-            yield f"%{v} is a result, but lies in the arena"
-    yield from _overlaps(slots, born, end)
+    """One line per violation."""
+    return (v.text for v in PLACEMENT.violations((plan, placement)))
 
 
 def _ends(f: Facts, placement: Placement) -> dict[int, int]:
@@ -361,20 +418,28 @@ def _overlaps(slots: Sequence[tuple[int, int, int]], born: Mapping[int, int], en
         alive.append((v, low, high))
 
 
-def fragment_problems(region: Region, fragment: Fragment, specs: Mapping[int, TensorSpec]) -> Iterator[str]:
-    """What is wrong with a backend's fragment. `specs` are of its temporaries; those of the region's values it has itself."""
-    known = {v.id: v.spec for op in region.ops for v in (*op.inputs(), *op.outs) if v.spec is not None}
-    known.update((v.id, v.spec) for v in region.inputs if v.spec is not None)
-    given = frozenset(v.id for v in region.inputs)
-    wanted = [v.id for v in region.outputs]
-    f = Facts(fragment.instructions, given, given, wanted, {**specs, **known}, fragment.kernels)
-    for rule in RULES:
-        yield from rule(f)
-    yield from _aliases(region, f)
+Answer: TypeAlias = tuple[Region, Fragment, Mapping[int, TensorSpec]]
+"""A region, a backend's fragment for it, and the specs of the fragment's temporaries."""
 
 
-def _aliases(region: Region, f: Facts) -> Iterator[str]:
-    """A result is memory of an input only where it may be in eager too."""
+class FragmentFacts:
+    """A backend's answer as its rules see it."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.region, fragment, temporaries = answer
+        values = [v for op in self.region.ops for v in (*op.inputs(), *op.outs)]
+        own = {v.id: v.spec for v in (*values, *self.region.inputs) if v.spec is not None}
+        given = frozenset(v.id for v in self.region.inputs)
+        wanted = [v.id for v in self.region.outputs]
+        self.facts = Facts(fragment.instructions, given, given, wanted, {**temporaries, **own}, fragment.kernels)
+
+
+def _of_list(rule: Rule[Facts]) -> Rule[FragmentFacts]:
+    return Rule(rule.id, rule.says, lambda answer: rule.check(answer.facts))
+
+
+def _aliases(answer: FragmentFacts) -> Iterator[str]:
+    region, f = answer.region, answer.facts
     certain: dict[int, set[int]] = {}
     for i in f.instructions:
         operator = f.operator(i)
@@ -386,6 +451,15 @@ def _aliases(region: Region, f: Facts) -> Iterator[str]:
     for v, inputs in shared.items():
         for wrong in inputs - eager.get(v, set()):
             yield f"the result %{v} is memory of the input %{wrong}"
+
+
+FRAGMENT: Spec[Answer] = Spec(
+    "fragment",
+    FragmentError,
+    (*map(_of_list, LIST_RULES), Rule("aliases", "a result is memory of an input only where it may be in eager too", _aliases)),
+    FragmentFacts,
+    name=lambda answer: f"of {answer[0].name} ({answer[0].op_names})",
+)
 
 
 def _views(region: Region) -> dict[int, set[int]]:

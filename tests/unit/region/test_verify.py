@@ -11,7 +11,7 @@ import torch
 
 from fusewright.interface import Region, TensorSpec, Value
 from fusewright.toolkit.region.graph import RegionError, RegionGraph
-from fusewright.toolkit.region.verify import problems, verify
+from fusewright.toolkit.region.verify import REGION, RULES, problems, verify
 from tests.unit.region.drawn import branches, claim
 
 OTHER = TensorSpec((2, 3), (3, 1), torch.float64)
@@ -66,6 +66,24 @@ BROKEN: dict[str, tuple[Callable[[], RegionGraph], str]] = {
 }  # fmt: skip
 
 
+FOUND_BY = {
+    **dict.fromkeys(("is made again", "makes nothing"), "makers"),
+    "not made before it": "order",
+    "which nobody makes": "closed",
+    "output 77 is made by nobody": "outputs",
+    "takes 4 for": "types",
+    "other arguments": "arguments",
+    "users of value": "users",
+    "producer of value": "producers",
+    **dict.fromkeys(("claims what is not there", "another claim has", "is written nowhere"), "claims"),
+}
+"""The rules that say so."""
+
+
+def test_every_rule_has_a_change_that_it_finds() -> None:
+    assert {FOUND_BY[found] for _, found in BROKEN.values()} == {r.id for r in RULES}
+
+
 def test_a_region_as_it_is_drawn_obeys_every_rule() -> None:
     _, g = branches()
     assert g.claim(claim(*list(g)[:2]))
@@ -78,7 +96,8 @@ def test_every_mutation_is_found(mutation: str) -> None:
     broken, found = BROKEN[mutation]
     g = broken()
     assert any(found in problem for problem in problems(g)), list(problems(g))
-    with pytest.raises(RegionError, match="region0 after a test: "):
+    assert FOUND_BY[found] in {v.rule for v in REGION.violations(g)}
+    with pytest.raises(RegionError, match="the region region0 is not valid after a test"):
         verify(g, "a test")
 
 

@@ -15,8 +15,8 @@ from fusewright.plan.execute.firstrun import checker
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
-from fusewright.plan.memory import Placement, place
-from fusewright.plan.verify import PlanError, placement_problems
+from fusewright.plan.memory import Placement
+from fusewright.plan.verify import PLACE
 from fusewright.plan.vocabulary import (
     SIZES,
     TORCH,
@@ -304,9 +304,7 @@ def load(
     of another callable of this plan, to be shared.
     """
     names = Names()
-    placement = place(plan)
-    if problems := list(placement_problems(plan, placement)):
-        raise PlanError("the memory of a plan is not valid:\n  " + "\n  ".join(problems))
+    placement = PLACE(plan)
     launches = _Launches(plan, placement, kernels or {}, names)
     text = source(plan, names, launches, checked)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})

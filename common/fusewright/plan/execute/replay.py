@@ -24,8 +24,8 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.forms.spec import Pass
 from fusewright.interface import KernelCode, Recorder
-from fusewright.plan import verify
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copier_out
@@ -33,6 +33,7 @@ from fusewright.plan.execute.prepare import Prepared
 from fusewright.plan.execute.recording import Recorded
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
 from fusewright.plan.memory import roots_of, storage_bytes
+from fusewright.plan.verify import PLAN
 
 LARGE = 1 << 20
 """Bytes from which a result is made in fresh memory after the replay rather than copied out."""
@@ -217,6 +218,16 @@ def divide(plan: Plan) -> Parts:
     return Parts(head, tail, kept, copied, fixed, late_places, early, tail_places, tail_rest)
 
 
+DIVIDE = Pass(
+    "division for replay",
+    "plan",
+    PLAN,
+    lambda plan, kernels: divide(plan),
+    lambda args, parts: [replace(part, kernels=args[1]) for part in (parts.head, parts.tail) if part is not None],
+)
+"""`divide`, with the kernels that launches may name."""
+
+
 def written_inputs(plan: Plan) -> set[int]:
     """Inputs (and tensors of the graph) that a run writes; what it writes of its own does not count."""
     return written_values(plan) & {*plan.inputs, *plan.attributes}
@@ -276,9 +287,7 @@ class Replayed(Recorded[_Recording]):
         self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
     ) -> None:
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
-        self.plan, self.parts = plan, divide(plan)
-        for part in filter(None, (self.parts.head, self.parts.tail)):
-            verify.check(part, "division for replay", {h: code.kernel for h, code in kernels.items()})
+        self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()})
         self.cache = codegen.prepared_of(run)
         self._head = codegen.load(self.parts.head, kernels)[0]
         self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None

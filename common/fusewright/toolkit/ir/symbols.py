@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fusewright.toolkit.ir.extent import Atom, Extent, evaluate, rename, symbol
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage, used_symbols
 from fusewright.toolkit.ir.simplify import in_order, simplify_axes
+from fusewright.toolkit.ir.verify import kernel_pass
 
 GUESS = 1024
 """The hint of a symbol of which nothing is known."""
@@ -33,6 +34,7 @@ def step(kernel: Kernel) -> Step:
     return Step(renumbered, tuple(symbol(stand_for[k]) for k in kept if isinstance(k, int)))
 
 
+@kernel_pass("close", made=lambda closed: closed[:1])
 def close(kernel: Kernel, hints: Mapping[Atom, int]) -> tuple[Kernel, tuple[Atom, ...]]:
     """The kernel with positions for what it mentions, and what these stand for."""
     order = used_symbols(kernel)

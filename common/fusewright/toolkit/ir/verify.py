@@ -264,12 +264,12 @@ RULES: tuple[Rule[Facts], ...] = (
     Rule("literals", "a constant has a value, a scalar its parameter's type", _each(_literal, "const", "scalar")),
 )
 
-KERNEL: Spec[Kernel] = Spec("kernel", KernelError, RULES, Facts)
+KERNEL: Spec[Kernel] = Spec("kernel", KernelError, RULES, Facts, name=lambda kernel: kernel.name)
 
 
 def verify(kernel: Kernel, after: str = "building it") -> None:
     """Raise `KernelError` with the offending lines when the kernel is malformed."""
-    KERNEL.check(kernel, after, kernel.name)
+    KERNEL.check(kernel, after)
 
 
 def kernel_pass(

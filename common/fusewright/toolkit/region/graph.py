@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fusewright.forms.spec import FormError
 from fusewright.interface import OpView, Region, TensorSpec, Value
 
 
-class RegionError(ValueError):
+class RegionError(FormError, ValueError):
     """An edit that would break the region, or a region that is broken."""
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from fusewright.forms.spec import Pass
 from fusewright.interface import OpView, RuleLog
 from fusewright.toolkit.region.graph import Claim, RegionGraph
 from fusewright.toolkit.region.pattern import Chain, Match, P, find
-from fusewright.toolkit.region.verify import verify
+from fusewright.toolkit.region.verify import REGION
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +94,7 @@ def first(
     return None
 
 
-def claimed(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | None]) -> None:
-    """A pass of claims: ask what is to be claimed from each op that is still free, in order. One that overlaps another is left
-    out."""
-    _claim_all(graph, rules, ask)
-    if graph.claims:
-        verify(graph, "claims")
-
-
-def _claim_all(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | None]) -> None:
+def _claimed(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim | None]) -> None:
     for op in graph:
         claim = ask(op) if graph.free(op) else None
         if claim is None:
@@ -111,15 +104,21 @@ def _claim_all(graph: RegionGraph, rules: RuleLog, ask: Callable[[OpView], Claim
         else:
             log.debug("%s of %s is left out: another call has taken a part of it", claim.note, op.op)
 
-def rewrite(graph: RegionGraph, rows: Sequence[Row], context: Context, rules: RuleLog) -> bool:
-    """One pass of rows that replace ops by ops; whether anything was. All are found in the graph as it is before the first
-    one is written."""
+
+def _rewritten(graph: RegionGraph, rows: Sequence[Row], context: Context, rules: RuleLog) -> bool:
     table = by_root(rows)
-    _claim_all(graph, rules, lambda op: first(table.get(op.op, ()), op, graph, context, rules))
+    _claimed(graph, rules, lambda op: first(table.get(op.op, ()), op, graph, context, rules))
     found = graph.claims
     for claim in found:
         graph.release(claim)
         claim.write(context)
-    if found:
-        verify(graph, f"a pass of {rows[0].id} and others")
     return bool(found)
+
+
+claimed = Pass("claims", "region", REGION, _claimed, lambda args, _: args[:1] if args[0].claims else ())
+"""A pass of claims: ask what is to be claimed from each op that is still free, in order. One that overlaps another is left
+out."""
+
+rewrite = Pass("rewrite", "region", REGION, _rewritten, lambda args, changed: args[:1] if changed else ())
+"""One pass of rows that replace ops by ops; whether anything was. All are found in the graph as it is before the first one
+is written."""

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 from fusewright import ops
+from fusewright.forms.spec import Rule, Spec
 from fusewright.interface import OpView, Region, Value
 from fusewright.toolkit.region.graph import RegionError, RegionGraph
+
+AnyRegion: TypeAlias = Region | RegionGraph
 
 
 class Facts:
     """A region, with what rules ask of it again and again: what each op reads, and what there is from the start."""
 
-    def __init__(self, region: Region | RegionGraph) -> None:
+    def __init__(self, region: AnyRegion) -> None:
         self.region = region
+        self.graphs = [region] if isinstance(region, RegionGraph) else []
         self.ops: tuple[OpView, ...] = region.ops if isinstance(region, Region) else tuple(region)
         self.reads = [(op, tuple(op.inputs())) for op in self.ops]
         self.given = frozenset(v.id for v in region.inputs)
         self.made = {o.id: o for op in self.ops for o in op.outs}
 
 
-Rule: TypeAlias = Callable[[Facts], Iterator[str]]
-GraphRule: TypeAlias = Callable[[Facts, RegionGraph], Iterator[str]]
-
-
 def _unique(f: Facts) -> Iterator[str]:
-    """A value has one maker, and inputs of the region none."""
     seen = set(f.given)
     for op in f.ops:
         for o in op.outs:
@@ -38,7 +38,6 @@ def _unique(f: Facts) -> Iterator[str]:
 
 
 def _closed(f: Facts) -> Iterator[str]:
-    """What an op reads is an input of the region, or made in it."""
     for op, read in f.reads:
         yield from (
             f"{_word(op)} reads {v.id}, which nobody makes" for v in read if v.id not in f.made and v.id not in f.given
@@ -46,7 +45,6 @@ def _closed(f: Facts) -> Iterator[str]:
 
 
 def _in_order(f: Facts) -> Iterator[str]:
-    """What an op reads is an input of the region or made before it."""
     there = set(f.given)
     for op, read in f.reads:
         yield from (f"{_word(op)} reads {v.id}, which is not made before it" for v in read if v.id not in there)
@@ -59,7 +57,6 @@ def _outputs(f: Facts) -> Iterator[str]:
 
 
 def _same_types(f: Facts) -> Iterator[str]:
-    """A value is the same to whoever makes, reads or gives it."""
     known = {v.id: v for v in f.region.inputs} | f.made
     for op, read in f.reads:
         yield from (f"{_word(op)} takes {v.id} for {v.spec}" for v in read if not _alike(known.get(v.id, v), v))
@@ -80,7 +77,6 @@ def _type(v: Value) -> object:
 
 
 def _arguments(f: Facts) -> Iterator[str]:
-    """An op has the arguments of its row."""
     for op in f.ops:
         row = ops.OPS.get(op.op)
         names = op.argnames if row is None else row.argnames
@@ -88,47 +84,62 @@ def _arguments(f: Facts) -> Iterator[str]:
             yield f"{_word(op)} has other arguments than its row"
 
 
-def _users(f: Facts, g: RegionGraph) -> Iterator[str]:
-    """Users are those who read, once for each argument."""
+def _users(f: Facts) -> Iterator[str]:
     found: dict[int, list[int]] = {i: [] for i in (*f.given, *f.made)}
     for op, read in f.reads:
         for v in read:
             found.setdefault(v.id, []).append(op.id)
-    yield from (f"the users of value {i} are untrue" for i, ids in found.items() if sorted(ids) != sorted(g.user_ids(i)))
+    for g in f.graphs:
+        wrong = (i for i, ids in found.items() if sorted(ids) != sorted(g.user_ids(i)))
+        yield from (f"the users of value {i} are untrue" for i in wrong)
 
 
-def _producers(f: Facts, g: RegionGraph) -> Iterator[str]:
-    yield from (f"the producer of value {o.id} is untrue" for op in f.ops for o in op.outs if g.producer(o) is not op)
+def _producers(f: Facts) -> Iterator[str]:
+    made = ((g, op, o) for g in f.graphs for op in f.ops for o in op.outs)
+    yield from (f"the producer of value {o.id} is untrue" for g, op, o in made if g.producer(o) is not op)
 
 
-def _claims(f: Facts, g: RegionGraph) -> Iterator[str]:
-    """Each claims ops of the region, which no other one has, and is written at one of them."""
-    for c in g.claims:
-        if any(op not in g or g.claim_of(op) is not c for op in c.ops):
-            yield f"{c.note!r} claims what is not there, or another claim has"
-        if c.at not in c.ops:
-            yield f"{c.note!r} is written nowhere"
+def _claims(f: Facts) -> Iterator[str]:
+    for g in f.graphs:
+        for c in g.claims:
+            if any(op not in g or g.claim_of(op) is not c for op in c.ops):
+                yield f"{c.note!r} claims what is not there, or another claim has"
+            if c.at not in c.ops:
+                yield f"{c.note!r} is written nowhere"
 
 
-RULES: tuple[Rule, ...] = (_unique, _closed, _outputs, _same_types, _arguments)
-GRAPH_RULES: tuple[GraphRule, ...] = (_users, _producers, _claims)
+ORDER: Rule[Facts] = Rule("order", "what an op reads is an input of the region or made before it", _in_order)
+RULES: tuple[Rule[Facts], ...] = (
+    Rule("makers", "a value has one maker, and inputs of the region none", _unique),
+    Rule("closed", "what an op reads is an input of the region, or made in it", _closed),
+    Rule("outputs", "what the region gives is an input of it, or made in it", _outputs),
+    Rule("types", "a value is the same to whoever makes, reads or gives it", _same_types),
+    Rule("arguments", "an op has the arguments of its row", _arguments),
+    Rule("users", "users of a value are those who read it, once for each argument", _users),
+    Rule("producers", "the producer of a value is the op that makes it", _producers),
+    Rule("claims", "a claim has ops of the region that no other one has, and is written at one of them", _claims),
+    ORDER,
+)
+
+REGION: Spec[AnyRegion] = Spec(
+    "region",
+    RegionError,
+    RULES,
+    Facts,
+    content=lambda region: object(),  # users may have changed where no op has
+    name=lambda region: region.name,
+)
+UNORDERED = replace(REGION, rules=tuple(rule for rule in RULES if rule is not ORDER))
 
 
-def problems(region: Region | RegionGraph, ordered: bool = True) -> Iterator[str]:
+def problems(region: AnyRegion, ordered: bool = True) -> Iterator[str]:
     """Whatever breaks a rule. `ordered`: ops must stand behind those that they read."""
-    f = Facts(region)
-    for rule in (*RULES, *([_in_order] if ordered else [])):
-        yield from rule(f)
-    if isinstance(region, RegionGraph):
-        for graph_rule in GRAPH_RULES:
-            yield from graph_rule(f, region)
+    return (v.text for v in (REGION if ordered else UNORDERED).violations(region))
 
 
-def verify(region: Region | RegionGraph, after: str, ordered: bool = True) -> None:
-    """Raises `RegionError` with the first problem; `after` names the pass."""
-    found = next(problems(region, ordered), None)
-    if found is not None:
-        raise RegionError(f"{region.name} after {after}: {found}")
+def verify(region: AnyRegion, after: str, ordered: bool = True) -> None:
+    """Raises `RegionError` with every problem; `after` names the pass."""
+    (REGION if ordered else UNORDERED).check(region, after)
 
 
 def _word(op: OpView) -> str:

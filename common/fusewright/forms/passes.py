@@ -1,0 +1,81 @@
+"""Every pass from a traced graph to code, in the order of the stages of `pipeline`, with the form that it takes and the form
+that it gives. What a pass gives is verified by that form's spec:
+
+    graph      ATen calls as nodes of torch.fx          graph/verify.py
+    region     the ops that a backend claims            toolkit/region/verify.py
+    fragment   a backend's instructions for a region    plan/verify.py
+    kernel     loops over elements                      toolkit/ir/verify.py
+    plan       one list of instructions for a graph     plan/verify.py
+
+The passes from graph to plan are run by `pipeline`, and verified as the option `verify` says; those over regions, kernels and
+memory verify themselves, whoever calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Graph
+
+from fusewright.forms.spec import Pass, in_place
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.verify import GRAPH
+from fusewright.interface import Backend, CompileContext, Compiled, Fragment, Region, RuleLog, TensorSpec
+from fusewright.partition.partition import partition
+from fusewright.plan.build import build
+from fusewright.plan.execute.replay import DIVIDE
+from fusewright.plan.inplace import updated_in_place
+from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
+from fusewright.rewrite import expand
+from fusewright.rewrite.engine import Rewriter
+from fusewright.rewrite.rules import RULES, merge_common
+from fusewright.toolkit.fuse.build import with_buffers
+from fusewright.toolkit.ir.builder import scheduled
+from fusewright.toolkit.ir.simplify import in_order, simplify_axes
+from fusewright.toolkit.ir.symbols import close
+from fusewright.toolkit.region.rewrite import claimed, rewrite
+from fusewright.toolkit.region.verify import REGION
+from fusewright.toolkit.transform.moments import without_moments
+from fusewright.toolkit.transform.scans import split_scan
+from fusewright.toolkit.transform.split import split_rows
+from fusewright.toolkit.transform.split_columns import apart
+
+
+def _rules(graph: Graph, log: RuleLog) -> None:
+    Rewriter(graph, log).run(RULES)
+
+
+def _compiled(
+    region: Region, backend: Backend, context: CompileContext, temporaries: Mapping[int, TensorSpec]
+) -> Compiled:
+    return backend.compile(region, context)
+
+
+def _answers(args: tuple[Any, ...], result: Compiled) -> list[Answer]:
+    return [(args[0], result, args[3])] if isinstance(result, Fragment) else []
+
+
+CANONICALIZE = Pass("canonicalize", "graph", GRAPH, canonicalize, in_place)
+REWRITE = Pass("rules", "graph", GRAPH, _rules, in_place)
+CSE = Pass("cse", "graph", GRAPH, merge_common, in_place)
+EXPAND = Pass("expand", "graph", GRAPH, expand.on_claim, lambda args, expanded: expanded[:1])
+PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: found.regions)
+COMPILE = Pass("compile", "region", FRAGMENT, _compiled, _answers)
+BUILD = Pass("build", "fragment", PLAN, build)
+UPDATE = Pass("updated_in_place", "plan", PLAN, updated_in_place)
+
+PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
+    # ATen overloads become rows of the opset; exact rewrite rules; equal calls become one; composites are opened on claim
+    ("graph", "graph", (CANONICALIZE, REWRITE, CSE, EXPAND)),
+    # what the backend claims, in convex groups; its rows over a region; its calls and kernels for one
+    ("graph", "region", (PARTITION,)),
+    ("region", "region", (claimed, rewrite)),
+    ("region", "fragment", (COMPILE,)),
+    ("values", "kernel", (scheduled,)),
+    ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, apart, split_scan)),
+    # one flat list; what is overwritten lies where it is; what is replayed; where temporaries lie
+    ("fragment", "plan", (BUILD,)),
+    ("plan", "plan", (UPDATE, DIVIDE)),
+    ("plan", "memory of a plan", (PLACE,)),
+)
