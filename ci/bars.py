@@ -103,7 +103,7 @@ def _shares(rows: Sequence[Row], ours: str) -> Figure | None:
     known = [(theirs, mine) for theirs, mine in pairs if theirs is not None and mine is not None]
     if not known:
         return None
-    # Sums, not a mean of ratios: a share near zero (or below, on the direct road) would swallow every other.
+    # Sums, not a mean of ratios: a share near zero (or below, on the direct capture) would swallow every other.
     theirs, mine = (sum(side) for side in zip(*known, strict=True))
     return Figure(theirs / mine if mine > 0 else math.inf, len(known), f"{theirs:.1f} s against {mine:.1f} s")
 

@@ -40,7 +40,7 @@ from fusewright_triton.build.binaries import Binary, Built, Wanted
 from fusewright_triton.build.resources import over_limits, resources
 from fusewright_triton.emit.operators import Unsupported
 from fusewright_triton.emit.schedule import choose
-from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
+from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops, short_sequence_ops
 from fusewright_triton.run.handwritten import Order, noting
 from fusewright_triton.runtime import first_variant
 from fusewright_triton.target import Target
@@ -80,16 +80,16 @@ def _positions(dtype: torch.dtype, dim: int, image: tuple[int, int], t: Target) 
         attention_ops.attention_decomposed(q, q, q, rows, columns, None, q.stride(), t.arch)
 
 
-def _few_keys(dtype: torch.dtype, dim: int, keys: int, t: Target) -> None:
+def _short_sequence(dtype: torch.dtype, dim: int, keys: int, t: Target) -> None:
     if t.matrix == "wgmma":
         q, k = _meta(64, 12, 197, dim, dtype=dtype), _meta(64, 12, keys, dim, dtype=dtype)
-        few_keys_ops.attention_of_few_keys(q, k, k, None, q.stride(), t.arch)
+        short_sequence_ops.attention_short_sequence(q, k, k, None, q.stride(), t.arch)
 
 
 def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target) -> None:
     q, k = _meta(1, 32, 1, dim, dtype=dtype), _meta(1, 8, 1024, dim, dtype=dtype)
     hides = None if mask is None else _meta(1, 1, 1, 1024, dtype=mask)
-    decode_ops.attention_of_few(q, k, k, hides, None, None, None, q.stride(), t.arch)
+    decode_ops.attention_decode(q, k, k, hides, None, None, None, q.stride(), t.arch)
 
 
 def _int8(rows: int, t: Target) -> None:
@@ -113,8 +113,8 @@ BY_HAND: dict[str, Callable[[Target], None]] = {
     "attention, an image, 80, bf16": partial(_positions, _BF16, 80, _IMAGE),
     "attention, a window, 64, bf16": partial(_positions, _BF16, 64, _WINDOW),
     "attention, a window, 64, fp32": partial(_positions, _FP32, 64, _WINDOW),
-    "attention over 197 keys, 64, bf16": partial(_few_keys, _BF16, 64, 197),
-    "attention over 77 keys, 40, fp16": partial(_few_keys, _FP16, 40, 77),
+    "attention over 197 keys, 64, bf16": partial(_short_sequence, _BF16, 64, 197),
+    "attention over 77 keys, 40, fp16": partial(_short_sequence, _FP16, 40, 77),
     "attention of few, 64, bf16": partial(_few, _BF16, 64, None),
     "attention of few, an added mask, 128, fp16": partial(_few, _FP16, 128, _FP16),
     "attention of few, a boolean mask, 256, fp32": partial(_few, _FP32, 256, torch.bool),

@@ -56,18 +56,18 @@ def compile_dynamo(
         return gm.forward
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
-    with uncollected():
+    with gc_paused():
         if backend.constant_masks:
             masks.fold(gm)
         return capture.capture(
             gm,
             example_inputs,
-            lambda aten, phase, const, road: pipeline.compile_graph(backend, parsed, aten, phase, const, road),
+            lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode),
         )
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without Python's collector of cycles: all that is made meanwhile has it walk the whole heap, which takes a quarter of a
     second with torch and a model."""
     was = gc.isenabled()

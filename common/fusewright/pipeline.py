@@ -327,7 +327,7 @@ def _planned_again(c: Compilation, found: Sequence[MetadataMismatch]) -> Run:
         if not _mended(c, mismatch):
             _learn(c, mismatch)
     assert len(c.facts) > before
-    report = GraphReport(c.backend.name, c.phase, c.report.road)
+    report = GraphReport(c.backend.name, c.phase, c.report.capture)
     return _compile(replace(c, report=report, compiled=[], carried=set()))
 
 
@@ -449,18 +449,18 @@ def _give_up(c: Compilation) -> Refused:
 
 
 def compile_graph(
-    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], road: str
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str
 ) -> Callable[[list[Any]], Any]:
     """Run every stage on one ATen graph, or find its plan in the cache. Returns a callable that takes (and empties) a list
     of inputs."""
-    run = _found_or_compiled(backend, options, gm, phase, const, road)
+    run = _found_or_compiled(backend, options, gm, phase, const, mode)
     return strictly(run) if options.strict else run
 
 
 def _found_or_compiled(
-    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], road: str
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str
 ) -> Run:
-    report = GraphReport(backend.name, phase, road)
+    report = GraphReport(backend.name, phase, mode)
     tuner = Tuner(backend.fingerprint(), options.cache, backend.policy().count_workers())
     c = Compilation(backend, options, gm, phase, const, report, tuner, handover=Handover.of(phase))
     _timed(c, "canonicalize", _canonicalize)

@@ -32,7 +32,7 @@ class GraphReport:
 
     backend: str
     phase: str
-    road: str = ""
+    capture: str = ""
     ops: list[OpRecord] = field(default_factory=list)
     regions: int = 0
     rules: Counter[str] = field(default_factory=Counter)

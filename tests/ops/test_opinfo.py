@@ -65,7 +65,7 @@ def opinfo(*args: str, plugins: Path | None = None) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-# Of `null` every fourth: the models and the roads of capture hold it to eager already.
+# Of `null` every fourth: the models and the modes of capture hold it to eager already.
 @pytest.mark.parametrize(("backend", "sample"), [("fusewright_null", SAMPLE[::4]), ("x86_onednn", SAMPLE)])
 def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
     if not registry.info(backend).available:

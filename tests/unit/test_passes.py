@@ -27,7 +27,7 @@ from fusewright.toolkit.region.pattern import p as pattern
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.transform.split import Split
 from fusewright.toolkit.transform.split_columns import Steps
-from tests.unit.ir.test_apart import norm, total
+from tests.unit.ir.test_split_columns import norm, total
 from tests.unit.ir.test_moments import variance
 from tests.unit.region.drawn import branches, claim
 
@@ -177,7 +177,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "with_buffers": lambda: (summed(), (0, 1)),
     "without_moments": lambda: (variance(),),
     "split_rows": lambda: (total(1 << 17, 4),),
-    "apart": lambda: (norm(),),
+    "split_columns": lambda: (norm(),),
     "split_scan": lambda: (counted(),),
     "division for replay": lambda: (divided(), {}),
 }

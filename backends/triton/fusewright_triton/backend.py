@@ -184,7 +184,7 @@ class TritonBackend(FusedBackend):
 
         device = self.running_on()
         if not device.simulated:
-            workers.pool().ahead(self.target(device).compiler)
+            workers.pool().warm_up(self.target(device).compiler)
 
     def supports(self, op: OpView) -> Verdict:
         """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""
@@ -199,7 +199,7 @@ class TritonBackend(FusedBackend):
         from fusewright_triton.runtime import refused
 
         b = rewritten(self.lowerings, region, ctx)
-        self._ask_ahead(b)
+        self._precompile(b)
         fragment = fuse(b.finish(), ctx, b.calls, policy=self.policy())
         found = self.target(self.running_on())
         for i in fragment.instructions:
@@ -209,7 +209,7 @@ class TritonBackend(FusedBackend):
         notes = {**fragment.notes, **b.notes}
         return replace(fragment, notes=self._tune(fragment, ctx, notes) if self.values["autotune"] else notes)
 
-    def _ask_ahead(self, b: Builder) -> None:
+    def _precompile(self, b: Builder) -> None:
         """Compiler processes begin with the kernels written by hand while the rest of the region is lowered."""
         device = self.running_on()
         if not device.simulated:

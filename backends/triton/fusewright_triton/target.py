@@ -55,11 +55,11 @@ class Thresholds:
     """Keys below which torch's attention of few queries does as well."""
     narrow_head: int
     """Elements of a head up to which our attention with a mask is faster."""
-    few_keys: int
+    short_sequence: int
     """Keys up to which it is so whatever the mask."""
     mask_step: int
     """Bytes from one element of a mask to the next up to which reading it as it is costs less than a copy."""
-    short_sequence: float
+    short_rows: float
     """Heads, as a share of the multiprocessors, from which on the kernel for few keys fills the device."""
 
 
@@ -99,7 +99,7 @@ H100 = Thresholds(
     ),
     product_results=1 << 22, product_rows=128, library_flops=760e12, library_result=0.48e-12, kernel_step=0.385e-6,
     bandwidth=3e12, narrow_tiles=1.15, padded_results=1 << 22, sibling_weights=1 << 25, gemv_rows=4, gemv_weights=1 << 17,
-    int8_rows=256, decode_keys=64, narrow_head=64, few_keys=64, mask_step=32, short_sequence=0.5,
+    int8_rows=256, decode_keys=64, narrow_head=64, short_sequence=64, mask_step=32, short_rows=0.5,
 )  # fmt: skip
 """The model of products was fitted to 19 shapes, with errors of up to 15%."""
 

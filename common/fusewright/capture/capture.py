@@ -1,4 +1,4 @@
-"""Capture: Dynamo's graph to ATen graphs, by the direct road or through AOTAutograd (one graph each for forward and
+"""Capture: Dynamo's graph to ATen graphs, by the direct capture or through AOTAutograd (one graph each for forward and
 backward).
 """
 
@@ -21,7 +21,7 @@ from fusewright.interface import Phase
 log = logging.getLogger("fusewright")
 
 Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
-"""(ATen graph, phase, constant placeholders, road) -> a callable that takes and empties a list of inputs."""
+"""(ATen graph, phase, constant placeholders, mode) -> a callable that takes and empties a list of inputs."""
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
@@ -32,10 +32,10 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compi
 def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
     try:
         aten, constants = direct.capture(gm, example_inputs)
-    except direct.Doubt as doubt:
-        road = f"aot ({str(doubt).splitlines()[0]})"
+    except direct.UnsupportedCapture as doubt:
+        mode = f"aot ({str(doubt).splitlines()[0]})"
         try:
-            return through_aot(gm, example_inputs, compile_graph, road)
+            return through_aot(gm, example_inputs, compile_graph, mode)
         except RuntimeError as e:
             if compat.SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
                 raise
@@ -53,9 +53,9 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Com
 
 
 def through_aot(
-    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, road: str
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: str
 ) -> Callable[..., Any]:
-    """The long road: right for training, mutation, aliasing and tensor subclasses."""
+    """The capture by AOTAutograd: right for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
     untraced = next(filter(None, map(storage.untraced, example_inputs)), "")
     wrapped = any(compat.is_wrapper(x) for x in example_inputs)
@@ -65,7 +65,7 @@ def through_aot(
             constants = constant_placeholders(aten) if phase == "infer" and trackable else frozenset()
             if untraced:
                 aten.meta[storage.UNTRACED] = untraced
-            run = compile_graph(aten, phase, constants, road)
+            run = compile_graph(aten, phase, constants, mode)
             run = storage.materializing(run, _unguarded(aten, phase, wrapped))
             run._boxed_call = True  # type: ignore[attr-defined]
             return run

@@ -1,8 +1,8 @@
-"""The direct road: a Dynamo graph without gradients, mutation or symbolic sizes becomes an ATen graph in one recording
+"""Direct capture: a Dynamo graph without gradients, mutation or symbolic sizes becomes an ATen graph in one recording
 run.
 
 AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op is run once on FakeTensors and
-written down. Anything doubtful raises `Doubt`, and the long road takes the graph. A doubt leaves no trace: what could
+written down. Anything doubtful raises `UnsupportedCapture`, and AOTAutograd captures the graph. A doubt leaves no trace: what could
 not be undone (a function that switches a mode, an op that makes a size of its data) is doubted before it runs.
 """
 
@@ -20,12 +20,12 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 
 
-class Doubt(Exception):
-    """Why the direct road might be wrong for a graph."""
+class UnsupportedCapture(Exception):
+    """Why the direct capture might be wrong for a graph."""
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule, frozenset[Node]]:
-    """Record `gm` as an ATen graph; also its constant placeholders. Raises `Doubt`."""
+    """Record `gm` as an ATen graph; also its constant placeholders. Raises `UnsupportedCapture`."""
     _check_inputs(example_inputs)
     _check_graph(gm)
     recorder = _Recorder(gm, example_inputs)
@@ -36,24 +36,24 @@ def _check_inputs(example_inputs: Sequence[Any]) -> None:
     grad = torch.is_grad_enabled()
     for x in example_inputs:
         if not isinstance(x, torch.Tensor):
-            raise Doubt(f"an input is {type(x).__name__}, not a tensor")
+            raise UnsupportedCapture(f"an input is {type(x).__name__}, not a tensor")
         if type(x) not in (torch.Tensor, torch.nn.Parameter) and not compat.is_fake(x):
-            raise Doubt(f"an input is of the subclass {type(x).__name__}")
+            raise UnsupportedCapture(f"an input is of the subclass {type(x).__name__}")
         if x.layout is not torch.strided or x.is_conj() or x.is_neg() or x.is_quantized:
-            raise Doubt("an input is sparse, quantized or lazily conjugated")
+            raise UnsupportedCapture("an input is sparse, quantized or lazily conjugated")
         if grad and x.requires_grad:
-            raise Doubt("gradients are needed")
+            raise UnsupportedCapture("gradients are needed")
 
 
 def _check_graph(gm: GraphModule) -> None:
     """Whether every node may be run here: nothing in doubt has run when this raises."""
     for node in gm.graph.nodes:
         if node.op == "call_module" or compat.is_higher_order(node.target):
-            raise Doubt(f"the graph calls {node.target}")
+            raise UnsupportedCapture(f"the graph calls {node.target}")
         if node.op == "call_function" and not compat.computes(node.target):
-            raise Doubt(f"the graph calls {getattr(node.target, '__name__', node.target)}, which may switch a mode")
+            raise UnsupportedCapture(f"the graph calls {getattr(node.target, '__name__', node.target)}, which may switch a mode")
         if _symbolic(node.meta.get("example_value")) or compat.UNBACKED in node.meta:
-            raise Doubt("sizes are symbolic")
+            raise UnsupportedCapture("sizes are symbolic")
 
 
 def _symbolic(val: Any) -> bool:
@@ -65,9 +65,9 @@ def _symbolic(val: Any) -> bool:
     return isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _doubt_behind(error: BaseException | None) -> Doubt | None:
+def _doubt_behind(error: BaseException | None) -> UnsupportedCapture | None:
     """The doubt that code of torch's caught and raised again as an error of its own, if that is what happened."""
-    while error is not None and not isinstance(error, Doubt):
+    while error is not None and not isinstance(error, UnsupportedCapture):
         error = error.__cause__ or error.__context__
     return error
 
@@ -95,7 +95,7 @@ class _Recorder(Interpreter):
             val = n.meta.get("example_value")
             if compat.is_fake(val):
                 return compat.fake_mode_of(val)
-        raise Doubt("no input has traced metadata")
+        raise UnsupportedCapture("no input has traced metadata")
 
     def record(self) -> GraphModule:
         fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
@@ -124,9 +124,9 @@ class _Recorder(Interpreter):
         if not compat.is_fake(val):
             val = self.fake_mode.from_tensor(example, static_shapes=True)
         if any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride())):
-            raise Doubt("sizes are symbolic")
+            raise UnsupportedCapture("sizes are symbolic")
         if id(val) in self.node_of:
-            raise Doubt("two inputs are one tensor")
+            raise UnsupportedCapture("two inputs are one tensor")
         new = self.out.placeholder(node.name)
         new.meta.update(val=val, stack_trace=node.meta.get("stack_trace"))
         self._know(val, new)
@@ -144,12 +144,12 @@ class _Recorder(Interpreter):
             return self._node(v)
         if v is None or isinstance(v, int | float | bool | str):
             return v
-        raise Doubt(f"the graph returns {type(v).__name__}")
+        raise UnsupportedCapture(f"the graph returns {type(v).__name__}")
 
     def _node(self, t: torch.Tensor) -> Node:
         node = self.node_of.get(id(t))
         if node is None:
-            raise Doubt("a tensor comes from outside the graph")
+            raise UnsupportedCapture("a tensor comes from outside the graph")
         return node
 
     def run_node(self, n: Node) -> Any:
@@ -185,7 +185,7 @@ class _Recorder(Interpreter):
         if not isinstance(real, torch.Tensor):
             return real
         if real.requires_grad and torch.is_grad_enabled():
-            raise Doubt("gradients are needed")
+            raise UnsupportedCapture("gradients are needed")
         name = f"constant{len(self.alive)}"
         if isinstance(real, torch.nn.Parameter):
             self.root.register_parameter(name, real)
@@ -201,9 +201,9 @@ class _Recorder(Interpreter):
         if self.paused:
             return func(*args, **kwargs)
         if not compat.is_overload(func):
-            raise Doubt(f"the graph calls {func}")
+            raise UnsupportedCapture(f"the graph calls {func}")
         if compat.depends_on_data(func, args):
-            raise Doubt(f"what {func} gives depends on data")
+            raise UnsupportedCapture(f"what {func} gives depends on data")
         if func is torch.ops.aten.as_strided_.default:
             return self._restrided(*args, **kwargs)
         written = args[0] if ops.is_mutating(func) else None
@@ -211,7 +211,7 @@ class _Recorder(Interpreter):
             func = self._functional(func, written)
         result = func(*args, **kwargs)
         if written is not None and not _same_type(result, written):
-            raise Doubt(f"{func} in place would change a type")
+            raise UnsupportedCapture(f"{func} in place would change a type")
         if func.namespace == "prim" or func in compat.METADATA_OPS:
             return result
         new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)
@@ -229,16 +229,16 @@ class _Recorder(Interpreter):
         """The out-of-place form of `add_` and its like, where nobody else can see the write."""
         op = compat.out_of_place(func)
         if op is None:
-            raise Doubt(f"{func} writes in place")
+            raise UnsupportedCapture(f"{func} writes in place")
         self._check_private(func, written)
         return op
 
     def _check_private(self, func: Any, written: Any) -> None:
         """Whether the graph made this tensor and nothing shares its memory, so that a write stays unseen."""
         if not isinstance(written, torch.Tensor) or self._node(written).op != "call_function":
-            raise Doubt(f"{func} writes in place")
+            raise UnsupportedCapture(f"{func} writes in place")
         if self.sharers[_storage(written)] != 1:
-            raise Doubt(f"{func} writes into a tensor that has views")
+            raise UnsupportedCapture(f"{func} writes into a tensor that has views")
 
     def _restrided(self, tensor: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
         """`as_strided_` moves no data: the tensor goes on as a view of what it was (torch's pooling to one point)."""
@@ -257,7 +257,7 @@ class _Recorder(Interpreter):
         if isinstance(a, torch.Tensor):
             return self._node(a)
         if isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise Doubt("sizes are symbolic")
+            raise UnsupportedCapture("sizes are symbolic")
         return a
 
     def _remember(self, result: Any, node: Node) -> None:
@@ -270,7 +270,7 @@ class _Recorder(Interpreter):
                     item.meta.update(val=r, stack_trace=node.meta.get("stack_trace"))
                     self._know(r, item)
         elif result is not None:
-            raise Doubt(f"{node.target} gives {type(result).__name__}, which depends on data")
+            raise UnsupportedCapture(f"{node.target} gives {type(result).__name__}, which depends on data")
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:

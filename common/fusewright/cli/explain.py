@@ -192,7 +192,7 @@ def as_document(e: Explained) -> dict[str, Any]:
         "graphs": [
             {
                 "phase": g.phase,
-                "road": g.road,
+                "capture": g.capture,
                 "regions": g.regions,
                 "rules": dict(g.rules),
                 "stages": g.stages,
@@ -257,12 +257,12 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
 
 def _graph_table(e: Explained) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("graph", "phase", "lowered", "carried", "eager", "views", "regions", "road"):
+    for title in ("graph", "phase", "lowered", "carried", "eager", "views", "regions", "capture"):
         numeric = title in ("lowered", "carried", "eager", "views", "regions")
         table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
     for i, g in enumerate(e.graphs):
         counts = [str(g.count(where)) for where in WHERE]
-        table.add_row(str(i), g.phase, *counts, str(g.regions), escape(g.road))
+        table.add_row(str(i), g.phase, *counts, str(g.regions), escape(g.capture))
     return table
 
 
@@ -299,5 +299,5 @@ def _print_texts(e: Explained, stage: str | None, plan: bool) -> None:
     wanted = [s for s in (stage, "plan" if plan else None) if s]
     for i, g in enumerate(e.graphs):
         for name in wanted:
-            click.echo(f"# graph {i} ({g.phase}, {g.road}), {name}")
+            click.echo(f"# graph {i} ({g.phase}, {g.capture}), {name}")
             click.echo(g.texts.get(name, ""))

@@ -39,7 +39,7 @@ from fusewright.toolkit.region.verify import REGION
 from fusewright.toolkit.transform.moments import without_moments
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import split_rows
-from fusewright.toolkit.transform.split_columns import apart
+from fusewright.toolkit.transform.split_columns import split_columns
 
 
 def _rules(graph: Graph, log: RuleLog) -> None:
@@ -73,7 +73,7 @@ PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     ("region", "region", (claimed, rewrite)),
     ("region", "fragment", (COMPILE,)),
     ("values", "kernel", (scheduled,)),
-    ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, apart, split_scan)),
+    ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, split_columns, split_scan)),
     # one flat list; what is overwritten lies where it is; what is replayed; where temporaries lie
     ("fragment", "plan", (BUILD,)),
     ("plan", "plan", (UPDATE, DIVIDE)),

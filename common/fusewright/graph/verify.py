@@ -26,7 +26,7 @@ class VerifyError(FormError, AssertionError):
 
 
 @dataclass(frozen=True)
-class Described:
+class TypedNode:
     """An op node with what its row says of its results; `wrong` says why it says nothing."""
 
     node: Node
@@ -41,16 +41,16 @@ class Described:
         return [(k, r) for k, r in found if isinstance(r, torch.Tensor)]
 
 
-def described(node: Node) -> Described | None:
+def typed_node(node: Node) -> TypedNode | None:
     """None for what is in no row."""
     row = ops.find(node.target)
     if row is None:
         return None
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     try:
-        return Described(node, row, *row.types(args, kwargs))
+        return TypedNode(node, row, *row.types(args, kwargs))
     except TypeError as e:
-        return Described(node, row, wrong=str(e))
+        return TypedNode(node, row, wrong=str(e))
 
 
 class Facts:
@@ -60,9 +60,9 @@ class Facts:
         self.nodes = list(graph.nodes)
 
     @cached_property
-    def ops(self) -> list[Described]:
+    def ops(self) -> list[TypedNode]:
         trusted = (n for n in self.nodes if is_op(n) and UNTRUSTED not in n.meta)
-        return [d for n in trusted if (d := described(n)) is not None]
+        return [d for n in trusted if (d := typed_node(n)) is not None]
 
 
 def _frame(f: Facts) -> Iterator[str]:
@@ -172,8 +172,8 @@ class _One(Facts):
         self.nodes = [node]
 
     @cached_property
-    def ops(self) -> list[Described]:
-        return [d for n in self.nodes if (d := described(n)) is not None]
+    def ops(self) -> list[TypedNode]:
+        return [d for n in self.nodes if (d := typed_node(n)) is not None]
 
 
 def op_problems(node: Node) -> Iterator[str]:

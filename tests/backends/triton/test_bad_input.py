@@ -327,14 +327,14 @@ def test_compiler_processes_may_be_started_ahead(monkeypatch: pytest.MonkeyPatch
     pool = workers.Pool()
     for told, there in (("8", 3), ("8", 3), ("16", 7)):
         monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", told)
-        pool.ahead(["cuda", 90, 32])
+        pool.warm_up(["cuda", 90, 32])
         assert len(pool.free) == len(firsts) == there
     monkeypatch.setattr(workers, "pool", lambda: pool)
     monkeypatch.setattr(workers, "_here", pytest.fail)
     assert workers.build_all([{"text": "k"}]) == [[{"name": "k"}]], "they are used for a single kernel too"
     monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "2")
     pool.free = []
-    pool.ahead(["cuda", 90, 32])
+    pool.warm_up(["cuda", 90, 32])
     assert pool.free == [], "few processors have enough to do"
 
 

@@ -26,7 +26,7 @@ from fusewright_triton.build.binaries import Binary
 from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, precompile, product_ops
 from fusewright_triton.lowerings import CUDNN
 from fusewright_triton.run import archive, bound, handwritten
-from fusewright_triton.run.handwritten import Described, Kernel, Library, Order, noting
+from fusewright_triton.run.handwritten import Kernel, Library, Order, TensorDescriptor, noting
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import rewritten
 from tests.backends.triton.test_calls import REAL, Net
@@ -52,7 +52,7 @@ def order(*args: Any, **constants: Any) -> Order:
 
 def test_types_say_what_the_code_may_assume() -> None:
     t = torch.empty(64, dtype=BF16)
-    given = (Described(t.view(8, 8), (4, 8)), t, t[1:], t.view(torch.uint8), 0.5, 1, 32, 33, 1 << 31, -5)
+    given = (TensorDescriptor(t.view(8, 8), (4, 8)), t, t[1:], t.view(torch.uint8), 0.5, 1, 32, 33, 1 << 31, -5)
     assert order(*given).types == (
         "tensordesc<bf16[4, 8]>", "*bf16/16", "*bf16", "*u8/16", "fp32", "1", "i32/16", "i32", "i64/16", "i32",
     )  # fmt: skip
@@ -60,7 +60,7 @@ def test_types_say_what_the_code_may_assume() -> None:
 
 def test_a_request_has_every_parameter_in_order() -> None:
     x = torch.empty(64, 64, dtype=BF16)
-    d = Described(x, (16, 32))
+    d = TensorDescriptor(x, (16, 32))
     fixed = {"BIAS": True, "RESIDUAL": False, "ACT": "relu", "DIRECT": False, "HALVES": False}
     fixed |= {"BM": 16, "BN": 16, "BK": 32, "GROUP": 8}
     made = order(d, d, d, x, x, x, 64, 1, 64, **fixed).request(H100)
@@ -82,7 +82,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "positions": lambda device: attention_ops.attention_decomposed(
         *[torch.ones(2, 2, 4, 16, device=device)] * 3, *[torch.ones(4, 2, 2, 2, device=device)] * 2, None, (128, 64, 16, 1), "sm_90"
     ),
-    "few": lambda device: decode_ops.attention_of_few(
+    "few": lambda device: decode_ops.attention_decode(
         torch.ones(1, 4, 1, 16, device=device), *[torch.ones(1, 2, 80, 16, device=device)] * 2, *[None] * 4, (64, 16, 16, 1),
         "sm_90",
     ),
@@ -213,7 +213,7 @@ def test_a_compiler_process_builds_gluon_too(monkeypatch: pytest.MonkeyPatch, tm
     found: list[Order] = []
     with noting(found):
         Kernel("gluon_copy", "copied").launch(
-            H100, 4, (Described(x, (32, 64)), x, 100), {"BM": 32, "BN": 64}, num_warps=4
+            H100, 4, (TensorDescriptor(x, (32, 64)), x, 100), {"BM": 32, "BN": 64}, num_warps=4
         )
     (answer,) = workers._here(found[0].request(H100))
     assert answer["threads"] == 128 and ".target sm_90a" in answer["listing"]
@@ -281,25 +281,25 @@ def test_parameters_go_in_order(t: target.Target, descriptors: Any, on_gpu: Any)
     described = [70, 40, 64, 1]
     for y in (out, torch.empty(8), out):
         kernel._run(
-            t, 6, (Described(x, (16, 32)), y, 0.25, 1, -7, 1 << 40), {"BM": 16}, {"num_warps": 4, "num_ctas": 2}
+            t, 6, (TensorDescriptor(x, (16, 32)), y, 0.25, 1, -7, 1 << 40), {"BM": 16}, {"num_warps": 4, "num_ctas": 2}
         )
         twice = described if descriptors else [*described, 0, *described]
         want = [x.data_ptr(), *twice, y.data_ptr(), 0.25, -7, 1 << 40, 0, 0]
         assert driver.launches.pop() == (5, 12, 1, 1, 128, 1, 1, 99, 77, want)
     assert driver.loaded == 1
     assert driver.described == [((70, 40), (64, 1), {"block_size": [16, 32]})] * len(descriptors), "once for an address"
-    kernel._run(t, 6, (Described(x, (16, 32)), out, 0.25, 1, -8, 1 << 40), {"BM": 16}, {"num_warps": 4})
+    kernel._run(t, 6, (TensorDescriptor(x, (16, 32)), out, 0.25, 1, -8, 1 << 40), {"BM": 16}, {"num_warps": 4})
     assert driver.launches.pop()[-1][-3:] == [1 << 40, 0, 0] and driver.loaded == 2, "clusters are other code"
-    kernel._run(t, 6, (Described(x, (16, 32)), out, 0.25, 1, -9, 1 << 40), {"BM": 16}, {"num_warps": 4})
+    kernel._run(t, 6, (TensorDescriptor(x, (16, 32)), out, 0.25, 1, -9, 1 << 40), {"BM": 16}, {"num_warps": 4})
     assert driver.launches.pop()[1] == 6 and driver.loaded == 2, "other numbers are bound anew, to the same code"
 
 
 def test_a_descriptor_follows_its_matrix() -> None:
     driver: Any = Driver([])
     x, other = torch.empty(8, 8), torch.empty(8, 8)
-    made = bound.bind(Binary("k", b"", 0, 32, descriptors=({},)), 5, (Described(x, (8, 8)),), [False], driver)
+    made = bound.bind(Binary("k", b"", 0, 32, descriptors=({},)), 5, (TensorDescriptor(x, (8, 8)),), [False], driver)
     for t in (x, x, other):
-        made.place((Described(t, (8, 8)),))
+        made.place((TensorDescriptor(t, (8, 8)),))
         assert ctypes.c_uint64.from_address(made.params[0] or 0).value == t.data_ptr()
     assert len(driver.described) == 2
 

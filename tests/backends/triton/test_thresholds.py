@@ -56,7 +56,7 @@ def activated(g: Net) -> Value:
     return g.op("gelu", g.op("linear", g.tensor(128, 64), g.weight(256, 64), None), "none")
 
 
-def few_keys(g: Net) -> Value:
+def short_sequence(g: Net) -> Value:
     q, k, v = (g.tensor(8, 16, 40, 16) for _ in range(3))
     return g.op("sdpa", q, k, v, None, 0.0, False, None, False)
 
@@ -65,7 +65,7 @@ MEASURED: dict[str, tuple[Callable[[Net], Value], str, str]] = {
     "padded": (padded_linear, "aten::slice.Tensor", "aten::linear"),
     "padded operands": (padded_operands, "aten::copy_", "aten::mm"),
     "int8 weights": (int8_weights, "fusewright_triton::int8_linear", "aten::mm"),
-    "attention of few": (decoding, "fusewright_triton::attention_of_few", "aten::scaled_dot_product_attention"),
+    "attention of few": (decoding, "fusewright_triton::attention_decode", "aten::scaled_dot_product_attention"),
     "attention": (masked, "fusewright_triton::attention", "aten::scaled_dot_product_attention"),
 }
 """By how the key of a measurement begins: a graph, the call that ours is told by, and the library's."""
@@ -73,7 +73,7 @@ MEASURED: dict[str, tuple[Callable[[Net], Value], str, str]] = {
 LIBRARY: dict[str, tuple[Callable[[Net], Value], str, str]] = {
     "products of few rows": (few_rows, "kernel", "aten::linear"),
     "activations": (activated, "fusewright_triton::linear_activation", "aten::linear"),
-    "few keys": (few_keys, "fusewright_triton::attention_of_few_keys", "aten::scaled_dot_product_attention"),
+    "few keys": (short_sequence, "fusewright_triton::attention_short_sequence", "aten::scaled_dot_product_attention"),
 }
 """To measure these would build a kernel for each shape."""
 

@@ -19,7 +19,7 @@ from fusewright import pipeline
 from fusewright.errors import BackendCrashError
 from fusewright.strict import strictly
 from fusewright_triton.build import workers
-from fusewright_triton.kernels import attention_ops, decode_ops, few_keys_ops, int8_ops, product_ops
+from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops, short_sequence_ops
 from fusewright_triton.run import handwritten
 from fusewright_triton.run.handwritten import Kernel, Library
 from fusewright_triton.target import named
@@ -93,7 +93,7 @@ def positions(flat: bool) -> Callable[[], torch.Tensor]:
 def few(rotary: bool, mask: torch.Tensor | None) -> Callable[[], torch.Tensor]:
     q, (k, v) = randn(2, 4, 1, 16), randn(2, 2, 2, 70, 16)
     cos, sin = randn(2, 2, 1, 1, 16) if rotary else (None, None)
-    return lambda: decode_ops.attention_of_few(q, k, v, mask, cos, sin, None, q.stride(), ARCH)
+    return lambda: decode_ops.attention_decode(q, k, v, mask, cos, sin, None, q.stride(), ARCH)
 
 
 def int8(rows: int, columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,9 +178,9 @@ def _product_on_hopper(x: torch.Tensor) -> torch.Tensor:
     return product_ops.linear_activation(x, x, None, "", ARCH)
 
 
-def _few_keys(x: torch.Tensor) -> torch.Tensor:
+def _short_sequence(x: torch.Tensor) -> torch.Tensor:
     heads = x.view(1, 4, 64, 64)
-    return few_keys_ops.attention_of_few_keys(heads, heads, heads, None, heads.stride(), ARCH)
+    return short_sequence_ops.attention_short_sequence(heads, heads, heads, None, heads.stride(), ARCH)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -204,7 +204,10 @@ def test_strict_raises_instead(name: str, refused: list[Any], caplog: pytest.Log
     ("call", "module", "other", "words"),
     [
         (_product_on_hopper, "hopper", "product", "product of kernels/hopper.py cannot be built, and one that is 10 to 30%"),
-        (_few_keys, "few_keys", "attention", "attention of kernels/few_keys.py cannot be built, and the usual one runs"),
+        (
+            _short_sequence, "short_sequence", "attention",
+            "attention of kernels/short_sequence.py cannot be built, and the usual one runs",
+        ),
     ],
 )
 def test_what_gluon_cannot_build_another_kernel_computes(

@@ -1,4 +1,4 @@
-"""The direct road is held to AOTAutograd's: on torch's OpInfo database, on models, and on random programs."""
+"""The direct capture is held to AOTAutograd's: on torch's OpInfo database, on models, and on random programs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from fusewright import _torch_compat as compat
 from fusewright.bench import models
 from fusewright.capture import direct
+from tests.capture_modes import side_by_side
 from tests.compare import against_eager
 from tests.programs import Program, programs
-from tests.roads import side_by_side
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -33,18 +33,18 @@ DTYPES = (torch.float32, torch.complex64, torch.int64)
 SAMPLE = [n for n, o in ENTRIES.items() if torch.float32 in o.dtypes][::40]
 
 
-def both_roads(name: str, samples: int, dtype: torch.dtype = torch.float32) -> list[str]:
-    """What is wrong with the direct road on an entry of the database, on its first samples."""
+def both_modes(name: str, samples: int, dtype: torch.dtype = torch.float32) -> list[str]:
+    """What is wrong with the direct capture on an entry of the database, on its first samples."""
     entry, found = ENTRIES[name], []
     inputs = entry.sample_inputs("cpu", dtype, requires_grad=False) if dtype in entry.dtypes else ()
     for _, sample in zip(range(samples), inputs, strict=False):
         args, kwargs = (sample.input, *sample.args), sample.kwargs
-        with torch.no_grad(), side_by_side(lambda *a: entry(*a, **kwargs)) as (compiled, roads):  # noqa: B023
+        with torch.no_grad(), side_by_side(lambda *a: entry(*a, **kwargs)) as (compiled, modes):  # noqa: B023
             try:
                 compiled(*args)
             except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError) as e:
-                found += [f"{type(e).__name__}: {e}"] if "direct" in roads.taken and not _aot_fails(entry, sample) else []
-        found += roads.problems
+                found += [f"{type(e).__name__}: {e}"] if "direct" in modes.taken and not _aot_fails(entry, sample) else []
+        found += modes.problems
     return found
 
 
@@ -60,9 +60,9 @@ def _aot_fails(entry: Any, sample: Any) -> bool:
 @pytest.mark.skipif(not compat.has_python_form(torch.ops.aten.one_hot.default), reason="this torch checks nothing there")
 def test_a_lost_assertion_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "CHECKED_IN_PYTHON", frozenset())
-    with torch.no_grad(), side_by_side(lambda i: torch.nn.functional.one_hot(i, 3)) as (compiled, roads):
+    with torch.no_grad(), side_by_side(lambda i: torch.nn.functional.one_hot(i, 3)) as (compiled, modes):
         compiled(torch.tensor([0, 2]))
-    assert roads.problems == ["the direct graph has 0 assertions, AOTAutograd's has 2"]
+    assert modes.problems == ["the direct graph has 0 assertions, AOTAutograd's has 2"]
 
 
 def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,21 +72,21 @@ def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return y
 
     monkeypatch.setattr(direct._Recorder, "_check_private", lambda self, func, written: None)
-    with torch.no_grad(), side_by_side(write_behind_a_view) as (compiled, roads):
+    with torch.no_grad(), side_by_side(write_behind_a_view) as (compiled, modes):
         compiled(torch.ones(3))
-    assert [p for p in roads.problems if p.startswith("direct: value 0 differs")]
+    assert [p for p in modes.problems if p.startswith("direct: value 0 differs")]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_entries_of_opinfo(name: str) -> None:
-    assert both_roads(name, samples=1) == []
+    assert both_modes(name, samples=1) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(16))
 def test_every_entry_of_opinfo(shard: int) -> None:
     names = list(ENTRIES)[shard::16]
-    found = {(n, d): problems for n in names for d in DTYPES if (problems := both_roads(n, 2, d))}
+    found = {(n, d): problems for n in names for d in DTYPES if (problems := both_modes(n, 2, d))}
     assert found == {}
 
 
@@ -96,17 +96,17 @@ def test_every_entry_of_opinfo(shard: int) -> None:
 def test_models(name: str) -> None:
     pytest.importorskip("transformers", reason="needs fusewright[bench]")
     model, inputs, _ = models.instantiate(models.MODELS[name], "small", seed=0)
-    with torch.no_grad(), side_by_side(model) as (compiled, roads):
+    with torch.no_grad(), side_by_side(model) as (compiled, modes):
         compiled(**inputs)
-    assert roads.problems == [] and roads.taken == ["direct"]
+    assert modes.problems == [] and modes.taken == ["direct"]
 
 
 @given(programs())
 @settings(max_examples=8)
 def test_random_programs(program: Program) -> None:
-    with torch.no_grad(), side_by_side(program, fullgraph=True) as (compiled, roads):
+    with torch.no_grad(), side_by_side(program, fullgraph=True) as (compiled, modes):
         compiled(*program.inputs())
-    assert roads.problems == []
+    assert modes.problems == []
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_random_programs(program: Program) -> None:
 @settings(max_examples=30)
 def test_long_random_programs(program: Program) -> None:
     with torch.no_grad():
-        with side_by_side(program, fullgraph=True) as (compiled, roads):
+        with side_by_side(program, fullgraph=True) as (compiled, modes):
             compiled(*program.inputs())
-        assert roads.problems == []
+        assert modes.problems == []
         for backend in ("fusewright_null", "x86_onednn"):
             assert against_eager(program, program.inputs, backend, exact=False, fullgraph=True) == []

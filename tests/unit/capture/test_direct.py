@@ -1,4 +1,4 @@
-"""The direct road: what it doubts before it runs anything, and that a doubt leaves nothing behind."""
+"""The direct capture: what it doubts before it runs anything, and that a doubt leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def written(a: Tensor) -> Tensor:
-    """A write behind a view, which the direct road gives up on."""
+    """A write behind a view, which the direct capture gives up on."""
     b = a * 2
     b[0:1].add_(1)
     return b
@@ -113,7 +113,7 @@ def test_a_doubt_leaves_every_mode_as_it_was(name: str, backend: str) -> None:
 def roads(fn: Callable[..., Any], *args: Tensor) -> list[str]:
     with torch.no_grad(), report.recording() as graphs:
         torch.compile(fn, backend="fusewright_null")(*args)
-    return [g.road for g in graphs]
+    return [g.capture for g in graphs]
 
 
 def test_what_may_switch_a_mode_is_doubted_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_one_hot_keeps_its_checks_on_the_direct_road(backend: str) -> None:
         for bad in ([0, 3], [-1, 0]):
             with pytest.raises(RuntimeError, match="Class values must be"):
                 compiled(torch.tensor(bad))
-    assert [g.road for g in graphs] == ["direct"]
+    assert [g.capture for g in graphs] == ["direct"]
 
 
 ONE_PIECE: dict[str, Callable[[Tensor], Any]] = {
@@ -163,12 +163,12 @@ ONE_PIECE: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", ONE_PIECE)
-@pytest.mark.parametrize("road", ["direct", "aot"])
-def test_a_list_of_one_piece(name: str, road: str, backend: str) -> None:
+@pytest.mark.parametrize("mode", ["direct", "aot"])
+def test_a_list_of_one_piece(name: str, mode: str, backend: str) -> None:
     fn = ONE_PIECE[name]
     compiled = torch.compile(fn, backend=backend)
-    with torch.set_grad_enabled(road == "aot"):
-        x = x34().requires_grad_(road == "aot")
+    with torch.set_grad_enabled(mode == "aot"):
+        x = x34().requires_grad_(mode == "aot")
         for _ in range(2):
             wanted, got = tree_flatten(fn(x))[0], tree_flatten(compiled(x))[0]
             assert differences(wanted, got, exact=False) == []

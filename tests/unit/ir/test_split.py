@@ -13,7 +13,7 @@ from fusewright.toolkit.ir.symbols import Step
 from fusewright.toolkit.ir.types import to_torch
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import Split, split_rows
-from fusewright.toolkit.transform.split_columns import apart, few_columns
+from fusewright.toolkit.transform.split_columns import few_columns, split_columns
 from fusewright_cpu.emit.segments import row_end
 from fusewright_cpu.run.jit import compile_kernels
 
@@ -81,7 +81,7 @@ def test_passes_over_few_symbolic_columns() -> None:
     v = b.load(x, at)
     b.store(y, at, v - b.reduce("mean", v))
     kernel = b.build()
-    steps = apart(kernel)
+    steps = split_columns(kernel)
     assert few_columns(kernel) and steps is not None
     for c, n in ((32, 9000), (3, 5), (1, 1)):
         known, data, out = [c, n], torch.randn(n, c), torch.empty(n, c)

@@ -229,8 +229,8 @@ def runs_of(fn: Any, call: Callable[[Any], Any], backend: Any) -> Iterator[tuple
     found: list[tuple[Any, list[Any]]] = []
 
     def compile_it(gm: Any, examples: Any) -> Any:
-        def compile_aten(aten: Any, phase: Any, const: frozenset[Node], road: str) -> Any:
-            run = pipeline.compile_graph(backend, Options(cache=False, fallback="allow"), aten, phase, const, road)
+        def compile_aten(aten: Any, phase: Any, const: frozenset[Node], mode: str) -> Any:
+            run = pipeline.compile_graph(backend, Options(cache=False, fallback="allow"), aten, phase, const, mode)
 
             def noted(args: list[Any]) -> Any:
                 found.append((run, list(args)))

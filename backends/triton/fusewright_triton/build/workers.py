@@ -120,7 +120,7 @@ class Pool:
                 if worker.process.poll() is None:
                     self.free.append(worker)
 
-    def ahead(self, target: Sequence[int | str]) -> None:
+    def warm_up(self, target: Sequence[int | str]) -> None:
         """Has a few workers afterwards, which get Triton ready for a target while this process does something else."""
         with self.lock:
             more = min(AHEAD, processors() // FOR_EACH - 1) - len(self.free) - self.busy

@@ -1,4 +1,4 @@
-"""Attention of few queries as a torch operator that a plan can name: `fusewright_triton::attention_of_few`."""
+"""Attention of few queries as a torch operator that a plan can name: `fusewright_triton::attention_decode`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_el
 from fusewright_triton.target import Target, named
 
 PARTS, COMBINED = Kernel("decode", "parts"), Kernel("decode", "combined")
-OPERATOR = f"{NAMESPACE}::attention_of_few.default"
+OPERATOR = f"{NAMESPACE}::attention_decode.default"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ROWS = 16
@@ -51,7 +51,7 @@ def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
     sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`attention_of_few` by torch's own kernels."""
+    """`attention_decode` by torch's own kernels."""
     if cos is not None and sin is not None:
         first, second = query.chunk(2, -1)
         query = query * cos + torch.cat((-second, first), -1) * sin
@@ -59,7 +59,7 @@ def by_torch(
 
 
 @or_else(by_torch)
-def attention_of_few(
+def attention_decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
     sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
@@ -107,8 +107,8 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 operator(
-    "attention_of_few(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? cos, Tensor? sin, float? scale, "
+    "attention_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? cos, Tensor? sin, float? scale, "
     "int[] stride, str target) -> Tensor",
-    attention_of_few,
+    attention_decode,
     _meta,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusewright_triton.run.handwritten import NAMESPACE, Described, Kernel, operator, or_else
+from fusewright_triton.run.handwritten import NAMESPACE, Kernel, TensorDescriptor, operator, or_else
 from fusewright_triton.target import Target, named
 
 ANY, HOPPER = Kernel("product", "product"), Kernel("hopper", "product")
@@ -124,8 +124,8 @@ def _one_by_one(
 ) -> None:  # fmt: skip
     (m, k), n = x.shape, weight.shape[0]
     how, direct = tiles(t, m, n), not _aligned(out)
-    given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
-    to = given if direct else Described(out.view(m, n), (how.bm, how.bn // 2 if how.halves else how.bn))
+    given, kept = TensorDescriptor(x, (how.bm, how.bk)), TensorDescriptor(weight, (how.bn, how.bk))
+    to = given if direct else TensorDescriptor(out.view(m, n), (how.bm, how.bn // 2 if how.halves else how.bn))
     fixed = {**fixed, **_blocks(how), "DIRECT": direct, "HALVES": how.halves}
     programs = _programs(t, m, n, how, out)
     ANY.launch(t, programs, (given, kept, to, *more, out, m, n, k), fixed, num_warps=how.warps, num_stages=how.stages)
@@ -143,8 +143,8 @@ def _in_turns(
 ) -> None:
     (m, k), n, how = x.shape, weight.shape[0], IN_TURNS
     bias, residual = more
-    given, kept = Described(x, (how.bm, how.bk)), Described(weight, (how.bn, how.bk))
-    added, to = (Described(v.view(m, n), (how.bm, how.bn // 4)) for v in (residual, out))
+    given, kept = TensorDescriptor(x, (how.bm, how.bk)), TensorDescriptor(weight, (how.bn, how.bk))
+    added, to = (TensorDescriptor(v.view(m, n), (how.bm, how.bn // 4)) for v in (residual, out))
     # a residual needs room for all four quarters of a tile, which is a stage of the ring
     rooms = {"STAGES": how.stages - 1, "PARTS": 4} if fixed["RESIDUAL"] else {"STAGES": how.stages, "PARTS": 2}
     rooms["REGISTERS"] = TURNING

@@ -17,7 +17,7 @@ SLOT = 8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Described:
+class TensorDescriptor:
     """A dense-rowed matrix that a kernel reads or writes by blocks of this size, through a tensor descriptor. Address and rows
     are multiples of 16 bytes."""
 
@@ -65,8 +65,8 @@ class _Descriptor:
             self.address = address
 
 
-def _address(a: torch.Tensor | Described) -> int:
-    return (a.tensor if isinstance(a, Described) else a).data_ptr()
+def _address(a: torch.Tensor | TensorDescriptor) -> int:
+    return (a.tensor if isinstance(a, TensorDescriptor) else a).data_ptr()
 
 
 def bind(code: Binary, function: int, args: Sequence[Any], compiled_in: Sequence[bool], d: Driver) -> Bound:
@@ -83,7 +83,7 @@ def bind(code: Binary, function: int, args: Sequence[Any], compiled_in: Sequence
     for k, a in enumerate(args):
         if compiled_in[k]:
             continue
-        if isinstance(a, Described):
+        if isinstance(a, TensorDescriptor):
             shape, stride = a.tensor.shape, a.tensor.stride()
             how = next(metas, None)
             if how is not None:

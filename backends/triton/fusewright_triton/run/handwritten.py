@@ -3,7 +3,7 @@
     PRODUCT = Kernel("product", "product")                    # a function of kernels/product.py, in Triton or Gluon
     PRODUCT.launch(target, programs, args, constants, num_warps=8, num_stages=4)
 
-`args` are what the function takes beside its `tl.constexpr` parameters, in order: tensors, numbers, `Described` matrices.
+`args` are what the function takes beside its `tl.constexpr` parameters, in order: tensors, numbers, `TensorDescriptor` matrices.
 Where they lie decides what happens: on a GPU the kernel is launched on torch's current stream, CPU tensors are computed by
 Triton's interpreter, and on torch's meta device the code is only asked for, so that it is there when it is needed. What the code
 depends on is an `Order`; equal ones are built once in a process, and go to the plan cache with the plan.
@@ -33,7 +33,7 @@ from fusewright.toolkit.ir.types import from_torch
 from fusewright_triton.build import binaries, workers
 from fusewright_triton.build.binaries import Binary
 from fusewright_triton.emit.operators import SIGNATURE
-from fusewright_triton.run.bound import Bound, Described, bind
+from fusewright_triton.run.bound import Bound, TensorDescriptor, bind
 from fusewright_triton.run.driver import driver
 from fusewright_triton.target import Target
 
@@ -42,7 +42,7 @@ log = logging.getLogger("fusewright")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Argument: TypeAlias = "torch.Tensor | Described | int | float"
+Argument: TypeAlias = "torch.Tensor | TensorDescriptor | int | float"
 NAMESPACE = "fusewright_triton"
 ALIGNED = "/16"
 """Ends the type of what is a multiple of 16."""
@@ -239,7 +239,7 @@ class Kernel:
         self, target: Target, programs: int, args: Sequence[Argument], constants: Mapping[str, Any], **options: Any
     ) -> None:
         """See the module. `options` are those of Triton's compiler. `Unbuilt` when it cannot build the kernel."""
-        device = next(_tensor(a).device for a in args if isinstance(a, torch.Tensor | Described))
+        device = next(_tensor(a).device for a in args if isinstance(a, torch.Tensor | TensorDescriptor))
         if device.type == "cpu":
             _interpreted(self.module, self.function).run(0, programs, [_for_triton(a) for a in args], **constants)
         elif device.type == "meta":
@@ -301,8 +301,8 @@ def _bind(order: Order, args: Sequence[Argument], target: Target, device: int) -
     return bind(code, _loaded[device, order], args, [t == ONE for t in order.types], d)
 
 
-def _tensor(a: torch.Tensor | Described) -> torch.Tensor:
-    return a.tensor if isinstance(a, Described) else a
+def _tensor(a: torch.Tensor | TensorDescriptor) -> torch.Tensor:
+    return a.tensor if isinstance(a, TensorDescriptor) else a
 
 
 @functools.cache
@@ -312,7 +312,7 @@ def _element(dtype: torch.dtype) -> str:
 
 def _type(a: Argument) -> str:
     """An argument's type in Triton's words, and what its value lets the code assume."""
-    if isinstance(a, Described):
+    if isinstance(a, TensorDescriptor):
         return f"tensordesc<{_element(a.tensor.dtype)}{list(a.block)}>"
     if isinstance(a, torch.Tensor):
         return f"*{_element(a.dtype)}{'' if a.data_ptr() % 16 else ALIGNED}"
@@ -327,7 +327,7 @@ def _identity(a: Argument) -> Any:
     """What of an argument a launch is bound to: all but addresses."""
     if isinstance(a, torch.Tensor):
         return a.dtype, a.data_ptr() % 16 == 0
-    if isinstance(a, Described):
+    if isinstance(a, TensorDescriptor):
         return a.tensor.dtype, a.tensor.shape, a.tensor.stride(), a.block
     return type(a), a
 
@@ -341,11 +341,11 @@ def _interpreted(module: str, function: str) -> Any:
 
 def _for_triton(a: Argument) -> Any:
     """As Triton's interpreter takes an argument."""
-    if not isinstance(a, Described):
+    if not isinstance(a, TensorDescriptor):
         return a
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.tools import tensor_descriptor
 
-    return TensorDescriptor(a.tensor, list(a.tensor.shape), list(a.tensor.stride()), list(a.block))
+    return tensor_descriptor.TensorDescriptor(a.tensor, list(a.tensor.shape), list(a.tensor.stride()), list(a.block))
 
 
 # ---------------------------------------------------------------- operators

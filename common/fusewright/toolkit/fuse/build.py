@@ -18,7 +18,7 @@ from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Rule, Scatte
 from fusewright.toolkit.rules.space import At, product, shape_of, stride_of
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import split_rows
-from fusewright.toolkit.transform.split_columns import apart, few_columns
+from fusewright.toolkit.transform.split_columns import few_columns, split_columns
 
 __all__ = ["Built", "build_group", "loop_order", "space_for"]
 
@@ -212,7 +212,7 @@ def in_steps(built: Built, temporary: Callable[[TensorSpec], int], splits: Split
     ids = [*built.inputs, *built.outs]
     split = split_rows(built.kernel, splits)
     if split is None:
-        steps = apart(built.kernel) if few_columns(built.kernel, splits) else split_scan(built.kernel, splits)
+        steps = split_columns(built.kernel) if few_columns(built.kernel, splits) else split_scan(built.kernel, splits)
         if steps is None:
             return [built]
         ids += [temporary(_flat(t, n, built)) for t, n in steps.temporaries]

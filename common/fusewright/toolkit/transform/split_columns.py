@@ -53,8 +53,8 @@ def few_columns(kernel: Kernel, splits: Splits = SPLITS) -> bool:
     return any(i.stride_of(n_p - 1) == 1 for i in loads) and not any(i.stride_of(len(sizes) - 1) == 1 for i in loads)
 
 
-@kernel_pass("apart", made=lambda steps: () if steps is None else steps.kernels)
-def apart(kernel: Kernel) -> Steps | None:
+@kernel_pass("split_columns", made=lambda steps: () if steps is None else steps.kernels)
+def split_columns(kernel: Kernel) -> Steps | None:
     """The steps of a kernel for which `few_columns` holds; None where it is one pass of reductions already, or where
     its stores depend on their order."""
     kernel = without_moments(kernel)

@@ -62,7 +62,7 @@ def _pays(m: Match, c: Calls) -> bool:
     stride, arch = spec_of(op.out).stride, c.ctx.device.arch
     sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in specs)
     key = f"attention of few {str(q.dtype).removeprefix('torch.')} {sizes}"
-    ours = partial(_measured, kernel.attention_of_few, specs, op.arg("scale"), stride, arch)
+    ours = partial(_measured, kernel.attention_decode, specs, op.arg("scale"), stride, arch)
     return c.pays(key, partial(_measured, kernel.by_torch, specs, op.arg("scale"), stride, arch), ours)
 
 

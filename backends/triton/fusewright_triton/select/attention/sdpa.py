@@ -78,7 +78,7 @@ def _shared_mask(op: OpView, c: Calls) -> bool:
     q, k, mask = (spec_of(op.arg(n)) for n in ("query", "key", "attn_mask"))
     read = math.prod(n for n, step in zip(mask.shape, mask.stride, strict=True) if step != 0)  # type: ignore[misc]
     whole = math.prod(q.shape[:3]) * k.shape[2]  # type: ignore[arg-type, operator]
-    return _narrow(q, c) and (2 * read <= whole or k.shape[2] <= c.target.bounds.few_keys)  # type: ignore[operator]
+    return _narrow(q, c) and (2 * read <= whole or k.shape[2] <= c.target.bounds.short_sequence)  # type: ignore[operator]
 
 
 def _narrow(q: TensorSpec, c: Calls) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fusewright.interface import OpView
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_triton.kernels import few_keys_ops as kernel
+from fusewright_triton.kernels import short_sequence_ops as kernel
 from fusewright_triton.select.calls import Calls, spec_of
 
 
@@ -36,7 +36,7 @@ def _enough(m: Match, c: Calls) -> bool:
     batch, heads = out.shape[:2]
     if t.matrix != "wgmma" or t.fitted is None or c.graph.phase != "infer":
         return False
-    if batch * heads < t.fitted.short_sequence * t.units:  # type: ignore[operator]
+    if batch * heads < t.fitted.short_rows * t.units:  # type: ignore[operator]
         return False
     return kernel.describable(out.shape, out.stride, out.dtype.itemsize)  # type: ignore[arg-type]
 

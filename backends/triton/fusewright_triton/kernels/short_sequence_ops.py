@@ -1,4 +1,4 @@
-"""Attention over few keys as a torch operator that a plan can name: `fusewright_triton::attention_of_few_keys`."""
+"""Attention over few keys as a torch operator that a plan can name: `fusewright_triton::attention_short_sequence`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from fusewright_triton.kernels.attention_ops import attention, power_of_two
 from fusewright_triton.kernels.product_ops import ALIGNED, units_of
-from fusewright_triton.run.handwritten import NAMESPACE, Described, Kernel, operator, or_else
+from fusewright_triton.run.handwritten import NAMESPACE, Kernel, TensorDescriptor, operator, or_else
 from fusewright_triton.target import Target, named
 
-KERNEL = Kernel("few_keys", "attention")
-OPERATOR = f"{NAMESPACE}::attention_of_few_keys.default"
+KERNEL = Kernel("short_sequence", "attention")
+OPERATOR = f"{NAMESPACE}::attention_short_sequence.default"
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_KEYS = 256
@@ -47,7 +47,7 @@ def describable(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> b
     return stride[-1] == 1 and all(s > 0 and s * itemsize % ALIGNED == 0 for s in steps)
 
 
-def attention_of_few_keys(
+def attention_short_sequence(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -85,7 +85,7 @@ def _at_once(
         "KEYS": keys, "BLOCKS": -(-queries // ROWS), "N1": n1, "N2": n2, "N3": n3,
         "STAGES": 4 if 4 * _bytes(long, wide) <= ROOM else 2, "AHEAD": AHEAD, "REGISTERS": MULTIPLYING,
     }  # fmt: skip
-    given = [Described(x, (1, 1, rows, wide)) for x, rows in ((q, ROWS), (k, long), (v, long), (_renamed(out), ROWS))]
+    given = [TensorDescriptor(x, (1, 1, rows, wide)) for x, rows in ((q, ROWS), (k, long), (v, long), (_renamed(out), ROWS))]
     args = (*given, factor, heads, heads // kv_heads, count)
     if count:
         KERNEL.launch(t, min(count, units_of(t, q.device)), args, fixed, num_warps=4, maxnreg=STARTING)
@@ -119,7 +119,7 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 operator(
-    "attention_of_few_keys(Tensor query, Tensor key, Tensor value, float? scale, int[] stride, str target) -> Tensor",
-    attention_of_few_keys,
+    "attention_short_sequence(Tensor query, Tensor key, Tensor value, float? scale, int[] stride, str target) -> Tensor",
+    attention_short_sequence,
     _meta,
 )

@@ -5,7 +5,7 @@ import torch
 from fusewright.toolkit.ir import Builder, Kernel, interpret
 from fusewright.toolkit.ir.types import to_torch
 from fusewright.toolkit.transform.split import split_rows
-from fusewright.toolkit.transform.split_columns import apart, few_columns
+from fusewright.toolkit.transform.split_columns import few_columns, split_columns
 
 
 def norm(rows: int = 8192, columns: int = 32, across: bool = True) -> Kernel:
@@ -31,7 +31,7 @@ def total(rows: int, columns: int) -> Kernel:
 
 def test_the_steps_give_what_the_kernel_gives() -> None:
     kernel = norm()
-    steps = apart(kernel)
+    steps = split_columns(kernel)
     assert few_columns(kernel) and steps is not None
     x = torch.randn(8192, 32) + 3
     y, m = torch.empty_like(x), torch.empty(32)
@@ -44,7 +44,7 @@ def test_the_steps_give_what_the_kernel_gives() -> None:
 
 
 def test_every_pass_over_the_rows_runs_in_parts_and_elements_are_shared() -> None:
-    steps = apart(norm())
+    steps = split_columns(norm())
     assert steps is not None
     kernels = [s.kernel for s in steps.steps]
     rows = [k for k in kernels if k.r]
@@ -54,7 +54,7 @@ def test_every_pass_over_the_rows_runs_in_parts_and_elements_are_shared() -> Non
 
 def test_a_column_sum_is_one_pass_and_runs_in_parts() -> None:
     kernel = total(8192, 64)
-    assert apart(kernel) is None and split_rows(kernel) is not None
+    assert split_columns(kernel) is None and split_rows(kernel) is not None
 
 
 def test_rows_along_memory_short_columns_and_many_of_them_stay_whole() -> None:

@@ -60,7 +60,7 @@ def test_against_fp64(
     wide = m.double() if m is not None and m.is_floating_point() else m
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, scale=scale, enable_gqa=True)
     eager = scaled_dot_product_attention(q, k, v, m, scale=scale, enable_gqa=True)
-    ours = kernel.attention_of_few(q, k, v, m, None, None, scale, q.stride(), "sm_90")
+    ours = kernel.attention_decode(q, k, v, m, None, None, scale, q.stride(), "sm_90")
     assert ours.stride() == q.stride()
     assert right(ours, eager, exact)
 
@@ -70,7 +70,7 @@ def test_a_query_that_sees_no_key_gives_zeros_and_nan_passes_through() -> None:
     mask = torch.ones(1, 1, 2, 100, dtype=torch.bool)
     mask[:, :, 1] = False
     q[0, 1, 0, 3] = torch.nan
-    ours = kernel.attention_of_few(q, k, v, mask, None, None, None, q.stride(), "sm_90")
+    ours = kernel.attention_decode(q, k, v, mask, None, None, None, q.stride(), "sm_90")
     eager = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     torch.testing.assert_close(ours, eager, equal_nan=True)
     assert (ours[:, :, 1] == 0).all() and ours[0, 1, 0].isnan().all()
@@ -121,7 +121,7 @@ def test_queries_are_turned_on_the_way(queries: int, dtype: str) -> None:
 
     given = qkv(2, 8, 2, queries, 128, 40, DTYPES[dtype])
     plan = plan_of(step, *given, *angles(queries, 40, DTYPES[dtype]))
-    assert "attention_of_few" in plan and "cat" not in plan
+    assert "attention_decode" in plan and "cat" not in plan
 
 
 def test_turned_queries_that_others_read_stay() -> None:
@@ -147,7 +147,7 @@ def test_heads_of_a_group_read_the_cache_as_it_is() -> None:
 
     q, k, v = qkv(1, 8, 2, 1, 128, 32, torch.float32)
     plan = plan_of(step, q, k, v, torch.rand(1, 1, 1, 128) > 0.5)
-    assert "attention_of_few" in plan and "clone" not in plan and "scaled_dot" not in plan
+    assert "attention_decode" in plan and "clone" not in plan and "scaled_dot" not in plan
 
 
 def test_what_is_repeated_stays_where_others_read_it() -> None:
@@ -155,14 +155,14 @@ def test_what_is_repeated_stays_where_others_read_it() -> None:
         k = repeated(k + 1, 4)
         return scaled_dot_product_attention(q * 2, k, repeated(v + 1, 4)), k
 
-    assert "attention_of_few" in plan_of(step, *qkv(1, 8, 2, 1, 128, 32, torch.float32))
+    assert "attention_decode" in plan_of(step, *qkv(1, 8, 2, 1, 128, 32, torch.float32))
 
 
 def test_the_flag_of_torch_is_understood() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q * 2, k + 1, v + 1, enable_gqa=True)
 
-    assert "attention_of_few" in plan_of(step, *qkv(2, 8, 2, 2, 128, 32, torch.float32))
+    assert "attention_decode" in plan_of(step, *qkv(2, 8, 2, 2, 128, 32, torch.float32))
 
 
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(17, 128, False), (2, 128, True), (2, 30, False)])
@@ -170,4 +170,4 @@ def test_many_queries_few_keys_and_causal_masks_stay_with_torch(queries: int, ke
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q * 2, k + 1, v + 1, is_causal=causal)
 
-    assert "attention_of_few" not in plan_of(step, *qkv(1, 2, 2, queries, keys, 32, torch.float32))
+    assert "attention_decode" not in plan_of(step, *qkv(1, 2, 2, queries, keys, 32, torch.float32))

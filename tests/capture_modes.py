@@ -1,4 +1,4 @@
-"""Both roads of capture on the same Dynamo graph, run side by side with the graph itself."""
+"""Both modes of capture on the same Dynamo graph, run side by side with the graph itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.compare import SEED, differences
 
 @dataclass
 class Roads:
-    """A backend for `torch.compile` that says in `problems` where the direct road is less right than AOTAutograd's.
+    """A backend for `torch.compile` that says in `problems` where the direct capture is less right than AOTAutograd's.
 
-    `taken` holds what the direct road said of each graph: "direct", or its doubt.
+    `taken` holds what the direct capture said of each graph: "direct", or its doubt.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Roads:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         straight = self._direct(gm, example_inputs)
 
-        def compile_graph(aten: GraphModule, phase: str, const: frozenset[Node], road: str) -> Callable[..., Any]:
+        def compile_graph(aten: GraphModule, phase: str, const: frozenset[Node], mode: str) -> Callable[..., Any]:
             if straight is None:
                 return lambda args: Interpreter(aten).boxed_run(args)
             if (here := _checks(straight)) < (there := _checks(aten)):
@@ -41,7 +41,7 @@ class Roads:
     def _direct(self, gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule | None:
         try:
             graph, _ = direct.capture(gm, example_inputs)
-        except direct.Doubt as doubt:
+        except direct.UnsupportedCapture as doubt:
             self.taken.append(str(doubt))
             return None
         self.taken.append("direct")
@@ -93,7 +93,7 @@ def _differ(right: Any, found: Any) -> list[str]:
 @contextlib.contextmanager
 def side_by_side(fn: Callable[..., Any], **how: Any) -> Iterator[tuple[Callable[..., Any], Roads]]:
     """`fn` compiled with `Roads` as the backend, which the second value is."""
-    roads = Roads()
+    modes = Roads()
     torch.compiler.reset()
-    yield torch.compile(fn, backend=roads, **how), roads
+    yield torch.compile(fn, backend=modes, **how), modes
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Both roads of capture give what eager gives: values, types, strides, shared memory, changed inputs."""
+"""Both modes of capture give what eager gives: values, types, strides, shared memory, changed inputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def r(*shape: int, seed: int = 1) -> Tensor:
 
 
 class Case:
-    """A function and its inputs. `road`: what the record of the compile must say; "" where it does not matter."""
+    """A function and its inputs. `mode`: what the record of the compile must say; "" where it does not matter."""
 
-    def __init__(self, fn: Callable[..., Any], *makers: Callable[[], Any], road: str = "") -> None:
-        self.fn, self.makers, self.road = fn, makers, road
+    def __init__(self, fn: Callable[..., Any], *makers: Callable[[], Any], mode: str = "") -> None:
+        self.fn, self.makers, self.capture = fn, makers, mode
 
     def make(self) -> list[Any]:
         return [m() for m in self.makers]
@@ -111,7 +111,7 @@ def _break(x: Tensor) -> Tensor:
 
 
 CASES: dict[str, Case] = {
-    "view of an input": Case(lambda x: (x.view(-1)[2:], x + 1), x34, road="direct"),
+    "view of an input": Case(lambda x: (x.view(-1)[2:], x + 1), x34, mode="direct"),
     "input as it is": Case(lambda x: (x, x + 1), x34),
     "input twice": Case(lambda x: (x, x * 2, x), x34),
     "one tensor twice": Case(lambda x: (lambda y: (y, y))(x + 1), x34),
@@ -128,12 +128,12 @@ CASES: dict[str, Case] = {
     "copying cast": Case(lambda x: x.to(torch.float32, copy=True), x34),
     "contiguous already": Case(lambda x: (x.contiguous(), x.t().contiguous()), x34),
     "real view of complex": Case(lambda x: torch.view_as_real(torch.complex(x, x)), x34),
-    "add in place to an input": Case(lambda x: x.add_(1) * 2, x34, road="aot"),
-    "write a column of an input": Case(_write_column, x34, road="aot"),
+    "add in place to an input": Case(lambda x: x.add_(1) * 2, x34, mode="aot"),
+    "write a column of an input": Case(_write_column, x34, mode="aot"),
     "write into a result": Case(_write_middle, x34),
     "write into a view, read the base": Case(_write_view_then_read, x34),
-    "read, write, read": Case(_read_before_and_after, x34, road="aot"),
-    "copy before a write": Case(_copy_then_write, x34, road="aot"),
+    "read, write, read": Case(_read_before_and_after, x34, mode="aot"),
+    "copy before a write": Case(_copy_then_write, x34, mode="aot"),
     "autocast inside": Case(_autocast_inside, x34),
     "write inside autocast": Case(_autocast_then_write, x34, x34),
     "grad modes inside": Case(_set_grad, x34),
@@ -157,7 +157,7 @@ CASES: dict[str, Case] = {
     "pooled to a point": Case(  # torch re-strides such a result in place
         lambda x: (F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool1d(x[0].transpose(1, 2), 1).flatten(1)),
         lambda: image().to(memory_format=torch.channels_last),
-        road="direct",
+        mode="direct",
     ),
     "channels last made": Case(lambda x: F.relu(x.to(memory_format=torch.channels_last)) * 2, image),
     "transposed in": Case(lambda x: (x * 2, x + x.contiguous(), x.sum(0)), lambda: r(5, 6).t()),
@@ -203,12 +203,12 @@ def test_grad_mode_is_as_in_eager(name: str) -> None:
     assert against_eager(case.fn, case.make, "fusewright_null", exact=True) == []
 
 
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.road])
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.capture])
 def test_takes_the_road_that_it_should(name: str) -> None:
     case = CASES[name]
     with torch.no_grad(), report.recording() as reports:
         torch.compile(case.fn, backend="fusewright_null")(*case.make())
-    assert {g.road.split(" ")[0] for g in reports} == {case.road}
+    assert {g.capture.split(" ")[0] for g in reports} == {case.capture}
 
 
 @pytest.mark.parametrize("name", ["autocast inside", "write inside autocast"])
@@ -319,7 +319,7 @@ def test_tensor_subclass(backend: str) -> None:
         wanted, got = fn(make()), torch.compile(fn, backend=backend)(make())
     assert type(got) is TwoTensor
     torch.testing.assert_close([got.a, got.b], [wanted.a, wanted.b])
-    assert [g.road for g in reports] == ["aot (an input is of the subclass TwoTensor)"]
+    assert [g.capture for g in reports] == ["aot (an input is of the subclass TwoTensor)"]
 
 
 SIZES = (0, 1, 2, 3, 7, 8, 16, 17)

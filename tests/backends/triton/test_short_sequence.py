@@ -16,11 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fusewright.interface import Device
 from fusewright_triton.backend import NvidiaTriton
-from fusewright_triton.kernels import few_keys_ops as kernel
+from fusewright_triton.kernels import short_sequence_ops as kernel
 from tests.backends.triton.test_calls import lowered
 from tests.fragments import Sketch, targets
 
-CALL = "fusewright_triton::attention_of_few_keys"
+CALL = "fusewright_triton::attention_short_sequence"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -100,7 +100,7 @@ def test_simulated_it_gives_what_torch_gives() -> None:
     k, v = k[:, ::2], v[:, ::2]
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.3, enable_gqa=True)
     eager = scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
-    ours = kernel.attention_of_few_keys(q, k, v, 0.3, eager.stride(), "sm_90")
+    ours = kernel.attention_short_sequence(q, k, v, 0.3, eager.stride(), "sm_90")
     assert ours.stride() == eager.stride()
     assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-3
 
@@ -124,7 +124,7 @@ def test_on_a_gpu(keys: int, dim: int, dtype: torch.dtype) -> None:
         eager = scaled_dot_product_attention(q, k, v, enable_gqa=True)
         exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
         for given_, stride in ((q, eager.stride()), (q.contiguous(), q.contiguous().stride())):
-            ours = kernel.attention_of_few_keys(given_, k, v, None, stride, "sm_90")
+            ours = kernel.attention_short_sequence(given_, k, v, None, stride, "sm_90")
             assert ours.stride() == stride
             assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-3, (batch, heads, queries)
 
@@ -137,6 +137,6 @@ def test_what_is_no_number_stays_in_its_row_and_head_on_a_gpu() -> None:
     k[4, 0, 9, 0] = torch.nan
     v[5, 1, 0, 2] = torch.nan
     eager = scaled_dot_product_attention(q, k, v)
-    ours = kernel.attention_of_few_keys(q, k, v, None, eager.stride(), "sm_90")
+    ours = kernel.attention_short_sequence(q, k, v, None, eager.stride(), "sm_90")
     assert torch.equal(ours.isnan(), eager.isnan())
     torch.testing.assert_close(ours, eager, equal_nan=True, rtol=2e-2, atol=2e-2)
