@@ -27,8 +27,8 @@ from fusewright.toolkit.region.pattern import p as pattern
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.transform.split import Split
 from fusewright.toolkit.transform.split_columns import Steps
-from tests.unit.ir.test_split_columns import norm, total
 from tests.unit.ir.test_moments import variance
+from tests.unit.ir.test_split_columns import norm, total
 from tests.unit.region.drawn import branches, claim
 
 ALL = [p for _, _, passes in PASSES for p in passes]
