@@ -215,11 +215,11 @@ def _unbuilt(c: Compilation, failed: Mapping[str, Verdict]) -> Refused:
 
 
 def _finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
-    """Make the plan a callable, whose first run is checked where somebody believed metadata."""
+    """Make the plan a callable, whose first run is checked where somebody believes metadata: a lowering, or a recording."""
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
-    if c.compiled or c.facts.suspects():
+    if c.compiled or c.facts.suspects() or run is not plain:
         checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
         again, passed = (lambda found: _planned_again(c, found)), (lambda: _passed(c))
         if has_collectives(c.graph):

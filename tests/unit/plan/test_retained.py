@@ -76,6 +76,42 @@ def test_an_operator_that_saves_other_tensors_while_it_is_recorded_is_not_replay
     assert reports[0].replay == "not replayed: an operator gives other tensors while it is recorded"
 
 
+class Capturing(Forgetful):
+    """It says when it records."""
+
+    now = False
+
+    def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
+        Capturing.now = True
+        try:
+            return super().record(run, warm, shared)
+        finally:
+            Capturing.now = False
+
+
+@torch.library.custom_op("fusewright_tests::traced_as_captured", mutates_args=())
+def traced_as_captured(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if Capturing.now else x.clone()
+
+
+@traced_as_captured.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.float64)
+
+
+def test_what_was_traced_is_checked_before_a_recording_though_eager_makes_all_of_it() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.special.i0(torch.special.i0e(x)), traced_as_captured(x.detach())
+
+    fast = compiled(f, Capturing())
+    with recording() as reports:
+        assert [fast(x)[1].dtype for _ in range(3)] == [torch.float32] * 3
+    assert reports[0].count("lowered") == 0
+    assert reports[-1].replay == "not replayed: an operator gives other tensors while it is recorded"
+
+
 def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are_open() -> None:
     torch.manual_seed(0)
     model, recorder, x = Small(), Forgetful(), torch.randn(64, 8)
