@@ -310,7 +310,7 @@ def _passed(c: Compilation) -> None:
     if suspects := c.facts.suspects():
         _blame(c, suspects)
     if c.slot and c.tuner.settled:
-        cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.by_eager else "")
+        cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.fallbacks else "")
 
 
 def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
@@ -527,7 +527,7 @@ def _account(c: Compilation) -> None:
     if r.by_eager and c.options.fallback == "error":
         lines = "\n".join(f"  {f.op} {f.shape} at {f.source or '?'}: {f.verdict}" for f in r.by_eager[:20])
         raise FallbackError(f"{r.summary()}\n{lines}")
-    if r.by_eager and c.options.fallback == "warn":
+    if r.fallbacks and c.options.fallback == "warn":  # what is carried alone is worth no line: the backend put it there
         log.warning("fusewright: %s", r.summary())
 
 

@@ -340,7 +340,7 @@ def test_compiler_processes_may_be_started_ahead(monkeypatch: pytest.MonkeyPatch
 
 def test_only_a_graph_on_a_real_device_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(workers.Pool, "ahead", lambda self, target: started.append(target[1]))
+    monkeypatch.setattr(workers.Pool, "warm_up", lambda self, target: started.append(target[1]))
     torch.compile(lambda x: x + 1, backend="nvidia_triton", options={"simulate": True, "cache": False})(torch.ones(2))
     assert not started
     NvidiaTriton(Device("cuda", "sm_90")).prepare()
@@ -350,7 +350,7 @@ def test_only_a_graph_on_a_real_device_starts_them(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("in_use", [True, False])
 def test_the_backends_name_starts_them_where_a_gpu_is_in_use(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(workers.Pool, "ahead", lambda self, target: started.append(target))
+    monkeypatch.setattr(workers.Pool, "warm_up", lambda self, target: started.append(target))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(NvidiaTriton, "probe", classmethod(lambda cls: Device("cuda", "sm_90")))
     (point,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="nvidia_triton")
