@@ -12,6 +12,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from fusewright import _torch_compat as compat
 from fusewright.graph.spec import size
 from fusewright.interface import Dim
+from fusewright.sizes.expr import symbol as symbol_named
 
 
 def sized(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,8 @@ def test_an_expression_is_bounded_once_however_often_graphs_name_it(bounded: Cou
 def test_bounds_follow_what_becomes_known_of_a_symbol() -> None:
     symbols = compat.Symbols()
     twice = symbols.size("2*s0 + 1")
-    assert size(twice) == Dim("2*s0 + 1", size(twice).hint, 1, None)  # type: ignore[union-attr]
+    formula = 2 * symbol_named("s0") + 1
+    assert size(twice) == Dim(formula, size(twice).hint, 1, None)  # type: ignore[union-attr]
     (symbol,) = twice.node.expr.free_symbols
     symbols.env.var_to_range[symbol] = ValueRanges(3, 8)
-    assert size(twice) == Dim("2*s0 + 1", size(twice).hint, 7, 17)  # type: ignore[union-attr]
+    assert size(twice) == Dim(formula, size(twice).hint, 7, 17)  # type: ignore[union-attr]
