@@ -96,12 +96,15 @@ def is_symbol(name: str) -> bool:
     )
 
 
-@functools.lru_cache(4096)
 def text_of_size(size: SizeExpr) -> str:
     """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` for one that plans have not."""
-    if not isinstance(size, SizeExpr) or not all(map(_is_leaf, leaves(size))) or len(text := str(size)) > _LONGEST:
+    if not isinstance(size, SizeExpr) or not all(map(_is_leaf, leaves(size))) or len(text := _text(size)) > _LONGEST:
         raise Foreign(f"{str(size)[:80]!r} is no size")
     return text
+
+
+_text = functools.lru_cache(4096)(str)
+"""Asked after the leaves were looked at: to a cache, True is 1."""
 
 
 def _is_leaf(a: Any) -> bool:

@@ -159,7 +159,8 @@ def test_what_is_no_name_of_a_size_is_refused(text: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_reading_of_a_value_is_refused(atom: Any) -> None:
-    """A position among the symbols of a kernel means nothing in a plan."""
+    """A position among the symbols of a kernel means nothing in a plan, and True is no id, though a cache takes it for 1."""
+    vocabulary.text_of_size(symbol(OffsetOf(1)))
     assert problems(with_launch(sizes=(symbol(atom),))) and problems(with_launch(sizes=(symbol(atom) * 2 + 1,)))
     with pytest.raises(Foreign):
         vocabulary.text_of_size(symbol(atom))
