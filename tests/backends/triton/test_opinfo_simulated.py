@@ -25,4 +25,4 @@ def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
     assert {r["entry"] for r in found} == set(sample)
-    assert sum(r["lowered"] + r["carried"] for r in found) > 80
+    assert sum(r["lowered"] + r["carried"] for r in found) > 70  # by what fragments hold, no longer by what was claimed
