@@ -187,7 +187,7 @@ def _row_dim(kernel: Kernel, config: Config) -> Dim:
 
 
 def _fits(size: Extent, block: int) -> bool:
-    return isinstance(size, int) and size % block == 0
+    return isinstance(size, int) and size > 0 and size % block == 0  # a persistent row of length 0 still runs once
 
 
 def _word(name: str) -> str:
