@@ -61,7 +61,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> None:
     """What earlier tests have compiled does not keep products from oneDNN."""
-    left_behind = sys.modules.get("fusewright_onednn.left_behind")
+    left_behind = sys.modules.get("fusewright_cpu.onednn.left_behind")
     if left_behind is not None:
         left_behind.SHAPES.clear()
 

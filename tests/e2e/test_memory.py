@@ -25,7 +25,7 @@ def resident():
 """
 
 DROPPED = """
-from fusewright_onednn import left_behind
+from fusewright_cpu.onednn import left_behind
 left_behind.MOST = 4
 def one(k, backend, train):
     h = 65 + k

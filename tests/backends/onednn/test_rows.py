@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fusewright import report
-from fusewright_onednn.lowerings import ROWS
-from fusewright_onednn.norms import RULE
+from fusewright_cpu.onednn.lowerings import ROWS
+from fusewright_cpu.onednn.norms import RULE
 
 pytestmark = [pytest.mark.hardware("x86_onednn"), pytest.mark.usefixtures("fresh_dynamo")]
 

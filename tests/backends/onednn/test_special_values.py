@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fusewright_onednn.patterns import POST_OPS
+from fusewright_cpu.onednn.patterns import POST_OPS
 from tests.backends.onednn.common import BF16, F32, compiled
 from tests.fragments import Sketch, targets
 

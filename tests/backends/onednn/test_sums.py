@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright_onednn import sums
+from fusewright_cpu.onednn import sums
 from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
 

@@ -1,4 +1,4 @@
-"""The one table of x86_onednn: which ops it lowers to oneDNN, under which conditions, and how.
+"""The table of float ops that go to torch's oneDNN: under which conditions, and how.
 
 A lowering gets a match (the op and the neighbours that the call takes in, see `patterns`) and writes into
 the fragment.
@@ -21,13 +21,13 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides, co
 from fusewright.toolkit.region.pattern import Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.emit.attention import Attention
+from fusewright_cpu.onednn import choices, patterns, sums
+from fusewright_cpu.onednn.choices import Product
+from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.left_behind import SHAPES
+from fusewright_cpu.onednn.patterns import is_packed, other_of, post_op, posts
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
-from fusewright_onednn import choices, patterns, sums
-from fusewright_onednn.choices import Product
-from fusewright_onednn.left_behind import SHAPES
-from fusewright_onednn.patterns import is_packed, other_of, post_op, posts
-from fusewright_onednn.target import FITTED
 
 OpCode: TypeAlias = Callable[[Match, Builder], None]
 

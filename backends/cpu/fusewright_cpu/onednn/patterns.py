@@ -11,7 +11,7 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.pattern import Match, chain, maybe
-from fusewright_onednn import sums
+from fusewright_cpu.onednn import sums
 
 Scalars = tuple[float, ...]
 

@@ -12,8 +12,8 @@ import torch
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright_cpu.emit.attention import Attention
+from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.run.jit import compile_kernels
-from fusewright_onednn.target import FITTED
 
 PROXY_FLOPS = 8e8
 """Products above this are measured on fewer columns: a candidate should take no more than a few

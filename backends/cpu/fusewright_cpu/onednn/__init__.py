@@ -1,0 +1,1 @@
+"""What CPU backends lower to the oneDNN that torch carries."""
