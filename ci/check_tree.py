@@ -49,6 +49,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("target",), ("emit",), ("build",), ("run",), ("kernels", "runtime"), ("autotune", "select"), ("select.attention",),
         ("lowerings",), ("backend",), ("fusewright_triton",),
     ),
+    "fusewright_mps": (
+        ("target", "policy", "device"), ("emit",), ("emitter", "simulate"), ("runtime",), ("lowerings",), ("backend",),
+        ("fusewright_mps",),
+    ),
 }  # fmt: skip
 """Folders and modules of each package from the ground up; a module imports from its own floor and those below. What is not
 named stands where its folder does; the name of a package is its `__init__.py`."""

@@ -1,0 +1,157 @@
+"""What an emitted kernel is, and how it is dispatched: the same for Metal and for its simulation.
+
+    source = emit(kernel)                                   # `emitter`
+    shaders = compile_shader(library([source]))             # torch.mps's, or `simulate.compile_shader`
+    for call in source.calls(tensors, sizes, scalars, errors):
+        getattr(shaders, call.entry)(*call.args, threads=call.threads, group_size=call.group_size)
+
+Arguments are what `torch.mps.compile_shader` takes: tensors become `device` pointers, a list of ints `constant long*`, a list of
+floats `constant float*`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.ir import Kernel
+
+Number: TypeAlias = int | float | bool
+Kind: TypeAlias = Literal["buffer", "sizes", "reals", "integers", "errors"]
+Three: TypeAlias = tuple[int, int, int]
+
+MOST_ARGUMENTS = 31
+"""Entries of Metal's buffer argument table."""
+SLOT = torch.int64
+"""Type of the error buffer."""
+
+
+class Unsupported(Exception):
+    """The kernel needs something that Metal does not have; the caller leaves its ops to torch's own calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The argument at one index of the buffer table. `buffer` (of a "buffer") is a position among the kernel's buffers."""
+
+    kind: Kind
+    buffer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One launch of `entry`: `threads` in each direction, over the kernel's sizes, in threadgroups of `group`."""
+
+    entry: str
+    arguments: tuple[Argument, ...]
+    threads: tuple[Extent, Extent, Extent]
+    group: Three
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A dispatch with what it is given. `args` and the two shapes are those of a function of a compiled shader."""
+
+    entry: str
+    args: tuple[Any, ...]
+    threads: Three
+    group_size: Three
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What emitted code takes for granted. `aligned`: buffers begin at `Source.alignment`; `wide`: offsets are 64 bits.
+    `check_division`: integer division by zero is reported, as eager does on CPUs but not on GPUs."""
+
+    aligned: bool = True
+    wide: bool = False
+    check_division: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Metal functions of a kernel, without the prelude that all kernels share (`emitter.library`).
+
+    `alignment` is in bytes, for each buffer: where one begins elsewhere, the variant that is not `aligned` is needed.
+    `errors` is the number of int64 slots of the error buffer, which is 0 before the first dispatch; 0: it takes none.
+    `split`: there are several dispatches for want of arguments, and inputs must not lie in the memory of outputs.
+    """
+
+    kernel: Kernel
+    variant: Variant
+    text: str
+    dispatches: tuple[Dispatch, ...]
+    alignment: tuple[int, ...]
+    errors: int = 0
+    split: bool = False
+
+    def aligned(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether buffers begin where the code wants them. On a device, offsets into buffers count, not addresses on the host."""
+        return all(_start(t) % a == 0 for t, a in zip(tensors, self.alignment, strict=True) if a > 1)
+
+    def calls(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int] = (),
+        scalars: Sequence[Number] = (),
+        errors: torch.Tensor | None = None,
+    ) -> Iterator[Call]:
+        """What to call, in order; nothing where there are no points."""
+        numbers: dict[str, Any] = {
+            "sizes": list(sizes),
+            "reals": [float(x) for x, s in zip(scalars, self.kernel.scalars, strict=True) if s.dtype in ("f32", "f64")],
+            "integers": [
+                int(x) for x, s in zip(scalars, self.kernel.scalars, strict=True) if s.dtype in ("i64", "bool")
+            ],
+            "errors": errors,
+        }
+        given = tensors if not self.split else apart(tensors, self.kernel)
+        for d in self.dispatches:
+            threads = tuple(evaluate(n, sizes) for n in d.threads)
+            if math.prod(threads) > 0:
+                args = tuple(given[a.buffer] if a.kind == "buffer" else numbers[a.kind] for a in d.arguments)
+                yield Call(d.entry, args, (threads[0], threads[1], threads[2]), d.group)
+
+
+def _start(t: torch.Tensor) -> int:
+    """Where a tensor begins in bytes: an allocation of a device begins at a multiple of 256."""
+    return t.data_ptr() if t.device.type == "cpu" else t.storage_offset() * t.element_size()
+
+
+def apart(tensors: Sequence[torch.Tensor], kernel: Kernel) -> list[torch.Tensor]:
+    """The tensors, with copies of inputs that lie in the memory of an output: a later dispatch still reads them."""
+    written = [_memory(t) for t, b in zip(tensors, kernel.buffers, strict=True) if b.access != "in"]
+    return [
+        _copy(t) if b.access == "in" and any(_meet(_memory(t), w) for w in written) else t
+        for t, b in zip(tensors, kernel.buffers, strict=True)
+    ]
+
+
+def _memory(t: torch.Tensor) -> tuple[int, int]:
+    """First and last byte address."""
+    start = t.untyped_storage().data_ptr() + t.storage_offset() * t.element_size()
+    return start, start + _elements(t) * t.element_size()
+
+
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _elements(t: torch.Tensor) -> int:
+    """From the first to the last, gaps included."""
+    return 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    return t.as_strided((_elements(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
+
+
+def error_word(errors: torch.Tensor) -> int:
+    """The word of the check that eager makes first (`fusewright.toolkit.ir.checks`), or 0."""
+    found = [w for w in errors.tolist() if w]
+    return min(found, key=lambda w: w & 0xFF) if found else 0

@@ -1,0 +1,1 @@
+"""Metal source on a CPU: compiled as C++ against a shim of the Metal standard library, run in lock step."""
