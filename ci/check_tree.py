@@ -50,7 +50,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowerings",), ("backend",), ("fusewright_triton",),
     ),
     "fusewright_mps": (
-        ("target", "policy", "device"), ("emit",), ("emitter", "simulate"), ("runtime",), ("lowerings",), ("backend",),
+        ("target", "policy", "device"), ("emit",), ("emitter", "simulate"), ("runtime",), ("kernels",), ("lowerings",), ("backend",),
         ("fusewright_mps",),
     ),
 }  # fmt: skip

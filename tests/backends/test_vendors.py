@@ -133,4 +133,5 @@ def test_cpu_targets() -> None:
     found = int8.best(vnni)
     assert found is not None and found.arch == "avx512_vnni"
     assert int8.best(frozenset()) is None
-    assert mps.family_of("Apple M1").family == "apple7" and mps.family_of("Apple M9").family == "apple9"
+    assert mps.of_chip("Apple M1").family == "apple7" and mps.of_chip("Apple M9").family == "apple10"
+    assert mps.of_chip("Apple M4 Max").cores == 40 and mps.of_chip("Apple M3 Pro", 14).cores == 14

@@ -1,30 +1,97 @@
-"""The backend `apple_mps`. It lowers nothing yet: everything runs in eager."""
+"""The backend `apple_mps`: Metal loop kernels, with torch's own MPS calls between them."""
 
 from __future__ import annotations
 
 import platform
-import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
-from fusewright.interface import Backend, Device, Unavailable
-from fusewright_mps import target
+from fusewright import machine
+from fusewright.errors import OptionError, nearest
+from fusewright.interface import (
+    CompileContext,
+    Compiled,
+    Device,
+    DevicePolicy,
+    OpView,
+    Region,
+    Unavailable,
+    Verdict,
+    Why,
+)
+from fusewright.toolkit.backend.fused import FusedBackend, Loader, interpreter_loader
+from fusewright.toolkit.fuse.fuser import fuse
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright_mps import device as metal
+from fusewright_mps import lowerings, target
+from fusewright_mps.policy import policy
+
+ENV = ("PYTORCH_MPS_*", "PYTORCH_ENABLE_MPS_FALLBACK", "MTL_*", "METAL_*")
+"""What torch's MPS and Metal are told from outside."""
 
 
-class AppleMps(Backend):
+class AppleMps(FusedBackend):
     """GPUs of Apple silicon, through Metal."""
 
     name = "apple_mps"
-    device_type = "mps"
+    device_type = metal.DEVICE
     priority = 50
+    constant_masks = True  # MPS's attention reads a mask that it is given
+    options: ClassVar[Mapping[str, Any]] = {
+        # The chip that is simulated, e.g. "M4 Max".
+        "target": "",
+    }
+    typical = "M3 Pro"
+    """The chip that is simulated when none is named."""
+
+    def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(device, options)
+        if self.values["target"] and not (device and device.simulated):
+            raise OptionError("option 'target' chooses what is simulated; give 'simulate': True with it")
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
-        if sys.platform != "darwin":
-            return Unavailable(f"this is {sys.platform}", "use a Mac with Apple silicon")
-        if not torch.backends.mps.is_built():
-            return Unavailable("torch is built without MPS", "install the macOS arm64 build of torch")
-        if not torch.backends.mps.is_available():
-            return Unavailable("no Metal device is found", "macOS 14 or later on Apple silicon is needed")
-        chip = torch.backends.mps.get_name()
-        return Device("mps", chip, target.family_of(chip).features, platform.mac_ver()[0])
+        if (lacks := metal.missing()) is not None:
+            return lacks
+        chip = metal.chip()
+        return Device(
+            cls.device_type, chip.removeprefix("Apple "), target.of_chip(chip).features, platform.mac_ver()[0]
+        )
+
+    @classmethod
+    def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
+        name = options["target"] or cls.typical
+        if name not in target.TARGETS:
+            raise OptionError(f"{cls.name} has no target {name!r}; {nearest(name, target.TARGETS)}")
+        return Device(cls.device_type, name, target.TARGETS[name].features, simulated=True)
+
+    def target(self) -> target.Target:
+        """What kernels are sized by."""
+        device = self.running_on()
+        return target.of_chip(device.arch, None if device.simulated else metal.cores())
+
+    def policy(self) -> DevicePolicy:
+        return policy(self.target())
+
+    def supports(self, op: OpView) -> Verdict:
+        """Kernels by their rules; every other row that MPS computes may lie between them as torch's own call."""
+        if (why := lowerings.refused(op)) is not None:
+            return Verdict(Why.DTYPE, why)
+        return lowerings.carried(op, super().supports(op))
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        graph = RegionGraph(region)
+        builder = Builder(graph, ctx)
+        for op in graph:
+            builder.leave(op, any_strides=False)
+        return fuse(builder.finish(), ctx, builder.calls, policy=self.policy())
+
+    def fingerprint(self) -> str:
+        """The host adds a hash of this package's files to the keys of plans."""
+        return f"{super().fingerprint()}-torch {torch.__version__}-{machine.environment(*ENV)}"
+
+    def _loader(self) -> Loader:
+        return interpreter_loader

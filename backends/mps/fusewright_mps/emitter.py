@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright_mps.emit.source import Source, Unsupported, Variant
-from fusewright_mps.target import Target
+from fusewright_mps.target import TARGETS, Target
 
 __all__ = ["Source", "Unsupported", "Variant", "emit", "library", "refused", "variant_for"]
 
-TARGET = Target("apple7")
-"""The least of the families: what is emitted for it runs on all."""
+TARGET = TARGETS["M1"]
+"""The least of them: what is emitted for it runs on all."""
 
 
 def emit(kernel: Kernel, variant: Variant | None = None, target: Target = TARGET) -> Source:

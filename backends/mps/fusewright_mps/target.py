@@ -1,33 +1,78 @@
-"""Apple GPU families. Limits: Apple's Metal Feature Set Tables."""
+"""Apple GPUs, by chip: what kernels are sized by.
+
+Families and limits: Apple's Metal Feature Set Tables. GPU cores and bandwidth: Apple's announcement of each chip, of its largest
+configuration; `of_chip` takes the number of cores that the device at hand has.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+SCALAR = frozenset({"fp16", "simdgroup_matrix"})
 
 
 @dataclass(frozen=True)
 class Target:
-    """One GPU family. `threadgroup` is the threadgroup memory in bytes, `lanes` the width of a SIMD group."""
+    """One chip. `cores` are those of its GPU, `bandwidth` is that of its memory in GB/s, `source` Apple's announcement.
 
+    `lanes` is the width of a SIMD group, `threadgroup` the threadgroup memory in bytes, `max_threads` the most threads of a
+    threadgroup, `buffers` the most buffers of a kernel.
+    """
+
+    chip: str
     family: str
+    cores: int
+    bandwidth: float
+    source: str
+    features: frozenset[str] = SCALAR | {"bf16"}
     lanes: int = 32
     threadgroup: int = 32 * 1024
     max_threads: int = 1024
-    features: frozenset[str] = frozenset({"fp16", "bf16", "simdgroup_matrix"})
+    buffers: int = 31
+
+    @property
+    def flops(self) -> float:
+        """Operations a second in fp32: 128 lanes to a core, a multiplication and an addition each, at about 1.4 GHz."""
+        return self.cores * 128 * 2 * 1.4e9
 
 
-# M1 computes bf16 in software (Metal 3.1 emulates it); M3 brought dynamic caching with family 9.
-FAMILIES: dict[int, Target] = {
-    1: Target("apple7", features=frozenset({"fp16", "simdgroup_matrix"})),
-    2: Target("apple8"),
-    3: Target("apple9"),
-    4: Target("apple9"),
+_M1 = SCALAR  # bf16 is emulated by Metal 3.1
+_M5 = SCALAR | {"bf16", "neural_accelerator"}  # a matrix unit in each core, through Metal 4's tensor operations
+
+TARGETS: dict[str, Target] = {
+    t.chip: t
+    for t in (
+        Target("M1", "apple7", 8, 68, "Apple unleashes M1, 2020-11-10; MacBook Air (M1, 2020) specifications", _M1),
+        Target("M1 Pro", "apple7", 16, 200, "Introducing M1 Pro and M1 Max, 2021-10-18", _M1),
+        Target("M1 Max", "apple7", 32, 400, "Introducing M1 Pro and M1 Max, 2021-10-18", _M1),
+        Target("M1 Ultra", "apple7", 64, 800, "Apple unveils M1 Ultra, 2022-03-08", _M1),
+        Target("M2", "apple8", 10, 100, "Apple unveils M2, 2022-06-06"),
+        Target("M2 Pro", "apple8", 19, 200, "Apple unveils M2 Pro and M2 Max, 2023-01-17"),
+        Target("M2 Max", "apple8", 38, 400, "Apple unveils M2 Pro and M2 Max, 2023-01-17"),
+        Target("M2 Ultra", "apple8", 76, 800, "Apple introduces M2 Ultra, 2023-06-05"),
+        Target("M3", "apple9", 10, 100, "Apple unveils M3, M3 Pro, and M3 Max, 2023-10-30"),
+        Target("M3 Pro", "apple9", 18, 150, "Apple unveils M3, M3 Pro, and M3 Max, 2023-10-30"),
+        Target("M3 Max", "apple9", 40, 400, "Apple unveils M3, M3 Pro, and M3 Max, 2023-10-30"),
+        Target("M3 Ultra", "apple9", 80, 819, "Apple reveals M3 Ultra, 2025-03-05"),
+        Target("M4", "apple9", 10, 120, "Apple introduces M4 Pro and M4 Max, 2024-10-30"),
+        Target("M4 Pro", "apple9", 20, 273, "Apple introduces M4 Pro and M4 Max, 2024-10-30"),
+        Target("M4 Max", "apple9", 40, 546, "Apple introduces M4 Pro and M4 Max, 2024-10-30"),
+        Target("M5", "apple10", 10, 153, "Apple unleashes M5, 2025-10-15", _M5),
+        Target("M5 Pro", "apple10", 20, 307, "Apple debuts M5 Pro and M5 Max, 2026-03-03", _M5),
+        Target("M5 Max", "apple10", 40, 614, "Apple debuts M5 Pro and M5 Max, 2026-03-03", _M5),
+    )
 }
 
 
-def family_of(chip: str) -> Target:
-    """The target of a chip by its name, e.g. "Apple M3 Pro". An unknown one counts as the newest known."""
-    found = re.search(r"\bM(\d+)\b", chip)
-    generation = int(found.group(1)) if found else 1
-    return FAMILIES.get(generation, FAMILIES[max(FAMILIES)])
+def of_chip(name: str, cores: int | None = None) -> Target:
+    """The target of a chip by its name, e.g. "Apple M3 Pro". One of a newer generation counts as the newest known of its size."""
+    found = re.search(r"\bM(\d+)(?: (Pro|Max|Ultra))?\b", name)
+    generation, size = (int(found[1]), found[2]) if found else (1, None)
+    known = [g for g in range(generation, 0, -1) if _named(g, size) in TARGETS]
+    target = TARGETS[_named(known[0], size)] if known else TARGETS["M1"]
+    return replace(target, cores=cores) if cores else target
+
+
+def _named(generation: int, size: str | None) -> str:
+    return f"M{generation} {size}" if size else f"M{generation}"

@@ -1,0 +1,52 @@
+"""What goes where on MPS: torch's own calls that may lie between kernels, what they lack, and the types that the device lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fusewright import ops
+from fusewright.interface import OpView, TensorSpec, Verdict, Why
+from fusewright.toolkit.lower.tables import RULES
+
+REFUSED: dict[torch.dtype, str] = {
+    torch.float64: "Metal has no 64-bit floats",
+    torch.complex128: "Metal has no 64-bit floats",
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+        "MPS has no 8-bit floats",
+    ),
+}
+"""Types of which no tensor can be on the device."""
+
+WITHOUT_CALL: dict[str, str] = {
+    "int_mm": "torch has no product of int8 matrices on MPS",
+    "rms_norm_backward": "torch has no kernel of it on MPS",
+    "q_linear": "it is oneDNN's",
+    "q_linear_tensor": "it is oneDNN's",
+    "q_conv": "it is oneDNN's",
+}
+"""Rows of the opset that torch itself does not compute on MPS: `tests/backends/mps/test_calls.py` holds them to torch's table of
+kernels. Between kernels they would be computed on the CPU, or not at all. The CPU's own attention (`sdpa_with_lse`) is in no
+graph of MPS tensors; simulated, it stands for torch's attention."""
+
+
+def refused(op: OpView) -> str | None:
+    """Why no part of an op can run on the device, or None."""
+    found = (REFUSED.get(s.dtype) for s in _specs(op))
+    return next((why for why in found if why is not None), None)
+
+
+def carried(op: OpView, verdict: Verdict) -> Verdict:
+    """A row that no kernel computes as torch's own call, where MPS has one; `verdict` says why no kernel does."""
+    reasons = (Why.NO_LOWERING, Why.ATTR) if op.op in RULES else (Why.NO_LOWERING, Why.ATTR, Why.DTYPE)
+    if verdict or verdict.why not in reasons or op.op not in ops.OPS:
+        return verdict
+    if op.op in WITHOUT_CALL:
+        return Verdict(Why.NO_LOWERING, WITHOUT_CALL[op.op])
+    return Verdict(Why.CARRIED, "torch's own call on MPS, inside the region")
+
+
+def _specs(op: OpView) -> Iterable[TensorSpec]:
+    return (v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None)

@@ -1,0 +1,69 @@
+"""What MPS computes itself: the rows that no kernel of torch takes there, and the types that the device lacks."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchgen
+from torch import Tensor
+
+from fusewright import ops, report
+from fusewright_mps.lowerings import WITHOUT_CALL
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+COMPOSITE = {"CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
+CPU_ATTENTION = {"sdpa_with_lse", "sdpa_backward"}
+"""In no graph of MPS tensors."""
+
+
+@cache
+def kernels() -> dict[str, set[str]]:
+    """The dispatch keys of every operator in torch's own table, by name and overload."""
+    table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    rows = {row.split("(")[0]: row for row in re.split(r"^- func: ", table.read_text(), flags=re.MULTILINE)[1:]}
+    return {name: _keys(rows[_delegate(row) or name]) for name, row in rows.items()}
+
+
+def _delegate(row: str) -> str | None:
+    found = re.search(r"^  structured_delegate: (\S+)", row, re.MULTILINE)
+    return found and found[1]
+
+
+def _keys(row: str) -> set[str]:
+    found = re.search(r"^  dispatch:\n((?:    .*\n)*)", row, re.MULTILINE)
+    named = re.findall(r"^    ([\w, ]+):", found[1], re.MULTILINE) if found else ["CompositeImplicitAutograd"]
+    return {key.strip() for keys in named for key in keys.split(",")}
+
+
+def test_the_rows_that_torch_does_not_compute_on_mps_are_known() -> None:
+    known = {op.name: kernels().get(op.qualname.removeprefix("aten::")) for op in ops.ROWS}
+    missing = {name for name, keys in known.items() if keys is not None and not keys & {"MPS", *COMPOSITE}}
+    onednn = {op.name for op in ops.ROWS if op.qualname.startswith("onednn::")}
+    assert missing - CPU_ATTENTION | onednn == set(WITHOUT_CALL)
+
+
+def run(fn: Any, *args: Tensor) -> tuple[Any, report.GraphReport]:
+    compiled = torch.compile(fn, backend="apple_mps", options={"simulate": True, "strict": True})
+    with report.recording() as reports:
+        return compiled(*args), reports[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_64_bit_floats_are_refused_with_the_reason(dtype: torch.dtype) -> None:
+    x = torch.ones(4, dtype=dtype)
+    result, seen = run(lambda x: x * 2 + 1, x)
+    assert torch.equal(result, x * 2 + 1) and seen.count("lowered") == seen.count("carried") == 0
+    assert all("Metal has no 64-bit floats" in str(op.verdict) for op in seen.by_eager)
+
+
+def test_a_product_of_int8_is_no_call_on_mps() -> None:
+    a, b = torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8)
+    result, seen = run(lambda a, b: torch._int_mm(a, b) + 1, a, b)
+    assert torch.equal(result, torch._int_mm(a, b) + 1)
+    assert [op.op for op in seen.by_eager] == ["int_mm"] and seen.count("carried") == 0
