@@ -50,8 +50,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowerings",), ("backend",), ("fusewright_triton",),
     ),
     "fusewright_mps": (
-        ("target", "policy", "device"), ("emit",), ("emitter", "simulate"), ("runtime",), ("kernels",), ("lowerings",),
-        ("backend",), ("fusewright_mps",),
+        ("target", "policy", "device", "recorded"), ("emit",), ("emitter", "simulate"), ("runtime",), ("kernels",), ("select",),
+        ("lowerings",), ("backend",), ("fusewright_mps",),
     ),
 }  # fmt: skip
 """Folders and modules of each package from the ground up; a module imports from its own floor and those below. What is not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +24,10 @@ from fusewright.interface import (
 )
 from fusewright.toolkit.backend.fused import FusedBackend, Loader, interpreter_loader
 from fusewright.toolkit.fuse.fuser import fuse
-from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.graph import RegionGraph
 from fusewright_mps import device as metal
 from fusewright_mps import lowerings, target
 from fusewright_mps.policy import policy
+from fusewright_mps.select import rewritten
 
 ENV = ("PYTORCH_MPS_*", "PYTORCH_ENABLE_MPS_FALLBACK", "MTL_*", "METAL_*")
 """What torch's MPS and Metal are told from outside."""
@@ -40,6 +40,7 @@ class AppleMps(FusedBackend):
     device_type = metal.DEVICE
     priority = 50
     constant_masks = True  # MPS's attention reads a mask that it is given
+    lowerings = lowerings.LOWERINGS
     options: ClassVar[Mapping[str, Any]] = {
         # The chip that is simulated, e.g. "M4 Max".
         "target": "",
@@ -83,11 +84,9 @@ class AppleMps(FusedBackend):
         return lowerings.carried(op, super().supports(op))
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        graph = RegionGraph(region)
-        builder = Builder(graph, ctx)
-        for op in graph:
-            builder.leave(op, any_strides=False)
-        return fuse(builder.finish(), ctx, builder.calls, policy=self.policy())
+        b = rewritten(self.lowerings, region, ctx, self.target(), metal.torch_mps().synchronize)
+        fragment = fuse(b.finish(), ctx, b.calls, policy=self.policy())
+        return replace(fragment, notes={**fragment.notes, **b.notes})
 
     def fingerprint(self) -> str:
         """The host adds a hash of this package's files to the keys of plans."""

@@ -11,9 +11,11 @@ nothing: `torch/csrc/mps/Module.cpp`, the same from torch 2.10 to 2.13.
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,13 +46,26 @@ class Library(Protocol):
     def __getattr__(self, name: str) -> Function: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Words on their way to the host: `ready` says whether `words` are there."""
+
+    words: torch.Tensor
+    ready: Callable[[], bool]
+
+
 class Metal(Protocol):
-    """What the runtime needs of the device. `device` is where results are."""
+    """What the runtime needs of the device. `device` is where tensors are, `encoded` counts dispatches."""
 
     device: str
+    encoded: int
 
     def compile_shader(self, source: str) -> Library:
         """A library of every kernel function in the source. SyntaxError or RuntimeError with the compiler's message."""
+        ...
+
+    def fetch(self, words: torch.Tensor) -> Fetched:
+        """Begin to copy a few words to the host, behind the work that is encoded already; nobody waits."""
         ...
 
     def synchronize(self) -> None:
@@ -63,12 +78,28 @@ class TorchMps:
 
     device = DEVICE
 
+    def __init__(self) -> None:
+        self.encoded = 0
+
     def compile_shader(self, source: str) -> Library:
         library: Library = torch.mps.compile_shader(source)
         return library
 
+    def fetch(self, words: torch.Tensor) -> Fetched:
+        host = torch.empty(words.shape, dtype=words.dtype)
+        host.copy_(words, non_blocking=True)
+        event = torch.mps.Event()
+        event.record()
+        return Fetched(host, event.query)
+
     def synchronize(self) -> None:
         torch.mps.synchronize()
+
+
+@functools.cache
+def torch_mps() -> Metal:
+    """This process's device."""
+    return TorchMps()
 
 
 def missing() -> Unavailable | None:

@@ -8,7 +8,15 @@ import torch
 
 from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
+from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.lower.tables import RULES
+from fusewright_mps import select
+from fusewright_mps.select import FLOATS, OpCode, by_rows
+
+LOWERINGS: LoweringTable[OpCode] = LoweringTable()
+"""Calls that differ from torch's own."""
+
+LOWERINGS.add("linear", dtypes=FLOATS, when=select.reason)(by_rows((select.SIBLINGS,)))
 
 REFUSED: dict[torch.dtype, str] = {
     torch.float64: "Metal has no 64-bit floats",

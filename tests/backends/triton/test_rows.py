@@ -13,9 +13,10 @@ from torch import nn
 
 from fusewright import report
 from fusewright.interface import Fragment, RuleLog
+from fusewright.toolkit.region import gemv
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.backend import NvidiaTriton
-from fusewright_triton.select import convolutions, gemv, products, quantized
+from fusewright_triton.select import convolutions, products, quantized
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
 from tests.backends.triton.test_calls import REAL, Net, block, text
 from tests.fragments import Context, by_preference
@@ -34,7 +35,7 @@ def test_every_row_has_an_id_of_its_own() -> None:
     ids = [row.id for row in ROWS]
     assert len(set(ids)) == len(ids)
     steps = {s for row in ROWS for s in steps_of(row)} | {convolutions.SHORTCUT}
-    assert steps.isdisjoint(ids) and all(i.startswith("triton.") for i in (*ids, *steps))
+    assert steps.isdisjoint(ids) and all(i.startswith(("triton.", "gemv")) for i in (*ids, *steps))
 
 
 def calls(*disabled: str, fuel: int | None = None) -> tuple[list[str], RuleLog]:
@@ -87,6 +88,6 @@ def test_a_model_compiled_without_a_row_has_a_plan_without_it() -> None:
         return reports[0]
 
     r = compiled()
-    assert "linear" not in r.texts["plan"].partition("def run")[2] and r.rules["triton.gemv"] == 1
-    r = compiled(disable_rules=["triton.gemv"])
-    assert "linear" in r.texts["plan"].partition("def run")[2] and not r.rules["triton.gemv"]
+    assert "linear" not in r.texts["plan"].partition("def run")[2] and r.rules["gemv"] == 1
+    r = compiled(disable_rules=["gemv"])
+    assert "linear" in r.texts["plan"].partition("def run")[2] and not r.rules["gemv"]

@@ -10,10 +10,10 @@ from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Val
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.backend.library import LoweringTable
+from fusewright.toolkit.region import gemv
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import Claim, RegionGraph
 from fusewright.toolkit.region.rewrite import Row, claimed, first
-from fusewright_triton.select import gemv
 from fusewright_triton.target import Target, named
 
 
@@ -67,7 +67,9 @@ def by_rows(rows: Sequence[Row]) -> OpCode:
 def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext) -> Builder:
     """The region with a table's library calls in it. Raises what lowerings raise."""
     graph = RegionGraph(region)
-    gemv.rewrite_products(graph, ctx)
+    target = named(ctx.device.arch)
+    if target.fitted is not None or ctx.device.simulated:  # where nobody measured, it would be a kernel for every weight
+        gemv.rewrite_products(graph, ctx, gemv.Bounds(target.bounds.gemv_rows, target.bounds.gemv_weights))
     b = Builder(graph, ctx)
     calls = Calls(graph, b)
 

@@ -12,8 +12,8 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright.toolkit.region.builder import contiguous_strides
-from fusewright.toolkit.region.pattern import Match, chain, siblings
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.products import joined, siblings_of, taken_apart, widths_of
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls, spec_of
@@ -40,13 +40,8 @@ def _odd(m: Match, c: Calls) -> bool:
 
 def _siblings(m: Match, c: Calls) -> Match | None:
     """All linears of constants that read what this one reads."""
-
-    def eligible(op: OpView) -> bool:
-        return reason(op) is None and c.is_const(op.arg("weight"), op.arg("bias")) and c.graph.free(op)
-
-    readers = c.graph.ordered(c.graph.users(m.anchor.arg("input")))
-    group = next((g for g in siblings(readers, eligible) if m.anchor in g), None)
-    return None if group is None else replace(m, ops=group, at=group[0])
+    group = siblings_of(m.anchor, c.graph, lambda op: reason(op) is None)
+    return None if group is None else replace(m, ops=tuple(group), at=group[0])
 
 
 def _padding_helps(m: Match, c: Calls) -> bool:
@@ -57,24 +52,14 @@ def _padding_helps(m: Match, c: Calls) -> bool:
 
 def _concatenated(m: Match, c: Calls) -> None:
     """All siblings as one product; each result is a slice of it, without a copy."""
-    group = m.ops
-    weight = c.b.prepare("aten::cat.default", tuple(c.b.exact(op.arg("weight")) for op in group), 0)
-    bias = None
-    if group[0].arg("bias") is not None:
-        bias = c.b.prepare("aten::cat.default", tuple(c.b.exact(op.arg("bias")) for op in group), 0)
-    _sliced(group, c, weight, bias)
+    _sliced(m.ops, c, *joined(m.ops, c.b))
 
 
 def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, more: int = 0) -> None:
     """One product whose columns are the results of `group` in order, and `more` that nobody reads."""
-    widths = [int(spec_of(op.out).shape[-1]) for op in group]  # type: ignore[arg-type]
-    shape = (*spec_of(group[0].out).shape[:-1], sum(widths) + more)
-    whole, stride, start = c.ctx.value(None), contiguous_strides(shape), 0  # type: ignore[arg-type]
-    epilogues.linear(group[0], sum(widths) + more, weight, bias, whole, c)
-    for op, width in zip(group, widths, strict=True):
-        columns = (Ref(whole.id), len(shape) - 1, start, start + width)
-        c.b.library("aten::slice.Tensor", *columns, out=op.out, stride=stride, op=op)
-        start += width
+    whole = c.ctx.value(None)
+    epilogues.linear(group[0], sum(widths_of(group)) + more, weight, bias, whole, c)
+    taken_apart(group, Ref(whole.id), c.b, more)
 
 
 def _unsuited(op: OpView, c: Calls) -> bool:

@@ -20,12 +20,20 @@ from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.pattern import ANY, Match, find, p, siblings
 from fusewright.toolkit.region.rewrite import Row, rewrite
-from fusewright_triton.target import Thresholds, named
 
 Shape: TypeAlias = tuple[int, ...]
 
-LONGEST = 1 << 15
-"""Longest row: a program holds it in registers."""
+
+@dataclass(frozen=True)
+class Bounds:
+    """What decides between sums and a library's product: most rows, least elements of the weight, and lengths of its rows, the
+    longest of which a kernel holds in registers."""
+
+    rows: int
+    weights: int
+    shortest: int = 256
+    longest: int = 1 << 15
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,19 +47,14 @@ MOST_AGAIN = 12
 """Most ops that are computed again for a factor."""
 
 
-def rewrite_products(graph: RegionGraph, ctx: CompileContext) -> None:
-    """Write the products of few rows in a region as sums. A library's call stays where nobody measured: to do it here would
-    build a kernel for every weight."""
-    target = named(ctx.device.arch)
-    if target.fitted is None and not ctx.device.simulated:
-        return
-    bounds = target.bounds
+def rewrite_products(graph: RegionGraph, ctx: CompileContext, bounds: Bounds) -> None:
+    """Write the products of few rows in a region as sums."""
     products = frozenset(op.id for op in graph if op.op in ("linear", "mm") and _reads_weight(op, graph, bounds))
     if products and rewrite(graph, ROWS, _Sums(graph, ctx, products), ctx.rules):
         graph.sweep(SHAPED | ALONG | {"mean", "sum"})  # what only the rows of those products needed
 
 
-def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Thresholds) -> bool:
+def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Bounds) -> bool:
     """Whether the time of a product of `x` with the rows of `w`, which may be int8, is that of reading them."""
     if any(v.spec is None or not v.spec.static for v in (x, w, op.out)) or x.spec.dtype not in FLOATS:
         return False
@@ -67,7 +70,7 @@ def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Thresholds) -> bool:
     n, k = w.spec.shape
     rows = x.spec.numel_hint() // k
     dense = w.spec.stride[1] == 1 and w.spec.stride[0] >= k
-    return 1 <= rows <= bounds.gemv_rows and n * k >= bounds.gemv_weights and 256 <= k <= LONGEST and dense
+    return 1 <= rows <= bounds.rows and n * k >= bounds.weights and bounds.shortest <= k <= bounds.longest and dense
 
 
 @dataclass
@@ -282,7 +285,7 @@ class _Sums:
         return v
 
 
-def _reads_weight(op: OpView, graph: RegionGraph, bounds: Thresholds) -> bool:
+def _reads_weight(op: OpView, graph: RegionGraph, bounds: Bounds) -> bool:
     """Whether a product, by a weight or by a widened one of int8, is one of few rows."""
     if op.op == "linear":
         return _suits(op, op.arg("input"), op.arg("weight"), op.arg("bias"), bounds)
@@ -379,12 +382,12 @@ _WIDENED = p("mm", ANY, p("cast", "weight"))
 
 ROWS = (
     Row(
-        "triton.gemv.siblings", p("linear"), when=_is_product, extend=_siblings, write=_write_siblings,
+        "gemv.siblings", p("linear"), when=_is_product, extend=_siblings, write=_write_siblings,
         note="products of few rows as one sum",
     ),
-    Row("triton.gemv", p("linear"), when=_is_product, extend=_with_rows, write=_write, note="product of few rows"),
+    Row("gemv", p("linear"), when=_is_product, extend=_with_rows, write=_write, note="product of few rows"),
     Row(
-        "triton.gemv.int8", _WIDENED, when=_is_product, extend=_widened, write=_write_widened,
+        "gemv.int8", _WIDENED, when=_is_product, extend=_widened, write=_write_widened,
         note="product of few rows with int8 weights",
     ),
 )  # fmt: skip

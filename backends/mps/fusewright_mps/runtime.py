@@ -1,0 +1,179 @@
+"""From kernels to callables: one shader library for a plan, and dispatches one behind another in torch's own stream.
+
+    code = MetalLoader(torch_mps(), target)(kernels)
+    code[hash].call(tensors, sizes, scalars)
+
+A launch waits for nothing. What a kernel finds wrong (an index out of bounds) is raised by the next launch that can fail, when the
+words that say it have reached the host, or by `raise_errors`; simulated, at once.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusewright.interface import KernelCode
+from fusewright.toolkit.ir import Kernel
+from fusewright.toolkit.ir.checks import error
+from fusewright.toolkit.ir.serial import from_json, positional, structural_hash, to_json
+from fusewright_mps.device import Fetched, Library, Metal
+from fusewright_mps.emit.source import SLOT, error_word
+from fusewright_mps.emitter import Source, Variant, emit, library, variant_for
+from fusewright_mps.target import Target
+
+Number = int | float | bool
+
+MOST_SIZES = 256
+"""Sizes whose variant a launcher remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One variant of a kernel, compiled: its functions by name."""
+
+    source: Source
+    functions: Mapping[str, Any]
+
+
+class MetalLoader:
+    """A `Loader` for one device. `check_division`: integer division by zero is an error, as in eager on CPUs."""
+
+    def __init__(self, metal: Metal, target: Target, check_division: bool = False) -> None:
+        self.metal, self.target, self.check_division = metal, target, check_division
+
+    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        """One library holds the variants that the sizes of tracing need; others are compiled when a launch needs them."""
+        kernels = {h: positional(k) for h, k in kernels.items()}
+        shaders = {h: Shaders(k, self.metal, self.target, self.check_division) for h, k in kernels.items()}
+        first = {h: s.source(s.expected) for h, s in shaders.items()}
+        if first:
+            compiled = self.metal.compile_shader(library(first.values()))
+            for h, s in shaders.items():
+                s.add(first[h], compiled)
+        return {h: KernelCode(Launcher(s), kernel=kernels[h]) for h, s in shaders.items()}
+
+    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+        """The kernels alone: the system keeps what Metal's compiler made of their source."""
+        return json.dumps({h: to_json(positional(k)) for h, k in kernels.items()}).encode()
+
+    def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
+        kernels = {h: from_json(k) for h, k in json.loads(data).items()}
+        wrong = [k.name for h, k in kernels.items() if structural_hash(k) != h]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} under the hash of another kernel")
+        return self(kernels)
+
+    def fingerprint(self) -> str:
+        """The chip, for which kernels are sized."""
+        return f"{self.target.chip}-{self.target.cores}"
+
+
+class Shaders:
+    """The variants of one kernel that this process has."""
+
+    def __init__(self, kernel: Kernel, metal: Metal, target: Target, check_division: bool) -> None:
+        self.kernel, self.metal, self.target, self.check_division = kernel, metal, target, check_division
+        self.expected = variant_for(kernel, kernel.hints, True, check_division)
+        self._built: dict[Variant, Built] = {}
+        self._variants: dict[tuple[int, ...], Variant] = {}
+
+    def source(self, variant: Variant) -> Source:
+        return emit(self.kernel, variant, self.target)
+
+    def add(self, source: Source, compiled: Library) -> Built:
+        """Keep a compiled variant. Its functions are looked up once: torch makes a pipeline of each."""
+        built = Built(source, {d.entry: getattr(compiled, d.entry) for d in source.dispatches})
+        self._built[source.variant] = built
+        return built
+
+    def fitting(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Built:
+        """The variant for these sizes and for where these tensors begin."""
+        built = self._variant(self._variants.get(sizes) or self._of_sizes(sizes))
+        if built.source.aligned(tensors):
+            return built
+        return self._variant(replace(built.source.variant, aligned=False))
+
+    def _of_sizes(self, sizes: tuple[int, ...]) -> Variant:
+        if len(self._variants) >= MOST_SIZES:
+            self._variants.clear()
+        found = self._variants[sizes] = variant_for(self.kernel, sizes, True, self.check_division)
+        return found
+
+    def _variant(self, variant: Variant) -> Built:
+        if variant in self._built:
+            return self._built[variant]
+        source = self.source(variant)
+        built = self.add(source, self.metal.compile_shader(library([source])))
+        self._built[variant] = built
+        return built
+
+
+class Launcher:
+    """`launcher(tensors, sizes, scalars)` encodes the dispatches of a kernel."""
+
+    def __init__(self, shaders: Shaders) -> None:
+        self.shaders = shaders
+        self.words: Words | None = None
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
+    ) -> None:
+        """Raises errors of earlier launches that are known by now."""
+        built = self.shaders.fitting(tensors, tuple(sizes))
+        words = self._words(built.source.errors) if built.source.errors else None
+        if words is not None:
+            words.check()
+        metal = self.shaders.metal
+        for call in built.source.calls(tensors, sizes, scalars, None if words is None else words.on_device):
+            built.functions[call.entry](*call.args, threads=call.threads, group_size=call.group_size)
+            metal.encoded += 1
+        if words is not None:
+            words.launched(tuple(sizes))
+
+    def _words(self, slots: int) -> Words:
+        if self.words is None or len(self.words.on_device) != slots:
+            self.words = Words(self.shaders.kernel, self.shaders.metal, slots)
+            _watched.add(self.words)
+        return self.words
+
+
+_watched: weakref.WeakSet[Words] = weakref.WeakSet()
+
+
+class Words:
+    """The error words that launches of one kernel write, and what of them is on its way to the host."""
+
+    def __init__(self, kernel: Kernel, metal: Metal, slots: int) -> None:
+        self.kernel, self.metal = kernel, metal
+        self.on_device = torch.zeros(slots, dtype=SLOT, device=metal.device)
+        self.pending: list[tuple[Fetched, tuple[int, ...]]] = []
+
+    def launched(self, sizes: tuple[int, ...]) -> None:
+        """A launch with these sizes has been encoded."""
+        self.pending.append((self.metal.fetch(self.on_device), sizes))
+        if self.metal.device == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Raise what the first failed launch that the host knows of found, as eager would."""
+        for fetched, sizes in self._arrived():
+            if word := error_word(fetched.words):
+                self.pending.clear()
+                self.on_device.zero_()
+                raise error(self.kernel, word, sizes)
+
+    def _arrived(self) -> Iterator[tuple[Fetched, tuple[int, ...]]]:
+        while self.pending and self.pending[0][0].ready():
+            yield self.pending.pop(0)
+
+
+def raise_errors(metal: Metal) -> None:
+    """Wait for the device, and raise what any kernel has found wrong by then."""
+    metal.synchronize()
+    for words in list(_watched):
+        words.check()
