@@ -1,9 +1,9 @@
 """Kernels and bytes of Metal beside Triton's, for the same graphs: `python ci/mps_fusion.py [--models bert,llama]`.
 
-Each model runs once with `rocm_triton` (which has no fused convolutions of a library) and once with `apple_mps`, both simulated, with the kernels themselves computed by the
-CPU's emitter. Counted are launches of loop kernels, calls that move memory (of torch, and of kernels written by hand), and the
-bytes that both read and write, but for weights that calls read. Exit code 1 where Metal's plan has more of launches and calls
-together, or more bytes.
+Each model runs once with `rocm_triton` (which has no fused convolutions of a library) and once with `apple_mps`, both simulated,
+with the kernels themselves computed by the CPU's emitter. Counted are launches of loop kernels, calls that move memory (of torch,
+and of kernels written by hand), and the bytes that both read and write, but for weights that calls read. Exit code 1 where
+Metal's plan has more of launches and calls together, or more bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fusewright.interface import KernelCode
 from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright_cpu import llvm_loader
 from fusewright_mps.backend import AppleMps
-from fusewright_triton.backend import TritonBackend
+from fusewright_triton.backend import RocmTriton
 
-BACKENDS: dict[str, type[FusedBackend]] = {"rocm_triton": TritonBackend, "apple_mps": AppleMps}
+BACKENDS: dict[str, type[FusedBackend]] = {"rocm_triton": RocmTriton, "apple_mps": AppleMps}
 
 FREE = frozenset(
     "view reshape alias expand unsqueeze squeeze slice select split split_with_sizes transpose permute t detach as_strided "
@@ -106,7 +106,7 @@ def traffic(model: str, dtype: Any, size: suite.Size, training: bool, backend: s
     """Of one call of a model, or one training step."""
     torch.compiler.reset()
     found = Traffic()
-    options = {"simulate": True, "cache": False, "strict": True}
+    options: dict[str, Any] = {"simulate": True, "cache": False, "strict": True}
 
     def compiled(fn: Any) -> Any:
         return torch.compile(fn, backend=backend, options=options)

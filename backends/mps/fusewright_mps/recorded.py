@@ -136,7 +136,7 @@ def _shape(n: int | Sequence[int]) -> tuple[int, ...]:
 
 def _argument(a: Any) -> Any:
     if isinstance(a, torch.Tensor):
-        return Buffer(a.untyped_storage().data_ptr(), a.storage_offset() * a.element_size(), a.dtype)
+        return Buffer(a.untyped_storage().data_ptr(), int(a.storage_offset()) * a.element_size(), a.dtype)
     return tuple(a) if isinstance(a, list | tuple) else a
 
 

@@ -35,14 +35,14 @@ def joined(group: Sequence[OpView], b: Builder) -> tuple[Ref, Ref | None]:
 
 def widths_of(group: Sequence[OpView]) -> list[int]:
     """Columns of each result."""
-    return [int(op.out.spec.shape[-1]) for op in group]  # type: ignore[union-attr]
+    return [int(op.out.spec.shape[-1]) for op in group]  # type: ignore[union-attr, arg-type]
 
 
 def taken_apart(group: Sequence[OpView], whole: Ref, b: Builder, more: int = 0) -> None:
     """The results of the group as slices of one product, without a copy; `more` columns behind them are nobody's."""
     widths, start = widths_of(group), 0
     shape = (*group[0].out.spec.shape[:-1], sum(widths) + more)  # type: ignore[union-attr]
-    stride = contiguous_strides(shape)  # type: ignore[arg-type]
+    stride = contiguous_strides(shape)
     for op, width in zip(group, widths, strict=True):
         columns = (whole, len(shape) - 1, start, start + width)
         b.library("aten::slice.Tensor", *columns, out=op.out, stride=stride, op=op)
