@@ -44,7 +44,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("reference", "cli"),
         ("__main__",),
     ),
-    "fusewright_cpu": (("policy", "target"), ("emit",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",)),
+    "fusewright_cpu": (("policy", "target"), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",)),
     "fusewright_triton": (
         ("target",), ("emit",), ("build",), ("run",), ("kernels", "runtime"), ("autotune", "select"), ("select.attention",),
         ("lowerings",), ("backend",), ("fusewright_triton",),

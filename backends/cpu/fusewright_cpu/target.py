@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import sys
 from dataclasses import dataclass
 
 import llvmlite
@@ -12,8 +14,8 @@ import llvmlite.binding as llvm
 
 @dataclass(frozen=True, slots=True)
 class CpuTarget:
-    """`vector_bytes` is the width of a register; `masks` says that masked loads and stores are cheap; `fma`
-    that it has one."""
+    """`vector_bytes` is the width of a register; `masks` says that the last elements of a row go through masked loads and
+    stores; `fma` that it has one."""
 
     triple: str
     cpu: str
@@ -27,6 +29,21 @@ class CpuTarget:
         return f"+{feature}" in self.features.split(",")
 
     @property
+    def arm(self) -> bool:
+        """Whether it is a 64-bit Arm CPU."""
+        return self.triple.startswith(("aarch64", "arm64"))
+
+    @property
+    def sve_bits(self) -> int:
+        """The length of an SVE vector, 0 without SVE. Code is made for this length alone."""
+        return self.vector_bytes * 8 if self.has("sve") else 0
+
+    @property
+    def registers(self) -> int:
+        """Vector registers."""
+        return 32 if self.arm or self.has("avx512f") else 16
+
+    @property
     def converts_half(self) -> bool:
         """Whether it converts f16; without, code would call compiler support functions that a JIT does not
         have."""
@@ -36,13 +53,45 @@ class CpuTarget:
     def fingerprint(self) -> str:
         """Names everything that object code depends on; equal on equal machines."""
         version = ".".join(map(str, llvm.llvm_version_info))
-        return f"{self.triple}/{self.cpu}/{self.features}/llvm {version}, llvmlite {llvmlite.__version__}"
+        sve = f"/sve{self.sve_bits}" if self.sve_bits else ""
+        return f"{self.triple}/{self.cpu}/{self.features}{sve}/llvm {version}, llvmlite {llvmlite.__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class ArmCore:
+    """`sve_bits` is the length of an SVE vector, 0 without SVE; `features` are LLVM's names."""
+
+    sve_bits: int
+    features: tuple[str, ...]
+
+
+_N1 = ("neon", "fp-armv8", "fullfp16", "dotprod")
+_MATRIX = (*_N1, "bf16", "i8mm")
+ARM_CORES: dict[str, ArmCore] = {
+    "generic": ArmCore(0, ("neon", "fp-armv8")),
+    "neoverse-n1": ArmCore(0, _N1),  # Graviton2
+    "neoverse-v1": ArmCore(256, (*_MATRIX, "sve")),  # Graviton3
+    "neoverse-n2": ArmCore(128, (*_MATRIX, "sve", "sve2")),
+    "neoverse-v2": ArmCore(128, (*_MATRIX, "sve", "sve2")),  # Graviton4
+    "apple-m1": ArmCore(0, _N1),
+    "apple-m2": ArmCore(0, _MATRIX),
+    "apple-m3": ArmCore(0, _MATRIX),
+    "apple-m4": ArmCore(0, _MATRIX),
+}
+"""From Arm's Technical Reference Manuals, and LLVM's table of Apple's cores."""
+SVE_BITS = (128, 256, 512)
+"""Lengths of SVE vectors that code is made for; on others it is NEON's."""
+
+# (auxiliary vector entry, bit) of Linux, asm/hwcap.h
+_HWCAP, _HWCAP2, _PR_SVE_GET_VL = 16, 26, 51
+_CAPABILITIES = {
+    "fullfp16": (_HWCAP, 10), "dotprod": (_HWCAP, 20), "sve": (_HWCAP, 22), "sve2": (_HWCAP2, 1), "i8mm": (_HWCAP2, 13),
+    "bf16": (_HWCAP2, 14),
+}  # fmt: skip
 
 
 def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
     on = set(features.split(","))
-    if triple.startswith(("aarch64", "arm64")):
-        return CpuTarget(triple, cpu, features, 16, masks=False, fma=True)
     if {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= on:
         return CpuTarget(triple, cpu, features, 64, masks=True, fma=True)
     if "+avx2" in on and "+fma" in on:
@@ -52,12 +101,15 @@ def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
 
 @functools.cache
 def host_target() -> CpuTarget:
-    """This machine. The environment variable FUSEWRIGHT_CPU_ISA ("avx2" or "avx") narrows x86, for tests."""
+    """This machine. The environment variable FUSEWRIGHT_CPU_ISA narrows it, for tests: "avx2" or "avx" on x86, a core of
+    `ARM_CORES` on Arm."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple = llvm.get_process_triple()
     name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     narrow = os.environ.get("FUSEWRIGHT_CPU_ISA", "")
+    if triple.startswith(("aarch64", "arm64")):
+        return aarch64_target(narrow, triple) if narrow else _arm_host(triple, name)
     if narrow and triple.startswith("x86_64"):
         return x86_target(narrow, triple)
     return _from_features(triple, name, features)
@@ -71,9 +123,32 @@ def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
     return _from_features(triple, cpu, ",".join(f"+{f}" for f in mid + wide))
 
 
-def aarch64_target(cpu: str = "neoverse-v1", triple: str = "aarch64-unknown-linux-gnu") -> CpuTarget:
-    """An AArch64 machine with NEON."""
-    return _from_features(triple, cpu, "+neon,+fp-armv8,+fullfp16")
+def aarch64_target(cpu: str = "neoverse-v1", triple: str = "") -> CpuTarget:
+    """A core of `ARM_CORES`. ValueError for one that is not there."""
+    if cpu not in ARM_CORES:
+        raise ValueError(f"no Arm core {cpu!r}; known are {', '.join(ARM_CORES)}")
+    system = "arm64-apple-macosx" if cpu.startswith("apple") else "aarch64-unknown-linux-gnu"
+    return _arm(triple or system, cpu, ARM_CORES[cpu].features, ARM_CORES[cpu].sve_bits)
+
+
+def _arm(triple: str, cpu: str, features: tuple[str, ...], sve_bits: int) -> CpuTarget:
+    """SVE of a length that code is not made for is switched off."""
+    wide = sve_bits in SVE_BITS
+    on = [f"+{f}" for f in features if wide or not f.startswith("sve")]
+    text = ",".join(on if wide else [*on, "-sve"])
+    return CpuTarget(triple, cpu, text, sve_bits // 8 if wide else 16, masks=True, fma=True)
+
+
+def _arm_host(triple: str, name: str) -> CpuTarget:
+    """This Arm machine: what Linux says that it has, else (macOS) the row of its name."""
+    core = name if name in ARM_CORES else "generic"
+    if not sys.platform.startswith("linux"):
+        return aarch64_target(core, triple)
+    libc = ctypes.CDLL(None)
+    libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    found = tuple(f for f, (entry, bit) in _CAPABILITIES.items() if libc.getauxval(entry) >> bit & 1)
+    length = libc.prctl(_PR_SVE_GET_VL, 0, 0, 0, 0) & 0xFFFF if "sve" in found else 0
+    return _arm(triple, core, (*ARM_CORES["generic"].features, *found), length * 8)
 
 
 def target_machine(target: CpuTarget, opt: int = 2) -> llvm.TargetMachine:

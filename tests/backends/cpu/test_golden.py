@@ -10,7 +10,7 @@ from fusewright_cpu.target import CpuTarget, aarch64_target, x86_target
 from tests import golden
 from tests.backends.triton import kernels
 
-AVX2, AVX512, NEON = x86_target("avx2"), x86_target("avx512"), aarch64_target()
+AVX2, AVX512, NEON = x86_target("avx2"), x86_target("avx512"), aarch64_target("neoverse-n1")
 CASES: dict[str, tuple[Kernel, CpuTarget]] = {
     "llvm_add_gelu": (kernels.add_gelu(64), AVX512),
     "llvm_add_gelu_bf16": (kernels.add_gelu(64, "bf16"), AVX2),

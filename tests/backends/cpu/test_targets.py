@@ -72,8 +72,8 @@ def test_object_code_loads_in_a_process_that_did_not_compile_it(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "target",
-    [aarch64_target(), x86_target("avx2"), x86_target("avx512"), x86_target("avx")],
-    ids=["aarch64", "avx2", "avx512", "avx"],
+    [aarch64_target("neoverse-n1"), aarch64_target(), x86_target("avx2"), x86_target("avx512"), x86_target("avx")],
+    ids=["neoverse-n1", "neoverse-v1", "avx2", "avx512", "avx"],
 )
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("make", [layer_norm, transposed, weighted_pairs])

@@ -303,6 +303,10 @@ class Body:
 
     def tail_mask(self, i: V, hi: V, lanes: int) -> V:
         f = self.f
+        if self.target.arm:  # lanes as wide as those of the values: no mask has to be narrowed
+            t = f"i{max(8, min(64, self.target.vector_bytes * 8 // lanes))}"
+            left = f.call("smin", "i64", [f.bin("sub", hi, i), i64(lanes)])
+            return f.cmp("icmp ult", f.iota(lanes, t), f.conv("trunc", left, t))
         return f.cmp("icmp ult", f.iota(lanes), f.bin("sub", hi, i))
 
     def _tile(self, units: int, done: set[int]) -> None:

@@ -25,8 +25,11 @@ class UnsupportedKernel(ValueError):
 
 def new_module(target: CpuTarget) -> Module:
     """An empty module whose functions use the target's full vector width."""
-    width = f'"{target.vector_bytes * 8}"'
-    wide = f'"prefer-vector-width"={width} "min-legal-vector-width"={width} ' if target.triple.startswith("x86") else ""
+    width, wide = f'"{target.vector_bytes * 8}"', ""
+    if target.triple.startswith("x86"):
+        wide = f'"prefer-vector-width"={width} "min-legal-vector-width"={width}'
+    elif target.sve_bits:
+        wide = f"vscale_range({target.sve_bits // 128},{target.sve_bits // 128})"
     return Module(target, f"nounwind {wide}".strip())
 
 

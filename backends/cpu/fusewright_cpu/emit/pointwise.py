@@ -90,10 +90,14 @@ def _call(name: str) -> Callable[[Fn, V], V]:
 
 def maximum(f: Fn, a: V, b: V) -> V:
     """torch's maximum: NaN if either is."""
+    if f.module.target.arm:
+        return f.call("maximum", a.t, [a, b])
     return f.select(f.bin("or", f.cmp("fcmp ogt", a, b), f.cmp("fcmp uno", a, a)), a, b)
 
 
 def minimum(f: Fn, a: V, b: V) -> V:
+    if f.module.target.arm:
+        return f.call("minimum", a.t, [a, b])
     return f.select(f.bin("or", f.cmp("fcmp olt", a, b), f.cmp("fcmp uno", a, a)), a, b)
 
 
@@ -309,6 +313,8 @@ def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
 def to_bf16(f: Fn, x: V) -> V:
     """Round to nearest even; NaN stays NaN. The instruction for it flushes subnormals, so those take the
     integer way."""
+    if f.module.target.arm and f.module.target.has("bf16"):  # this one keeps subnormals
+        return f.conv("bitcast", f.conv("fptrunc", x, "bfloat"), "i16")
     if not (f.module.target.has("avx512bf16") and x.w == 16):
         return _round_bf16(f, x)
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fusewright_cpu.target import CpuTarget
 
-BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "float": 32, "double": 64}
+BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 
 @dataclass(frozen=True, slots=True)

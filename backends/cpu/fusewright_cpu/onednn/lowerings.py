@@ -20,7 +20,7 @@ from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright.toolkit.region.pattern import Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_cpu.emit.attention import Attention
+from fusewright_cpu.kernels.attention import Attention
 from fusewright_cpu.onednn import choices, patterns, sums
 from fusewright_cpu.onednn.choices import Product
 from fusewright_cpu.onednn.fitted import FITTED
@@ -392,7 +392,7 @@ def _sdpa_reason(op: OpView) -> str | None:
 
 @LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=_sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
-    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright_cpu.emit.attention`), where that measures faster
+    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright_cpu.kernels.attention`), where that measures faster
     than torch's."""
     op = m.anchor
     mask, scale = op.arg("attn_mask"), op.arg("scale")

@@ -93,8 +93,20 @@ def kernels_to_text(kernels: Mapping[str, Source], target: CpuTarget, parallel: 
 
 
 def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
-    """Object code of a module. The code is vectorised and its invariants are hoisted already: three passes
-    give the speed of the O2 pipeline at a tenth of its time."""
+    """Object code of a module."""
+    code: bytes = machine.emit_object(_optimized(text, machine))
+    return code
+
+
+def to_assembly(text: str, machine: llvm.TargetMachine) -> str:
+    """The same code as assembly, to be read."""
+    code: str = machine.emit_assembly(_optimized(text, machine))
+    return code
+
+
+def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+    """The code is vectorised and its invariants are hoisted already: three passes give the speed of the O2 pipeline at a
+    tenth of its time."""
     module = llvm.parse_assembly(text)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
     passes = llvm.create_new_function_pass_manager()
@@ -104,8 +116,7 @@ def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
     for function in module.functions:
         if not function.is_declaration:
             passes.run(function, builder)
-    code: bytes = machine.emit_object(module)
-    return code
+    return module
 
 
 def compile_kernels(kernels: Sequence[Source]) -> CompiledModule:

@@ -13,10 +13,10 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.serial import from_json as kernel_from_json
 from fusewright.toolkit.ir.serial import structural_hash
 from fusewright.toolkit.ir.serial import to_json as kernel_to_json
-from fusewright_cpu.emit.attention import Attention, emit_attention
 from fusewright_cpu.emit.entry import emit_kernel
 from fusewright_cpu.emit.text import Module
 from fusewright_cpu.emit.unroll import unrolled
+from fusewright_cpu.kernels.attention import Attention, emit_attention
 
 Source: TypeAlias = Kernel | Attention
 

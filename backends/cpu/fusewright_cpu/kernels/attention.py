@@ -3,7 +3,7 @@
 Keys and values of a block are packed once for many rows; six rows at a time are multiplied with them out of registers,
 and what they make of the block is added to what they made of the ones before (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018). Scores, softmax and sums are fp32. Products of bf16 are the CPU's own
-(`vdpbf16ps`), with probabilities rounded to bf16, as in torch's kernel.
+(`vdpbf16ps`, `bfdot`), with probabilities rounded to bf16, as in torch's kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
+from fusewright_cpu.emit.bf16 import dot_pairs, multiplies_pairs, near_bf16
 from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.math import exp2
 from fusewright_cpu.emit.pointwise import cast, to_bf16
@@ -70,7 +71,7 @@ class Attention:
     def refused(self, target: CpuTarget) -> str:
         """Why this kernel is not written for the target, or ""."""
         if not (target.masks and target.fma):
-            return "needs AVX2 with FMA, or AVX-512"
+            return "needs AVX2 with FMA, AVX-512, or NEON"
         if self.dtype not in ("f32", "bf16") or self.width > MOST_WIDTH:
             return f"only fp32 and bf16, and heads of up to {MOST_WIDTH}"
         return ""
@@ -126,15 +127,18 @@ class _Body:
     def __init__(self, module: Module, a: Attention, name: str) -> None:
         self.a = a
         self.f = f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
-        self.w = w = module.target.vector_bytes // 4
-        self.vectors = 4 if w == 16 else 2
-        self.pairs = a.dtype == "bf16" and w == 16 and module.target.has("avx512bf16")
+        target = module.target
+        self.w = w = target.vector_bytes // 4
+        self.vectors = 4 if target.registers == 32 else 2
+        self.pairs = a.dtype == "bf16" and multiplies_pairs(target)
         self.per = 2 if self.pairs else 1
         self.word = "i32" if self.pairs else "float"
         self.words = -(-a.width // (self.per * w)) * w
         """Words of a packed row of a query or key."""
         self.width = -(-a.width // w) * w
         """Words of a packed row of values, and floats of a row that is added up."""
+        self.unroll = 2 if target.arm else UNROLL
+        """Words of one step of a product, no more keys than a vector has lanes. With four LLVM spills sums on Arm."""
         self.block = max(w, BLOCK // self.width // w * w)
         """Keys of one block."""
         self.q_pack, self.k_pack = f.alloca(self.word, ROWS * self.words), f.alloca(self.word, self.block * self.words)
@@ -348,7 +352,7 @@ class _Body:
         queries = [f.gep(self.word, self.q_pack, i64(i * self.words)) for i in range(ROWS)]
         vectors = _ceil(f, seen, i64(w))
         whole = f.mul(f.bin("sdiv", vectors, i64(self.vectors)), i64(self.vectors))
-        count = i64(-(-self.a.width // (self.per * UNROLL)) * UNROLL)
+        count = i64(-(-self.a.width // (self.per * self.unroll)) * self.unroll)
 
         def scores(n: int, j: V) -> None:
             keys = f.gep(self.word, self.k_pack, f.mul(j, i64(self.words * w)))
@@ -384,12 +388,12 @@ class _Body:
         self, rows: Sequence[V], right: V, step: int, apart: int, count: V, start: list[list[V]]
     ) -> list[list[V]]:
         """start[i][v] + the sum over words n < count of rows[i][n] * right[n * step + v * apart ...], a vector each.
-        `count` is a multiple of UNROLL."""
+        `count` is a multiple of `unroll`."""
         f, w, n = self.f, self.w, len(start[0])
 
         def body(at: V, carried: list[V]) -> list[V]:
             out = list(carried)
-            for u in range(UNROLL):
+            for u in range(self.unroll):
                 k = f.add(at, i64(u))
                 base = f.mul(k, i64(step))
                 b = [
@@ -402,17 +406,15 @@ class _Body:
                         out[i * n + v] = self._multiply(x, b[v], out[i * n + v])
             return out
 
-        flat = f.loop(i64(0), count, i64(UNROLL), [x for row in start for x in row], body)
+        flat = f.loop(i64(0), count, i64(self.unroll), [x for row in start for x in row], body)
         return [flat[i * n : (i + 1) * n] for i in range(len(rows))]
 
     def _multiply(self, x: V, y: V, acc: V) -> V:
         """acc + x * y, over both halves of pairs."""
-        f, name = self.f, "llvm.x86.avx512bf16.dpbf16ps.512"
+        f = self.f
         if not self.pairs:
             return f.fma(x, y, acc)
-        both = [f.let("bfloat", 2 * self.w, f"bitcast {v} to <{2 * self.w} x bfloat>") for v in (x, y)]
-        f.module.declare(name, acc.ty, [acc.ty, both[0].ty, both[0].ty])
-        return f.let("float", self.w, f"call {acc.ty} @{name}({acc}, {both[0]}, {both[1]})")
+        return dot_pairs(f, acc, x, y)
 
     def _softmax(self, r0: V, k0: V, here: V, seen: V, vectors: V) -> None:
         """Scores to probabilities, and how much less what was added up before counts from now on. What there is one of in
@@ -466,9 +468,7 @@ class _Body:
         if not self.pairs:
             self._store(x, f.gep("float", self._scores_of(i), j), 4 * self.w)
             return
-        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-        f.module.declare(name, "<16 x bfloat>", [x.ty])
-        half = f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})")
+        half = near_bf16(f, x)
         self._store(half, f.gep("bfloat", self.weights, f.add(f.mul(i, i64(self.block)), j)), 2 * self.w)
 
     def _weigh(self, scores: V, row: V, k0: V, seen: V, vectors: V) -> V:
@@ -513,7 +513,7 @@ class _Body:
     def _add_values(self, here: V, seen: V) -> None:
         """acc = acc * fade + weights @ values, for the rows of a tile."""
         f, w = self.f, self.w
-        count = f.mul(_ceil(f, seen, i64(self.per * UNROLL)), i64(UNROLL))
+        count = f.mul(_ceil(f, seen, i64(self.per * self.unroll)), i64(self.unroll))
         weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i64(i * self.block)) for i in range(ROWS)]
         fades = [self._load("float", f.gep("float", self.fade, i64(i))) for i in range(ROWS)]
         rows = [f.gep("float", self.acc, f.mul(f.add(here, i64(i)), i64(self.width))) for i in range(ROWS)]

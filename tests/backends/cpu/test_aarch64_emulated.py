@@ -1,0 +1,142 @@
+"""Kernels for 64-bit Arm, run under QEMU: against the reference interpreter and torch. No Arm hardware was seen.
+
+Every buffer ends where the next page may not be touched, so that a read or write behind the last element ends the process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from ci.aarch64_emulator import Emulator, missing
+from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
+from fusewright.toolkit.ir.types import from_torch, to_torch
+from fusewright_cpu.kernels.attention import Attention
+from fusewright_cpu.run.sources import hash_of
+from fusewright_cpu.target import aarch64_target
+from tests.backends.cpu import test_attention as attention
+from tests.backends.cpu.test_aarch64_assembly import KERNELS
+from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
+from tests.backends.cpu.test_targets import transposed, weighted_pairs
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+RANDOM = 25
+
+
+@pytest.fixture(scope="module", params=["neoverse-n1", "neoverse-v1", "neoverse-v2"])
+def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    with Emulator(aarch64_target(request.param), tmp_path_factory.mktemp(request.param)) as emulator:
+        yield emulator
+
+
+def random_cases(count: int) -> list[Case]:
+    """The first cases of the strategy, to be compiled together."""
+    found: list[Case] = []
+
+    @settings(SETTINGS, max_examples=count, derandomize=True, phases=[Phase.generate], database=None)
+    @given(cases())
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+def test_random_kernels_agree_with_the_interpreter(arm: Emulator) -> None:
+    drawn = random_cases(RANDOM)
+    libraries = arm.build([c.kernel for c in drawn])
+    for case in drawn:
+        wanted, got = ([t.clone() for t in case.tensors] for _ in range(2))
+        interpret(case.kernel, wanted, case.sizes)
+        assert arm.run(case.kernel, libraries[hash_of(case.kernel)], got, case.sizes, threads=3) == 0
+        assert all(map(same_bits, got, wanted)), f"{to_text(case.kernel)}\n{case.sizes}"
+
+
+def run(arm: Emulator, kernel: Kernel, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The last tensor, which the kernel writes."""
+    assert arm.run(kernel, arm.build([kernel])[hash_of(kernel)], tensors, threads=2) == 0
+    return tensors[-1]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_models_are_as_near_to_fp64_as_the_interpreter(arm: Emulator, name: str, dtype: str) -> None:
+    kernel = KERNELS[name](dtype)
+    sizes = [1003] if len(kernel.sizes) == 1 else [math.prod(n for n in kernel.sizes if isinstance(n, int))]
+    count = {"w": 1003, "b": 1003, "out": kernel.p[0] if "sum" in name else sizes[0]}
+    made = [(torch.rand(int(count.get(b.name, sizes[0]))) * 3 + 0.1).to(to_torch(b.dtype)) for b in kernel.buffers]
+    near, exact = ([t.clone() for t in made] for _ in range(2))
+    interpret(kernel, near)
+    interpret(kernel, exact, exact=True)
+    got, want = run(arm, kernel, made).double(), exact[-1].double()
+    theirs, eps = float((near[-1].double() - want).abs().max()), torch.finfo(made[-1].dtype).eps
+    assert float((got - want).abs().max()) <= 2 * theirs + 2 * eps * float(want.abs().max())
+
+
+def test_bf16_rounds_to_even_and_keeps_subnormals_and_nan(arm: Emulator) -> None:
+    bits = torch.arange(0, 2**32, 655211, dtype=torch.int64)
+    x = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([math.nan, math.inf, 1e-40, -1e-40])])
+    b = Builder("round", p=[x.numel()])
+    a, y = b.input("x", "f32"), b.output("y", "bf16")
+    b.store(y, b.axes[0], b.load(a, b.axes[0]).to("bf16"))
+    got, want = run(arm, b.build(), [x, torch.empty(x.shape, dtype=torch.bfloat16)]), x.bfloat16()
+    odd = want.isnan()
+    assert torch.equal(odd, got.isnan()) and torch.equal(got[~odd].view(torch.int16), want[~odd].view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_tiles_and_pairs(arm: Emulator, dtype: str) -> None:
+    x = torch.randint(-9, 9, (40, 73)).to(to_torch(dtype))
+    assert torch.equal(run(arm, transposed(73, dtype), [x, torch.empty(73, 40, dtype=x.dtype)]), x.t())
+    pairs = x.view(-1)[: 2 * 73]
+    assert torch.equal(
+        run(arm, weighted_pairs(73, dtype), [pairs, torch.empty(73)]), pairs[::2].float() + 2 * pairs[1::2].float()
+    )
+
+
+@pytest.fixture
+def attended(arm: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of attention with the emulated kernel."""
+
+    def emulated(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False,
+        scale: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        b, h, rows, width = q.shape
+        kernel = Attention(from_torch(q.dtype), width, "" if mask is None else from_torch(mask.dtype), causal)
+        masks = [] if mask is None else [mask.expand(b, h, rows, k.shape[2]).contiguous()]
+        tensors = [q, k, v, *masks, torch.full_like(q, math.nan)]
+        sizes = [b, h, rows, k.shape[2], *(s for t in tensors for s in t.stride()[:3])]
+        library = arm.build([kernel])[hash_of(kernel)]
+        assert (
+            arm.run(kernel, library, tensors, sizes, [1 / math.sqrt(width) if scale is None else scale], threads=2) == 0
+        )
+        return tensors[-1]
+
+    monkeypatch.setattr(attention, "run", emulated)
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("rows", "keys", "width"), [(9, 20, 7), (30, 300, 80)])
+def test_attention(rows: int, keys: int, width: int, causal: bool, dtype: torch.dtype) -> None:
+    attention.assert_exact(attention.qkv(dtype, rows, keys, width), causal=causal)
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_masks(dtype: torch.dtype) -> None:
+    for kind in (torch.bfloat16, torch.bool):
+        attention.test_masks((2, 1, 30, 35), kind, dtype)
+    attention.test_rows_without_a_key_are_zero_as_in_eager(dtype)
+
+
+@pytest.mark.usefixtures("attended")
+@pytest.mark.parametrize("where", [0, 2])
+def test_what_is_not_finite_spreads_in_attention(where: int) -> None:
+    attention.test_what_is_not_finite_spreads_as_in_eager(where, math.nan)
