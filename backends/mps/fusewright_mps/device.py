@@ -55,10 +55,14 @@ class Fetched:
 
 
 class Metal(Protocol):
-    """What the runtime needs of the device. `device` is where tensors are, `encoded` counts dispatches."""
+    """What the runtime needs of the device. `encoded` counts dispatches."""
 
-    device: str
     encoded: int
+
+    @property
+    def device(self) -> str:
+        """Where its tensors are."""
+        ...
 
     def compile_shader(self, source: str) -> Library:
         """A library of every kernel function in the source. SyntaxError or RuntimeError with the compiler's message."""

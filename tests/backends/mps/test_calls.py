@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchgen
 from torch import Tensor
 
 from fusewright import ops, report
@@ -25,7 +24,7 @@ CPU_ATTENTION = {"sdpa_with_lse", "sdpa_backward"}
 @cache
 def kernels() -> dict[str, set[str]]:
     """The dispatch keys of every operator in torch's own table, by name and overload."""
-    table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    table = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
     rows = {row.split("(")[0]: row for row in re.split(r"^- func: ", table.read_text(), flags=re.MULTILINE)[1:]}
     return {name: _keys(rows[_delegate(row) or name]) for name, row in rows.items()}
 
