@@ -2,7 +2,7 @@
 it, links them far from each other and checks what they compute. `run` imports llvmlite alone.
 
     python ci/aarch64_link.py make FOLDER
-    qemu-aarch64-static -cpu max -L ROOT ROOT/usr/bin/python3.11 ci/aarch64_link.py run FOLDER     # see aarch64_link.sh
+    ci/aarch64.sh python ci/aarch64_link.py run FOLDER
 """
 
 from __future__ import annotations

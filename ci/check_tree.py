@@ -45,6 +45,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     "fusewright_cpu": (("policy", "target"), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",)),
+    "fusewright_acl": (
+        ("target", "verbose"), ("fpmath",), ("products", "convolutions"), ("lowerings",), ("backend",), ("fusewright_acl",),
+    ),
     "fusewright_triton": (
         ("target",), ("emit",), ("build",), ("run",), ("kernels", "runtime"), ("autotune", "select"), ("select.attention",),
         ("lowerings",), ("backend",), ("fusewright_triton",),

@@ -3,3 +3,4 @@
 from fusewright.dynamo import entry
 
 graviton_acl = entry("graviton_acl")
+"""The function behind `torch.compile(backend="graviton_acl")`."""

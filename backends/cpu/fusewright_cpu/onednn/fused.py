@@ -34,7 +34,7 @@ class OneDnnBackend(FusedBackend):
     lowerings = LOWERINGS
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root(ROWS)
     loader = llvm_loader
-    namespaces = ("mkldnn", "onednn")
+    namespaces: ClassVar[Sequence[str]] = ("mkldnn", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
         # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".
         "prepack": "auto",

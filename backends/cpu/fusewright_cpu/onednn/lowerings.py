@@ -45,51 +45,51 @@ MASKS = (torch.float32, torch.bfloat16, torch.bool)
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 
 
-def _spec(value: Any) -> TensorSpec:
+def spec_of(value: Any) -> TensorSpec:
     assert isinstance(value, Value) and value.spec is not None
     return value.spec
 
 
-def _static(*sizes: Any) -> bool:
+def static(*sizes: Any) -> bool:
     return all(isinstance(s, int) and s > 0 for s in sizes)
 
 
-def _mixed_types(op: OpView) -> bool:
+def mixed_types(op: OpView) -> bool:
     return len({v.spec.dtype for v in (*op.inputs(), *op.outs) if v.spec is not None}) > 1
 
 
 # -- products with a weight
 
 
-def _linear_reason(op: OpView) -> str | None:
-    x, w = _spec(op.arg("input")), _spec(op.arg("weight"))
+def linear_reason(op: OpView) -> str | None:
+    x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if x.rank < 2 or w.rank != 2:
         return "needs an input of two dimensions or more and a matrix of weights"
-    if not _static(*w.shape) or 0 in x.shape:
+    if not static(*w.shape) or 0 in x.shape:
         return "needs a weight of fixed size, and no empty input"
-    return "mixed dtypes" if _mixed_types(op) else None
+    return "mixed dtypes" if mixed_types(op) else None
 
 
-def _mm_reason(op: OpView) -> str | None:
-    x, w = _operands(op)[:2]
-    if not _static(*_spec(w).shape) or 0 in _spec(x).shape:
+def mm_reason(op: OpView) -> str | None:
+    x, w = operands(op)[:2]
+    if not static(*spec_of(w).shape) or 0 in spec_of(x).shape:
         return "needs a second matrix of fixed size, and no empty input"
-    if not (_dense_matrix(_spec(x)) and _dense_matrix(_spec(w))):
+    if not (_dense_matrix(spec_of(x)) and _dense_matrix(spec_of(w))):
         return "needs matrices that are dense, plain or transposed"
     if op.op == "addmm":
-        bias = _spec(op.arg("self"))
-        if bias.shape != (_spec(w).shape[1],) or bias.stride != (1,):
+        bias = spec_of(op.arg("self"))
+        if bias.shape != (spec_of(w).shape[1],) or bias.stride != (1,):
             return "adds something else than a bias"
         if (op.arg("beta"), op.arg("alpha")) != (1, 1):
             return "scales what it adds"
-    return "mixed dtypes" if _mixed_types(op) else None
+    return "mixed dtypes" if mixed_types(op) else None
 
 
 def _dense_matrix(s: TensorSpec) -> bool:
     return 1 in s.stride and s.rank == 2
 
 
-def _operands(op: OpView) -> tuple[Value, Value, Value | None]:
+def operands(op: OpView) -> tuple[Value, Value, Value | None]:
     """Input, second matrix and bias of a product."""
     if op.op == "linear":
         return op.arg("input"), op.arg("weight"), op.arg("bias")
@@ -100,7 +100,7 @@ def _operands(op: OpView) -> tuple[Value, Value, Value | None]:
 
 def product_of(op: OpView) -> Product:
     """The product that `op` computes, symbolic sizes by their hints."""
-    x, w, bias = (_spec(v) if v is not None else None for v in _operands(op))
+    x, w, bias = (spec_of(v) if v is not None else None for v in operands(op))
     assert x is not None and w is not None
     k = hint(x.shape[-1])
     n = hint(w.shape[0] if op.op == "linear" else w.shape[1])
@@ -113,8 +113,8 @@ def linear_form(op: OpView, b: Builder) -> str:
     """ "aten", "dense", "packed" or "copied" for this product here. Only constants are packed, for a fixed number of
     rows."""
     product = product_of(op)
-    x, w, _ = _operands(op)
-    if not _spec(x).static:  # oneDNN makes code for each number of rows, and keeps it; in fp32, eager's library does not
+    x, w, _ = operands(op)
+    if not spec_of(x).static:  # oneDNN makes code for each number of rows, and keeps it; in fp32, eager's library does not
         small = product.m * product.k * product.n < FITTED.small_product
         return "aten" if small or product.dtype is torch.float32 else "dense"
     prepack = b.ctx.options["prepack"]
@@ -132,8 +132,8 @@ def linear_form(op: OpView, b: Builder) -> str:
     return choices.linear_form(b.ctx, product, ("aten", "dense", "packed"))
 
 
-@LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=_linear_reason)
-@LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=_mm_reason)
+@LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=linear_reason)
+@LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=mm_reason)
 def linear(m: Match, b: Builder) -> None:
     """input @ weight.T + bias, with a unary op behind it."""
     op = m.anchor
@@ -143,18 +143,18 @@ def linear(m: Match, b: Builder) -> None:
             b.leave(part)
         b.notes[op.id] = "ATen: faster for this shape"
         return
-    x, w, bias = _operands(op)
-    weight = _weight(op, w, b)
+    x, w, bias = operands(op)
+    weight = weight_of(op, w, b)
     if form == "copied":
         x = b.row_major(x)
     if form == "packed":
         weight = b.prepare(PACK_LINEAR, weight, product_of(op).m)
-    _emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
+    emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
     b.close_call(m.ops)
-    _note(m, b, f"oneDNN linear, {form}")
+    note_parts(m, b, f"oneDNN linear, {form}")
 
 
-def _weight(op: OpView, w: Value, b: Builder) -> Ref:
+def weight_of(op: OpView, w: Value, b: Builder) -> Ref:
     """The weight as [n, k]; a view where the product has it the other way round."""
     if op.op == "linear":
         return b.exact(w)
@@ -165,16 +165,16 @@ def _weight(op: OpView, w: Value, b: Builder) -> Ref:
     return Ref(view.id)
 
 
-def _emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
+def emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
     out = m.last.out
     attr, scalars, algorithm = post_op(m)
-    shape = _spec(out).shape
-    stride = contiguous_strides(shape) if _spec(out).static else None  # type: ignore[arg-type]
+    shape = spec_of(out).shape
+    stride = contiguous_strides(shape) if spec_of(out).static else None  # type: ignore[arg-type]
     args = (b.any_strides(x), weight, bias, attr, scalars, algorithm)
     b.library(LINEAR, *args, out=out, stride=stride, op=m.anchor)
 
 
-def _note(m: Match, b: Builder, text: str) -> None:
+def note_parts(m: Match, b: Builder, text: str) -> None:
     b.notes[m.anchor.id] = " + ".join([text, *(p.op for p in posts(m))])
     for p in posts(m):
         b.notes[p.id] = f"in the call of {m.anchor.op}"
@@ -186,8 +186,8 @@ def _siblings(m: Match, b: Builder) -> Match | None:
     def eligible(op: OpView) -> bool:
         if not LOWERINGS.supports(op, b.ctx.device):
             return False
-        _, w, bias = _operands(op)
-        fixed = b.ctx.options["prepack"] != "never" and _spec(op.arg("input")).static
+        _, w, bias = operands(op)
+        fixed = b.ctx.options["prepack"] != "never" and spec_of(op.arg("input")).static
         alone = find(patterns.PRODUCT, op, b.graph, b, b.ctx.rules.allows)
         return fixed and b.is_const(w) and b.is_const(bias) and alone is not None and not posts(alone)
 
@@ -216,9 +216,9 @@ def _concatenated(m: Match, b: Builder) -> None:
     if first.arg("bias") is not None:
         bias = b.prepare("aten::cat.default", tuple(b.exact(op.arg("bias")) for op in group), 0)
     widths = [product_of(op).n for op in group]
-    shape = (*_spec(first.out).shape[:-1], sum(widths))
+    shape = (*spec_of(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
-    whole = b.ctx.value(TensorSpec(shape, stride, _spec(first.out).dtype))
+    whole = b.ctx.value(TensorSpec(shape, stride, spec_of(first.out).dtype))
     b.call(LINEAR, b.any_strides(x), weight, bias, "none", (), "", out=whole, op=first)
     start = 0
     for op, width in zip(group, widths, strict=True):
@@ -232,16 +232,16 @@ def _concatenated(m: Match, b: Builder) -> None:
 # -- convolution
 
 
-def _conv_reason(op: OpView) -> str | None:
-    x, w = _spec(op.arg("input")), _spec(op.arg("weight"))
+def conv_reason(op: OpView) -> str | None:
+    x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if x.rank not in (3, 4) or x.rank != w.rank:
         return "only 1-d and 2-d convolutions of a batch"
-    if 0 in x.shape or 0 in _spec(op.out).shape:
+    if 0 in x.shape or 0 in spec_of(op.out).shape:
         return "an empty input or output"
-    return "mixed dtypes" if _mixed_types(op) else None
+    return "mixed dtypes" if mixed_types(op) else None
 
 
-@LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)
+@LOWERINGS.add("conv", dtypes=FLOATS, when=conv_reason)
 def conv(m: Match, b: Builder) -> None:
     """Convolution with its batch norm folded in, an addition and a unary op behind it, channels-last.
 
@@ -254,87 +254,87 @@ def conv(m: Match, b: Builder) -> None:
             b.leave(part, any_strides=not op.arg("transposed"))  # its strides torch's metadata functions do not foresee
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
-    weight, bias = _folded(m, b)
+    weight, bias = folded(m, b)
     x, out = op.arg("input"), m.last.out
-    geometry = _geometry(op)
+    geometry = geometry_of(op)
     parts = sums.parts_of(op)
     if parts > 1:
         return _conv_in_parts(m, parts, weight, bias, b)
-    packed = _packed(weight, geometry, x, b)
+    packed = packed_conv(weight, geometry, x, b)
     attr, scalars, algorithm = post_op(m)
     other = other_of(m)
     if other is None:
-        args = (_as_image(x, b), packed, bias, *geometry, attr, scalars, algorithm)
-        _emit_conv(CONV, args, out, op, b)
+        args = (as_image(x, b), packed, bias, *geometry, attr, scalars, algorithm)
+        emit_conv(CONV, args, out, op, b)
     else:
         unary = (attr, scalars, algorithm) if m.get("unary") is not None else (None, (), None)
-        args = (_as_image(x, b), _as_image(other, b), packed, bias, *geometry, "add", 1.0, *unary)
-        _emit_conv(CONV_ADD, args, out, op, b)
+        args = (as_image(x, b), as_image(other, b), packed, bias, *geometry, "add", 1.0, *unary)
+        emit_conv(CONV_ADD, args, out, op, b)
     b.close_call(m.ops)
-    _note(m, b, "oneDNN conv, packed, channels-last")
+    note_parts(m, b, "oneDNN conv, packed, channels-last")
 
 
-def _packed(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
+def packed_conv(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
     weight = b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
-    return b.prepare(PACK_CONV, weight, *geometry, _image(_spec(x).shape))
+    return b.prepare(PACK_CONV, weight, *geometry, image_shape(spec_of(x).shape))
 
 
 def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Builder) -> None:
     """A convolution whose long sums are `parts` shorter ones, side by side as groups; a kernel adds them up."""
     op, out, x = m.anchor, m.last.out, m.anchor.arg("input")
-    geometry = (*_geometry(op)[:-1], parts)
-    packed = _packed(sums.grouped(weight, _spec(op.arg("weight")).shape, parts, b), geometry, x, b)
-    n, channels, *points = _spec(out).shape
+    geometry = (*geometry_of(op)[:-1], parts)
+    packed = packed_conv(sums.grouped(weight, spec_of(op.arg("weight")).shape, parts, b), geometry, x, b)
+    n, channels, *points = spec_of(out).shape
     assert isinstance(channels, int)
     if bias is not None:
         bias = b.prepare("aten::constant_pad_nd.default", bias, (0, (parts - 1) * channels))
     shape = (n, channels * parts, *points)
-    whole = b.ctx.value(TensorSpec(shape, _channels_last(shape), _spec(out).dtype))
-    _emit_conv(CONV, (_as_image(x, b), packed, bias, *geometry, "none", (), ""), whole, op, b)
+    whole = b.ctx.value(TensorSpec(shape, channels_last_of(shape), spec_of(out).dtype))
+    emit_conv(CONV, (as_image(x, b), packed, bias, *geometry, "none", (), ""), whole, op, b)
     b.replace(op, whole)
-    sums.add_up(whole, parts, out, _channels_last(_spec(out).shape), b)
-    _note(m, b, f"oneDNN conv, packed, channels-last, in {parts} sums")
+    sums.add_up(whole, parts, out, channels_last_of(spec_of(out).shape), b)
+    note_parts(m, b, f"oneDNN conv, packed, channels-last, in {parts} sums")
 
 
-def _channels_last(shape: Sequence[Any]) -> tuple[int, ...]:
+def channels_last_of(shape: Sequence[Any]) -> tuple[int, ...]:
     """Strides of [N, C, H, W] or [N, C, L] with C innermost."""
-    stride = channels_last_strides(_image(shape))
+    stride = channels_last_strides(image_shape(shape))
     return stride if len(shape) == 4 else (*stride[:2], stride[3])
 
 
-def _geometry(op: OpView) -> tuple[Any, ...]:
+def geometry_of(op: OpView) -> tuple[Any, ...]:
     """Padding, stride, dilation and groups, over two dimensions."""
     neutral = {"padding": 0, "stride": 1, "dilation": 1}
-    flat = _spec(op.arg("input")).rank == 3
+    flat = spec_of(op.arg("input")).rank == 3
     return *((n, *op.arg(k)) if flat else op.arg(k) for k, n in neutral.items()), op.arg("groups")
 
 
-def _image(shape: Sequence[Any]) -> tuple[Any, ...]:
+def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
     """[N, C, L] as [N, C, 1, L]."""
     return tuple(shape) if len(shape) == 4 else (*shape[:2], 1, shape[2])
 
 
-def _as_image(value: Value, b: Builder) -> Ref | None:
+def as_image(value: Value, b: Builder) -> Ref | None:
     ref = b.any_strides(value)
-    if _spec(value).rank == 4:
+    if spec_of(value).rank == 4:
         return ref
     view = b.ctx.value(None)
     b.call("aten::unsqueeze.default", ref, 2, out=view)
     return Ref(view.id)
 
 
-def _emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
-    shape = _spec(out).shape
-    stride = channels_last_strides(_image(shape))
+def emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
+    shape = spec_of(out).shape
+    stride = channels_last_strides(image_shape(shape))
     if len(shape) == 4:
         b.library(target, *args, out=out, stride=stride, op=op)
         return
-    image = b.ctx.value(TensorSpec(_image(shape), stride, _spec(out).dtype))
+    image = b.ctx.value(TensorSpec(image_shape(shape), stride, spec_of(out).dtype))
     b.call(target, *args, out=image, op=op)
     b.library("aten::squeeze.dim", Ref(image.id), 2, out=out, stride=(*stride[:2], stride[3]), op=op)
 
 
-def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
+def folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
     """Weight and bias, with the batch norm's scale and shift multiplied in (in fp32), in channels-last order.
 
     The bias stays in fp32: rounded, it would be wrong by the same amount at every point of the image, which averages
@@ -342,11 +342,11 @@ def _folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
     """
     op, norm = m.anchor, m.get("batch_norm")
     weight = b.exact(op.arg("weight"))
-    if _spec(op.arg("weight")).rank == 3:
+    if spec_of(op.arg("weight")).rank == 3:
         weight = b.prepare("aten::unsqueeze.default", weight, 2)
     bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
     if norm is not None:
-        dtype = _spec(op.arg("weight")).dtype
+        dtype = spec_of(op.arg("weight")).dtype
         weight, bias = _fold(weight, bias, norm, b, dtype)
     return weight, bias
 
@@ -376,8 +376,8 @@ def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.
 # -- attention
 
 
-def _sdpa_reason(op: OpView) -> str | None:
-    q, k, v = (_spec(op.arg(n)) for n in ("query", "key", "value"))
+def sdpa_reason(op: OpView) -> str | None:
+    q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
     if op.arg("dropout_p"):
         return "has dropout"
     if not (q.rank == k.rank == v.rank == 4) or q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
@@ -385,12 +385,12 @@ def _sdpa_reason(op: OpView) -> str | None:
     if q.shape[-1] != k.shape[-1] or k.shape != v.shape or 0 in q.shape or 0 in k.shape:
         return "empty, or query, key and value of different width or length"
     mask = op.arg("attn_mask")
-    if mask is not None and (op.arg("is_causal") or _spec(mask).rank not in (2, 4)):
+    if mask is not None and (op.arg("is_causal") or spec_of(mask).rank not in (2, 4)):
         return "a mask of other than two or four dimensions, or a causal one beside it"
     return None if op.arg("scale") is None or isinstance(op.arg("scale"), int | float) else "a scale that is computed"
 
 
-@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=_sdpa_reason)
+@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
     """softmax(q k^T * scale + mask) v by our own kernel (`fusewright_cpu.kernels.attention`), where that measures faster
     than torch's."""
@@ -403,11 +403,11 @@ def sdpa(m: Match, b: Builder) -> None:
         query, key, *_ = specs
         masked = "" if mask is None else from_torch(specs[3].dtype)
         kernel = Attention(from_torch(query.dtype), hint(query.shape[-1]), masked, bool(op.arg("is_causal")))
-        sizes = (*query.shape[:3], key.shape[2], *(n for s in (*specs, _spec(op.out)) for n in _steps(s)))
+        sizes = (*query.shape[:3], key.shape[2], *(n for s in (*specs, spec_of(op.out)) for n in _steps(s)))
         factor = 1.0 / math.sqrt(kernel.width) if scale is None else float(scale)
         why = kernel.refused(host_target())
         if not why and all(s.static for s in specs):
-            form = choices.attention_form(b.ctx, kernel, (*specs, _spec(op.out)), sizes, factor, b.built)
+            form = choices.attention_form(b.ctx, kernel, (*specs, spec_of(op.out)), sizes, factor, b.built)
             why = "" if form == "kernel" else "torch's kernel is faster for this shape"
     if why:
         b.leave(op)
@@ -423,7 +423,7 @@ def _not_our_attention(op: OpView, specs: Sequence[TensorSpec], b: Builder) -> s
     (query, key, value), mask = specs[:3], specs[3] if len(specs) > 3 else None
     if not all(b.graph.unused(v) for v in op.outs[1:]):
         return "its gradient needs the log-sum-exp"
-    if not _static(query.shape[-1]):
+    if not static(query.shape[-1]):
         return "heads of a symbolic width"
     if any(s.stride[-1] != 1 and s.shape[-1] != 1 for s in (query, key, value)):
         return "rows of heads that are not dense"

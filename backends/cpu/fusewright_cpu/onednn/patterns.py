@@ -85,7 +85,7 @@ def is_packed(op: OpView, b: Builder) -> bool:
 
 def _unary(op: OpView, m: Match, b: Builder) -> bool:
     post = POST_OPS[op.op]
-    if op.args[0] != m.out or not _same_type(op.out, m.out) or post.scalars(op) is None:
+    if op.args[0] != m.out or not same_type(op.out, m.out) or post.scalars(op) is None:
         return False
     after_add = m.get("add") is None or op.op in AFTER_ADD
     return after_add and (post.exact or bool(b.ctx.options["finite_math"]))
@@ -100,9 +100,9 @@ def _in_parts(m: Match, b: Builder) -> bool:
     return is_packed(m.anchor, b) and sums.parts_of(m.anchor) > 1
 
 
-def _batch_norm(op: OpView, m: Match, b: Builder) -> bool:
+def folds_batch_norm(op: OpView, m: Match, b: Builder) -> bool:
     """One of constants, whose statistics nobody reads."""
-    if op.arg("input") != m.out or not _same_type(op.out, m.out) or not all(map(b.graph.unused, op.outs[1:])):
+    if op.arg("input") != m.out or not same_type(op.out, m.out) or not all(map(b.graph.unused, op.outs[1:])):
         return False
     statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
     return all(b.is_const(v) for v in [m.anchor.arg("weight"), m.anchor.arg("bias"), *statistics])
@@ -111,10 +111,10 @@ def _batch_norm(op: OpView, m: Match, b: Builder) -> bool:
 def _residual(op: OpView, m: Match, b: Builder) -> bool:
     """In fp32 an addition of its own is as fast or faster. Grouped convolutions have no fused one. Behind a batch norm the
     bias is fp32, which the fused one does not take."""
-    if op.arg("alpha") != 1 or not _same_type(op.out, m.out) or m.get("batch_norm") is not None:
+    if op.arg("alpha") != 1 or not same_type(op.out, m.out) or m.get("batch_norm") is not None:
         return False
     other, out = _other(op, m.out), m.out.spec
-    taken = other is not None and other != m.out and _same_type(other, m.out)
+    taken = other is not None and other != m.out and same_type(other, m.out)
     half = out is not None and out.dtype is torch.bfloat16
     return taken and half and m.anchor.arg("groups") == 1 and not _in_parts(m, b)
 
@@ -125,7 +125,7 @@ def _other(op: OpView, value: Value) -> Value | None:
     return found if isinstance(found, Value) else None
 
 
-def _same_type(a: Value, b: Value) -> bool:
+def same_type(a: Value, b: Value) -> bool:
     x, y = a.spec, b.spec
     return isinstance(x, TensorSpec) and isinstance(y, TensorSpec) and (x.shape, x.dtype) == (y.shape, y.dtype)
 
@@ -139,7 +139,7 @@ PRODUCT = chain(
 
 CONV = chain(
     "conv",
-    maybe("batch_norm", _batch_norm, "batch_norm", rule="onednn.conv.batch_norm"),
+    maybe("batch_norm", folds_batch_norm, "batch_norm", rule="onednn.conv.batch_norm"),
     maybe("add", _residual, "add", rule="onednn.conv.residual"),
     maybe(frozenset(POST_OPS), _unary_of_conv, "unary", rule="onednn.conv.unary"),
 )

@@ -96,6 +96,10 @@ class Builder:
         assert found is not None
         return found
 
+    def at_hand(self, value: Value) -> Value:
+        """What stands for a value of the graph: itself, or the one with other strides."""
+        return self._moved.get(value.id, value)
+
     def exact(self, value: Value) -> Ref:
         """A value with the graph's strides; copies it when that was not done before."""
         if value.id in self._moved and value.id not in self._restored:
@@ -155,12 +159,12 @@ class Builder:
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
         self.ops.extend(self.resolved(op) for op in ops)
 
-    def replace(self, op: OpView, made: Value) -> None:
-        """The instructions written since the last call make `made` in place of the result of `op`, which ops behind it (see
+    def replace(self, op: OpView, *made: Value) -> None:
+        """The instructions written since the last call make `made` in place of the results of `op`, which ops behind it (see
         `append_op`) are to make of it."""
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall((op.id,), instructions))
-        self.ops.append(replace(self.resolved(op), outs=(made,)))
+        self.ops.append(replace(self.resolved(op), outs=made))
 
     def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:
         """One more op of the opset, for the fuser, over values of this builder. `out`: what it makes, if not a value of its own

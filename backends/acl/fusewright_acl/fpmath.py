@@ -1,0 +1,72 @@
+"""Products and convolutions of fp32 tensors that multiply in bf16 and add in fp32 (`bfmmla`), fp32 in and out.
+
+oneDNN reads how exact products of fp32 must be from a setting of torch's that is the whole process's
+(`torch.backends.mkldnn.matmul.fp32_precision`), so the operators here turn it on while they run. A product that another
+thread starts in that moment is computed alike; nothing of it stays behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+NAMESPACE = "fusewright_acl"
+LINEAR = f"{NAMESPACE}::linear_bf16.default"
+BMM = f"{NAMESPACE}::bmm_bf16.default"
+CONV = f"{NAMESPACE}::conv_bf16.default"
+
+_SETTINGS: tuple[Any, ...] = tuple(getattr(torch.backends.mkldnn, name) for name in ("matmul", "conv"))
+_lock = threading.Lock()
+_inside = 0
+_before: list[str] = []
+
+
+@contextmanager
+def bf16_products() -> Iterator[None]:
+    """oneDNN may multiply fp32 in bf16. The last thread to leave puts back what the first one found."""
+    global _inside
+    with _lock:
+        if not _inside:
+            _before[:] = [s.fp32_precision for s in _SETTINGS]
+            _set(["bf16"] * len(_SETTINGS))
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _set(_before)
+
+
+def _set(values: Sequence[str]) -> None:
+    for setting, value in zip(_SETTINGS, values, strict=True):
+        setting.fp32_precision = value
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_bf16", mutates_args=(), device_types="cpu")
+def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x[..., k] @ weight[n, k].T in fp32, row-major."""
+    with bf16_products():
+        return torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op(f"{NAMESPACE}::bmm_bf16", mutates_args=(), device_types="cpu")
+def bmm_bf16(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x[b, m, k] @ y[b, k, n] in fp32, row-major."""
+    with bf16_products():
+        return torch.bmm(x, y)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::conv_bf16", mutates_args=(), device_types="cpu")
+def conv_bf16(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: Sequence[int], stride: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> torch.Tensor:  # fmt: skip
+    """A convolution of channels-last images with a packed weight (`mkldnn::_reorder_convolution_weight`)."""
+    with bf16_products():
+        return torch.ops.mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, "none", [], "")

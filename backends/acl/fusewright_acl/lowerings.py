@@ -1,0 +1,99 @@
+"""The one table of graviton_acl: which ops it lowers to library calls, under which conditions, and how.
+
+A lowering gets a match (the op and the neighbours that the call takes in) and writes into the fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from fusewright.interface import OpView, Verdict
+from fusewright.toolkit.backend.library import LoweringTable
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_acl import convolutions, products
+from fusewright_acl.convolutions import takes_neighbours
+from fusewright_cpu.onednn import lowerings as shared
+from fusewright_cpu.onednn.patterns import ATTENTION, POST_OPS, folds_batch_norm, same_type
+
+OpCode: TypeAlias = Callable[[Match, Builder], None]
+
+FLOATS = {torch.float32: "", torch.bfloat16: "mkldnn_bf16"}
+
+LOWERINGS: LoweringTable[OpCode] = LoweringTable()
+LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=shared.linear_reason)(products.lower)
+LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=shared.mm_reason)(products.lower)
+LOWERINGS.add("conv_backward", dtypes=FLOATS, when=convolutions.backward_reason)(convolutions.backward)
+LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=shared.sdpa_reason)(shared.sdpa)
+
+
+def _bmm_reason(op: OpView) -> str | None:
+    return "an empty tensor" if any(0 in v.spec.shape for v in op.inputs() if v.spec is not None) else None
+
+
+def _conv_reason(op: OpView) -> str | None:
+    specs = [v.spec for v in (*op.inputs(), op.out) if v.spec is not None]
+    if any(0 in s.shape for s in specs):
+        return "an empty tensor"
+    x, w = shared.spec_of(op.arg("input")), shared.spec_of(op.arg("weight"))
+    if x.rank not in (3, 4, 5) or x.rank != w.rank:
+        return "only 1-d, 2-d and 3-d convolutions of a batch"
+    return "mixed dtypes" if len({s.dtype for s in specs}) > 1 else None
+
+
+LOWERINGS.add("bmm", dtypes=FLOATS, when=_bmm_reason)(products.batched)
+LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)(convolutions.lower)
+
+
+RIDES = frozenset({"relu", "gelu", "tanh", "sigmoid"})
+"""Unary ops that ACL computes behind a product of fp32, as exactly as eager and with its NaNs; with any other op behind, or
+behind bf16, oneDNN takes its reference implementation."""
+RIDES_ON_CONV = frozenset({"relu", "clamp"})
+
+
+def _unary(op: OpView, m: Match, b: Builder) -> bool:
+    out = m.out.spec
+    fits = op.args[0] == m.out and same_type(op.out, m.out) and out is not None and out.dtype is torch.float32
+    scalars = POST_OPS[op.op].scalars(op) if fits else None
+    return scalars is not None and POST_OPS[op.op].algorithm(op) in ("", "none") and b.ctx.options["fpmath"] != "bf16"
+
+
+def _batch_norm(op: OpView, m: Match, b: Builder) -> bool:
+    """Of fp32 alone: in bf16 the kernel that is there for the activation takes it in."""
+    out = m.out.spec
+    fits = folds_batch_norm(op, m, b) and out is not None and out.dtype is torch.float32
+    return fits and takes_neighbours(m.anchor, b)
+
+
+def _unary_of_conv(op: OpView, m: Match, b: Builder) -> bool:
+    return _unary(op, m, b) and takes_neighbours(m.anchor, b)
+
+
+PRODUCT = chain(("linear", "addmm", "mm"), maybe(RIDES, _unary, "unary", rule="acl.product.unary"))
+CONV = chain(
+    "conv",
+    maybe("batch_norm", _batch_norm, "batch_norm", rule="acl.conv.batch_norm"),
+    maybe(RIDES_ON_CONV, _unary_of_conv, "unary", rule="acl.conv.unary"),
+)
+
+
+def _lowered(m: Match, b: Builder) -> None:
+    """By the code of the table."""
+    row = LOWERINGS.find(m.anchor, b.ctx.device)
+    if isinstance(row, Verdict):
+        raise ValueError(f"{m.anchor.op} is in the region, but the table says {row}")
+    row.code(m, b)
+
+
+ROWS = (
+    Row("acl.product", PRODUCT, write=_lowered, note="product"),
+    Row("acl.batched", chain("bmm"), write=_lowered, note="product of batches"),
+    Row("acl.conv", CONV, write=_lowered, note="convolution"),
+    Row("acl.conv_backward", chain("conv_backward"), write=_lowered, note="gradients of a convolution"),
+    Row("acl.attention", ATTENTION, write=_lowered, note="attention"),
+)  # fmt: skip
+"""In the order in which they are asked."""

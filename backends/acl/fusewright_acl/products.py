@@ -1,0 +1,223 @@
+"""Products with weights: in ACL's blocked layout, through OpenBLAS, as a 1x1 convolution, in bf16, or as eager has them.
+
+What each call of torch runs on aarch64 was read from ONEDNN_VERBOSE (see `verbose`): `_linear_pointwise` with a weight that is not
+packed is oneDNN's reference gemm, and in bf16 it is a reference kernel with any weight. The bf16 product that takes a packed weight
+is a 1x1 convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
+from fusewright.toolkit.region.pattern import Match
+from fusewright_acl import fpmath
+from fusewright_cpu.onednn.choices import Product, penalised
+from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.left_behind import SHAPES
+from fusewright_cpu.onednn.lowerings import (
+    CONV,
+    PACK_CONV,
+    PACK_LINEAR,
+    emit_linear,
+    note_parts,
+    operands,
+    product_of,
+    spec_of,
+    weight_of,
+)
+from fusewright_cpu.onednn.patterns import posts
+
+POINT = ((0, 0), (1, 1), (1, 1), 1)
+"""Padding, stride, dilation and groups of a 1x1 convolution."""
+LEAST = 8
+"""Rows of a product or channels of an image below which ACL's blocks are mostly padding: eager's call stays."""
+
+
+def lower(m: Match, b: Builder) -> None:
+    """input @ weight.T + bias in the form that is fastest for its shape."""
+    op = m.anchor
+    form = form_of(op, b)
+    note = _WRITE[form](m, b)
+    if form == "packed":
+        b.close_call(m.ops)
+        note_parts(m, b, note)
+        return
+    for part in posts(m):
+        b.leave(part)
+    b.notes[op.id] = note
+
+
+def form_of(op: OpView, b: Builder) -> str:
+    """ "aten", "packed", "blas", "point" or "bf16" for this product here."""
+    product, (x, w, _) = product_of(op), operands(op)
+    wide = min(product.k, product.n) >= LEAST
+    if product.dtype is torch.float32 and b.ctx.options["fpmath"] == "bf16" and wide:
+        return "bf16"
+    if not spec_of(x).static or not b.is_const(w) or b.ctx.options["prepack"] == "never" or not wide:
+        return "aten"
+    packed = "packed" if product.dtype is torch.float32 else "point"
+    if b.ctx.options["prepack"] == "always":
+        return packed
+    if not SHAPES.admit(product.key, b.owner):
+        b.ctx.provisional()
+        return "aten"
+    forms = ("aten", packed, "blas") if product.dtype is torch.float32 else ("aten", packed)
+    candidates = {f: _MEASURE[f](product.proxy()) for f in forms}
+    return b.ctx.choose(f"acl {product.key} {'/'.join(forms)}", Lazy(candidates))
+
+
+# -- written into the fragment
+
+
+def _aten(m: Match, b: Builder) -> str:
+    b.leave(m.anchor)
+    return "ATen: as eager multiplies this shape"
+
+
+def _packed(m: Match, b: Builder) -> str:
+    x, w, bias = operands(m.anchor)
+    weight = b.prepare(PACK_LINEAR, weight_of(m.anchor, w, b), product_of(m.anchor).m)
+    emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
+    return "ACL product, packed"
+
+
+def _blas(m: Match, b: Builder) -> str:
+    """OpenBLAS takes a weight whose columns are dense; any other goes to ACL, which copies it at every call."""
+    x, w, bias = operands(m.anchor)
+    columns = b.prepare("aten::t.default", weight_of(m.anchor, w, b))
+    dense = b.prepare("aten::clone.default", columns, memory_format=torch.contiguous_format)
+    weight = b.prepare("aten::t.default", dense)
+    out = m.anchor.out
+    args = (b.any_strides(x), weight, None if bias is None else b.exact(bias))
+    b.library("aten::linear.default", *args, out=out, stride=_rows_of(out), op=m.anchor)
+    b.close_call((m.anchor,))
+    return "OpenBLAS product"
+
+
+def _point(m: Match, b: Builder) -> str:
+    """x[m, k] as an image [1, k, 1, m] whose channels are innermost, and back."""
+    op, product = m.anchor, product_of(m.anchor)
+    x, w, bias = operands(op)
+    shape = (product.n, product.k, 1, 1)
+    weight = b.prepare("aten::reshape.default", weight_of(op, w, b), shape)
+    packed = b.prepare(PACK_CONV, _laid_out(weight, b), *POINT, (1, product.k, 1, product.m))
+    image = _called("aten::reshape.default", b.any_strides(x), (1, 1, product.m, product.k), b=b)
+    channels = _called("aten::permute.default", image, (0, 3, 1, 2), b=b)
+    made = (1, product.n, 1, product.m)
+    spec = TensorSpec(made, channels_last_strides(made), product.dtype)
+    args = (channels, packed, None if bias is None else b.exact(bias), *POINT, "none", (), "")
+    rows = _called("aten::permute.default", _called(CONV, *args, b=b, spec=spec), (0, 2, 3, 1), b=b)
+    b.library("aten::reshape.default", rows, spec_of(op.out).shape, out=op.out, stride=_rows_of(op.out), op=op)
+    b.close_call((op,))
+    return "ACL product in bf16, packed, as a 1x1 convolution"
+
+
+def _bf16(m: Match, b: Builder) -> str:
+    """The bias is added by a kernel, in fp32: with one, torch's product takes another path."""
+    op = m.anchor
+    x, w, bias = operands(op)
+    weight = weight_of(op, w, b)
+    if bias is None:
+        b.library(fpmath.LINEAR, b.any_strides(x), weight, out=op.out, stride=_rows_of(op.out), op=op)
+        b.close_call((op,))
+    else:
+        spec = spec_of(op.out)
+        product = b.ctx.value(TensorSpec(spec.shape, _rows_of(op.out) or spec.stride, spec.dtype))
+        b.call(fpmath.LINEAR, b.any_strides(x), weight, out=product, op=op)
+        b.replace(op, product)
+        b.append_op("add", product, bias, out=b.with_layout(op.out, _rows_of(op.out)))
+    return "ACL product, multiplied in bf16 (fpmath)"
+
+
+_WRITE: dict[str, Callable[[Match, Builder], str]] = {
+    "aten": _aten, "packed": _packed, "blas": _blas, "point": _point, "bf16": _bf16,
+}  # fmt: skip
+
+
+def _called(target: str, *args: object, b: Builder, spec: TensorSpec | None = None) -> Ref:
+    made = b.ctx.value(spec)
+    b.call(target, *args, out=made)
+    return Ref(made.id)
+
+
+def _laid_out(weight: Ref, b: Builder) -> Ref:
+    return b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
+
+
+def _rows_of(out: Value) -> tuple[int, ...] | None:
+    """Row-major strides of a result of fixed size."""
+    spec = spec_of(out)
+    return contiguous_strides(spec.shape) if spec.static else None  # type: ignore[arg-type]
+
+
+# -- measured
+
+
+def _tensors(p: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x, w = torch.full((p.m, p.k), 0.5, dtype=p.dtype), torch.full((p.n, p.k), 0.5, dtype=p.dtype)
+    return x, w, torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
+
+
+def _time_aten(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w, bias = _tensors(p)
+        return lambda: torch.nn.functional.linear(x, w, bias)
+
+    return make
+
+
+def _time_packed(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w, bias = _tensors(p)
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
+        return penalised(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""), FITTED.packed_gain)
+
+    return make
+
+
+def _time_blas(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w, bias = _tensors(p)
+        columns = w.t().contiguous().t()
+        return penalised(lambda: torch.nn.functional.linear(x, columns, bias), FITTED.packed_gain)
+
+    return make
+
+
+def _time_point(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w, bias = _tensors(p)
+        image = x.view(1, 1, p.m, p.k).permute(0, 3, 1, 2)
+        laid_out = w.view(p.n, p.k, 1, 1).contiguous(memory_format=torch.channels_last)
+        packed = torch.ops.mkldnn._reorder_convolution_weight(laid_out, *POINT, image.shape)
+        run = torch.ops.mkldnn._convolution_pointwise
+        return penalised(lambda: run(image, packed, bias, *POINT, "none", [], ""), FITTED.packed_gain)
+
+    return make
+
+
+_MEASURE: dict[str, Callable[[Product], Callable[[], Thunk]]] = {
+    "aten": _time_aten, "packed": _time_packed, "blas": _time_blas, "point": _time_point,
+}  # fmt: skip
+
+
+# -- products of batches
+
+
+def batched(m: Match, b: Builder) -> None:
+    """self @ mat2 of every matrix of a batch: in bf16 under `fpmath`, else eager's call, which is ACL's."""
+    op = m.anchor
+    sizes: Sequence[object] = (*spec_of(op.arg("self")).shape[1:], spec_of(op.arg("mat2")).shape[2])
+    wide = all(isinstance(n, int) and n >= LEAST for n in sizes)
+    if b.ctx.options["fpmath"] != "bf16" or spec_of(op.out).dtype is not torch.float32 or not wide:
+        b.leave(op)
+        return
+    b.library(fpmath.BMM, b.any_strides(op.arg("self")), b.any_strides(op.arg("mat2")), out=op.out, stride=_rows_of(op.out), op=op)
+    b.close_call((op,))
+    b.notes[op.id] = "ACL product, multiplied in bf16 (fpmath)"

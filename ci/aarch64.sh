@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# The backend `graviton_acl` on a Debian or Ubuntu machine of another kind: an arm64 Python 3.11 and C library, torch's aarch64
+# wheel with its Arm Compute Library, and QEMU's user-mode emulator are unpacked into a folder; nothing is installed.
+#
+#   ci/aarch64.sh                 the tests of the job `graviton_acl_emulated`
+#   ci/aarch64.sh fetch           only unpack what is missing
+#   ci/aarch64.sh python ARG...   the emulated Python, with the packages of this checkout
+#
+# FUSEWRIGHT_AARCH64_ROOT  the folder, kept between runs (default: fusewright/aarch64 in the user's cache)
+# FUSEWRIGHT_AARCH64_CPU   the emulated core (default: vectors of 256 bits, as Graviton3 has; `neoverse-n1` has no SVE)
+set -euo pipefail
+repository=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHON=${PYTHON:-python}
+root=${FUSEWRIGHT_AARCH64_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/fusewright/aarch64}
+TORCH=2.10.0 # later ones are CUDA builds
+DEBS="libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libffi8 libexpat1 libuuid1 libbz2-1.0 liblzma5 libssl3 libsqlite3-0
+  libpython3.11-minimal libpython3.11-stdlib python3.11-minimal"
+WHEELS="numpy llvmlite sympy networkx jinja2 fsspec filelock typing_extensions platformdirs click rich pytest hypothesis
+  expecttest transformers"
+PLATFORMS="--platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64
+  --platform manylinux2014_aarch64"
+
+missing() { printf '%s\n' "aarch64: $1" >&2; exit 3; }
+
+fetch_emulator() {
+  emulator=$(command -v qemu-aarch64-static || true)
+  [ -n "$emulator" ] && return
+  emulator=$root/host/usr/bin/qemu-aarch64-static
+  [ -x "$emulator" ] && return
+  command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || missing "neither qemu-aarch64-static nor apt-get is here"
+  mkdir -p "$root/host"
+  (cd "$root/host" && apt-get download -qq qemu-user-static) || missing "the package qemu-user-static cannot be fetched"
+  dpkg-deb -x "$root"/host/qemu-user-static_*.deb "$root/host"
+  rm -f "$root"/host/*.deb
+}
+
+fetch_system() {
+  [ "$(cat "$root/system.stamp" 2>/dev/null)" = "$DEBS" ] && return
+  command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || missing "apt-get is not here"
+  local apt=$root/apt
+  rm -rf "$root/system" "$apt" && mkdir -p "$root/system" "$apt"/{lists/partial,cache/archives/partial,debs}
+  touch "$apt/status"
+  cat >"$apt/conf" <<CONF
+APT::Architecture "arm64"; APT::Architectures {"arm64";}; APT::Sandbox::User "root";
+Dir::State "$apt"; Dir::State::lists "$apt/lists"; Dir::State::status "$apt/status"; Dir::Cache "$apt/cache";
+CONF
+  APT_CONFIG=$apt/conf apt-get update -qq || missing "the package lists of arm64 cannot be fetched"
+  # shellcheck disable=SC2086
+  (cd "$apt/debs" && APT_CONFIG=$apt/conf apt-get download -qq $DEBS) || missing "a package of arm64 cannot be fetched"
+  for package in "$apt"/debs/*.deb; do dpkg-deb -x "$package" "$root/system"; done
+  rm -rf "$apt"
+  printf %s "$DEBS" >"$root/system.stamp"
+}
+
+fetch_wheels() {
+  local numpy llvmlite stamp
+  numpy=$("$PYTHON" -c 'import numpy; print(numpy.__version__)')
+  llvmlite=$("$PYTHON" -c 'import llvmlite; print(llvmlite.__version__)')
+  stamp="torch $TORCH, numpy $numpy, llvmlite $llvmlite, $WHEELS"
+  [ "$(cat "$root/site.stamp" 2>/dev/null)" = "$stamp" ] && return
+  rm -rf "$root/site"
+  # shellcheck disable=SC2086
+  wheels() { "$PYTHON" -m pip install -q --target "$root/site" --only-binary=:all: --python-version 3.11 $PLATFORMS "$@"; }
+  # What torch needs is named in WHEELS: pip would take the requirements of the machine that it runs on.
+  wheels --no-deps "torch==$TORCH" || missing "torch $TORCH for aarch64 cannot be fetched"
+  # shellcheck disable=SC2086
+  wheels "numpy==$numpy" "llvmlite==$llvmlite" $WHEELS || missing "a wheel for aarch64 cannot be fetched"
+  printf %s "$stamp" >"$root/site.stamp"
+}
+
+fetch() {
+  mkdir -p "$root"
+  root=$(cd "$root" && pwd)
+  exec 9>"$root/lock"
+  flock 9
+  fetch_emulator
+  fetch_system
+  fetch_wheels
+  "$PYTHON" "$repository/ci/aarch64.py" metadata "$root/metadata"
+  flock -u 9
+}
+
+# Children start as this script does, since nothing on this machine knows an arm64 program.
+write_python() {
+  cat >"$root/python.new" <<RUN
+#!/bin/sh
+export FUSEWRIGHT_EMULATED_PYTHON="$root/python" PYTHONDONTWRITEBYTECODE=
+exec "$emulator" -cpu "\${FUSEWRIGHT_AARCH64_CPU:-max,sve-max-vq=2,sme=off}" -L "$root/system" "$root/system/usr/bin/python3.11" "\$@"
+RUN
+  chmod +x "$root/python.new" && mv "$root/python.new" "$root/python"
+}
+
+path() {
+  local folders=$repository/common
+  for package in "$repository"/backends/*/; do folders+=:${package%/}; done
+  printf %s "$folders:$repository:$root/metadata:$root/site"
+}
+
+fetch
+write_python
+PYTHONPATH=$(path)
+export PYTHONPATH
+unset PYTHONHOME LD_PRELOAD LD_LIBRARY_PATH
+cd "$repository"
+case "${1:-test}" in
+fetch) printf 'aarch64: %s\n' "$root" ;;
+python) shift && exec "$root/python" "$@" ;;
+test) shift || true; exec "$PYTHON" ci/aarch64.py test "$root/python" "$@" ;;
+*) sed -n '2,11p' "$0" >&2; exit 2 ;;
+esac

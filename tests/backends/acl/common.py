@@ -1,0 +1,77 @@
+"""What the tests of graviton_acl share. Fragments run with the oneDNN that this machine's torch has: ACL's on aarch64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusewright import accuracy
+from fusewright.interface import Device, Fragment, Value
+from fusewright_acl.backend import GravitonAcl
+from tests.fragments import Context, Sketch, by_preference
+
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = {F32: "fp32", BF16: "bf16"}
+
+
+def core(name: str = "neoverse-v1") -> Device:
+    """A core of the table, without the mark of a simulation."""
+    found = GravitonAcl.simulated({"target": name})
+    assert isinstance(found, Device)
+    return Device(found.type, found.arch, found.features)
+
+
+def compiled(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1", **options: Any) -> Fragment:
+    """Lower everything drawn, choosing the forms named first in `prefer`."""
+    g.temporaries.clear()  # of an earlier fragment
+    pick = by_preference(*prefer, "packed", "point", "blas", "aten", "eager", "kernel")
+    device = core(on)
+    ctx = Context({**GravitonAcl.options, **options}, device, pick, specs=g.temporaries)
+    result = GravitonAcl(device).compile(g.region(outputs), ctx)
+    assert isinstance(result, Fragment)
+    return result
+
+
+def check(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1", **options: Any) -> Fragment:
+    """Lower, run, and judge by fp64 and eager's own error; the fragment for further questions."""
+    fragment = compiled(g, outputs, *prefer, on=on, **options)
+    wide = exact(g, outputs)
+    for ours, eager, w in zip(g.run(fragment, outputs), g.expected(outputs), wide, strict=True):
+        assert [s for n, s in zip(ours.shape, ours.stride(), strict=True) if n > 1] == [
+            s for n, s in zip(eager.shape, eager.stride(), strict=True) if n > 1
+        ]
+        verdict = accuracy.compare([w], [eager], [ours], DTYPES[eager.dtype])
+        assert verdict.passed, verdict
+    return fragment
+
+
+def exact(g: Sketch, outputs: list[Value]) -> list[torch.Tensor]:
+    """What was drawn, computed in fp64."""
+    wide = Sketch(g.phase)
+    values: dict[int, Value] = {}
+    for v in g.inputs:
+        t = g.tensors[v.id]
+        values[v.id] = wide.input(t.double() if t.is_floating_point() else t, const=bool(v.spec and v.spec.const))
+    for op in g.ops:
+        first = wide.op(op.op, *(_moved(a, values) for a in op.args))
+        made = next(o for o in wide.ops if o.outs[0] is first)
+        values.update({old.id: new for old, new in zip(op.outs, made.outs, strict=True)})
+    return [wide.tensors[values[v.id].id] for v in outputs]
+
+
+def _moved(arg: Any, values: dict[int, Value]) -> Any:
+    if isinstance(arg, Value):
+        return values[arg.id]
+    return tuple(_moved(a, values) for a in arg) if isinstance(arg, tuple) else arg
+
+
+def channels_last(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous(memory_format=torch.channels_last)
+
+
+def judged(fn: Callable[..., Any], wide: Callable[..., Any], eager: Callable[..., Any], *args: torch.Tensor) -> accuracy.Accuracy:
+    """`fn` beside `eager`, and `wide` in fp64, of the same arguments."""
+    w, e, o = (f(*args) for f in (lambda *a: wide(*(t.double() for t in a)), eager, fn))
+    return accuracy.compare([w], [e], [o], DTYPES[e.dtype])
