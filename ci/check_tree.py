@@ -48,6 +48,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fusewright_acl": (
         ("target", "verbose"), ("fpmath",), ("products", "convolutions"), ("lowerings",), ("backend",), ("fusewright_acl",),
     ),
+    "fusewright_int8": (
+        ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("flow",), ("backend",), ("fusewright_int8",),
+    ),
     "fusewright_triton": (
         ("target",), ("emit",), ("build",), ("run",), ("kernels", "runtime"), ("autotune", "select"), ("select.attention",),
         ("lowerings",), ("backend",), ("fusewright_triton",),

@@ -455,6 +455,10 @@ class Backend(abc.ABC):
     """Whether a view op in a region always gives a view of its input's memory. If not, eager makes the views that the
     caller sees."""
 
+    shows_constants: ClassVar[bool] = False
+    """Whether ops on weights alone share a region with what reads their results, so that the backend sees what a weight is made
+    of. They are prepared all the same. Since interface 1.3."""
+
     namespaces: ClassVar[Sequence[str]] = ()
     """Namespaces of torch operators that its plans call and the opset has not, such as its own. A plan that calls others,
     which the graph does not call either, is not kept on disk. Since interface 1.2."""

@@ -367,6 +367,16 @@ CASES: dict[str, tuple[Case, ...]] = {
     "dequantize_tensor": (c(T((3, 4), U8, 0, 255), given(0.05, dtype=F32), given(3, dtype=I64), 0, 255, U8),),
     "dequantize_per_channel": (c(T((3, 4), I8, -128, 128), SCALES, T((3,), I64, 0, 3), 0, -128, 127, I8),),
     "choose_qparams": (c(t(3, 4, dtype=F32), 0, 255, 1e-5, U8),),
+    "choose_qparams_per_token": (c(t(2, 3, 4, dtype=F32), I8),),
+    "choose_qparams_per_token_asymmetric": (c(t(2, 3, 4, dtype=F32), I8),),
+    "quantize_per_token": (
+        c(t(3, 4, dtype=F32), t(3, 1, low=0.01, high=0.1, dtype=F32), t(3, 1, low=0, high=0, dtype=F32), -128, 127, I8),
+        c(t(3, 4, dtype=F32), t(3, 1, low=0.01, high=0.1, dtype=F64), T((3, 1), I64, 0, 3), -128, 127, I8),
+    ),
+    "dequantize_per_token": (
+        c(T((3, 4), I8, -128, 128), t(3, 1, low=0.01, high=0.1, dtype=F32), t(3, 1, low=0, high=0, dtype=F32), -128, 127, I8, F32),
+        c(T((3, 4), I8, -128, 128), t(3, 1, low=0.01, high=0.1, dtype=F64), T((3, 1), I64, 0, 3), -128, 127, I8, F32),
+    ),
     "q_linear": tuple(
         saved(
             q_linear,
@@ -512,7 +522,8 @@ _NUMBERS = """
 """
 _QUANTIZED = """
     quantize quantize_tensor quantize_per_channel dequantize dequantize_tensor
-    dequantize_per_channel choose_qparams
+    dequantize_per_channel choose_qparams quantize_per_token dequantize_per_token
+    choose_qparams_per_token choose_qparams_per_token_asymmetric
 """
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys((*_QUANTIZED.split(), "q_linear", "q_linear_tensor", "q_conv", "int_mm"), ANY),

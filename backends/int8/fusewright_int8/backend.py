@@ -1,24 +1,70 @@
-"""The backend `x86_int8`. It lowers nothing yet: everything runs in eager."""
+"""The backend `x86_int8`: quantized products on int8 instructions, everything else as CPU backends share it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
 from fusewright import machine
-from fusewright.interface import Backend, Device, Unavailable
-from fusewright_int8 import target
+from fusewright.interface import CompileContext, Compiled, Device, Fragment, OpView, Region, Unavailable, Verdict, Why
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.rewrite import Row, by_root
+from fusewright_cpu.onednn.fused import OneDnnBackend
+from fusewright_cpu.onednn.lowerings import ROWS as FLOAT_ROWS
+from fusewright_int8.lowerings import ROWS, why_not
+from fusewright_int8.operators import NAMESPACE
+from fusewright_int8.target import best
+
+PRODUCTS = ("linear", "conv")
+CARRIED = frozenset({"conv", "int_mm", "choose_qparams"})
+"""Rows that are claimed so that a pattern may take them; eager's own call where none does."""
 
 
-class X86Int8(Backend):
-    """x86-64 CPUs with int8 dot-product instructions."""
+class X86Int8(OneDnnBackend):
+    """x86-64 CPUs with int8 dot-product instructions. What is not int8 it runs as `x86_onednn` does."""
 
     name = "x86_int8"
-    device_type = "cpu"
     priority = 10  # quantized models only: for the others the float backend of this CPU comes first
+    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *FLOAT_ROWS))
+    shows_constants = True
+    namespaces = (*OneDnnBackend.namespaces, NAMESPACE)
+    options: ClassVar[Mapping[str, Any]] = {
+        **OneDnnBackend.options,
+        # Who computes int8 products: "core", "onednn", or "auto", whichever measures fastest for a shape.
+        "engine": "auto",
+    }
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
         if machine.arch() != "x86_64":
             return Unavailable(f"this is {machine.arch()}", "use an x86-64 machine")
-        found = target.best(machine.cpu_features())
+        features = machine.cpu_features()
+        found = best(features)
         if found is None:
             return Unavailable("the CPU has neither AVX512-VNNI nor AVX-VNNI", "use a CPU of 2019 or later")
-        return Device("cpu", found.arch, machine.cpu_features())
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            features |= {"mkldnn_bf16"}
+        return Device("cpu", found.arch, features)
+
+    def supports(self, op: OpView) -> Verdict:
+        """As every oneDNN backend; what only a quantized pattern can take may lie in a region too."""
+        verdict = super().supports(op)
+        if not verdict and op.op in CARRIED and verdict.why in (Why.NO_LOWERING, Why.DYNAMIC_SHAPE, Why.ATTR):
+            return Verdict(Why.CARRIED, f"eager's own call, unless it is part of an int8 one ({verdict})")
+        return verdict
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        compiled = super().compile(region, ctx)
+        if not isinstance(compiled, Fragment):
+            return compiled
+        return replace(compiled, notes={**compiled.notes, **_stayed(region, compiled.notes)})
+
+
+def _stayed(region: Region, notes: Mapping[int, str]) -> dict[int, str]:
+    """Why products with quantized operands are not int8."""
+    graph = RegionGraph(region)
+    found = {op.id: why_not(op, graph) for op in region.ops if op.op in PRODUCTS}
+    return {i: f"not int8: {why}; {notes.get(i, 'eager')}" for i, why in found.items() if why}

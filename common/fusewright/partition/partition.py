@@ -139,7 +139,7 @@ def _groups(
         bugs.append(f"{backend.name}.group() raised {type(e).__name__}: {e}")
         asked = None
     if asked is None:
-        return convex_groups(index, claimed)
+        return convex_groups(index, claimed, apart=not backend.shows_constants)
     groups, refused = _valid_groups(index, claimed, asked)
     bugs += [f"{backend.name}.group() gave {reason}" for reason in refused]
     taken = {n for g in groups for n in g}
@@ -182,14 +182,15 @@ def _valid_groups(
     return good, refused
 
 
-def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node, ...]]:
+def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True) -> list[tuple[Node, ...]]:
     """Maximal convex groups of claimed nodes, greedily in topological order. Effects (writes in place) are borders.
+    `apart`: what is made of weights alone has groups of its own.
 
     Each node carries the set of groups that it depends on, as a bit mask. A node may join a group when none of its
     inputs from outside the group depends on that group: otherwise the group would wait for itself. An assertion is an
     input of all that stands behind it.
     """
-    wanted = set(claimed)
+    wanted, const = set(claimed), index.const if apart else frozenset()
     group_of: dict[Node, int] = {}
     members: list[list[Node]] = []
     needs: list[int] = []  # group -> mask of the groups it depends on (transitively closed when read)
@@ -215,7 +216,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node]) -> list[tuple[Node
         if asserts(node):
             asserted = mask
         if node in wanted:
-            near = _candidates(node, index.const, group_of, members, first_open)
+            near = _candidates(node, const, group_of, members, first_open)
             g = _joinable(near, inputs, group_of, reach, needs, asserted)
             if g is None:
                 g = len(members)

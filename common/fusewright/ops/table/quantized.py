@@ -66,6 +66,31 @@ def choose_qparams_ref(x: Any, low: int, high: int, eps: float, dtype: torch.dty
     return scale.reshape(1), zero_point.reshape(1)
 
 
+def quantize_tokens(x: Any, scales: Any, zero_points: Any, low: int, high: int, dtype: torch.dtype) -> Any:
+    return torch.clamp(torch.round(x * (1.0 / scales) + zero_points), low, high).to(dtype)
+
+
+def dequantize_tokens_ref(x: Any, scales: Any, zero_points: Any, *_: Any) -> Any:
+    return (x.to(torch.float64) - zero_points) * scales
+
+
+def dequantize_tokens(x: Any, scales: Any, zero_points: Any, low: int, high: int, dtype: Any, out_dtype: Any) -> Any:
+    return ((x - zero_points) * scales).to(out_dtype)
+
+
+def choose_token_qparams_ref(x: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
+    return scales, torch.zeros_like(scales)
+
+
+def choose_asymmetric_token_qparams_ref(x: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scales = ((most - least) / 255).clamp(min=torch.finfo(torch.float32).eps)
+    low, high = least / scales, most / scales
+    zeros = torch.where((low - 128) + (high + 127) > 0, -128 - low, 127 - high)
+    return scales, torch.clamp(zeros, -128, 127).round().to(torch.int64)
+
+
 _POST_OPS = {
     "none": lambda x: x,
     "relu": torch.relu,
@@ -158,6 +183,18 @@ def qparams_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
     return torch.float64, torch.int64
 
 
+def token_shapes(a: Args) -> tuple[Shape, Shape]:
+    """One for each row: [..., n] -> [..., 1], twice."""
+    rows = (*a["input"].shape[:-1], 1)
+    return rows, rows
+
+
+def token_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
+    """That of the input, fp32 for fp16."""
+    found = torch.float32 if a["input"].dtype == torch.float16 else a["input"].dtype
+    return found, found
+
+
 _D = "quantized_decomposed::"
 # fmt: off
 ROWS: tuple[Op, ...] = (
@@ -174,6 +211,14 @@ ROWS: tuple[Op, ...] = (
     _op("dequantize_per_channel", _D + "dequantize_per_channel", out_dtype, sh.SAME_INPUT,
         dequantize_channels_ref, "dequantize, one scale and zero point per index of axis", _INT8,
         dequantize_channels),
+    _op("quantize_per_token", _D + "quantize_per_token", dt.attr("dtype"), sh.SAME_INPUT, quantize_tokens,
+        "quantize, one scale and zero point per row, which is added before rounding", _INT8, quantize_tokens),
+    _op("dequantize_per_token", _D + "dequantize_per_token", dt.attr("output_dtype"), sh.SAME_INPUT,
+        dequantize_tokens_ref, "dequantize, one scale and zero point per row", _INT8, dequantize_tokens),
+    _op("choose_qparams_per_token", _D + "choose_qparams_per_token", token_dtypes, token_shapes,
+        choose_token_qparams_ref, "for each row the scale that covers its largest magnitude; zero points are 0", _INT8),
+    _op("choose_qparams_per_token_asymmetric", _D + "choose_qparams_per_token_asymmetric", qparams_dtypes, token_shapes,
+        choose_asymmetric_token_qparams_ref, "for each row scale and zero point that cover its range and zero", _INT8),
     _op("choose_qparams", _D + "choose_qparams.tensor", qparams_dtypes, sh.constant_shape((1,), (1,)),
         choose_qparams_ref, "scale and zero point that cover the input's range and zero", _INT8),
     _op("q_linear", "onednn::qlinear_pointwise", output_dtype, q_linear_shape, q_linear_ref,

@@ -9,6 +9,7 @@ from fusewright.toolkit.lower import (
     movement,
     pointwise,
     pooling,
+    quantized,
     resize,
     rows,
     rows_backward,
@@ -22,7 +23,7 @@ from fusewright.toolkit.rules.space import ShapeMismatch, factor_groups, shape_o
 RULES: dict[str, Rules] = merge(
     (
         pointwise.TABLE, activation.TABLE, views.TABLE, movement.TABLE, resize.TABLE,
-        short.with_short_rows(rows.TABLE), rows_backward.TABLE, scatter.TABLE, pooling.TABLE,
+        short.with_short_rows(rows.TABLE), rows_backward.TABLE, scatter.TABLE, pooling.TABLE, quantized.TABLE,
         {name: rows.loss_rules for name in rows.LOSSES},
     )
 )  # fmt: skip

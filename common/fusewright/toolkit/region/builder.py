@@ -30,7 +30,7 @@ STRIDE_FREE = frozenset({
     "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
     "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
     "linear", "conv",
-    "matmul",
+    "matmul", "quantize", "quantize_tensor", "dequantize", "dequantize_tensor",
 })  # fmt: skip
 """Rows that give the same values for any strides of their inputs. Their own result may then have other
 strides too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""

@@ -1,0 +1,272 @@
+"""Rows of x86_int8: which quantized patterns become int8 calls, under which conditions, and how."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value, hint, is_static
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Chain, Match
+from fusewright.toolkit.region.quantized import (
+    Quantized,
+    Weight,
+    dequantized,
+    product,
+    residual_of,
+    target_of,
+    weight_of,
+)
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_int8.engines import ENGINES, Convolution, Engine, Product, fastest
+from fusewright_int8.operators import name
+from fusewright_int8.run.native import MOST_K
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+# -- post-ops
+
+
+def post_of(op: OpView | None) -> tuple[str, tuple[float, ...]] | None:
+    """A unary op as the engines call it, with its numbers; None where they have none."""
+    if op is None:
+        return "none", ()
+    match op.op:
+        case "gelu":
+            return ("gelu_tanh" if op.arg("approximate") == "tanh" else "gelu"), ()
+        case "clamp":
+            limits = op.arg("min"), op.arg("max")
+            both = all(isinstance(x, int | float) for x in limits)
+            return ("clamp", tuple(map(float, limits))) if both else None
+        case "relu" | "silu" as found:
+            return found, ()
+    return None
+
+
+UNARY = frozenset({"relu", "clamp", "gelu", "silu"})
+
+
+# -- what is int8, and why not
+
+
+def spec_of(value: Any) -> TensorSpec:
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec
+
+
+def why_not(op: OpView, graph: RegionGraph) -> str | None:
+    """Why a linear or convolution that has quantized operands stays one of floats; None where an engine takes it, or where it
+    has none."""
+    x, w = dequantized(op.arg("input"), graph), weight_of(op.arg("weight"), graph)
+    if x is None and w is None:
+        return None
+    if w is None:
+        return "its weight is no constant of int8"
+    if x is None:
+        return None if op.op == "linear" else "its input is not quantized"
+    return _linear_reason(op, w, graph) if op.op == "linear" else _conv_reason(op, w, graph)
+
+
+def _linear_reason(op: OpView, w: Weight, graph: RegionGraph) -> str | None:
+    x, weight = spec_of(op.arg("input")), spec_of(w.value)
+    if not is_static(weight.shape) or 0 in x.shape or 0 in weight.shape:
+        return "empty, or a weight of symbolic size"
+    return _common_reason(op, w, graph, weight.shape[1])
+
+
+def _conv_reason(op: OpView, w: Weight, graph: RegionGraph) -> str | None:
+    x, weight = spec_of(op.arg("input")), spec_of(w.value)
+    if op.arg("transposed") or x.rank != 4:
+        return "only plain 2-d convolutions of a batch are int8"
+    if not is_static(weight.shape) or 0 in x.shape or 0 in spec_of(op.out).shape:
+        return "empty, or a weight of symbolic size"
+    taps = 1
+    for size in weight.shape[1:]:
+        taps *= int(size)  # type: ignore[arg-type]
+    return _common_reason(op, w, graph, taps)
+
+
+def _common_reason(op: OpView, w: Weight, graph: RegionGraph, k: Any) -> str | None:
+    if k > MOST_K:
+        return f"sums of {k} products do not fit int32; {MOST_K} do"
+    if isinstance(w.scale, Value) and w.axis != 0:
+        return "a scale for each input of the weight, not for each output"
+    if isinstance(w.scale, int | float) and not w.scale:
+        return "a scale of 0"
+    if not graph.is_const(op.arg("bias")):
+        return "a bias that is computed"
+    return None if spec_of(op.out).dtype in FLOATS else "computed in another type than fp32 and bf16"
+
+
+# -- static products
+
+
+def static_input(op: OpView, graph: RegionGraph) -> Quantized | None:
+    """The input of a product, quantized by numbers that are known."""
+    found = dequantized(op.arg("input"), graph)
+    return found if isinstance(found, Quantized) and found.static and found.scale else None
+
+
+def _when(m: Match, b: Builder) -> bool:
+    if static_input(m.anchor, b.graph) is None or weight_of(m.anchor.arg("weight"), b.graph) is None:
+        return False
+    return why_not(m.anchor, b.graph) is None and _dense(m.out)
+
+
+def _dense(value: Value) -> bool:
+    """Whether the strides that an engine gives a result can be said, or are the graph's anyway."""
+    spec = spec_of(value)
+    return is_static(spec.shape[1:]) or strides_of(spec) == spec.stride
+
+
+def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]:
+    """Dense strides; those of a batch of images with the channels innermost."""
+    order = [*range(spec.rank)]
+    if channels_last:
+        order = [0, *range(2, spec.rank), 1]
+    found: dict[int, Any] = {}
+    step: Any = 1
+    for d in reversed(order):
+        found[d] = step
+        size = spec.shape[d]
+        if d != order[0]:
+            step = step * (size if isinstance(size, int) else size.hint) if isinstance(step, int) else step
+    return tuple(found[d] for d in range(spec.rank))
+
+
+def _takes(e: Engine, m: Match, b: Builder) -> bool:
+    """Whether an engine computes the whole match."""
+    target = target_of(m.get("quantize"))
+    if target is None or e.limits:
+        return True
+    info = torch.iinfo(target.dtype)
+    return (target.low, target.high) == (info.min, info.max)
+
+
+def _pays(e: Engine, m: Match, b: Builder) -> bool:
+    return _takes(e, m, b) and fastest(b.ctx, shape_of(m, b)) == e.name
+
+
+def shape_of(m: Match, b: Builder) -> Product | Convolution:
+    """What a match computes, symbolic sizes by their hints."""
+    op, x, w = m.anchor, static_input(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
+    assert x is not None and w is not None
+    xs, ws = (tuple(map(hint, spec_of(v).shape)) for v in (x.value, w.value))
+    types = spec_of(x.value).dtype, spec_of(m.out).dtype
+    if op.op == "linear":
+        rows = spec_of(x.value).numel_hint() // max(xs[-1], 1)
+        return Product(rows, ws[1], ws[0], *types)
+    stride, padding, dilation, groups = geometry_of(op)
+    return Convolution(xs, ws, stride, padding, dilation, groups, *types)
+
+
+def geometry_of(op: OpView) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Stride, padding, dilation and groups of a convolution."""
+    return tuple(op.arg("stride")), tuple(op.arg("padding")), tuple(op.arg("dilation")), op.arg("groups")
+
+
+def _write(e: Engine, m: Match, b: Builder) -> None:
+    op, x, w = m.anchor, static_input(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
+    assert x is not None and w is not None
+    weight, scale = centered(w, b)
+    given = (b.any_strides(x.value), None, scale, bias_of(op, b), float(x.scale), x.zero_point)
+    if op.op == "linear":
+        args = (*_at(given, 1, b.prepare(e.pack_linear, weight)), *epilogue(m, b))
+        target = e.linear
+    else:
+        kernel = tuple(spec_of(w.value).shape[2:])
+        geometry = geometry_of(op)
+        rest = geometry[-1:] if e.name == "core" else (scale, *given[4:], *geometry)
+        args = (*_at(given, 1, b.prepare(e.pack_conv, weight, *rest)), kernel, *geometry, *epilogue(m, b))
+        target = e.conv
+    b.library(target, *args, out=m.out, stride=result_strides(m.out, op.op == "conv"), op=op)
+    b.close_call(m.ops)
+    note(m, b, f"int8 {op.op}, {e.name}")
+
+
+def _at(args: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    return (*args[:place], value, *args[place + 1 :])
+
+
+def result_strides(value: Value, channels_last: bool = False) -> tuple[int, ...] | None:
+    spec = spec_of(value)
+    return strides_of(spec, channels_last) if is_static(spec.shape[1:]) else None
+
+
+def centered(w: Weight, b: Builder) -> tuple[Ref, Ref]:
+    """The weight without its zero points, and fp32 scales, one for each of its first dimension."""
+    n = spec_of(w.value).shape[0]
+    weight, zero, scale = b.exact(w.value), w.zero_point, w.scale
+    if isinstance(zero, Value):
+        zero = b.exact(zero)
+    elif zero:
+        zero = b.prepare("aten::full.default", (1,), zero, dtype=torch.int32)
+    else:
+        zero = None
+    if not isinstance(scale, Value):
+        scale = b.prepare("aten::new_full.default", weight, (1,), float(scale), dtype=torch.float32)
+    else:
+        scale = b.exact(scale)
+    return b.prepare(name("center"), weight, zero), b.prepare(name("scales"), scale, n)
+
+
+def bias_of(op: OpView, b: Builder) -> Ref | None:
+    """The bias in fp32."""
+    bias = op.arg("bias")
+    if bias is None:
+        return None
+    ref = b.exact(bias)
+    return ref if spec_of(bias).dtype is torch.float32 else b.prepare("aten::_to_copy.default", ref, dtype=torch.float32)
+
+
+def epilogue(m: Match, b: Builder) -> tuple[Any, ...]:
+    """Residual, post-op and quantization, as the operators take them."""
+    found, target, post = residual_of(m), target_of(m.get("quantize")), post_of(m.get("unary"))
+    assert post is not None
+    residual = (None, 1.0, 0) if found is None else _residual(found, b)
+    if target is None:
+        return (*residual, *post, spec_of(m.out).dtype, 1.0, 0, 0, 0)
+    return (*residual, *post, target.dtype, float(target.scale), target.zero_point, target.low, target.high)
+
+
+def _residual(value: Value, b: Builder) -> tuple[Any, ...]:
+    """What is added, in 8 bits where it was dequantized."""
+    q = dequantized(value, b.graph)
+    if isinstance(q, Quantized) and q.static:
+        return b.any_strides(q.value), float(q.scale), q.zero_point
+    return b.any_strides(value), 1.0, 0
+
+
+def note(m: Match, b: Builder, text: str) -> None:
+    """Tell reports how a match is computed."""
+    b.notes[m.anchor.id] = " + ".join([text, *(p.op for p in m.ops if p is not m.anchor)])
+    for p in m.ops:
+        if p is not m.anchor:
+            b.notes[p.id] = f"in the call of {m.anchor.op}"
+
+
+def _chain(e: Engine, anchor: str) -> Chain:
+    def posts(op: OpView) -> Any:
+        found = post_of(op)
+        return found if found is not None and found[0] in e.posts else None
+
+    return product(anchor, f"int8.{anchor}.{e.name}", posts, UNARY, residual=e.residual)
+
+
+def _rows(e: Engine) -> tuple[Row, ...]:
+    return tuple(
+        Row(
+            f"int8.{anchor}.{e.name}", _chain(e, anchor), when=_when, pays=partial(_pays, e), write=partial(_write, e),
+            note=f"int8 {anchor}",
+        )
+        for anchor in ("linear", "conv")
+    )  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = tuple(row for e in ENGINES for row in _rows(e) if e.absent() is None)
+"""In the order in which they are asked."""

@@ -1,0 +1,210 @@
+"""Torch operators that plans of `x86_int8` name: one for each engine (our core, oneDNN, FBGEMM), all with the same arguments.
+
+A weight is packed once (`pack_*`). One whose zero points do not leave 8 bits cannot be packed: then it stays in floats, and the
+product is one of floats, so that every graph gives what it says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusewright_int8.run import native
+from fusewright_int8.run.reference import Epilogue, dequantize
+
+NAMESPACE = "fusewright_int8"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+_EPILOGUE = (
+    "Tensor? residual, float residual_scale, int residual_zero_point, str post, float[] post_args, ScalarType out_dtype, "
+    "float out_scale, int out_zero_point, int out_low, int out_high"
+)
+_INPUT = "Tensor x, Tensor packed, Tensor w_scale, Tensor? bias, float x_scale, int x_zero_point"
+_GEOMETRY = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, int groups"
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def define(run: Callable[..., Any]) -> Callable[..., Any]:
+        _library.define(schema)
+        for key in ("CPU", "MkldnnCPU"):  # oneDNN's packed weights are tensors of its own
+            _library.impl(schema.partition("(")[0], run, key)
+        return run
+
+    return define
+
+
+def name(op: str) -> str:
+    """The name of an operator in a plan."""
+    return f"{NAMESPACE}::{op}.default"
+
+
+def _epilogue(
+    residual: Tensor | None, residual_scale: float, residual_zero_point: int, post: str, post_args: Sequence[float],
+    out_dtype: torch.dtype, out_scale: float, out_zero_point: int, out_low: int, out_high: int,
+) -> Epilogue:  # fmt: skip
+    return Epilogue(
+        residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale, out_zero_point, out_low, out_high
+    )
+
+
+def _named(after: Epilogue) -> dict[str, Any]:
+    """As the core's functions take it."""
+    if after.out_dtype.is_floating_point:
+        return {**vars(after), "out_low": None, "out_high": None}
+    return dict(vars(after))
+
+
+# -- weights
+
+
+@_operator("center(Tensor weight, Tensor? zero_points) -> Tensor")
+def center(weight: Tensor, zero_points: Tensor | None) -> Tensor:
+    """weight - zero_points (one for each of the first dimension, or one), int8 where it fits, else fp32."""
+    if zero_points is None or not zero_points.any():
+        return weight.contiguous()
+    column = zero_points.reshape(-1, *[1] * (weight.dim() - 1)).to(torch.int32)
+    moved = weight.to(torch.int32) - column
+    fits = bool(moved.amin() >= -128) and bool(moved.amax() <= 127)
+    return moved.to(torch.int8 if fits else torch.float32).contiguous()
+
+
+@_operator("scales(Tensor scale, int n) -> Tensor")
+def scales(scale: Tensor, n: int) -> Tensor:
+    """fp32 [n] of one scale for all or for each."""
+    return scale.reshape(-1).to(torch.float32).expand(n).contiguous()
+
+
+def _unless_wide(pack: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda weight, *rest: weight if weight.dtype.is_floating_point else pack(weight, *rest)
+
+
+_operator("pack_linear(Tensor weight) -> Tensor")(_unless_wide(native.pack_linear))
+_operator("pack_conv(Tensor weight, int groups) -> Tensor")(_unless_wide(native.pack_conv2d))
+_operator("pack_linear_onednn(Tensor weight) -> Tensor")(
+    _unless_wide(lambda weight: torch.ops.onednn.qlinear_prepack(weight, None))
+)
+
+
+@_operator(
+    "pack_conv_onednn(Tensor weight, Tensor w_scale, float x_scale, int x_zero_point, int[] stride, int[] padding, "
+    "int[] dilation, int groups) -> Tensor"
+)
+def pack_conv_onednn(weight: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
+    if weight.dtype.is_floating_point:
+        return weight
+    return torch.ops.onednn.qconv_prepack(weight, w_scale, *geometry)
+
+
+# -- products of quantized inputs
+
+
+def _wide_linear(
+    x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, after: Epilogue
+) -> Tensor:
+    product = F.linear(dequantize(x, scale, zero), weight * w_scale[:, None], None if bias is None else bias.float())
+    return after.apply(product)
+
+
+@_operator(f"linear({_INPUT}, {_EPILOGUE}) -> Tensor")
+def linear(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any) -> Tensor:
+    """By our core."""
+    after = _epilogue(*rest)
+    if packed.dtype.is_floating_point:
+        return _wide_linear(x, packed, w_scale, bias, scale, zero, after)
+    return native.linear(x, packed, w_scale, bias, scale, zero, **_named(after))
+
+
+ONEDNN_POSTS = {
+    "none": ("none", "none"), "relu": ("relu", "none"), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"),
+}  # fmt: skip
+"""Post-ops of the core as oneDNN's operators call them."""
+
+
+def _onednn_out(after: Epilogue) -> tuple[Any, ...]:
+    attr, algorithm = ONEDNN_POSTS[after.post]
+    return after.out_scale, after.out_zero_point, after.out_dtype, attr, [], algorithm
+
+
+@_operator(f"linear_onednn({_INPUT}, {_EPILOGUE}) -> Tensor")
+def linear_onednn(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any) -> Tensor:
+    """By oneDNN, which adds no residual and knows the limits of types only."""
+    after = _epilogue(*rest)
+    if packed.dtype.is_floating_point:
+        return _wide_linear(x, packed, w_scale, bias, scale, zero, after)
+    zeros = _zeros(w_scale.numel())
+    bias = None if bias is None else bias.float()
+    return torch.ops.onednn.qlinear_pointwise(x, scale, zero, packed, w_scale, zeros, bias, *_onednn_out(after))
+
+
+@_operator(f"conv({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")
+def conv(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, kernel_size: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """By our core."""
+    after, geometry = _epilogue(*rest), (stride, padding, dilation, groups)
+    if packed.dtype.is_floating_point:
+        return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, after)
+    return native.conv2d(x, packed, kernel_size, w_scale, bias, scale, zero, *geometry, **_named(after))
+
+
+@_operator(f"conv_onednn({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")
+def conv_onednn(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, kernel_size: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """By oneDNN, as `linear_onednn`."""
+    after, geometry = _epilogue(*rest), (stride, padding, dilation, groups)
+    if packed.dtype.is_floating_point:
+        return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, after)
+    x, bias = x.contiguous(memory_format=torch.channels_last), None if bias is None else bias.float()
+    zeros = _zeros(w_scale.numel())
+    return torch.ops.onednn.qconv_pointwise(
+        x, scale, zero, packed, w_scale, zeros, bias, stride, padding, dilation, groups, *_onednn_out(after)
+    ).contiguous(memory_format=torch.channels_last)
+
+
+def _wide_conv(
+    x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, geometry: Any, after: Epilogue
+) -> Tensor:
+    weight = weight * w_scale.reshape(-1, 1, 1, 1)
+    y = F.conv2d(dequantize(x, scale, zero), weight, None if bias is None else bias.float(), *geometry)
+    return after.apply(y).contiguous(memory_format=torch.channels_last)
+
+
+@functools.lru_cache(64)
+def _zeros(n: int) -> Tensor:
+    """Zero points of weights, which oneDNN's operators take and do not read."""
+    return torch.zeros(n, dtype=torch.int32)
+
+
+# -- products that quantize
+
+_FLOAT = "Tensor x, Tensor packed, Tensor w_scale, Tensor? bias"
+_AFTER = "Tensor? residual, str post, float[] post_args, ScalarType out_dtype"
+
+
+def _float_linear(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    """With a weight that does not fit 8 bits: its input is not quantized, which is closer to the floats than the graph."""
+    residual, post, post_args, out_dtype = rest
+    product = F.linear(x.float(), weight * w_scale[:, None], None if bias is None else bias.float())
+    return Epilogue(residual, post=post, post_args=post_args, out_dtype=out_dtype).apply(product)
+
+
+def _floats(run: Callable[..., Tensor], x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    *rule, residual, post, post_args, out_dtype = rest
+    if packed.dtype.is_floating_point:
+        return _float_linear(x, packed, w_scale, bias, rest[-4:])
+    return run(
+        x, packed, w_scale, bias, *rule, residual=residual, post=post, post_args=post_args, out_dtype=out_dtype
+    )
+
+
+_operator(f"dynamic_linear({_FLOAT}, str rule, {_AFTER}) -> Tensor")(partial(_floats, native.dynamic_linear))
+_operator(f"weight_linear({_FLOAT}, {_AFTER}) -> Tensor")(partial(_floats, native.weight_linear))

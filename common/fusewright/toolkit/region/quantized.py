@@ -1,0 +1,148 @@
+"""Quantized products in a region: an op between dequantized operands, with what follows it up to quantization.
+
+A graph of quantize and dequantize ops says what int8 arithmetic is to give. These patterns read off it the 8-bit tensors, scales
+and zero points of a linear, a convolution or an addition, whichever library is to compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, Value
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
+
+BYTES = (torch.uint8, torch.int8)
+"""Types of quantized tensors."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """`value` stands for (value - zero_point) * scale. Both are numbers, or values of one element."""
+
+    value: Value
+    scale: Any
+    zero_point: Any
+    made_by: OpView
+
+    @property
+    def static(self) -> bool:
+        """Whether scale and zero point are known."""
+        return isinstance(self.scale, int | float) and isinstance(self.zero_point, int)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor with a scale and a zero point of its own for each row (token)."""
+
+    value: Value
+    scale: Value
+    zero_point: Value
+    made_by: OpView
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant int8 weight. `scale`: a value of one element per index of `axis`, or a number for all; `zero_point` too, None
+    for 0."""
+
+    value: Value
+    scale: Any
+    zero_point: Any
+    axis: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a result is quantized to."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+    dtype: torch.dtype
+
+
+def dequantized(value: Any, graph: RegionGraph) -> Quantized | Rows | None:
+    """The 8-bit tensor that `value` was made of; None where it was not."""
+    made = graph.producer(value) if isinstance(value, Value) else None
+    if made is None or made.op not in ("dequantize", "dequantize_tensor", "dequantize_per_token"):
+        return None
+    x = made.arg("input")
+    if x.spec is None or x.spec.dtype not in BYTES:
+        return None
+    if made.op == "dequantize_per_token":
+        return Rows(x, made.arg("scales"), made.arg("zero_points"), made)
+    return Quantized(x, made.arg("scale"), made.arg("zero_point"), made)
+
+
+def weight_of(value: Any, graph: RegionGraph) -> Weight | None:
+    """The constant int8 weight that `value` was made of; None where it was not, or where a scale of 0 makes it nothing."""
+    made = graph.producer(value) if isinstance(value, Value) else None
+    if made is None or made.op not in ("dequantize", "dequantize_per_channel"):
+        return None
+    q = made.arg("input")
+    if q.spec is None or q.spec.dtype is not torch.int8 or not graph.is_const(q):
+        return None
+    if made.op == "dequantize":
+        return Weight(q, made.arg("scale"), made.arg("zero_point"), 0)
+    scale, zero = made.arg("scales"), made.arg("zero_points")
+    return Weight(q, scale, zero, made.arg("axis")) if graph.is_const(scale) and graph.is_const(zero) else None
+
+
+def target_of(op: OpView | None) -> Target | None:
+    """What a quantize op makes of its input."""
+    if op is None:
+        return None
+    return Target(*(op.arg(n) for n in ("scale", "zero_point", "quant_min", "quant_max", "dtype")))
+
+
+def residual_of(m: Match) -> Value | None:
+    """What the addition of a match adds to the product."""
+    add = m.get("add")
+    return None if add is None else other_of(add, m.ops[m.ops.index(add) - 1].out)
+
+
+def other_of(op: OpView, value: Value) -> Value | None:
+    """The other operand of an addition; None where there is none, or it is no tensor."""
+    a, b = op.arg("self"), op.arg("other")
+    found = b if a == value else a
+    return found if isinstance(found, Value) and found.spec is not None and found != value else None
+
+
+def _adds(op: OpView, m: Match, context: Any) -> bool:
+    """A tensor of the product's own shape and type."""
+    other, out = other_of(op, m.out), m.out.spec
+    if op.arg("alpha") != 1 or other is None or other.spec is None or out is None or op.out.spec is None:
+        return False
+    return other.spec.shape == out.shape and other.spec.dtype == out.dtype == op.out.spec.dtype
+
+
+def _quantizes(op: OpView, m: Match, context: Any) -> bool:
+    scale = op.arg("scale")
+    known = isinstance(scale, int | float) and bool(scale) and isinstance(op.arg("zero_point"), int)
+    return known and op.arg("input") == m.out and op.arg("dtype") in BYTES
+
+
+def product(
+    anchor: str | tuple[str, ...], rule: str, posts: Callable[[OpView], Any], names: frozenset[str], residual: bool = True
+) -> Chain:
+    """An anchor with what may follow it: an addition (where `residual`), a unary op of `names` for which `posts` is not None,
+    quantization. `rule` is the beginning of the steps' ids."""
+
+    def unary(op: OpView, m: Match, context: Any) -> bool:
+        same = op.out.spec is not None and m.out.spec is not None and op.out.spec.dtype == m.out.spec.dtype
+        return op.args[0] == m.out and same and posts(op) is not None
+
+    adds = (maybe("add", _adds, "add", rule=f"{rule}.residual"),) if residual else ()
+    return chain(
+        anchor,
+        *adds,
+        maybe(names, unary, "unary", rule=f"{rule}.unary"),
+        maybe("quantize", _quantizes, "quantize", rule=f"{rule}.quantize"),
+    )
+

@@ -1,0 +1,103 @@
+"""What the tests of x86_int8 share: quantized graphs drawn by hand, and the exact judge of what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusewright import _torch_compat as compat
+from fusewright.interface import Device, Fragment, Value
+from fusewright_int8.backend import X86Int8
+from tests.fragments import Context, Sketch, by_preference, targets
+
+compat.register_quantized_decomposed()
+
+DEVICE = Device("cpu", "avx512_vnni", frozenset({"avx512_vnni", "mkldnn_bf16"}))
+ENGINES = ("core", "onednn")
+U8, I8, F32, BF16 = torch.uint8, torch.int8, torch.float32, torch.bfloat16
+LIMITS = {U8: (0, 255), I8: (-128, 127)}
+TIE = 1e-4
+"""Levels around the middle of two within which an fp32 result may round to either."""
+
+
+def compiled(g: Sketch, outputs: list[Value], engine: str = "core", **options: Any) -> Fragment:
+    """Lower everything drawn with one engine."""
+    g.temporaries.clear()
+    given = {**X86Int8.options, "engine": engine, **options}
+    ctx = Context(given, DEVICE, by_preference(engine, "packed", "aten", "together", "kernel"), specs=g.temporaries)
+    found = X86Int8(DEVICE).compile(g.region(outputs), ctx)
+    assert isinstance(found, Fragment)
+    return found
+
+
+def quantized_input(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool = False) -> Tensor:
+    """Bytes over the whole range, limits included."""
+    low, high = LIMITS[dtype]
+    x = torch.randint(low, high + 1, shape).to(dtype)
+    x.view(-1)[:2] = torch.tensor([low, high])
+    return x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+
+def dequantize(g: Sketch, q: Value, scale: float, zero: int, out_dtype: torch.dtype | None = None) -> Value:
+    dtype = g.tensors[q.id].dtype
+    return g.op("dequantize", q, scale, zero, *LIMITS[dtype], dtype, out_dtype=out_dtype)
+
+
+def quantize(g: Sketch, x: Value, scale: float, zero: int, dtype: torch.dtype) -> Value:
+    return g.op("quantize", x, scale, zero, *LIMITS[dtype], dtype)
+
+
+def weight(g: Sketch, w: Tensor, per_channel: bool = True, zeros: Tensor | None = None) -> tuple[Value, Tensor]:
+    """A constant int8 weight as a graph has it, dequantized; and the same in fp64."""
+    held = g.input(w, const=True)
+    if not per_channel:
+        return dequantize(g, held, 0.02, 0), w.double() * 0.02
+    scales = torch.rand(w.shape[0]) * 0.02 + 0.01
+    zeros = torch.zeros(w.shape[0], dtype=torch.int64) if zeros is None else zeros
+    column = [-1, *[1] * (w.dim() - 1)]
+    value = g.op(
+        "dequantize_per_channel", held, g.input(scales, const=True), g.input(zeros, const=True), 0, -128, 127, I8
+    )
+    return value, (w.double() - zeros.reshape(column)) * scales.double().reshape(column)
+
+
+def same_levels(ours: Tensor, exact: Tensor, scale: float, zero: int) -> None:
+    """`ours` is `exact` (fp64) quantized; either neighbour where it lies in the middle of two."""
+    low, high = LIMITS[ours.dtype]
+    wide = exact / scale + zero
+    off = (ours.double() - wide.round().clamp(low, high)).abs()
+    middle = ((wide - wide.floor()) - 0.5).abs() < TIE * max(1.0, float(wide.abs().max()) / 256)
+    assert bool(((off == 0) | ((off == 1) & middle)).all()), f"{int((off > 0).sum())} of {off.numel()} levels differ"
+
+
+def run(g: Sketch, out: Value, engine: str = "core", **options: Any) -> tuple[Tensor, Fragment]:
+    """What the fragment gives, with eager's shape and strides."""
+    fragment = compiled(g, [out], engine, **options)
+    (ours,) = g.run(fragment, [out])
+    eager = g.tensors[out.id]
+    assert (ours.shape, ours.dtype) == (eager.shape, eager.dtype)
+    return ours, fragment
+
+
+def calls(fragment: Fragment) -> list[str]:
+    """What runs at each call. Weights that are dequantized for nobody are left out, as the host does."""
+    return [t for t in targets(fragment) if not t.startswith("quantized_decomposed::dequantize")]
+
+
+POSTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+
+
+def post(g: Sketch, y: Value, name: str) -> Value:
+    """One of `POSTS` as an op of a graph."""
+    if name == "none":
+        return y
+    return g.op("gelu", y, approximate="tanh") if name == "gelu_tanh" else g.op(name, y)

@@ -1,0 +1,233 @@
+"""Quantized linears and convolutions with scales that are known: which call each graph becomes, and every level of its result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from fusewright.interface import Value
+from fusewright_int8.run.native import MOST_K
+from tests.backends.int8.common import (
+    BF16,
+    ENGINES,
+    F32,
+    I8,
+    POSTS,
+    U8,
+    calls,
+    compiled,
+    dequantize,
+    post,
+    quantize,
+    quantized_input,
+    run,
+    same_levels,
+    weight,
+)
+from tests.fragments import Sketch
+
+CALL = {"core": "fusewright_int8::{}", "onednn": "fusewright_int8::{}_onednn"}
+
+
+def _int8(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, dtype=I8)
+
+
+def _linear(
+    x: torch.Tensor, n: int, scale: float, zero: int, per_channel: bool = True, bias: bool = True
+) -> tuple[Sketch, Value, torch.Tensor]:
+    """A drawn linear and its result in fp64."""
+    g = Sketch()
+    w, w64 = weight(g, _int8(n, x.shape[-1]), per_channel)
+    b = torch.randn(n) if bias else None
+    y = g.op("linear", dequantize(g, g.input(x), scale, zero), w, None if b is None else g.input(b, const=True))
+    return g, y, F.linear((x.double() - zero) * scale, w64, None if b is None else b.double())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["none", "relu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("dtype", "zero"), [(U8, 0), (U8, 131), (U8, 255), (I8, 0), (I8, -7)])
+def test_a_linear_is_requantized_in_one_call(engine: str, name: str, dtype: torch.dtype, zero: int) -> None:
+    g, y, exact = _linear(quantized_input((5, 33), dtype), 19, 0.03, zero)
+    exact = POSTS[name](exact)
+    scale = float(exact.abs().max()) / 100
+    ours, fragment = run(g, quantize(g, post(g, y, name), scale, 17, U8), engine)
+    assert calls(fragment) == [CALL[engine].format("linear")]
+    same_levels(ours, exact, scale, 17)
+
+
+@given(
+    m=st.integers(1, 9), k=st.integers(1, 70), n=st.integers(1, 40), zero=st.integers(0, 255), scale=st.floats(1e-4, 10),
+    per_channel=st.booleans(), bias=st.booleans(), engine=st.sampled_from(ENGINES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_every_level_is_right_for_random_shapes(
+    m: int, k: int, n: int, zero: int, scale: float, per_channel: bool, bias: bool, engine: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randint(0, 256, (m, k)).to(U8)
+    g, y, exact = _linear(x, n, scale, zero, per_channel, bias)
+    out = max(float(exact.abs().max()) / 128, 1e-6)
+    ours, _ = run(g, quantize(g, y, out, 128, U8), engine)
+    same_levels(ours, exact, out, 128)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("out", "bound"), [(F32, 1e-6), (BF16, 4e-3)])
+def test_a_result_may_stay_in_floats(engine: str, out: torch.dtype, bound: float) -> None:
+    g = Sketch()
+    x, w = quantized_input((2, 3, 48), U8), _int8(24, 48)
+    w_held, w64 = weight(g, w)
+    if out is BF16:
+        w_held = g.op("dequantize_per_channel", *g.ops[-1].args[:-1], out_dtype=BF16)
+    b = torch.randn(24, dtype=out)
+    y = g.op("linear", dequantize(g, g.input(x), 0.05, 100, out), w_held, g.input(b, const=True))
+    ours, fragment = run(g, y, engine)
+    exact = F.linear((x.double() - 100) * 0.05, w64, b.double())
+    assert calls(fragment) == [CALL[engine].format("linear")]
+    assert float((ours.double() - exact).abs().max()) <= bound * float(exact.abs().max())
+
+
+def test_a_residual_in_either_type_is_added_by_the_core() -> None:
+    for quantized in (True, False):
+        g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
+        r = quantized_input((6, 32), I8) if quantized else torch.randn(6, 32)
+        added = dequantize(g, g.input(r), 0.5, 3) if quantized else g.input(r)
+        out = quantize(g, g.op("relu", g.op("add", y, added)), 0.7, 1, U8)
+        ours, fragment = run(g, out)
+        assert calls(fragment) == ["fusewright_int8::linear"]
+        same_levels(ours, torch.relu(exact + ((r.double() - 3) * 0.5 if quantized else r.double())), 0.7, 1)
+
+
+def test_onednn_leaves_the_residual_to_a_kernel() -> None:
+    g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
+    r = quantized_input((6, 32), U8)
+    out = quantize(g, g.op("relu", g.op("add", y, dequantize(g, g.input(r), 0.5, 3))), 0.7, 1, U8)
+    ours, fragment = run(g, out, "onednn")
+    assert calls(fragment) == ["fusewright_int8::linear_onednn", "kernel add_quantize"]
+    same_levels(ours, torch.relu(exact + (r.double() - 3) * 0.5), 0.7, 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_int8_stays_int8_between_layers(engine: str) -> None:
+    g, y, _ = _linear(quantized_input((4, 16), U8), 24, 0.02, 9)
+    q = quantize(g, g.op("gelu", y), 0.05, 30, U8)
+    w, w64 = weight(g, _int8(8, 24))
+    z = g.op("linear", dequantize(g, q, 0.05, 30), w, None)
+    fragment = compiled(g, [z], engine)
+    assert calls(fragment) == [CALL[engine].format("linear")] * 2
+    (ours,) = g.run(fragment, [z])
+    held = (g.tensors[q.id].double() - 30) * 0.05
+    assert float((ours.double() - F.linear(held, w64)).abs().max()) <= 0.05 * float(w64.abs().sum(1).max())  # a level
+
+
+def test_one_quantized_input_serves_several_linears() -> None:
+    g = Sketch()
+    x = torch.randn(4, 16)
+    held = dequantize(g, quantize(g, g.input(x), 0.02, 128, U8), 0.02, 128)
+    outs = [g.op("linear", held, weight(g, _int8(8, 16))[0], None) for _ in range(3)]
+    fragment = compiled(g, outs)
+    assert calls(fragment) == ["kernel quantize", *["fusewright_int8::linear"] * 3]
+    for ours, eager in zip(g.run(fragment, outs), g.expected(outs), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("zeros", [[3, -5, 0, 9], [127, -128, 0, 60]], ids=["that fit", "that do not fit 8 bits"])
+def test_zero_points_of_weights_are_kept(engine: str, zeros: list[int]) -> None:
+    g = Sketch()
+    x, w = quantized_input((3, 20), U8), torch.randint(-100, 100, (4, 20), dtype=I8)
+    held, w64 = weight(g, w, zeros=torch.tensor(zeros))
+    y = g.op("linear", dequantize(g, g.input(x), 0.03, 7), held, None)
+    ours, _ = run(g, quantize(g, y, 0.4, 120, U8), engine)
+    same_levels(ours, F.linear((x.double() - 7) * 0.03, w64), 0.4, 120)
+
+
+# -- convolutions
+
+CONVS = {
+    "3x3": ((2, 8, 9, 7), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "1x1, batch 1": ((1, 16, 5, 5), (8, 16, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "strided, dilated": ((2, 4, 12, 11), (8, 4, 3, 2), (2, 1), (2, 0), (2, 1), 1),
+    "groups": ((2, 8, 6, 6), (12, 4, 3, 3), (1, 1), (1, 1), (1, 1), 2),
+    "depthwise": ((2, 16, 7, 7), (16, 1, 3, 3), (1, 1), (1, 1), (1, 1), 16),
+    "an image of few channels": ((1, 3, 16, 16), (8, 3, 5, 5), (2, 2), (2, 2), (1, 1), 1),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("zero", [0, 113])
+@pytest.mark.parametrize("case", CONVS)
+def test_a_convolution_is_requantized_in_one_call(engine: str, zero: int, case: str) -> None:
+    shape, wshape, stride, padding, dilation, groups = CONVS[case]
+    g = Sketch()
+    x = quantized_input(shape, U8, channels_last=True)
+    w, w64 = weight(g, _int8(*wshape))
+    b = torch.randn(wshape[0])
+    y = g.op(
+        "conv", dequantize(g, g.input(x), 0.04, zero), w, g.input(b, const=True),
+        list(stride), list(padding), list(dilation), False, [0, 0], groups,
+    )  # fmt: skip
+    exact = F.conv2d((x.double() - zero) * 0.04, w64, b.double(), stride, padding, dilation, groups).relu()
+    scale = float(exact.max()) / 200
+    ours, fragment = run(g, quantize(g, g.op("relu", y), scale, 0, U8), engine)
+    assert [t for t in calls(fragment) if not t.endswith("clone")] == [CALL[engine].format("conv")]
+    same_levels(ours, exact, scale, 0)
+
+
+def test_a_residual_block_is_two_calls() -> None:
+    g = Sketch()
+    x = quantized_input((1, 16, 6, 6), U8, channels_last=True)
+    held = dequantize(g, g.input(x), 0.05, 0)
+
+    def conv(v: Value, w: Value) -> Value:
+        return g.op("conv", v, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    (first, _), (second, _) = weight(g, _int8(16, 16, 3, 3)), weight(g, _int8(16, 16, 3, 3))
+    inner = quantize(g, g.op("relu", conv(held, first)), 0.5, 0, U8)
+    out = quantize(g, g.op("relu", g.op("add", conv(dequantize(g, inner, 0.5, 0), second), held)), 2.0, 0, U8)
+    fragment = compiled(g, [out])
+    assert calls(fragment) == ["fusewright_int8::conv"] * 2
+    (ours,) = g.run(fragment, [out])
+    assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
+
+
+# -- what stays in floats
+
+
+def _notes(g: Sketch, out: Value) -> str:
+    fragment = compiled(g, [out])
+    assert not any("int8::linear" in t or "int8::conv" in t for t in calls(fragment))
+    (ours,) = g.run(fragment, [out])
+    torch.testing.assert_close(ours, g.tensors[out.id], rtol=2e-5, atol=2e-5 * float(g.tensors[out.id].abs().max()))
+    return " ".join(fragment.notes.values())
+
+
+def test_sums_that_int32_does_not_hold_stay_in_floats_with_a_reason() -> None:
+    g, y, _ = _linear(quantized_input((1, MOST_K + 1), U8), 2, 1e-4, 0)
+    assert f"sums of {MOST_K + 1} products do not fit int32" in _notes(g, y)
+
+
+def test_the_longest_sum_that_int32_holds_does_not_overflow() -> None:
+    g = Sketch()
+    x, w = torch.full((1, MOST_K), 255, dtype=U8), torch.full((2, MOST_K), -128, dtype=I8)
+    y = g.op("linear", dequantize(g, g.input(x), 1.0, 0), dequantize(g, g.input(w, const=True), 1.0, 0), None)
+    ours, _ = run(g, y)
+    assert torch.equal(ours, torch.full((1, 2), -128.0 * 255 * MOST_K))
+
+
+def test_a_weight_that_is_no_constant_stays_in_floats_with_a_reason() -> None:
+    g = Sketch()
+    w = dequantize(g, g.input(_int8(4, 8)), 0.1, 0)
+    y = g.op("linear", dequantize(g, g.input(quantized_input((2, 8), U8)), 0.1, 0), w, None)
+    assert "its weight is no constant of int8" in _notes(g, y)
+
+
+def test_a_scale_per_input_of_the_weight_stays_in_floats_with_a_reason() -> None:
+    g = Sketch()
+    held = g.input(_int8(4, 8), const=True), g.input(torch.rand(8), const=True), None
+    w = g.op("dequantize_per_channel", *held, 1, -128, 127, I8)
+    y = g.op("linear", dequantize(g, g.input(quantized_input((2, 8), U8)), 0.1, 0), w, None)
+    assert "a scale for each input" in _notes(g, y)
