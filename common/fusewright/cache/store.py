@@ -23,9 +23,9 @@ from fusewright.errors import printable
 
 log = logging.getLogger("fusewright")
 
-SUFFIX, HITS = ".plan", ".hits"
+SUFFIX, HITS, MADE = ".plan", ".hits", ".made"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.plan")
-_OURS = re.compile(r"[0-9a-f]{64}\.(plan|hits)|choices(\.json)?")
+_OURS = re.compile(r"[0-9a-f]{64}\.(plan|hits|made)|choices(\.json)?")
 """Names that we give to files: no other file is ever removed."""
 _TEMPORARY = re.compile(rf"\.(?:{_OURS.pattern})\.\d+\.[0-9a-f]{{16}}\.tmp")
 STALE = 3600.0
@@ -162,6 +162,11 @@ def _entries(files: list[Found]) -> list[Entry]:
     return sorted(found, key=lambda e: e.used)
 
 
+def _artifacts(files: list[Found]) -> list[Entry]:
+    """What `artifacts` keeps, which is no plan."""
+    return [Entry(f.name.removesuffix(MADE), f.bytes, f.used) for f in files if f.name.endswith(MADE) and not f.name.startswith(".")]
+
+
 def listed() -> Iterator[tuple[Entry, Mapping[str, Any]]]:
     """Entries with the facts about them; none for what this user did not write on this machine."""
     folder = place.existing_cache()
@@ -190,14 +195,15 @@ def prune(limit_bytes: int) -> int:
             files = _files()
             now = time.time()
             stale = [f for f in files if _TEMPORARY.fullmatch(f.name) and not now - STALE < f.used < now + STALE]
-            kept = _entries(files)
-            names = {e.name for e in kept}
+            plans = _entries(files)
+            names = {e.name for e in plans}
+            kept = sorted([*plans, *_artifacts(files)], key=lambda e: e.used)
             orphans = [f for f in files if f.name.endswith(HITS) and f.name.removesuffix(HITS) not in names]
             total = sum(f.bytes for f in files) - sum(f.bytes for f in (*stale, *orphans))
             _remove(folder, *(f.name for f in (*stale, *orphans)))
             while kept and total > limit_bytes:
                 oldest = kept.pop(0)
-                _remove(folder, oldest.name + SUFFIX, oldest.name + HITS)
+                _remove(folder, *(oldest.name + suffix for suffix in (SUFFIX, HITS, MADE)))
                 total -= oldest.bytes
                 removed += 1
     except filelock.Timeout:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from fusewright.toolkit.ir.checks import ZERO_DIVISION, word
 from fusewright.toolkit.ir.extent import Extent, evaluate
 from fusewright.toolkit.ir.ir import Kernel
 
@@ -27,7 +28,7 @@ Three: TypeAlias = tuple[int, int, int]
 
 MOST_ARGUMENTS = 31
 """Entries of Metal's buffer argument table."""
-SLOT = torch.int64
+SLOT = torch.int32
 """Type of the error buffer."""
 
 
@@ -78,7 +79,7 @@ class Source:
     """Metal functions of a kernel, without the prelude that all kernels share (`emitter.library`).
 
     `alignment` is in bytes, for each buffer: where one begins elsewhere, the variant that is not `aligned` is needed.
-    `errors` is the number of int64 slots of the error buffer, which is 0 before the first dispatch; 0: it takes none.
+    `errors` is the number of elements of the error buffer (`SLOT`), all 0 before the first dispatch; 0: it takes none.
     `split`: there are several dispatches for want of arguments, and inputs must not lie in the memory of outputs.
     """
 
@@ -120,7 +121,7 @@ class Source:
 
 def _start(t: torch.Tensor) -> int:
     """Where a tensor begins in bytes: an allocation of a device begins at a multiple of 256."""
-    return t.data_ptr() if t.device.type == "cpu" else t.storage_offset() * t.element_size()
+    return t.data_ptr() if t.device.type == "cpu" else int(t.storage_offset()) * t.element_size()
 
 
 def apart(tensors: Sequence[torch.Tensor], kernel: Kernel) -> list[torch.Tensor]:
@@ -134,7 +135,7 @@ def apart(tensors: Sequence[torch.Tensor], kernel: Kernel) -> list[torch.Tensor]
 
 def _memory(t: torch.Tensor) -> tuple[int, int]:
     """First and last byte address."""
-    start = t.untyped_storage().data_ptr() + t.storage_offset() * t.element_size()
+    start = t.untyped_storage().data_ptr() + int(t.storage_offset()) * t.element_size()
     return start, start + _elements(t) * t.element_size()
 
 
@@ -144,7 +145,7 @@ def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 def _elements(t: torch.Tensor) -> int:
     """From the first to the last, gaps included."""
-    return 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return 0 if t.numel() == 0 else 1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
@@ -152,6 +153,10 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def error_word(errors: torch.Tensor) -> int:
-    """The word of the check that eager makes first (`fusewright.toolkit.ir.checks`), or 0."""
-    found = [w for w in errors.tolist() if w]
-    return min(found, key=lambda w: w & 0xFF) if found else 0
+    """The word of the check that eager makes first (`fusewright.toolkit.ir.checks`), or 0. Each check has four words: its number
+    where it failed, the index in two."""
+    failed = [row for row in errors.cpu().view(-1, 4).tolist() if row[0]]
+    if not failed:
+        return 0
+    site, low, high, _ = min(failed)
+    return word(site, (high << 32) | (low & 0xFFFFFFFF)) if site != ZERO_DIVISION else ZERO_DIVISION

@@ -1,0 +1,130 @@
+"""Sizes and element offsets as Metal expressions, and what is known of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from fusewright.toolkit.ir.extent import Extent, SizeExpr, divide, evaluate, nonnegative, product
+from fusewright.toolkit.ir.index import DivMod, Index
+from fusewright.toolkit.ir.ir import Kernel
+
+WIDE = 2**31 - 2**22
+"""Offsets from here on are 64 bits; the margin covers lanes past the end of a row."""
+
+_WORD = re.compile(r"[\w.]+")
+
+
+def atom(text: str) -> str:
+    """`text` in parentheses, unless it binds tightly already."""
+    return text if _WORD.fullmatch(text) or _closed(text) else f"({text})"
+
+
+def _closed(text: str) -> bool:
+    """Whether `text` is one call or subscript, closed at its very end."""
+    found = re.match(r"[\w:]*[(\[]", text)
+    if found is None or text[-1] not in ")]":
+        return False
+    depth = 0
+    for k, c in enumerate(text):
+        depth += (c in "([") - (c in ")]")
+        if depth == 0 and c in ")]" and k < len(text) - 1:
+            return False
+    return True
+
+
+class Addresses:
+    """Writes indices. `axis` gives the text of an axis, `value` that of an i64 value used as an index."""
+
+    def __init__(self, wide: bool, axis: Callable[[int], str], value: Callable[[int], str]) -> None:
+        self.wide, self.axis, self.value = wide, axis, value
+
+    def number(self, n: int) -> str:
+        return f"{n}l" if self.wide else str(n)
+
+    def extent(self, e: Extent) -> str:
+        """A size over the kernel's size symbols `s0`, `s1`, ..."""
+        if not isinstance(e, SizeExpr):
+            return self.number(e)
+        text = ""
+        for monomial, c in e.terms:
+            factors = [f"s{s}" for s in monomial]
+            if abs(c) != 1 or not factors:
+                factors.insert(0, self.number(abs(c)))
+            text += (" - " if text else "-") if c < 0 else " + " if text else ""
+            text += " * ".join(factors)
+        return text
+
+    def index(self, ix: Index) -> str:
+        """The element offset of an access."""
+        terms = [self._scaled(self.axis(a), c) for a, c in ix.coefs]
+        terms += [self._scaled(self._divmod(d), d.stride) for d in ix.divmods]
+        terms += [self._scaled(self.value(i.value), i.stride) for i in ix.indirect]
+        return self._sum(terms, ix.offset)
+
+    def _divmod(self, d: DivMod) -> str:
+        text = self._sum([self._scaled(self.axis(a), c) for a, c in d.coefs], d.offset)
+        plain = nonnegative(d.offset) and all(nonnegative(c) for _, c in d.coefs)
+        kind = "ulong" if self.wide else "uint"
+        back = "long" if self.wide else "int"
+        if d.div != 1:
+            by = self.extent(d.div)
+            text = f"{back}({kind}({text}) / {kind}({by}))" if plain else f"fw_floor_index({text}, {by})"
+        if d.mod is None:
+            return text
+        by = self.extent(d.mod)
+        if plain:
+            return f"{back}({kind}({text}) % {kind}({by}))"
+        return f"({atom(text)} - fw_floor_index({text}, {by}) * {atom(by)})"
+
+    def _sum(self, terms: list[str], offset: Extent) -> str:
+        if offset != 0 or not terms:
+            terms = [*terms, self.extent(offset)]
+        text = terms[0]
+        for t in terms[1:]:
+            text += f" - {t[1:]}" if t.startswith("-") and " " not in t else f" + {t}"
+        return text
+
+    def _scaled(self, text: str, c: Extent) -> str:
+        if c == 1:
+            return atom(text) if " " in text else text
+        by = self.extent(c)
+        return f"{atom(text)} * {atom(by) if isinstance(c, SizeExpr) else by if by[0] != '-' else f'({by})'}"
+
+
+def multiple(e: Extent, of: int) -> bool:
+    """Whether `e` is a multiple of `of` for all sizes, evidently."""
+    return of == 1 or e == 0 or divide(e, of) is not None
+
+
+def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
+    """The largest magnitude that an index of the kernel would have to hold."""
+    axes = [evaluate(s, sizes) for s in kernel.sizes]
+    n_p = len(kernel.p)
+    top = max(_product(axes[:n_p]), _product(axes[n_p:]))
+    bounds = {n.id: evaluate(n.extent, sizes) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
+    for n in kernel.nodes():
+        if n.index is not None:
+            top = max(top, *_reach(n.index, axes, bounds, sizes))
+    return top
+
+
+def _reach(ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Bounds of an index and of what is divided in it."""
+
+    def term(stride: Extent, reach: int) -> int:
+        return abs(evaluate(stride, sizes)) * max(reach, 0)
+
+    total, inside = abs(evaluate(ix.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in ix.coefs), 0
+    for d in ix.divmods:
+        inner = abs(evaluate(d.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in d.coefs)
+        inside = max(inside, inner)
+        total += term(d.stride, inner // max(1, evaluate(d.div, sizes)))
+    total += sum(term(i.stride, bounds.get(i.value, 0)) for i in ix.indirect)
+    return total, inside
+
+
+def _product(sizes: Sequence[int]) -> int:
+    out = product(sizes)
+    assert isinstance(out, int)
+    return out

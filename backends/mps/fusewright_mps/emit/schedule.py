@@ -1,0 +1,190 @@
+"""How the points and rows of a kernel are spread over threads: a formula of strides, types and the sizes seen when tracing.
+
+What it rests on, of Apple's GPUs:
+- a simdgroup has 32 lanes; it moves memory best when lanes take neighbouring elements, and a lane up to four of them at once;
+- a simdgroup's reduction costs a few instructions, one of a threadgroup a barrier and threadgroup memory beside;
+- a dispatch has three directions, so three axes need no division.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.index import Index
+from fusewright.toolkit.ir.ir import Kernel, Node
+from fusewright.toolkit.ir.types import TYPES
+from fusewright_mps.emit.addressing import multiple
+
+Workers: TypeAlias = Literal["thread", "simd", "group", "columns"]
+
+LANES = 32
+GROUP = 256
+"""Threads of a threadgroup without rows."""
+VECTOR = 4
+"""Elements of Metal's widest vectors."""
+HELD = 48
+"""Registers of a thread that elements of a row may take."""
+FORCED = 64
+"""The same where nothing else will do: a row that is needed again after it was overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`workers` share the row of a point: one thread, a simdgroup, a threadgroup, or ("columns") simdgroups that lie across 32
+    neighbouring points; `count` of them. `vector` neighbours along axis `along` are one thread's (None: there is no such axis).
+    `order` are the axes of P by the direction of the dispatch that they take: x, y, then all others along z. `held`: steps that
+    each worker takes over a row whose elements stay in registers, 0: they are read again."""
+
+    workers: Workers
+    count: int
+    along: int | None
+    vector: int
+    order: tuple[int, ...]
+    group: tuple[int, int, int]
+    held: int = 0
+
+
+def choose(kernel: Kernel, aligned: bool = True) -> Config:
+    """The configuration of a kernel."""
+    seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
+    if not kernel.r:
+        return _points(kernel, seen, aligned)
+    n_p, points, row = len(kernel.p), math.prod(seen[: len(kernel.p)]), math.prod(seen[len(kernel.p) :])
+    reach = contiguous(kernel, seen)
+    last = len(seen) - 1
+    best = max(range(n_p), key=lambda a: (reach[a], a), default=None)
+    by_rows = best is None or reach[last] >= reach[best]
+    scans = any(n.op == "scan" for n in kernel.nodes())
+    if row <= 4 or (row <= 16 and points >= 1 << 14) or (not by_rows and (scans or (row <= 64 and points >= 4096))):
+        return _alone(kernel, seen, best)
+    if not by_rows and best is not None:
+        return _columns(kernel, seen, best, row)
+    vector = 1 if scans else _vector(kernel, last, seen, aligned)
+    if scans or (row <= 1024 and (points >= 64 or row <= 128)):
+        return _simds(kernel, seen, vector)
+    count = min(1024, max(2 * LANES, _pow2(row // (4 * vector))))
+    order = _order(n_p)
+    return Config("group", count, last, vector, order, (count, 1, 1), 0 if scans else _steps(kernel, count * vector))
+
+
+def contiguous(kernel: Kernel, seen: list[int]) -> list[int]:
+    """Bytes that are moved along each axis by accesses whose neighbours along it are neighbours in memory."""
+    found = [0] * len(seen)
+    for n in accesses(kernel):
+        assert n.index is not None
+        covered = math.prod(seen[a] for a in n.index.axes())
+        for a in range(len(seen)):
+            if seen[a] > 1 and n.index.stride_of(a) in (1, -1):
+                found[a] += TYPES[n.dtype].size * covered
+    return found
+
+
+def accesses(kernel: Kernel) -> list[Node]:
+    """Loads and stores, equal ones once."""
+    found: dict[tuple[object, ...], Node] = {}
+    for n in kernel.nodes():
+        if n.op in ("load", "store"):
+            found.setdefault((n.op, n.buffer, n.index), n)
+    return list(found.values())
+
+
+def _order(n_p: int, first: int | None = None) -> tuple[int, ...]:
+    """Axes of P, `first` foremost, then from the innermost to the outermost."""
+    rest = [a for a in reversed(range(n_p)) if a != first]
+    return tuple(rest if first is None else [first, *rest])
+
+
+def _points(kernel: Kernel, seen: list[int], aligned: bool) -> Config:
+    reach = contiguous(kernel, seen)
+    along = max(range(len(seen)), key=lambda a: (reach[a], a), default=None)
+    if along is None:
+        return Config("thread", 1, None, 1, (), (1, 1, 1))
+    vector = _vector(kernel, along, seen, aligned)
+    order = _order(len(seen), along)
+    return Config("thread", 1, along, vector, order, _group(order, seen, vector))
+
+
+def _group(order: tuple[int, ...], seen: list[int], vector: int) -> tuple[int, int, int]:
+    """Threads of a group in each direction: along x as far as it goes, then along y and z."""
+    sizes = [-(-seen[order[0]] // vector), *(seen[a] for a in order[1:2])]
+    sizes.append(math.prod(seen[a] for a in order[2:]))
+    group, left = [], GROUP
+    for k in range(3):
+        group.append(min(left, _pow2(sizes[k]) if k < len(sizes) else 1))
+        left //= group[-1]
+    return group[0], group[1], group[2]
+
+
+def _alone(kernel: Kernel, seen: list[int], best: int | None) -> Config:
+    """A thread for each point; neighbours along the axis that memory favours."""
+    n_p = len(kernel.p)
+    order = _order(n_p, best if best is not None else None)
+    group = _group(order, seen, 1) if order else (1, 1, 1)
+    return Config("thread", 1, None, 1, order, group)
+
+
+def _simds(kernel: Kernel, seen: list[int], vector: int) -> Config:
+    """A simdgroup for each point; some points to a threadgroup, whose simdgroups have nothing to do with each other."""
+    order = _order(len(kernel.p))
+    together = min(8, _pow2(seen[order[0]])) if order else 1
+    scans = any(n.op == "scan" for n in kernel.nodes())
+    held = 0 if scans else _steps(kernel, LANES * vector)
+    return Config("simd", LANES, len(seen) - 1, vector, order, (LANES * together, 1, 1), held)
+
+
+def _columns(kernel: Kernel, seen: list[int], best: int, row: int) -> Config:
+    """Simdgroups that lie along memory, side by side over the row; no more than threadgroup memory has room for."""
+    reductions = sum(2 if n.how.startswith("arg") else 1 for n in kernel.nodes() if n.op == "reduce")
+    room = 24 * 1024 // (LANES * 8 * max(1, reductions))
+    count = max(1, min(LANES, _pow2(row // 8), _pow2(room + 1) // 2))
+    return Config("columns", count, len(seen) - 1, 1, _order(len(kernel.p), best), (LANES, count, 1))
+
+
+def _steps(kernel: Kernel, at_once: int) -> int:
+    """Steps over a row that is held; 0 where it is not known, or too long."""
+    row = math.prod(s for s in kernel.r if isinstance(s, int)) if all(isinstance(s, int) for s in kernel.r) else 0
+    return -(-row // at_once) if row else 0
+
+
+def _vector(kernel: Kernel, axis: int, seen: list[int], aligned: bool) -> int:
+    """How many neighbours along an axis are moved at once: what most accesses can."""
+    if not aligned or any(n.op == "scan" for n in kernel.nodes()) or _read_again(kernel):
+        return 1
+    size = kernel.sizes[axis]
+    alone = len(kernel.sizes) == 1
+    for v in (VECTOR, 2):
+        if seen[axis] < v or not (multiple(size, v) or alone):
+            continue
+        whole = [n for n in accesses(kernel) if n.index is not None and n.index.stride_of(axis) == 1]
+        if whole and all(moves(n, axis, v) for n in whole):
+            return v
+    return 1
+
+
+def moves(n: Node, axis: int, vector: int) -> bool:
+    """Whether an access can move `vector` neighbours along an axis at once."""
+    ix = n.index
+    if ix is None or ix.stride_of(axis) != 1 or len(n.args) > (1 if n.op == "store" else 0) or n.how:
+        return False
+    return all(multiple(s, vector) for s in _strides(ix, axis))
+
+
+def _strides(ix: Index, axis: int) -> list[Extent]:
+    """All that an address is made of beside the axis."""
+    out: list[Extent] = [ix.offset, *(c for a, c in ix.coefs if a != axis)]
+    out += [d.stride for d in ix.divmods]
+    return out + [i.stride for i in ix.indirect]
+
+
+def _read_again(kernel: Kernel) -> bool:
+    """Whether a buffer is loaded that the kernel stores."""
+    stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
+    return any(n.op == "load" and n.buffer in stored for n in kernel.nodes())
+
+
+def _pow2(n: int) -> int:
+    """The least power of 2 that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,42 @@
+"""What backends build with tools of their own and would rather not build twice: sealed files beside the plans, by what they were
+made of. A cache that cannot be used costs only time."""
+
+from __future__ import annotations
+
+import logging
+
+from fusewright.cache import place, seal, store
+from fusewright.config import env_or_default
+from fusewright.errors import printable
+
+log = logging.getLogger("fusewright")
+
+
+def read(made_of: str) -> bytes | None:
+    """What was kept under this text; None when it was not, or not by this user on this machine."""
+    folder = place.cache()
+    if folder is None or not seal.usable():
+        return None
+    name = seal.name_of(f"artifact\0{made_of}") + store.MADE
+    try:
+        found = bytes(seal.unseal(name, folder.read(name)))
+        folder.touch(name)
+        return found
+    except FileNotFoundError:
+        return None
+    except (OSError, seal.Broken) as e:
+        log.warning("fusewright: %s in the cache cannot be used (%s); it is made anew", name[:16], printable(e)[:300])
+        return None
+
+
+def write(made_of: str, data: bytes) -> None:
+    """Keep `data` under this text."""
+    folder = place.cache()
+    if folder is None or not seal.usable():
+        return
+    name = seal.name_of(f"artifact\0{made_of}") + store.MADE
+    try:
+        folder.write(name, seal.seal(name, data))
+        store.prune(max(0, env_or_default("CACHE_MB")) * 1_000_000)
+    except OSError as e:
+        place.say_once(f"a build result was not cached: {e}")
