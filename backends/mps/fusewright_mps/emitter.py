@@ -93,7 +93,11 @@ def _kinds(d: Dispatch) -> set[str]:
 def _name(kernel: Kernel, variant: Variant) -> str:
     word = re.sub(r"\W", "_", kernel.name, flags=re.ASCII)
     word = word if word[:1].isalpha() else f"k{word}"
-    marks = ("" if variant.aligned else "_unaligned", "_wide" if variant.wide else "", "_checked" if variant.check_division else "")
+    marks = (
+        "" if variant.aligned else "_unaligned",
+        "_wide" if variant.wide else "",
+        "_checked" if variant.check_division else "",
+    )
     return f"{word}_{structural_hash(kernel)[:8]}{''.join(marks)}"
 
 
@@ -172,7 +176,9 @@ def _pieces(kernel: Kernel, variant: Variant) -> Iterator[Kernel]:
         return
     stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
     if any(n.op == "load" and n.buffer in stored for n in kernel.nodes()):
-        raise Unsupported(f"{len(kernel.buffers)} buffers, some of them loaded and stored; Metal takes {MOST_ARGUMENTS}")
+        raise Unsupported(
+            f"{len(kernel.buffers)} buffers, some of them loaded and stored; Metal takes {MOST_ARGUMENTS}"
+        )
     group: list[Node] = [n for n in kernel.nodes() if n.op == "bound"]
     for n in [n for n in kernel.nodes() if n.op == "store"]:
         if len(_buffers(_only(kernel, [*group, n]))) > room and any(m.op == "store" for m in group):
@@ -180,7 +186,9 @@ def _pieces(kernel: Kernel, variant: Variant) -> Iterator[Kernel]:
             group = []
         group.append(n)
         if len(_buffers(_only(kernel, group))) > room:
-            raise Unsupported(f"one result of {kernel.name} needs more buffers than the {MOST_ARGUMENTS} that Metal takes")
+            raise Unsupported(
+                f"one result of {kernel.name} needs more buffers than the {MOST_ARGUMENTS} that Metal takes"
+            )
     yield _only(kernel, group)
 
 
@@ -198,4 +206,3 @@ def _only(kernel: Kernel, roots: Iterable[Node]) -> Kernel:
             todo.extend(nodes[i].uses())
     stages = (Stage(s.over, tuple(n for n in s.nodes if n.id in live)) for s in kernel.stages)
     return replace(kernel, stages=tuple(s for s in stages if s.nodes))
-

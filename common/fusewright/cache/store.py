@@ -164,7 +164,11 @@ def _entries(files: list[Found]) -> list[Entry]:
 
 def _artifacts(files: list[Found]) -> list[Entry]:
     """What `artifacts` keeps, which is no plan."""
-    return [Entry(f.name.removesuffix(MADE), f.bytes, f.used) for f in files if f.name.endswith(MADE) and not f.name.startswith(".")]
+    return [
+        Entry(f.name.removesuffix(MADE), f.bytes, f.used)
+        for f in files
+        if f.name.endswith(MADE) and not f.name.startswith(".")
+    ]
 
 
 def listed() -> Iterator[tuple[Entry, Mapping[str, Any]]]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fusewright.toolkit.ir import Builder, Kernel, structural_hash, symbol
-from fusewright.toolkit.ir.checks import word
 from fusewright.toolkit.ir.extent import Extent, atoms
 from fusewright_mps import runtime
 from fusewright_mps.device import Fetched
@@ -56,7 +55,7 @@ def printed(kernel: Kernel, variant: Variant, target: object) -> Source:
         Dispatch(f"{name}_b", (Argument("buffer", 0), *numbers), (kernel.p[0], 2, 1), (32, 2, 1)),
     )
     alignment = tuple(16 if variant.aligned else 1 for _ in kernel.buffers)
-    return Source(kernel, variant, f"// {name}", dispatches, alignment, errors=2 * checks)
+    return Source(kernel, variant, f"// {name}", dispatches, alignment, errors=8 * checks)
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +142,7 @@ class Late(Recorded):
 
     def fetch(self, words: torch.Tensor) -> Fetched:
         super().fetch(words)
-        return Fetched(torch.tensor([0, word(1, 12)]), lambda: self.arrived)
+        return Fetched(torch.tensor([0, 0, 0, 0, 1, 12, 0, 0], dtype=torch.int32), lambda: self.arrived)
 
 
 def test_an_error_is_raised_by_the_launch_after_its_words_have_come() -> None:

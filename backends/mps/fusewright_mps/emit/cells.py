@@ -37,7 +37,9 @@ class Cells(Memory):
         stores = [n for n in inside if n.op == "store" and self._wide(n, along, vector)]
         for n in loads:
             self._load(n, vector)
-        if len(loads) + len(stores) == len(inside) and {n.args[0] for n in stores} <= {n.id for n in loads if n.id not in self.held}:
+        if len(loads) + len(stores) == len(inside) and {n.args[0] for n in stores} <= {
+            n.id for n in loads if n.id not in self.held
+        }:
             self._vectors_stored(stores, vector, {n.id: f"w{n.args[0]}" for n in stores})
             return
         for n in stores:
@@ -73,7 +75,9 @@ class Cells(Memory):
     def _load(self, n: Node, vector: int) -> None:
         kind = f"{METAL[n.dtype]}{vector}"
         text = f"*(device const {kind}*)({self.buffers[n.buffer or 0]} + {atom(self.index(n))})"
-        self.put(f"{self.held[n.id]}[{self.step}] = {text};" if n.id in self.held else f"const {kind} w{n.id} = {text};")
+        self.put(
+            f"{self.held[n.id]}[{self.step}] = {text};" if n.id in self.held else f"const {kind} w{n.id} = {text};"
+        )
 
     def _each(self, nodes: Sequence[Node], over_row: bool, lane: str, wide: Collection[int] = ()) -> None:
         for n in nodes:

@@ -49,7 +49,7 @@ class Memory(Writer):
         self.put(f"{self.place(n)} = {cast(new, 'f32', n.dtype) if half else new};")
 
     def _atomic(self, n: Node, value: str) -> None:
-        """Accumulation where points meet. Metal adds floats, and takes maxima of 32-bit whole numbers; the rest goes by exchange."""
+        """Accumulation where points meet. Metal adds f32, and takes maxima of 32-bit whole numbers; the rest goes by exchange."""
         name, at = self.buffers[n.buffer or 0], self.index(n)
         own = {"f32": ("add",), "i32": ("add", "max", "min")}.get(n.dtype)
         if own and n.how in own:
@@ -62,7 +62,9 @@ class Memory(Writer):
             word = f"(device uint*)({name}) + {atom(at)} / 2"
             self.put(f"fw_atomic_half<{kinds}>({word}, {atom(at)} % 2 != 0, float({value}));")
         else:
-            raise Unsupported(f"points that meet in a sum of {n.dtype}: Metal has atomics of 32 bits; torch's own call adds them")
+            raise Unsupported(
+                f"points that meet in a sum of {n.dtype}: Metal has atomics of 32 bits; torch's own call adds them"
+            )
 
     def conflicts(self, n: Node, over_row: bool) -> bool:
         """Whether two points of the stage may store to one element."""

@@ -50,7 +50,9 @@ class Points(Cells):
         for axis, text in zip(order[:2], (x, y), strict=False):
             name = self.where[axis] = self.axis_name(axis)
             if axis in used:
-                self.put(f"const {integer} {name} = {integer}({text}){f' * {vector}' if vector > 1 and axis == order[0] else ''};")
+                self.put(
+                    f"const {integer} {name} = {integer}({text}){f' * {vector}' if vector > 1 and axis == order[0] else ''};"
+                )
         self._rest(order[2:], z)
 
     def _rest(self, axes: Sequence[int], z: str) -> None:

@@ -131,7 +131,7 @@ inline float fw_log1p(float x) {
 }
 inline float fw_erf(float x) {
     const float t = x > 3.925f ? 3.925f : x < -3.925f ? -3.925f : x;
-    const float u = metal::fma(t * t, 0.129823523f, -1.0f), u2 = u * u, u4 = u2 * u2;
+    const float u = metal::fma(t * t, 0.129822711f, -1.0f), u2 = u * u, u4 = u2 * u2;
     const float a = metal::fma(metal::fma(metal::fma(0.00183295506f, u4, 0.0297581423f), u4, 0.0905723497f), u4, 0.360277921f);
     const float b = metal::fma(metal::fma(metal::fma(-0.00120133499f, u4, -0.0199196395f), u4, -0.0740567148f), u4, -0.179884195f);
     const float c = metal::fma(metal::fma(metal::fma(0.00217113691f, u4, 0.0144898072f), u4, 0.0585423634f), u4, 0.133933425f);

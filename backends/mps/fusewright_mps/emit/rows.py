@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
-from fusewright.toolkit.ir.ir import Kernel, Node, Stage
+from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
 from fusewright.toolkit.transform.split import identity
 from fusewright_mps.emit.memory import FUNCTORS, Order
@@ -181,7 +181,10 @@ class Rows(Points):
         an input's memory."""
         for n in (n for n in again if n.op == "load"):
             for s in self.kernel.stages[self.stage_of[n.id] : k]:
-                if any(m.op == "store" and (m.buffer == n.buffer or (m.dtype == n.dtype and m.index == n.index)) for m in s.nodes):
+                if any(
+                    m.op == "store" and (m.buffer == n.buffer or (m.dtype == n.dtype and m.index == n.index))
+                    for m in s.nodes
+                ):
                     return True
         return False
 
@@ -354,7 +357,9 @@ class Rows(Points):
         text = ""
         for a in range(n_p, len(self.kernel.sizes)):
             size = self.address.extent(self.kernel.sizes[a])
-            text = self.where[a] if not text else f"({text}) * {size if size.isalnum() else f'({size})'} + {self.where[a]}"
+            text = (
+                self.where[a] if not text else f"({text}) * {size if size.isalnum() else f'({size})'} + {self.where[a]}"
+            )
         return text
 
     # parts of a reduction to one

@@ -17,7 +17,7 @@ from fusewright.cache import artifacts
 NATIVE = Path(__file__).parent / "native"
 SOURCES = ("runtime.h", "metal_shim.h", "metal_stdlib", "runtime.cpp")
 FLAGS = (
-    "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
+    "-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
     "-fsigned-char", "-fno-math-errno",
 )  # fmt: skip
 """Any warning is an error. Overflow wraps and products are not contracted, so that a run means the same everywhere."""
@@ -51,7 +51,9 @@ def compiler() -> str:
 @functools.cache
 def _surroundings() -> str:
     """What code depends on beside its source."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[
+        0
+    ]
     native = hashlib.sha256(b"\0".join((NATIVE / name).read_bytes() for name in SOURCES)).hexdigest()
     return "\n".join([version, machine.cpu_name(), " ".join(_flags()), native])
 
@@ -72,14 +74,34 @@ def build(cpp: str, checked: bool) -> ctypes.CDLL:
 
 def _compiled(cpp: str, checked: bool) -> bytes:
     with tempfile.TemporaryDirectory(prefix="fusewright-") as folder:
-        source, out = Path(folder, "shaders.cpp"), Path(folder, "shaders.so")
+        source, runtime, out = (Path(folder, name) for name in ("shaders.cpp", "runtime.o", "shaders.so"))
         source.write_text(cpp)
+        runtime.write_bytes(_runtime())
         define = ["-DSHIM_CHECK"] if checked else []
-        command = [compiler(), *_flags(), *define, f"-I{NATIVE}", str(source), str(NATIVE / "runtime.cpp"), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        if done.returncode:
-            raise NotCompiled(f"the shim does not compile this Metal source:\n{done.stderr[:8000]}")
+        _run("-shared", *define, f"-I{NATIVE}", str(source), str(runtime), "-o", str(out))
         return out.read_bytes()
+
+
+@functools.cache
+def _runtime() -> bytes:
+    """The object code of what all libraries share."""
+    made_of = f"{_surroundings()}\nruntime"
+    code = artifacts.read(made_of)
+    if code is None:
+        with tempfile.TemporaryDirectory(prefix="fusewright-") as folder:
+            out = Path(folder, "runtime.o")
+            _run("-c", str(NATIVE / "runtime.cpp"), "-o", str(out))
+            code = out.read_bytes()
+        artifacts.write(made_of, code)
+    return code
+
+
+def _run(*arguments: str) -> None:
+    done = subprocess.run(
+        [compiler(), *_flags(), *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    if done.returncode:
+        raise NotCompiled(f"the shim does not compile this Metal source:\n{done.stderr[:8000]}")
 
 
 def _loaded(code: bytes) -> ctypes.CDLL:

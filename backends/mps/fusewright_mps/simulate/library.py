@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from fusewright_mps.simulate.compiler import build
-from fusewright_mps.simulate.translate import BYTES, Function, Parameter, functions, to_cpp
+from fusewright_mps.simulate.translate import Function, Parameter, functions, to_cpp
 
 MOST_THREADS = 1024
 """In a threadgroup."""
@@ -54,7 +54,12 @@ class ShaderLibrary(Protocol):
 
 
 class _Region(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("space", ctypes.c_int)]
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("begin", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        ("space", ctypes.c_int),
+    ]
 
 
 class _Argument(ctypes.Structure):
@@ -129,7 +134,9 @@ class _Function:
         if math.prod(group) > MOST_THREADS or min(group) < 1:
             raise ValueError(f"{f.name}: a threadgroup of {tuple(group)}; Metal takes 1 to {MOST_THREADS} threads")
         if f.threadgroup_bytes > THREADGROUP_BYTES:
-            raise ValueError(f"{f.name}: {f.threadgroup_bytes} bytes of threadgroup memory; there are {THREADGROUP_BYTES}")
+            raise ValueError(
+                f"{f.name}: {f.threadgroup_bytes} bytes of threadgroup memory; there are {THREADGROUP_BYTES}"
+            )
 
     def _said(self, report: _Report) -> str:
         lines = self.library.text.splitlines()
@@ -152,12 +159,14 @@ def _value(f: Function, p: Parameter, a: Any) -> tuple[_Argument, Any]:
             raise TypeError(f"{f.name}: {p.name} lies on {a.device}; a simulation takes CPU tensors")
         return _argument(p.name, a.data_ptr(), _extent(a) * a.element_size()), a
     numbers = list(a) if isinstance(a, list | tuple) else [a]
-    kind = {"long": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int32}.get(p.type)
+    kind: Any = {"long": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int32}.get(p.type)
     if kind is None or not numbers or any(isinstance(x, float) != (p.type == "float") for x in numbers):
         raise TypeError(f"{f.name}: {p.name} is constant {p.type}*, and is given {a!r}")
     held = (kind * len(numbers))(*numbers)
     if ctypes.sizeof(held) > INLINE_BYTES:
-        raise ValueError(f"{f.name}: {p.name} has {ctypes.sizeof(held)} bytes; Metal takes {INLINE_BYTES} without a buffer")
+        raise ValueError(
+            f"{f.name}: {p.name} has {ctypes.sizeof(held)} bytes; Metal takes {INLINE_BYTES} without a buffer"
+        )
     return _argument(p.name, ctypes.addressof(held), ctypes.sizeof(held)), held
 
 
@@ -170,4 +179,4 @@ def _extent(t: torch.Tensor) -> int:
     return 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-__all__ = ["BYTES", "ShaderFunction", "ShaderLibrary", "SimulationError", "compile_shader"]
+__all__ = ["ShaderFunction", "ShaderLibrary", "SimulationError", "compile_shader"]

@@ -20,7 +20,18 @@ _KERNEL = re.compile(r"^kernel\s+void\s+(\w+)\(([^{]*)\)\s*\{", re.MULTILINE)
 _NAME = re.compile(r"(\w+)\s*\(")
 _MEETING = re.compile(r"\b(?:simd_\w+|threadgroup_barrier|simdgroup_barrier)\s*\(")
 
-BYTES = {"char": 1, "uchar": 1, "bool": 1, "short": 2, "half": 2, "bfloat": 2, "int": 4, "uint": 4, "float": 4, "long": 8}
+BYTES = {
+    "char": 1,
+    "uchar": 1,
+    "bool": 1,
+    "short": 2,
+    "half": 2,
+    "bfloat": 2,
+    "int": 4,
+    "uint": 4,
+    "float": 4,
+    "long": 8,
+}
 """Sizes of Metal's scalar types."""
 
 PLACES = {
@@ -129,8 +140,11 @@ def to_cpp(text: str, kernels: list[Function]) -> str:
 def _callers(kernels: list[Function]) -> Iterator[str]:
     for k in kernels:
         args = ", ".join(
-            f"shim::argument<{'' if p.writes else 'const '}{p.type}>(args[{p.buffer}])" if p.buffer is not None else f"at.{p.place}"
+            f"shim::argument<{'' if p.writes else 'const '}{p.type}>(args[{p.buffer}])"
+            if p.buffer is not None
+            else f"at.{p.place}"
             for p in k.parameters
         )
         unused = "".join(f" (void){x};" for x in ("args", "at") if x not in args)
-        yield f'extern "C" void shim_body_{k.name}(const shim::Argument* args, const shim::Thread& at) {{{unused} {k.name}({args}); }}'
+        head = f'extern "C" void shim_body_{k.name}(const shim::Argument* args, const shim::Thread& at)'
+        yield f"{head} {{{unused} {k.name}({args}); }}"
