@@ -8,6 +8,7 @@ import pytest
 
 from fusewright.toolkit.ir import Builder, Kernel
 from fusewright_cpu.kernels.attention import Attention
+from fusewright_cpu.kernels.gemv import Gemv
 from fusewright_cpu.run.jit import kernels_to_text, to_object
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import ARM_CORES, CpuTarget, aarch64_target, target_machine
@@ -111,3 +112,31 @@ def test_cores_differ_in_their_fingerprint(core: str) -> None:
     assert target.sve_bits == ARM_CORES[core].sve_bits and target.vector_bytes == max(target.sve_bits, 128) // 8
     others: list[CpuTarget] = [aarch64_target(c) for c in ARM_CORES if c != core]
     assert target.fingerprint not in [o.fingerprint for o in others]
+
+
+WEIGHTS = {"bf16": r"ld[pr]\s+[qz]\d+", "i8": r"ld[pr]\s+q\d+|ld1sb", "f32": r"ld[pr]\s+[qz]\d+"}
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_decoding_streams_its_weights_once_in_vectors(dtype: str, weight: str, core: str) -> None:
+    """One row: the loop reads each weight by a vector load, multiplies vectors, and does little else."""
+    g, target = Gemv(1, dtype, weight), elf(core)
+    loop = max(loops(instructions(g, target)), key=lambda x: sum(bool(re.match(r"bfdot|fmla|fmad", i)) for i in x))
+    pairs = dtype == weight == "bf16" and target.has("bf16")
+    products = sum(bool(re.match("bfdot" if pairs else "fmla|fmad", i)) for i in loop)
+    width = target.vector_bytes // 4 * (2 if pairs else 1)
+    loaded = sum(_bytes(i, target.vector_bytes) for i in loop if re.match(WEIGHTS[weight], i))
+    element = {"bf16": 2, "i8": 1, "f32": 4}[weight]
+    assert products * width * element <= loaded <= products * width * (element + {"f32": 4, "bf16": 2}[dtype] / 4)
+    assert (
+        not has(loop, r"(bl|b\.|str|st1|ldrs?b|ldrs?h|ldr\s+[bhsd]\d)\b.*\[") and len(loop) <= 1.1 * products * width
+    ), loop
+
+
+def _bytes(line: str, vector: int) -> int:
+    """What a vector load reads."""
+    if line.startswith("ld1sb"):
+        return vector // 4
+    return (2 if line.startswith("ldp") else 1) * (vector if re.search(r"\bz\d", line) else 16)

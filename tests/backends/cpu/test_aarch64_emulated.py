@@ -16,9 +16,11 @@ from ci.aarch64_emulator import Emulator, missing
 from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
 from fusewright.toolkit.ir.types import from_torch, to_torch
 from fusewright_cpu.kernels.attention import Attention
+from fusewright_cpu.kernels.gemv import Gemv
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu import test_attention as attention
+from tests.backends.cpu import test_gemv as gemv
 from tests.backends.cpu.test_aarch64_assembly import KERNELS
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs
@@ -140,3 +142,16 @@ def test_attention_with_masks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("where", [0, 2])
 def test_what_is_not_finite_spreads_in_attention(where: int) -> None:
     attention.test_what_is_not_finite_spreads_as_in_eager(where, math.nan)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_products_of_few_rows(arm: Emulator, rows: int) -> None:
+    kinds = [g for g in gemv.KINDS if g.rows == rows]
+    libraries = arm.build(kinds)
+
+    def emulated(g: Gemv, tensors: list[torch.Tensor], sizes: list[int]) -> None:
+        assert arm.run(g, libraries[hash_of(g)], tensors, sizes, threads=2) == 0
+
+    for g in kinds:
+        for n, k in gemv.SIZES:
+            gemv.assert_exact(g, n, k, emulated)

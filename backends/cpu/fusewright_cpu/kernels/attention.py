@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
-from fusewright_cpu.emit.bf16 import dot_pairs, multiplies_pairs, near_bf16
 from fusewright_cpu.emit.entry import share, start
+from fusewright_cpu.emit.intrinsics import dot_pairs, multiplies_pairs, near_bf16
 from fusewright_cpu.emit.math import exp2
 from fusewright_cpu.emit.pointwise import cast, to_bf16
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
 from fusewright_cpu.emit.tiles import transpose
+from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, store, word
 from fusewright_cpu.policy import LOOPS
 from fusewright_cpu.target import CpuTarget
 
@@ -84,37 +85,20 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
         share(module, name)
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
-    batch, heads, rows, keys = (_word(f, block, len(a.buffers) + k) for k in range(4))
+    batch, heads, rows, keys = (word(f, block, len(a.buffers) + k) for k in range(4))
     groups = f.mul(batch, heads)
-    some = _most(f, rows, i64(1))
-    wanted = _least(f, _ceil(f, f.mul(threads, i64(4)), _most(f, groups, i64(1))), _ceil(f, some, i64(LEAST_ROWS)))
-    chunks = _most(f, _ceil(f, some, i64(MOST_ROWS)), wanted)
-    chunk = f.mul(_ceil(f, _ceil(f, some, chunks), i64(ROWS)), i64(ROWS))
+    some = most(f, rows, i64(1))
+    wanted = least(f, ceil_div(f, f.mul(threads, i64(4)), most(f, groups, i64(1))), ceil_div(f, some, i64(LEAST_ROWS)))
+    chunks = most(f, ceil_div(f, some, i64(MOST_ROWS)), wanted)
+    chunk = f.mul(ceil_div(f, ceil_div(f, some, chunks), i64(ROWS)), i64(ROWS))
     shared = f.alloca("i64", 1, 8)
     f.raw(f"store {chunk}, {shared}")
-    items = f.mul(groups, _ceil(f, rows, chunk))
+    items = f.mul(groups, ceil_div(f, rows, chunk))
     work = f.mul(f.mul(groups, f.mul(rows, keys)), i64(a.width // 4 + 2))
-    team = _least(f, _least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
+    team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     start(f, name, block, items, shared, team if parallel else None)
     f.raw("ret i64 0")
     f.finish()
-
-
-def _word(f: Fn, block: V, k: int) -> V:
-    return f.let("i64", 1, f"load i64, {f.gep('i64', block, i64(k))}")
-
-
-def _least(f: Fn, a: V, b: V) -> V:
-    return f.select(f.cmp("icmp slt", a, b), a, b)
-
-
-def _most(f: Fn, a: V, b: V) -> V:
-    return f.select(f.cmp("icmp sgt", a, b), a, b)
-
-
-def _ceil(f: Fn, a: V, b: V) -> V:
-    """a / b, rounded up."""
-    return f.bin("sdiv", f.add(a, f.bin("sub", b, i64(1))), b)
 
 
 class _Body:
@@ -153,21 +137,21 @@ class _Body:
     def write(self) -> None:
         f, a, block = self.f, self.a, self.f.args[0]
         n = len(a.buffers)
-        pointers = [f.conv("inttoptr", _word(f, block, k), "ptr") for k in range(n)]
-        self.size = {s: _word(f, block, n + k) for k, s in enumerate(a.symbols)}
-        bits = f.conv("bitcast", _word(f, block, n + len(a.symbols)), "double")
+        pointers = [f.conv("inttoptr", word(f, block, k), "ptr") for k in range(n)]
+        self.size = {s: word(f, block, n + k) for k, s in enumerate(a.symbols)}
+        bits = f.conv("bitcast", word(f, block, n + len(a.symbols)), "double")
         self.scale = f.conv("fptrunc", bits, "float")
         self.base = dict(zip((b.name for b in a.buffers), pointers, strict=True))
         self.last_row = f.bin("sub", self.size["rows"], i64(1))
         chunk = f.let("i64", 1, f"load i64, {f.args[3]}")
-        chunks = _ceil(f, self.size["rows"], chunk)
+        chunks = ceil_div(f, self.size["rows"], chunk)
 
         def item(i: V) -> None:
             group, part = f.bin("sdiv", i, chunks), f.bin("srem", i, chunks)
             b, h = f.bin("sdiv", group, self.size["heads"]), f.bin("srem", group, self.size["heads"])
             self.at = {name: self._head(name, b, h) for name in self.base}
             first = f.mul(part, chunk)
-            self._rows(first, _least(f, f.add(first, chunk), self.size["rows"]))
+            self._rows(first, least(f, f.add(first, chunk), self.size["rows"]))
 
         self._each(f.args[1], f.args[2], 1, item)
         f.raw("ret void")
@@ -189,11 +173,7 @@ class _Body:
         return self.f.gep(self._type(name), self.at[name], self.f.mul(row, self.size[f"{name}_l"]))
 
     def _each(self, lo: V, hi: V, step: int, body: Callable[[V], None]) -> None:
-        def inside(i: V, _: list[V]) -> list[V]:
-            body(i)
-            return []
-
-        self.f.loop(lo, hi, i64(step), [], inside)
+        each(self.f, lo, hi, step, body)
 
     def _columns(self, step: int, body: Callable[[V, int], None]) -> None:
         """body(first column, how many there are) for the columns of a head, `step` at a time."""
@@ -204,24 +184,10 @@ class _Body:
             body(i64(full), self.a.width - full)
 
     def _load(self, t: str, p: V, w: int = 1, align: int = 4, there: int | V | None = None) -> V:
-        """A vector; of the lanes that are not `there` (a count or a mask) zeros, without reading them."""
-        f, ty = self.f, t if w == 1 else f"<{w} x {t}>"
-        if there is None or there == w:
-            return f.let(t, w, f"load {ty}, {p}, align {align}")
-        mask = f.cmp("icmp slt", f.iota(w), i64(there)) if isinstance(there, int) else there
-        name = f"llvm.masked.load.v{w}{'f32' if t == 'float' else t}.p0"
-        f.module.declare(name, ty, ["ptr", "i32", mask.ty, ty])
-        return f.let(t, w, f"call {ty} @{name}({p}, i32 {align}, {mask}, {ty} zeroinitializer)")
+        return load(self.f, t, p, w, align, there)
 
     def _store(self, x: V, p: V, align: int = 4, there: int | None = None) -> None:
-        f = self.f
-        if there is None or there == x.w:
-            f.raw(f"store {x}, {p}, align {align}")
-            return
-        mask = f.cmp("icmp slt", f.iota(x.w), i64(there))
-        name = f"llvm.masked.store.v{x.w}{'f32' if x.t == 'float' else x.t}.p0"
-        f.module.declare(name, "void", [x.ty, "ptr", "i32", mask.ty])
-        f.raw(f"call void @{name}({x}, {p}, i32 {align}, {mask})")
+        store(self.f, x, p, align, there)
 
     def _floats(self, t: str, p: V, there: int | V | None = None) -> V:
         """A vector of floats from elements of type `t`."""
@@ -244,7 +210,7 @@ class _Body:
         """Rows first to last of a head, block of keys by block of keys."""
         f = self.f
         low, zero = const(-math.inf, "float"), const(0.0, "float")
-        count = f.mul(_ceil(f, f.bin("sub", last, first), i64(ROWS)), i64(ROWS))
+        count = f.mul(ceil_div(f, f.bin("sub", last, first), i64(ROWS)), i64(ROWS))
 
         def clear(i: V) -> None:
             self._store(low, f.gep("float", self.top, i))
@@ -254,17 +220,17 @@ class _Body:
         none = f.splat(zero, self.w)
         floats = f.mul(count, i64(self.width))
         self._each(i64(0), floats, self.w, lambda i: self._store(none, f.gep("float", self.acc, i)))
-        end = _least(f, self.size["keys"], last) if self.a.causal else self.size["keys"]
+        end = least(f, self.size["keys"], last) if self.a.causal else self.size["keys"]
 
         def keys(k0: V) -> None:
-            count = _least(f, f.bin("sub", end, k0), i64(self.block))
+            count = least(f, f.bin("sub", end, k0), i64(self.block))
             self._pack_keys(k0, count)
             self._pack_values(k0, count)
 
             def some(r0: V) -> None:
                 seen = count
                 if self.a.causal:
-                    seen = _least(f, count, f.bin("sub", f.add(r0, i64(ROWS)), k0))
+                    seen = least(f, count, f.bin("sub", f.add(r0, i64(ROWS)), k0))
                 f.when(f.cmp("icmp sgt", seen, i64(0)), lambda: self._tile(f.bin("sub", r0, first), r0, k0, seen))
 
             self._each(first, last, ROWS, some)
@@ -297,7 +263,7 @@ class _Body:
         last = f.bin("sub", self.size["keys"], i64(1))
 
         def pack(j: V) -> None:
-            starts = [self._row("key", _least(f, f.add(f.add(k0, j), i64(i)), last)) for i in range(w)]
+            starts = [self._row("key", least(f, f.add(f.add(k0, j), i64(i)), last)) for i in range(w)]
 
             def square(c: V, there: int) -> None:
                 rows = [self._words("key", p, c, there) for p in starts]
@@ -314,14 +280,14 @@ class _Body:
         """Rows of values one behind the other, or two rows as one of pairs; zeros behind the last one, up to whole vectors of
         keys."""
         f, w = self.f, self.w
-        stop = f.mul(_ceil(f, count, i64(w)), i64(w))
+        stop = f.mul(ceil_div(f, count, i64(w)), i64(w))
         last = f.bin("sub", count, i64(1))
 
         def pack(j: V) -> None:
             rows = []
             for i in range(self.per):
                 key = f.add(j, i64(i))
-                row = self._row("value", f.add(k0, _least(f, key, last)))
+                row = self._row("value", f.add(k0, least(f, key, last)))
                 rows.append((f.cmp("icmp sle", key, last), row))
             to = f.gep(self.word, self.v_pack, f.mul(f.bin("sdiv", j, i64(self.per)), i64(self.width)))
 
@@ -350,7 +316,7 @@ class _Body:
         f, w = self.f, self.w
         self._pack_queries(r0)
         queries = [f.gep(self.word, self.q_pack, i64(i * self.words)) for i in range(ROWS)]
-        vectors = _ceil(f, seen, i64(w))
+        vectors = ceil_div(f, seen, i64(w))
         whole = f.mul(f.bin("sdiv", vectors, i64(self.vectors)), i64(self.vectors))
         count = i64(-(-self.a.width // (self.per * self.unroll)) * self.unroll)
 
@@ -373,7 +339,7 @@ class _Body:
         f = self.f
 
         def pack(i: V) -> None:
-            row = self._row("query", _least(f, f.add(r0, i), self.last_row))
+            row = self._row("query", least(f, f.add(r0, i), self.last_row))
             to = f.gep(self.word, self.q_pack, f.mul(i, i64(self.words)))
 
             def column(c: V, there: int) -> None:
@@ -422,7 +388,7 @@ class _Body:
         f, w = self.f, self.w
 
         def weigh(i: V) -> None:
-            row = _least(f, f.add(r0, i), self.last_row)
+            row = least(f, f.add(r0, i), self.last_row)
             top = self._weigh(self._scores_of(i), row, k0, seen, vectors)
             self._store(self._across(top, _largest), f.gep("float", self.fresh, i))
 
@@ -477,8 +443,8 @@ class _Body:
         mask = f.gep(self._type("mask"), self._row("mask", row), k0) if a.mask else None
         limit = seen
         if a.causal:
-            limit = _least(f, seen, f.bin("sub", f.add(row, i64(1)), k0))
-            limit = _most(f, limit, i64(0))
+            limit = least(f, seen, f.bin("sub", f.add(row, i64(1)), k0))
+            limit = most(f, limit, i64(0))
         low = V(f"splat (float {const(-math.inf, 'float').name})", "float", w)
 
         def step(j: V, top: V, last: bool) -> V:
@@ -513,7 +479,7 @@ class _Body:
     def _add_values(self, here: V, seen: V) -> None:
         """acc = acc * fade + weights @ values, for the rows of a tile."""
         f, w = self.f, self.w
-        count = f.mul(_ceil(f, seen, i64(self.per * self.unroll)), i64(self.unroll))
+        count = f.mul(ceil_div(f, seen, i64(self.per * self.unroll)), i64(self.unroll))
         weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i64(i * self.block)) for i in range(ROWS)]
         fades = [self._load("float", f.gep("float", self.fade, i64(i))) for i in range(ROWS)]
         rows = [f.gep("float", self.acc, f.mul(f.add(here, i64(i)), i64(self.width))) for i in range(ROWS)]

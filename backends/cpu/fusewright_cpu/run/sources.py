@@ -17,8 +17,9 @@ from fusewright_cpu.emit.entry import emit_kernel
 from fusewright_cpu.emit.text import Module
 from fusewright_cpu.emit.unroll import unrolled
 from fusewright_cpu.kernels.attention import Attention, emit_attention
+from fusewright_cpu.kernels.gemv import Gemv, emit_gemv
 
-Source: TypeAlias = Kernel | Attention
+Source: TypeAlias = Kernel | Attention | Gemv
 
 
 def hash_of(source: Source) -> str:
@@ -30,17 +31,28 @@ def hash_of(source: Source) -> str:
 
 def emit(module: Module, source: Source, name: str, parallel: bool) -> None:
     """Adds the function `name` to the module. `UnsupportedKernel` when its target lacks what the source needs."""
-    if isinstance(source, Kernel):
-        emit_kernel(module, unrolled(source), name, parallel)
-    else:
-        emit_attention(module, source, name, parallel)
+    match source:
+        case Kernel():
+            emit_kernel(module, unrolled(source), name, parallel)
+        case Attention():
+            emit_attention(module, source, name, parallel)
+        case Gemv():
+            emit_gemv(module, source, name, parallel)
+
+
+_BY_HAND: dict[str, type[Attention | Gemv]] = {"attention": Attention, "gemv": Gemv}
 
 
 def to_json(source: Source) -> dict[str, Any]:
     """The source as JSON data."""
-    return kernel_to_json(source) if isinstance(source, Kernel) else {"attention": asdict(source)}
+    if isinstance(source, Kernel):
+        return kernel_to_json(source)
+    return {next(k for k, t in _BY_HAND.items() if isinstance(source, t)): asdict(source)}
 
 
 def from_json(data: Mapping[str, Any]) -> Source:
     """What `to_json` described. ValueError for data of another version."""
-    return Attention(**data["attention"]) if "attention" in data else kernel_from_json(dict(data))
+    for name, kind in _BY_HAND.items():
+        if name in data:
+            return kind(**data[name])
+    return kernel_from_json(dict(data))

@@ -1,10 +1,11 @@
-"""Instructions of CPUs that multiply bf16: `vdpbf16ps` of AVX-512, `bfdot` of NEON and SVE."""
+"""Instructions that LLVM does not make of vectors by itself: products of bf16 (`vdpbf16ps` of AVX-512, `bfdot` of NEON and
+SVE), SVE's loads that widen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusewright_cpu.emit.text import BITS, Fn, V
+from fusewright_cpu.emit.text import BITS, Fn, V, const
 from fusewright_cpu.target import CpuTarget
 
 _SHORT = {"float": "f32"}
@@ -35,6 +36,24 @@ def near_bf16(f: Fn, x: V) -> V:
     return f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})")
 
 
+def widened(f: Fn, p: V, w: int, left: V | None = None) -> V:
+    """`w` int8 at `p` as i32, by SVE's loads that widen; zeros behind the first `left` (any count)."""
+    f.module.declare(
+        "llvm.masked.load.nxv4i8.p0", "<vscale x 4 x i8>", ["ptr", "i32", "<vscale x 4 x i1>", "<vscale x 4 x i8>"]
+    )
+    mask = "splat (i1 true)"
+    if left is not None:
+        f.module.declare("llvm.get.active.lane.mask.nxv4i1.i64", "<vscale x 4 x i1>", ["i64", "i64"])
+        n = f.call("smax", "i64", [left, const(0, "i64")])
+        mask = f.let("i1", 0, f"call <vscale x 4 x i1> @llvm.get.active.lane.mask.nxv4i1.i64(i64 0, {n})").name
+    zeros = "<vscale x 4 x i8> zeroinitializer"
+    x = f.let(
+        "i8", 0, f"call <vscale x 4 x i8> @llvm.masked.load.nxv4i8.p0({p}, i32 1, <vscale x 4 x i1> {mask}, {zeros})"
+    )
+    wide = f.let("i32", 0, f"sext <vscale x 4 x i8> {x.name} to <vscale x 4 x i32>")
+    return _fixed(f, wide.name, "i32", w)
+
+
 def scalable(f: Fn, name: str, acc: V, words: Sequence[V], t: str) -> V:
     """An SVE intrinsic of `acc` and of words of as many bits as its lanes, read as elements of type `t`. Vectors have the
     target's length; the intrinsic's types leave that open."""
@@ -44,10 +63,15 @@ def scalable(f: Fn, name: str, acc: V, words: Sequence[V], t: str) -> V:
     args += [(to, f.let(t, 0, f"bitcast <vscale x 4 x i32> {_scalable(f, v)} to {to}").name) for v in words]
     f.module.declare(name, args[0][0], [ty for ty, _ in args])
     result = f.let("", 0, f"call {args[0][0]} @{name}({', '.join(f'{ty} {v}' for ty, v in args)})")
-    short = _SHORT.get(acc.t, acc.t)
-    back = f"llvm.vector.extract.v{acc.w}{short}.nxv4{short}"
-    f.module.declare(back, acc.ty, [args[0][0], "i64"])
-    return f.let(acc.t, acc.w, f"call {acc.ty} @{back}({args[0][0]} {result.name}, i64 0)")
+    return _fixed(f, result.name, acc.t, acc.w)
+
+
+def _fixed(f: Fn, name: str, t: str, w: int) -> V:
+    """A vector of scalable length as one of the target's."""
+    ty, short = f"<vscale x 4 x {t}>", _SHORT.get(t, t)
+    back = f"llvm.vector.extract.v{w}{short}.nxv4{short}"
+    f.module.declare(back, f"<{w} x {t}>", [ty, "i64"])
+    return f.let(t, w, f"call <{w} x {t}> @{back}({ty} {name}, i64 0)")
 
 
 def _scalable(f: Fn, v: V) -> str:

@@ -1,0 +1,59 @@
+"""What kernels written by hand share: words of the argument block, small arithmetic, loops, masked access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusewright_cpu.emit.text import Fn, V, i64
+
+_SHORT = {"float": "f32", "bfloat": "bf16"}
+
+
+def word(f: Fn, block: V, k: int) -> V:
+    """Word `k` of an argument block."""
+    return f.let("i64", 1, f"load i64, {f.gep('i64', block, i64(k))}")
+
+
+def least(f: Fn, a: V, b: V) -> V:
+    return f.select(f.cmp("icmp slt", a, b), a, b)
+
+
+def most(f: Fn, a: V, b: V) -> V:
+    return f.select(f.cmp("icmp sgt", a, b), a, b)
+
+
+def ceil_div(f: Fn, a: V, b: V) -> V:
+    """a / b, rounded up."""
+    return f.bin("sdiv", f.add(a, f.bin("sub", b, i64(1))), b)
+
+
+def each(f: Fn, lo: V, hi: V, step: int, body: Callable[[V], None]) -> None:
+    """`for (i = lo; i < hi; i += step) body(i)`."""
+
+    def inside(i: V, _: list[V]) -> list[V]:
+        body(i)
+        return []
+
+    f.loop(lo, hi, i64(step), [], inside)
+
+
+def load(f: Fn, t: str, p: V, w: int = 1, align: int = 4, there: int | V | None = None) -> V:
+    """A vector; of the lanes that are not `there` (a count or a mask) zeros, without reading them."""
+    ty = t if w == 1 else f"<{w} x {t}>"
+    if there is None or there == w:
+        return f.let(t, w, f"load {ty}, {p}, align {align}")
+    mask = f.cmp("icmp slt", f.iota(w), i64(there)) if isinstance(there, int) else there
+    name = f"llvm.masked.load.v{w}{_SHORT.get(t, t)}.p0"
+    f.module.declare(name, ty, ["ptr", "i32", mask.ty, ty])
+    return f.let(t, w, f"call {ty} @{name}({p}, i32 {align}, {mask}, {ty} zeroinitializer)")
+
+
+def store(f: Fn, x: V, p: V, align: int = 4, there: int | None = None) -> None:
+    """A vector, or the first `there` of its lanes."""
+    if there is None or there == x.w:
+        f.raw(f"store {x}, {p}, align {align}")
+        return
+    mask = f.cmp("icmp slt", f.iota(x.w), i64(there))
+    name = f"llvm.masked.store.v{x.w}{_SHORT.get(x.t, x.t)}.p0"
+    f.module.declare(name, "void", [x.ty, "ptr", "i32", mask.ty])
+    f.raw(f"call void @{name}({x}, {p}, i32 {align}, {mask})")
