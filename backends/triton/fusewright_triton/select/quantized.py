@@ -9,7 +9,6 @@ loop kernels before and behind it; shapes that cuBLAS refuses have a kernel of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.gemv import transposed
-from fusewright.toolkit.region.pattern import ANY, Match, chain, maybe, p
+from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
+from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
 from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MULTIPLE, int8_linear, int8_mm, linear_by_torch
 from fusewright_triton.kernels.int8_ops import MM as PRODUCT
 from fusewright_triton.select import products
@@ -37,12 +37,7 @@ def mm_reason(op: OpView) -> str | None:
 
 def _widened(m: Match, c: Calls) -> Match | None:
     """A weight of 8 bits that the region widens to the type of the product; its cast, where nobody else needs it."""
-    op, cast, weight = m.anchor, m["cast"], m["weight"]
-    wrong = spec_of(weight).dtype != torch.int8 or not transposed(weight) or spec_of(cast.out).dtype != spec_of(op.out).dtype
-    few = int(spec_of(op.arg("self")).shape[0]) <= c.target.bounds.int8_rows  # type: ignore[arg-type]
-    if wrong or not few or not c.graph.free(cast) or c.graph.phase != "infer":
-        return None
-    return m if c.graph.only_user(cast.out) is op else replace(m, ops=m.ops[1:])
+    return widened(m, c.graph, c.target.bounds.int8_rows)
 
 
 def _reading_pays(match: Match, c: Calls) -> bool:
@@ -62,27 +57,9 @@ def _reading_pays(match: Match, c: Calls) -> bool:
     return c.pays(key, products(linear_by_torch), products(int8_linear))
 
 
-def _of_columns(op: OpView, m: Match, c: Calls) -> bool:
-    """Whether the other operand of what alone reads a product is one number for each column of the same type."""
-    other = _other(op, m.out)
-    out, made = spec_of(m.out), spec_of(op.out)
-    if other is None or made.shape != out.shape or made.dtype != out.dtype or (op.op == "add" and op.arg("alpha") != 1):
-        return False
-    return spec_of(other).shape == out.shape[-1:] and spec_of(other).dtype == out.dtype
-
-
-def _other(op: OpView, value: Value) -> Value | None:
-    others = [v for v in op.inputs() if v.id != value.id]
-    return others[0] if len(others) == 1 else None
-
-
 def _linear(m: Match, c: Calls) -> None:
-    op, made = m.anchor, m.anchor.out
-    behind: dict[str, Value | None] = {}
-    for name in ("scale", "bias"):
-        if (step := m.get(name)) is not None:
-            behind[name], made = _other(step, made), step.out
-    args = (c.exact(op.arg("self")), _rows_of(m["weight"], c), c.exact(behind.get("scale")), c.exact(behind.get("bias")))
+    found = behind(m)
+    args = (c.exact(m.anchor.arg("self")), _rows_of(m["weight"], c), c.exact(found.get("scale")), c.exact(found.get("bias")))
     c.b.call(LINEAR, *args, _target(c), out=m.out, op=m.last)
 
 
@@ -145,12 +122,7 @@ def _rows_of(value: Value, c: Calls) -> Ref:
 
 
 LINEAR8 = Row(
-    "triton.int8.linear",
-    chain(
-        p("mm", ANY, p("cast", "weight", capture="cast")),
-        maybe("mul", _of_columns, "scale", rule="triton.int8.scale"),
-        maybe("add", _of_columns, "bias", rule="triton.int8.bias"),
-    ),
+    "triton.int8.linear", widened_linear("triton.int8"),
     extend=_widened, pays=_reading_pays, write=_linear, note="product with int8 weights",
 )  # fmt: skip
 """A product with a weight of 8 bits that the region widens, and the factor and the bias behind it."""

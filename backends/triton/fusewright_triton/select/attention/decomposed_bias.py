@@ -9,12 +9,10 @@ from typing import Any
 
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.attention import RESHAPES
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.select.calls import Calls, spec_of
 from fusewright_triton.target import named
-
-RESHAPES = frozenset({"view", "reshape", "clone", "alias"})
-"""Ops that keep the elements and their order."""
 
 Shape = tuple[int, ...]
 

@@ -10,12 +10,12 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.attention import RESHAPES
 from fusewright.toolkit.region.pattern import Match, chain, many, one
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.select.attention import decomposed_bias
 from fusewright_triton.select.attention.decomposed_bias import (
-    RESHAPES,
     Shape,
     Sum,
     made_for_one,

@@ -1,0 +1,144 @@
+"""Products of a few rows with weights of 8 or 4 bits: `out[m, n] = sum(x[m, k] * (q[n, k] - zero[n, g]) * scale[n, g]) + bias[n]`.
+
+Decoding reads every weight once, so all that counts is how few bytes that is. A SIMD group computes `rows` outputs together, its
+lanes side by side along k: a load of a lane is 4 bytes of weights, one of the group 128 bytes in a row, and `x` is read once for
+all its outputs. Zeros cost one sum of `x` for each group, not a subtraction for each weight.
+
+Weights of 4 bits that torchao keeps in 8 (`IntxUnpackedToInt8Tensor`) are split once into planes of nibbles, low and high. The
+second plane is read only for rows whose flag says that some weight is no signed nibble, so that 4-bit weights cost 4 bits and
+others are right too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fusewright.toolkit.ir.ir import Buffer
+from fusewright_mps.kernels.handwritten import SHORT, Handwritten
+
+LANES = 32
+MOST_ROWS = 4
+"""Of x."""
+SIMD_GROUPS = 2
+"""In a threadgroup: little is shared, and small groups spread over all cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv(Handwritten):
+    """x [m, k] of `dtype` (Metal's name), weights [n, k] of `bits`, scale [n, k / group] of `dtype`, zero [n, k / group] int8 where
+    `zeros`, bias [n] of `dtype` where `biased`. `rows` are outputs of a SIMD group. k is a multiple of 8, and so is `group`."""
+
+    kind: ClassVar[str] = "gemv"
+
+    dtype: str
+    bits: int
+    m: int
+    n: int
+    k: int
+    group: int
+    zeros: bool
+    biased: bool
+    rows: int
+
+    @property
+    def name(self) -> str:
+        parts = (
+            f"gemv{self.bits}",
+            SHORT[self.dtype],
+            f"m{self.m}",
+            f"r{self.rows}",
+            "zero" * self.zeros,
+            "bias" * self.biased,
+        )
+        return "_".join(p for p in parts if p)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        x = SHORT[self.dtype]
+        weights = [("w", "i8")] if self.bits == 8 else [("low", "u8"), ("high", "u8"), ("flags", "i32")]
+        rest = [("scale", x), *[("zero", "i8")] * self.zeros, *[("bias", x)] * self.biased]
+        given = (Buffer(n, t) for n, t in [("x", x), *weights, *rest])  # type: ignore[arg-type]
+        return (*given, Buffer("out", x, "out"))  # type: ignore[arg-type]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.n, self.k, self.group
+
+    @property
+    def threads(self) -> tuple[int, int, int]:
+        return -(-self.n // (self.rows * SIMD_GROUPS)) * SIMD_GROUPS * LANES, 1, 1
+
+    @property
+    def threadgroup(self) -> tuple[int, int, int]:
+        return SIMD_GROUPS * LANES, 1, 1
+
+    def text(self) -> str:
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        t, m, r = self.dtype, self.m, self.rows
+        step = 4 if self.bits == 8 else 8
+        yield f"kernel void {self.name}({', '.join(self._parameters())}) {{"
+        yield "    const int N = int(sizes[0]), K = int(sizes[1]), group = int(sizes[2]), groups = K / group;"
+        yield f"    const int first = int(at.x * {SIMD_GROUPS}u + simd) * {r};"
+        yield "    if (first >= N) return;"
+        yield f"    float total[{m}][{r}];"
+        yield f"    for (int i = 0; i < {m}; ++i) for (int j = 0; j < {r}; ++j) total[i][j] = 0.0f;"
+        yield f"    for (int k = int(lane) * {step}; k < K; k += {LANES * step}) {{"
+        yield f"        float v[{m}][{step}], sum[{m}];"
+        yield f"        for (int i = 0; i < {m}; ++i) {{"
+        yield "            sum[i] = 0.0f;"
+        yield f"            for (int e = 0; e < {step}; ++e) {{ v[i][e] = float(x[long(i) * K + k + e]); sum[i] += v[i][e]; }}"
+        yield "        }"
+        yield f"        for (int j = 0; j < {r}; ++j) {{"
+        yield "            const int n = min(first + j, N - 1);"
+        yield from self._weights(step)
+        yield "            const long g = long(n) * groups + k / group;"
+        yield "            const float s = float(scale[g]);"
+        if self.zeros:
+            yield "            const float z = float(zero[g]);"
+        yield f"            for (int i = 0; i < {m}; ++i) {{"
+        yield "                float dot = 0.0f;"
+        yield f"                for (int e = 0; e < {step}; ++e) dot = metal::fma(v[i][e], q[e], dot);"
+        dot = "metal::fma(-z, sum[i], dot)" if self.zeros else "dot"
+        yield f"                total[i][j] = metal::fma(s, {dot}, total[i][j]);"
+        yield "            }"
+        yield "        }"
+        yield "    }"
+        yield f"    for (int i = 0; i < {m}; ++i) for (int j = 0; j < {r}; ++j) {{"
+        yield "        const float sum = simd_sum(total[i][j]);"
+        bias = " + float(bias[first + j])" if self.biased else ""
+        yield f"        if (lane == 0u && first + j < N) out[long(i) * N + first + j] = {t}(sum{bias});"
+        yield "    }"
+        yield "}"
+
+    def _parameters(self) -> Iterator[str]:
+        types = {"f32": "float", "f16": "half", "bf16": "bfloat", "i8": "char", "u8": "uchar", "i32": "int"}
+        for k, b in enumerate(self.buffers):
+            yield f"device {'' if b.access == 'out' else 'const '}{types[b.dtype]}* {b.name} [[buffer({k})]]"
+        yield f"constant long* sizes [[buffer({len(self.buffers)})]]"
+        yield "uint3 at [[threadgroup_position_in_grid]]"
+        yield "uint lane [[thread_index_in_simdgroup]]"
+        yield "uint simd [[simdgroup_index_in_threadgroup]]"
+
+    def _weights(self, step: int) -> Iterator[str]:
+        """`q`: the weights of a lane as numbers."""
+        yield f"            float q[{step}];"
+        if self.bits == 8:
+            yield "            for (int e = 0; e < 4; ++e) q[e] = float(w[long(n) * K + k + e]);"
+            return
+        yield "            const long from = (long(n) * K + k) / 2;"
+        yield "            const bool whole = flags[n] != 0;"
+        yield "            for (int e = 0; e < 4; ++e) {"
+        yield "                const int two = int(low[from + e]), more = whole ? int(high[from + e]) : 0;"
+        for e, nibble in (("2 * e", "& 15"), ("2 * e + 1", ">> 4")):
+            signed = f"(((two {nibble}) ^ 8) - 8)"
+            yield f"                q[{e}] = float(whole ? (two {nibble}) + 16 * (((more {nibble}) ^ 8) - 8) : {signed});"
+        yield "            }"
+
+
+def rows_for(n: int, cores: int) -> int:
+    """Outputs of a SIMD group: as many as leave each core the 16 SIMD groups that hide its loads, 4 at most."""
+    return next((r for r in (4, 2) if n // r >= 16 * cores), 1)

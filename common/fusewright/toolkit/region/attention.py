@@ -1,0 +1,71 @@
+"""What regions say of attention: which attends with few queries, and where keys were before model code repeated them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.region.graph import RegionGraph
+
+RESHAPES = frozenset({"view", "reshape", "clone", "alias"})
+"""Ops that keep the elements and their order."""
+
+
+def not_few_queries(op: OpView, most: int, dtypes: Collection[torch.dtype], largest: int) -> str | None:
+    """Why an `sdpa` is no attention [B, H, Q, D] of at most `most` queries over heads of `largest` elements, or None."""
+    q, k, v = (_spec(op.arg(n)) for n in ("query", "key", "value"))
+    mask = op.arg("attn_mask")
+    specs = [q, k, v, *([] if mask is None else [_spec(mask)])]
+    if not all(s.static for s in specs) or q.rank != 4 or k.rank != 4 or 0 in (*q.shape, *k.shape):
+        return "symbolic, empty, or not [B, H, L, D]"
+    heads, queries, dim = q.shape[1:]
+    if queries > most or op.arg("dropout_p") or op.arg("is_causal"):  # type: ignore[operator]
+        return "many queries, dropout or a causal mask"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes or dim > largest:  # type: ignore[operator]
+        return "types or a head that the kernel does not take"
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or heads % k.shape[1]:  # type: ignore[operator]
+        return "values of another shape than keys"
+    return None
+
+
+def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView]) -> Value:
+    """[B, Hk, L, D] of which [B, H, L, D] is a copy with every head repeated; to `ops` go those in between that nobody else
+    needs."""
+    between: list[OpView] = []
+    source = value
+    while (made := graph.producer(source)) is not None and made.op in RESHAPES:
+        between.append(made)
+        source = next(made.inputs())
+    if made is None or made.op != "expand":
+        return value
+    between.append(made)
+    inner = next(made.inputs())
+    whole, one = _spec(source).shape, _spec(inner).shape
+    if not _repeats(whole, one, _spec(value).shape):
+        return value
+    made = graph.producer(inner)
+    if made is None or made.op != "unsqueeze" or _spec(next(made.inputs())).shape != (*whole[:2], *whole[3:]):
+        return value
+    between.append(made)
+    for op in between:  # from the last one back: what others read stays, with what it is made of
+        if graph.only_user(op.out) is None:
+            break
+        ops.append(op)
+    return next(made.inputs())
+
+
+def _repeats(whole: Any, one: Any, shape: Any) -> bool:
+    """Whether [B, Hk, 1, L, D] became [B, Hk, G, L, D] and then [B, Hk * G, L, D]."""
+    batch, heads, length, dim = shape
+    if len(whole) != 5 or one != (*whole[:2], 1, *whole[3:]) or whole != (batch, whole[1], whole[2], length, dim):
+        return False
+    return math.prod(whole[1:3]) == heads
+
+
+def _spec(value: Any) -> TensorSpec:
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec

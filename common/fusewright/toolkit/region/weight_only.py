@@ -1,0 +1,141 @@
+"""Linears with weights of 8 bits and activations of floats, as quantizers leave them in a graph.
+
+Per column: `mm(x, cast(t(q)))`, then a factor for each column and a bias. In groups: a linear whose weight is
+`view((cast(view(q)) - cast(view(zero))) * view(scale))`, with the groups as the last dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.region.gemv import transposed
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import ANY, Chain, Match, chain, maybe, p
+
+
+def widened_linear(prefix: str) -> Chain:
+    """A product with a weight of 8 bits that the region widens, and the factor and the bias behind it. `prefix` begins the ids
+    of the steps that may be left out."""
+    return chain(
+        p("mm", ANY, p("cast", "weight", capture="cast")),
+        maybe("mul", of_columns, "scale", rule=f"{prefix}.scale"),
+        maybe("add", of_columns, "bias", rule=f"{prefix}.bias"),
+    )
+
+
+def widened(m: Match, graph: RegionGraph, most_rows: int) -> Match | None:
+    """A match of `widened_linear` of few rows, whose weight is int8; its cast goes with it where nobody else needs it."""
+    op, cast, weight = m.anchor, m["cast"], m["weight"]
+    wrong = (
+        spec_of(weight).dtype != torch.int8
+        or not transposed(weight)
+        or spec_of(cast.out).dtype != spec_of(op.out).dtype
+    )
+    few = int(spec_of(op.arg("self")).shape[0]) <= most_rows  # type: ignore[arg-type]
+    if wrong or not few or not graph.free(cast) or graph.phase != "infer":
+        return None
+    return m if graph.only_user(cast.out) is op else replace(m, ops=m.ops[1:])
+
+
+def of_columns(op: OpView, m: Match, context: Any) -> bool:
+    """Whether the other operand of what alone reads a product is one number for each column of the same type."""
+    other = other_operand(op, m.out)
+    out, made = spec_of(m.out), spec_of(op.out)
+    if other is None or made.shape != out.shape or made.dtype != out.dtype or (op.op == "add" and op.arg("alpha") != 1):
+        return False
+    return spec_of(other).shape == out.shape[-1:] and spec_of(other).dtype == out.dtype
+
+
+def other_operand(op: OpView, value: Value) -> Value | None:
+    """What an op of two operands reads beside `value`."""
+    others = [v for v in op.inputs() if v.id != value.id]
+    return others[0] if len(others) == 1 else None
+
+
+def behind(m: Match) -> dict[str, Value | None]:
+    """The factor and the bias of a match of `widened_linear`, where it has them."""
+    found, made = dict[str, Value | None](), m.anchor.out
+    for name in ("scale", "bias"):
+        if (step := m.get(name)) is not None:
+            found[name], made = other_operand(step, made), step.out
+    return found
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A weight [n, k] in groups along k: int8 `q` [n, k], `scale` [n, k / group], `zero` int8 of the same shape or None. `ops` make
+    the weight of them, and nobody else reads what is in between."""
+
+    q: Value
+    scale: Value
+    zero: Value | None
+    group: int
+    ops: tuple[OpView, ...]
+
+
+def grouped(weight: Value, graph: RegionGraph) -> Grouped | None:
+    """How a weight is made of 8 bits in groups, if it is."""
+    steps = _Steps(graph)
+    whole = steps.made(weight, "view", "reshape")
+    factor = whole and steps.made(whole.arg("self"), "mul")
+    if not factor or not isinstance(factor.arg("other"), Value):
+        return None
+    shifted, scale = factor.arg("self"), steps.viewed(factor.arg("other"))
+    zero = None
+    if (minus := steps.made(shifted, "sub")) is not None and isinstance(minus.arg("other"), Value):
+        zero = steps.viewed(steps.cast_from(minus.arg("other")))
+        shifted = minus.arg("self")
+        if zero is None or minus.arg("alpha") != 1:
+            return None
+    q = steps.viewed(steps.cast_from(shifted))
+    return _checked(weight, q, scale, zero, spec_of(factor.out).shape, steps.ops)
+
+
+def _checked(
+    weight: Value, q: Value | None, scale: Value | None, zero: Value | None, shape: Any, ops: list[OpView]
+) -> Grouped | None:
+    """What was found, if its types and shapes are those of `Grouped`."""
+    n, k = spec_of(weight).shape
+    if q is None or scale is None or len(shape) != 3 or shape[0] != n or not all(isinstance(s, int) for s in shape):
+        return None
+    _, groups, group = shape
+    per_group = [scale] if zero is None else [scale, zero]
+    right = spec_of(q).shape == (n, k) and all(spec_of(v).shape == (n, groups) for v in per_group)
+    types = spec_of(q).dtype == torch.int8 and (zero is None or spec_of(zero).dtype == torch.int8)
+    same = spec_of(scale).dtype == spec_of(weight).dtype
+    dense = all(spec_of(v).stride == (spec_of(v).shape[1], 1) for v in (q, *per_group))
+    return Grouped(q, scale, zero, group, tuple(ops)) if right and types and same and dense else None
+
+
+class _Steps:
+    """A walk from a value back through what alone reads what it is made of."""
+
+    def __init__(self, graph: RegionGraph) -> None:
+        self.graph = graph
+        self.ops: list[OpView] = []
+
+    def made(self, value: Value, *names: str) -> OpView | None:
+        op = self.graph.producer(value)
+        if op is None or op.op not in names or self.graph.only_user(value) is None or not self.graph.free(op):
+            return None
+        self.ops.append(op)
+        return op
+
+    def viewed(self, value: Value | None) -> Value | None:
+        """What a value is a view of."""
+        op = self.made(value, "view", "reshape", "unsqueeze") if value is not None else None
+        return op.arg("self") if op is not None else None
+
+    def cast_from(self, value: Value) -> Value | None:
+        op = self.made(value, "cast")
+        return op.arg("self") if op is not None else None
+
+
+def spec_of(value: Any) -> TensorSpec:
+    """The type of a tensor value."""
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec
