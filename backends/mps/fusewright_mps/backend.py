@@ -14,6 +14,7 @@ from fusewright.errors import OptionError, nearest
 from fusewright.interface import (
     CompileContext,
     Compiled,
+    Decline,
     Device,
     DevicePolicy,
     OpView,
@@ -22,11 +23,14 @@ from fusewright.interface import (
     Verdict,
     Why,
 )
-from fusewright.toolkit.backend.fused import FusedBackend, Loader, interpreter_loader
+from fusewright.plan.ir import Launch
+from fusewright.toolkit.backend.fused import FusedBackend, Loader
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright_mps import device as metal
 from fusewright_mps import lowerings, target
+from fusewright_mps.emitter import refused
 from fusewright_mps.policy import policy
+from fusewright_mps.runtime import MetalLoader, host_metal, unsimulated
 from fusewright_mps.select import rewritten
 
 ENV = ("PYTORCH_MPS_*", "PYTORCH_ENABLE_MPS_FALLBACK", "MTL_*", "METAL_*")
@@ -67,6 +71,8 @@ class AppleMps(FusedBackend):
         name = options["target"] or cls.typical
         if name not in target.TARGETS:
             raise OptionError(f"{cls.name} has no target {name!r}; {nearest(name, target.TARGETS)}")
+        if (lacks := unsimulated()) is not None:
+            return lacks
         return Device(cls.device_type, name, target.TARGETS[name].features, simulated=True)
 
     def target(self) -> target.Target:
@@ -84,13 +90,21 @@ class AppleMps(FusedBackend):
         return lowerings.carried(op, super().supports(op))
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        b = rewritten(self.lowerings, region, ctx, self.target(), metal.torch_mps().synchronize)
+        b = rewritten(self.lowerings, region, ctx, self.target(), self.metal().synchronize)
         fragment = fuse(b.finish(), ctx, b.calls, policy=self.policy())
+        for i in fragment.instructions:
+            if isinstance(i, Launch) and (why := refused(fragment.kernels[i.kernel])) is not None:
+                raise Decline(why, ops=i.op_ids)
         return replace(fragment, notes={**fragment.notes, **b.notes})
 
     def fingerprint(self) -> str:
         """The host adds a hash of this package's files to the keys of plans."""
         return f"{super().fingerprint()}-torch {torch.__version__}-{machine.environment(*ENV)}"
 
+    def metal(self) -> metal.Metal:
+        """The device, or what stands for it."""
+        return host_metal() if self.running_on().simulated else metal.torch_mps()
+
     def _loader(self) -> Loader:
-        return interpreter_loader
+        simulated = self.running_on().simulated
+        return MetalLoader(self.metal(), self.target(), check_division=simulated)

@@ -9,6 +9,7 @@ words that say it have reached the host, or by `raise_errors`; simulated, at onc
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import KernelCode
+from fusewright.interface import HOST, KernelCode, Unavailable
 from fusewright.toolkit.ir import Kernel
 from fusewright.toolkit.ir.checks import error
 from fusewright.toolkit.ir.serial import from_json, positional, structural_hash, to_json
@@ -71,6 +72,44 @@ class MetalLoader:
     def fingerprint(self) -> str:
         """The chip, for which kernels are sized."""
         return f"{self.target.chip}-{self.target.cores}"
+
+
+class HostMetal:
+    """A device in simulation: Metal source compiled as C++, on CPU tensors."""
+
+    device = HOST
+
+    def __init__(self) -> None:
+        self.encoded = 0
+
+    def compile_shader(self, source: str) -> Library:
+        from fusewright_mps.simulate.library import compile_shader
+
+        library: Library = compile_shader(source)
+        return library
+
+    def fetch(self, words: torch.Tensor) -> Fetched:
+        return Fetched(words, lambda: True)
+
+    def synchronize(self) -> None:
+        """A dispatch is done when it returns."""
+
+
+@functools.cache
+def host_metal() -> Metal:
+    """This process's simulated device."""
+    return HostMetal()
+
+
+def unsimulated() -> Unavailable | None:
+    """What keeps this machine from simulating the device, or None."""
+    from fusewright_mps.simulate.compiler import NoCompiler, compiler
+
+    try:
+        compiler()
+    except NoCompiler as e:
+        return Unavailable(str(e), "install g++ or clang++")
+    return None
 
 
 class Shaders:
@@ -156,7 +195,7 @@ class Words:
     def launched(self, sizes: tuple[int, ...]) -> None:
         """A launch with these sizes has been encoded."""
         self.pending.append((self.metal.fetch(self.on_device), sizes))
-        if self.metal.device == "cpu":
+        if self.metal.device == HOST:
             self.check()
 
     def check(self) -> None:

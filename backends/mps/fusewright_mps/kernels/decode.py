@@ -63,7 +63,7 @@ class Parts(Handwritten):
     def buffers(self) -> tuple[Buffer, ...]:
         t = SHORT[self.dtype]
         masks = [("mask", "bool" if self.mask == "bool" else t)] if self.mask else []
-        given = [Buffer(n, x) for n, x in [("q", t), ("k", t), ("v", t), *masks]]  # type: ignore[arg-type]
+        given = [Buffer(n, x) for n, x in [("q", t), ("k", t), ("v", t), *masks]]
         return (*given, *(Buffer(n, "f32", "out") for n in ("sums", "top", "total")))
 
     @property
@@ -186,7 +186,7 @@ class Combined(Handwritten):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         given = (Buffer(n, "f32") for n in ("sums", "top", "total"))
-        return (*given, Buffer("out", SHORT[self.dtype], "out"))  # type: ignore[arg-type]
+        return (*given, Buffer("out", SHORT[self.dtype], "out"))
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ class Gemv(Handwritten):
         x = SHORT[self.dtype]
         weights = [("w", "i8")] if self.bits == 8 else [("low", "u8"), ("high", "u8"), ("flags", "i32")]
         rest = [("scale", x), *[("zero", "i8")] * self.zeros, *[("bias", x)] * self.biased]
-        given = (Buffer(n, t) for n, t in [("x", x), *weights, *rest])  # type: ignore[arg-type]
-        return (*given, Buffer("out", x, "out"))  # type: ignore[arg-type]
+        given = (Buffer(n, t) for n, t in [("x", x), *weights, *rest])
+        return (*given, Buffer("out", x, "out"))
 
     @property
     def sizes(self) -> tuple[int, ...]:
