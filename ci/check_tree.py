@@ -50,7 +50,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("target", "verbose"), ("fpmath",), ("products", "convolutions"), ("lowerings",), ("backend",), ("fusewright_acl",),
     ),
     "fusewright_int8": (
-        ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("flow",), ("backend",), ("fusewright_int8",),
+        ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("floats",), ("tensors",),
+        ("flow",), ("backend",), ("fusewright_int8",),
     ),
     "fusewright_triton": (
         ("target",), ("emit",), ("build",), ("run",), ("kernels", "runtime"), ("autotune", "select"), ("select.attention",),

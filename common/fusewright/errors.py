@@ -35,6 +35,10 @@ class BackendCrashError(FusewrightError, RuntimeError):
     """A backend crashed while compiling, or one of its kernels cannot be built, in strict mode."""
 
 
+class QuantizationError(FusewrightError, ValueError):
+    """A model that cannot be quantized as asked: no or bad calibration inputs, an unknown recipe, nothing to quantize."""
+
+
 class FreedStorageError(FusewrightError, RuntimeError):
     """A kernel was to read a tensor whose memory was given back, e.g. sharded weights between two uses."""
 

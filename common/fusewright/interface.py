@@ -432,6 +432,47 @@ class CompileContext(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LayerAccuracy:
+    """What quantization does to one layer's result: the ratio of signal to quantization noise in dB, with the whole model
+    quantized (`sqnr`), and how many multiplications the layer has. Since interface 1.3."""
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    sqnr: float
+    work: int
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """Layers in the order of the model, layers that stayed in floats with the reason, and the model's own ratio in dB.
+    Since interface 1.3."""
+
+    recipe: str
+    layers: tuple[LayerAccuracy, ...]
+    stayed: Mapping[str, str]
+    sqnr: float
+
+
+class Quantization(Protocol):
+    """What `fusewright.quantize` and the command line ask of a backend. Since interface 1.3."""
+
+    recipes: Mapping[str, str]
+    """Name of a recipe -> one line on it."""
+
+    def quantize(
+        self, model: torch.nn.Module, inputs: Sequence[Any], recipe: str, *, keep: Sequence[str], dynamic_batch: bool
+    ) -> torch.nn.Module:
+        """The model with quantize and dequantize ops, for `torch.compile` with this backend. Each of `inputs` is a tensor, a tuple
+        of arguments or a dict of keyword arguments; `keep` are names of modules (fnmatch) that stay in floats."""
+        ...
+
+    def report(self, model: torch.nn.Module, quantized: torch.nn.Module, inputs: Sequence[Any]) -> QuantizationReport:
+        """Where quantization costs accuracy."""
+        ...
+
+
 class Backend(abc.ABC):
     """One vendor's lowering. `name` is the name given to `torch.compile`; see docs/interface.md for a walk-through."""
 
@@ -485,6 +526,11 @@ class Backend(abc.ABC):
     def lowers(cls) -> Sequence[str] | None:
         """Row names of the opset that this backend has a lowering for, for reports; None when it cannot say."""
         return () if cls.supports is Backend.supports else None
+
+    @classmethod
+    def quantization(cls) -> Quantization | None:
+        """How models are quantized for this backend; None: they are not. Since interface 1.3."""
+        return None
 
     def policy(self) -> DevicePolicy:
         """What the host may assume of the device. Since interface 1.3."""

@@ -9,14 +9,28 @@ from typing import Any, ClassVar
 import torch
 
 from fusewright import machine
-from fusewright.interface import CompileContext, Compiled, Device, Fragment, OpView, Region, Unavailable, Verdict, Why
+from fusewright.interface import (
+    CompileContext,
+    Compiled,
+    Device,
+    Fragment,
+    OpView,
+    Quantization,
+    Region,
+    Unavailable,
+    Verdict,
+    Why,
+)
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
 from fusewright_cpu.onednn.fused import OneDnnBackend
 from fusewright_cpu.onednn.lowerings import ROWS as FLOAT_ROWS
+from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
+from fusewright_int8.flow.api import Int8Quantization
 from fusewright_int8.lowerings import ROWS, why_not
 from fusewright_int8.operators import NAMESPACE
 from fusewright_int8.target import best
+from fusewright_int8.tensors import ROWS as TENSOR_ROWS
 
 PRODUCTS = ("linear", "conv")
 CARRIED = frozenset({"conv", "int_mm", "choose_qparams"})
@@ -28,7 +42,7 @@ class X86Int8(OneDnnBackend):
 
     name = "x86_int8"
     priority = 10  # quantized models only: for the others the float backend of this CPU comes first
-    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *FLOAT_ROWS))
+    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
     shows_constants = True
     namespaces = (*OneDnnBackend.namespaces, NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
@@ -48,6 +62,10 @@ class X86Int8(OneDnnBackend):
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             features |= {"mkldnn_bf16"}
         return Device("cpu", found.arch, features)
+
+    @classmethod
+    def quantization(cls) -> Quantization:
+        return Int8Quantization()
 
     def supports(self, op: OpView) -> Verdict:
         """As every oneDNN backend; what only a quantized pattern can take may lie in a region too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,10 +19,13 @@ LIBRARY_POSTS = ("none", "relu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class Engine:
-    """`linear`, `conv` and `pack_*` are operators. `residual`: it adds one. `limits`: it clamps to other limits than the type's."""
+    """`linear`, `dynamic`, `conv` and `pack_*` are operators; `linear_tensor` takes a scale and a zero point that are tensors.
+    `residual`: it adds one. `limits`: it clamps to other limits than the type's."""
 
     name: str
     linear: str
+    linear_tensor: str
+    dynamic: str
     pack_linear: str
     conv: str
     pack_conv: str
@@ -36,9 +40,13 @@ def _no_onednn() -> str | None:
 
 
 ENGINES: tuple[Engine, ...] = (
-    Engine("core", name("linear"), name("pack_linear"), name("conv"), name("pack_conv"), POSTS, True, True, native.absent),
     Engine(
-        "onednn", name("linear_onednn"), name("pack_linear_onednn"), name("conv_onednn"), name("pack_conv_onednn"),
+        "core", name("linear"), name("linear_tensor"), name("dynamic_linear"), name("pack_linear"), name("conv"), name("pack_conv"),
+        POSTS, True, True, native.absent,
+    ),
+    Engine(
+        "onednn", name("linear_onednn"), name("linear_tensor_onednn"), name("dynamic_linear_onednn"), name("pack_linear_onednn"),
+        name("conv_onednn"), name("pack_conv_onednn"),
         LIBRARY_POSTS, False, False, _no_onednn,
     ),
 )  # fmt: skip
@@ -89,14 +97,29 @@ class Convolution:
         return f"int8 conv {types} {' '.join('x'.join(map(str, p)) for p in parts)} {self.groups}"
 
 
-def fastest(ctx: CompileContext, shape: Product | Convolution) -> str:
+@dataclass(frozen=True)
+class Dynamic:
+    """x[m, k] @ w[n, k].T of floats, quantized by a rule of `reference.RULES`."""
+
+    m: int
+    k: int
+    n: int
+    x: torch.dtype
+    rule: str
+
+    @property
+    def key(self) -> str:
+        return f"int8 dynamic {self.rule} {str(self.x).removeprefix('torch.')} {self.m}x{self.k}x{self.n}"
+
+
+def fastest(ctx: CompileContext, shape: Product | Convolution | Dynamic) -> str:
     """The name of the engine that is fastest for a shape."""
     there = present()
-    make = _linear if isinstance(shape, Product) else _conv
+    make: Callable[[Engine, Any], Callable[[], Thunk]] = _MAKERS[type(shape)]
     wanted = str(ctx.options.get("engine", "auto"))
     if any(e.name == wanted for e in there):
         return wanted
-    candidates: Mapping[str, Callable[[], Thunk]] = {e.name: make(e, shape) for e in there}  # type: ignore[arg-type]
+    candidates: Mapping[str, Callable[[], Thunk]] = {e.name: make(e, shape) for e in there}
     return ctx.choose(f"{shape.key} {'/'.join(candidates)}", Lazy(candidates))
 
 
@@ -124,6 +147,39 @@ def _linear(e: Engine, p: Product) -> Callable[[], Thunk]:
     return make
 
 
+def _dynamic(e: Engine, p: Dynamic) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        n = min(p.n, max(64, MOST_MEASURED // p.k))
+        x, scale = torch.linspace(-1, 1, p.m * p.k).reshape(p.m, p.k).to(p.x), torch.full((n,), 0.01)
+        packed, run = _operator(e.pack_linear)(_bytes((n, p.k), torch.int8)), _operator(e.dynamic)
+        return lambda: run(x, packed, scale, None, p.rule, None, "none", (), p.x)
+
+    return make
+
+
+def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether our core, which reads a weight's 8 bits, is faster than a float product of the weight widened beforehand."""
+    if native.absent():
+        return False
+
+    def core() -> Thunk:
+        x, scale, width = torch.ones(m, k, dtype=dtype), torch.full((n,), 0.01), min(n, max(64, MOST_MEASURED // k))
+        packed, run = _operator(name("pack_linear"))(_bytes((width, k), torch.int8)), _operator(name("weight_linear"))
+        return lambda: run(x, packed, scale[:width], None, None, "none", (), dtype)
+
+    def widened() -> Thunk:
+        x, w = torch.ones(m, k, dtype=dtype), torch.ones(min(n, max(64, MOST_MEASURED // k)), k, dtype=dtype)
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, m) if torch.backends.mkldnn.is_available() else w
+        if packed is w:
+            return lambda: torch.nn.functional.linear(x, w)
+        return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+    if ctx.options.get("engine") == "core":
+        return True
+    key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}"
+    return ctx.choose(key, Lazy({"float": widened, "core": core})) == "core"
+
+
 def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
     def make() -> Thunk:
         x = _bytes(c.shape, c.x).contiguous(memory_format=torch.channels_last)
@@ -134,3 +190,7 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
         return lambda: run(x, packed, scale, None, 0.1, 3, c.weight[2:], *geometry, *_after(c.out))
 
     return make
+
+
+_MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {Product: _linear, Convolution: _conv, Dynamic: _dynamic}
+"""Measurements, by what is measured."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusewright_int8.run import native
-from fusewright_int8.run.reference import Epilogue, dequantize
+from fusewright_int8.run.reference import RULES, Epilogue, dequantize, quantize_dynamic
 
 NAMESPACE = "fusewright_int8"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -67,7 +67,7 @@ def _named(after: Epilogue) -> dict[str, Any]:
 def center(weight: Tensor, zero_points: Tensor | None) -> Tensor:
     """weight - zero_points (one for each of the first dimension, or one), int8 where it fits, else fp32."""
     if zero_points is None or not zero_points.any():
-        return weight.contiguous()
+        return weight.clone(memory_format=torch.contiguous_format)
     column = zero_points.reshape(-1, *[1] * (weight.dim() - 1)).to(torch.int32)
     moved = weight.to(torch.int32) - column
     fits = bool(moved.amin() >= -128) and bool(moved.amax() <= 127)
@@ -77,11 +77,11 @@ def center(weight: Tensor, zero_points: Tensor | None) -> Tensor:
 @_operator("scales(Tensor scale, int n) -> Tensor")
 def scales(scale: Tensor, n: int) -> Tensor:
     """fp32 [n] of one scale for all or for each."""
-    return scale.reshape(-1).to(torch.float32).expand(n).contiguous()
+    return scale.reshape(-1).to(torch.float32, copy=True).expand(n).contiguous()
 
 
 def _unless_wide(pack: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda weight, *rest: weight if weight.dtype.is_floating_point else pack(weight, *rest)
+    return lambda weight, *rest: weight.clone() if weight.dtype.is_floating_point else pack(weight, *rest)
 
 
 _operator("pack_linear(Tensor weight) -> Tensor")(_unless_wide(native.pack_linear))
@@ -97,7 +97,7 @@ _operator("pack_linear_onednn(Tensor weight) -> Tensor")(
 )
 def pack_conv_onednn(weight: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
     if weight.dtype.is_floating_point:
-        return weight
+        return weight.clone()
     return torch.ops.onednn.qconv_prepack(weight, w_scale, *geometry)
 
 
@@ -208,3 +208,40 @@ def _floats(run: Callable[..., Tensor], x: Tensor, packed: Tensor, w_scale: Tens
 
 _operator(f"dynamic_linear({_FLOAT}, str rule, {_AFTER}) -> Tensor")(partial(_floats, native.dynamic_linear))
 _operator(f"weight_linear({_FLOAT}, {_AFTER}) -> Tensor")(partial(_floats, native.weight_linear))
+
+
+@_operator(f"linear_tensor({_INPUT.replace('float x_scale, int', 'Tensor x_scale, Tensor')}, {_EPILOGUE}) -> Tensor")
+def linear_tensor(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor, *rest: Any
+) -> Tensor:
+    """`linear`, with a scale and a zero point that were computed."""
+    return linear(x, packed, w_scale, bias, float(scale), int(zero), *rest)
+
+
+@_operator(f"linear_tensor_onednn({_INPUT.replace('float x_scale, int', 'Tensor x_scale, Tensor')}, {_EPILOGUE}) -> Tensor")
+def linear_tensor_onednn(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor, *rest: Any
+) -> Tensor:
+    """`linear_onednn`, with a scale and a zero point that were computed."""
+    return linear_onednn(x, packed, w_scale, bias, float(scale), int(zero), *rest)
+
+
+def _dynamic_onednn(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, rule: str, *, out_dtype: torch.dtype, **after: Any
+) -> Tensor:
+    """sums * scale of (q - zero) = sums of q, less zero times the sums of the weight: oneDNN knows one scale for all rows."""
+    q, scale, zero = quantize_dynamic(x.reshape(-1, x.shape[-1]), RULES[rule])
+
+    def sums(rows: Tensor) -> Tensor:
+        out: tuple[Any, ...] = (1.0, 0, torch.float32, "none", [], "none")
+        return torch.ops.onednn.qlinear_pointwise(rows, 1.0, 0, packed, w_scale, _zeros(w_scale.numel()), None, *out)
+
+    y = sums(q)
+    if bool(zero.any()):
+        y = y - zero[:, None] * sums(torch.ones(1, q.shape[1], dtype=q.dtype))
+    y = y * scale[:, None]
+    y = (y if bias is None else y + bias.float()).reshape(*x.shape[:-1], -1)
+    return Epilogue(out_dtype=out_dtype, **after).apply(y)
+
+
+_operator(f"dynamic_linear_onednn({_FLOAT}, str rule, {_AFTER}) -> Tensor")(partial(_floats, _dynamic_onednn))

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fusewright import _torch_compat as compat
 from fusewright.interface import Device, Fragment, Value
 from fusewright_int8.backend import X86Int8
+from fusewright_int8.engines import present
+from fusewright_int8.run import native
 from tests.fragments import Context, Sketch, by_preference, targets
 
 compat.register_quantized_decomposed()
 
 DEVICE = Device("cpu", "avx512_vnni", frozenset({"avx512_vnni", "mkldnn_bf16"}))
-ENGINES = ("core", "onednn")
+ENGINES = tuple(e.name for e in present())
+needs_core = pytest.mark.skipif(native.absent() is not None, reason=f"no native core: {native.absent()}")
 U8, I8, F32, BF16 = torch.uint8, torch.int8, torch.float32, torch.bfloat16
 LIMITS = {U8: (0, 255), I8: (-128, 127)}
 TIE = 1e-4

@@ -20,6 +20,7 @@ from tests.backends.int8.common import (
     calls,
     compiled,
     dequantize,
+    needs_core,
     post,
     quantize,
     quantized_input,
@@ -90,6 +91,7 @@ def test_a_result_may_stay_in_floats(engine: str, out: torch.dtype, bound: float
     assert float((ours.double() - exact).abs().max()) <= bound * float(exact.abs().max())
 
 
+@needs_core
 def test_a_residual_in_either_type_is_added_by_the_core() -> None:
     for quantized in (True, False):
         g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
@@ -123,6 +125,7 @@ def test_int8_stays_int8_between_layers(engine: str) -> None:
     assert float((ours.double() - F.linear(held, w64)).abs().max()) <= 0.05 * float(w64.abs().sum(1).max())  # a level
 
 
+@needs_core
 def test_one_quantized_input_serves_several_linears() -> None:
     g = Sketch()
     x = torch.randn(4, 16)
@@ -177,6 +180,7 @@ def test_a_convolution_is_requantized_in_one_call(engine: str, zero: int, case: 
     same_levels(ours, exact, scale, 0)
 
 
+@needs_core
 def test_a_residual_block_is_two_calls() -> None:
     g = Sketch()
     x = quantized_input((1, 16, 6, 6), U8, channels_last=True)
@@ -210,6 +214,7 @@ def test_sums_that_int32_does_not_hold_stay_in_floats_with_a_reason() -> None:
     assert f"sums of {MOST_K + 1} products do not fit int32" in _notes(g, y)
 
 
+@needs_core
 def test_the_longest_sum_that_int32_holds_does_not_overflow() -> None:
     g = Sketch()
     x, w = torch.full((1, MOST_K), 255, dtype=U8), torch.full((2, MOST_K), -128, dtype=I8)

@@ -1,0 +1,219 @@
+"""Rows of products with float inputs: quantized on the way (dynamic), or only the weight in 8 bits.
+
+Patterns are those of PT2E and of `fusewright.quantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, Value, is_static
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Match
+from fusewright.toolkit.region.quantized import Quantized, Rows, Weight, dequantized, product, residual_of, weight_of
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_int8.engines import ENGINES, Dynamic, Engine, fastest, reading_pays
+from fusewright_int8.lowerings import (
+    UNARY,
+    bias_of,
+    centered,
+    epilogue,
+    note,
+    post_of,
+    result_strides,
+    spec_of,
+    strides_of,
+    why_not,
+)
+from fusewright_int8.operators import name
+
+EPS = {"tensor": 2.0**-23, "row_symmetric": torch.finfo(torch.float32).eps}
+"""Smallest scale of the rules that a graph may give another one."""
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class FloatInput:
+    """A float tensor and the rule by which it is quantized."""
+
+    value: Value
+    rule: str
+
+
+def _row_rule(rows: Rows, graph: RegionGraph) -> FloatInput | None:
+    """Rows quantized by what was chosen for them."""
+    quantize, choose = graph.producer(rows.value), graph.producer(rows.scale)
+    if quantize is None or quantize.op != "quantize_per_token" or choose is None:
+        return None
+    rule = {"choose_qparams_per_token": "token_symmetric", "choose_qparams_per_token_asymmetric": "token"}.get(choose.op)
+    same = (quantize.arg("scales"), quantize.arg("zero_points")) == (rows.scale, rows.zero_point) == choose.outs
+    covers = quantize.arg("quant_min") <= -127 and quantize.arg("quant_max") == 127
+    x = quantize.arg("input")
+    return FloatInput(x, rule) if rule and same and covers and choose.arg("input") == x else None
+
+
+def _tensor_rule(q: Quantized, graph: RegionGraph) -> FloatInput | None:
+    """A whole tensor quantized by what was chosen for it, to unsigned bytes with the scale's bound that the core knows."""
+    quantize, choose = graph.producer(q.value), graph.producer(q.scale) if isinstance(q.scale, Value) else None
+    if quantize is None or quantize.op != "quantize_tensor" or choose is None or choose.op != "choose_qparams":
+        return None
+    limits = tuple(choose.arg(n) for n in ("quant_min", "quant_max", "eps"))
+    same = (quantize.arg("scale"), quantize.arg("zero_point")) == (q.scale, q.zero_point) == choose.outs
+    x = quantize.arg("input")
+    fits = same and limits == (0, 255, EPS["tensor"]) and choose.arg("input") == x
+    return FloatInput(x, "tensor") if fits else None
+
+
+def float_input(op: OpView, graph: RegionGraph) -> FloatInput | None:
+    """The float input of a product that quantizes it dynamically."""
+    found = dequantized(op.arg("input"), graph)
+    rule = _row_rule(found, graph) if isinstance(found, Rows) else _tensor_rule(found, graph) if found else None
+    return rule if rule is not None and spec_of(rule.value).dtype in FLOATS else None
+
+
+# -- linears between dequantized operands
+
+
+def _weighted(m: Match, b: Builder) -> Weight | None:
+    found = weight_of(m.anchor.arg("weight"), b.graph)
+    return found if found is not None and why_not(m.anchor, b.graph) is None else None
+
+
+def dense(value: Value) -> bool:
+    spec = spec_of(value)
+    return is_static(spec.shape[1:]) or strides_of(spec) == spec.stride
+
+
+def _dynamic_when(m: Match, b: Builder) -> bool:
+    return float_input(m.anchor, b.graph) is not None and _weighted(m, b) is not None and dense(m.out)
+
+
+def _dynamic_pays(e: Engine, m: Match, b: Builder) -> bool:
+    x, w = float_input(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
+    assert x is not None and w is not None
+    return fastest_dynamic(e, x, spec_of(w.value).shape, b)
+
+
+def fastest_dynamic(e: Engine, x: FloatInput, weight: Any, b: Builder) -> bool:
+    n, k = weight
+    rows = spec_of(x.value).numel_hint() // max(k, 1)
+    return fastest(b.ctx, Dynamic(rows, k, n, spec_of(x.value).dtype, x.rule)) == e.name
+
+
+def _dynamic_write(e: Engine, m: Match, b: Builder) -> None:
+    op, x, w = m.anchor, float_input(m.anchor, b.graph), _weighted(m, b)
+    assert x is not None and w is not None
+    weight, scale = centered(w, b)
+    args = (b.any_strides(x.value), b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *_after(m, b))
+    emit(e.dynamic, args, m, b)
+    note(m, b, f"int8 linear, {e.name}, input quantized by {'row' if x.rule != 'tensor' else 'tensor'}")
+
+
+def _after(m: Match, b: Builder) -> tuple[Any, ...]:
+    """Residual, post-op and type of a result in floats."""
+    found, post = residual_of(m), post_of(m.get("unary"))
+    assert post is not None
+    return (None if found is None else b.any_strides(found), *post, spec_of(m.out).dtype)
+
+
+def emit(target: str, args: tuple[Any, ...], m: Match, b: Builder) -> None:
+    b.library(target, *args, out=m.out, stride=result_strides(m.out), op=m.anchor)
+    b.close_call(m.ops)
+
+
+def _computed(op: OpView, graph: RegionGraph) -> Quantized | None:
+    """The input of a product, quantized by tensors that an op made."""
+    found = dequantized(op.arg("input"), graph)
+    fits = isinstance(found, Quantized) and isinstance(found.scale, Value) and isinstance(found.zero_point, Value)
+    return found if fits else None  # type: ignore[return-value]
+
+
+def _computed_when(m: Match, b: Builder) -> bool:
+    return _computed(m.anchor, b.graph) is not None and _weighted(m, b) is not None and dense(m.out)
+
+
+def _computed_pays(e: Engine, m: Match, b: Builder) -> bool:
+    wanted = b.ctx.options.get("engine", "auto")
+    return e.absent() is None and wanted in ("auto", e.name)
+
+
+def _computed_write(e: Engine, m: Match, b: Builder) -> None:
+    op, x, w = m.anchor, _computed(m.anchor, b.graph), _weighted(m, b)
+    assert x is not None and w is not None
+    weight, scale = centered(w, b)
+    given = (b.any_strides(x.value), b.prepare(e.pack_linear, weight), scale, bias_of(op, b))
+    emit(e.linear_tensor, (*given, b.exact(x.scale), b.exact(x.zero_point), *epilogue(m, b)), m, b)
+    note(m, b, f"int8 linear, {e.name}, input quantized by tensor")
+
+
+def _weight_only_when(m: Match, b: Builder) -> bool:
+    op, w = m.anchor, _weighted(m, b)
+    if w is None or dequantized(op.arg("input"), b.graph) is not None or not dense(m.out):
+        return False
+    x = spec_of(op.arg("input"))
+    return x.dtype in FLOATS and not b.graph.is_const(op.arg("input")) and m.get("quantize") is None
+
+
+def _weight_only_pays(m: Match, b: Builder) -> bool:
+    w = weight_of(m.anchor.arg("weight"), b.graph)
+    assert w is not None
+    return reads(m.anchor.arg("input"), spec_of(w.value).shape, b)
+
+
+def reads(x: Value, weight: Any, b: Builder) -> bool:
+    n, k = weight
+    return reading_pays(b.ctx, spec_of(x).numel_hint() // max(k, 1), k, n, spec_of(x).dtype)
+
+
+def _weight_only_write(m: Match, b: Builder) -> None:
+    op, w = m.anchor, _weighted(m, b)
+    assert w is not None
+    weight, scale = centered(w, b)
+    packed = b.prepare(name("pack_linear"), weight)
+    args = (b.any_strides(op.arg("input")), packed, scale, bias_of(op, b), *_after(m, b))
+    emit(name("weight_linear"), args, m, b)
+    note(m, b, "int8 weight, core")
+
+
+# -- rows
+
+
+def _posts(e: Engine | None) -> Callable[[OpView], Any]:
+    def found(op: OpView) -> Any:
+        post = post_of(op)
+        return post if post is not None and (e is None or post[0] in e.posts) else None
+
+    return found
+
+
+def _of_engine(e: Engine) -> tuple[Row, ...]:
+    dynamic = product("linear", f"int8.dynamic.{e.name}", _posts(None), UNARY)
+    computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.residual)
+    dynamic = type(dynamic)(dynamic.anchor, dynamic.steps[:-1])  # its result stays in floats
+    return (
+        Row(
+            f"int8.dynamic.{e.name}", dynamic, when=_dynamic_when, pays=partial(_dynamic_pays, e), write=partial(_dynamic_write, e),
+            note="int8 linear",
+        ),
+        Row(
+            f"int8.computed.{e.name}", computed, when=_computed_when, pays=partial(_computed_pays, e),
+            write=partial(_computed_write, e), note="int8 linear",
+        ),
+    )  # fmt: skip
+
+
+_PLAIN = product("linear", "int8.weight_only", _posts(None), UNARY)
+ROWS: tuple[Row, ...] = (
+    *(row for e in ENGINES if e.absent() is None for row in _of_engine(e)),
+    Row(
+        "int8.weight_only", type(_PLAIN)(_PLAIN.anchor, _PLAIN.steps[:-1]), when=_weight_only_when, pays=_weight_only_pays,
+        write=_weight_only_write, note="int8 weight",
+    ),
+)  # fmt: skip
+"""In the order in which they are asked."""

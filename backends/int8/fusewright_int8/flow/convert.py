@@ -1,0 +1,181 @@
+"""Export, observe, convert: a model with quantize and dequantize ops in it."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e import ObserverBase
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from fusewright.errors import QuantizationError
+from fusewright_int8.flow.quantizer import OPS, Int8Quantizer, layer_of
+from fusewright_int8.flow.recipes import RECIPES, Recipe
+
+log = logging.getLogger("fusewright")
+
+META = "fusewright_quantization"
+"""In `GraphModule.meta` of what is quantized: the recipe, and which layers stayed in floats."""
+q = torch.ops.quantized_decomposed
+
+
+def quantize(
+    model: torch.nn.Module, inputs: Sequence[Any], recipe: str, *, keep: Sequence[str] = (), dynamic_batch: bool = True
+) -> GraphModule:
+    """See `fusewright.interface.Quantization.quantize`. Raises QuantizationError."""
+    chosen = RECIPES[recipe]
+    if not inputs:
+        what = "calibrates on them" if chosen.inputs == "static" else "traces the model with one"
+        raise QuantizationError(f"no calibration inputs; the recipe {recipe!r} {what}: give a list of typical inputs")
+    calls = [as_call(i) for i in inputs]
+    for number, call in enumerate(calls):
+        check_finite(call, f"calibration input {number}")
+    exported = export(model, calls[0], dynamic_batch)
+    quantizer = Int8Quantizer(chosen, keep)
+    prepared = prepare_pt2e(exported, quantizer)
+    if not any("quantization_annotation" in n.meta for n in prepared.graph.nodes):
+        raise QuantizationError(_nothing(quantizer.stayed, chosen))
+    calibrate(prepared, calls if chosen.inputs == "static" else calls[:1])
+    return finished(prepared, chosen, quantizer.stayed)
+
+
+def finished(prepared: GraphModule, recipe: Recipe, stayed: Mapping[str, str]) -> GraphModule:
+    """A calibrated model, converted."""
+    check_observed(prepared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torchao's own on its internals
+        converted: GraphModule = convert_pt2e(prepared)
+    if recipe.inputs == "row":
+        quantize_rows(converted)
+    for p in converted.parameters():
+        p.requires_grad_(False)
+    converted.meta[META] = {"recipe": recipe.name, "stayed": dict(stayed)}
+    return converted
+
+
+def _nothing(stayed: Mapping[str, str], recipe: Recipe) -> str:
+    reasons = "; ".join(f"{name}: {why}" for name, why in list(stayed.items())[:3])
+    return f"nothing to quantize: the recipe {recipe.name!r} takes {', '.join(sorted(recipe.ops))}. {reasons}".rstrip()
+
+
+def as_call(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One calibration input as arguments and keyword arguments."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
+
+
+def check_finite(values: Any, where: str) -> None:
+    """QuantizationError where a tensor holds NaN or Inf: a scale made of these says nothing."""
+    for t in pytree.tree_leaves(values):
+        if isinstance(t, Tensor) and t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            raise QuantizationError(f"{where} holds NaN or Inf; calibrate on inputs that the model is meant for")
+
+
+def export(model: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_batch: bool) -> GraphModule:
+    """The model as a graph of ATen ops, its batch of any size where it allows that."""
+    if isinstance(model, GraphModule) and any(n.target in OPS for n in model.graph.nodes):
+        return model  # exported already
+    args, kwargs = call
+    failures: list[str] = []
+    for shapes in ([_batches(args, kwargs)] if dynamic_batch else []) + [None]:
+        try:
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+            return program.module(check_guards=False)
+        except Exception as e:  # whatever a model's own code raises: the user is told
+            failures.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
+    raise QuantizationError(
+        f"torch.export cannot trace the model ({failures[-1]}). Quantize parts of it (model.encoder = fusewright.quantize("
+        "model.encoder, ...)), or leave the model as it is with torchao's quantize_"
+    )
+
+
+def _batches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def dims(t: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(t, Tensor) and t.dim() and t.shape[0] > 1 else None
+
+    both = {"args": args, "kwargs": dict(kwargs)}
+    shapes = pytree.tree_map(dims, both)
+    return shapes["args"] if not kwargs else shapes["kwargs"] if not args else None
+
+
+class _Calibrator(Interpreter):
+    """Runs a prepared model, and looks at what its observers are given."""
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(self.fetch_attr(target), ObserverBase):
+            check_finite(args, f"what reaches {self._reader()} during calibration")
+        return super().call_module(target, args, kwargs)
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def _reader(self) -> str:
+        return next((layer_of(u) for u in self._node.users if u.target in OPS), self._node.name)
+
+
+def calibrate(prepared: GraphModule, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    """Show the observers some inputs. QuantizationError where the model makes NaN or Inf of them."""
+    with torch.no_grad():
+        for args, kwargs in calls:
+            flat = [v for v in pytree.tree_leaves((args, kwargs))]
+            try:
+                _Calibrator(prepared).run(*flat, enable_io_processing=False)
+            except QuantizationError:
+                raise
+            except (TypeError, RuntimeError, ValueError) as e:
+                raise QuantizationError(
+                    f"the model does not take a calibration input: {type(e).__name__}: {e}; every input needs the structure of the "
+                    "first, and other sizes in its batch only"
+                ) from e
+
+
+def check_observed(prepared: GraphModule) -> None:
+    """QuantizationError where an observer of activations has seen nothing."""
+    for node in prepared.graph.nodes:
+        if node.op != "call_module":
+            continue
+        observer = prepared.get_submodule(node.target)
+        low = getattr(observer, "min_val", None)
+        if isinstance(observer, ObserverBase) and isinstance(low, Tensor) and (low.numel() == 0 or bool(torch.isinf(low).any())):
+            reader = next((layer_of(u) for u in node.users if u.target in OPS), node.name)
+            raise QuantizationError(
+                f"the model was not calibrated: nothing has reached {reader}. Run the prepared model on typical inputs first"
+            )
+
+
+def quantize_rows(model: GraphModule) -> None:
+    """Quantize the inputs of linears with int8 weights row by row, when they come."""
+    made: dict[Node, Node] = {}
+    for node in list(model.graph.nodes):
+        if node.target is not torch.ops.aten.linear.default or not _is_quantized(node.args[1]):
+            continue
+        x = node.args[0]
+        if x not in made:
+            with model.graph.inserting_before(node):
+                made[x] = _rows(model.graph, x)
+        node.replace_input_with(x, made[x])
+    model.graph.lint()
+    model.recompile()
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Node) and "dequantize_per_channel" in str(node.target)
+
+
+def _rows(graph: Any, x: Node) -> Node:
+    """q/dq of the rows of `x`, whose scales are found in fp32 whatever its type."""
+    dtype = x.meta["val"].dtype
+    wide = x if dtype is torch.float32 else graph.call_function(torch.ops.aten.to.dtype, (x, torch.float32))
+    chosen = graph.call_function(q.choose_qparams_per_token.default, (wide, torch.int8))
+    scale, zero = (graph.call_function(operator.getitem, (chosen, k)) for k in (0, 1))
+    levels = graph.call_function(q.quantize_per_token.default, (wide, scale, zero, -127, 127, torch.int8))
+    return graph.call_function(q.dequantize_per_token.default, (levels, scale, zero, -127, 127, torch.int8, dtype))

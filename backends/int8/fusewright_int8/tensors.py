@@ -1,0 +1,260 @@
+"""Rows of what torchao's `quantize_` leaves (version 2 of its configurations): its tensors put `_int_mm` between ops that quantize,
+or the product of a widened weight, where a graph of q/dq ops would say what is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, Value
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_int8.engines import ENGINES, Engine
+from fusewright_int8.floats import EPS, FLOATS, FloatInput, dense, emit, fastest_dynamic, reads
+from fusewright_int8.lowerings import note, post_of, result_strides, spec_of
+from fusewright_int8.operators import name
+
+
+@dataclass
+class Trail:
+    """Walks forward over ops that alone read the result before them."""
+
+    graph: RegionGraph
+    value: Value
+    ops: list[OpView] = field(default_factory=list)
+
+    def step(self, op: str, fits: Callable[[OpView], bool] = lambda op: True) -> OpView | None:
+        """The next op, if it is called so and fits; else None, and nothing is passed."""
+        user = self.graph.free_user(self.value)
+        if user is None or user.op != op or not fits(user):
+            return None
+        self.ops.append(user)
+        self.value = user.out
+        return user
+
+    def other(self, op: OpView) -> Value | None:
+        """What an op of two operands has beside the value at hand."""
+        found = [v for v in op.inputs() if v != self.value]
+        return found[0] if len(found) == 1 else None
+
+
+def _back(value: Any, graph: RegionGraph, *names: str) -> OpView | None:
+    """The op that makes a value, if it is one of these."""
+    made = graph.producer(value) if isinstance(value, Value) else None
+    return made if made is not None and made.op in names else None
+
+
+def _through(value: Value, graph: RegionGraph, *names: str) -> Value:
+    """What a value was before ops of these names, which have one input each."""
+    while (made := _back(value, graph, *names)) is not None:
+        value = made.args[0]  # type: ignore[assignment]
+    return value
+
+
+def _zero(value: Any, graph: RegionGraph) -> bool:
+    made = _back(_through(value, graph, "cast", "view"), graph, "full") if isinstance(value, Value) else None
+    return (made is not None and made.arg("fill_value") == 0) or value == 0
+
+
+def _symmetric_scale(scale: Value, graph: RegionGraph) -> Value | None:
+    """The tensor whose rows `scale` was chosen for, by largest magnitude; None where it was found in another way."""
+    clamp = _back(_through(scale, graph, "cast"), graph, "clamp")
+    div = _back(clamp.arg("self"), graph, "div") if clamp is not None and clamp.arg("min") == EPS["row_symmetric"] else None
+    top = _back(div.arg("self"), graph, "maximum") if div is not None and div.arg("other") == 127.5 else None
+    neg = _back(top.arg("self"), graph, "neg") if top is not None else None
+    low = _back(neg.arg("self"), graph, "minimum") if neg is not None else None
+    high = _back(top.arg("other"), graph, "maximum") if top is not None else None
+    if low is None or high is None or not (_zero(low.arg("other"), graph) and _zero(high.arg("other"), graph)):
+        return None
+    least, most = _back(low.arg("self"), graph, "amin"), _back(high.arg("self"), graph, "amax")
+    if least is None or most is None or least.arg("self") != most.arg("self"):
+        return None
+    x: Value = least.arg("self")
+    last = (spec_of(x).rank - 1,)
+    return x if tuple(least.arg("dim")) in (last, (-1,)) and tuple(most.arg("dim")) in (last, (-1,)) else None
+
+
+def _affine_rows(value: Value, graph: RegionGraph) -> tuple[Value, Value, bool] | None:
+    """Input, scale and whether 128 was added, of rows quantized by `quantize_affine` without zero points."""
+    shifted = spec_of(value).dtype == torch.uint8
+    if shifted:
+        add = _back(_through(value, graph, "cast"), graph, "add")
+        if add is None or add.arg("other") != 128:
+            return None
+        value = _through(add.arg("self"), graph, "cast", "view") if _is_int32(add) else value
+        made = graph.producer(value)
+    else:
+        value = _through(value, graph, "view")
+        made = _back(value, graph, "cast")
+        value = made.arg("self") if made is not None else value
+        made = graph.producer(value)
+    if made is None or made.op != "clamp" or (made.arg("min"), made.arg("max")) != (-128, 127):
+        return None
+    moved = _back(made.arg("self"), graph, "add")
+    rounded = _back(moved.arg("self"), graph, "round") if moved is not None and _zero(moved.arg("other"), graph) else None
+    scaled = _back(rounded.arg("self"), graph, "mul") if rounded is not None else None
+    factor = _back(scaled.arg("other"), graph, "reciprocal") if scaled is not None else None
+    if scaled is None or factor is None:
+        return None
+    return scaled.arg("self"), factor.arg("self"), shifted
+
+
+def _is_int32(op: OpView) -> bool:
+    return spec_of(op.out).dtype == torch.int32
+
+
+def _matrix(value: Value, b: Builder) -> Value | None:
+    """The constant int8 weight [n, k] of which `value` is the transpose."""
+    made = _back(value, b.graph, "t", "transpose", "permute")
+    found: Any = made.args[0] if made is not None else None
+    fits = found is not None and spec_of(found).dtype == torch.int8 and b.is_const(found) and spec_of(found).static
+    return found if fits else None
+
+
+def _compensated(trail: Trail, weight: Value) -> bool:
+    """Passes the subtraction of what the shift by 128 added."""
+    op = trail.step("sub")
+    times = _back(op.arg("other"), trail.graph, "mul") if op is not None else None
+    sums = _back(times.arg("self"), trail.graph, "sum") if times is not None and times.arg("other") == 128 else None
+    return sums is not None and _through(sums.arg("self"), trail.graph, "t") == weight and tuple(sums.arg("dim")) == (0,)
+
+
+def _columns(trail: Trail, op: OpView | None, n: int) -> Value | None:
+    """The constant with one number for each column, by which a step multiplies or which it adds."""
+    if op is None:
+        return None
+    before = trail.ops[-2].out if len(trail.ops) > 1 else None
+    others = [v for v in op.inputs() if v != before and v.spec is not None and v.spec.shape == (n,)]
+    return others[0] if others else None
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A product of torchao's: input and rule, weight, scales, bias."""
+
+    x: Value
+    weight: Value
+    scale: Value
+    bias: Value | None
+
+
+def _finish(trail: Trail, n: int, b: Builder) -> tuple[Value | None, OpView | None]:
+    """Passes a view, the bias, a cast and a unary op; the bias and the unary op."""
+    trail.step("view", lambda op: spec_of(op.out).shape[-1] == n)
+
+    def adds_bias(op: OpView) -> bool:
+        return op.arg("alpha") == 1 and any(b.is_const(v) and spec_of(v).shape == (n,) for v in op.inputs())
+
+    add = trail.step("add", adds_bias)
+    bias = _columns(trail, add, n)
+    trail.step("cast", lambda op: spec_of(op.out).dtype in FLOATS)
+    unary = trail.step("relu") or trail.step("gelu") or trail.step("silu")
+    return bias, unary
+
+
+def _int_mm(m: Match, b: Builder) -> Match | None:
+    op = m.anchor
+    weight, rows = _matrix(op.arg("mat2"), b), _affine_rows(op.arg("self"), b.graph)
+    if weight is None or rows is None or b.graph.phase != "infer":
+        return None
+    (x, scale, shifted), n, trail = rows, spec_of(weight).shape[0], Trail(b.graph, op.out)
+    if _symmetric_scale(scale, b.graph) != x or (shifted and not _compensated(trail, weight)) or trail.step("cast") is None:
+        return None
+    by_row = trail.step("mul")
+    if by_row is None or not any(_through(v, b.graph, "view") == scale for v in by_row.inputs()):
+        return None
+    trail.step("cast")
+    scales = _columns(trail, trail.step("mul"), n)  # type: ignore[arg-type]
+    if scales is None or not b.is_const(scales):
+        return None
+    return _affine_match(m, trail, x, weight, scales, b)
+
+
+def _affine_match(m: Match, trail: Trail, x: Value, weight: Value, scales: Value, b: Builder) -> Match | None:
+    bias, unary = _finish(trail, spec_of(weight).shape[0], b)  # type: ignore[arg-type]
+    found = m.with_ops(*trail.ops, affine=Affine(x, weight, scales, bias), unary=unary)
+    fits = spec_of(found.out).dtype in FLOATS and spec_of(x).dtype in FLOATS and b.is_const(bias)
+    same = spec_of(found.out).shape[:-1] == spec_of(x).shape[:-1] or spec_of(found.out).static
+    return found if fits and same and dense(found.out) else None
+
+
+def _affine_pays(e: Engine, m: Match, b: Builder) -> bool:
+    found: Affine = m["affine"]
+    return fastest_dynamic(e, FloatInput(found.x, "row_symmetric"), spec_of(found.weight).shape, b)
+
+
+def _affine_args(pack: str, m: Match, b: Builder, *rule: str) -> tuple[Any, ...]:
+    found: Affine = m["affine"]
+    post = post_of(m.get("unary"))
+    assert post is not None
+    scale = b.prepare(name("scales"), b.exact(found.scale), spec_of(found.weight).shape[0])
+    packed = b.prepare(pack, b.prepare(name("center"), b.exact(found.weight), None))
+    bias = None if found.bias is None else b.exact(found.bias)
+    if found.bias is not None and spec_of(found.bias).dtype != torch.float32:
+        bias = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
+    return b.any_strides(found.x), packed, scale, bias, *rule, None, *post, spec_of(m.out).dtype
+
+
+def _affine_emit(target: str, args: tuple[Any, ...], m: Match, b: Builder) -> None:
+    x, out = spec_of(m["affine"].x), spec_of(m.out)
+    if x.shape[:-1] != out.shape[:-1]:  # rows of a batch, seen as one matrix
+        made = b.ctx.value(None)
+        b.call(target, *args, out=made, op=m.anchor)
+        b.library("aten::view.default", Ref(made.id), tuple(out.shape), out=m.out, stride=result_strides(m.out), op=m.anchor)
+        b.close_call(m.ops)
+        return
+    emit(target, args, m, b)
+
+
+def _affine_write(e: Engine, m: Match, b: Builder) -> None:
+    _affine_emit(e.dynamic, _affine_args(e.pack_linear, m, b, "row_symmetric"), m, b)
+    note(m, b, f"int8 linear, {e.name}, input quantized by row")
+
+
+def _widened(m: Match, b: Builder) -> Match | None:
+    op = m.anchor
+    cast = _back(op.arg("mat2"), b.graph, "cast")
+    weight = _matrix(cast.arg("self"), b) if cast is not None else None
+    if weight is None or spec_of(op.out).dtype not in FLOATS or b.graph.phase != "infer":
+        return None
+    trail = Trail(b.graph, op.out)
+    scales = _columns(trail, trail.step("mul"), spec_of(weight).shape[0])  # type: ignore[arg-type]
+    if scales is None and trail.ops:
+        first = trail.ops[0]
+        others = [v for v in first.inputs() if v != op.out]
+        scales = others[0] if others and spec_of(others[0]).shape == spec_of(weight).shape[:1] else None
+    if scales is None or not b.is_const(scales):
+        return None
+    x = _through(op.arg("self"), b.graph, "view") if spec_of(op.arg("self")).rank == 2 else op.arg("self")
+    x = x if spec_of(x).shape[-1:] == spec_of(op.arg("self")).shape[-1:] else op.arg("self")
+    return _affine_match(m, trail, x, weight, scales, b)
+
+
+def _widened_pays(m: Match, b: Builder) -> bool:
+    return reads(m["affine"].x, spec_of(m["affine"].weight).shape, b)
+
+
+def _widened_write(m: Match, b: Builder) -> None:
+    _affine_emit(name("weight_linear"), _affine_args(name("pack_linear"), m, b), m, b)
+    note(m, b, "int8 weight, core")
+
+
+ROWS: tuple[Row, ...] = (
+    *(
+        Row(
+            f"int8.int_mm.{e.name}", chain("int_mm"), extend=_int_mm, pays=partial(_affine_pays, e),
+            write=partial(_affine_write, e), note="int8 linear",
+        )
+        for e in ENGINES if e.absent() is None
+    ),
+    Row("int8.widened", chain("mm"), extend=_widened, pays=_widened_pays, write=_widened_write, note="int8 weight"),
+)  # fmt: skip
+"""In the order in which they are asked."""

@@ -1,0 +1,65 @@
+"""`fusewright.quantize`: which backend quantizes, and what it is given. How is the backend's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from fusewright import registry
+from fusewright.errors import QuantizationError, nearest
+from fusewright.interface import Quantization, QuantizationReport
+
+MOST_INPUTS = 4096
+"""Calibration inputs that are read: a data loader may be endless."""
+
+
+def quantize(
+    model: torch.nn.Module, calibration_inputs: Iterable[Any] | torch.Tensor = (), recipe: str = "static", *,
+    backend: str | None = None, keep: Sequence[str] = (), dynamic_batch: bool = True,
+) -> torch.nn.Module:  # fmt: skip
+    """See `fusewright.quantize`."""
+    by = quantization_of(backend)
+    if recipe not in by.recipes:
+        raise QuantizationError(f"there is no recipe {recipe!r}; {nearest(recipe, by.recipes)}")
+    if not isinstance(model, torch.nn.Module):
+        raise QuantizationError(f"a torch.nn.Module can be quantized, not {type(model).__name__}")
+    if model.training and not isinstance(model, torch.fx.GraphModule):
+        raise QuantizationError("the model is in training mode; call model.eval() first")
+    return by.quantize(model, listed(calibration_inputs), recipe, keep=tuple(keep), dynamic_batch=dynamic_batch)
+
+
+def report(model: torch.nn.Module, quantized: torch.nn.Module, inputs: Any, backend: str | None = None) -> QuantizationReport:
+    """Where quantization costs accuracy, layer by layer, on these inputs."""
+    return quantization_of(backend).report(model, quantized, listed(inputs))
+
+
+def listed(inputs: Iterable[Any] | torch.Tensor) -> list[Any]:
+    """Calibration inputs as a list; one tensor is one input. At most `MOST_INPUTS` are read."""
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    if isinstance(inputs, dict):
+        raise QuantizationError("calibration inputs are a list; give [inputs] for one set of keyword arguments")
+    return list(islice(inputs, MOST_INPUTS))
+
+
+def quantization_of(backend: str | None = None) -> Quantization:
+    """That of a backend, or of the first one here that has some, by priority."""
+    if backend is not None:
+        found = registry.get(backend).quantization()
+        if found is None:
+            raise QuantizationError(f"backend {backend!r} does not quantize; these do: {', '.join(_names()) or 'none here'}")
+        return found
+    for name in _names():
+        found = registry.get(name).quantization()
+        if found is not None:
+            return found
+    raise QuantizationError("no backend that works here quantizes models; see: fusewright doctor")
+
+
+def _names() -> list[str]:
+    """Backends here that quantize, the best first."""
+    there = [i for i in registry.backends() if i.cls is not None and i.available and i.cls.quantization() is not None]
+    return [i.name for i in sorted(there, key=lambda i: (-i.cls.priority if i.cls else 0, i.name))]

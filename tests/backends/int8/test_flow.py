@@ -1,0 +1,287 @@
+"""From a model to int8: `fusewright.quantize` by each recipe, other people's quantized graphs, and what cannot be."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchao", reason="torchao is an optional dependency of fusewright-int8 (extra `quantize`)")
+
+import fusewright
+from fusewright import report
+from fusewright.errors import QuantizationError
+from fusewright.quantization import listed, quantization_of
+from fusewright.quantization import report as accuracy
+from fusewright_int8.flow import fx
+from fusewright_int8.flow.recipes import RECIPES
+from tests.backends.int8.common import ENGINES, needs_core
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 10)).eval().to(dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(c, c, 3, padding=1, bias=False) for _ in range(2))
+        self.na, self.nb = nn.BatchNorm2d(c), nn.BatchNorm2d(c)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.nb(self.b(torch.relu(self.na(self.a(x))))) + x)
+
+
+def cnn() -> nn.Module:
+    first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+    net = nn.Sequential(first, nn.MaxPool2d(2), Block(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).eval()
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.running_mean.normal_()
+            m.running_var.uniform_(0.5, 2)
+    return net
+
+
+@pytest.fixture
+def plans() -> Iterator[_Texts]:
+    """The text of every plan that is made."""
+    with report.recording() as reports:
+        yield _Texts(reports)
+
+
+class _Texts(list[str]):
+    def __init__(self, reports: list[Any]) -> None:
+        self._reports = reports
+
+    def calls(self, k: int = -1) -> list[str]:
+        """Int8 calls of a plan, in order, without what is prepared."""
+        text = self._reports[k].texts["plan"].partition("def run(")[2]
+        return [w.partition("(")[0].removesuffix("_default") for w in text.split("= fusewright_int8_")[1:]]
+
+
+def compiled(model: nn.Module, engine: str = ENGINES[0]) -> Any:
+    return torch.compile(model, backend="x86_int8", options={"strict": True, "engine": engine})
+
+
+def judge(ours: Tensor, quantized: Tensor, exact: Tensor) -> None:
+    """Within a level or two of the q/dq graph's result in eager, as a share of the range."""
+    assert ours.shape == quantized.shape and ours.dtype == quantized.dtype
+    assert float((ours.float() - quantized.float()).abs().max()) <= 0.02 * float(exact.detach().float().abs().max())
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("recipe", "calls"), [("static", ["linear"] * 3), ("dynamic", ["dynamic_linear"] * 3), ("weight_only", ["weight_linear"] * 3)]
+)
+def test_each_recipe_becomes_its_own_calls(recipe: str, calls: list[str], plans: Any) -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    quantized = fusewright.quantize(model, [x, x[:3]], recipe)
+    ours = compiled(quantized)(x)
+    assert plans.calls() == calls
+    judge(ours, quantized(x), model(x))
+
+
+@needs_core
+def test_a_batch_of_another_size_runs_in_int8_too(plans: Any) -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    f = compiled(quantized := fusewright.quantize(model, [x]))
+    for rows in (8, 5, 1):
+        judge(f(x[:rows]), quantized(x[:rows]), model(x[:rows]))
+        assert plans.calls() == ["linear"] * 3
+
+
+def test_a_bf16_model_keeps_its_type() -> None:
+    model, x = mlp(torch.bfloat16), torch.randn(8, 64).bfloat16()
+    for recipe in RECIPES:
+        torch.compiler.reset()
+        quantized = fusewright.quantize(model, [x], recipe)
+        judge(compiled(quantized)(x), quantized(x), model(x))
+
+
+@needs_core
+def test_a_residual_network_stores_no_float_image_between_blocks(plans: Any) -> None:
+    model, x = cnn(), torch.randn(4, 3, 16, 16)
+    quantized = fusewright.quantize(model, [x])
+    ours = compiled(quantized)(x)
+    assert plans.calls() == ["conv"] * 3 + ["linear"]
+    judge(ours, quantized(x), model(x))
+
+
+def test_a_layer_can_stay_in_floats() -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    quantized = fusewright.quantize(model, [x], keep=["2"])
+    found = accuracy(model, quantized, [x])
+    assert list(found.stayed) == ["2"] and "kept in floats" in found.stayed["2"]
+    assert len(found.layers) == 3
+    torch.testing.assert_close(compiled(quantized)(x), quantized(x), rtol=1e-4, atol=1e-4)
+
+
+def test_weight_only_is_more_accurate_than_8_bit_activations() -> None:
+    model, x = mlp(), torch.randn(32, 64)
+    db = {r: accuracy(model, fusewright.quantize(model, [x], r), [x]).sqnr for r in RECIPES}
+    assert db["weight_only"] > db["dynamic"] > 25 and db["static"] > 25
+
+
+def test_the_report_finds_the_layer_that_loses_most() -> None:
+    model, x = mlp(), torch.randn(64, 64)
+    with torch.no_grad():
+        model[2].weight[:, 0] = 1e4  # one input far beyond the others: its rows' scales leave the rest nothing
+    found = accuracy(model, fusewright.quantize(model, [x], "weight_only"), [x])
+    assert min(found.layers, key=lambda layer: layer.sqnr).name in ("2", "4")
+    assert {layer.name for layer in found.layers} == {"0", "2", "4"}
+    assert all(layer.work > 0 for layer in found.layers)
+
+
+# -- graphs of others
+
+
+@needs_core
+def test_torchaos_own_quantizer_is_lowered(plans: Any) -> None:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as xiq
+
+    x = torch.randn(8, 64)
+    for dynamic, calls in ((False, ["linear"] * 3), (True, ["linear_tensor"] * 3)):
+        torch.compiler.reset()
+        model = mlp()
+        quantizer = xiq.X86InductorQuantizer()
+        quantizer.set_global(xiq.get_default_x86_inductor_quantization_config(is_dynamic=dynamic))
+        prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+        prepared(x)
+        quantized = convert_pt2e(prepared)
+        with torch.no_grad():
+            judge(compiled(quantized)(x), quantized(x), model(x))
+        assert plans.calls() == calls
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchaos_tensors_are_lowered(dtype: torch.dtype, plans: Any) -> None:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+    x = torch.randn(2, 5, 64, dtype=dtype)
+    for config, call in ((Int8DynamicActivationInt8WeightConfig(), "dynamic_linear"), (Int8WeightOnlyConfig(), "weight_linear")):
+        torch.compiler.reset()
+        quantize_(model := mlp(dtype), config)
+        with torch.no_grad():
+            ours, eager = compiled(model)(x), model(x)
+        assert plans.calls() == [call] * 3
+        judge(ours, eager, eager)
+
+
+def test_a_quantized_graph_runs_without_our_core(plans: Any) -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    for recipe, call in (("static", "linear_onednn"), ("dynamic", "dynamic_linear_onednn")):
+        torch.compiler.reset()
+        quantized = fusewright.quantize(model, [x], recipe)
+        judge(compiled(quantized, "onednn")(x), quantized(x), model(x))
+        assert plans.calls() == [call] * 3
+
+
+# -- the FX calls of old PyTorch
+
+
+def test_the_fx_calls_quantize_and_say_what_to_write_instead() -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    with pytest.warns(FutureWarning, match="fusewright.quantize"):
+        prepared = fx.prepare_fx(model, fx.get_default_qconfig_mapping("x86"), (x,))
+        prepared(x)
+        quantized = fx.convert_fx(prepared)
+    judge(compiled(quantized)(x), model(x), model(x))
+
+
+def test_a_model_that_saw_no_input_is_not_converted() -> None:
+    with pytest.warns(FutureWarning):
+        prepared = fx.prepare_fx(mlp(), fx.get_default_qconfig_mapping(), (torch.randn(8, 64),))
+        with pytest.raises(QuantizationError, match="not calibrated: nothing has reached 0"):
+            fx.convert_fx(prepared)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_other_fx_configurations_are_refused_with_the_way_on() -> None:
+    with pytest.raises(QuantizationError, match="recipes are static"):
+        fx.prepare_fx(mlp(), {"": None}, (torch.randn(8, 64),))
+    with pytest.raises(QuantizationError, match="did you mean 'x86'"):
+        fx.get_default_qconfig_mapping("x68")
+    with pytest.raises(QuantizationError, match="what prepare_fx gave"):
+        fx.convert_fx(torch.fx.symbolic_trace(nn.ReLU()))
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_inf_in_calibration_are_named(bad: float) -> None:
+    x = torch.randn(8, 64)
+    x[3, 5] = bad
+    with pytest.raises(QuantizationError, match="calibration input 1 holds NaN or Inf"):
+        fusewright.quantize(mlp(), [torch.randn(8, 64), x])
+
+
+def test_nan_that_a_layer_makes_is_named_with_its_reader() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[0] = math.inf
+    with pytest.raises(QuantizationError, match="what reaches 2 during calibration"):
+        fusewright.quantize(model, [torch.randn(8, 64)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"calibration_inputs": []}, "no calibration inputs"),
+        ({"recipe": "statc"}, "did you mean 'static'"),
+        ({"calibration_inputs": [torch.randn(8, 63)]}, "torch.export cannot trace"),
+        ({"model": mlp().train()}, r"call model.eval\(\)"),
+        ({"model": nn.Sequential(nn.ReLU()).eval()}, "nothing to quantize"),
+        ({"model": lambda x: x}, "a torch.nn.Module can be quantized"),
+        ({"calibration_inputs": {"x": torch.ones(2)}}, "are a list"),
+        ({"calibration_inputs": [torch.randn(8, 64), torch.randn(8, 3)]}, "does not take a calibration input"),
+        ({"backend": "x86_onednn"}, "does not quantize; these do: x86_int8"),
+        ({"keep": ["*"]}, "kept in floats by"),
+    ],
+)
+def test_what_cannot_be_quantized_says_what_to_do(change: dict[str, Any], says: str) -> None:
+    given = {"model": mlp(), "calibration_inputs": [torch.randn(8, 64)], **change}
+    with pytest.raises(QuantizationError, match=says):
+        fusewright.quantize(**given)
+
+
+def test_an_endless_loader_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    import itertools
+
+    monkeypatch.setattr("fusewright.quantization.MOST_INPUTS", 3)
+    assert len(listed(torch.zeros(1) for _ in itertools.count())) == 3
+
+
+def test_the_model_itself_stays_as_it_is() -> None:
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    fusewright.quantize(model, [torch.randn(8, 64)])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_keyword_arguments_calibrate_as_well() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.fc(a + b)
+
+    model, given = Named().eval(), {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}
+    quantized = fusewright.quantize(model, [given])
+    assert float((compiled(quantized)(**given) - model(**given)).abs().max()) < 0.1
+
+
+def test_every_recipe_is_told_to_people() -> None:
+    assert quantization_of("x86_int8").recipes.keys() == RECIPES.keys()
+    assert quantization_of().recipes.keys() == RECIPES.keys()  # the only backend here that quantizes
