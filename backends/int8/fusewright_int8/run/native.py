@@ -10,43 +10,51 @@ calls raise `BackendUnavailableError`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fusewright_int8.run import reference
-from fusewright_int8.run.reference import RULES, Epilogue
+from fusewright_int8.run import core
+from fusewright_int8.run.core import absent, isa, isas, use_isa
+from fusewright_int8.run.reference import POSTS, RULES, limits
+
+__all__ = [
+    "MOST_K", "absent", "conv2d", "dynamic_linear", "isa", "isas", "linear", "pack_conv2d", "pack_linear", "quantize",
+    "quantize_dynamic", "use_isa", "weight_linear",
+]  # fmt: skip
 
 MOST_K = 65_536
 """Longest sum of products that fits int32 whatever the values are: 65,536 * 255 * 128 < 2**31."""
 
-ISA_VARIABLE = "FUSEWRIGHT_INT8_ISA"
-"""Environment variable that names the instruction set to use, one of `isas()`."""
+MOST_TAPS = 1024
+"""Largest window of a depthwise convolution with a kernel of its own."""
+
+_TYPES = {torch.uint8: 0, torch.int8: 1, torch.float32: 2, torch.bfloat16: 3}
+_POSTS = {name: k for k, name in enumerate(POSTS)}
+_SOURCES = {"decomposed": 0, "affine": 1, "token": 2}
+_RULES = {
+    name: (r.per_row, r.symmetric, _SOURCES[r.source], r.eps, r.low, r.high) for name, r in RULES.items()
+}  # fmt: skip
+_BYTES = (torch.uint8, torch.int8)
+_FLOATS = (torch.float32, torch.bfloat16)
+
+_After: TypeAlias = tuple[Any, ...]
 
 
-def absent() -> str | None:
-    """Why there is no native core here, and what would bring it; None when there is one."""
-    return None
-
-
-def isas() -> tuple[str, ...]:
-    """Instruction sets that this CPU can run, best first, of "amx_int8", "avx512_vnni", "avx_vnni", "avx2", "portable"."""
-    return ("portable",)
-
-
-def isa() -> str:
-    """The one that calls use: the best, or what `FUSEWRIGHT_INT8_ISA` or `use_isa` names. OptionError for another name."""
-    return "portable"
-
-
-def use_isa(name: str | None) -> None:
-    """Use this instruction set from now on, the best one for None. Results do not depend on it."""
+# ---------------------------------------------------------------- products
 
 
 def pack_linear(weight: Tensor) -> Tensor:
     """int8 [n, k] as the products read it: int8, one dimension. ValueError when k is above `MOST_K`."""
-    return weight.clone()
+    _check(weight.dtype == torch.int8 and weight.dim() == 2, "the weight", weight, "int8 [n, k]")
+    n, k = weight.shape
+    _check_k(k)
+    packed = torch.empty(core.extension().packed_bytes(n, k), dtype=torch.int8)
+    core.extension().pack_linear(weight.data_ptr(), *weight.stride(), n, k, packed.data_ptr())
+    return packed
 
 
 def linear(
@@ -61,10 +69,20 @@ def linear(
     `post`: a name of `reference.POSTS`. out_dtype fp32, bf16, uint8 or int8; 8 bits are quantized by out_scale, out_zero_point to
     [out_low, out_high], the type's limits when None. Of x, rows may be apart; else it is copied. ValueError for what cannot be.
     """
-    after = Epilogue(residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale, out_zero_point,
-                     out_low, out_high)  # fmt: skip
-    y = reference.linear(_rows(x), packed, w_scale, bias, x_scale, x_zero_point, _rows_of(after))
-    return y.reshape(*x.shape[:-1], -1)
+    _check(x.dtype in _BYTES, "x", x, "uint8 or int8")
+    rows, n, k = _operands(x, packed, w_scale, bias)
+    _check_zero("x_zero_point", x_zero_point, x.dtype)
+    shape = (*x.shape[:-1], n)
+    residual = _residual(residual, shape)
+    out, after = _after(
+        shape, n, residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale,
+        out_zero_point, out_low, out_high,
+    )  # fmt: skip
+    core.extension().linear(
+        rows.data_ptr(), rows.stride(0), x.dtype == torch.int8, rows.shape[0], n, k, packed.data_ptr(), w_scale.data_ptr(),
+        _address(bias), x_scale, x_zero_point, after, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def dynamic_linear(
@@ -77,9 +95,15 @@ def dynamic_linear(
     residual in fp32 or bf16. out_dtype fp32 or bf16, x's when None. The others as in `linear`. A row (or tensor) that holds NaN or
     Inf gives NaN.
     """
-    after = _rows_of(Epilogue(residual, post=post, post_args=post_args, out_dtype=out_dtype or x.dtype))
-    y = reference.dynamic_linear(_rows(x), packed, w_scale, bias, RULES[rule], after)
-    return y.reshape(*x.shape[:-1], -1)
+    rows, n, k = _float_operands(x, packed, w_scale, bias)
+    shape = (*x.shape[:-1], n)
+    residual = _residual(residual, shape)
+    out, after = _after(shape, n, residual, 1.0, 0, post, post_args, _float(out_dtype or x.dtype))
+    core.extension().dynamic_linear(
+        rows.data_ptr(), rows.stride(0), _TYPES[x.dtype], rows.shape[0], n, k, packed.data_ptr(), w_scale.data_ptr(),
+        _address(bias), _rule(rule), after, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def weight_linear(
@@ -89,14 +113,33 @@ def weight_linear(
 ) -> Tensor:  # fmt: skip
     """Weight-only int8: x [..., k] (fp32 or bf16) times the packed weight, sums in fp32. At memory speed for up to 32 rows; more
     rows are right, but a float product of a widened weight is faster. Arguments as in `dynamic_linear`."""
-    after = _rows_of(Epilogue(residual, post=post, post_args=post_args, out_dtype=out_dtype or x.dtype))
-    y = reference.weight_linear(_rows(x), packed, w_scale, bias, after)
-    return y.reshape(*x.shape[:-1], -1)
+    rows, n, k = _float_operands(x, packed, w_scale, bias)
+    shape = (*x.shape[:-1], n)
+    residual = _residual(residual, shape)
+    out, after = _after(shape, n, residual, 1.0, 0, post, post_args, _float(out_dtype or x.dtype))
+    core.extension().weight_linear(
+        rows.data_ptr(), rows.stride(0), _TYPES[x.dtype], rows.shape[0], n, k, packed.data_ptr(), w_scale.data_ptr(),
+        _address(bias), after, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- convolutions
 
 
 def pack_conv2d(weight: Tensor, groups: int = 1) -> Tensor:
     """int8 [n, c / groups, kh, kw] as `conv2d` reads it. ValueError when c / groups * kh * kw is above `MOST_K`."""
-    return weight.clone()
+    _check(weight.dtype == torch.int8 and weight.dim() == 4, "the weight", weight, "int8 [n, c / groups, kh, kw]")
+    n, c, kh, kw = weight.shape
+    _check_k(c * kh * kw)
+    if groups < 1 or n % groups:
+        raise ValueError(f"{n} output channels do not make {groups} groups of one size")
+    depthwise = _is_depthwise(c * groups, n, groups, kh * kw)
+    packed = torch.empty(_packed_conv(n, c, kh * kw, groups, depthwise), dtype=torch.int8)
+    core.extension().pack_conv2d(
+        weight.data_ptr(), weight.stride(), (n, c, kh, kw, groups), depthwise, packed.data_ptr()
+    )  # fmt: skip
+    return packed
 
 
 def conv2d(
@@ -112,17 +155,214 @@ def conv2d(
     `packed` by `pack_conv2d`. Padding is worth 0.0, that is `x_zero_point`. residual has the result's shape. Depthwise
     (groups == c == n) has a kernel of its own. The rest as in `linear`.
     """
-    after = Epilogue(residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale, out_zero_point,
-                     out_low, out_high)  # fmt: skip
-    y = reference.conv2d(x, packed, w_scale, bias, x_scale, x_zero_point, stride, padding, dilation, groups, after)
-    return y.contiguous(memory_format=torch.channels_last)
+    _check(x.dtype in _BYTES and x.dim() == 4, "x", x, "uint8 or int8 [batch, c, h, w]")
+    _check_zero("x_zero_point", x_zero_point, x.dtype)
+    batch, c, h, w = x.shape
+    n = w_scale.numel()
+    _check_factors(w_scale, bias, n)
+    window = _window(kernel_size, stride, padding, dilation)
+    if groups < 1 or c % groups or n % groups:
+        raise ValueError(f"{c} input and {n} output channels do not make {groups} groups of one size")
+    taps = window[0] * window[1]
+    _check_packed(packed, _packed_conv(n, c // groups, taps, groups, _is_depthwise(c, n, groups, taps)))
+    oh, ow = (_positions(size, *window[d::2]) for d, size in enumerate((h, w)))
+    x = x if x.stride(1) == 1 or c == 1 else x.contiguous(memory_format=torch.channels_last)
+    shape = (batch, oh, ow, n)
+    residual = _residual(None if residual is None else residual.permute(0, 2, 3, 1), shape)
+    out, after = _after(
+        shape, n, residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale,
+        out_zero_point, out_low, out_high,
+    )  # fmt: skip
+    core.extension().conv2d(
+        x.data_ptr(), (x.stride(0), x.stride(2), x.stride(3)), x.dtype == torch.int8, (batch, c, h, w, n, oh, ow, groups),
+        window, packed.data_ptr(), w_scale.data_ptr(), _address(bias), x_scale, x_zero_point, after, torch.get_num_threads(),
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
+def _window(*pairs: Sequence[int]) -> tuple[int, ...]:
+    """kh, kw, stride, padding and dilation, two numbers each."""
+    for name, pair, least in zip(("kernel_size", "stride", "padding", "dilation"), pairs, (1, 1, 0, 1), strict=True):
+        if len(pair) != 2 or min(pair) < least:
+            raise ValueError(f"{name} is {tuple(pair)}; conv2d takes two numbers from {least}")
+    return tuple(int(v) for pair in pairs for v in pair)
+
+
+def _positions(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Sizes of the result along one dimension."""
+    room = size + 2 * padding - dilation * (kernel - 1) - 1
+    if room < 0:
+        raise ValueError(f"a window of {kernel} (dilation {dilation}) does not fit {size} with padding {padding}")
+    return room // stride + 1
+
+
+def _is_depthwise(c: int, n: int, groups: int, taps: int) -> bool:
+    return 1 < groups == c == n and taps <= MOST_TAPS
+
+
+def _packed_conv(n: int, c: int, taps: int, groups: int, depthwise: bool) -> int:
+    if depthwise:
+        return int(core.extension().depthwise_bytes(n, taps))
+    return groups * int(core.extension().packed_bytes(n // groups, c * taps))
+
+
+# ---------------------------------------------------------------- quantization alone
+
+
+def quantize(
+    x: Tensor, scale: float, zero_point: int, dtype: torch.dtype, low: int | None = None, high: int | None = None
+) -> Tensor:
+    """x (fp32 or bf16) as uint8 or int8 of its shape: `reference.quantize`."""
+    _check(x.dtype in _FLOATS, "x", x, "fp32 or bf16")
+    low, high = limits(dtype, low, high)
+    _check_zero("zero_point", zero_point, dtype)
+    rows = _rows(x if x.dim() else x.reshape(1))
+    q = torch.empty(x.shape, dtype=dtype)
+    core.extension().quantize(
+        rows.data_ptr(), rows.stride(0), _TYPES[x.dtype], *rows.shape, 1.0 / _scale("scale", scale), zero_point, low, high,
+        q.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return q
+
+
+def quantize_dynamic(x: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., k] quantized by `reference.RULES[rule]`: values of its shape, fp32 scales and int32 zero points of its rows ([1] each
+    for one of all)."""
+    _check(x.dtype in _FLOATS and x.dim() > 0, "x", x, "fp32 or bf16 [..., k]")
+    rows, given = _rows(x), _rule(rule)
+    q = torch.empty(x.shape, dtype=torch.uint8 if RULES[rule].low == 0 else torch.int8)
+    count = rows.shape[0] if RULES[rule].per_row else 1
+    scale, zero = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    core.extension().quantize_dynamic(
+        rows.data_ptr(), rows.stride(0), _TYPES[x.dtype], *rows.shape, given, q.data_ptr(), scale.data_ptr(), zero.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return q, scale, zero
+
+
+# ---------------------------------------------------------------- arguments
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    """x as [rows, k], each row dense; rows may be apart."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _rows_of(after: Epilogue) -> Epilogue:
-    from dataclasses import replace
+def _operands(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None) -> tuple[Tensor, int, int]:
+    """Rows of x, n and k."""
+    if x.dim() == 0:
+        raise ValueError("x has no dimension; a product needs [..., k]")
+    n, k = w_scale.numel(), x.shape[-1]
+    _check_k(k)
+    _check_factors(w_scale, bias, n)
+    _check_packed(packed, core.extension().packed_bytes(n, k))
+    return _rows(x), n, k
 
-    return after if after.residual is None else replace(after, residual=_rows(after.residual))
+
+def _float_operands(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None) -> tuple[Tensor, int, int]:
+    _check(x.dtype in _FLOATS, "x", x, "fp32 or bf16 [..., k]")
+    return _operands(x, packed, w_scale, bias)
+
+
+def _after(
+    shape: tuple[int, ...], n: int, residual: Tensor | None, residual_scale: float, residual_zero_point: int, post: str,
+    post_args: Sequence[float], out_dtype: torch.dtype, out_scale: float = 1.0, out_zero_point: int = 0,
+    out_low: int | None = None, out_high: int | None = None,
+) -> tuple[Tensor, _After]:  # fmt: skip
+    """An empty result [..., n], and what the extension does before it stores there. `residual`: by `_residual`, held by the caller
+    until the extension has run."""
+    if out_dtype not in _TYPES:
+        raise ValueError(f"out_dtype is {out_dtype}; results are float32, bfloat16, uint8 or int8")
+    address, row, kind = 0, 0, torch.float32
+    if residual is not None:
+        address, row, kind = residual.data_ptr(), residual.stride(0), residual.dtype
+    out = torch.empty(shape, dtype=out_dtype)
+    inverse, low, high = 1.0, 0, 255
+    if out_dtype in _BYTES:
+        inverse, (low, high) = 1.0 / _scale("out_scale", out_scale), limits(out_dtype, out_low, out_high)
+        _check_zero("out_zero_point", out_zero_point, out_dtype)
+    after = (
+        address, row, _TYPES[kind], residual_scale, residual_zero_point, *_post(post, post_args), out.data_ptr(), n,
+        _TYPES[out_dtype], inverse, out_zero_point, low, high,
+    )  # fmt: skip
+    return out, after
+
+
+def _post(post: str, args: Sequence[float]) -> tuple[int, float, float]:
+    if post not in _POSTS:
+        raise ValueError(f"there is no post-op {post!r}; the core has {', '.join(_POSTS)}")
+    if len(args) != (2 if post == "clamp" else 0):
+        raise ValueError(f"{post} takes {'two numbers' if post == 'clamp' else 'no numbers'}, not {list(args)}")
+    low, high = args if args else (0.0, 0.0)
+    return _POSTS[post], low, high
+
+
+def _rule(rule: str) -> tuple[Any, ...]:
+    if rule not in _RULES:
+        raise ValueError(f"there is no rule {rule!r} for dynamic quantization; there are {', '.join(_RULES)}")
+    return _RULES[rule]
+
+
+def _scale(name: str, scale: float) -> float:
+    if not scale > 0.0:
+        raise ValueError(
+            f"{name} is {scale}; a scale is a positive number: calibrate with inputs that are not constant zero"
+        )
+    return scale
+
+
+def _float(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _FLOATS:
+        raise ValueError(f"out_dtype is {dtype}; without a scale for its values it can be float32 or bfloat16")
+    return dtype
+
+
+def _check(fine: bool, name: str, t: Tensor, wanted: str) -> None:
+    if not fine or t.device.type != "cpu":
+        raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}; the core takes {wanted} on the CPU")
+
+
+def _check_k(k: int) -> None:
+    if k > MOST_K:
+        raise ValueError(
+            f"sums of {k} products of 8 bits can overflow int32; leave layers of more than {MOST_K} in floats"
+        )
+
+
+def _check_zero(name: str, zero_point: int, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    if not info.min <= zero_point <= info.max:
+        raise ValueError(f"{name} is {zero_point}; {dtype} holds {info.min} to {info.max}")
+
+
+def _check_factors(w_scale: Tensor, bias: Tensor | None, n: int) -> None:
+    for name, t in (("w_scale", w_scale), ("the bias", bias)):
+        if t is not None:
+            _check(t.dtype == torch.float32 and t.shape == (n,) and t.is_contiguous(), name, t, f"dense float32 [{n}]")
+
+
+def _check_packed(packed: Tensor, size: int) -> None:
+    fine = packed.dtype == torch.int8 and packed.shape == (size,) and packed.is_contiguous()
+    _check(
+        fine, "the packed weight", packed, f"int8 ({size},) for these sizes, as pack_linear or pack_conv2d makes it,"
+    )
+
+
+def _residual(residual: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Rows of a residual of the result's shape."""
+    if residual is None:
+        return None
+    _check(
+        residual.dtype in _TYPES and residual.shape == shape,
+        "the residual",
+        residual,
+        f"{shape} in fp32, bf16 or 8 bits",
+    )
+    return _rows(residual)
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

@@ -1,0 +1,76 @@
+"""The compiled extension: whether there is one, and which of its instruction sets runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+from fusewright import machine
+from fusewright.errors import BackendUnavailableError, OptionError, nearest
+from fusewright_cpu.emit.entry import PARALLEL
+from fusewright_cpu.run.pool import pool_symbols
+
+ISA_VARIABLE = "FUSEWRIGHT_INT8_ISA"
+"""Environment variable that names the instruction set to use, one of `isas()`; read once."""
+
+SIMULATED = "amx_simulated"
+"""The AMX kernels with their tile instructions in C++, for machines without AMX: only used when it is named."""
+
+_EXTENSION = "fusewright_int8._core"
+_REMEDY = "install a C++20 compiler (apt install g++) and reinstall fusewright-int8; torch's own int8 kernels are used meanwhile"
+
+
+def absent() -> str | None:
+    """Why there is no native core here, and what would bring it; None when there is one."""
+    return _load()[1]
+
+
+def extension() -> Any:
+    """The extension. BackendUnavailableError with the reason when there is none."""
+    module, reason = _load()
+    if module is None:
+        raise BackendUnavailableError(f"x86_int8 has no native core: {reason}")
+    return module
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    if machine.arch() != "x86_64":
+        return None, f"it is for x86-64, and this is {machine.arch()}"
+    try:
+        module = importlib.import_module(_EXTENSION)
+    except ModuleNotFoundError as e:
+        if e.name != _EXTENSION:
+            raise
+        return None, f"fusewright-int8 was installed without a C++ compiler, or runs from a checkout; {_REMEDY}"
+    except ImportError as e:
+        return None, f"its extension does not load ({e}); {_REMEDY}"
+    module.set_pool(pool_symbols().get(PARALLEL, 0))
+    _use(module, os.environ.get(ISA_VARIABLE), ISA_VARIABLE)
+    return module, None
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets that this CPU can run, best first, of "amx_int8", "avx512_vnni", "avx_vnni", "avx2", "portable"."""
+    return tuple(name for name in extension().isas() if name != SIMULATED)
+
+
+def isa() -> str:
+    """The one that calls use: the best, or what `FUSEWRIGHT_INT8_ISA` or `use_isa` names."""
+    return str(extension().isa())
+
+
+def use_isa(name: str | None) -> None:
+    """Use this instruction set from now on, in all threads; the best one for None. Results do not depend on it. OptionError for one
+    that this CPU cannot run."""
+    _use(extension(), name, "the instruction set")
+
+
+def _use(module: ModuleType, name: str | None, source: str) -> None:
+    found: list[str] = module.isas()
+    if name and name not in found:
+        raise OptionError(f"{source} is {name!r}, which this CPU cannot run; {nearest(name, found)}")
+    module.use(name or found[0])

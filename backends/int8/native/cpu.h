@@ -1,0 +1,13 @@
+// Which instruction sets this CPU and system can run.
+#pragma once
+
+#include <vector>
+
+#include "types.h"
+
+namespace fusewright::int8 {
+
+// Kernels that can run here, best first; the simulation of AMX is last.
+const std::vector<const Kernels*>& runnable();
+
+}  // namespace fusewright::int8

@@ -1,0 +1,46 @@
+// Whole operations: work split into parts for the threads, and what happens before and between the kernels.
+#pragma once
+
+#include "types.h"
+
+namespace fusewright::int8 {
+
+// Whose arithmetic chooses scales and zero points; `reference.RULES` says what each is.
+enum class Source : int { decomposed, affine, token };
+
+struct Rule {
+  bool per_row, symmetric;
+  Source source;
+  float eps;
+  std::int32_t low, high;
+};
+
+// x[m, k] of floats, rows `stride` elements apart.
+struct Floats {
+  const void* x;
+  Type type;
+  i64 stride, m, k;
+
+  const void* row(i64 r) const { return static_cast<const char*>(x) + r * stride * (type == Type::bf16 ? 2 : 4); }
+};
+
+void run_gemm(const Kernels&, const Gemm&, i64 threads);
+// `g.x*` are filled in here.
+void run_dynamic(const Kernels&, const Floats&, const Rule&, Gemm g, i64 threads);
+// `g.x*` are filled in here.
+void run_weight(const Kernels&, const Floats&, WeightGemm g, i64 threads);
+void run_conv(const Kernels&, const Conv&, i64 threads);
+
+// q[m, k], scale and zero: [m] when the rule is per row, else [1].
+void quantize_rows(const Kernels&, const Floats&, const Rule&, std::uint8_t* q, float* scale, std::int32_t* zero, i64 threads);
+// q[m, k] by a given scale.
+void quantize_all(const Kernels&, const Floats&, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high,
+                  std::uint8_t* q, i64 threads);
+
+// int8 weight[n, k], any strides, as `packed_bytes(n, k)` bytes.
+void pack(const std::int8_t* weight, i64 n_stride, i64 k_stride, i64 n, i64 k, std::int8_t* to);
+// int8 weight[n, c, kh, kw] with these strides: groups of packed [n / groups, kh * kw * c].
+void pack_conv(const std::int8_t* weight, const i64 (&stride)[4], i64 n, i64 c, i64 kh, i64 kw, i64 groups, std::int8_t* to);
+void pack_depthwise(const std::int8_t* weight, const i64 (&stride)[4], i64 c, i64 kh, i64 kw, std::int8_t* to);
+
+}  // namespace fusewright::int8

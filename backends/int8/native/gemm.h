@@ -1,0 +1,151 @@
+// Products of 8 bits for one instruction set: blocks of rows by a panel of columns, all of k at a time, sums in registers.
+#pragma once
+
+#include "post.h"
+
+namespace fusewright::int8 {
+namespace {
+
+inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+
+// What the columns of a panel need after the sums, in fp64: see `Columns::of`.
+struct Columns {
+  alignas(64) double scale[kPanel];
+  alignas(64) double bias[kPanel];
+  alignas(64) std::int32_t offset[kPanel];
+
+  // Of columns [first, first + count): scale is that of the weight, times that of x unless rows have their own; offset is the
+  // sum of the weights, times the zero point of x likewise.
+  void of(const float* w_scale, const float* bias_of, const std::int32_t* sums, i64 first, i64 count, double x_scale,
+          std::int32_t zero) {
+    for (i64 i = 0; i < kPanel; ++i) {
+      bool there = i < count;
+      scale[i] = there ? x_scale * static_cast<double>(w_scale[first + i]) : 0;
+      bias[i] = there && bias_of ? static_cast<double>(bias_of[first + i]) : -0.0;  // x + -0.0 is x for every x
+      offset[i] = there ? static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[first + i]) * static_cast<std::uint32_t>(zero)) : 0;
+    }
+  }
+};
+
+// The zero point of what the instructions multiply: those that take only uint8 see int8 with 128 added.
+template <bool FLIPS> std::int32_t zero_of(const Gemm& g, i64 row) { return g.x_zero[row] + (FLIPS && g.x_signed ? 128 : 0); }
+
+template <bool FLIPS> void columns_of_panel(Columns& c, const Gemm& g, i64 first, i64 count) {
+  double scale = g.per_row ? 1.0 : static_cast<double>(g.x_scale[0]);
+  c.of(g.w_scale, g.bias, g.sums, first, count, scale, g.per_row ? 1 : zero_of<FLIPS>(g, 0));
+}
+
+// MR rows of x by NV vectors of columns; sums to `to`, rows of kPanel. `step`: bytes of weights from one quad of k to the next.
+template <class V, int MR, int NV, bool SIGNED>
+void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, std::int32_t* to) {
+  typename V::I acc[MR][NV];
+  for (int r = 0; r < MR; ++r)
+    for (int v = 0; v < NV; ++v) acc[r][v] = V::set(0);
+  const std::uint8_t* row[MR];
+  std::uint8_t rest[MR][4] = {};  // the last k % 4 of each row: beyond its end nothing may be read
+  const i64 whole = k / kQuad * kQuad;
+  for (int r = 0; r < MR; ++r) {
+    row[r] = x + r * x_stride;
+    for (i64 i = whole; i < k; ++i) rest[r][i - whole] = row[r][i];
+  }
+
+  for (i64 at = 0; at < whole; at += kQuad, w += step) {
+    typename V::B b[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) b[v] = V::load_b(w + v * V::W * 4);
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r) {
+      auto a = V::broadcast(row[r] + at);
+      if (SIGNED) a = V::flip(a);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, b[v]);
+    }
+  }
+  if (whole < k) {
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r) {
+      auto a = V::broadcast(rest[r]);
+      if (SIGNED) a = V::flip(a);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, V::load_b(w + v * V::W * 4));
+    }
+  }
+  for (int r = 0; r < MR; ++r)
+    for (int v = 0; v < NV; ++v) V::store(to + r * kPanel + v * V::W, acc[r][v]);
+}
+
+template <class V, int MR, int NV, bool SIGNED>
+void some_rows(i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, std::int32_t* to) {
+  if constexpr (MR > 1) {
+    if (rows < MR) return some_rows<V, MR - 1, NV, SIGNED>(rows, x, x_stride, w, step, k, to);
+  }
+  block<V, MR, NV, SIGNED>(x, x_stride, w, step, k, to);
+}
+
+// `vectors` of columns, at most V::NV at a time.
+template <class V, int NV, bool SIGNED>
+void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k,
+                  std::int32_t* to) {
+  if constexpr (NV > 1) {
+    if (vectors < NV) return some_columns<V, NV - 1, SIGNED>(vectors, rows, x, x_stride, w, step, k, to);
+  }
+  constexpr int most = V::MR[NV];
+  // Blocks of nearly equal height: 8 rows are 4 + 4 rather than 6 + 2.
+  for (i64 left = rows; left > 0;) {
+    i64 height = (left + (left + most - 1) / most - 1) / ((left + most - 1) / most);
+    some_rows<V, most, NV, SIGNED>(height, x, x_stride, w, step, k, to);
+    left -= height, x += height * x_stride, to += height * kPanel;
+  }
+}
+
+// Sums of `rows` rows by the columns of a panel `width` wide, to rows of kPanel.
+template <class V>
+void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 width, i64 k,
+                   std::int32_t* to) {
+  for (i64 c = 0; c < width; c += V::NV * V::W) {
+    i64 vectors = smaller(V::NV, (width - c) / V::W);
+    if (is_signed)
+      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + 4 * c, 4 * width, k, to + c);
+    else
+      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, 4 * width, k, to + c);
+  }
+}
+
+// Sums to results: rows [row, row + rows), columns from `first`.
+template <class V, bool FLIPS>
+void finish_sums(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
+  for (i64 r = 0; r < rows; ++r, sums += kPanel)
+    for (i64 j = 0; j < count; j += V::W) {
+      auto s = V::load(sums + j), offset = V::load(c.offset + j);
+      if (g.per_row) {
+        s = V::sub(s, V::mul(offset, V::set(zero_of<FLIPS>(g, row + r))));
+        auto y = V::scaled(s, c.scale + j, c.bias + j, static_cast<double>(g.x_scale[row + r]));
+        finish<V>(g.after, row + r, first + j, y, count - j);
+      } else {
+        auto y = V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
+        finish<V>(g.after, row + r, first + j, y, count - j);
+      }
+    }
+}
+
+constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the nearest cache
+
+template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
+  alignas(64) std::int32_t sums[kBlockRows * kPanel];
+  Columns columns;
+  for (i64 p = panel; p < panel + panels; ++p) {
+    i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
+    columns_of_panel<true>(columns, g, first, count);
+    const std::int8_t* w = g.weight + p * panel_bytes(g.k);
+    constexpr i64 most = V::MR[V::NV];
+    constexpr i64 step = kBlockRows / most * most;
+    for (i64 r = row; r < row + rows; r += step) {
+      i64 height = smaller(step, row + rows - r);
+      sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w, width, g.k, sums);
+      finish_sums<V, true>(g, columns, r, height, first, count, sums);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusewright::int8

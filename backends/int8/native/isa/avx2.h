@@ -1,0 +1,150 @@
+// Vectors of 256 bits; FUSEWRIGHT_AVX_VNNI says that there is VNNI for them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "../types.h"
+
+namespace fusewright::int8 {
+namespace {
+
+struct Vec {
+  static constexpr int W = 8;
+  static constexpr int NV = 2;
+#ifdef FUSEWRIGHT_AVX_VNNI
+  static constexpr int MR[] = {0, 6, 6};
+#else
+  static constexpr int MR[] = {0, 4, 4};
+#endif
+  static constexpr int WEIGHT_MR = 4;
+
+  using F = __m256;
+  using I = __m256i;
+
+#ifdef FUSEWRIGHT_AVX_VNNI
+  using A = __m256i;
+  using B = __m256i;
+  static A quads(__m256i a) { return a; }
+  static A flip(A a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
+  static B load_b(const std::int8_t* p) { return raw(p); }
+  // Not the intrinsic: GCC 12 copies every accumulator of a loop over it.
+  static I dot(I acc, A a, B b) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+    return acc;
+  }
+#else
+  // vpmaddubsw saturates at 16 bits, so bytes are widened: those of even and of odd places are 16-bit numbers in place, and
+  // vpmaddwd sums two products exactly.
+  struct A { __m256i even, odd; };
+  struct B { __m256i even, odd; };
+  static A quads(__m256i a) { return {_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srli_epi16(a, 8)}; }
+  static A flip(A a) {
+    __m256i top = _mm256_set1_epi16(128);
+    return {_mm256_xor_si256(a.even, top), _mm256_xor_si256(a.odd, top)};
+  }
+  static B load_b(const std::int8_t* p) {
+    __m256i b = raw(p);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), _mm256_srai_epi16(b, 8)};
+  }
+  static I dot(I acc, A a, B b) {
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(a.even, b.even));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(a.odd, b.odd));
+  }
+#endif
+  static A broadcast(const std::uint8_t* p) {
+    std::int32_t word;
+    __builtin_memcpy(&word, p, 4);
+    return quads(_mm256_set1_epi32(word));
+  }
+  static void interleave(const std::uint8_t* const (&t)[4], A (&out)[4]) {
+    __m256i a = raw(t[0]), b = raw(t[1]), c = raw(t[2]), d = raw(t[3]);
+    __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d);
+    out[0] = quads(_mm256_unpacklo_epi16(ab, cd)), out[1] = quads(_mm256_unpackhi_epi16(ab, cd));
+    ab = _mm256_unpackhi_epi8(a, b), cd = _mm256_unpackhi_epi8(c, d);
+    out[2] = quads(_mm256_unpacklo_epi16(ab, cd)), out[3] = quads(_mm256_unpackhi_epi16(ab, cd));
+  }
+  static void store_interleaved(std::int32_t* to, const I (&acc)[4]) {
+    store(to, _mm256_permute2x128_si256(acc[0], acc[1], 0x20));
+    store(to + 8, _mm256_permute2x128_si256(acc[2], acc[3], 0x20));
+    store(to + 16, _mm256_permute2x128_si256(acc[0], acc[1], 0x31));
+    store(to + 24, _mm256_permute2x128_si256(acc[2], acc[3], 0x31));
+  }
+
+  static I load(const std::int32_t* p) { return raw(p); }
+  static void store(std::int32_t* p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+  static I set(std::int32_t x) { return _mm256_set1_epi32(x); }
+  static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I sub(I a, I b) { return _mm256_sub_epi32(a, b); }
+  static I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  static I shl(I a, int n) { return _mm256_slli_epi32(a, n); }
+  static I sar(I a, int n) { return _mm256_srai_epi32(a, n); }
+  static I shr(I a, int n) { return _mm256_srli_epi32(a, n); }
+  static I both(I a, I b) { return _mm256_and_si256(a, b); }
+  static I load_u8(const std::uint8_t* p) { return _mm256_cvtepu8_epi32(half(p)); }
+  static I load_s8(const std::int8_t* p) { return _mm256_cvtepi8_epi32(half(p)); }
+  static I load_u16(const std::uint16_t* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_low8(std::uint8_t* p, I a) {
+    const __m128i first = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m128i lo = _mm_shuffle_epi8(_mm256_castsi256_si128(a), first);
+    __m128i hi = _mm_shuffle_epi8(_mm256_extracti128_si256(a, 1), first);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_unpacklo_epi32(lo, hi));
+  }
+  static void store_low16(std::uint16_t* p, I a) {
+    a = _mm256_and_si256(a, _mm256_set1_epi32(0xFFFF));
+    __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+  }
+
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F where_less(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+  static I ordered(F a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
+  static F rint(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  static I round(F a) { return _mm256_cvtps_epi32(a); }
+  static F bits(I a) { return _mm256_castsi256_ps(a); }
+  static I bits(F a) { return _mm256_castps_si256(a); }
+
+  static F scaled(I a, const double* scale, const double* bias) {
+    return scaled(a, _mm256_loadu_pd(scale), _mm256_loadu_pd(scale + 4), bias);
+  }
+  static F scaled(I a, const double* scale, const double* bias, double row) {
+    __m256d r = _mm256_set1_pd(row);
+    return scaled(a, _mm256_mul_pd(_mm256_loadu_pd(scale), r), _mm256_mul_pd(_mm256_loadu_pd(scale + 4), r), bias);
+  }
+  static I quantized64(F a, double inverse, double zero, double low, double high) {
+    __m128i lo = quantized64(_mm256_cvtps_pd(_mm256_castps256_ps128(a)), inverse, zero, low, high);
+    __m128i hi = quantized64(_mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)), inverse, zero, low, high);
+    return _mm256_set_m128i(hi, lo);
+  }
+
+ private:
+  static __m256i raw(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static __m128i half(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+  // No fused multiply-add: the product is rounded, as torch's is.
+  static F scaled(I a, __m256d lo, __m256d hi, const double* bias) {
+    __m256d x = _mm256_mul_pd(_mm256_cvtepi32_pd(_mm256_castsi256_si128(a)), lo);
+    __m256d y = _mm256_mul_pd(_mm256_cvtepi32_pd(_mm256_extracti128_si256(a, 1)), hi);
+    x = _mm256_add_pd(x, _mm256_loadu_pd(bias)), y = _mm256_add_pd(y, _mm256_loadu_pd(bias + 4));
+    return _mm256_set_m128(_mm256_cvtpd_ps(y), _mm256_cvtpd_ps(x));
+  }
+  static __m128i quantized64(__m256d x, double inverse, double zero, double low, double high) {
+    x = _mm256_add_pd(_mm256_mul_pd(x, _mm256_set1_pd(inverse)), _mm256_set1_pd(zero));
+    __m256d ordered = _mm256_cmp_pd(x, x, _CMP_ORD_Q);
+    x = _mm256_min_pd(_mm256_max_pd(x, _mm256_set1_pd(low)), _mm256_set1_pd(high));
+    return _mm256_cvtpd_epi32(_mm256_and_pd(x, ordered));
+  }
+};
+
+}  // namespace
+}  // namespace fusewright::int8

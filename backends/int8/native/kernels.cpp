@@ -1,0 +1,31 @@
+// The kernels of one instruction set. This file is compiled once for each, with its flags and with FUSEWRIGHT_SET (the name of
+// its table) and FUSEWRIGHT_VECTORS (the header of its vectors). All else here has internal linkage: a function with external
+// linkage could be taken by the linker for another set's, on a CPU that cannot run it.
+#include FUSEWRIGHT_VECTORS
+
+#include "depthwise.h"
+#include "gemm.h"
+#include "rows.h"
+#include "weight.h"
+#ifdef FUSEWRIGHT_TILES
+#include FUSEWRIGHT_TILES
+#include "tiles.h"
+#define FUSEWRIGHT_GEMM tile_gemm<Vec, Tiles>
+#define FUSEWRIGHT_ROWS kTileRows
+#else
+#define FUSEWRIGHT_GEMM gemm<Vec>
+#define FUSEWRIGHT_ROWS Vec::MR[Vec::NV]
+#endif
+
+#define FUSEWRIGHT_TEXT_OF(x) #x
+#define FUSEWRIGHT_TEXT(x) FUSEWRIGHT_TEXT_OF(x)
+
+namespace fusewright::int8 {
+
+extern const Kernels FUSEWRIGHT_SET;
+const Kernels FUSEWRIGHT_SET = {
+    FUSEWRIGHT_TEXT(FUSEWRIGHT_SET), FUSEWRIGHT_ROWS, FUSEWRIGHT_GEMM,   weight_gemm<Vec>, depthwise<Vec>,
+    range<Vec>,                      quantize<Vec>,   quantize64<Vec>, widen<Vec>,
+};
+
+}  // namespace fusewright::int8

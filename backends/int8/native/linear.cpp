@@ -1,0 +1,165 @@
+// Products: static, dynamic and weight-only.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "drivers.h"
+#include "pool.h"
+
+namespace fusewright::int8 {
+
+namespace {
+
+constexpr i64 kSerial = i64{1} << 19;      // products of 8 bits that one thread does in about the time that a team takes to start
+constexpr i64 kCachedRows = i64{1} << 18;  // bytes of x that stay in the second-level cache while panels pass
+constexpr i64 kQuantized = i64{1} << 14;   // elements that are quantized as one part
+
+i64 parts_of(i64 n, i64 size) { return (n + size - 1) / size; }
+
+// Memory of the calling thread, kept for its next call. `Slot` tells apart what is in use at one time.
+template <class T, int Slot> T* scratch(i64 count) {
+  static thread_local std::vector<T> kept;
+  if (static_cast<i64>(kept.size()) < count) kept.resize(static_cast<std::size_t>(count));
+  return kept.data();
+}
+
+// Rows that a part takes: as many as the cache holds, fewer where there would be too few parts for the threads.
+i64 rows_of_part(const Kernels& kernels, const Gemm& g, i64 threads) {
+  i64 unit = kernels.rows, panels = panels_of(g.n);
+  i64 rows = std::max(unit * 4, kCachedRows / std::max<i64>(g.k, 1) / unit * unit);
+  while (rows > unit && panels * parts_of(g.m, rows) < 4 * threads) rows = std::max(unit, round_up(rows / 2, unit));
+  return rows;
+}
+
+float rounded_to(Type type, float x) {
+  if (type != Type::bf16 || std::isnan(x)) return x;
+  std::uint32_t u;
+  std::memcpy(&u, &x, 4);
+  u = (u + 0x7FFF + (u >> 16 & 1)) & 0xFFFF0000u;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+struct Chosen {
+  float scale = std::numeric_limits<float>::quiet_NaN();
+  std::int32_t zero = 0;
+};
+
+std::int32_t whole(float x, const Rule& rule) {
+  return static_cast<std::int32_t>(std::clamp(x, static_cast<float>(rule.low), static_cast<float>(rule.high)));
+}
+
+// Each step is rounded to x's type where the source computes in it.
+float scale_of(const Range& r, Type type, const Rule& rule) {
+  float width = rule.symmetric ? std::max(-r.least, r.most) : rounded_to(type, r.most - r.least);
+  if (rule.source == Source::token && rule.symmetric)
+    return rounded_to(type, std::max(width, rounded_to(type, rule.eps)) / static_cast<float>(rule.high));
+  float steps = static_cast<float>(rule.high - rule.low);
+  float quotient = rounded_to(type, width / (rule.symmetric ? steps / 2 : steps));
+  return std::max(quotient, rule.eps);
+}
+
+Chosen choose(const Range& r, Type type, const Rule& rule) {
+  float scale = scale_of(r, type, rule);
+  if (r.nan || !std::isfinite(scale)) return {};
+  if (rule.symmetric) return {scale, rule.low == 0 ? 128 : 0};
+  auto in_type = [&](float x) { return rule.source == Source::decomposed ? x : rounded_to(type, x); };
+  float bottom = in_type(r.least / scale), low = static_cast<float>(rule.low), high = static_cast<float>(rule.high);
+  if (rule.source != Source::token) return {scale, whole(low - std::nearbyint(bottom), rule)};
+  float top = in_type(r.most / scale);
+  float error = in_type(in_type(low + bottom) + in_type(high + top));
+  float zero = error > 0 ? in_type(low - bottom) : in_type(high - top);
+  return {scale, whole(std::nearbyint(std::clamp(zero, low, high)), rule)};
+}
+
+void quantize_row(const Kernels& kernels, const Floats& f, const Rule& rule, const Chosen& c, i64 row, std::uint8_t* q) {
+  if (rule.source == Source::token && !rule.symmetric)
+    kernels.quantize64(f.row(row), f.type, f.k, 1.0 / static_cast<double>(c.scale), c.zero, rule.low, rule.high, q);
+  else
+    kernels.quantize(f.row(row), f.type, f.k, 1.0f / c.scale, c.zero, rule.low, rule.high, q);
+}
+
+// f(row) for all rows, some at a time.
+template <class Fn> void each_row(const Floats& x, i64 threads, Fn f) {
+  i64 rows = std::max<i64>(1, kQuantized / std::max<i64>(x.k, 1));
+  parallel(parts_of(x.m, rows), threads, [&](i64 part) {
+    for (i64 r = part * rows; r < std::min(x.m, (part + 1) * rows); ++r) f(r);
+  });
+}
+
+Range range_of_all(const Kernels& kernels, const Floats& x, i64 threads) {
+  Range* of_row = scratch<Range, 0>(x.m);
+  each_row(x, threads, [&](i64 r) { of_row[r] = kernels.range(x.row(r), x.type, x.k); });
+  Range all;
+  for (i64 r = 0; r < x.m; ++r) {
+    all.least = std::min(all.least, of_row[r].least), all.most = std::max(all.most, of_row[r].most);
+    all.nan = all.nan || of_row[r].nan;
+  }
+  return all;
+}
+
+}  // namespace
+
+void run_gemm(const Kernels& kernels, const Gemm& g, i64 threads) {
+  if (g.m == 0 || g.n == 0) return;
+  i64 panels = panels_of(g.n);
+  if (g.m * g.n * g.k < kSerial) return kernels.gemm(g, 0, g.m, 0, panels);
+  i64 rows = rows_of_part(kernels, g, threads);
+  parallel(parts_of(g.m, rows) * panels, threads, [&](i64 part) {
+    i64 row = part / panels * rows;
+    kernels.gemm(g, row, std::min(rows, g.m - row), part % panels, 1);
+  });
+}
+
+void quantize_rows(const Kernels& kernels, const Floats& x, const Rule& rule, std::uint8_t* q, float* scale, std::int32_t* zero,
+                   i64 threads) {
+  Chosen all;
+  if (!rule.per_row) {
+    all = choose(range_of_all(kernels, x, threads), x.type, rule);
+    scale[0] = all.scale, zero[0] = all.zero;
+  }
+  each_row(x, threads, [&](i64 r) {
+    Chosen c = rule.per_row ? choose(kernels.range(x.row(r), x.type, x.k), x.type, rule) : all;
+    if (rule.per_row) scale[r] = c.scale, zero[r] = c.zero;
+    quantize_row(kernels, x, rule, c, r, q + r * x.k);
+  });
+}
+
+void quantize_all(const Kernels& kernels, const Floats& x, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high,
+                  std::uint8_t* q, i64 threads) {
+  each_row(x, threads, [&](i64 r) { kernels.quantize(x.row(r), x.type, x.k, inverse, zero, low, high, q + r * x.k); });
+}
+
+void run_dynamic(const Kernels& kernels, const Floats& x, const Rule& rule, Gemm g, i64 threads) {
+  std::uint8_t* q = scratch<std::uint8_t, 0>(x.m * x.k);
+  i64 scales = rule.per_row ? x.m : 1;
+  float* scale = scratch<float, 0>(scales);
+  std::int32_t* zero = scratch<std::int32_t, 0>(scales);
+  quantize_rows(kernels, x, rule, q, scale, zero, threads);
+  g.x = q, g.x_stride = x.k, g.x_signed = rule.low < 0, g.m = x.m, g.k = x.k;
+  g.x_scale = scale, g.x_zero = zero, g.per_row = rule.per_row;
+  run_gemm(kernels, g, threads);
+}
+
+void run_weight(const Kernels& kernels, const Floats& x, WeightGemm g, i64 threads) {
+  if (x.m == 0 || g.n == 0) return;
+  g.m = x.m, g.k = x.k;
+  if (x.type == Type::f32 && x.k % kQuad == 0) {
+    g.x = static_cast<const float*>(x.x), g.x_stride = x.stride;
+  } else {
+    g.x_stride = round_up(x.k, kQuad);
+    float* wide = scratch<float, 1>(x.m * g.x_stride);
+    for (i64 r = 0; r < x.m; ++r) {
+      kernels.widen(x.row(r), x.type, x.k, wide + r * g.x_stride);
+      std::fill(wide + r * g.x_stride + x.k, wide + (r + 1) * g.x_stride, 0.0f);
+    }
+    g.x = wide;
+  }
+  i64 panels = panels_of(g.n);
+  if (g.m * g.n * g.k < kSerial / 8) return kernels.weight_gemm(g, 0, panels);
+  parallel(panels, threads, [&](i64 panel) { kernels.weight_gemm(g, panel, 1); });
+}
+
+}  // namespace fusewright::int8

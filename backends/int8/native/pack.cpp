@@ -1,0 +1,60 @@
+// Weights in the order in which products read them (see types.h), and the sums of their columns.
+#include <cstring>
+
+#include "drivers.h"
+
+namespace fusewright::int8 {
+
+namespace {
+
+// weight_of(n, k) for the whole matrix.
+template <class Fn> void pack_matrix(i64 n, i64 k, Fn weight_of, std::int8_t* to) {
+  std::memset(to, 0, static_cast<std::size_t>(packed_bytes(n, k)));
+  auto sums = reinterpret_cast<std::int32_t*>(to + matrix_bytes(n, k));
+  for (i64 i = 0; i < n; ++i) {
+    i64 panel = i / kPanel, column = i % kPanel, left = n - panel * kPanel;
+    i64 width = round_up(left < kPanel ? left : kPanel, kNarrow);
+    std::int8_t* p = to + panel * panel_bytes(k) + kQuad * column;
+    std::int32_t sum = 0;
+    for (i64 j = 0; j < k; ++j) {
+      std::int8_t w = weight_of(i, j);
+      p[j / kQuad * kQuad * width + j % kQuad] = w;
+      sum += w;
+    }
+    sums[i] = sum;
+  }
+}
+
+}  // namespace
+
+void pack(const std::int8_t* weight, i64 n_stride, i64 k_stride, i64 n, i64 k, std::int8_t* to) {
+  pack_matrix(n, k, [=](i64 i, i64 j) { return weight[i * n_stride + j * k_stride]; }, to);
+}
+
+void pack_conv(const std::int8_t* weight, const i64 (&stride)[4], i64 n, i64 c, i64 kh, i64 kw, i64 groups, std::int8_t* to) {
+  const i64 rows = n / groups, k = c * kh * kw;
+  for (i64 g = 0; g < groups; ++g) {
+    auto weight_of = [&](i64 i, i64 j) {
+      i64 tap = j / c;
+      return weight[(g * rows + i) * stride[0] + j % c * stride[1] + tap / kw * stride[2] + tap % kw * stride[3]];
+    };
+    pack_matrix(rows, k, weight_of, to + g * packed_bytes(rows, k));
+  }
+}
+
+void pack_depthwise(const std::int8_t* weight, const i64 (&stride)[4], i64 c, i64 kh, i64 kw, std::int8_t* to) {
+  const i64 taps = kh * kw;
+  std::memset(to, 0, static_cast<std::size_t>(depthwise_bytes(c, taps)));
+  auto sums = reinterpret_cast<std::int32_t*>(to + round_up(c, kPanel) * round_up(taps, kQuad));
+  for (i64 i = 0; i < c; ++i) {
+    i64 in = i % kPanel, lane = in / 16, part = in % 16 / 4, channel = in % 4;
+    std::int8_t* block = to + i / kPanel * depthwise_block(taps);
+    for (i64 t = 0; t < taps; ++t) {
+      std::int8_t w = weight[i * stride[0] + t / kw * stride[2] + t % kw * stride[3]];
+      block[t / kQuad * kQuad * kPanel + 64 * part + 16 * lane + 4 * channel + t % kQuad] = w;
+      sums[i] += w;
+    }
+  }
+}
+
+}  // namespace fusewright::int8

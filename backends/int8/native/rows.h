@@ -1,0 +1,75 @@
+// Ranges of floats, and their quantization: what dynamic quantization does to a row.
+#pragma once
+
+#include "post.h"
+
+namespace fusewright::int8 {
+namespace {
+
+// Calls f(vector, first, count) over `count` floats; the last vector may be filled up with zeros.
+template <class V, class Fn> void each_vector(const void* x, Type type, i64 count, Fn f) {
+  i64 at = 0;
+  for (; at + V::W <= count; at += V::W) f(load_as<V>(x, type, at), at, i64{V::W});
+  if (at < count) {
+    alignas(64) unsigned char rest[4 * V::W] = {};
+    auto from = static_cast<const unsigned char*>(x) + at * size_of(type);
+    __builtin_memcpy(rest, from, static_cast<std::size_t>((count - at) * size_of(type)));
+    f(load_as<V>(rest, type, 0), at, count - at);
+  }
+}
+
+template <class V> Range range(const void* x, Type type, i64 count) {
+  auto least = V::set(0.0f), most = least;
+  auto ordered = V::set(-1);
+  each_vector<V>(x, type, count, [&](typename V::F v, i64, i64) {
+    least = V::min(v, least), most = V::max(v, most);
+    ordered = V::both(ordered, V::ordered(v));
+  });
+  alignas(64) float low[V::W], high[V::W];
+  alignas(64) std::int32_t fine[V::W];
+  V::store(low, least), V::store(high, most), V::store(fine, ordered);
+  Range r;
+  for (int i = 0; i < V::W; ++i) {
+    r.least = low[i] < r.least ? low[i] : r.least;
+    r.most = high[i] > r.most ? high[i] : r.most;
+    r.nan = r.nan || !fine[i];
+  }
+  return r;
+}
+
+template <class V, class Fn> void each_quantized(const void* x, Type type, i64 count, std::uint8_t* out, Fn store) {
+  each_vector<V>(x, type, count, [&](typename V::F v, i64 at, i64 n) {
+    if (n == V::W) return store(v, out + at);
+    std::uint8_t rest[V::W];
+    store(v, rest);
+    __builtin_memcpy(out + at, rest, static_cast<std::size_t>(n));
+  });
+}
+
+template <class V>
+void quantize(const void* x, Type type, i64 count, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high,
+              std::uint8_t* out) {
+  each_quantized<V>(x, type, count, out, [&](typename V::F v, std::uint8_t* to) {
+    store_quantized<V>(to, v, inverse, zero, low, high);
+  });
+}
+
+template <class V>
+void quantize64(const void* x, Type type, i64 count, double inverse, std::int32_t zero, std::int32_t low, std::int32_t high,
+                std::uint8_t* out) {
+  each_quantized<V>(x, type, count, out, [&](typename V::F v, std::uint8_t* to) {
+    V::store_low8(to, V::quantized64(v, inverse, zero, low, high));
+  });
+}
+
+template <class V> void widen(const void* x, Type type, i64 count, float* out) {
+  each_vector<V>(x, type, count, [&](typename V::F v, i64 at, i64 n) {
+    if (n == V::W) return V::store(out + at, v);
+    alignas(64) float rest[V::W];
+    V::store(rest, v);
+    __builtin_memcpy(out + at, rest, static_cast<std::size_t>(n) * 4);
+  });
+}
+
+}  // namespace
+}  // namespace fusewright::int8

@@ -1,0 +1,125 @@
+// Products of 8 bits on AMX tiles: 32 rows by 32 columns in four tiles of sums, 64 of k at a time. Source: Intel SDM volume 1,
+// chapter 18. The instructions come as `Tiles`: the real ones, or the same in C++ where there is no such CPU.
+#pragma once
+
+#include <initializer_list>
+
+#include "gemm.h"
+
+namespace fusewright::int8 {
+namespace {
+
+constexpr i64 kTile = 16;  // rows of a tile, and its columns of int32
+constexpr i64 kTileRows = 2 * kTile;
+constexpr i64 kTileK = 64;
+constexpr i64 kFewRows = 4;  // below these, tiles are mostly empty and vectors are as fast
+
+enum Tile : int { SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 };
+
+// Sizes of the eight tiles, as LDTILECFG reads them.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t bytes[16] = {};
+  std::uint8_t rows[16] = {};
+
+  // `upper` and `lower`: rows of the two tiles of x, 1 to 16 and 0 to 16.
+  TileConfig(i64 upper, i64 lower) {
+    for (int t : {SUM00, SUM01, X0}) size(t, upper);
+    for (int t : {SUM10, SUM11, X1}) size(t, lower);
+    for (int t : {W0, W1}) size(t, kTile);
+  }
+
+ private:
+  void size(int tile, i64 count) {
+    rows[tile] = static_cast<std::uint8_t>(count);
+    bytes[tile] = count ? 64 : 0;
+  }
+};
+static_assert(sizeof(TileConfig) == 64);
+
+// A part of a product: `rows` of x, up to 32, by 32 columns or (WIDE false) 16.
+struct TileWork {
+  const std::uint8_t* x;
+  i64 x_stride;
+  const std::int8_t* w;
+  i64 step;  // bytes from one quad of k to the next
+  i64 rows, k;
+};
+
+template <class T, bool SIGNED, bool TALL, bool WIDE>
+void tile_step(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 w_stride) {
+  T::template load<X0>(x, x_stride);
+  T::template load<W0>(w, w_stride);
+  T::template dot<SUM00, X0, W0, SIGNED>();
+  if constexpr (WIDE) {
+    T::template load<W1>(w + 64, w_stride);
+    T::template dot<SUM01, X0, W1, SIGNED>();
+  }
+  if constexpr (TALL) {
+    T::template load<X1>(x + kTile * x_stride, x_stride);
+    T::template dot<SUM10, X1, W0, SIGNED>();
+    if constexpr (WIDE) T::template dot<SUM11, X1, W1, SIGNED>();
+  }
+}
+
+// The last k % 64: neither x nor the weights may be read beyond their ends.
+template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileWork& t, i64 at) {
+  alignas(64) std::uint8_t x[kTileRows][kTileK] = {};
+  alignas(64) std::int8_t w[kTile][128] = {};
+  for (i64 r = 0; r < t.rows; ++r) __builtin_memcpy(x[r], t.x + r * t.x_stride + at, static_cast<std::size_t>(t.k - at));
+  for (i64 q = 0; 4 * q < t.k - at; ++q) __builtin_memcpy(w[q], t.w + (at / 4 + q) * t.step, WIDE ? 128 : 64);
+  tile_step<T, SIGNED, TALL, WIDE>(x[0], kTileK, w[0], 128);
+}
+
+template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_block(const TileWork& t, std::int32_t* to) {
+  T::template zero<SUM00>();
+  if constexpr (WIDE) T::template zero<SUM01>();
+  if constexpr (TALL) T::template zero<SUM10>();
+  if constexpr (TALL && WIDE) T::template zero<SUM11>();
+  i64 at = 0;
+  for (; at + kTileK <= t.k; at += kTileK)
+    tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.w + at / 4 * t.step, t.step);
+  if (at < t.k) tile_rest<T, SIGNED, TALL, WIDE>(t, at);
+  T::template store<SUM00>(to, 4 * kPanel);
+  if constexpr (WIDE) T::template store<SUM01>(to + kTile, 4 * kPanel);
+  if constexpr (TALL) T::template store<SUM10>(to + kTile * kPanel, 4 * kPanel);
+  if constexpr (TALL && WIDE) T::template store<SUM11>(to + kTile * kPanel + kTile, 4 * kPanel);
+}
+
+template <class T, bool SIGNED> void tile_panel(const TileWork& all, i64 width, std::int32_t* to) {
+  bool tall = all.rows > kTile;
+  for (i64 c = 0; c < width; c += 2 * kTile) {
+    TileWork t = all;
+    t.w += 4 * c;
+    bool wide = width - c >= 2 * kTile;
+    auto run = tall ? (wide ? tile_block<T, SIGNED, true, true> : tile_block<T, SIGNED, true, false>)
+                    : (wide ? tile_block<T, SIGNED, false, true> : tile_block<T, SIGNED, false, false>);
+    run(t, to + c);
+  }
+}
+
+template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
+  if (rows <= kFewRows) return gemm<V>(g, row, rows, panel, panels);
+  alignas(64) std::int32_t sums[kTileRows * kPanel];
+  Columns columns;
+  i64 configured = 0;
+  for (i64 p = panel; p < panel + panels; ++p) {
+    i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
+    columns_of_panel<false>(columns, g, first, count);
+    for (i64 r = row; r < row + rows; r += kTileRows) {
+      i64 height = smaller(kTileRows, row + rows - r);
+      if (height != configured) T::configure({smaller(height, kTile), height - smaller(height, kTile)});
+      configured = height;
+      TileWork t{g.x + r * g.x_stride, g.x_stride, g.weight + p * panel_bytes(g.k), 4 * width, height, g.k};
+      if (g.x_signed)
+        tile_panel<T, true>(t, width, sums);
+      else
+        tile_panel<T, false>(t, width, sums);
+      finish_sums<V, false>(g, columns, r, height, first, count, sums);
+    }
+  }
+  T::release();
+}
+
+}  // namespace
+}  // namespace fusewright::int8

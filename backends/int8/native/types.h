@@ -1,0 +1,119 @@
+// What the kernels are asked to do, as plain data: the same for every instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fusewright::int8 {
+
+using i64 = std::int64_t;
+
+enum class Type : int { u8, s8, f32, bf16 };
+enum class Post : int { none, relu, clamp, gelu, gelu_tanh, silu };
+
+// Packed weights: panels of 64 columns (the last one narrower, a multiple of 16), each [k / 4][width][4] with zeros behind k,
+// then the sum of every column as int32. One layout serves all instruction sets: 16 columns by 4 are a line of 64 bytes, which
+// is a zmm register, two ymm registers, or a row of an AMX tile.
+constexpr i64 kPanel = 64;
+constexpr i64 kNarrow = 16;
+constexpr i64 kQuad = 4;
+constexpr i64 kMostK = 65536;  // 65536 * 255 * 128 < 2^31
+
+constexpr i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
+constexpr i64 panels_of(i64 n) { return (n + kPanel - 1) / kPanel; }
+constexpr i64 panel_bytes(i64 k) { return kPanel * round_up(k, kQuad); }
+constexpr i64 matrix_bytes(i64 n, i64 k) { return round_up(n, kNarrow) * round_up(k, kQuad); }
+constexpr i64 packed_bytes(i64 n, i64 k) { return matrix_bytes(n, k) + 4 * round_up(n, kNarrow); }
+
+// What happens to an fp32 result y: y + residual, a post-op, then rounding to a float type, or quantization to [low, high].
+struct After {
+  const void* residual = nullptr;
+  i64 residual_stride = 0;  // elements from row to row, as below
+  Type residual_type = Type::f32;
+  float residual_scale = 1;
+  std::int32_t residual_zero = 0;
+  Post post = Post::none;
+  float clamp_low = 0, clamp_high = 0;
+  void* out = nullptr;
+  i64 out_stride = 0;
+  Type out_type = Type::f32;
+  float inverse = 1;  // fp32(1 / scale)
+  std::int32_t zero = 0, low = 0, high = 255;
+};
+
+// y[m, n] = (x[m, k] - zero) * scale @ (weight[n, k] * w_scale[n]).T + bias[n]
+struct Gemm {
+  const std::uint8_t* x = nullptr;
+  i64 x_stride = 0;
+  bool x_signed = false;
+  i64 m = 0, n = 0, k = 0;
+  const std::int8_t* weight = nullptr;
+  const std::int32_t* sums = nullptr;
+  const float* w_scale = nullptr;
+  const float* bias = nullptr;
+  const float* x_scale = nullptr;  // [m] when per_row, else [1]
+  const std::int32_t* x_zero = nullptr;
+  bool per_row = false;
+  After after;
+};
+
+// The same with x[m, k] in fp32, rows `x_stride` apart and zeros up to a multiple of 4 behind k.
+struct WeightGemm {
+  const float* x = nullptr;
+  i64 x_stride = 0;
+  i64 m = 0, n = 0, k = 0;
+  const std::int8_t* weight = nullptr;
+  const float* w_scale = nullptr;
+  const float* bias = nullptr;
+  After after;
+};
+
+// A convolution of channels-last x[batch, h, w, c]; strides in bytes, channels lie side by side.
+struct Conv {
+  const std::uint8_t* x = nullptr;
+  i64 batch_stride = 0, h_stride = 0, w_stride = 0;
+  bool x_signed = false;
+  i64 batch = 0, c = 0, h = 0, w = 0;
+  i64 n = 0, oh = 0, ow = 0, groups = 1;
+  i64 kh = 1, kw = 1, stride_h = 1, stride_w = 1, pad_h = 0, pad_w = 0, dilation_h = 1, dilation_w = 1;
+  const std::int8_t* weight = nullptr;
+  const float* w_scale = nullptr;
+  const float* bias = nullptr;
+  float x_scale = 1;
+  std::int32_t x_zero = 0;
+  After after;  // rows are output pixels
+
+  i64 taps() const { return kh * kw; }
+  i64 pixels() const { return batch * oh * ow; }
+};
+
+// Depthwise weights: blocks of 64 channels, each [taps / 4][4][4][4 channels][4 taps] so that the bytes lie as those of four
+// pixels do after two rounds of unpack instructions; then int32 sums.
+constexpr i64 depthwise_block(i64 taps) { return kPanel * round_up(taps, kQuad); }
+constexpr i64 depthwise_bytes(i64 c, i64 taps) {
+  return round_up(c, kPanel) * round_up(taps, kQuad) + 4 * round_up(c, kPanel);
+}
+
+// The smallest and largest of some floats, 0 included, and whether one is NaN.
+struct Range {
+  float least = 0, most = 0;
+  bool nan = false;
+};
+
+// The kernels of one instruction set. Each runs a part of the work on the calling thread.
+struct Kernels {
+  const char* name;
+  i64 rows;  // how many rows of x a product takes at a time
+  void (*gemm)(const Gemm&, i64 row, i64 rows, i64 panel, i64 panels);
+  void (*weight_gemm)(const WeightGemm&, i64 panel, i64 panels);
+  void (*depthwise)(const Conv&, i64 pixel, i64 pixels);
+  Range (*range)(const void* x, Type type, i64 count);
+  // clamp(round(x * inverse) + zero); with `inverse64`, round(fp64(x) * inverse64 + zero)
+  void (*quantize)(const void* x, Type type, i64 count, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high,
+                   std::uint8_t* out);
+  void (*quantize64)(const void* x, Type type, i64 count, double inverse, std::int32_t zero, std::int32_t low,
+                     std::int32_t high, std::uint8_t* out);
+  void (*widen)(const void* x, Type type, i64 count, float* out);
+};
+
+}  // namespace fusewright::int8
