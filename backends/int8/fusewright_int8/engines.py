@@ -192,5 +192,9 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
     return make
 
 
-_MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {Product: _linear, Convolution: _conv, Dynamic: _dynamic}
+_MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
+    Product: _linear,
+    Convolution: _conv,
+    Dynamic: _dynamic,
+}
 """Measurements, by what is measured."""

@@ -51,7 +51,9 @@ def _row_rule(rows: Rows, graph: RegionGraph) -> FloatInput | None:
     quantize, choose = graph.producer(rows.value), graph.producer(rows.scale)
     if quantize is None or quantize.op != "quantize_per_token" or choose is None:
         return None
-    rule = {"choose_qparams_per_token": "token_symmetric", "choose_qparams_per_token_asymmetric": "token"}.get(choose.op)
+    rule = {"choose_qparams_per_token": "token_symmetric", "choose_qparams_per_token_asymmetric": "token"}.get(
+        choose.op
+    )
     same = (quantize.arg("scales"), quantize.arg("zero_points")) == (rows.scale, rows.zero_point) == choose.outs
     covers = quantize.arg("quant_min") <= -127 and quantize.arg("quant_max") == 127
     x = quantize.arg("input")

@@ -221,7 +221,9 @@ def bias_of(op: OpView, b: Builder) -> Ref | None:
     if bias is None:
         return None
     ref = b.exact(bias)
-    return ref if spec_of(bias).dtype is torch.float32 else b.prepare("aten::_to_copy.default", ref, dtype=torch.float32)
+    return (
+        ref if spec_of(bias).dtype is torch.float32 else b.prepare("aten::_to_copy.default", ref, dtype=torch.float32)
+    )
 
 
 def epilogue(m: Match, b: Builder) -> tuple[Any, ...]:

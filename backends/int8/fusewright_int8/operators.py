@@ -49,7 +49,16 @@ def _epilogue(
     out_dtype: torch.dtype, out_scale: float, out_zero_point: int, out_low: int, out_high: int,
 ) -> Epilogue:  # fmt: skip
     return Epilogue(
-        residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale, out_zero_point, out_low, out_high
+        residual,
+        residual_scale,
+        residual_zero_point,
+        post,
+        post_args,
+        out_dtype,
+        out_scale,
+        out_zero_point,
+        out_low,
+        out_high,
     )
 
 
@@ -112,7 +121,9 @@ def _wide_linear(
 
 
 @_operator(f"linear({_INPUT}, {_EPILOGUE}) -> Tensor")
-def linear(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any) -> Tensor:
+def linear(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any
+) -> Tensor:
     """By our core."""
     after = _epilogue(*rest)
     if packed.dtype.is_floating_point:
@@ -132,7 +143,9 @@ def _onednn_out(after: Epilogue) -> tuple[Any, ...]:
 
 
 @_operator(f"linear_onednn({_INPUT}, {_EPILOGUE}) -> Tensor")
-def linear_onednn(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any) -> Tensor:
+def linear_onednn(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any
+) -> Tensor:
     """By oneDNN, which adds no residual and knows the limits of types only."""
     after = _epilogue(*rest)
     if packed.dtype.is_floating_point:
@@ -171,7 +184,14 @@ def conv_onednn(
 
 
 def _wide_conv(
-    x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, geometry: Any, after: Epilogue
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    zero: int,
+    geometry: Any,
+    after: Epilogue,
 ) -> Tensor:
     weight = weight * w_scale.reshape(-1, 1, 1, 1)
     y = F.conv2d(dequantize(x, scale, zero), weight, None if bias is None else bias.float(), *geometry)
@@ -197,13 +217,13 @@ def _float_linear(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | Non
     return Epilogue(residual, post=post, post_args=post_args, out_dtype=out_dtype).apply(product)
 
 
-def _floats(run: Callable[..., Tensor], x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def _floats(
+    run: Callable[..., Tensor], x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, *rest: Any
+) -> Tensor:
     *rule, residual, post, post_args, out_dtype = rest
     if packed.dtype.is_floating_point:
         return _float_linear(x, packed, w_scale, bias, rest[-4:])
-    return run(
-        x, packed, w_scale, bias, *rule, residual=residual, post=post, post_args=post_args, out_dtype=out_dtype
-    )
+    return run(x, packed, w_scale, bias, *rule, residual=residual, post=post, post_args=post_args, out_dtype=out_dtype)
 
 
 _operator(f"dynamic_linear({_FLOAT}, str rule, {_AFTER}) -> Tensor")(partial(_floats, native.dynamic_linear))
@@ -218,7 +238,9 @@ def linear_tensor(
     return linear(x, packed, w_scale, bias, float(scale), int(zero), *rest)
 
 
-@_operator(f"linear_tensor_onednn({_INPUT.replace('float x_scale, int', 'Tensor x_scale, Tensor')}, {_EPILOGUE}) -> Tensor")
+@_operator(
+    f"linear_tensor_onednn({_INPUT.replace('float x_scale, int', 'Tensor x_scale, Tensor')}, {_EPILOGUE}) -> Tensor"
+)
 def linear_tensor_onednn(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor, *rest: Any
 ) -> Tensor:

@@ -67,7 +67,11 @@ def _zero(value: Any, graph: RegionGraph) -> bool:
 def _symmetric_scale(scale: Value, graph: RegionGraph) -> Value | None:
     """The tensor whose rows `scale` was chosen for, by largest magnitude; None where it was found in another way."""
     clamp = _back(_through(scale, graph, "cast"), graph, "clamp")
-    div = _back(clamp.arg("self"), graph, "div") if clamp is not None and clamp.arg("min") == EPS["row_symmetric"] else None
+    div = (
+        _back(clamp.arg("self"), graph, "div")
+        if clamp is not None and clamp.arg("min") == EPS["row_symmetric"]
+        else None
+    )
     top = _back(div.arg("self"), graph, "maximum") if div is not None and div.arg("other") == 127.5 else None
     neg = _back(top.arg("self"), graph, "neg") if top is not None else None
     low = _back(neg.arg("self"), graph, "minimum") if neg is not None else None
@@ -99,7 +103,9 @@ def _affine_rows(value: Value, graph: RegionGraph) -> tuple[Value, Value, bool] 
     if made is None or made.op != "clamp" or (made.arg("min"), made.arg("max")) != (-128, 127):
         return None
     moved = _back(made.arg("self"), graph, "add")
-    rounded = _back(moved.arg("self"), graph, "round") if moved is not None and _zero(moved.arg("other"), graph) else None
+    rounded = (
+        _back(moved.arg("self"), graph, "round") if moved is not None and _zero(moved.arg("other"), graph) else None
+    )
     scaled = _back(rounded.arg("self"), graph, "mul") if rounded is not None else None
     factor = _back(scaled.arg("other"), graph, "reciprocal") if scaled is not None else None
     if scaled is None or factor is None:
@@ -124,7 +130,9 @@ def _compensated(trail: Trail, weight: Value) -> bool:
     op = trail.step("sub")
     times = _back(op.arg("other"), trail.graph, "mul") if op is not None else None
     sums = _back(times.arg("self"), trail.graph, "sum") if times is not None and times.arg("other") == 128 else None
-    return sums is not None and _through(sums.arg("self"), trail.graph, "t") == weight and tuple(sums.arg("dim")) == (0,)
+    return (
+        sums is not None and _through(sums.arg("self"), trail.graph, "t") == weight and tuple(sums.arg("dim")) == (0,)
+    )
 
 
 def _columns(trail: Trail, op: OpView | None, n: int) -> Value | None:
@@ -166,7 +174,11 @@ def _int_mm(m: Match, b: Builder) -> Match | None:
     if weight is None or rows is None or b.graph.phase != "infer":
         return None
     (x, scale, shifted), n, trail = rows, spec_of(weight).shape[0], Trail(b.graph, op.out)
-    if _symmetric_scale(scale, b.graph) != x or (shifted and not _compensated(trail, weight)) or trail.step("cast") is None:
+    if (
+        _symmetric_scale(scale, b.graph) != x
+        or (shifted and not _compensated(trail, weight))
+        or trail.step("cast") is None
+    ):
         return None
     by_row = trail.step("mul")
     if by_row is None or not any(_through(v, b.graph, "view") == scale for v in by_row.inputs()):
@@ -208,7 +220,9 @@ def _affine_emit(target: str, args: tuple[Any, ...], m: Match, b: Builder) -> No
     if x.shape[:-1] != out.shape[:-1]:  # rows of a batch, seen as one matrix
         made = b.ctx.value(None)
         b.call(target, *args, out=made, op=m.anchor)
-        b.library("aten::view.default", Ref(made.id), tuple(out.shape), out=m.out, stride=result_strides(m.out), op=m.anchor)
+        b.library(
+            "aten::view.default", Ref(made.id), tuple(out.shape), out=m.out, stride=result_strides(m.out), op=m.anchor
+        )
         b.close_call(m.ops)
         return
     emit(target, args, m, b)

@@ -18,7 +18,13 @@ class Int8Quantization:
     recipes: Mapping[str, str] = {r.name: r.about for r in RECIPES.values()}
 
     def quantize(
-        self, model: torch.nn.Module, inputs: Sequence[Any], recipe: str, *, keep: Sequence[str] = (), dynamic_batch: bool = True
+        self,
+        model: torch.nn.Module,
+        inputs: Sequence[Any],
+        recipe: str,
+        *,
+        keep: Sequence[str] = (),
+        dynamic_batch: bool = True,
     ) -> torch.nn.Module:
         need_torchao()
         from fusewright_int8.flow import convert
@@ -37,4 +43,6 @@ def need_torchao() -> None:
     try:
         import torchao.quantization.pt2e  # noqa: F401
     except ImportError as e:
-        raise QuantizationError(f"quantizing needs torchao ({e}); install it: pip install 'fusewright-int8[quantize]'") from e
+        raise QuantizationError(
+            f"quantizing needs torchao ({e}); install it: pip install 'fusewright-int8[quantize]'"
+        ) from e

@@ -145,7 +145,11 @@ def check_observed(prepared: GraphModule) -> None:
             continue
         observer = prepared.get_submodule(node.target)
         low = getattr(observer, "min_val", None)
-        if isinstance(observer, ObserverBase) and isinstance(low, Tensor) and (low.numel() == 0 or bool(torch.isinf(low).any())):
+        if (
+            isinstance(observer, ObserverBase)
+            and isinstance(low, Tensor)
+            and (low.numel() == 0 or bool(torch.isinf(low).any()))
+        ):
             reader = next((layer_of(u) for u in node.users if u.target in OPS), node.name)
             raise QuantizationError(
                 f"the model was not calibrated: nothing has reached {reader}. Run the prepared model on typical inputs first"

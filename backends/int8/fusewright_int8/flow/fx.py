@@ -39,9 +39,14 @@ def get_default_qconfig_mapping(backend: str = "x86", version: int = 0) -> QConf
     return QConfigMapping(ENGINES[backend])
 
 
-def prepare_fx(model: torch.nn.Module, qconfig_mapping: Any, example_inputs: tuple[Any, ...], *_: Any, **__: Any) -> GraphModule:
+def prepare_fx(
+    model: torch.nn.Module, qconfig_mapping: Any, example_inputs: tuple[Any, ...], *_: Any, **__: Any
+) -> GraphModule:
     """The model with observers in it, to be run on typical inputs."""
-    _say("prepare_fx", f"fusewright.quantize(model, calibration_inputs, {getattr(qconfig_mapping, 'recipe', 'static')!r})")
+    _say(
+        "prepare_fx",
+        f"fusewright.quantize(model, calibration_inputs, {getattr(qconfig_mapping, 'recipe', 'static')!r})",
+    )
     if not isinstance(qconfig_mapping, QConfigMapping):
         raise QuantizationError(
             f"a {type(qconfig_mapping).__name__} cannot be taken over; use fusewright.quantize(model, inputs, recipe, keep=[...]), "

@@ -37,7 +37,9 @@ def layer_of(node: Node) -> str:
 
 def kept(node: Node, keep: Sequence[str]) -> str | None:
     """The pattern by which a node stays in floats."""
-    return next((k for k in keep for n in names_of(node) if fnmatch(n, k) or fnmatch(n.removeprefix("L__self___"), k)), None)
+    return next(
+        (k for k in keep for n in names_of(node) if fnmatch(n, k) or fnmatch(n.removeprefix("L__self___"), k)), None
+    )
 
 
 def activation(observer: Any = HistogramObserver) -> QuantizationSpec:

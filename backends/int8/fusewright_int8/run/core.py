@@ -45,7 +45,10 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ModuleNotFoundError as e:
         if e.name != _EXTENSION:
             raise
-        return None, f"fusewright-int8 was installed without a C++ compiler, or runs from a checkout; {_REMEDY}"
+        return (
+            None,
+            f"fusewright-int8 was installed without a C++ compiler, or runs from a checkout (cmake/README.md); {_REMEDY}",
+        )
     except ImportError as e:
         return None, f"its extension does not load ({e}); {_REMEDY}"
     module.set_pool(pool_symbols().get(PARALLEL, 0))
