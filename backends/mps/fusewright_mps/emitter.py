@@ -44,9 +44,11 @@ SLOT = 4
 """Words of the error buffer for each check: the number of the check, its index in two words, nothing."""
 
 
-def emit(kernel: Kernel, variant: Variant | None = None, target: Target | None = None) -> Source:
-    """Metal functions of `kernel`. The default variant follows from the sizes that the kernel was traced with; without a target
-    it is for any.
+def emit(
+    kernel: Kernel, variant: Variant | None = None, target: Target | None = None, config: Config | None = None
+) -> Source:
+    """Metal functions of `kernel`. The default variant follows from the sizes that the kernel was traced with, the default
+    configuration from the formula; without a target it is for any.
 
     Raises `Unsupported` when Metal cannot do it.
     """
@@ -54,14 +56,14 @@ def emit(kernel: Kernel, variant: Variant | None = None, target: Target | None =
     refuse_f64(kernel)
     name = _name(kernel, variant)
     pieces = list(_pieces(without_moments(kernel), variant))
-    config = choose(pieces[0], variant.aligned)
     texts, dispatches = [_comment(kernel)], []
     for k, piece in enumerate(pieces):
         entry = name if len(pieces) == 1 else f"{name}_{k}"
-        text, dispatch = _function(piece, entry, choose(piece, variant.aligned), variant)
+        how = config or choose(piece, variant.aligned)
+        text, dispatch = _function(piece, entry, how, variant)
         texts.append(text)
         dispatches.append(dispatch)
-    alignment = _alignment(kernel, config, variant)
+    alignment = _alignment(kernel, how, variant)
     errors = SLOT * (sites(kernel) + 1) if any("errors" in _kinds(d) for d in dispatches) else 0
     return Source(kernel, variant, "\n".join(texts), tuple(dispatches), alignment, errors, len(pieces) > 1)
 

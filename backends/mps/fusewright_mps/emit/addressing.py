@@ -55,6 +55,10 @@ class Addresses:
             text += " * ".join(factors)
         return text
 
+    def divisor(self, e: Extent) -> str:
+        """A size to divide by: where it is 0 nothing runs, but compilers warn."""
+        return self.extent(e if e != 0 else 1)
+
     def index(self, ix: Index) -> str:
         """The element offset of an access."""
         terms = [self._scaled(self.axis(a), c) for a, c in ix.coefs]
@@ -68,11 +72,11 @@ class Addresses:
         kind = "ulong" if self.wide else "uint"
         back = "long" if self.wide else "int"
         if d.div != 1:
-            by = self.extent(d.div)
+            by = self.divisor(d.div)
             text = f"{back}({kind}({text}) / {kind}({by}))" if plain else f"fw_floor_index({text}, {by})"
         if d.mod is None:
             return text
-        by = self.extent(d.mod)
+        by = self.divisor(d.mod)
         if plain:
             return f"{back}({kind}({text}) % {kind}({by}))"
         return f"({atom(text)} - fw_floor_index({text}, {by}) * {atom(by)})"

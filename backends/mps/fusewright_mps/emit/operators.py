@@ -109,6 +109,7 @@ FORMS: dict[str, Form] = {
 DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
 """Of whole numbers: by zero they are an error where eager makes it one."""
 
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 KEEPS_RELATIVE_ERROR = ("mul", "div", "neg", "abs", "where")
 """Ops whose result is off by no more than the sum of its operands' relative errors."""
 NOT_NEGATIVE = ("exp", "exp2", "sigmoid", "abs")

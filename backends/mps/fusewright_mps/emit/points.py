@@ -61,9 +61,9 @@ class Points(Cells):
         inner: Extent = 1
         for k, axis in enumerate(axes):
             name = self.where[axis] = self.axis_name(axis)
-            text = z if inner == 1 else f"{unsigned}({z}) / {unsigned}({self.address.extent(inner)})"
+            text = z if inner == 1 else f"{unsigned}({z}) / {unsigned}({self.address.divisor(inner)})"
             if k < len(axes) - 1:
-                text = f"{text} % {unsigned}({self.address.extent(self.kernel.sizes[axis])})"
+                text = f"{text} % {unsigned}({self.address.divisor(self.kernel.sizes[axis])})"
             if axis in self._used_axes():
                 self.put(f"const {self.integer} {name} = {self.integer}({text});")
             inner = inner * self.kernel.sizes[axis]

@@ -54,6 +54,7 @@ template <typename T> inline T fw_remainder(T a, T b) {
     const T r = fw_fmod(a, b);
     return r != T(0) && (r < T(0)) != (b < T(0)) ? fw_add(r, b) : r;
 }
+template <typename T> inline T fw_itself(T x) { return x; }
 template <typename T> inline T fw_nonzero(T b) { return b == T(0) ? T(1) : b; }
 template <typename T> inline T fw_pow(T a, T n) {
     if (n < T(0)) return a == T(1) ? T(1) : T(a + T(1)) == T(0) ? ((n & T(1)) != T(0) ? a : T(1)) : T(0);
@@ -69,7 +70,8 @@ template <typename T> inline T fw_shl(T a, T n) {
     return n >= T(0) && n < T(sizeof(T) * 8) ? T(U(a) << U(n)) : T(0);
 }
 template <typename T> inline T fw_shr(T a, T n) {
-    return T(a >> (n >= T(0) && n < T(sizeof(T) * 8) ? n : T(sizeof(T) * 8 - 1)));
+    if (n >= T(0) && n < T(sizeof(T) * 8)) return T(a >> n);
+    return a < T(0) ? T(-1) : T(0);
 }
 
 // minima and maxima keep NaN

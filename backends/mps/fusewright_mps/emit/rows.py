@@ -277,8 +277,8 @@ class Rows(Points):
         unsigned = "ulong" if self.variant.wide else "uint"
         inner: Extent = 1
         for a in reversed(axes):
-            text = f"{unsigned}(r)" if inner == 1 else f"{unsigned}(r) / {unsigned}({self.address.extent(inner)})"
-            text = text if a == axes[0] else f"{text} % {unsigned}({self.address.extent(self.kernel.sizes[a])})"
+            text = f"{unsigned}(r)" if inner == 1 else f"{unsigned}(r) / {unsigned}({self.address.divisor(inner)})"
+            text = text if a == axes[0] else f"{text} % {unsigned}({self.address.divisor(self.kernel.sizes[a])})"
             name = self.where[a] = self.axis_name(a)
             if a in self._used_axes() or a == axes[-1]:
                 self.put(f"const {self.integer} {name} = {self.integer}({text});")

@@ -154,7 +154,7 @@ def _vector(kernel: Kernel, axis: int, seen: list[int], aligned: bool) -> int:
     if not aligned or any(n.op == "scan" for n in kernel.nodes()) or _read_again(kernel):
         return 1
     size = kernel.sizes[axis]
-    alone = len(kernel.sizes) == 1
+    alone = len(kernel.sizes) == 1 and not kernel.r  # then those that are left over have a loop of their own
     for v in (VECTOR, 2):
         if seen[axis] < v or not (multiple(size, v) or alone):
             continue

@@ -11,7 +11,16 @@ from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.optable import OPS
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_mps.emit.addressing import Addresses, atom
-from fusewright_mps.emit.operators import DIVISIONS, KEEPS_RELATIVE_ERROR, METAL, NOT_NEGATIVE, cast, form_of, literal
+from fusewright_mps.emit.operators import (
+    COMPARISONS,
+    DIVISIONS,
+    KEEPS_RELATIVE_ERROR,
+    METAL,
+    NOT_NEGATIVE,
+    cast,
+    form_of,
+    literal,
+)
 from fusewright_mps.emit.schedule import Config
 from fusewright_mps.emit.source import Unsupported, Variant
 
@@ -127,6 +136,8 @@ class Writer:
     def _pointwise(self, n: Node) -> str:
         dtype = self.nodes[n.args[-1]].dtype
         args = [self.operand(a) for a in n.args]
+        if n.op in COMPARISONS and n.args[0] == n.args[1]:
+            args[1] = f"fw_itself({args[1]})"  # compilers warn of what they know the result of
         if n.op in DIVISIONS and TYPES[dtype].kind == "int":
             args[1] = self._divisor(args[1])
         text = form_of(n.op, dtype, n.id in self.soft)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _POINTER = re.compile(r"\b(device|constant|threadgroup)\s+(const\s+)?((?:[\w:]+)(?:<[^<>]*>)?)\s*\*")
 _ARRAY = re.compile(r"\bthreadgroup\s+([\w:]+)\s+(\w+)\[(\d+)\];")
 _ATTRIBUTE = re.compile(r"\[\[(\w+)(?:\((\d+)\))?\]\]")
-_FUNCTION = re.compile(r"^(?:kernel|inline|template)\b.*?^\}", re.MULTILINE | re.DOTALL)
+_FUNCTION = re.compile(r"^(?:kernel|inline|template)\b(?:[^\n]*\}$|.*?^\})", re.MULTILINE | re.DOTALL)
 _KERNEL = re.compile(r"^kernel\s+void\s+(\w+)\(([^{]*)\)\s*\{", re.MULTILINE)
 _NAME = re.compile(r"(\w+)\s*\(")
 _MEETING = re.compile(r"\b(?:simd_\w+|threadgroup_barrier|simdgroup_barrier)\s*\(")
@@ -145,6 +145,6 @@ def _callers(kernels: list[Function]) -> Iterator[str]:
             else f"at.{p.place}"
             for p in k.parameters
         )
-        unused = "".join(f" (void){x};" for x in ("args", "at") if x not in args)
+        unused = "".join(f" (void){x};" for x, use in (("args", "args["), ("at", "at.")) if use not in args)
         head = f'extern "C" void shim_body_{k.name}(const shim::Argument* args, const shim::Thread& at)'
         yield f"{head} {{{unused} {k.name}({args}); }}"
