@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowerings",), ("backend",), ("fusewright_triton",),
     ),
     "fusewright_mps": (
-        ("target", "policy", "device", "recorded"), ("emit",), ("emitter", "simulate"), ("runtime",), ("kernels",), ("select",),
+        ("target", "policy", "device", "recorded"), ("emit",), ("emitter", "simulate"), ("kernels",), ("runtime",), ("select",),
         ("lowerings",), ("backend",), ("fusewright_mps",),
     ),
 }  # fmt: skip

@@ -31,7 +31,8 @@ from fusewright_mps import lowerings, target
 from fusewright_mps.emitter import refused
 from fusewright_mps.policy import policy
 from fusewright_mps.runtime import MetalLoader, host_metal, unsimulated
-from fusewright_mps.select import rewritten
+from fusewright_mps.select.calls import rewritten
+from fusewright_mps.select.quantized import by_hand
 
 ENV = ("PYTORCH_MPS_*", "PYTORCH_ENABLE_MPS_FALLBACK", "MTL_*", "METAL_*")
 """What torch's MPS and Metal are told from outside."""
@@ -90,12 +91,13 @@ class AppleMps(FusedBackend):
         return lowerings.carried(op, super().supports(op))
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        b = rewritten(self.lowerings, region, ctx, self.target(), self.metal().synchronize)
+        b = rewritten(self.lowerings, by_hand, region, ctx, self.target(), self.metal().synchronize)
         fragment = fuse(b.finish(), ctx, b.calls, policy=self.policy())
         for i in fragment.instructions:
-            if isinstance(i, Launch) and (why := refused(fragment.kernels[i.kernel])) is not None:
-                raise Decline(why, ops=i.op_ids)
-        return replace(fragment, notes={**fragment.notes, **b.notes})
+            if isinstance(i, Launch) and i.kernel in fragment.kernels:
+                if (why := refused(fragment.kernels[i.kernel])) is not None:
+                    raise Decline(why, ops=i.op_ids)
+        return replace(fragment, notes={**fragment.notes, **b.notes}, kernels={**fragment.kernels, **b.kernels})
 
     def fingerprint(self) -> str:
         """The host adds a hash of this package's files to the keys of plans."""

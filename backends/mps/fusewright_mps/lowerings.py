@@ -10,13 +10,15 @@ from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.lower.tables import RULES
-from fusewright_mps import select
-from fusewright_mps.select import FLOATS, OpCode, by_rows
+from fusewright_mps.select import attention, products, quantized
+from fusewright_mps.select.calls import FLOATS, OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 """Calls that differ from torch's own."""
 
-LOWERINGS.add("linear", dtypes=FLOATS, when=select.reason)(by_rows((select.SIBLINGS,)))
+LOWERINGS.add("linear", dtypes=FLOATS, when=products.reason)(by_rows((quantized.GROUPS, products.SIBLINGS)))
+LOWERINGS.add("mm", dtypes=FLOATS)(by_rows((quantized.INT8,)))
+LOWERINGS.add("sdpa", when=attention.reason)(by_rows((attention.DECODE,)))
 
 REFUSED: dict[torch.dtype, str] = {
     torch.float64: "Metal has no 64-bit floats",

@@ -14,7 +14,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,9 +25,16 @@ from fusewright.toolkit.ir.serial import from_json, positional, structural_hash,
 from fusewright_mps.device import Fetched, Library, Metal
 from fusewright_mps.emit.source import SLOT, error_word
 from fusewright_mps.emitter import Source, Variant, emit, library, variant_for
+from fusewright_mps.kernels import handwritten
+from fusewright_mps.kernels.decode import Combined, Parts
+from fusewright_mps.kernels.gemv import Gemv
+from fusewright_mps.kernels.handwritten import Handwritten
 from fusewright_mps.target import Target
 
 Number = int | float | bool
+Launched: TypeAlias = Kernel | Handwritten
+
+BY_HAND: dict[str, type[Handwritten]] = {k.kind: k for k in (Gemv, Parts, Combined)}
 
 MOST_SIZES = 256
 """Sizes whose variant a launcher remembers."""
@@ -47,9 +54,9 @@ class MetalLoader:
     def __init__(self, metal: Metal, target: Target, check_division: bool = False) -> None:
         self.metal, self.target, self.check_division = metal, target, check_division
 
-    def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+    def __call__(self, kernels: Mapping[str, Launched]) -> Mapping[str, KernelCode]:
         """One library holds the variants that the sizes of tracing need; others are compiled when a launch needs them."""
-        kernels = {h: positional(k) for h, k in kernels.items()}
+        kernels = {h: _unnamed(k) for h, k in kernels.items()}
         shaders = {h: Shaders(k, self.metal, self.target, self.check_division) for h, k in kernels.items()}
         first = {h: s.source(s.expected) for h, s in shaders.items()}
         if first:
@@ -58,13 +65,13 @@ class MetalLoader:
                 s.add(first[h], compiled)
         return {h: KernelCode(Launcher(s), kernel=kernels[h]) for h, s in shaders.items()}
 
-    def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
+    def pack(self, kernels: Mapping[str, Launched]) -> bytes | None:
         """The kernels alone: the system keeps what Metal's compiler made of their source."""
-        return json.dumps({h: to_json(positional(k)) for h, k in kernels.items()}).encode()
+        return json.dumps({h: _as_json(k) for h, k in kernels.items()}).encode()
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
-        kernels = {h: from_json(k) for h, k in json.loads(data).items()}
-        wrong = [k.name for h, k in kernels.items() if structural_hash(k) != h]
+        kernels = {h: _read(k) for h, k in json.loads(data).items()}
+        wrong = [k.name for h, k in kernels.items() if _hash(k) != h]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} under the hash of another kernel")
         return self(kernels)
@@ -72,6 +79,23 @@ class MetalLoader:
     def fingerprint(self) -> str:
         """The chip, for which kernels are sized."""
         return f"{self.target.chip}-{self.target.cores}"
+
+
+def _unnamed(kernel: Launched) -> Launched:
+    """With positions for names, as what is kept under a hash must be."""
+    return kernel if isinstance(kernel, Handwritten) else positional(kernel)
+
+
+def _as_json(kernel: Launched) -> dict[str, Any]:
+    return handwritten.to_json(kernel) if isinstance(kernel, Handwritten) else to_json(positional(kernel))
+
+
+def _read(data: dict[str, Any]) -> Launched:
+    return handwritten.from_json(data, BY_HAND) if "by_hand" in data else from_json(data)
+
+
+def _hash(kernel: Launched) -> str:
+    return handwritten.hash_of(kernel) if isinstance(kernel, Handwritten) else structural_hash(kernel)
 
 
 class HostMetal:
@@ -115,14 +139,22 @@ def unsimulated() -> Unavailable | None:
 class Shaders:
     """The variants of one kernel that this process has."""
 
-    def __init__(self, kernel: Kernel, metal: Metal, target: Target, check_division: bool) -> None:
+    def __init__(self, kernel: Launched, metal: Metal, target: Target, check_division: bool) -> None:
         self.kernel, self.metal, self.target, self.check_division = kernel, metal, target, check_division
-        self.expected = variant_for(kernel, kernel.hints, True, check_division)
+        self.expected = self._for(kernel.hints)
         self._built: dict[Variant, Built] = {}
         self._variants: dict[tuple[int, ...], Variant] = {}
 
     def source(self, variant: Variant) -> Source:
+        """The kernel's functions, printed or as they were written."""
+        if isinstance(self.kernel, Handwritten):
+            return self.kernel.source(variant)
         return emit(self.kernel, variant, self.target)
+
+    def _for(self, sizes: Sequence[int]) -> Variant:
+        if isinstance(self.kernel, Handwritten):
+            return Variant()
+        return variant_for(self.kernel, sizes, True, self.check_division)
 
     def add(self, source: Source, compiled: Library) -> Built:
         """Keep a compiled variant. Its functions are looked up once: torch makes a pipeline of each."""
@@ -140,7 +172,7 @@ class Shaders:
     def _of_sizes(self, sizes: tuple[int, ...]) -> Variant:
         if len(self._variants) >= MOST_SIZES:
             self._variants.clear()
-        found = self._variants[sizes] = variant_for(self.kernel, sizes, True, self.check_division)
+        found = self._variants[sizes] = self._for(sizes)
         return found
 
     def _variant(self, variant: Variant) -> Built:
@@ -187,7 +219,7 @@ _watched: weakref.WeakSet[Words] = weakref.WeakSet()
 class Words:
     """The error words that launches of one kernel write, and what of them is on its way to the host."""
 
-    def __init__(self, kernel: Kernel, metal: Metal, slots: int) -> None:
+    def __init__(self, kernel: Launched, metal: Metal, slots: int) -> None:
         self.kernel, self.metal = kernel, metal
         self.on_device = torch.zeros(slots, dtype=SLOT, device=metal.device)
         self.pending: list[tuple[Fetched, tuple[int, ...]]] = []
@@ -204,7 +236,7 @@ class Words:
             if word := error_word(fetched.words):
                 self.pending.clear()
                 self.on_device.zero_()
-                raise error(self.kernel, word, sizes)
+                raise error(self.kernel, word, sizes)  # type: ignore[arg-type]
 
     def _arrived(self) -> Iterator[tuple[Fetched, tuple[int, ...]]]:
         while self.pending and self.pending[0][0].ready():

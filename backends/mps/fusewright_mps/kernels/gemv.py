@@ -27,8 +27,9 @@ SIMD_GROUPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Gemv(Handwritten):
-    """x [m, k] of `dtype` (Metal's name), weights [n, k] of `bits`, scale [n, k / group] of `dtype`, zero [n, k / group] int8 where
-    `zeros`, bias [n] of `dtype` where `biased`. `rows` are outputs of a SIMD group. k is a multiple of 8, and so is `group`."""
+    """x [m, k] of `dtype` (Metal's name), weights [n, k] of `bits`, scale [n, k / group] of `dtype`, zero [n, k / group] of type
+    `zeros` (Metal's name, or "" for none), bias [n] of `dtype` where `biased`. `rows` are outputs of a SIMD group. k is a multiple
+    of 8, and so is `group`."""
 
     kind: ClassVar[str] = "gemv"
 
@@ -38,7 +39,7 @@ class Gemv(Handwritten):
     n: int
     k: int
     group: int
-    zeros: bool
+    zeros: str
     biased: bool
     rows: int
 
@@ -49,7 +50,7 @@ class Gemv(Handwritten):
             SHORT[self.dtype],
             f"m{self.m}",
             f"r{self.rows}",
-            "zero" * self.zeros,
+            f"zero_{SHORT[self.zeros]}" if self.zeros else "",
             "bias" * self.biased,
         )
         return "_".join(p for p in parts if p)
@@ -58,7 +59,7 @@ class Gemv(Handwritten):
     def buffers(self) -> tuple[Buffer, ...]:
         x = SHORT[self.dtype]
         weights = [("w", "i8")] if self.bits == 8 else [("low", "u8"), ("high", "u8"), ("flags", "i32")]
-        rest = [("scale", x), *[("zero", "i8")] * self.zeros, *[("bias", x)] * self.biased]
+        rest = [("scale", x), *[("zero", SHORT[z]) for z in (self.zeros,) if z], *[("bias", x)] * self.biased]
         given = (Buffer(n, t) for n, t in [("x", x), *weights, *rest])
         return (*given, Buffer("out", x, "out"))
 

@@ -15,11 +15,21 @@ from typing import Any, ClassVar
 import torch
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
+from fusewright.toolkit.ir.types import DType
 from fusewright_mps.emit.source import Argument, Dispatch, Source, Variant
 
 METAL = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 """Metal's names of the types that kernels compute from; sums are fp32."""
-SHORT = {"float": "f32", "half": "f16", "bfloat": "bf16"}
+SHORT: dict[str, DType] = {
+    "float": "f32",
+    "half": "f16",
+    "bfloat": "bf16",
+    "char": "i8",
+    "uchar": "u8",
+    "int": "i32",
+    "bool": "bool",
+}
+"""Names of the kernel IR for them."""
 
 
 @dataclass(frozen=True, slots=True)

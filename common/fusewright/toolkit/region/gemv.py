@@ -8,7 +8,7 @@ the sum, and is computed beside it, from the row that the kernel reads anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -47,9 +47,16 @@ MOST_AGAIN = 12
 """Most ops that are computed again for a factor."""
 
 
-def rewrite_products(graph: RegionGraph, ctx: CompileContext, bounds: Bounds) -> None:
-    """Write the products of few rows in a region as sums."""
-    products = frozenset(op.id for op in graph if op.op in ("linear", "mm") and _reads_weight(op, graph, bounds))
+def _none(op: OpView) -> bool:
+    return False
+
+
+def rewrite_products(
+    graph: RegionGraph, ctx: CompileContext, bounds: Bounds, other: Callable[[OpView], bool] = _none
+) -> None:
+    """Write the products of few rows in a region as sums, but for those that have an `other` kernel."""
+    found = (op for op in graph if op.op in ("linear", "mm") and _reads_weight(op, graph, bounds))
+    products = frozenset(op.id for op in found if not other(op))
     if products and rewrite(graph, ROWS, _Sums(graph, ctx, products), ctx.rules):
         graph.sweep(SHAPED | ALONG | {"mean", "sum"})  # what only the rows of those products needed
 

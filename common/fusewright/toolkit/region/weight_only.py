@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright.toolkit.region.gemv import transposed
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import ANY, Chain, Match, chain, maybe, p
@@ -67,8 +68,9 @@ def behind(m: Match) -> dict[str, Value | None]:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A weight [n, k] in groups along k: int8 `q` [n, k], `scale` [n, k / group], `zero` int8 of the same shape or None. `ops` make
-    the weight of them, and nobody else reads what is in between."""
+    """A weight [n, k] in groups along k: int8 `q` [n, k] or [n, groups, group], `scale` of a float type and `zero` (int8 or of a
+    float type, or None), one number for each group; all dense. `ops` make the weight of them, and nobody else reads what is in
+    between."""
 
     q: Value
     scale: Value
@@ -78,37 +80,35 @@ class Grouped:
 
 
 def grouped(weight: Value, graph: RegionGraph) -> Grouped | None:
-    """How a weight is made of 8 bits in groups, if it is."""
+    """How a weight is made of 8 bits in groups, if it is. What is made of small constants may be a constant itself."""
     steps = _Steps(graph)
     whole = steps.made(weight, "view", "reshape")
     factor = whole and steps.made(whole.arg("self"), "mul")
     if not factor or not isinstance(factor.arg("other"), Value):
         return None
-    shifted, scale = factor.arg("self"), steps.viewed(factor.arg("other"))
-    zero = None
-    if (minus := steps.made(shifted, "sub")) is not None and isinstance(minus.arg("other"), Value):
-        zero = steps.viewed(steps.cast_from(minus.arg("other")))
-        shifted = minus.arg("self")
-        if zero is None or minus.arg("alpha") != 1:
+    shifted, scale, zero = factor.arg("self"), steps.source(factor.arg("other")), None
+    minus = steps.made(shifted, "sub")
+    if minus is not None:
+        if not isinstance(minus.arg("other"), Value) or minus.arg("alpha") != 1:
             return None
-    q = steps.viewed(steps.cast_from(shifted))
-    return _checked(weight, q, scale, zero, spec_of(factor.out).shape, steps.ops)
+        zero, shifted = steps.source(minus.arg("other")), minus.arg("self")
+    return _checked(weight, steps.source(shifted), scale, zero, spec_of(factor.out).shape, steps.ops)
 
 
 def _checked(
-    weight: Value, q: Value | None, scale: Value | None, zero: Value | None, shape: Any, ops: list[OpView]
+    weight: Value, q: Value, scale: Value, zero: Value | None, shape: Any, ops: list[OpView]
 ) -> Grouped | None:
     """What was found, if its types and shapes are those of `Grouped`."""
-    n, k = spec_of(weight).shape
-    if q is None or scale is None or len(shape) != 3 or shape[0] != n or not all(isinstance(s, int) for s in shape):
+    if len(shape) != 3 or not all(isinstance(s, int) for s in shape) or shape[0] != spec_of(weight).shape[0]:
         return None
-    _, groups, group = shape
+    n, groups, group = shape
     per_group = [scale] if zero is None else [scale, zero]
-    right = spec_of(q).shape == (n, k) and all(spec_of(v).shape == (n, groups) for v in per_group)
-    types = spec_of(q).dtype == torch.int8 and (zero is None or spec_of(zero).dtype == torch.int8)
-    same = spec_of(scale).dtype == spec_of(weight).dtype
-    dense = all(spec_of(v).stride == (spec_of(v).shape[1], 1) for v in (q, *per_group))
-    return Grouped(q, scale, zero, group, tuple(ops)) if right and types and same and dense else None
+    right = spec_of(q).numel_hint() == n * groups * group and all(
+        spec_of(v).numel_hint() == n * groups for v in per_group
+    )
+    dense = all(spec_of(v).stride == contiguous_strides(spec_of(v).shape) for v in (q, *per_group))  # type: ignore[arg-type]
+    types = spec_of(q).dtype == torch.int8 and spec_of(scale).dtype.is_floating_point
+    return Grouped(q, scale, zero, group, tuple(ops)) if right and dense and types else None
 
 
 class _Steps:
@@ -125,14 +125,12 @@ class _Steps:
         self.ops.append(op)
         return op
 
-    def viewed(self, value: Value | None) -> Value | None:
-        """What a value is a view of."""
-        op = self.made(value, "view", "reshape", "unsqueeze") if value is not None else None
-        return op.arg("self") if op is not None else None
-
-    def cast_from(self, value: Value) -> Value | None:
-        op = self.made(value, "cast")
-        return op.arg("self") if op is not None else None
+    def source(self, value: Value) -> Value:
+        """What a value is a cast and a view of, where it is."""
+        for names in (("cast",), ("view", "reshape", "unsqueeze")):
+            op = self.made(value, *names)
+            value = value if op is None else op.arg("self")
+        return value
 
 
 def spec_of(value: Any) -> TensorSpec:

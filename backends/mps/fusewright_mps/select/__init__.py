@@ -1,0 +1,1 @@
+"""Which calls and kernels a region becomes."""

@@ -1,0 +1,267 @@
+"""Kernels written by hand, run by the shim with every access looked at, against fp64; and the graphs that they are written for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fusewright import report
+from fusewright.bench.accuracy import compare
+from fusewright_mps.emit.source import Variant
+from fusewright_mps.emitter import library
+from fusewright_mps.kernels.decode import Combined, Parts, chunk_for
+from fusewright_mps.kernels.gemv import Gemv, rows_for
+from fusewright_mps.kernels.handwritten import METAL, Handwritten, from_json, hash_of, to_json
+from fusewright_mps.runtime import BY_HAND
+from fusewright_mps.simulate.library import compile_shader
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+DTYPES = tuple(METAL)
+
+WIDE = 1104
+"""Columns of weights that are too large to be kept in bf16 beside their 8 bits."""
+
+
+def run(kernel: Handwritten, tensors: Sequence[Tensor], scalars: Sequence[float] = ()) -> None:
+    source = kernel.source(Variant())
+    shaders = compile_shader(library([source]), True)
+    for call in source.calls(tensors, kernel.sizes, scalars):
+        getattr(shaders, call.entry)(*call.args, threads=call.threads, group_size=call.group_size)
+
+
+def near(got: Tensor, exact: Tensor, terms: Tensor) -> None:
+    """One rounding of the result, and fp32 sums of these absolute terms."""
+    wide = torch.finfo(got.dtype).eps * exact.abs() + 1e-6 * terms + 1e-30
+    assert ((got.double() - exact).abs() <= wide).all()
+
+
+# ---------------------------------------------------------------- products
+
+
+def nibbles(q: Tensor) -> list[Tensor]:
+    """Low and high nibbles, two to a byte, and which rows need the high ones."""
+
+    def packed(t: Tensor) -> Tensor:
+        return ((t[:, ::2] & 15) | ((t[:, 1::2] & 15) << 4)).to(torch.uint8)
+
+    return [packed(q.int()), packed(q.int() >> 4), ((q < -8) | (q > 7)).any(1).int()]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    m=st.integers(1, 4), n=st.integers(1, 40), groups=st.integers(1, 9), group=st.sampled_from([8, 32, 64]),
+    bits=st.sampled_from([4, 8]), zeros=st.sampled_from(["", "char", "same"]), biased=st.booleans(),
+    rows=st.sampled_from([1, 2, 4]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_product_of_few_rows_rounds_once(
+    m: int,
+    n: int,
+    groups: int,
+    group: int,
+    bits: int,
+    zeros: str,
+    biased: bool,
+    rows: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    g, k = torch.Generator().manual_seed(seed), groups * group
+    x = torch.randn(m, k, generator=g).to(dtype)
+    q = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
+    q[::2] = q[::2] % 16 - 8  # these rows are 4 bits
+    scale = (torch.rand(n, groups, generator=g) / 64).to(dtype)
+    zero = torch.randint(-8, 8, (n, groups), generator=g, dtype=torch.int8).to(dtype if zeros == "same" else torch.int8)
+    kind = METAL[dtype] if zeros == "same" else zeros
+    bias, out = torch.randn(n, generator=g).to(dtype), torch.full((m, n), math.nan, dtype=dtype)
+    kernel = Gemv(METAL[dtype], bits, m, n, k, group, kind, biased, rows)
+    weights = [q] if bits == 8 else nibbles(q)
+    run(kernel, [x, *weights, scale, *[zero] * bool(zeros), *[bias] * biased, out])
+    q64, z64 = q.double().view(n, groups, group), zero.double()[..., None] * bool(zeros)
+    w = ((q64 - z64) * scale.double()[..., None]).view(n, k)
+    wide = ((q64.abs() + z64.abs()) * scale.double()[..., None]).view(n, k)
+    exact = x.double() @ w.t() + (bias.double() if biased else 0)
+    near(out, exact, x.double().abs() @ wide.t() + 1)
+
+
+def test_nan_and_infinity_go_through_a_product() -> None:
+    x = torch.ones(2, 64)
+    x[0, 3], x[1, 5] = math.nan, math.inf
+    q, scale, out = torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 1), torch.empty(2, 4)
+    run(Gemv("float", 8, 2, 4, 64, 64, "", False, 4), [x, q, scale, out])
+    assert out[0].isnan().all() and (out[1] == math.inf).all()
+
+
+def test_outputs_of_a_simd_group_leave_work_for_every_core() -> None:
+    assert [rows_for(n, 10) for n in (64, 512, 4096)] == [1, 2, 4] and rows_for(4096, 80) == 2
+
+
+# ---------------------------------------------------------------- attention
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    batch=st.integers(1, 2), heads=st.integers(1, 3), group=st.integers(1, 4), queries=st.integers(1, 3),
+    keys=st.integers(1, 150), dim=st.sampled_from([8, 32, 64, 80, 128]), mask=st.sampled_from(["", "bool", "added"]),
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_attention_of_few_queries(
+    batch: int, heads: int, group: int, queries: int, keys: int, dim: int, mask: Any, dtype: torch.dtype, seed: int
+) -> None:
+    """Over a cache that is laid out otherwise, with rows that see no key."""
+    g = torch.Generator().manual_seed(seed)
+    h = heads * group
+    q = torch.randn(batch, queries, h, dim, generator=g).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(batch, heads, keys + 5, dim + 3, generator=g).to(dtype)[:, :, :keys, :dim] for _ in range(2))
+    hides = None
+    if mask == "bool":
+        hides = torch.rand(batch, 1, queries, keys, generator=g) > 0.4
+        hides[0, 0, 0] = False
+    elif mask == "added":
+        hides = torch.randn(1, h, 1, keys, generator=g).to(dtype)
+    strides = tuple(s for t in (q, k, v) for s in t.stride()[:3])
+    if hides is not None:
+        strides += tuple(hides.expand(batch, h, queries, keys).stride())
+    parts = Parts(
+        METAL[dtype], mask, dim, batch, heads, group, queries, keys, chunk_for(keys, batch * heads, 18), strides
+    )
+    shape = (batch * heads, parts.parts, parts.rows)
+    sums, top, total = (torch.full(s, math.nan) for s in ((*shape, dim), shape, shape))
+    out = torch.full((batch, queries, h, dim), math.nan, dtype=dtype).transpose(1, 2)
+    combined = Combined(METAL[dtype], dim, batch, heads, group, queries, parts.parts, out.stride()[:3])
+    run(parts, [q, k, v, *([hides] if hides is not None else []), sums, top, total], [dim**-0.5])
+    run(combined, [sums, top, total, out])
+    wide = hides.double() if hides is not None and hides.is_floating_point() else hides
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, enable_gqa=True)
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", [
+    Gemv("half", 4, 2, 96, 256, 32, "char", False, 4),
+    Parts("bfloat", "bool", 64, 1, 2, 4, 1, 100, 50, tuple(range(13))),
+    Combined("float", 64, 1, 2, 4, 1, 2, (1, 2, 3)),
+])  # fmt: skip
+def test_the_cache_keeps_a_kernel(kernel: Handwritten) -> None:
+    again = from_json(to_json(kernel), BY_HAND)
+    assert again == kernel and hash_of(again) == hash_of(kernel) and again.text() == kernel.text()
+
+
+# ---------------------------------------------------------------- graphs
+
+
+def lowered(fn: Any, *args: Tensor, **options: Any) -> tuple[Tensor, report.GraphReport]:
+    compiled = torch.compile(fn, backend="apple_mps", options={"simulate": True, "strict": True, **options})
+    with report.recording() as reports, torch.no_grad():
+        result = compiled(*args)
+    return result, reports[-1]
+
+
+def launches(r: report.GraphReport) -> int:
+    return r.texts["plan"].partition("def run")[2].count("launch_")
+
+
+class Columns(nn.Module):
+    """As torchao leaves int8 weights: `mm(x, widened) * scale + bias`."""
+
+    def __init__(self, n: int, k: int, biased: bool = True) -> None:
+        super().__init__()
+        self.q = nn.Buffer(torch.randint(-128, 128, (n, k), dtype=torch.int8))
+        self.scale, self.bias = nn.Buffer(torch.rand(n) / 64), nn.Buffer(torch.randn(n)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.mm(x, self.q.t().to(x.dtype)) * self.scale.to(x.dtype)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class Groups(nn.Module):
+    """As torchao leaves int4 weights in groups (`IntxUnpackedToInt8Tensor`)."""
+
+    def __init__(self, n: int, k: int, group: int, dtype: torch.dtype, most: int = 8) -> None:
+        super().__init__()
+        self.group = group
+        self.q = nn.Buffer(torch.randint(-most, most, (n, k), dtype=torch.int8))
+        self.scale = nn.Buffer((torch.rand(n, k // group) / 64).to(dtype))
+        self.zero = nn.Buffer(torch.randint(-2, 2, (n, k // group), dtype=torch.int8))
+        self.bias = nn.Buffer(torch.randn(n).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, k = self.q.shape
+        q, s, z = self.q.view(n, -1, self.group), self.scale.view(n, -1, 1), self.zero.view(n, -1, 1)
+        return F.linear(x, ((q.to(x.dtype) - z.to(x.dtype)) * s).view(n, k), self.bias)
+
+
+def judged(module: nn.Module, x: Tensor, got: Tensor, name: Any) -> None:
+    with torch.no_grad():
+        eager = module(x)
+        wide = module.double()(x.double())
+    verdict = compare([wide], [eager], [got], name)
+    assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_int8_weights_are_read_as_they_are(rows: int) -> None:
+    module, x = Columns(WIDE, 1056), torch.randn(rows, 1056)
+    got, r = lowered(module, x)
+    assert (
+        launches(r) == 1 and r.rules["mps.int8.linear"] == 1 and "int8" not in r.texts["plan"].partition("def run")[2]
+    )
+    judged(module, x, got, "fp32")
+
+
+def test_many_rows_are_torchs_product() -> None:
+    module, x = Columns(WIDE, 1024), torch.randn(64, 1024)
+    got, r = lowered(module, x)
+    assert not r.rules["mps.int8.linear"] and "mm" in r.texts["plan"].partition("def run")[2]
+    judged(module, x, got, "fp32")
+
+
+@pytest.mark.parametrize("most", [8, 128])
+def test_int4_weights_are_read_in_nibbles(most: int) -> None:
+    """And those that are no nibbles in two."""
+    module, x = Groups(WIDE, 1024, 32, torch.bfloat16, most), torch.randn(2, 1024).bfloat16()
+    got, r = lowered(module, x)
+    assert launches(r) == 1 and r.rules["mps.int4.linear"] == 1
+    judged(module, x, got, "bf16")
+
+
+@pytest.mark.parametrize(("rule", "sums"), [("mps.int4.linear", 1), ("mps.int4.linear,gemv", 0)])
+def test_without_the_row_it_is_a_sum_or_torchs_product(rule: str, sums: int) -> None:
+    module, x = Groups(WIDE, 1024, 32, torch.float32), torch.randn(1, 1024)
+    got, r = lowered(module, x, disable_rules=rule.split(","))
+    assert not r.rules["mps.int4.linear"] and r.rules["gemv"] == sums
+    judged(module, x, got, "fp32")
+
+
+def test_weights_that_change_are_packed_again() -> None:
+    module, x = Groups(WIDE, 1024, 32, torch.float32), torch.randn(1, 1024)
+    compiled = torch.compile(module, backend="apple_mps", options={"simulate": True, "strict": True})
+    with torch.no_grad():
+        compiled(x)
+        module.q.neg_()
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_is_read_once_for_all_heads_of_a_group() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (t[:, :, None].expand(1, 2, 4, 80, 64).reshape(1, 8, 80, 64) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, (k, v) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 80, 64)
+    mask = torch.rand(1, 1, 1, 80) > 0.2
+    got, r = lowered(step, q, k, v, mask)
+    assert r.rules["mps.attention.decode"] == 1 and launches(r) == 2 and "reshape" not in r.texts["plan"]
+    torch.testing.assert_close(got, step(q, k, v, mask))
+
+
+def test_few_keys_and_gradients_are_torchs_attention() -> None:
+    q, (k, v) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 40, 64)
+    _, r = lowered(F.scaled_dot_product_attention, q, k, v)
+    assert not r.rules["mps.attention.decode"]
