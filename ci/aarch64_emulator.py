@@ -43,7 +43,7 @@ def tools() -> Path:
 def missing() -> str:
     """What the emulated machine lacks, or ""."""
     if not (tools() / "runner").exists():
-        return f"no AArch64 emulator in {tools()}: python ci/aarch64_kernels.py fetch"
+        return f"no AArch64 emulator in {tools()}: python -m ci.aarch64_kernels fetch"
     return ""
 
 
@@ -56,28 +56,39 @@ def fetch() -> None:
     for deb in debs.glob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", str(deb), str(root)], check=True)
     shutil.rmtree(debs)
-    headers, libraries = root / "usr" / PREFIX / "include", root / "usr" / PREFIX / "lib"
-    objects = [str(libraries / name) for name in ("crt1.o", "crti.o")]
+    headers, system = root / "usr" / PREFIX / "include", root / "usr" / PREFIX / "lib"
+    objects = [str(system / name) for name in ("crt1.o", "crti.o")]
     _run(root, f"{PREFIX}-gcc-12", "-O2", "-Wall", "-c", "-isystem", str(headers), str(HERE / "aarch64_runner.c"), "-o",
          str(tools() / "runner.o"))  # fmt: skip
     _run(root, f"{PREFIX}-ld", "--export-dynamic", "-no-as-needed", "-dynamic-linker", "/lib/ld-linux-aarch64.so.1",
-         *objects, str(tools() / "runner.o"), *(str(libraries / n) for n in ("libc.so.6", "libm.so.6", "libgcc_s.so.1")),
-         str(libraries / "libc_nonshared.a"), str(libraries / "ld-linux-aarch64.so.1"), str(libraries / "crtn.o"),
+         *objects, str(tools() / "runner.o"), *(str(system / n) for n in ("libc.so.6", "libm.so.6", "libgcc_s.so.1")),
+         str(system / "libc_nonshared.a"), str(system / "ld-linux-aarch64.so.1"), str(system / "crtn.o"),
          "-o", str(tools() / "runner"))  # fmt: skip
     count = ["cc", "-O2", "-shared", "-fPIC", str(HERE / "aarch64_count.c"), "-o", str(tools() / "count.so")]
     subprocess.run(count, check=True)
 
 
-def _environment(root: Path) -> dict[str, str]:
-    libraries = root / "usr" / "lib" / "x86_64-linux-gnu"
-    return {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
+def libraries() -> dict[str, str]:
+    """The environment in which the tools find theirs."""
+    return {**os.environ, "LD_LIBRARY_PATH": str(tools() / "root" / "usr" / "lib" / "x86_64-linux-gnu")}
 
 
 def _run(root: Path, program: str, *arguments: str) -> None:
     command = [str(root / "usr" / "bin" / program), *arguments]
-    done = subprocess.run(command, env=_environment(root), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=libraries(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{program} failed: {done.stderr.strip()}")
+
+
+def counting(marks: Path) -> tuple[str, str]:
+    """Options of the emulator that count instructions."""
+    return "-plugin", f"{tools() / 'count.so'},out={marks}"
+
+
+def counts(marks: Path) -> list[int]:
+    """Instructions between the first and second mark, the third and fourth, and so on."""
+    at = [int(x) for x in marks.read_text().split()]
+    return [b - a for a, b in zip(at[::2], at[1::2], strict=True)]
 
 
 def processor(target: CpuTarget) -> str:
@@ -119,7 +130,7 @@ class Emulator:
         file = self._request(source, tensors, sizes, scalars)
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{library} {symbol_name(hash_of(source))} {file} {threads} 1\n")
+        process.stdin.write(f"{library} {symbol_name(hash_of(source))} {file} {threads}\n")
         process.stdin.flush()
         answer = process.stdout.readline()
         if not answer:
@@ -132,19 +143,14 @@ class Emulator:
         self, source: Source, library: Path, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (),
         scalars: Sequence[int | float | bool] = (),
     ) -> int:  # fmt: skip
-        """Instructions of one call on one thread: what a second call adds to a process."""
-        file = self._request(source, tensors, sizes, scalars)
-        line = f"{library} {symbol_name(hash_of(source))} {file} 1"
-        once, twice = (self._instructions(f"{line} {n}\n") for n in (1, 2))
-        return twice - once
-
-    def _instructions(self, line: str) -> int:
-        out = self.folder / "instructions"
-        command = self._command("-plugin", f"{tools() / 'count.so'},out={out}")
-        subprocess.run(
-            command, input=line, text=True, check=True, capture_output=True, env=_environment(tools() / "root")
-        )
-        return int(out.read_text())
+        """Instructions of one call on one thread, after one that is not counted."""
+        line = f"{library} {symbol_name(hash_of(source))} {self._request(source, tensors, sizes, scalars)} 1\n"
+        environment = libraries()
+        marks = self.folder / "instructions"
+        marks.unlink(missing_ok=True)
+        command = self._command(*counting(marks))
+        subprocess.run(command, input=2 * line, text=True, check=True, capture_output=True, env=environment)
+        return counts(marks)[1]
 
     def _command(self, *options: str) -> list[str]:
         root = tools() / "root"
@@ -162,7 +168,7 @@ class Emulator:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
             pipe = subprocess.PIPE
-            environment = _environment(tools() / "root")
+            environment = libraries()
             self._process = subprocess.Popen(self._command(), stdin=pipe, stdout=pipe, text=True, env=environment)
         return self._process
 

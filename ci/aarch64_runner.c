@@ -1,5 +1,5 @@
-/* Runs kernels in an emulated AArch64 process: one request a line, `library symbol file threads repeat`, answered by the
-   kernel's result. The file holds a count of words, for each a size in bytes (0: the word is a number) and the number or
+/* Runs kernels in an emulated AArch64 process: one request a line, `library symbol file threads`, answered by the kernel's
+   result, with marks for `aarch64_count.c` around the call. The file holds a count of words, for each a size in bytes (0: the word is a number) and the number or
    where the buffer lies in the file, then the buffers. Each runs with its last byte before a page that nobody may touch. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ static char *guarded(size_t bytes) {
   return start + room - page - bytes;
 }
 
-static long long request(const char *library, const char *symbol, const char *path, long threads, long repeat) {
+static long long request(const char *library, const char *symbol, const char *path, long threads) {
   int file = open(path, O_RDWR);
   struct stat info;
   if (file < 0 || fstat(file, &info)) return -1;
@@ -45,7 +45,9 @@ static long long request(const char *library, const char *symbol, const char *pa
     int64_t bytes = head[1 + 2 * k], value = head[2 + 2 * k];
     block[k] = bytes ? (int64_t)memcpy(guarded((size_t)bytes), data + value, (size_t)bytes) : value;
   }
-  while (repeat-- > 0 && !result) result = kernel(block, threads);
+  syscall(1000);
+  result = kernel(block, threads);
+  syscall(1000);
   for (int64_t k = 0; k < words; k++)
     if (head[1 + 2 * k]) memcpy(data + head[2 + 2 * k], (void *)block[k], (size_t)head[1 + 2 * k]);
   munmap(data, (size_t)info.st_size);
@@ -56,9 +58,9 @@ static long long request(const char *library, const char *symbol, const char *pa
 
 int main(void) {
   char library[4096], symbol[256], path[4096];
-  long threads, repeat;
-  while (scanf("%4095s %255s %4095s %ld %ld", library, symbol, path, &threads, &repeat) == 5) {
-    printf("%lld\n", request(library, symbol, path, threads, repeat));
+  long threads;
+  while (scanf("%4095s %255s %4095s %ld", library, symbol, path, &threads) == 4) {
+    printf("%lld\n", request(library, symbol, path, threads));
     fflush(stdout);
   }
   return 0;

@@ -36,22 +36,19 @@ def near_bf16(f: Fn, x: V) -> V:
     return f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})")
 
 
-def widened(f: Fn, p: V, w: int, left: V | None = None) -> V:
-    """`w` int8 at `p` as i32, by SVE's loads that widen; zeros behind the first `left` (any count)."""
-    f.module.declare(
-        "llvm.masked.load.nxv4i8.p0", "<vscale x 4 x i8>", ["ptr", "i32", "<vscale x 4 x i1>", "<vscale x 4 x i8>"]
-    )
-    mask = "splat (i1 true)"
-    if left is not None:
-        f.module.declare("llvm.get.active.lane.mask.nxv4i1.i64", "<vscale x 4 x i1>", ["i64", "i64"])
+def widened(f: Fn, t: str, p: V, w: int, left: V | None = None) -> V:
+    """`w` integers of type `t` at `p` as i32, by SVE's loads that widen; zeros behind the first `left` (any count)."""
+    ty, bits = f"<vscale x 4 x {t}>", BITS[t]
+    if left is None:
+        x = f.let(t, 0, f"load {ty}, {p}, align {bits // 8}")
+    else:
+        name, masks = f"llvm.masked.load.nxv4{t}.p0", "<vscale x 4 x i1>"
+        f.module.declare("llvm.get.active.lane.mask.nxv4i1.i64", masks, ["i64", "i64"])
+        f.module.declare(name, ty, ["ptr", "i32", masks, ty])
         n = f.call("smax", "i64", [left, const(0, "i64")])
-        mask = f.let("i1", 0, f"call <vscale x 4 x i1> @llvm.get.active.lane.mask.nxv4i1.i64(i64 0, {n})").name
-    zeros = "<vscale x 4 x i8> zeroinitializer"
-    x = f.let(
-        "i8", 0, f"call <vscale x 4 x i8> @llvm.masked.load.nxv4i8.p0({p}, i32 1, <vscale x 4 x i1> {mask}, {zeros})"
-    )
-    wide = f.let("i32", 0, f"sext <vscale x 4 x i8> {x.name} to <vscale x 4 x i32>")
-    return _fixed(f, wide.name, "i32", w)
+        mask = f.let("i1", 0, f"call {masks} @llvm.get.active.lane.mask.nxv4i1.i64(i64 0, {n})").name
+        x = f.let(t, 0, f"call {ty} @{name}({p}, i32 {bits // 8}, {masks} {mask}, {ty} zeroinitializer)")
+    return _fixed(f, f.let("i32", 0, f"sext {ty} {x.name} to <vscale x 4 x i32>").name, "i32", w)
 
 
 def scalable(f: Fn, name: str, acc: V, words: Sequence[V], t: str) -> V:

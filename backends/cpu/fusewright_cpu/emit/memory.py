@@ -9,6 +9,7 @@ from fusewright.toolkit.ir.index import Coefs, Index
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_cpu.emit.interleave import unzip, zipped
+from fusewright_cpu.emit.intrinsics import widened
 from fusewright_cpu.emit.pointwise import LLVM_TYPE, cast, maximum, memory_type, minimum
 from fusewright_cpu.emit.text import Fn, V, const, i64
 
@@ -199,6 +200,8 @@ class Lanes:
         p = self._pointer(n, values, u, lanes=False)
         mask = self.active(own)
         if mask is None:
+            if n.dtype == "bf16" and f.module.target.sve_bits == 32 * w > 128:  # to be widened
+                return f.conv("trunc", widened(f, t, p, w), t)
             return f.let(t, w, f"load <{w} x {t}>, {p}, align {size}")
         name = f"llvm.masked.load.v{w}{_mangled(t)}.p0"
         fill = f.splat(self._other(n, other), w)

@@ -53,6 +53,7 @@ class RowLoops:
     def __init__(self, body: Writer, stage: Stage, depth: dict[int, int]) -> None:
         self.b, self.f, self.stage, self.depth = body, body.f, stage, depth
         self.inner = [n for n in stage.nodes if depth[n.id] == len(body.rows) - 1]
+        self.nodes = {n.id: n for n in stage.nodes}
         types = body.types
         reduces = [n for n in stage.nodes if n.op == "reduce"]
         self.twins = {a.id: n.id for a in reduces for n in reduces if a.how == f"arg{n.how}" and a.args == n.args}
@@ -77,7 +78,8 @@ class RowLoops:
             return 1
         n = self.b.kernel.sizes[-1]
         tested = None if self.end is None else self.end.condition
-        units = row_units([n for n in self.stage.nodes if n.id != tested and tested not in n.args[:1]])
+        inner = [n for n in self.stage.nodes if n.id != tested and tested not in n.args[:1]]
+        units = row_units(inner, self.b.target)
         while isinstance(n, int) and units > 1 and units * self.w > n:
             units //= 2
         return units
@@ -264,7 +266,20 @@ class RowLoops:
         k = next(i for i, r in enumerate(self.reducers) if r.node.id == n.id)
         w = unit[k][0].w
         x = self.f.splat(x, w)
+        if (factors := self._factors(n)) is not None:
+            state = unit[k][0]
+            left, right = (self.f.splat(b.value(a, u), w) for a in factors)
+            new = self.f.fma(left, right, state)
+            unit[k] = [new if b.lanes.mask is None or w == 1 else self.f.select(b.lanes.mask, new, state)]
+            return
         unit[k] = self.reducers[k].step(self.f, unit[k], x, self._position(u), b.lanes.mask if w > 1 else None)
+
+    def _factors(self, n: Node) -> tuple[int, ...] | None:
+        """What is multiplied for a sum that may be added by the same instruction, unrounded, as a library's products are.
+        Not on x86, whose code keeps its results."""
+        x = self.nodes.get(n.args[0])
+        fuses = self.b.target.arm and n.how == "sum" and x is not None and x.op == "mul"
+        return x.args if fuses and x is not None and self.b.types[x.id] in ("f32", "f64") else None
 
     def _position(self, u: int) -> V:
         """The position in the row, for arg-reductions."""

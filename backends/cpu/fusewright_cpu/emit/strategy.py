@@ -86,12 +86,14 @@ def tile_units(kernel: Kernel) -> int:
     return 8 if sum(cost(n) for n in nodes) <= 16 else 4
 
 
-def row_units(nodes: Sequence[Node]) -> int:
-    """Vectors in flight in a row loop: several accumulators hide the latency of cheap bodies."""
+def row_units(nodes: Sequence[Node], target: CpuTarget) -> int:
+    """Vectors in flight in a row loop: several accumulators hide the latency of cheap bodies. On Arm, whose loops step
+    each pointer by an instruction, more of them."""
     total = sum(cost(n) for n in nodes)
+    more = 2 if target.arm else 1
     if any(n.op == "reduce" for n in nodes):
-        return 4 if total <= 12 else 2 if total <= 60 else 1
-    return 2 if total <= 12 else 1
+        return 4 * more if total <= 12 // more else 4 if total <= 12 else 2 if total <= 60 else 1
+    return 2 * more if total <= 12 else 1
 
 
 def serial_axes(kernel: Kernel) -> frozenset[int]:

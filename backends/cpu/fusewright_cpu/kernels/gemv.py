@@ -200,7 +200,7 @@ class _Body:
         f, w = self.f, self.w
         if f.module.target.sve_bits > 128:
             there = [None if left is None else f.bin("sub", left, i64(w * i)) for i in range(self.parts)]
-            return [widened(f, f.gep("i8", p, i64(w * i)), w, n) for i, n in enumerate(there)]
+            return [widened(f, "i8", f.gep("i8", p, i64(w * i)), w, n) for i, n in enumerate(there)]
         x = load(f, "i8", p, self.chunk, 1, self._there(self.chunk, left))
         parts, t = [x], "i8"
         while len(parts) < self.parts:
