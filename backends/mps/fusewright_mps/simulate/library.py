@@ -114,9 +114,9 @@ class _Function:
             raise TypeError(f"{f.name}: the simulation knows no arg_casts; give lists of numbers")
         size = _three(threads if threads is not None else args[0].numel())
         group = _three(group_size if group_size is not None else min(size[0], MOST_THREADS))
-        self._limits(group)
         if math.prod(size) == 0:
             raise ValueError(f"{f.name}: a dispatch of no threads; leave it out")
+        self._limits(group)
         values = [_value(f, p, a) for p, a in zip(f.buffers, args, strict=True)]
         given = (_Argument * max(len(values), 1))(*(v for v, _ in values))
         report = _Report()

@@ -266,7 +266,7 @@ bool pass_barrier(uint32_t count) {
     Fiber *first = nullptr, *gone = nullptr;
     for (uint32_t k = 0; k < count; k++) {
         Fiber& f = fibers[k];
-        if (f.state == State::done) gone = &f;
+        if (f.state == State::done && gone == nullptr) gone = &f;
         if (f.state == State::at_barrier && first == nullptr) first = &f;
     }
     if (first == nullptr) return false;
@@ -483,8 +483,8 @@ void look(const Region* region, const void* where, size_t bytes, size_t alignmen
     // an atomic word may hold the last element and what lies behind it
     const char* last = access == Access::atomic ? w + 1 : w + bytes;
     if (w < begin || last > static_cast<const char*>(region->end)) {
-        fail(line, "%s of %s[%ld], which has %ld elements", access == Access::read ? "load" : "store", region->name,
-             (w - begin) / static_cast<long>(bytes) - (w < begin), count);
+        long size = static_cast<long>(bytes), at = w < begin ? -((begin - w + size - 1) / size) : (w - begin) / size;
+        fail(line, "%s of %s[%ld], which has %ld elements", access == Access::read ? "load" : "store", region->name, at, count);
     }
     if (reinterpret_cast<uintptr_t>(where) % alignment != 0) {
         fail(line, "%s is not aligned to %zu bytes", region->name, alignment);
