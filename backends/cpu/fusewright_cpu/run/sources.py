@@ -18,8 +18,9 @@ from fusewright_cpu.emit.text import Module
 from fusewright_cpu.emit.unroll import unrolled
 from fusewright_cpu.kernels.attention import Attention, emit_attention
 from fusewright_cpu.kernels.gemv import Gemv, emit_gemv
+from fusewright_cpu.kernels.int8_linear import Int8Linear, emit_int8_linear
 
-Source: TypeAlias = Kernel | Attention | Gemv
+Source: TypeAlias = Kernel | Attention | Gemv | Int8Linear
 
 
 def hash_of(source: Source) -> str:
@@ -38,9 +39,13 @@ def emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_attention(module, source, name, parallel)
         case Gemv():
             emit_gemv(module, source, name, parallel)
+        case Int8Linear():
+            emit_int8_linear(module, source, name, parallel)
 
 
-_BY_HAND: dict[str, type[Attention | Gemv]] = {"attention": Attention, "gemv": Gemv}
+_BY_HAND: dict[str, type[Attention | Gemv | Int8Linear]] = {
+    "attention": Attention, "gemv": Gemv, "int8_linear": Int8Linear,
+}  # fmt: skip
 
 
 def to_json(source: Source) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""The int8 linear of Arm CPUs: its code for each core, and its results under QEMU against int64."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ci.aarch64_emulator import Emulator, missing
+from fusewright.toolkit.ir.types import to_torch
+from fusewright_cpu.kernels.int8_linear import Int8Linear, form_of, packed, padded
+from fusewright_cpu.run.sources import from_json, hash_of, to_json
+from fusewright_cpu.target import aarch64_target, x86_target
+from tests.backends.cpu.assembly import has, instructions, loops
+
+CORES = {"neoverse-n1": "sdot", "neoverse-v1": "smmla", "neoverse-v2": "smmla"}
+emulated = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(scope="module", params=CORES)
+def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    with Emulator(aarch64_target(request.param), tmp_path_factory.mktemp(request.param)) as emulator:
+        yield emulator
+
+
+def assert_exact(arm: Emulator, kernel: Int8Linear, library: Path, m: int, n: int, k: int, per_row: bool) -> None:
+    """Sums are exact; what follows is rounded a few times."""
+    torch.manual_seed(0)
+    info, count = torch.iinfo(to_torch(kernel.x)), m if per_row else 1
+    x = torch.randint(info.min, info.max + 1, (m, k), dtype=torch.int64).to(to_torch(kernel.x))
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    w_scale, x_scale, bias = torch.rand(n) + 0.1, torch.rand(count) + 0.1, torch.randn(n) * 100
+    x_zero = torch.randint(info.min, info.max + 1, (count,), dtype=torch.int32)
+    columns = [padded(t) for t in (w_scale, weight.sum(1).to(torch.int32))]
+    tensors = [x, packed(weight, kernel.form), *columns, x_scale, x_zero, *([padded(bias)] if kernel.bias else [])]
+    out = torch.full((m, n), math.nan, dtype=to_torch(kernel.out))
+    assert arm.run(kernel, library, [*tensors, out], [m, n, k, int(per_row)], threads=2) == 0
+    exact = ((x.long() - x_zero[:, None]) @ weight.long().t()).double() * x_scale.double()[:, None] * w_scale.double()
+    size, exact = exact.abs(), exact + (bias.double() if kernel.bias else 0)
+    eps = torch.finfo(out.dtype).eps
+    assert bool(
+        ((out.double() - exact).abs() <= eps * (exact.abs() + 1e-30) + 4 * torch.finfo(torch.float32).eps * size).all()
+    )
+
+
+@emulated
+@pytest.mark.parametrize(("x", "out", "bias"), [("i8", "f32", True), ("u8", "f32", False), ("u8", "bf16", True)])
+def test_results_are_those_of_integers(arm: Emulator, x: str, out: str, bias: bool) -> None:
+    kernel = Int8Linear(x, out, form_of(arm.target), bias)
+    library = arm.build([kernel])[hash_of(kernel)]
+    for m, n, k, per_row in [
+        (1, 1, 1, True), (2, 5, 7, False), (3, 8, 16, True), (11, 70, 100, True), (33, 9, 33, False), (75, 130, 24, True),
+    ]:  # fmt: skip
+        assert_exact(arm, kernel, library, m, n, k, per_row)
+
+
+@pytest.mark.parametrize(("core", "form"), CORES.items())
+def test_the_loop_is_products_of_registers(core: str, form: str) -> None:
+    target = aarch64_target(core)
+    assert form_of(target) == form
+    inner = loops(instructions(Int8Linear("u8", "f32", form, True), target))
+    product = max(inner, key=lambda loop: sum(x.startswith(form) for x in loop))
+    count = sum(x.startswith(form) for x in product)
+    assert count == (32 if form == "smmla" else 64) and len(product) <= 1.7 * count, product
+    assert not has(product, r"(bl|str|st1|[us]div)\b") and not any(re.search(r"\[sp", x) for x in product)
+
+
+def test_targets_that_it_is_not_written_for() -> None:
+    assert form_of(x86_target("avx512")) == "" and form_of(aarch64_target("generic")) == ""
+    assert "smmla or sdot" in Int8Linear("i8", "f32", "smmla").refused(aarch64_target("neoverse-n1"))
+    assert "int8 and uint8" in Int8Linear("i16", "f32", "smmla").refused(aarch64_target("neoverse-v1"))
+
+
+def test_it_survives_json() -> None:
+    kernel = Int8Linear("u8", "bf16", "smmla", bias=True)
+    assert from_json(to_json(kernel)) == kernel and hash_of(kernel) != hash_of(Int8Linear("u8", "bf16", "smmla"))
