@@ -44,7 +44,7 @@ class Cells(Memory):
             return
         for n in stores:
             self.put(f"{METAL[n.dtype]}{vector} o{n.id};")
-        with self.block(f"for (int k = 0; k < {vector}; k++)"):
+        with self.block(f"FW_UNROLL for (int k = 0; k < {vector}; k++)"):
             at = self.where[along]
             if self._placed(inside, loads, stores, along):
                 self.put(f"const {self.integer} {at}_k = {at} + k;")

@@ -13,11 +13,13 @@ using namespace metal;
 
 #ifdef __METAL_VERSION__
 #define FW_ANY(place) place
+#define FW_UNROLL _Pragma("clang loop unroll(full)")
 #if __METAL_VERSION__ >= 320
 #pragma METAL fp math_mode(safe)
 #endif
 #endif
 // FW_ANY: an element that several points may store to; which of them stays is not said.
+// FW_UNROLL: a loop of few steps over what lies in registers, which have no addresses.
 
 template <typename T> struct fw_unsigned { using type = T; };
 template <> struct fw_unsigned<char> { using type = uchar; };

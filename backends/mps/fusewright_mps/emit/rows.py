@@ -292,7 +292,7 @@ class Rows(Points):
         name = "r" if len(axes) > 1 else self.axis_name(axes[0])
         self.step = "s" if c.held > 1 else "0"
         worker = self._worker() if c.held == 1 else f"(s * {c.count} + {self._worker()})"
-        with self.block(f"for (int s = 0; s < {c.held}; s++)" if c.held > 1 else ""):
+        with self.block(f"FW_UNROLL for (int s = 0; s < {c.held}; s++)" if c.held > 1 else ""):
             self.put(f"const {self.integer} {name} = {worker}{f' * {c.vector}' if c.vector > 1 else ''};")
             whole = row % (c.count * c.vector) == 0
             if whole:

@@ -23,6 +23,8 @@ Workers: TypeAlias = Literal["thread", "simd", "group", "columns"]
 LANES = 32
 GROUP = 256
 """Threads of a threadgroup without rows."""
+SIDE = 32
+"""Elements of a tile along either axis."""
 VECTOR = 4
 """Elements of Metal's widest vectors."""
 HELD = 48
@@ -103,8 +105,22 @@ def _points(kernel: Kernel, seen: list[int], aligned: bool) -> Config:
     if along is None:
         return Config("thread", 1, None, 1, (), (1, 1, 1))
     vector = _vector(kernel, along, seen, aligned)
+    across = _across(reach, seen, along)
+    if across is not None:
+        rest = [a for a in _order(len(seen), along) if a not in (along, across)]
+        return Config("thread", 1, along, vector, (along, across, *rest), (SIDE // vector, SIDE, 1))
     order = _order(len(seen), along)
     return Config("thread", 1, along, vector, order, _group(order, seen, vector))
+
+
+def _across(reach: list[int], seen: list[int], along: int) -> int | None:
+    """The axis along which other accesses have their neighbours, where that is a good part of the traffic: a group is a tile of
+    both axes then, so that it uses whole lines of the cache either way."""
+    others = [a for a in range(len(seen)) if a != along]
+    best = max(others, key=lambda a: (reach[a], a), default=None)
+    if best is None or reach[best] * 4 < reach[along] or not reach[best]:
+        return None
+    return best if min(seen[best], seen[along]) >= 8 else None
 
 
 def _group(order: tuple[int, ...], seen: list[int], vector: int) -> tuple[int, int, int]:

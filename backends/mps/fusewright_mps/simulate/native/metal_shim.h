@@ -379,3 +379,4 @@ template <typename T> inline T max(T a, T b) {
 
 #define kernel static
 #define FW_ANY(place) shim::any(place)
+#define FW_UNROLL

@@ -1,0 +1,152 @@
+"""Rows in all their shapes: in place, long and short, of several axes, of sizes that are known late; always with every access
+looked at, whoever of the threads goes first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusewright.toolkit.ir import Builder, Kernel, symbol
+from fusewright.toolkit.ir.types import DType, to_torch
+from fusewright_mps.emit.schedule import choose
+from fusewright_mps.emitter import Unsupported, emit, variant_for
+from tests.backends.mps import representative
+from tests.backends.mps.simulated import compiled, reference
+
+SHAPES = {"a simdgroup": (70, 300), "a threadgroup": (3, 3000), "a thread": (9, 4), "one point": (1, 40)}
+
+
+def tensors(k: Kernel, rows: int, cols: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    shapes = {"x": (rows, cols), "out": (rows, cols), "weight": (cols,), "bias": (cols,)}
+    return [torch.randn(shapes[b.name], generator=g).to(to_torch(b.dtype)) for b in k.buffers]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_of_any_length_in_place_or_not(dtype: DType, backward: bool) -> None:
+    makers = (representative.softmax, representative.layer_norm)
+    cases = [(make(r, c, dtype), r, c) for r, c in SHAPES.values() for make in makers]
+    module = compiled([k for k, _, _ in cases], backward=backward)
+    for at, (k, rows, cols) in enumerate(cases):
+        ts = tensors(k, rows, cols)
+        want = reference(k, ts)[-1]
+        module.run(at, ts)
+        torch.testing.assert_close(ts[-1], want, msg=lambda m, k=k: f"{k.name} of {rows}x{cols}: {m}")
+        ts[-1] = ts[0]  # x is read for the last time by the thread that stores over it
+        assert k.may_share(len(ts) - 1, 0)
+        module.run(at, ts)
+        torch.testing.assert_close(ts[-1], want, msg=lambda m, k=k: f"{k.name} of {rows}x{cols} in place: {m}")
+
+
+def test_configurations_are_those_that_the_shapes_are_named_after() -> None:
+    found = {name: choose(representative.softmax(*shape)).workers for name, shape in SHAPES.items()}
+    assert found == {"a simdgroup": "simd", "a threadgroup": "group", "a thread": "thread", "one point": "simd"}
+    assert choose(representative.column_sum()).workers == "columns"
+    assert choose(representative.softmax(64, 3000)).held
+    assert not choose(representative.softmax(64, symbol("n"))).held
+
+
+@pytest.mark.parametrize("rows", [40, 2000])
+def test_a_statistic_is_updated_where_it_lies(rows: int) -> None:
+    """Threads that share a point have all read it before one of them stores over it."""
+    b = Builder("running", p=[5], r=[rows])
+    x, mean = b.input("x", "f32"), b.inout("mean", "f32")
+    i, j = b.axes
+    new = b.load(mean, i) * 0.9 + b.reduce("mean", b.load(x, i * rows + j)) * 0.1
+    b.store(mean, i, new)
+    k = b.build()
+    ts = [torch.randn(5, rows), torch.randn(5)]
+    want = reference(k, ts)[1]
+    assert "barrier(mem_flags::mem_device);" in emit(k).text
+    compiled([k], backward=True).run(0, ts)
+    torch.testing.assert_close(ts[1], want)
+
+
+def test_what_a_row_stage_stores_a_later_one_loads() -> None:
+    b = Builder("turned", p=[3], r=[500])
+    x, mid, out = b.input("x", "f32"), b.inout("mid", "f32"), b.output("out", "f32")
+    i, j = b.axes
+    b.store(mid, i * 500 + j, b.load(x, i * 500 + j) * 2.0)
+    total = b.reduce("sum", b.load(x, i * 500 + j))
+    b.store(out, i * 500 + j, b.load(mid, i * 500 - j + 499) + total)
+    k = b.build()
+    ts = [torch.randn(3, 500), torch.zeros(3, 500), torch.zeros(3, 500)]
+    want = reference(k, ts)[2]
+    assert "barrier(mem_flags::mem_device);" in emit(k).text
+    compiled([k]).run(0, ts)
+    torch.testing.assert_close(ts[2], want)
+
+
+@pytest.mark.parametrize("shape", [(6, 7, 5), (4, 3, 200), (2, 40, 64)])
+def test_rows_of_two_axes_with_gaps(shape: tuple[int, int, int]) -> None:
+    """Batch statistics of an image: rows over batch and place, and positions counted over both."""
+    channels, batch, place = shape
+    kernels = []
+    for how in ("sum", "argmax"):
+        b = Builder(f"{how}_of_image", p=[channels], r=[batch, place])
+        i, n, h = b.axes
+        y = b.reduce(how, b.load(b.input("x", "f32"), n * (channels * place + 3) + i * place + h))
+        b.store(b.output("y", y.dtype), i, y)
+        kernels.append(b.build())
+    module = compiled(kernels)
+    for at, k in enumerate(kernels):
+        ts = [torch.randn(batch * (channels * place + 3)), torch.zeros(channels, dtype=to_torch(k.buffers[1].dtype))]
+        want = reference(k, ts)[1]
+        module.run(at, ts)
+        torch.testing.assert_close(ts[1], want)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 77), (33, 1000), (0, 5), (4, 0)])
+def test_sizes_that_are_known_late(sizes: tuple[int, int]) -> None:
+    k = representative.softmax(symbol("n"), symbol("m"))
+    ts = [torch.randn(sizes), torch.zeros(sizes)]
+    compiled([k], check_division=False).run(0, ts, sizes)
+    torch.testing.assert_close(ts[1], ts[0].softmax(-1))
+
+
+def test_offsets_beyond_31_bits_are_64() -> None:
+    k = representative.softmax(symbol("n"), 1000)
+    assert not variant_for(k, [2_000_000]).wide
+    wide = variant_for(k, [2_200_000])
+    assert wide.wide
+    text = emit(k, wide).text
+    assert "const long p0" in text
+    ts = [torch.randn(4, 1000), torch.zeros(4, 1000)]
+    compiled([k], wide=True).run(0, ts, [4])
+    torch.testing.assert_close(ts[1], ts[0].softmax(-1))
+
+
+def test_a_long_row_that_is_overwritten_before_it_is_done_is_refused() -> None:
+    b = Builder("again", p=[2], r=[symbol("n")], symbols={"n": 5000})
+    x, y = b.inout("x", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    at = i * symbol("n") + j
+    e = b.op("exp", b.op("tanh", b.load(x, at)))
+    b.store(x, at, e * 2.0)
+    b.store(y, at, e / b.reduce("sum", e))
+    with pytest.raises(Unsupported, match="needed again after it was overwritten"):
+        emit(b.build())
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_fast_math_is_within_twice_eagers_own_error_of_fp64(dtype: DType) -> None:
+    """The shim's fast functions are as far off as Metal's specification allows."""
+    made = (representative.bias_silu(16, 256, dtype), representative.softmax(16, 256, dtype))
+    assert "fw_fast_sigmoid" in emit(made[0]).text
+    assert "metal::fast::exp" in emit(made[1]).text
+    module = compiled(made)
+    torch.manual_seed(2)
+    x, bias, gate = torch.randn(16, 256) * 4, torch.randn(256), torch.randn(16, 512)
+    x, bias, gate = (t.to(to_torch(dtype)) for t in (x, bias, gate))
+    out = torch.empty_like(x)
+    module.run(0, [x, bias, gate, out])
+    exact = torch.nn.functional.silu(x.double() + bias.double()) * gate[:, :256].double()
+    assert off(out, exact) <= 2 * off(exact.to(out.dtype), exact)
+    module.run(1, [x, out])
+    exact = x.double().softmax(-1)
+    assert off(out, exact) <= 2 * off(x.softmax(-1), exact)
+
+
+def off(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((got.double() - exact).abs() / exact.abs().clamp_min(1e-6)).max())
