@@ -3,15 +3,21 @@ and the tests that run there.
 
     python ci/aarch64.py metadata FOLDER
     python ci/aarch64.py test EMULATED_PYTHON [PYTEST_ARG...]
+    python ci/aarch64.py skipped REASON
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS, SELECTION = "tests/backends/acl", ("-m", "not slow")
 
 STARTUP = """import os, sys
 sys.executable = os.environ.get("FUSEWRIGHT_EMULATED_PYTHON", sys.executable)
@@ -34,6 +40,35 @@ def metadata(folder: Path) -> None:
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
+def test(python: str, args: Sequence[str]) -> int:
+    """Doctor, kernels linked far apart, and the backend's tests, on the emulated machine; the exit code."""
+    start = time.monotonic()
+    report = subprocess.run([python, "-m", "fusewright", "doctor", "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=False)
+    verdict = [sys.executable, "ci/require_backend.py", "graviton_acl"]
+    found = subprocess.run(verdict, cwd=ROOT, input=report.stdout, check=False).returncode
+    print(f"aarch64: {report.stdout.decode()}" if found else "aarch64: doctor finds graviton_acl", flush=True)
+    with tempfile.TemporaryDirectory() as code:
+        subprocess.run([sys.executable, "ci/aarch64_link.py", "make", code], cwd=ROOT, check=True)
+        linked = subprocess.run([python, "ci/aarch64_link.py", "run", code], cwd=ROOT, check=False).returncode
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTION, *args, TESTS]
+    passed = subprocess.run(tests, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    print(f"aarch64: emulated, {time.monotonic() - start:.0f} s", flush=True)
+    return found or linked or passed
+
+
+def skipped(reason: str) -> None:
+    """Say loudly what is not checked."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *SELECTION, TESTS]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    count = sum("::" in line for line in listed.splitlines())
+    line = "!" * 100
+    print(f"{line}\n!! graviton_acl was NOT checked on aarch64: {reason}. {count} tests were not run.\n{line}", flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "metadata":
         metadata(Path(sys.argv[2]))
+    elif sys.argv[1] == "skipped":
+        skipped(sys.argv[2])
+    else:
+        sys.exit(test(sys.argv[2], sys.argv[3:]))

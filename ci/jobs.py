@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -70,6 +71,7 @@ FACTS: dict[str, Callable[[], bool]] = {
     "avx2": lambda: "avx2" in _cpu_flags(),
     "vnni": lambda: bool({"avx512_vnni", "avx_vnni"} & _cpu_flags()),
     "triton": lambda: importlib.util.find_spec("triton") is not None,
+    "aarch64_emulator": lambda: all(map(shutil.which, ("apt-get", "dpkg-deb"))),  # they fetch it, and what it runs
     "cuda": lambda: _torch_says(lambda t: t.version.cuda and t.cuda.is_available()),
     "hip": lambda: _torch_says(lambda t: t.version.hip and t.cuda.is_available()),
 }

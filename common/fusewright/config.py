@@ -11,7 +11,7 @@ import logging
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,6 +83,19 @@ class Options:
         """The part of a cache key that options make: those that change what is compiled, in a fixed order."""
         named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["compiled"]]
         return repr([(n, sorted(v.items()) if isinstance(v, Mapping) else v) for n, v in named])
+
+
+def options_of_text(texts: Sequence[str], backend: type[Backend] | None = None) -> dict[str, Any]:
+    """Options from texts like "fpmath=bf16", as `Options.parse` takes them. Raises `OptionError`."""
+    kinds = {k: v for k, v in typing.get_type_hints(Options).items() if k != "backend"}
+    kinds |= {k: type(v) for k, v in (backend.options if backend else {}).items()}
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in kinds:
+            raise OptionError(f"{text!r} is no option; write NAME=VALUE; {nearest(name, kinds)}")
+        found[name] = _parse_text(f"option {name}", value, kinds[name])
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from fusewright import machine
 from fusewright.errors import OptionError
 from fusewright.interface import Device, Unavailable
+from fusewright.toolkit.backend.fused import Loader
 from fusewright.toolkit.region.rewrite import Row, by_root
 from fusewright_acl import fpmath, target
 from fusewright_acl.lowerings import LOWERINGS, ROWS
@@ -60,6 +61,10 @@ class GravitonAcl(OneDnnBackend):
             return Unavailable("torch is built without oneDNN", "install a build of torch with oneDNN")
         features = core.features | {"acl", *({"mkldnn_bf16"} if "bf16" in core.features else ())}
         return Device("cpu", core.core, features | ({f"sve{core.sve_bits}"} if core.sve_bits else set()), simulated=True)
+
+    def _loader(self) -> Loader:
+        """Of a simulation too: loop kernels and attention are compiled for the CPU that is here."""
+        return type(self).loader
 
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(device, options)

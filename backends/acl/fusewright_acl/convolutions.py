@@ -7,6 +7,7 @@ in fp32, between kernels that cast, groups one by one, and gradients in planes, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -99,17 +100,31 @@ def _depthwise(m: Match, b: Builder) -> None:
         emit_conv(CONV, args, out, op, b)
         b.close_call(m.ops)
         return note_parts(m, b, "oneDNN depthwise convolution, packed, channels-last")
-    shape = spec_of(out).shape
-    wide = _cast(x, F32, b)
-    weight, bias = folded(m, b)
-    weight = b.prepare("aten::_to_copy.default", weight, dtype=F32)
-    bias = None if bias is None else b.prepare("aten::_to_copy.default", bias, dtype=F32)
+    shape, wide = spec_of(out).shape, _wide(op, b)
+    weight = _prepared(wide["weight"], b)
     made = b.ctx.value(TensorSpec(shape, channels_last_of(shape), F32))
-    args = (as_image(wide, b), packed_conv(weight, geometry_of(op), wide, b), bias, *geometry_of(op), "none", (), "")
+    packed = packed_conv(weight, geometry_of(op), wide["input"], b)
+    args = (as_image(wide["input"], b), packed, b.any_strides(wide.get("bias")), *geometry_of(op), "none", (), "")
     emit_conv(CONV, args, made, op, b)
-    b.replace(op, made)
+    b.replace(_reads(op, wide), made)
     b.append_op("cast", made, spec_of(out).dtype, out=b.with_layout(out, channels_last_of(shape)))
     b.notes[op.id] = "oneDNN depthwise convolution in fp32, packed, channels-last"
+
+
+def _prepared(weight: Value, b: Builder) -> Ref:
+    """A weight of a convolution, one over [N, C, L] as one over images."""
+    ref = b.exact(weight)
+    return ref if spec_of(weight).rank == 4 else b.prepare("aten::unsqueeze.default", ref, 2)
+
+
+def _wide(op: OpView, b: Builder) -> dict[str, Value]:
+    """Its tensors in fp32."""
+    return {n: _cast(op.arg(n), F32, b) for n in ("input", "weight", "bias") if op.arg(n) is not None}
+
+
+def _reads(op: OpView, values: Mapping[str, Value]) -> OpView:
+    """The op, reading other values: whoever orders ops sees what its call waits for."""
+    return replace(op, args=tuple(values.get(n, a) for n, a in zip(op.argnames, op.args, strict=True)))
 
 
 def _one_by_one(m: Match, b: Builder) -> None:
@@ -133,8 +148,7 @@ def _one_by_one(m: Match, b: Builder) -> None:
 def _widened(m: Match, b: Builder) -> None:
     """Eager's call in fp32, between casts: its kernels for bf16 are oneDNN's reference."""
     op, out = m.anchor, m.last.out
-    names = ("input", "weight", "bias")
-    wide = {n: _dense(_cast(op.arg(n), F32, b), b) for n in names if op.arg(n) is not None}
+    wide = {n: _dense(v, b) for n, v in _wide(op, b).items()}
     shape = spec_of(out).shape
     made = b.ctx.value(TensorSpec(shape, contiguous_strides(shape), F32))  # type: ignore[arg-type]
     _call(op, wide, (made,), b)
@@ -144,9 +158,8 @@ def _widened(m: Match, b: Builder) -> None:
 
 def _call(op: OpView, values: dict[str, Value], outs: tuple[Value, ...], b: Builder) -> None:
     """Eager's call of `op` with other values, which ops behind it cast."""
-    args = tuple(values.get(n, a) for n, a in zip(op.argnames, op.args, strict=True))
-    b.append(b.ctx.aten(replace(op, args=args, outs=outs)))
-    b.replace(op, *outs)
+    b.append(b.ctx.aten(replace(_reads(op, values), outs=outs)))
+    b.replace(_reads(op, values), *outs)
 
 
 def _cast(value: Value, dtype: torch.dtype, b: Builder) -> Value:
@@ -181,7 +194,7 @@ def backward(m: Match, b: Builder) -> None:
         products = (*outs[:2], b.ctx.value(None))
         b.append(Call(SLOW, args, tuple(v.id for v in products), packed=True, op_id=op.id))
         _bias_gradient(op, wide["grad_output"], outs[2], b)
-        b.replace(op, *outs)
+        b.replace(_reads(op, wide), *outs)
     else:
         _call(op, wide, outs, b)
     for made, out in zip(outs, op.outs, strict=True):

@@ -8,7 +8,7 @@ thread starts in that moment is computed alike; nothing of it stays behind.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,21 +48,18 @@ def _set(values: Sequence[str]) -> None:
         setting.fp32_precision = value
 
 
-@torch.library.custom_op(f"{NAMESPACE}::linear_bf16", mutates_args=(), device_types="cpu")
 def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x[..., k] @ weight[n, k].T in fp32, row-major."""
     with bf16_products():
         return torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::bmm_bf16", mutates_args=(), device_types="cpu")
 def bmm_bf16(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x[b, m, k] @ y[b, k, n] in fp32, row-major."""
     with bf16_products():
         return torch.bmm(x, y)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::conv_bf16", mutates_args=(), device_types="cpu")
 def conv_bf16(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], groups: int,
@@ -70,3 +67,14 @@ def conv_bf16(
     """A convolution of channels-last images with a packed weight (`mkldnn::_reorder_convolution_weight`)."""
     with bf16_products():
         return torch.ops.mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, "none", [], "")
+
+
+_OPERATORS: Mapping[Callable[..., torch.Tensor], str] = {
+    linear_bf16: "(Tensor x, Tensor weight) -> Tensor",
+    bmm_bf16: "(Tensor x, Tensor y) -> Tensor",
+    conv_bf16: "(Tensor x, Tensor weight, Tensor? bias, int[] padding, int[] stride, int[] dilation, int groups) -> Tensor",
+}
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+for _function, _schema in _OPERATORS.items():
+    _library.define(f"{_function.__name__}{_schema}")
+    _library.impl(_function.__name__, _function, "CompositeExplicitAutograd")  # a packed weight is no CPU tensor to torch

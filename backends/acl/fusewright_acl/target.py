@@ -97,7 +97,7 @@ def system() -> System:
 def _linux() -> System:
     libc = ctypes.CDLL(None)
     libc.getauxval.restype, libc.getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
-    vector = libc.prctl(_PR_SVE_GET_VL)  # -1 without SVE
+    vector = libc.prctl(_PR_SVE_GET_VL, 0, 0, 0, 0)  # -1 without SVE
     midr = int(_MIDR.read_text(), 16) if _MIDR.exists() else 0
     cpuinfo = _CPUINFO.read_text() if _CPUINFO.exists() else ""
     return System(libc.getauxval(_AT_HWCAP), libc.getauxval(_AT_HWCAP2), vector & 0xFFFF if vector > 0 else 0, cpuinfo, midr)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from rich.table import Table
 
 from fusewright import _torch_compat as compat
 from fusewright import registry, report
+from fusewright.accuracy import Accuracy, compare
 from fusewright.bench import suite
-from fusewright.config import Options
+from fusewright.bench.accuracy import reference, train_reference
+from fusewright.config import Options, options_of_text
 from fusewright.errors import UnknownBackendError, nearest
 from fusewright.interface import Unavailable
 from fusewright.report import GraphReport, OpRecord
@@ -51,6 +54,7 @@ class Explained:
     breaks: dict[str, int]
     recompiles: int
     compile_seconds: float
+    accuracy: Accuracy | None = None
 
     def ops(self, where: str) -> list[OpRecord]:
         return [r for g in self.graphs for r in g.ops if r.where == where]
@@ -67,16 +71,19 @@ class Explained:
 @click.option("--train", is_flag=True, help="The training step: forward and backward graphs.")
 @click.option("--ir", "stage", type=click.Choice(STAGES), help="Print the graphs after this stage.")
 @click.option("--plan", is_flag=True, help="Print the plan of every graph as the Python function that it is.")
+@click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="An option of torch.compile, e.g. fpmath=bf16.")
+@click.option("--accuracy", is_flag=True, help="The error against fp64, beside eager's own.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def explain(
-    model: str, backend: str, dtype: Any, size: Any, train: bool, stage: str | None, plan: bool, as_json: bool
-) -> None:
+    model: str, backend: str, dtype: Any, size: Any, train: bool, stage: str | None, plan: bool, given: tuple[str, ...],
+    accuracy: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Show what becomes of MODEL, a name of the suite or file.py:function: coverage, every fallback with its
     reason and source line, regions, rules and the plan.
     """
-    _check_backend(backend)
+    options = _options(backend, given)
     suite.check_name(model, train)
-    explained = run(model, backend, dtype, size, train)
+    explained = run(model, backend, dtype, size, train, options, accuracy)
     if as_json:
         click.echo(json.dumps(as_document(explained), indent=1))
     elif stage or plan:
@@ -85,19 +92,25 @@ def explain(
         _print(explained)
 
 
-def _check_backend(name: str) -> None:
+def _options(name: str, given: Sequence[str]) -> Mapping[str, Any]:
+    """What "name=value" texts say, checked, for a backend that can work here."""
     if name == "fusewright":
-        return
+        return options_of_text(given)
     if name not in registry.plugins():
         known = ["fusewright", *registry.plugins()]
         raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, known)}")
-    options = Options.parse(None, registry.info(name).cls)
-    registry.create(name, options)  # raises with the reason when it cannot work here
+    cls = registry.info(name).cls
+    options = options_of_text(given, cls)
+    registry.create(name, Options.parse(options, cls))  # raises with the reason when it cannot work here
+    return options
 
 
-def run(model: str, backend: str, dtype: Any, size: Any, train: bool) -> Explained:
-    """Compile and call the model twice, recording."""
-    call = _train_call(model, size, dtype) if train else _inference_call(model, size, dtype)
+def run(
+    model: str, backend: str, dtype: Any, size: Any, train: bool, options: Mapping[str, Any] | None = None, accuracy: bool = False
+) -> Explained:
+    """Compile and call the model twice, recording; then judge what it computes, if `accuracy`."""
+    options = dict(options or {})
+    call = _train_call(model, size, dtype, options) if train else _inference_call(model, size, dtype, options)
     torch.compiler.reset()
     breaks = compat.graph_breaks()
     quiet = logging.getLogger("fusewright")
@@ -114,28 +127,45 @@ def run(model: str, backend: str, dtype: Any, size: Any, train: bool) -> Explain
         quiet.setLevel(level)
     new = {k: n - breaks.get(k, 0) for k, n in compat.graph_breaks().items() if n > breaks.get(k, 0)}
     actual = reports[0].backend if reports else backend
-    return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds)
+    judged = (_train_accuracy if train else _accuracy)(model, size, dtype, backend, options) if accuracy else None
+    return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged)
 
 
-def _inference_call(model: str, size: Any, dtype: Any) -> Callable[[str], Any]:
+def _accuracy(model: str, size: Any, dtype: Any, backend: str, options: dict[str, Any]) -> Accuracy:
+    """Outputs of the compiled model beside eager's and those in fp64."""
+    built = suite.build(model, size, dtype)
+    with torch.no_grad():
+        ours = suite.flatten_outputs(built.run(torch.compile(built.fn, backend=backend, options=options)))
+        return compare(reference(built), suite.flatten_outputs(built.run()), ours, dtype)
+
+
+def _train_accuracy(model: str, size: Any, dtype: Any, backend: str, options: dict[str, Any]) -> Accuracy:
+    """The same of the loss and the gradients of a step."""
+    eager = suite.train_step(model, size, dtype)
+    ours = copy.deepcopy(eager)
+    ours.compiled = torch.compile(ours.module, backend=backend, options=options)
+    return compare(train_reference(eager), eager.loss_and_grads(), ours.loss_and_grads(), dtype)
+
+
+def _inference_call(model: str, size: Any, dtype: Any, options: dict[str, Any]) -> Callable[[str], Any]:
     built = suite.build(model, size, dtype)
     compiled: list[Any] = []
 
     def call(backend: str) -> Any:
         if not compiled:
-            compiled.append(torch.compile(built.fn, backend=backend))
+            compiled.append(torch.compile(built.fn, backend=backend, options=options))
         with torch.no_grad():
             return built.run(compiled[0])
 
     return call
 
 
-def _train_call(model: str, size: Any, dtype: Any) -> Callable[[str], Any]:
+def _train_call(model: str, size: Any, dtype: Any, options: dict[str, Any]) -> Callable[[str], Any]:
     step = suite.train_step(model, size, dtype)
 
     def call(backend: str) -> Any:
         if step.compiled is None:
-            step.compiled = torch.compile(step.module, backend=backend)
+            step.compiled = torch.compile(step.module, backend=backend, options=options)
         return step.loss_and_grads()
 
     return call
@@ -185,6 +215,7 @@ def as_document(e: Explained) -> dict[str, Any]:
         "breaks": e.breaks,
         "recompiles": e.recompiles,
         "compile_seconds": e.compile_seconds,
+        "accuracy": None if e.accuracy is None else e.accuracy.as_json(),
         "coverage": coverage(e),
         "fallbacks": [asdict(g) for g in fallbacks(e)],
         "carried": [asdict(g) for g in carried(e)],
@@ -252,7 +283,15 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
     share = coverage(e)
     say(f"lowered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)")
     say(f"carried: {share['carried_ops']:.0%} of the ops, {share['carried_time']:.0%} of the time, by eager's own calls in regions")
+    if e.accuracy is not None:
+        say(_accuracy_line(e.accuracy))
     say("")
+
+
+def _accuracy_line(a: Accuracy) -> str:
+    verdict = "passes" if a.passed else f"fails{f' ({a.reason})' if a.reason else ''}"
+    ours = f"largest {a.err_max:.2e}, rms {a.err_rms:.2e}; eager's {a.eager_err_max:.2e}, {a.eager_err_rms:.2e}"
+    return f"error against fp64: {ours}: {verdict} the rule of twice eager's"
 
 
 def _graph_table(e: Explained) -> Table:
