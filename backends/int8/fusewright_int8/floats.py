@@ -12,23 +12,33 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, Value, is_static
+from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Match
-from fusewright.toolkit.region.quantized import Quantized, Rows, Weight, dequantized, product, residual_of, weight_of
+from fusewright.toolkit.region.quantized import (
+    Quantized,
+    Rows,
+    Weight,
+    before_views,
+    dequantized,
+    product,
+    residual_of,
+    weight_of,
+)
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.engines import ENGINES, Dynamic, Engine, fastest, reading_pays
 from fusewright_int8.lowerings import (
     UNARY,
     bias_of,
     centered,
+    dense,
+    emit_rows,
     epilogue,
     note,
     post_of,
-    result_strides,
+    shaped,
     spec_of,
-    strides_of,
     why_not,
 )
 from fusewright_int8.operators import name
@@ -74,7 +84,7 @@ def _tensor_rule(q: Quantized, graph: RegionGraph) -> FloatInput | None:
 
 def float_input(op: OpView, graph: RegionGraph) -> FloatInput | None:
     """The float input of a product that quantizes it dynamically."""
-    found = dequantized(op.arg("input"), graph)
+    found = dequantized(op.arg("input"), graph, views=True)
     rule = _row_rule(found, graph) if isinstance(found, Rows) else _tensor_rule(found, graph) if found else None
     return rule if rule is not None and spec_of(rule.value).dtype in FLOATS else None
 
@@ -87,13 +97,9 @@ def _weighted(m: Match, b: Builder) -> Weight | None:
     return found if found is not None and why_not(m.anchor, b.graph) is None else None
 
 
-def dense(value: Value) -> bool:
-    spec = spec_of(value)
-    return is_static(spec.shape[1:]) or strides_of(spec) == spec.stride
-
-
 def _dynamic_when(m: Match, b: Builder) -> bool:
-    return float_input(m.anchor, b.graph) is not None and _weighted(m, b) is not None and dense(m.out)
+    x = float_input(m.anchor, b.graph)
+    return x is not None and _weighted(m, b) is not None and dense(m.out) and shaped(m, x.value)
 
 
 def _dynamic_pays(e: Engine, m: Match, b: Builder) -> bool:
@@ -112,8 +118,8 @@ def _dynamic_write(e: Engine, m: Match, b: Builder) -> None:
     op, x, w = m.anchor, float_input(m.anchor, b.graph), _weighted(m, b)
     assert x is not None and w is not None
     weight, scale = centered(w, b)
-    args = (b.any_strides(x.value), b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *_after(m, b))
-    emit(e.dynamic, args, m, b)
+    rest = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *_after(m, b))
+    emit_rows(e.dynamic, x.value, rest, m, b)
     note(m, b, f"int8 linear, {e.name}, input quantized by {'row' if x.rule != 'tensor' else 'tensor'}")
 
 
@@ -124,20 +130,16 @@ def _after(m: Match, b: Builder) -> tuple[Any, ...]:
     return (None if found is None else b.any_strides(found), *post, spec_of(m.out).dtype)
 
 
-def emit(target: str, args: tuple[Any, ...], m: Match, b: Builder) -> None:
-    b.library(target, *args, out=m.out, stride=result_strides(m.out), op=m.anchor)
-    b.close_call(m.ops)
-
-
 def _computed(op: OpView, graph: RegionGraph) -> Quantized | None:
     """The input of a product, quantized by tensors that an op made."""
-    found = dequantized(op.arg("input"), graph)
+    found = dequantized(op.arg("input"), graph, views=True)
     fits = isinstance(found, Quantized) and isinstance(found.scale, Value) and isinstance(found.zero_point, Value)
     return found if fits else None  # type: ignore[return-value]
 
 
 def _computed_when(m: Match, b: Builder) -> bool:
-    return _computed(m.anchor, b.graph) is not None and _weighted(m, b) is not None and dense(m.out)
+    x = _computed(m.anchor, b.graph)
+    return x is not None and _weighted(m, b) is not None and dense(m.out) and shaped(m, x.value)
 
 
 def _computed_pays(e: Engine, m: Match, b: Builder) -> bool:
@@ -149,17 +151,24 @@ def _computed_write(e: Engine, m: Match, b: Builder) -> None:
     op, x, w = m.anchor, _computed(m.anchor, b.graph), _weighted(m, b)
     assert x is not None and w is not None
     weight, scale = centered(w, b)
-    given = (b.any_strides(x.value), b.prepare(e.pack_linear, weight), scale, bias_of(op, b))
-    emit(e.linear_tensor, (*given, b.exact(x.scale), b.exact(x.zero_point), *epilogue(m, b)), m, b)
+    given = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), b.exact(x.scale), b.exact(x.zero_point))
+    emit_rows(e.linear_tensor, x.value, (*given, *epilogue(m, b)), m, b)
     note(m, b, f"int8 linear, {e.name}, input quantized by tensor")
 
 
 def _weight_only_when(m: Match, b: Builder) -> bool:
     op, w = m.anchor, _weighted(m, b)
-    if w is None or dequantized(op.arg("input"), b.graph) is not None or not dense(m.out):
+    if w is None or dequantized(op.arg("input"), b.graph, views=True) is not None or not dense(m.out):
         return False
-    x = spec_of(op.arg("input"))
-    return x.dtype in FLOATS and not b.graph.is_const(op.arg("input")) and m.get("quantize") is None
+    x = _plain_input(m, b)
+    return spec_of(x).dtype in FLOATS and shaped(m, x) and not b.graph.is_const(op.arg("input")) and m.get("quantize") is None
+
+
+def _plain_input(m: Match, b: Builder) -> Value:
+    """The float input, in the shape of the result where it had that."""
+    x: Value = m.anchor.arg("input")
+    earlier: Value = before_views(x, b.graph)
+    return earlier if spec_of(earlier).shape[:-1] == spec_of(m.out).shape[:-1] else x
 
 
 def _weight_only_pays(m: Match, b: Builder) -> bool:
@@ -178,8 +187,7 @@ def _weight_only_write(m: Match, b: Builder) -> None:
     assert w is not None
     weight, scale = centered(w, b)
     packed = b.prepare(name("pack_linear"), weight)
-    args = (b.any_strides(op.arg("input")), packed, scale, bias_of(op, b), *_after(m, b))
-    emit(name("weight_linear"), args, m, b)
+    emit_rows(name("weight_linear"), _plain_input(m, b), (packed, scale, bias_of(op, b), *_after(m, b)), m, b)
     note(m, b, "int8 weight, core")
 
 
@@ -195,8 +203,8 @@ def _posts(e: Engine | None) -> Callable[[OpView], Any]:
 
 
 def _of_engine(e: Engine) -> tuple[Row, ...]:
-    dynamic = product("linear", f"int8.dynamic.{e.name}", _posts(None), UNARY)
-    computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.residual)
+    dynamic = product("linear", f"int8.dynamic.{e.name}", _posts(None), UNARY, views=True)
+    computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.residual, views=True)
     dynamic = type(dynamic)(dynamic.anchor, dynamic.steps[:-1])  # its result stays in floats
     return (
         Row(
@@ -210,7 +218,7 @@ def _of_engine(e: Engine) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-_PLAIN = product("linear", "int8.weight_only", _posts(None), UNARY)
+_PLAIN = product("linear", "int8.weight_only", _posts(None), UNARY, views=True)
 ROWS: tuple[Row, ...] = (
     *(row for e in ENGINES if e.absent() is None for row in _of_engine(e)),
     Row(

@@ -62,7 +62,7 @@ def spec_of(value: Any) -> TensorSpec:
 def why_not(op: OpView, graph: RegionGraph) -> str | None:
     """Why a linear or convolution that has quantized operands stays one of floats; None where an engine takes it, or where it
     has none."""
-    x, w = dequantized(op.arg("input"), graph), weight_of(op.arg("weight"), graph)
+    x, w = dequantized(op.arg("input"), graph, op.op == "linear"), weight_of(op.arg("weight"), graph)
     if x is None and w is None:
         return None
     if w is None:
@@ -108,20 +108,39 @@ def _common_reason(op: OpView, w: Weight, graph: RegionGraph, k: Any) -> str | N
 
 def static_input(op: OpView, graph: RegionGraph) -> Quantized | None:
     """The input of a product, quantized by numbers that are known."""
-    found = dequantized(op.arg("input"), graph)
+    found = dequantized(op.arg("input"), graph, op.op == "linear")
     return found if isinstance(found, Quantized) and found.static and found.scale else None
 
 
 def _when(m: Match, b: Builder) -> bool:
     if static_input(m.anchor, b.graph) is None or weight_of(m.anchor.arg("weight"), b.graph) is None:
         return False
-    return why_not(m.anchor, b.graph) is None and _dense(m.out)
+    x = static_input(m.anchor, b.graph)
+    assert x is not None
+    return why_not(m.anchor, b.graph) is None and dense(m.out) and (m.anchor.op != "linear" or shaped(m, x.value))
 
 
-def _dense(value: Value) -> bool:
+def dense(value: Value) -> bool:
     """Whether the strides that an engine gives a result can be said, or are the graph's anyway."""
     spec = spec_of(value)
     return is_static(spec.shape[1:]) or strides_of(spec) == spec.stride
+
+
+def shaped(m: Match, x: Value) -> bool:
+    """Whether the rows of `x` give a result of the match's shape, or of one that can be said."""
+    return spec_of(x).shape[:-1] == spec_of(m.out).shape[:-1] or spec_of(m.out).static
+
+
+def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder) -> None:
+    """A call that makes a row of each row of `x`, and the view of its result that the graph has."""
+    out, stride = spec_of(m.out), result_strides(m.out)
+    if spec_of(x).shape[:-1] == out.shape[:-1]:
+        b.library(target, b.any_strides(x), *rest, out=m.out, stride=stride, op=m.anchor)
+    else:
+        made = b.ctx.value(None)
+        b.call(target, b.any_strides(x), *rest, out=made, op=m.anchor)
+        b.library("aten::view.default", Ref(made.id), tuple(out.shape), out=m.out, stride=stride, op=m.anchor)
+    b.close_call(m.ops)
 
 
 def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]:
@@ -176,21 +195,16 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
     weight, scale = centered(w, b)
     given = (b.any_strides(x.value), None, scale, bias_of(op, b), float(x.scale), x.zero_point)
     if op.op == "linear":
-        args = (*_at(given, 1, b.prepare(e.pack_linear, weight)), *epilogue(m, b))
-        target = e.linear
+        rest = (b.prepare(e.pack_linear, weight), *given[2:], *epilogue(m, b))
+        emit_rows(e.linear, x.value, rest, m, b)
     else:
         kernel = tuple(spec_of(w.value).shape[2:])
         geometry = geometry_of(op)
         rest = geometry[-1:] if e.name == "core" else (scale, *given[4:], *geometry)
-        args = (*_at(given, 1, b.prepare(e.pack_conv, weight, *rest)), kernel, *geometry, *epilogue(m, b))
-        target = e.conv
-    b.library(target, *args, out=m.out, stride=result_strides(m.out, op.op == "conv"), op=op)
-    b.close_call(m.ops)
+        args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, b))
+        b.library(e.conv, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
+        b.close_call(m.ops)
     note(m, b, f"int8 {op.op}, {e.name}")
-
-
-def _at(args: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
-    return (*args[:place], value, *args[place + 1 :])
 
 
 def result_strides(value: Value, channels_last: bool = False) -> tuple[int, ...] | None:
@@ -257,7 +271,7 @@ def _chain(e: Engine, anchor: str) -> Chain:
         found = post_of(op)
         return found if found is not None and found[0] in e.posts else None
 
-    return product(anchor, f"int8.{anchor}.{e.name}", posts, UNARY, residual=e.residual)
+    return product(anchor, f"int8.{anchor}.{e.name}", posts, UNARY, residual=e.residual, views=anchor == "linear")
 
 
 def _rows(e: Engine) -> tuple[Row, ...]:

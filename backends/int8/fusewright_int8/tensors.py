@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, Value
-from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.engines import ENGINES, Engine
-from fusewright_int8.floats import EPS, FLOATS, FloatInput, dense, emit, fastest_dynamic, reads
-from fusewright_int8.lowerings import note, post_of, result_strides, spec_of
+from fusewright_int8.floats import EPS, FLOATS, FloatInput, fastest_dynamic, reads
+from fusewright_int8.lowerings import dense, emit_rows, note, post_of, spec_of
 from fusewright_int8.operators import name
 
 
@@ -212,24 +211,11 @@ def _affine_args(pack: str, m: Match, b: Builder, *rule: str) -> tuple[Any, ...]
     bias = None if found.bias is None else b.exact(found.bias)
     if found.bias is not None and spec_of(found.bias).dtype != torch.float32:
         bias = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
-    return b.any_strides(found.x), packed, scale, bias, *rule, None, *post, spec_of(m.out).dtype
-
-
-def _affine_emit(target: str, args: tuple[Any, ...], m: Match, b: Builder) -> None:
-    x, out = spec_of(m["affine"].x), spec_of(m.out)
-    if x.shape[:-1] != out.shape[:-1]:  # rows of a batch, seen as one matrix
-        made = b.ctx.value(None)
-        b.call(target, *args, out=made, op=m.anchor)
-        b.library(
-            "aten::view.default", Ref(made.id), tuple(out.shape), out=m.out, stride=result_strides(m.out), op=m.anchor
-        )
-        b.close_call(m.ops)
-        return
-    emit(target, args, m, b)
+    return packed, scale, bias, *rule, None, *post, spec_of(m.out).dtype
 
 
 def _affine_write(e: Engine, m: Match, b: Builder) -> None:
-    _affine_emit(e.dynamic, _affine_args(e.pack_linear, m, b, "row_symmetric"), m, b)
+    emit_rows(e.dynamic, m["affine"].x, _affine_args(e.pack_linear, m, b, "row_symmetric"), m, b)
     note(m, b, f"int8 linear, {e.name}, input quantized by row")
 
 
@@ -257,7 +243,7 @@ def _widened_pays(m: Match, b: Builder) -> bool:
 
 
 def _widened_write(m: Match, b: Builder) -> None:
-    _affine_emit(name("weight_linear"), _affine_args(name("pack_linear"), m, b), m, b)
+    emit_rows(name("weight_linear"), m["affine"].x, _affine_args(name("pack_linear"), m, b), m, b)
     note(m, b, "int8 weight, core")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
@@ -184,13 +185,14 @@ def _valid_groups(
 
 def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True) -> list[tuple[Node, ...]]:
     """Maximal convex groups of claimed nodes, greedily in topological order. Effects (writes in place) are borders.
-    `apart`: what is made of weights alone has groups of its own.
+    `apart`: what is made of weights alone has groups of its own; if not, it joins the first node that reads it.
 
     Each node carries the set of groups that it depends on, as a bit mask. A node may join a group when none of its
     inputs from outside the group depends on that group: otherwise the group would wait for itself. An assertion is an
     input of all that stands behind it.
     """
-    wanted, const = set(claimed), index.const if apart else frozenset()
+    wanted = set(claimed)
+    joining = _joining(index, wanted) if not apart else set()
     group_of: dict[Node, int] = {}
     members: list[list[Node]] = []
     needs: list[int] = []  # group -> mask of the groups it depends on (transitively closed when read)
@@ -207,6 +209,8 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True
             if source in group_of:
                 group_of[node] = group_of[source]
             continue
+        if node in group_of:  # with what it is connected with
+            continue
         if writes(node):
             first_open = len(members)
         inputs = node.all_input_nodes
@@ -215,19 +219,58 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True
             mask |= reach.get(i, 0)
         if asserts(node):
             asserted = mask
-        if node in wanted:
-            near = _candidates(node, const, group_of, members, first_open)
+        if node in wanted and node not in joining:
+            near = _candidates(node, index.const, group_of, members, first_open)
             g = _joinable(near, inputs, group_of, reach, needs, asserted)
             if g is None:
                 g = len(members)
                 members.append([])
                 needs.append(0)
-            members[g].append(node)
-            group_of[node] = g
+            for made in _with_constants(node, joining):
+                members[g].append(made)
+                group_of[made], reach[made] = g, 1 << g
             needs[g] |= mask & ~(1 << g)
             mask |= 1 << g
         reach[node] = mask
-    return [tuple(m) for m in members if m]
+    position = {n: k for k, n in enumerate(index.graph.nodes)}
+    members.append(list(joining))  # what no claimed node reads
+    return [tuple(sorted(m, key=position.__getitem__)) for m in members if m]
+
+
+def _joining(index: GraphIndex, wanted: set[Node]) -> set[Node]:
+    """Claimed ops on weights alone that claimed ops alone read, as far as all that they are connected with is such: nothing that is
+    in no group can then stand between them and the group that they join."""
+    found = {n for n in wanted & index.const if all(u in wanted for u in _readers(n))}
+    ops = {n for n in index.const if n.op == "call_function" and not is_projection(n)}
+    lost = [n for n in ops if n not in found]
+    while lost:
+        n = lost.pop()
+        sources = (i.args[0] if is_projection(i) else i for i in n.all_input_nodes)
+        for other in (*sources, *_readers(n)):
+            if other in found:
+                found.discard(other)
+                lost.append(other)
+    return found
+
+
+def _readers(node: Node) -> list[Node]:
+    """The ops that read a node's results."""
+    return [r for u in node.users for r in (u.users if is_projection(u) else (u,))]
+
+
+def _with_constants(node: Node, joining: set[Node]) -> Iterator[Node]:
+    """The node, and those of `joining` that it reads, with all that these are connected with: they leave `joining`. So no two
+    groups share out what is made of the same weights, and none of them waits for another because of it."""
+    todo: list[Any] = [node]
+    while todo:
+        n = todo.pop()
+        yield n
+        near: list[Any] = [*n.all_input_nodes, *(n.users if n is not node else ())]
+        near += [p for i in near if is_projection(i) for p in (i.args[0], *i.users)]
+        for i in near:
+            if i in joining:
+                joining.discard(i)
+                todo.append(i)
 
 
 def _candidates(

@@ -322,3 +322,26 @@ def test_a_straight_line_of_claims_is_one_region(made: tuple[Graph, list[bool]])
     for n in index.ops:
         sources = [i for i in n.all_input_nodes if i in owner]
         assert not sources or owner[n] in {owner[i] for i in sources}
+
+
+@given(dags(), st.integers(0, 3))
+def test_constants_that_join_their_readers_make_no_group_wait(made: tuple[Graph, list[bool]], weights: int) -> None:
+    graph, wanted = made
+    held = frozenset(graph.find_nodes(op="placeholder")[:weights])
+    index = find(graph, held, "infer").index(graph, "infer")
+    pure = [n for n in index.ops if n.target is torch.ops.aten.add.Tensor]
+    claimed = [n for n, yes in zip(pure, wanted, strict=False) if yes]
+    groups = convex_groups(index, claimed, apart=False)
+    assert sorted(n.name for g in groups for n in g) == sorted(n.name for n in claimed)
+    assert not wait_for_each_other(index, groups)
+    assert not _contracted_has_cycle(index, groups)
+
+
+def test_what_is_made_of_a_weight_joins_its_reader_where_a_backend_asks_for_it() -> None:
+    text = (
+        "%0: f32[3,4] = input('x')\n%1: f32[4,4] = input('w')\n%2: f32[4,4] = neg(%1)\n%3: f32[3,4] = mm(%0, %2)\nreturn [%3]\n"
+    )
+    graph = parse(text)
+    index = find(graph, frozenset(graph.find_nodes(op="placeholder")[1:]), "infer").index(graph, "infer")
+    assert [len(g) for g in convex_groups(index, list(index.ops))] == [1, 1]
+    assert [len(g) for g in convex_groups(index, list(index.ops), apart=False)] == [2]

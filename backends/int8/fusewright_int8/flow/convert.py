@@ -88,13 +88,38 @@ def export(model: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]],
     for shapes in ([_batches(args, kwargs)] if dynamic_batch else []) + [None]:
         try:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
-            return program.module(check_guards=False)
+            return with_linears(program.module(check_guards=False))
         except Exception as e:  # whatever a model's own code raises: the user is told
             failures.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
     raise QuantizationError(
         f"torch.export cannot trace the model ({failures[-1]}). Quantize parts of it (model.encoder = fusewright.quantize("
         "model.encoder, ...)), or leave the model as it is with torchao's quantize_"
     )
+
+
+def with_linears(model: GraphModule) -> GraphModule:
+    """`addmm(bias, x, w)` of a parameter as the linear of its transpose, which quantizers know (GPT-2's Conv1D)."""
+    aten, changed = torch.ops.aten, False
+    for node in model.graph.find_nodes(op="call_function", target=aten.addmm.default):
+        bias, x, w = node.args
+        if node.kwargs or not isinstance(w, Node) or w.op != "get_attr":
+            continue
+        holder, _, name = str(w.target).rpartition(".")
+        turned = f"{name}_transposed"
+        module = model.get_submodule(holder)
+        module.register_parameter(turned, torch.nn.Parameter(getattr(module, name).detach().t().contiguous(), requires_grad=False))
+        with model.graph.inserting_before(node):
+            weight = model.graph.get_attr(f"{holder}.{turned}".lstrip("."))
+            weight.meta = dict(w.meta, val=w.meta["val"].t())
+            made = model.graph.call_function(aten.linear.default, (x, weight, bias))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        model.graph.erase_node(node)
+        changed = True
+    if changed:
+        model.graph.eliminate_dead_code()
+        model.recompile()
+    return model
 
 
 def _batches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

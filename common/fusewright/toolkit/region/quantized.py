@@ -14,8 +14,9 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.graph import RegionGraph
-from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
+from fusewright.toolkit.region.pattern import Chain, Match, chain, many, maybe
 
+VIEWS = frozenset({"view", "reshape", "squeeze", "unsqueeze"})
 BYTES = (torch.uint8, torch.int8)
 """Types of quantized tensors."""
 
@@ -67,8 +68,24 @@ class Target:
     dtype: torch.dtype
 
 
-def dequantized(value: Any, graph: RegionGraph) -> Quantized | Rows | None:
-    """The 8-bit tensor that `value` was made of; None where it was not."""
+def same_rows(op: OpView) -> bool:
+    """Whether a view keeps the last dimension, so that rows stay rows."""
+    x, out = op.args[0], op.out
+    return isinstance(x, Value) and bool(x.spec and out.spec and x.spec.shape[-1:] == out.spec.shape[-1:] != ())
+
+
+def before_views(value: Any, graph: RegionGraph) -> Any:
+    """What rows were, before views that keep them."""
+    made = graph.producer(value) if isinstance(value, Value) else None
+    while made is not None and made.op in VIEWS and same_rows(made):
+        value = made.args[0]
+        made = graph.producer(value)
+    return value
+
+
+def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantized | Rows | None:
+    """The 8-bit tensor that `value` was made of, perhaps in another shape of the same rows (`views`); None where it was not."""
+    value = before_views(value, graph) if views else value
     made = graph.producer(value) if isinstance(value, Value) else None
     if made is None or made.op not in ("dequantize", "dequantize_tensor", "dequantize_per_token"):
         return None
@@ -129,18 +146,21 @@ def _quantizes(op: OpView, m: Match, context: Any) -> bool:
 
 
 def product(
-    anchor: str | tuple[str, ...], rule: str, posts: Callable[[OpView], Any], names: frozenset[str], residual: bool = True
+    anchor: str | tuple[str, ...], rule: str, posts: Callable[[OpView], Any], names: frozenset[str], residual: bool = True,
+    views: bool = False,
 ) -> Chain:
-    """An anchor with what may follow it: an addition (where `residual`), a unary op of `names` for which `posts` is not None,
-    quantization. `rule` is the beginning of the steps' ids."""
+    """An anchor with what may follow it: views of the same rows (where `views`), an addition (where `residual`), a unary op of
+    `names` for which `posts` is not None, quantization. `rule` is the beginning of the steps' ids."""
 
     def unary(op: OpView, m: Match, context: Any) -> bool:
         same = op.out.spec is not None and m.out.spec is not None and op.out.spec.dtype == m.out.spec.dtype
         return op.args[0] == m.out and same and posts(op) is not None
 
+    seen = (many(VIEWS, lambda op, m, context: same_rows(op) and op.args[0] == m.out),) if views else ()
     adds = (maybe("add", _adds, "add", rule=f"{rule}.residual"),) if residual else ()
     return chain(
         anchor,
+        *seen,
         *adds,
         maybe(names, unary, "unary", rule=f"{rule}.unary"),
         maybe("quantize", _quantizes, "quantize", rule=f"{rule}.quantize"),
