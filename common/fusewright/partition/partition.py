@@ -242,7 +242,7 @@ def _joining(index: GraphIndex, wanted: set[Node]) -> set[Node]:
     in no group can then stand between them and the group that they join."""
     found = {n for n in wanted & index.const if all(u in wanted for u in _readers(n))}
     ops = {n for n in index.const if n.op == "call_function" and not is_projection(n)}
-    lost = [n for n in ops if n not in found]
+    lost: list[Any] = [n for n in ops if n not in found]
     while lost:
         n = lost.pop()
         sources = (i.args[0] if is_projection(i) else i for i in n.all_input_nodes)
