@@ -145,3 +145,19 @@ def test_a_stage_that_assumes_a_size_is_reported(monkeypatch: pytest.MonkeyPatch
     torch.compiler.reset()
     with pytest.raises(Exception, match="greedy assumed of the sizes"):
         torch.compile(torch.sin, backend=BACKEND, dynamic=True, options={"strict": True})(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bounds", [(-40, None), (-40, -3), (None, 40), (-40, -9)])
+def test_a_slice_that_reaches_beyond_a_symbolic_size_is_clipped(bounds: tuple[int | None, int | None]) -> None:
+    """The cache of a sliding window keeps its last entries: more of them than there are at first."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], 1)[:, slice(*bounds)] * 2
+
+    with report.recording() as reports:
+        twin = torch.compile(fn, backend=BACKEND, dynamic=True)
+        for length in (4, 7, 30, 33):
+            x = torch.randn(2, length, 3)
+            assert torch.equal(twin(x), fn(x))
+    assert [b for r in reports for b in r.bugs] == []

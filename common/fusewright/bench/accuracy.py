@@ -37,7 +37,7 @@ def reference(built: Built) -> list[torch.Tensor]:
     """Outputs of the call in fp64: the weights and inputs as rounded to the dtype, in wider arithmetic."""
     fn = copy.deepcopy(built.module).double() if built.module is not None else built.fn
     wide = replace(cast_inputs(built, torch.float64), fn=fn, dtype="fp32")
-    with torch.no_grad(), _wide_arithmetic():
+    with torch.no_grad(), wide_arithmetic():
         return flatten_outputs(wide.run())
 
 
@@ -46,11 +46,11 @@ def train_reference(step: TrainStep) -> list[torch.Tensor]:
     batch = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in step.batch.items()
     }
-    with _wide_arithmetic():
+    with wide_arithmetic():
         return TrainStep(step.name, copy.deepcopy(step.module).double(), batch, "fp32").loss_and_grads()
 
 
-class _wide_arithmetic:
+class wide_arithmetic:
     def __enter__(self) -> None:
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)

@@ -256,11 +256,20 @@ def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
 
 
 def _clamp(i: Any, n: Any) -> Any:
-    if isinstance(i, int) and i < 0:
-        i = n + i
+    """`i` as an index into `n` elements; what tracing has guarded decides where symbols leave it open."""
+    if compat.statically_true(i < 0):
+        i = _at_least_0(n + i)
     if isinstance(i, int) and isinstance(n, int):
-        return min(max(i, 0), n)
+        return min(i, n)
     return i if compat.statically_true(i <= n) else torch.sym_min(i, n)
+
+
+def _at_least_0(i: Any) -> Any:
+    if isinstance(i, int):
+        return max(i, 0)
+    if compat.statically_true(i >= 0):
+        return i
+    return 0 if compat.statically_true(i <= 0) else torch.sym_max(i, 0)
 
 
 def sliced(a: Args) -> tuple[Shape]:

@@ -1,0 +1,175 @@
+"""Which models there are, and how each is built: architectures of `transformers`, families of `timm`, and models by hand.
+
+A model is named `source/name`. Nothing is downloaded: weights are random, geometries small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo import geometry, handmade, inputs
+
+LARGEST = 60e6
+"""Parameters of a model that still counts as small."""
+
+Resize = Callable[[int], dict[str, Any]]
+
+
+class NotBuilt(Exception):
+    """No small geometry of this model was found; the text says what the last attempt said."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A module in eval mode and keyword inputs that it takes in eager. `resized(k)` gives inputs of the k-th other size,
+    where sizes can vary."""
+
+    module: nn.Module
+    inputs: dict[str, Any]
+    resized: Resize | None = None
+
+
+def names() -> list[str]:
+    """All models that can be attempted with what is installed."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    out = [f"transformers/{n}" for n in MODEL_MAPPING_NAMES]
+    if all(map(importlib.util.find_spec, ("timm", "torchvision"))):
+        out += [f"timm/{n}" for n in _timm_families()]
+    return out + [f"handmade/{n}" for n in handmade.MODELS]
+
+
+def build(name: str) -> Example:
+    """The model at small geometry. Raises `NotBuilt`."""
+    source, _, rest = name.partition("/")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return {"transformers": _transformers, "timm": _timm, "handmade": _handmade}[source](rest)
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def _transformers(name: str) -> Example:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    said = "its forward takes nothing that is known here"
+    for plain in (False, True):
+        try:
+            config = geometry.small(CONFIG_MAPPING[name], plain)
+            mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
+            module = _module(mapping[type(config)], config)
+        except Exception as error:  # any class may refuse a geometry in its own way: the next one is tried
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            continue
+        for given in inputs.candidates(module):
+            try:
+                with torch.no_grad():
+                    module(**given)
+            except Exception as error:  # likewise
+                said = f"{type(error).__name__}: {str(error)[:200]}"
+                continue
+            return Example(module, given, _resized(module, tuple(given)))
+    raise NotBuilt(said)
+
+
+def _module(cls: Any, config: Any) -> nn.Module:
+    cls = cls[0] if isinstance(cls, (tuple, list)) else cls
+    with torch.device("meta"):
+        size = sum(p.numel() for p in cls(config).parameters())
+    if size > LARGEST:
+        raise NotBuilt(f"{size / 1e6:.0f} M parameters")
+    module: nn.Module = cls(config).eval()
+    perturb(module)
+    return module
+
+
+def _resized(module: nn.Module, keys: tuple[str, ...]) -> Resize | None:
+    """Other lengths and batches of text."""
+    if not any(k.endswith("input_ids") for k in keys):
+        return None
+
+    def other(k: int) -> dict[str, Any]:
+        made = inputs.candidates(module, length=inputs.LENGTH - 5 + 6 * k, batch=inputs.BATCH + k % 2)
+        return next(given for given in made if tuple(given) == keys)
+
+    return other
+
+
+def perturb(module: nn.Module) -> None:
+    """Fresh models have zero biases and identity norms, which would hide a wrong bias, fold or scale."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.dim() <= 1 and p.is_floating_point():
+                p.add_(torch.randn_like(p), alpha=0.1)
+        for name, buffer in module.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.normal_(std=0.1)
+            elif name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+
+
+# ---------------------------------------------------------------- timm
+
+
+def _timm_families() -> list[str]:
+    """The first model of each module of `timm` that is not huge by its name."""
+    timm = _imported_timm()
+    out = []
+    for module in timm.list_modules():
+        small = sorted(timm.list_models(module=module), key=lambda n: (not _says_small(n), len(n), n))
+        out += small[:1]
+    return out
+
+
+def _says_small(name: str) -> bool:
+    return any(word in name for word in ("nano", "atto", "tiny", "small", "_s", "mini", "_xs", "18", "b0", "050", "26", "50"))
+
+
+def _timm(name: str) -> Example:
+    timm = _imported_timm()
+    said = ""
+    for size, how in itertools.product((64, 96, 128, 224), ({"depth": 2}, {})):
+        for given in ({"img_size": size, **how}, how):
+            try:
+                module = timm.create_model(name, num_classes=10, **given).eval()
+                x = torch.randn(2, 3, size, size)
+                with torch.no_grad():
+                    module(x)
+            except Exception as error:  # an argument or a size that the architecture does not take: the next is tried
+                said = f"{type(error).__name__}: {str(error)[:200]}"
+                continue
+            perturb(module)
+            return Example(module, {"x": x})
+    raise NotBuilt(said)
+
+
+@functools.cache
+def _imported_timm() -> Any:
+    """`timm` imports torchvision, which has no CPU wheel: two operators of its C++ part are declared here."""
+    for operator in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch has defined it
+            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import timm
+
+    return timm
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def _handmade(name: str) -> Example:
+    module, given, resized = handmade.MODELS[name]()
+    perturb(module)
+    return Example(module.eval(), given, resized)
+

@@ -1,0 +1,290 @@
+"""One model in one mode: is what a compiled call gives right, as eager lays it out, and how was it made?
+
+Right is the fp64 rule (`fusewright.accuracy`): at most twice eager's own error. One run of eager is one draw of that error, and
+where a model amplifies roundings (batch norms over eight values, gradients that vanish) draws differ by far more than twice: what
+exceeds the first draw is held against the largest of several, made with weights and inputs that are moved by one rounding.
+What exceeds them all is compared with `aot_eager`, which shares everything with us but our lowerings.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusewright import report
+from fusewright.bench import accuracy
+from fusewright.bench.suite import Built, flatten_outputs
+from tests.zoo import catalog
+
+TOKENS = 4
+"""That `generate` makes."""
+DRAWS = 8
+"""Of eager's error."""
+
+
+@dataclass
+class Verdict:
+    """`status`: right, wrong, wrong in aot_eager too, crashed, not built, not run (eager does not run this mode)."""
+
+    model: str
+    mode: str
+    status: str
+    reason: str = ""
+    ratio: float = 0.0
+    first_s: float = 0.0
+    graphs: int = 0
+    lowered: int = 0
+    eager: int = 0
+    bugs: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Outputs = list[Tensor]
+Calls = list[Outputs]
+Run = Callable[[str], Calls]
+Draw = Callable[[int], Calls]
+"""Outputs of eager's calls with everything moved by a rounding, differently for every number."""
+
+
+def check(model: str, mode: str, backend: str) -> Verdict:
+    """The verdict on a model. Whatever eager raises means "not run"; whatever we raise means "crashed"."""
+    try:
+        example = catalog.build(model)
+    except catalog.NotBuilt as error:
+        return Verdict(model, mode, "not built", str(error))
+    return MODES[mode](Verdict(model, mode, "right"), example, backend)
+
+
+def _inference(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
+    return _forward(v, example, [example.inputs], backend, "fp32")
+
+
+def _bf16(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
+    example.module.bfloat16()
+    given = {k: x.bfloat16() if _floating(x) else x for k, x in example.inputs.items()}
+    return _forward(v, example, [given], backend, "bf16")
+
+
+def _dynamic(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
+    if example.resized is None:
+        return replace(v, status="not run", reason="its sizes are fixed")
+    sizes = [example.inputs, *(example.resized(k) for k in (1, 2, 3))]
+    return _forward(v, example, sizes, backend, "fp32", dynamic=True)
+
+
+@torch.no_grad()
+def _forward(
+    v: Verdict, example: catalog.Example, sizes: Sequence[dict[str, Any]], backend: str, dtype: str, dynamic: bool | None = None
+) -> Verdict:
+    """Calls without gradients, each size twice: the second call is what steady calls do."""
+    built = [Built(v.model, example.module, (), given, dtype) for given in sizes]
+    try:
+        eager = [flatten_outputs(_seeded(b, None)) for b in built]
+        wide = [accuracy.reference(replace(b, fn=_in_plain_ops(b.fn))) for b in built]
+    except Exception as error:  # a model that eager does not run in this mode says nothing about us
+        return replace(v, status="not run", reason=_said(error))
+
+    def run(backend: str) -> Calls:
+        torch.compiler.reset()
+        compiled = torch.compile(example.module, backend=backend, dynamic=dynamic)
+        return [flatten_outputs(_seeded(b, compiled)) for b in built for _ in (1, 2)]
+
+    def draw(k: int) -> Calls:
+        moved = [replace(b, fn=_moved(example.module, k), kwargs=_moved_inputs(b.kwargs, k)) for b in built]
+        return [flatten_outputs(_seeded(b, None)) for b in moved for _ in (1, 2)]
+
+    return _judge(v, run, backend, [e for e in eager for _ in (1, 2)], [w for w in wide for _ in (1, 2)], dtype, draw)
+
+
+def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
+    """A mean of squares of all outputs, and the gradients of all parameters, in training mode."""
+    module = example.module.train()
+
+    def grads(own: nn.Module, fn: Callable[..., Any], given: dict[str, Any]) -> Outputs:
+        own.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        loss = _loss(flatten_outputs(fn(**given)))
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in own.parameters() if p.grad is not None), *_buffers(own)]
+
+    wide_given = {k: x.double() if _floating(x) else x for k, x in example.inputs.items()}
+    try:
+        own = copy.deepcopy(module)
+        eager = grads(own, own, example.inputs)
+        with accuracy.wide_arithmetic():
+            own = _in_plain_ops(module).double()
+            wide = grads(own, own, wide_given)
+    except Exception as error:  # as above
+        return replace(v, status="not run", reason=_said(error))
+
+    def run(backend: str) -> Calls:
+        torch.compiler.reset()
+        out = []
+        own = copy.deepcopy(module)
+        state = copy.deepcopy(own.state_dict())
+        compiled = torch.compile(own, backend=backend)
+        for _ in (1, 2):
+            own.load_state_dict(state)
+            out.append(grads(own, compiled, example.inputs))
+        return out
+
+    def draw(k: int) -> Calls:
+        own = _moved(module, k)
+        return [grads(own, own, _moved_inputs(example.inputs, k))] * 2
+
+    return _judge(v, run, backend, [eager] * 2, [wide] * 2, "fp32", draw)
+
+
+def _generate(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
+    """Greedy tokens, which must be eager's."""
+    module: Any = example.module
+    if not hasattr(module, "generate") or "input_ids" not in example.inputs:
+        return replace(v, status="not run", reason="it does not generate")
+    given = {"input_ids": example.inputs["input_ids"], "max_new_tokens": TOKENS, "do_sample": False, "use_cache": True}
+    try:
+        wanted = module.generate(**given)
+    except Exception as error:  # as above
+        return replace(v, status="not run", reason=_said(error))
+    plain = module.forward
+
+    def run(backend: str) -> Calls:
+        torch.compiler.reset()
+        module.forward = torch.compile(plain, backend=backend)
+        try:
+            return [[module.generate(**given)]]
+        finally:
+            module.forward = plain
+
+    return _judge(v, run, backend, [[wanted]], [[wanted]], "fp32", lambda _: [[wanted]])
+
+
+MODES: dict[str, Callable[[Verdict, catalog.Example, str], Verdict]] = {
+    "inference": _inference, "training": _training, "dynamic": _dynamic, "bf16": _bf16, "generate": _generate,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- judging
+
+
+def _judge(v: Verdict, run: Run, backend: str, eager: Calls, wide: Calls, dtype: str, draw: Draw) -> Verdict:
+    start = time.perf_counter()
+    crash = ""
+    with report.recording() as reports:
+        try:
+            got = run(backend)
+        except Exception as error:  # the verdict says it
+            crash = _said(error)
+    v = replace(
+        v, first_s=time.perf_counter() - start, graphs=len(reports), lowered=sum(r.count("lowered") for r in reports),
+        eager=sum(r.count("eager") for r in reports), bugs=[b for r in reports for b in r.bugs][:3],
+    )  # fmt: skip
+    if crash:
+        return _excused(replace(v, status="crashed", reason=crash), lambda: run("aot_eager") and "")
+    why, ratio = _worst(got, [eager], wide, dtype)
+    if not why:
+        return replace(v, ratio=ratio)
+    draws = [eager, *(draw(k) for k in range(1, DRAWS))]
+    why, ratio = _worst(got, draws, wide, dtype)
+    v = replace(v, ratio=ratio)
+    return _excused(replace(v, status="wrong", reason=why), lambda: _worst(run("aot_eager"), draws, wide, dtype)[0]) if why else v
+
+
+def _excused(v: Verdict, other: Callable[[], str]) -> Verdict:
+    """A failure that `aot_eager` has too is none of ours. `other` says what is wrong with it, or raises as it does."""
+    try:
+        why = other()
+    except Exception as error:  # torch's own failure
+        why = _said(error)
+    return replace(v, status=f"{v.status} in aot_eager too", reason=f"{v.reason} | {why}") if why else v
+
+
+def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple[str, float]:
+    """What is wrong with any of the calls, and the largest error over eager's largest."""
+    ratio = 0.0
+    for k, (g, w) in enumerate(zip(got, wide, strict=True)):
+        eager = [d[k] for d in draws]
+        if why := _layout(g, eager[0]):
+            return f"call {k}: {why}", ratio
+        for n in range(len(g)):
+            found = [accuracy.compare([w[n]], [e[n]], [g[n]], dtype) for e in eager]
+            best = min(found, key=lambda a: (not a.passed, a.ratio_max))
+            ratio = max(ratio, best.ratio_max)
+            if not best.passed:
+                return f"call {k}, tensor {n}: {best.reason}", ratio
+    return "", ratio
+
+
+def _moved(module: nn.Module, seed: int) -> nn.Module:
+    """A copy whose weights are moved by at most one rounding."""
+    own = copy.deepcopy(module)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for p in own.parameters():
+            p.copy_(_rounded(p))
+    return own
+
+
+def _moved_inputs(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return {k: _rounded(x) if _floating(x) else x for k, x in given.items()}
+
+
+def _in_plain_ops(module: Any) -> nn.Module:
+    """A copy without grouped products, which have no fp64."""
+    own: nn.Module = copy.deepcopy(module)
+    for part in own.modules():
+        if hasattr(getattr(part, "config", None), "_experts_implementation"):
+            part.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    return own
+
+
+def _rounded(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    return x * (1 + (torch.rand(x.shape) - 0.5).to(x.dtype) * torch.finfo(x.dtype).eps * 2)
+
+
+def _layout(got: Outputs, eager: Outputs) -> str:
+    if len(got) != len(eager):
+        return f"{len(got)} tensors, not {len(eager)}"
+    for k, (g, e) in enumerate(zip(got, eager, strict=True)):
+        if (g.shape, g.dtype) != (e.shape, e.dtype):
+            return f"tensor {k} is {g.dtype} {tuple(g.shape)}, not {e.dtype} {tuple(e.shape)}"
+        strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (g, e)]
+        if g.numel() and strides[0] != strides[1]:
+            return f"strides of tensor {k} are {g.stride()}, not {e.stride()}"
+    return ""
+
+
+def _seeded(built: Built, fn: Callable[..., Any] | None) -> Any:
+    torch.manual_seed(1)
+    return built.run(fn)
+
+
+def _loss(outputs: Outputs) -> Tensor:
+    parts = [x.float().square().mean() if x.dtype != torch.float64 else x.square().mean() for x in outputs if _floating(x)]
+    parts = [p for p in parts if p.requires_grad]
+    if not parts:
+        raise ValueError("no output depends on a parameter")
+    return torch.stack(parts).sum()
+
+
+def _buffers(module: nn.Module) -> Outputs:
+    return [b.clone() for name, b in module.named_buffers() if "running_" in name]
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}"

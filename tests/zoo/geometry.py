@@ -1,0 +1,109 @@
+"""Small geometries of `transformers` configurations: what a number means follows from its name.
+
+A configuration is made by its class with small values for the parameters that `RULES` knows, so that whatever the class
+derives from them is right. Values that must fit together (heads times head size) follow from the same few numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WIDTH, HEADS, LAYERS, VOCABULARY, POSITIONS, IMAGE = 64, 4, 2, 128, 64, 64
+HEAD = WIDTH // HEADS
+
+Rule = tuple[re.Pattern[str], Callable[[Any], Any]]
+
+
+def _to(value: Any) -> Callable[[Any], Any]:
+    return lambda old: type(old)(value)
+
+
+def _at_most(limit: int) -> Callable[[Any], Any]:
+    return lambda old: min(old, limit)
+
+
+def _rules(table: Mapping[str, Callable[[Any], Any]]) -> tuple[Rule, ...]:
+    return tuple((re.compile(pattern), value) for pattern, value in table.items())
+
+
+RULES: tuple[Rule, ...] = _rules(
+    {
+        r".*(num|n)_?(key_value|kv)_heads|multi_query_group_num": _at_most(2),
+        r".*vocab_size": _at_most(VOCABULARY),
+        r".*_token_id|.*_token_index": lambda old: old % VOCABULARY,
+        r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_sequence_length|max_seq_len": _at_most(
+            POSITIONS
+        ),
+        r".*(num|n)_.*heads|n_head|num_heads|encoder_attention_heads|decoder_attention_heads|.*_ffn_heads": _at_most(HEADS),
+        r".*(num|n)_?(hidden_|encoder_|decoder_|.*)?layers?|(encoder|decoder)_layers|depth|num_.*blocks|.*_depth": _at_most(
+            LAYERS
+        ),
+        r"(qk|v)_(nope_|rope_)?head_dim|.*head_dim|d_kv|attention_head_size|kv_channels": _at_most(HEAD),
+        r".*_lora_rank|.*bottleneck.*|.*projection_dim|.*proj_dim|.*_rank": _at_most(32),
+        r".*(intermediate|ffn|feed_forward|mlp|ff)_?(hidden_)?(size|dim|layer_size)|d_ff|n_inner|.*intermediate_size": _at_most(
+            2 * WIDTH
+        ),
+        r"(num|n|moe)_.*experts|num_experts": _at_most(4),
+        r".*experts_per_tok|.*top_?k|moe_k": _at_most(2),
+        r"(.*_)?hidden_(size|dim)|d_model|n_embd|dim|.*embed_dim|.*embedding_size|.*embedding_dim|.*width|d_embed|.*_hidden_size": (
+            _at_most(WIDTH)
+        ),
+        r"image_size": lambda old: IMAGE if isinstance(old, int) else type(old)([IMAGE] * len(old)),
+        r"num_queries|num_query_tokens|two_stage_num_proposals|num_object_queries": _at_most(8),
+        r"num_frames|num_mel_bins": _at_most(16),
+    }
+)
+LISTS: tuple[Rule, ...] = _rules(
+    {
+        r".*depths?|.*layers?|num_blocks.*": lambda old: [min(1, x) if isinstance(x, int) else x for x in old],
+        r".*hidden_sizes|.*channels|embed_dims?|.*_dims?|widths?": lambda old: (
+            old if max(old) <= WIDTH else [max(8, x // 4 // 8 * 8) for x in old]
+        ),
+    }
+)
+
+
+def small(config: type, plain: bool = False) -> Any:
+    """An instance of a configuration class at small geometry; with `plain`, only depth and vocabulary are small.
+
+    Raises whatever the class raises for values that do not fit together.
+    """
+    given = {}
+    for name, default in _defaults(config).items():
+        value = _small_value(name, default, plain)
+        if value is not default:
+            given[name] = value
+    made = config(**given)
+    if hasattr(made, "use_cache"):
+        made.use_cache = False  # a cache is no output to compare; `generate` asks for one
+    return made
+
+
+def _defaults(config: type) -> dict[str, Any]:
+    """The parameters of a configuration class that hold numbers or configurations, as its default instance has them."""
+    instance = config()
+    names = [n for n in inspect.signature(config).parameters if n not in ("self", "kwargs", "args")]
+    names += [n for n in getattr(config, "sub_configs", {}) if n not in names]
+    return {n: getattr(instance, n) for n in names if getattr(instance, n, None) is not None}
+
+
+def _small_value(name: str, value: Any, plain: bool) -> Any:
+    from transformers import PretrainedConfig
+
+    if isinstance(value, PretrainedConfig):
+        return small(type(value), plain).to_dict()
+    if isinstance(value, bool) or (plain and not re.search("layers?|vocab|depth", name)):
+        return value
+    if isinstance(value, list) and value and all(isinstance(x, int) for x in value):
+        return _matched(LISTS, name, value)
+    return _matched(RULES, name, value) if isinstance(value, int) or name == "image_size" else value
+
+
+def _matched(rules: tuple[Rule, ...], name: str, value: Any) -> Any:
+    for pattern, change in rules:
+        if pattern.fullmatch(name):
+            return change(value)
+    return value

@@ -1,0 +1,86 @@
+"""Example inputs of a `transformers` model, from the parameters of its `forward` and from its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH, LENGTH, FRAMES = 2, 16, 64
+
+Inputs = dict[str, Any]
+
+
+def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH) -> Iterator[Inputs]:
+    """Keyword inputs to try, the fullest first: not every model takes all that its signature names."""
+    torch.manual_seed(0)
+    names = list(inspect.signature(module.forward).parameters)
+    config: Any = module.config
+    main = [n for n in names if n in _MAKERS]
+    if not main:
+        return
+    first = getattr(module, "main_input_name", main[0])
+    chosen = [[n for n in main], [n for n in main if not n.startswith("decoder_")], [first] if first in _MAKERS else main[:1]]
+    seen: list[list[str]] = []
+    for keys in chosen:
+        if keys in seen:
+            continue
+        seen.append(keys)
+        for image in _images(config):
+            yield {n: _MAKERS[n](config, batch, length, image) for n in keys}
+
+
+def _images(config: Any) -> list[tuple[int, int, int]]:
+    """Channels, height and width to try."""
+    size, channels = _find(config, "image_size"), _find(config, "num_channels") or 3
+    if isinstance(size, int):
+        return [(channels, size, size)]
+    if isinstance(size, (list, tuple)) and len(size) >= 2:
+        return [(channels, size[-2], size[-1])]
+    return [(channels, 64, 64), (channels, 224, 224)]
+
+
+def _find(config: Any, name: str) -> Any:
+    """An attribute of a configuration, or of one inside of it."""
+    if getattr(config, name, None) is not None:
+        return getattr(config, name)
+    inner = [getattr(config, k) for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
+    return next((v for c in inner if (v := _find(c, name)) is not None), None)
+
+
+def _tokens(config: Any, batch: int, length: int, _: Any) -> Tensor:
+    special = {v for k, v in config.to_dict().items() if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
+    known = [t for t in range(_find(config, "vocab_size") or 128) if t not in special] or [0]
+    return torch.tensor(known)[torch.randint(0, len(known), (batch, length))]
+
+
+def _pixels(config: Any, batch: int, length: int, image: tuple[int, int, int]) -> Tensor:
+    return torch.randn(batch, *image)
+
+
+def _video(config: Any, batch: int, length: int, image: tuple[int, int, int]) -> Tensor:
+    return torch.randn(batch, _find(config, "num_frames") or 8, *image)
+
+
+def _boxes(config: Any, batch: int, length: int, _: Any) -> Tensor:
+    low, high = torch.randint(0, 20, (2, batch, length, 2))
+    return torch.cat([low, low + high], -1)
+
+
+def _mel(config: Any, batch: int, length: int, _: Any) -> Tensor:
+    bins = _find(config, "num_mel_bins") or _find(config, "input_feat_per_channel") or 80
+    positions = _find(config, "max_source_positions")
+    return torch.randn(batch, bins, 2 * positions) if positions else torch.randn(batch, FRAMES, bins)
+
+
+def _wave(config: Any, batch: int, length: int, _: Any) -> Tensor:
+    return torch.randn(batch, 4000)
+
+
+_MAKERS = {
+    "input_ids": _tokens, "decoder_input_ids": _tokens, "pixel_values": _pixels, "pixel_values_videos": _video, "bbox": _boxes,
+    "input_features": _mel, "input_values": _wave,
+}  # fmt: skip

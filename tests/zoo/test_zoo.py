@@ -1,0 +1,92 @@
+"""A sample of the zoo, and that its judge finds what is wrong. All of it: `python -m tests.zoo`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.zoo import __main__ as command
+from tests.zoo import catalog
+from tests.zoo.check import check
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+SAMPLE = [
+    ("transformers/albert", "inference"),
+    ("transformers/deberta-v2", "inference"),
+    ("transformers/mamba", "bf16"),
+    ("transformers/mistral", "generate"),  # a cache that slides
+    ("transformers/qwen2_moe", "inference"),
+    ("handmade/unet", "training"),
+    ("handmade/graph_attention", "training"),
+    ("handmade/state_space", "dynamic"),
+    ("handmade/vocoder", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("model", "mode"), SAMPLE)
+def test_a_sample_is_right(model: str, mode: str) -> None:
+    found = check(model, mode, "x86_onednn")
+    assert (found.status, found.bugs) == ("right", []), found.reason
+
+
+def test_every_source_has_models() -> None:
+    names = catalog.names()
+    assert sum(n.startswith("transformers/") for n in names) > 400
+    assert {n.partition("/")[0] for n in names} >= {"transformers", "handmade"}
+
+
+def backend_that(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A backend that runs the graph and then changes its first result."""
+
+    def backend(graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            first, *rest = graph(*args)
+            return (change(first), *rest)
+
+        return run
+
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "word"),
+    [
+        (lambda t: t * (1 + 1e-4), "wrong", "error"),
+        (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), "wrong", "strides"),
+        (lambda t: t.double(), "wrong", "float64"),
+        (lambda t: t.nosuch, "crashed", "nosuch"),
+    ],
+)
+def test_the_judge_finds_what_is_wrong(change: Callable[[Tensor], Tensor], status: str, word: str) -> None:
+    found = check("handmade/diffusion_block", "inference", backend_that(change))  # type: ignore[arg-type]
+    assert found.status == status and word in found.reason
+
+
+def test_a_process_that_hangs_or_dies_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any) -> Any:
+        signal.pause()
+
+    def die(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    for work, status in ((hang, "out of time"), (die, "died")):
+        monkeypatch.setattr(command, "check", work)
+        (verdict,) = command.judged([("handmade/siamese", "inference")], "x86_onednn", 1, 0.5)
+        assert verdict.status == status
+
+
+def test_a_model_that_cannot_be_built_says_why() -> None:
+    with pytest.raises(catalog.NotBuilt, match=r"parameters|Error"):
+        catalog.build("transformers/axk1")
+
+
+def test_eager_alone_is_never_called_wrong() -> None:
+    assert check("handmade/siamese", "training", "eager").status == "right"
+    assert torch.get_default_dtype() == torch.float32
