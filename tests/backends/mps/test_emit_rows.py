@@ -29,14 +29,14 @@ def test_rows_of_any_length_in_place_or_not(dtype: DType, backward: bool) -> Non
     cases = [(make(r, c, dtype), r, c) for r, c in SHAPES.values() for make in makers]
     module = compiled([k for k, _, _ in cases], backward=backward)
     for at, (k, rows, cols) in enumerate(cases):
-        ts = tensors(k, rows, cols)
+        ts, said = tensors(k, rows, cols), f"{k.name} of {rows}x{cols}"
         want = reference(k, ts)[-1]
         module.run(at, ts)
-        torch.testing.assert_close(ts[-1], want, msg=lambda m, k=k: f"{k.name} of {rows}x{cols}: {m}")
+        torch.testing.assert_close(ts[-1], want, msg=lambda m, said=said: f"{said}: {m}")
         ts[-1] = ts[0]  # x is read for the last time by the thread that stores over it
         assert k.may_share(len(ts) - 1, 0)
         module.run(at, ts)
-        torch.testing.assert_close(ts[-1], want, msg=lambda m, k=k: f"{k.name} of {rows}x{cols} in place: {m}")
+        torch.testing.assert_close(ts[-1], want, msg=lambda m, said=said: f"{said} in place: {m}")
 
 
 def test_configurations_are_those_that_the_shapes_are_named_after() -> None:
@@ -146,6 +146,22 @@ def test_fast_math_is_within_twice_eagers_own_error_of_fp64(dtype: DType) -> Non
     module.run(1, [x, out])
     exact = x.double().softmax(-1)
     assert off(out, exact) <= 2 * off(x.softmax(-1), exact)
+
+
+@pytest.mark.parametrize("shape", [(3, 6000), (2, 5001), (3000, 40)])
+def test_long_sums_are_as_accurate_as_torchs(shape: tuple[int, int]) -> None:
+    rows, cols = shape
+    columns = rows > cols
+    b = Builder("total", p=[cols if columns else rows], r=[rows if columns else cols])
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    b.store(y, i, b.reduce("sum", b.load(x, j * cols + i if columns else i * cols + j)))
+    torch.manual_seed(4)
+    data = torch.rand(shape) + 1.0
+    out = torch.zeros(cols if columns else rows)
+    compiled([b.build()]).run(0, [data, out])
+    exact, torchs = data.double().sum(0 if columns else 1), data.sum(0 if columns else 1)
+    assert off(out, exact) <= 2 * off(torchs, exact) + 2.0**-24
 
 
 def off(got: torch.Tensor, exact: torch.Tensor) -> float:

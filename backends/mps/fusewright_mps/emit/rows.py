@@ -16,6 +16,8 @@ from fusewright_mps.emit.points import Points, parts
 from fusewright_mps.emit.schedule import FORCED, HELD, LANES
 from fusewright_mps.emit.source import Unsupported
 
+LONG, TURNS = 32, 16
+"""Sums of more steps are put together every so many."""
 _FUNCTOR = {"sum": "add", "prod": "mul", "max": "max", "min": "min"}
 
 
@@ -29,6 +31,7 @@ class Rows(Points):
         self.stage_of = {n.id: k for k, s in enumerate(self.kernel.stages) for n in s.nodes}
         self.rowwise = {n.id for s in self.kernel.stages if s.over == "PR" for n in s.nodes if n.op != "reduce"}
         self.shared_lines: list[str] = []
+        self.sums: list[Node] = []
         self.plan_held()
 
     # what stays in registers
@@ -128,7 +131,9 @@ class Rows(Points):
     # stages over the row
 
     def _row_stage(self, k: int, stage: Stage) -> None:
-        roots = [n for n in stage.nodes if n.op in ("store", "reduce", "bound")]
+        first: dict[tuple[str, int], int] = {}
+        twins = {n.id: first.setdefault((n.how, n.args[0]), n.id) for n in stage.nodes if n.op == "reduce"}
+        roots = [n for n in stage.nodes if n.op in ("store", "bound") or twins.get(n.id) == n.id]
         if not roots:
             return
         todo = self._closure(roots, k)
@@ -141,8 +146,11 @@ class Rows(Points):
                 self._wait(n, by_row=True)
         for n in todo:
             self._begin(n, fresh=self.stage_of[n.id] == k)
+        self._sums_begin([n for n in todo if n.op == "reduce"], scans)
         self._loop(todo, scans and self.config.workers == "simd")
-        self._finish([n for n in stage.nodes if n.op == "reduce"])
+        self._gather()
+        self._finish([n for n in stage.nodes if twins.get(n.id) == n.id])
+        self.names.update({i: self.names[twin] for i, twin in twins.items()})
 
     def _closure(self, roots: Sequence[Node], k: int) -> list[Node]:
         """What the roots need of this pass: row values, those of earlier stages too where they are not held."""
@@ -230,7 +238,7 @@ class Rows(Points):
     def _nested(self, todo: Sequence[Node], axes: Sequence[int]) -> None:
         """All of the row in one thread."""
         if not axes:
-            self.cell(todo, over_row=True, vector=1)
+            self._cell(todo, 1)
             return
         name, size = self.axis_name(axes[0]), self.address.extent(self.kernel.sizes[axes[0]])
         with self.block(f"for ({self.integer} {name} = 0; {name} < {size}; {name}++)"):
@@ -255,7 +263,7 @@ class Rows(Points):
         size = self.address.extent(product(self.kernel.r))
         with self.block(f"for ({self.integer} {name} = {start}; {name} < {size}; {name} += {stride})"):
             self._split_row(axes)
-            self.cell(todo, over_row=True, vector=v)
+            self._cell(todo, v)
 
     def _outer(self, todo: Sequence[Node], axes: Sequence[int], stride: int) -> None:
         name, size = self.axis_name(axes[0]), self.address.extent(self.kernel.sizes[axes[0]])
@@ -265,7 +273,7 @@ class Rows(Points):
         with self.block(f"for ({self.integer} {name} = {start}; {name} < {size}; {step})"):
             self.where[axes[0]] = name
             if last:
-                self.cell(todo, over_row=True, vector=v)
+                self._cell(todo, v)
             else:
                 self._outer(todo, axes[1:], stride)
 
@@ -297,11 +305,11 @@ class Rows(Points):
             whole = row % (c.count * c.vector) == 0
             if whole:
                 self._split_row(axes)
-                self.cell(todo, over_row=True, vector=c.vector)
+                self._cell(todo, c.vector)
             else:
                 with self.block(f"if ({name} < {self.address.number(row)})"):
                     self._split_row(axes)
-                    self.cell(todo, over_row=True, vector=c.vector)
+                    self._cell(todo, c.vector)
 
     def _scan_loop(self, todo: Sequence[Node]) -> None:
         """Steps of a whole simdgroup: lanes past the end are at the last element again, and count for nothing."""
@@ -315,6 +323,43 @@ class Rows(Points):
             self.inside = self.asked = "inside"
             self.cell(todo, over_row=True, vector=1)
             self.inside, self.asked = before
+
+    def _cell(self, todo: Sequence[Node], vector: int) -> None:
+        """One step of a loop; every so many of them sums are put together."""
+        self.cell(todo, over_row=True, vector=vector)
+        if self.sums and self._chain() > LONG:
+            with self.block(f"if (++turn == {TURNS})"):
+                self._gather(again=True)
+                self.put("turn = 0;")
+
+    # sums of floats: few additions one behind another, for each of them rounds
+
+    def _chain(self) -> int:
+        """Additions of one thread, by the sizes seen when tracing."""
+        row = math.prod(evaluate(s, self.kernel.hints) for s in self.kernel.r)
+        return row // (self.config.count * self.config.vector)
+
+    def _sums_begin(self, found: Sequence[Node], scans: bool) -> None:
+        """Sums that have an accumulator for each neighbour, or for some steps, beside that of the whole."""
+        v = self.config.vector
+        wanted = not scans and (v > 1 or self._chain() > LONG)
+        self.sums = [n for n in found if n.how == "sum" and n.dtype == "f32"] if wanted else []
+        for n in self.sums:
+            self.put(f"float{v if v > 1 else ''} q{n.id} = {self._zeros()};")
+        if self.sums and self._chain() > LONG:
+            self.put("int turn = 0;")
+
+    def _gather(self, again: bool = False) -> None:
+        v = self.config.vector
+        for n in self.sums:
+            q = f"q{n.id}"
+            total = {1: q, 2: f"({q}[0] + {q}[1])", 4: f"(({q}[0] + {q}[1]) + ({q}[2] + {q}[3]))"}[v]
+            self.put(f"a{n.id} = a{n.id} + {total};")
+            if again:
+                self.put(f"{q} = {self._zeros()};")
+
+    def _zeros(self) -> str:
+        return f"float{self.config.vector}(0.0f)" if self.config.vector > 1 else "0.0f"
 
     # nodes that gather
 
@@ -342,6 +387,10 @@ class Rows(Points):
     def _reduce(self, n: Node) -> None:
         """This thread's part of a reduction goes on by one element."""
         x, dtype = self.operand(n.args[0]), self._operand_type(n)
+        if n in self.sums:
+            name = f"q{n.id}[k]" if self.config.vector > 1 else f"q{n.id}"
+            self.put(f"{name} = {name} + {x};")
+            return
         if not n.how.startswith("arg"):
             line = f"a{n.id} = {combined(n.how, dtype, f'a{n.id}', x)};"
             self.put(f"if (inside) {{ {line} }}" if self.inside == "inside" else line)

@@ -25,7 +25,7 @@ from fusewright_mps.emit.schedule import Config
 from fusewright_mps.emit.source import Unsupported, Variant
 
 _TAKEN = re.compile(
-    r"(?:[svwoprahtcyzngbk]\d*|at|lane|tid|simd|grid|base|inside|alive|sizes|reals|integers|errors|fw_.*|[if]n|auto|bool|char|class|"
+    r"(?:[svwoprahtcyzngbkqm]\d*|turn|at|lane|tid|simd|grid|base|inside|alive|sizes|reals|integers|errors|fw_.*|[if]n|auto|bool|char|class|"
     r"const|constant|device|do|double|else|enum|false|float|for|half|bfloat|if|inline|int|kernel|long|metal|new|shim|short|signed|"
     r"sizeof|static|struct|template|this|thread|threadgroup|true|typedef|typename|uint|union|unsigned|using|vertex|fragment|void)"
 )

@@ -82,6 +82,10 @@ namespace metal {
 
 template <typename T, int N> struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec {
     T lanes[N];
+    vec() = default;
+    explicit vec(T x) {
+        for (T& each : lanes) each = x;
+    }
     T& operator[](int k) { return lanes[k]; }
     const T& operator[](int k) const { return lanes[k]; }
 };
@@ -272,16 +276,19 @@ template <typename T> inline Lanes<T> meet(T x, int line) {
     return {static_cast<const T*>(all), active};
 }
 
+/// All active lanes as one, by pairs; in which order a device takes them is not said.
 template <typename T, typename F> inline T fold(T x, int line, F combine) {
     auto got = meet(x, line);
-    bool first = true;
-    T total = x;
+    T parts[32];
+    int count = 0;
     for (int k = 0; k < 32; k++) {
-        if (!(got.active >> k & 1u)) continue;
-        total = first ? got.values[k] : combine(total, got.values[k]);
-        first = false;
+        if (got.active >> k & 1u) parts[count++] = got.values[k];
     }
-    return total;
+    for (; count > 1; count = (count + 1) / 2) {
+        for (int k = 0; k < count / 2; k++) parts[k] = combine(parts[2 * k], parts[2 * k + 1]);
+        if (count % 2 != 0) parts[count / 2] = parts[count - 1];
+    }
+    return parts[0];
 }
 
 }  // namespace shim
