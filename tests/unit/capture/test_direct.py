@@ -15,22 +15,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
 from fusewright import _torch_compat as compat
-from fusewright import registry, report
+from fusewright import report
 from fusewright.capture import direct
 from tests.compare import differences
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-BACKENDS = ["fusewright_null", "fusewright_interp", "x86_onednn"]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    name = str(request.param)
-    if name == "x86_onednn" and not registry.info(name).available:
-        pytest.skip(f"{name}: {registry.info(name).device}")
-    return name
-
 
 def modes() -> tuple[Any, ...]:
     """Every mode of this thread that decides what an op does."""

@@ -11,21 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fusewright import registry, report
+from fusewright import report
 from tests.compare import against_eager
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-BACKENDS = ["fusewright_null", "fusewright_interp", "x86_onednn"]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    name = str(request.param)
-    if name == "x86_onednn" and not registry.info(name).available:
-        pytest.skip(f"{name}: {registry.info(name).device}")
-    return name
-
 
 def r(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
