@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,31 +10,12 @@ from torch import Tensor
 
 from fusewright import ops, report
 from fusewright_mps.lowerings import WITHOUT_CALL
+from tests.backends.mps.native import COMPOSITE, kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-COMPOSITE = {"CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
 CPU_ATTENTION = {"sdpa_with_lse", "sdpa_backward"}
 """In no graph of MPS tensors."""
-
-
-@cache
-def kernels() -> dict[str, set[str]]:
-    """The dispatch keys of every operator in torch's own table, by name and overload."""
-    table = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
-    rows = {row.split("(")[0]: row for row in re.split(r"^- func: ", table.read_text(), flags=re.MULTILINE)[1:]}
-    return {name: _keys(rows[_delegate(row) or name]) for name, row in rows.items()}
-
-
-def _delegate(row: str) -> str | None:
-    found = re.search(r"^  structured_delegate: (\S+)", row, re.MULTILINE)
-    return found and found[1]
-
-
-def _keys(row: str) -> set[str]:
-    found = re.search(r"^  dispatch:\n((?:    .*\n)*)", row, re.MULTILINE)
-    named = re.findall(r"^    ([\w, ]+):", found[1], re.MULTILINE) if found else ["CompositeImplicitAutograd"]
-    return {key.strip() for keys in named for key in keys.split(",")}
 
 
 def test_the_rows_that_torch_does_not_compute_on_mps_are_known() -> None:

@@ -1,0 +1,118 @@
+"""How many ATen operators `apple_mps` covers, by torch's own OpInfo database: `python -m ci.mps_operators [--shard 1/4]`.
+
+The first sample of every entry, forward and backward, go through the backend, simulated, with the kernels themselves computed by
+the CPU's emitter. Every operator of a graph is lowered (to a Metal kernel), carried (torch's own MPS call, inside of a region), or
+left to eager, which has code for it on MPS or not: that says torch's table of operators. An operator counts once, where it fares
+worst. Exit code 1 when fewer than `--least` operators are covered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten
+
+from ci.mps_fusion import Traffic, counting
+from fusewright import ops, report
+from fusewright_mps.backend import AppleMps
+from tests.backends.mps.native import computes
+
+LEAST = 300
+"""Operators that PyTorch's own MPS backend announced (PyTorch 2.0 release notes, 2023)."""
+ORDER = ("lowered", "view", "carried", "eager on MPS", "not on MPS")
+"""From best to worst."""
+DTYPES = (torch.float32, torch.int64)
+"""The first that an entry has."""
+SAMPLES = 1
+
+
+def operators(shard: tuple[int, int]) -> dict[str, str]:
+    """Every ATen operator of the entries' graphs, and where it runs at the worst."""
+    found: dict[str, str] = {}
+    for k, op in enumerate(op_db):
+        if k % shard[1] != shard[0] - 1:
+            continue
+        for name, where in _of_entry(op):
+            found[name] = max(found.get(name, where), where, key=ORDER.index)
+    return found
+
+
+def _of_entry(op: Any) -> Iterator[tuple[str, str]]:
+    for dtype in [t for t in DTYPES if t in op.supported_dtypes("cpu")][:1]:
+        gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        for sample in _samples(op, dtype, gradients):
+            with report.recording() as reports:
+                _run(op, sample, gradients)
+            for r in reports:
+                yield from ((_operator(o.op), _where(o)) for o in r.ops)
+
+
+def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
+    torch.manual_seed(0)
+    found = []
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # some need a library that this build lacks
+        for sample in op.sample_inputs("cpu", dtype, requires_grad=gradients):
+            found.append(sample)
+            if len(found) == SAMPLES:
+                break
+    return found
+
+
+def _run(op: Any, sample: Any, gradients: bool) -> None:
+    """What does not run is not counted: whether results are right is the business of `ci/opinfo.py`."""
+    torch.compiler.reset()
+    fn = torch.compile(
+        lambda x, a, kw: op(x, *a, **kw), backend="apple_mps", options={"simulate": True, "cache": False}
+    )
+    with contextlib.suppress(Exception):
+        out = fn(sample.input, sample.args, sample.kwargs)
+        leaves = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        if gradients and leaves:
+            sum(t.abs().sum() for t in leaves).backward()  # type: ignore[union-attr]
+
+
+def _operator(name: str) -> str:
+    """The overload of a record: a row of the opset, or the full name of an op that is in none."""
+    row = ops.OPS.get(name)
+    return (row.qualname if row is not None else name).removesuffix(".default")
+
+
+def _where(o: report.OpRecord) -> str:
+    if o.where != "eager":
+        return o.where
+    return "eager on MPS" if computes(_operator(o.op).removeprefix("aten::")) else "not on MPS"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--shard", default="1/1", metavar="I/N")
+    p.add_argument("--least", type=int, default=LEAST)
+    p.add_argument("--json", help="write every operator to this file")
+    a = p.parse_args(argv)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    first, parts = map(int, a.shard.split("/"))
+    with counting(AppleMps, Traffic()):
+        found = {n: w for n, w in sorted(operators((first, parts)).items()) if n.startswith("aten::")}
+    packets = {n.partition(".")[0] for n, w in found.items() if w != "not on MPS"}
+    for where in ORDER:
+        print(f"{where:14} {sum(w == where for w in found.values()):4} overloads")
+    print(f"covered: {len(packets)} ATen operators, {sum(w != 'not on MPS' for w in found.values())} overloads")
+    print("not on MPS:", ", ".join(n for n, w in found.items() if w == "not on MPS") or "none")
+    if a.json:
+        Path(a.json).write_text(json.dumps(found, indent=1))
+    return 0 if len(packets) >= a.least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

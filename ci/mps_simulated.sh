@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The Mac's backend on a machine that is none: its tests, every model of the suite, its fusion beside Triton's, and the Mac's own
+# job run dry. It needs a C++ compiler.
+# Usage: ci/mps_simulated.sh apple_mps
+set -euo pipefail
+name=$1
+PYTHON=${PYTHON:-python}
+"$PYTHON" -m pytest -n 2 -q tests/backends/mps </dev/null
+"$PYTHON" -m ci.mps_models
+"$PYTHON" -m ci.mps_fusion --train bert_small
+"$PYTHON" -m ci.mps_operators
+"$PYTHON" ci/opinfo.py --backend "$name" --simulate --samples 1 --shard 1/4
+ci/mps.sh "$name" --simulate
