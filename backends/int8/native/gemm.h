@@ -6,6 +6,10 @@
 namespace fusewright::int8 {
 namespace {
 
+constexpr i64 kFewRows = 4;  // so few wait for memory, and leave tiles mostly empty
+constexpr i64 kAhead = 8192;  // bytes of weights that are asked for before they are needed
+constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the nearest cache
+
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
 // What the columns of a panel need after the sums, in fp64: see `Columns::of`.
@@ -50,6 +54,9 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
   }
 
   for (i64 at = 0; at < whole; at += kQuad, w += step) {
+    // Few rows wait for memory: the hardware's own prefetch stops at each page.
+    if constexpr (MR <= kFewRows)
+      for (int v = 0; v < NV * V::W / 16; ++v) __builtin_prefetch(w + kAhead + 64 * v);
     typename V::B b[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) b[v] = V::load_b(w + v * V::W * 4);
@@ -111,9 +118,34 @@ void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows
   }
 }
 
+// The most frequent end by itself: quantized, with nothing added but the bias, relu or nothing behind it. A relu before a
+// quantization is a higher lower limit.
+inline bool ends_plainly(const Gemm& g) {
+  const After& a = g.after;
+  return !g.per_row && !a.residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu);
+}
+
+template <class V>
+void finish_plainly(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
+  const After& a = g.after;
+  const std::int32_t low = a.post == Post::relu && a.zero > a.low ? a.zero : a.low;
+  const Quantizer<V> q(a.inverse, a.zero, low, a.high);
+  const i64 whole = count / V::W * V::W;
+  for (i64 r = 0; r < rows; ++r, sums += kPanel) {
+    std::uint8_t* to = static_cast<std::uint8_t*>(a.out) + (row + r) * a.out_stride + first;
+    for (i64 j = 0; j < whole; j += V::W)
+      q.store(to + j, V::scaled(V::sub(V::load(sums + j), V::load(c.offset + j)), c.scale + j, c.bias + j));
+    if (whole == count) continue;
+    std::uint8_t rest[V::W];
+    q.store(rest, V::scaled(V::sub(V::load(sums + whole), V::load(c.offset + whole)), c.scale + whole, c.bias + whole));
+    __builtin_memcpy(to + whole, rest, static_cast<std::size_t>(count - whole));
+  }
+}
+
 // Sums to results: rows [row, row + rows), columns from `first`.
 template <class V, bool FLIPS>
 void finish_sums(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
+  if (ends_plainly(g)) return finish_plainly<V>(g, c, row, rows, first, count, sums);
   for (i64 r = 0; r < rows; ++r, sums += kPanel)
     for (i64 j = 0; j < count; j += V::W) {
       auto s = V::load(sums + j), offset = V::load(c.offset + j);
@@ -127,8 +159,6 @@ void finish_sums(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, 
       }
     }
 }
-
-constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the nearest cache
 
 template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
   alignas(64) std::int32_t sums[kBlockRows * kPanel];

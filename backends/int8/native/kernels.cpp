@@ -25,7 +25,7 @@ namespace fusewright::int8 {
 extern const Kernels FUSEWRIGHT_SET;
 const Kernels FUSEWRIGHT_SET = {
     FUSEWRIGHT_TEXT(FUSEWRIGHT_SET), FUSEWRIGHT_ROWS, FUSEWRIGHT_GEMM,   weight_gemm<Vec>, depthwise<Vec>,
-    range<Vec>,                      quantize<Vec>,   quantize64<Vec>, widen<Vec>,
+    range<Vec>,                      quantize<Vec>,   quantize64<Vec>, split<Vec>,
 };
 
 }  // namespace fusewright::int8

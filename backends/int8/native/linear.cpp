@@ -100,6 +100,13 @@ Range range_of_all(const Kernels& kernels, const Floats& x, i64 threads) {
   return all;
 }
 
+// The least e with |x| < 2^e for all, bounded so that scales are normal numbers.
+int exponent_of(const Range& r) {
+  int e = 0;
+  std::frexp(std::max(-r.least, r.most), &e);
+  return std::max(e, -96);
+}
+
 }  // namespace
 
 void run_gemm(const Kernels& kernels, const Gemm& g, i64 threads) {
@@ -145,20 +152,20 @@ void run_dynamic(const Kernels& kernels, const Floats& x, const Rule& rule, Gemm
 
 void run_weight(const Kernels& kernels, const Floats& x, WeightGemm g, i64 threads) {
   if (x.m == 0 || g.n == 0) return;
-  g.m = x.m, g.k = x.k;
-  if (x.type == Type::f32 && x.k % kQuad == 0) {
-    g.x = static_cast<const float*>(x.x), g.x_stride = x.stride;
-  } else {
-    g.x_stride = round_up(x.k, kQuad);
-    float* wide = scratch<float, 1>(x.m * g.x_stride);
-    for (i64 r = 0; r < x.m; ++r) {
-      kernels.widen(x.row(r), x.type, x.k, wide + r * g.x_stride);
-      std::fill(wide + r * g.x_stride + x.k, wide + (r + 1) * g.x_stride, 0.0f);
-    }
-    g.x = wide;
-  }
+  g.m = x.m, g.k = x.k, g.planes = x.type == Type::bf16 ? 3 : 4;
+  std::uint8_t* bytes = scratch<std::uint8_t, 0>(x.m * g.planes * x.k);
+  float* scale = scratch<float, 0>(x.m);
+  each_row(x, threads, [&](i64 r) {
+    Range range = kernels.range(x.row(r), x.type, x.k);
+    bool finite = !range.nan && std::isfinite(range.most - range.least);
+    int exponent = finite ? exponent_of(range) : 0, bits = static_cast<int>(8 * g.planes - 2);
+    // A power of two: nothing of the larger numbers is rounded.
+    scale[r] = finite ? std::ldexp(1.0f, exponent - bits) : std::numeric_limits<float>::quiet_NaN();
+    kernels.split(x.row(r), x.type, x.k, std::ldexp(1.0f, bits - exponent), g.planes, bytes + r * g.planes * x.k);
+  });
+  g.x = bytes, g.x_scale = scale, g.floats = x.x, g.type = x.type, g.floats_stride = x.stride;
   i64 panels = panels_of(g.n);
-  if (g.m * g.n * g.k < kSerial / 8) return kernels.weight_gemm(g, 0, panels);
+  if (g.m * g.planes * g.n * g.k < kSerial) return kernels.weight_gemm(g, 0, panels);
   parallel(panels, threads, [&](i64 panel) { kernels.weight_gemm(g, panel, 1); });
 }
 

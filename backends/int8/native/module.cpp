@@ -96,6 +96,7 @@ void weight_linear(Address x, i64 x_stride, int type, i64 m, i64 n, i64 k, Addre
                    const py::tuple& after, i64 threads) {
   WeightGemm g;
   g.n = n, g.weight = at<const std::int8_t>(packed);
+  g.sums = reinterpret_cast<const std::int32_t*>(g.weight + matrix_bytes(n, k));
   g.w_scale = at<const float>(w_scale), g.bias = at<const float>(bias);
   g.after = after_of(after);
   py::gil_scoped_release released;

@@ -109,20 +109,31 @@ template <class V> void store_bf16(std::uint16_t* p, typename V::F y) {
   V::store_low16(p, V::add(kept, V::set(0x7FC0)));
 }
 
-// clamp(round(y * inverse) + zero, low, high), 0 for NaN. Clamped before it is rounded: the limits are whole numbers.
-template <class V>
-void store_quantized(std::uint8_t* p, typename V::F y, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high) {
-  auto v = V::mul(y, V::set(inverse));
-  auto ordered = V::ordered(v);
-  v = V::min(V::max(v, V::set(static_cast<float>(low - zero))), V::set(static_cast<float>(high - zero)));
-  V::store_low8(p, V::both(V::add(V::round(v), V::set(zero)), ordered));
-}
+// clamp(round(y * inverse) + zero, low, high), 0 for NaN. Clamped before it is rounded: the limits are whole numbers. Vectors
+// rather than numbers: a store of bytes may change any number, and each would be loaded again behind it.
+template <class V> struct Quantizer {
+  typename V::F inverse, low, high;
+  typename V::I zero;
+
+  Quantizer(float inverse_, std::int32_t zero_, std::int32_t low_, std::int32_t high_)
+      : inverse(V::set(inverse_)),
+        low(V::set(static_cast<float>(low_ - zero_))),
+        high(V::set(static_cast<float>(high_ - zero_))),
+        zero(V::set(zero_)) {}
+
+  void store(std::uint8_t* p, typename V::F y) const {
+    auto v = V::mul(y, inverse);
+    auto ordered = V::ordered(v);
+    v = V::min(V::max(v, low), high);
+    V::store_low8(p, V::both(V::add(V::round(v), zero), ordered));
+  }
+};
 
 template <class V> void store_as(const After& a, i64 at, typename V::F y) {
   switch (a.out_type) {
     case Type::f32: V::store(static_cast<float*>(a.out) + at, y); break;
     case Type::bf16: store_bf16<V>(static_cast<std::uint16_t*>(a.out) + at, y); break;
-    default: store_quantized<V>(static_cast<std::uint8_t*>(a.out) + at, y, a.inverse, a.zero, a.low, a.high);
+    default: Quantizer<V>(a.inverse, a.zero, a.low, a.high).store(static_cast<std::uint8_t*>(a.out) + at, y);
   }
 }
 

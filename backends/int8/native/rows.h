@@ -49,9 +49,8 @@ template <class V, class Fn> void each_quantized(const void* x, Type type, i64 c
 template <class V>
 void quantize(const void* x, Type type, i64 count, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high,
               std::uint8_t* out) {
-  each_quantized<V>(x, type, count, out, [&](typename V::F v, std::uint8_t* to) {
-    store_quantized<V>(to, v, inverse, zero, low, high);
-  });
+  const Quantizer<V> q(inverse, zero, low, high);
+  each_quantized<V>(x, type, count, out, [q](typename V::F v, std::uint8_t* to) { q.store(to, v); });
 }
 
 template <class V>
@@ -62,12 +61,19 @@ void quantize64(const void* x, Type type, i64 count, double inverse, std::int32_
   });
 }
 
-template <class V> void widen(const void* x, Type type, i64 count, float* out) {
+template <class V> void split(const void* x, Type type, i64 count, float factor, i64 planes, std::uint8_t* out) {
+  auto half = V::set(static_cast<std::int32_t>(std::uint32_t{1} << (8 * planes - 1)));
   each_vector<V>(x, type, count, [&](typename V::F v, i64 at, i64 n) {
-    if (n == V::W) return V::store(out + at, v);
-    alignas(64) float rest[V::W];
-    V::store(rest, v);
-    __builtin_memcpy(out + at, rest, static_cast<std::size_t>(n) * 4);
+    auto word = V::add(V::round(V::mul(v, V::set(factor))), half);
+    for (i64 plane = 0; plane < planes; ++plane, word = V::shr(word, 8)) {
+      if (n == V::W) {
+        V::store_low8(out + plane * count + at, word);
+        continue;
+      }
+      std::uint8_t rest[V::W];
+      V::store_low8(rest, word);
+      __builtin_memcpy(out + plane * count + at, rest, static_cast<std::size_t>(n));
+    }
   });
 }
 

@@ -12,7 +12,6 @@ namespace {
 constexpr i64 kTile = 16;  // rows of a tile, and its columns of int32
 constexpr i64 kTileRows = 2 * kTile;
 constexpr i64 kTileK = 64;
-constexpr i64 kFewRows = 4;  // below these, tiles are mostly empty and vectors are as fast
 
 enum Tile : int { SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 };
 

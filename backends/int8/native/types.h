@@ -57,12 +57,18 @@ struct Gemm {
   After after;
 };
 
-// The same with x[m, k] in fp32, rows `x_stride` apart and zeros up to a multiple of 4 behind k.
+// Float rows as whole numbers: x = (number of `planes` bytes) * scale[row], row r's bytes in rows planes * r and following, the
+// lowest first, half of the range added so that they are unsigned. So a product of floats is one of 8 bits, exactly summed.
 struct WeightGemm {
-  const float* x = nullptr;
-  i64 x_stride = 0;
+  const std::uint8_t* x = nullptr;
+  i64 planes = 0;
+  const float* x_scale = nullptr;  // NaN for a row with NaN or Inf, which is computed from `floats` instead
+  const void* floats = nullptr;
+  Type type = Type::f32;
+  i64 floats_stride = 0;
   i64 m = 0, n = 0, k = 0;
   const std::int8_t* weight = nullptr;
+  const std::int32_t* sums = nullptr;
   const float* w_scale = nullptr;
   const float* bias = nullptr;
   After after;
@@ -113,7 +119,8 @@ struct Kernels {
                    std::uint8_t* out);
   void (*quantize64)(const void* x, Type type, i64 count, double inverse, std::int32_t zero, std::int32_t low,
                      std::int32_t high, std::uint8_t* out);
-  void (*widen)(const void* x, Type type, i64 count, float* out);
+  // round(x * factor), half the range of `planes` bytes added: byte i to out[i * count] and following
+  void (*split)(const void* x, Type type, i64 count, float factor, i64 planes, std::uint8_t* out);
 };
 
 }  // namespace fusewright::int8

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 10)).eval().to(dtype)
+    return (
+        nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 10)).eval().to(dtype)
+    )
 
 
 class Block(nn.Module):
@@ -41,7 +43,9 @@ class Block(nn.Module):
 
 def cnn() -> nn.Module:
     first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-    net = nn.Sequential(first, nn.MaxPool2d(2), Block(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).eval()
+    net = nn.Sequential(
+        first, nn.MaxPool2d(2), Block(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    ).eval()
     for m in net.modules():
         if isinstance(m, nn.BatchNorm2d):
             m.running_mean.normal_()
@@ -78,7 +82,8 @@ def judge(ours: Tensor, quantized: Tensor, exact: Tensor) -> None:
 
 @needs_core
 @pytest.mark.parametrize(
-    ("recipe", "calls"), [("static", ["linear"] * 3), ("dynamic", ["dynamic_linear"] * 3), ("weight_only", ["weight_linear"] * 3)]
+    ("recipe", "calls"),
+    [("static", ["linear"] * 3), ("dynamic", ["dynamic_linear"] * 3), ("weight_only", ["weight_linear"] * 3)],
 )
 def test_each_recipe_becomes_its_own_calls(recipe: str, calls: list[str], plans: Any) -> None:
     model, x = mlp(), torch.randn(8, 64)
@@ -167,7 +172,10 @@ def test_torchaos_tensors_are_lowered(dtype: torch.dtype, plans: Any) -> None:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
     x = torch.randn(2, 5, 64, dtype=dtype)
-    for config, call in ((Int8DynamicActivationInt8WeightConfig(), "dynamic_linear"), (Int8WeightOnlyConfig(), "weight_linear")):
+    for config, call in (
+        (Int8DynamicActivationInt8WeightConfig(), "dynamic_linear"),
+        (Int8WeightOnlyConfig(), "weight_linear"),
+    ):
         torch.compiler.reset()
         quantize_(model := mlp(dtype), config)
         with torch.no_grad():

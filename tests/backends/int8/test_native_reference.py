@@ -93,3 +93,14 @@ def test_the_reference_of_a_linear_is_the_dequantized_product() -> None:
     w_scale, bias = torch.rand(7, generator=g), torch.randn(7, generator=g)
     want = ((x.double() - 11) * torch.tensor(0.3).double()) @ (w.double() * w_scale.double()[:, None]).t() + bias
     torch.testing.assert_close(reference.linear(x, w, w_scale, bias, 0.3, 11).double(), want, rtol=2**-23, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_weight_only_is_at_least_as_accurate_as_a_float_product(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        x, g = matrix(seed, 5, 300, F32).clamp(-1e6, 1e6).to(dtype), torch.Generator().manual_seed(seed)
+        w, scale = torch.randint(-128, 128, (40, 300), generator=g, dtype=torch.int8), torch.rand(40, generator=g)
+        exact = (x.double() @ w.double().t()) * scale.double()
+        eager = torch.nn.functional.linear(x, w.to(dtype)) * scale
+        own = reference.weight_linear(x, w, scale, None)
+        assert (own - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-30, seed

@@ -111,8 +111,8 @@ def weight_linear(
     residual: Tensor | None = None, post: str = "none", post_args: Sequence[float] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Weight-only int8: x [..., k] (fp32 or bf16) times the packed weight, sums in fp32. At memory speed for up to 32 rows; more
-    rows are right, but a float product of a widened weight is faster. Arguments as in `dynamic_linear`."""
+    """Weight-only int8: x [..., k] (fp32 or bf16) times the packed weight, rounded once; see `reference.weight_linear`. At memory
+    speed for a few rows; for many, a float product of a widened weight is faster. Arguments as in `dynamic_linear`."""
     rows, n, k = _float_operands(x, packed, w_scale, bias)
     shape = (*x.shape[:-1], n)
     residual = _residual(residual, shape)

@@ -16,7 +16,6 @@ struct Vec {
 #else
   static constexpr int MR[] = {0, 4, 4};
 #endif
-  static constexpr int WEIGHT_MR = 4;
 
   using F = __m256;
   using I = __m256i;
@@ -122,6 +121,11 @@ struct Vec {
     __m256d r = _mm256_set1_pd(row);
     return scaled(a, _mm256_mul_pd(_mm256_loadu_pd(scale), r), _mm256_mul_pd(_mm256_loadu_pd(scale + 4), r), bias);
   }
+  static F joined(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale, const double* bias,
+                  double row) {
+    __m128 lo = joined_half(s, planes, offset, scale, bias, row);
+    return _mm256_set_m128(joined_half(s + 4, planes, offset + 4, scale + 4, bias + 4, row), lo);
+  }
   static I quantized64(F a, double inverse, double zero, double low, double high) {
     __m128i lo = quantized64(_mm256_cvtps_pd(_mm256_castps256_ps128(a)), inverse, zero, low, high);
     __m128i hi = quantized64(_mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)), inverse, zero, low, high);
@@ -137,6 +141,15 @@ struct Vec {
     __m256d y = _mm256_mul_pd(_mm256_cvtepi32_pd(_mm256_extracti128_si256(a, 1)), hi);
     x = _mm256_add_pd(x, _mm256_loadu_pd(bias)), y = _mm256_add_pd(y, _mm256_loadu_pd(bias + 4));
     return _mm256_set_m128(_mm256_cvtpd_ps(y), _mm256_cvtpd_ps(x));
+  }
+  static __m128i four(const std::int32_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static __m128 joined_half(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale,
+                            const double* bias, double row) {
+    __m256d y = _mm256_cvtepi32_pd(_mm_sub_epi32(four(s + (planes - 1) * kPanel), four(offset)));
+    for (i64 p = planes - 2; p >= 0; --p)
+      y = _mm256_add_pd(_mm256_mul_pd(y, _mm256_set1_pd(256.0)), _mm256_cvtepi32_pd(four(s + p * kPanel)));
+    y = _mm256_mul_pd(y, _mm256_mul_pd(_mm256_loadu_pd(scale), _mm256_set1_pd(row)));
+    return _mm256_cvtpd_ps(_mm256_add_pd(y, _mm256_loadu_pd(bias)));
   }
   static __m128i quantized64(__m256d x, double inverse, double zero, double low, double high) {
     x = _mm256_add_pd(_mm256_mul_pd(x, _mm256_set1_pd(inverse)), _mm256_set1_pd(zero));

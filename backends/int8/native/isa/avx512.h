@@ -13,7 +13,6 @@ struct Vec {
   static constexpr int NV = 4;
   // Accumulators fill the 32 registers: 6 x 4 = 24 beside four of weights and one of x.
   static constexpr int MR[] = {0, 12, 12, 8, 6};
-  static constexpr int WEIGHT_MR = 4;
 
   using F = __m512;
   using I = __m512i;
@@ -97,6 +96,12 @@ struct Vec {
     __m512d r = _mm512_set1_pd(row);
     return scaled(a, _mm512_mul_pd(_mm512_loadu_pd(scale), r), _mm512_mul_pd(_mm512_loadu_pd(scale + 8), r), bias);
   }
+  static F joined(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale, const double* bias,
+                  double row) {
+    __m256 lo = joined_half(s, planes, offset, scale, bias, row);
+    __m256 hi = joined_half(s + 8, planes, offset + 8, scale + 8, bias + 8, row);
+    return _mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1);
+  }
   static I quantized64(F a, double inverse, double zero, double low, double high) {
     __m256i lo = quantized64(_mm512_cvtps_pd(_mm512_castps512_ps256(a)), inverse, zero, low, high);
     __m256i hi = quantized64(_mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)), inverse, zero, low, high);
@@ -111,6 +116,15 @@ struct Vec {
     __m512d y = _mm512_mul_pd(_mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(a, 1)), hi);
     x = _mm512_add_pd(x, _mm512_loadu_pd(bias)), y = _mm512_add_pd(y, _mm512_loadu_pd(bias + 8));
     return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(x)), _mm512_cvtpd_ps(y), 1);
+  }
+  static __m256i half(const std::int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static __m256 joined_half(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale,
+                            const double* bias, double row) {
+    __m512d y = _mm512_cvtepi32_pd(_mm256_sub_epi32(half(s + (planes - 1) * kPanel), half(offset)));
+    for (i64 p = planes - 2; p >= 0; --p)
+      y = _mm512_add_pd(_mm512_mul_pd(y, _mm512_set1_pd(256.0)), _mm512_cvtepi32_pd(half(s + p * kPanel)));
+    y = _mm512_mul_pd(y, _mm512_mul_pd(_mm512_loadu_pd(scale), _mm512_set1_pd(row)));
+    return _mm512_cvtpd_ps(_mm512_add_pd(y, _mm512_loadu_pd(bias)));
   }
   static __m256i quantized64(__m512d x, double inverse, double zero, double low, double high) {
     x = _mm512_add_pd(_mm512_mul_pd(x, _mm512_set1_pd(inverse)), _mm512_set1_pd(zero));

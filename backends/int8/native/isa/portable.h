@@ -14,7 +14,6 @@ struct Vec {
   static constexpr int W = 8;        // lanes of 32 bits
   static constexpr int NV = 2;       // vectors of columns that a product takes at a time
   static constexpr int MR[] = {0, 2, 2};  // rows with so many vectors
-  static constexpr int WEIGHT_MR = 2;     // rows of a weight-only product
 
   struct F { float v[W]; };
   struct I { std::int32_t v[W]; };
@@ -110,6 +109,15 @@ struct Vec {
   }
   static F scaled(I a, const double* scale, const double* bias, double row) {
     return each<F>([&](int i) { return static_cast<float>(a.v[i] * (scale[i] * row) + bias[i]); });
+  }
+  // Numbers of `planes` sums of bytes, each kPanel from the one before it, the lowest first; `offset` is for the highest.
+  static F joined(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale, const double* bias,
+                  double row) {
+    return each<F>([&](int i) {
+      double y = s[(planes - 1) * kPanel + i] - offset[i];
+      for (i64 p = planes - 2; p >= 0; --p) y = y * 256.0 + s[p * kPanel + i];
+      return static_cast<float>(y * (scale[i] * row) + bias[i]);
+    });
   }
   // round(a * inverse + zero) within [low, high], 0 for NaN
   static I quantized64(F a, double inverse, double zero, double low, double high) {
