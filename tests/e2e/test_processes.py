@@ -60,23 +60,60 @@ def inference(rank: int, options: dict[str, Any]) -> None:
             torch.testing.assert_close(fast(x), expected)
 
 
-def training(rank: int, options: dict[str, Any]) -> None:
+def losses(
+    rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any] | None, inside: bool = False
+) -> list[float]:
+    """Of three steps, each process on its half of a batch. `inside`: what is shared is compiled, not the sharing."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Block(), Block()), torch.randn(8, 32)[4 * rank : 4 * rank + 4]
+
+    def compiled(m: torch.nn.Module) -> Any:
+        return m if options is None else torch.compile(m, backend="x86_onednn", options=options)
+
+    fn = share(compiled(model)) if inside else compiled(share(model))
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in calls(rank, 3):
+        loss = fn(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def as_in_eager(
+    rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any], inside: bool = False
+) -> None:
     """Losses go down as they do in eager."""
+    eager = losses(rank, share, None, inside)
+    torch.testing.assert_close(losses(rank, share, options, inside), eager, rtol=1e-4, atol=1e-5)
+    assert eager[0] > eager[-1]
 
-    def losses(compiled: bool) -> list[float]:
-        torch.manual_seed(0)
-        model, x = divided(torch.nn.Sequential(Block(), Block())), torch.randn(4, 32)
-        fn = torch.compile(model, backend="x86_onednn", options=options) if compiled else model
-        optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
-        for _ in calls(rank, 3):
-            loss = fn(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
 
-    torch.testing.assert_close(losses(True), losses(False), rtol=1e-4, atol=1e-5)
+def tensor_parallel(rank: int, options: dict[str, Any]) -> None:
+    as_in_eager(rank, divided, options)
+
+
+def data_parallel(rank: int, options: dict[str, Any]) -> None:
+    """Buckets so small that Dynamo cuts the graph: gradients are summed while the backward pass goes on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1000
+    as_in_eager(rank, lambda m: DistributedDataParallel(m, bucket_cap_mb=0.01), options)
+    as_in_eager(rank, DistributedDataParallel, options, inside=True)
+
+
+def fully_sharded(rank: int, options: dict[str, Any]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def share(m: torch.nn.Module) -> torch.nn.Module:
+        mesh = init_device_mesh("cpu", (2,))
+        for part in m:  # type: ignore[attr-defined]
+            fully_shard(part, mesh=mesh)
+        return fully_shard(m, mesh=mesh)
+
+    as_in_eager(rank, share, options)
 
 
 def repair_of_one(rank: int, options: dict[str, Any]) -> None:
@@ -116,7 +153,9 @@ def _process(rank: int, work: Callable[[int, dict[str, Any]], None], folder: Pat
 
 
 @pytest.mark.parametrize(
-    "work", [inference, pytest.param(training, marks=pytest.mark.slow), repair_of_one], ids=lambda f: f.__name__
+    "work",
+    [inference, *(pytest.param(w, marks=pytest.mark.slow) for w in (tensor_parallel, data_parallel, fully_sharded)), repair_of_one],
+    ids=lambda f: f.__name__,
 )
 def test_both_come_to_the_end(work: Callable[[int, dict[str, Any]], None], tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
