@@ -132,7 +132,7 @@ def _sizes(program: Writer) -> Iterator[str]:
 
 def _parameters(program: Writer, text: str, config: Config) -> tuple[tuple[Argument, ...], list[str]]:
     """What the function is given, and how it says so."""
-    words = set(re.findall(r"\w+", text))
+    words = set(re.findall(r"(?<![.\w])\w+", text))  # at.x is no buffer x
     stored = {n.buffer for n in program.nodes.values() if n.op == "store"}
     arguments, parameters = list[Argument](), list[str]()
     for k, name in enumerate(program.buffers):

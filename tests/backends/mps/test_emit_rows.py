@@ -8,6 +8,7 @@ import torch
 
 from fusewright.toolkit.ir import Builder, Kernel, symbol
 from fusewright.toolkit.ir.types import DType, to_torch
+from fusewright.toolkit.transform.split import split_rows
 from fusewright_mps.emit.schedule import choose
 from fusewright_mps.emitter import Unsupported, emit, variant_for
 from tests.backends.mps import representative
@@ -162,6 +163,24 @@ def test_long_sums_are_as_accurate_as_torchs(shape: tuple[int, int]) -> None:
     compiled([b.build()]).run(0, [data, out])
     exact, torchs = data.double().sum(0 if columns else 1), data.sum(0 if columns else 1)
     assert off(out, exact) <= 2 * off(torchs, exact) + 2.0**-24
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "argmax"])
+def test_a_long_row_of_few_points_is_two_kernels(how: str) -> None:
+    """What the toolkit splits: parts of the row beside each other, then the parts."""
+    b = Builder("long", p=[2], r=[40_013])
+    i, j = b.axes
+    y = b.reduce(how, b.load(b.input("x", "f32"), i * 40_013 + j))
+    b.store(b.output("y", y.dtype), i, y)
+    split = split_rows(b.build())
+    assert split is not None
+    steps = compiled([split.first.kernel, split.second.kernel])
+    x, y_ = torch.randn(2, 40_013), torch.zeros(2, dtype=to_torch(y.dtype))
+    parts = [torch.zeros(int(n), dtype=to_torch(t)) for t, n in split.partials if isinstance(n, int)]
+    steps.run(0, [x, *parts])
+    steps.run(1, [x, y_, *parts])
+    want = {"sum": x.double().sum(1).float(), "max": x.amax(1), "argmax": x.argmax(1)}[how]
+    torch.testing.assert_close(y_, want, atol=2e-4, rtol=1e-6)
 
 
 def off(got: torch.Tensor, exact: torch.Tensor) -> float:
