@@ -162,12 +162,12 @@ def _parse_text(name: str, text: str, kind: Any) -> Any:
         if text.lower() not in _BOOLS:
             raise OptionError(f"{name}={text!r} is not a truth value; use 1 or 0")
         return _BOOLS[text.lower()]
-    if kind is int:
+    if kind in (int, float):
         try:
-            return int(text)
+            return kind(text)
         except ValueError:
-            raise OptionError(f"{name}={text!r} is not a whole number") from None
-    if typing.get_origin(kind) is tuple:
+            raise OptionError(f"{name}={text!r} is not {_spelled(kind)}") from None
+    if kind is tuple or typing.get_origin(kind) is tuple:
         return _check(name, tuple(part.strip() for part in text.split(",") if part.strip()), kind)
     return _check(name, text, kind)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from fusewright.cli.app import app
@@ -89,9 +90,19 @@ def test_training_shows_both_graphs() -> None:
     assert document["recompiles"] == 0
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_options_and_what_they_cost_in_accuracy(file: str) -> None:
+    given = ["--backend", "graviton_acl", "--option", "simulate=1", "--option", "target=neoverse-v1", "--accuracy"]
+    document = json.loads(explain(f"{file}:net", *given, "--json").output)
+    assert document["accuracy"]["passed"] and document["accuracy"]["err_max"] < 1e-5
+    torch.compiler.reset()
+    assert "error against fp64: largest" in explain(f"{file}:net", *given).output
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["bert", "--backend", "fusewright_null", "--option", "tile=8"], "'tile=8' is no option"),
         (["brt"], "bert"),
         (["bert", "--backend", "x86_onedn"], "x86_onednn"),
         (["nofile.py:net"], "there is no file"),

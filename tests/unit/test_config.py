@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fusewright.config import ENV, Options, env, unknown_env
+from fusewright.config import ENV, Options, env, options_of_text, unknown_env
 from fusewright.errors import OptionError
 from fusewright.interface import Backend, Device, Unavailable
 
@@ -84,3 +84,17 @@ def test_the_cache_key_holds_what_changes_the_code_and_nothing_else() -> None:
     assert Options.parse({"fallback": "error", "dump": ["all"], "cache": False}, Toy).key() == key
     assert Options.parse({"fuel": 3}, Toy).key() != key
     assert Options.parse({"tile": 8}, Toy).key() != key
+
+
+def test_options_as_text_get_the_type_of_their_default() -> None:
+    given = options_of_text(["tile=8", "slack=0.25", "order=b,c", "simulate=1", "check=contract"], Toy)
+    assert given == {"tile": 8, "slack": 0.25, "order": ("b", "c"), "simulate": True, "check": ("contract",)}
+    assert Options.parse(given, Toy).backend == {"tile": 8, "slack": 0.25, "order": ("b", "c")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("tyle=8", "tile"), ("tile", "NAME=VALUE"), ("slack=much", "a number"), ("tile=x", "whole")]
+)
+def test_options_as_text_that_fit_nothing(text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        options_of_text([text], Toy)

@@ -14,9 +14,11 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright.toolkit.region.pattern import Match
 from fusewright_acl import fpmath
+from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
 from fusewright_cpu.onednn.choices import Product, penalised
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.left_behind import SHAPES
@@ -32,6 +34,9 @@ from fusewright_cpu.onednn.lowerings import (
     weight_of,
 )
 from fusewright_cpu.onednn.patterns import posts
+from fusewright_cpu.run.jit import compile_kernels
+from fusewright_cpu.run.sources import hash_of
+from fusewright_cpu.target import host_target
 
 POINT = ((0, 0), (1, 1), (1, 1), 1)
 """Padding, stride, dilation and groups of a 1x1 convolution."""
@@ -54,22 +59,42 @@ def lower(m: Match, b: Builder) -> None:
 
 
 def form_of(op: OpView, b: Builder) -> str:
-    """ "aten", "packed", "blas", "point" or "bf16" for this product here."""
+    """ "aten", "packed", "blas", "point", "gemv" or "bf16" for this product here."""
     product, (x, w, _) = product_of(op), operands(op)
     wide = min(product.k, product.n) >= LEAST
     if product.dtype is torch.float32 and b.ctx.options["fpmath"] == "bf16" and wide:
         return "bf16"
-    if not spec_of(x).static or not b.is_const(w) or b.ctx.options["prepack"] == "never" or not wide:
-        return "aten"
+    few, prepack = gemv_of(op, b) is not None, b.ctx.options["prepack"]
+    packs = spec_of(x).static and b.is_const(w) and prepack != "never" and wide
     packed = "packed" if product.dtype is torch.float32 else "point"
-    if b.ctx.options["prepack"] == "always":
+    if packs and prepack == "always":
         return packed
-    if not SHAPES.admit(product.key, b.owner):
+    if packs and not SHAPES.admit(product.key, b.owner):
         b.ctx.provisional()
+        packs = False
+    blas = packs and product.dtype is torch.float32
+    forms = ["aten", *([packed] if packs else []), *(["blas"] if blas else []), *(["gemv"] if few else [])]
+    if len(forms) == 1:
         return "aten"
-    forms = ("aten", packed, "blas") if product.dtype is torch.float32 else ("aten", packed)
     candidates = {f: _MEASURE[f](product.proxy()) for f in forms}
     return b.ctx.choose(f"acl {product.key} {'/'.join(forms)}", Lazy(candidates))
+
+
+def gemv_of(op: OpView, b: Builder) -> Gemv | None:
+    """The kernel for a product of few rows, whose matrix is read as it lies: [n, k], dense."""
+    p, (x, w, bias) = product_of(op), operands(op)
+    specs = [b.spec(x), b.spec(w)]
+    if p.m > MOST_ROWS or not all(s.static for s in specs) or not _dense(specs[0], contiguous_strides(specs[0].shape)):  # type: ignore[arg-type]
+        return None
+    if not _dense(specs[1], (p.k, 1) if op.op == "linear" else (1, p.k)):
+        return None
+    kind = from_torch(p.dtype)
+    kernel = Gemv(p.m, kind, kind, "" if bias is None else from_torch(spec_of(bias).dtype))
+    return None if kernel.refused(host_target()) else kernel
+
+
+def _dense(spec: TensorSpec, stride: Sequence[int]) -> bool:
+    return all(n == 1 or s == d for n, s, d in zip(spec.shape, spec.stride, stride, strict=True))
 
 
 # -- written into the fragment
@@ -135,8 +160,18 @@ def _bf16(m: Match, b: Builder) -> str:
     return "ACL product, multiplied in bf16 (fpmath)"
 
 
+def _gemv(m: Match, b: Builder) -> str:
+    op, p = m.anchor, product_of(m.anchor)
+    kernel = gemv_of(op, b)
+    assert kernel is not None
+    values = [v for v in operands(op) if v is not None]
+    b.launch(kernel, hash_of(kernel), values, (p.n, p.k), (), out=op.out, op=op)
+    b.close_call((op,))
+    return "product of few rows in one kernel"
+
+
 _WRITE: dict[str, Callable[[Match, Builder], str]] = {
-    "aten": _aten, "packed": _packed, "blas": _blas, "point": _point, "bf16": _bf16,
+    "aten": _aten, "packed": _packed, "blas": _blas, "point": _point, "gemv": _gemv, "bf16": _bf16,
 }  # fmt: skip
 
 
@@ -202,8 +237,20 @@ def _time_point(p: Product) -> Callable[[], Thunk]:
     return make
 
 
+def _time_gemv(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        given = [t for t in _tensors(p) if t is not None]
+        kind = from_torch(p.dtype)
+        kernel = Gemv(p.m, kind, kind, kind if p.bias else "")
+        launcher = compile_kernels([kernel]).launcher(kernel)
+        given.append(torch.empty(p.m, p.n, dtype=p.dtype))
+        return lambda: launcher(given, (p.n, p.k))
+
+    return make
+
+
 _MEASURE: dict[str, Callable[[Product], Callable[[], Thunk]]] = {
-    "aten": _time_aten, "packed": _time_packed, "blas": _time_blas, "point": _time_point,
+    "aten": _time_aten, "packed": _time_packed, "blas": _time_blas, "point": _time_point, "gemv": _time_gemv,
 }  # fmt: skip
 
 

@@ -87,9 +87,26 @@ def test_a_nan_stays_behind_an_activation() -> None:
     assert torch.isnan(g.run(compiled(g, [y]), [y])[0]).sum() == 16
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("rows", [(1,), (4,), (1, 1), (2, 2)])
+def test_few_rows_are_multiplied_by_a_kernel_that_reads_the_weight_once(rows: tuple[int, ...], dtype: torch.dtype) -> None:
+    g, y = _linear(dtype, rows=rows, k=136)
+    found = targets(check(g, [g.op("relu", y)], "gemv"))
+    kind = "f32" if dtype is F32 else "bf16"
+    assert found[0].startswith("kernel gemv_") and found[0].endswith(f"{kind}_{kind}_bias") and found[1] == "kernel relu"
+
+
+def test_a_matrix_that_lies_the_other_way_round_is_not_read_so() -> None:
+    for dense in (True, False):
+        g = Sketch()
+        x, w = g.input(torch.randn(2, 24)), torch.randn(40, 24).t() if dense else torch.randn(24, 40)
+        found = targets(check(g, [g.op("mm", x, g.input(w, const=True))], "gemv"))
+        assert found[0].startswith("kernel gemv_2") == dense
+
+
 def test_a_weight_that_is_trained_stays_eagers() -> None:
     g = Sketch("forward")
-    x, w = g.input(torch.randn(4, 32)), g.input(torch.randn(16, 32))
+    x, w = g.input(torch.randn(5, 32)), g.input(torch.randn(16, 32))
     assert targets(compiled(g, [g.op("linear", x, w)])) == ["aten::linear"]
 
 
