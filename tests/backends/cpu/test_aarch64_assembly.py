@@ -13,7 +13,8 @@ from fusewright_cpu.run.jit import kernels_to_text, to_object
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import ARM_CORES, CpuTarget, aarch64_target, target_machine
 from tests.backends.cpu.assembly import VECTOR, has, instructions, loops
-from tests.backends.triton.kernels import add_gelu, column_sum, layer_norm, softmax
+from tests.backends.cpu.test_targets import transposed
+from tests.backends.triton.kernels import add_gelu, column_sum, cumsum, layer_norm, softmax
 
 CORES = ["neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m2"]
 
@@ -140,3 +141,27 @@ def _bytes(line: str, vector: int) -> int:
     if line.startswith("ld1sb"):
         return vector // 4
     return (2 if line.startswith("ldp") else 1) * (vector if re.search(r"\bz\d", line) else 16)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("name", ["transposed f32", "transposed bf16", "running sum", "pairs", "triples"])
+def test_lanes_are_moved_without_memory(name: str, core: str) -> None:
+    kernel = {
+        "transposed f32": transposed(128, "f32"),
+        "transposed bf16": transposed(128, "bf16"),
+        "running sum": cumsum(4, 1024),
+        "pairs": reversed_places(1024, 2),
+        "triples": reversed_places(1024, 3),
+    }[name]
+    for loop in loops(instructions(kernel, elf(core))):
+        assert not has(loop, r".*\[sp"), loop
+
+
+def reversed_places(n: int, places: int) -> Kernel:
+    """Groups of elements, each backwards."""
+    b = Builder("reversed", p=[n])
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    (i,) = b.axes
+    for k in range(places):
+        b.store(y, i * places + k, b.load(x, i * places + (places - 1 - k)) * 2)
+    return b.build()

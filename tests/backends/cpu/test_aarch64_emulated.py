@@ -21,9 +21,10 @@ from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu import test_attention as attention
 from tests.backends.cpu import test_gemv as gemv
-from tests.backends.cpu.test_aarch64_assembly import KERNELS
+from tests.backends.cpu.test_aarch64_assembly import KERNELS, reversed_places
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs
+from tests.backends.triton.kernels import cumsum
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 RANDOM = 25
@@ -98,6 +99,16 @@ def test_tiles_and_pairs(arm: Emulator, dtype: str) -> None:
     assert torch.equal(
         run(arm, weighted_pairs(73, dtype), [pairs, torch.empty(73)]), pairs[::2].float() + 2 * pairs[1::2].float()
     )
+
+
+def test_lanes_that_change_places(arm: Emulator) -> None:
+    x = torch.randn(40, 136)
+    assert torch.equal(run(arm, transposed(136, "f32"), [x, torch.empty(136, 40)]), x.t())
+    for places in (2, 3, 5):
+        flat = torch.randn(200, places)
+        assert torch.equal(run(arm, reversed_places(200, places), [flat, torch.empty(200, places)]), flat.flip(1) * 2)
+    got = run(arm, cumsum(4, 130), [x[:4, :130].contiguous(), torch.empty(4, 130)])
+    torch.testing.assert_close(got, x[:4, :130].cumsum(1))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ Two shapes of code cover everything:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusewright.toolkit.ir.extent import Extent, evaluate
 from fusewright.toolkit.ir.ir import Kernel, Node, cost
@@ -47,7 +47,7 @@ def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
         return tiled
     v = _vector_axis(kernel, sizes, serial)
     row = v is not None and v >= n_p
-    lanes = 1 if v is None or _conflicts(kernel, v) else _lanes(kernel, target, kernel.sizes[v])
+    lanes = 1 if v is None or _conflicts(kernel, v) else _lanes(kernel, _shuffling(kernel, target, v), kernel.sizes[v])
     outer = [a for a in range(n_p) if a != v]
     parallel = tuple(a for a in outer if a not in serial)
     block = 0
@@ -154,6 +154,19 @@ def _access_score(n: Node, a: int, axes: dict[int, frozenset[int]]) -> float:
     if stride == 1:
         return 2.0
     return 0.5 if stride == 0 else -4.0
+
+
+def _shuffling(kernel: Kernel, target: CpuTarget, v: int) -> CpuTarget:
+    """The target, with NEON's vectors where lanes along `v` are moved by distances that SVE has no instruction for: there
+    they would go through memory."""
+    if target.sve_bits <= 128:
+        return target
+    scans = [n for n in kernel.nodes() if n.op == "scan"] if v >= len(kernel.p) else []
+    sets = [] if v >= len(kernel.p) else [*members(kernel, v).values(), *members(kernel, v, "store").values()]
+    if not scans and not any(m.stride & (m.stride - 1) for m in sets):
+        return target
+    wide = any(n.dtype == "f32" and n.how in ("sum", "prod") for n in scans)  # these run in f64
+    return replace(target, vector_bytes=8 if wide else 16)
 
 
 def _lanes(kernel: Kernel, target: CpuTarget, size: Extent) -> int:

@@ -29,8 +29,17 @@ def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> int | Non
 
 def transpose(f: Fn, rows: list[V]) -> list[V]:
     """The columns of a square of as many vectors as they have lanes, a power of two: halves are swapped at every
-    scale."""
+    scale. On SVE beyond 128 bits by as many rounds of interleaving, the shuffle that it has an instruction for."""
     n, half = len(rows), len(rows) // 2
+    if f.module.target.sve_bits > 128:
+        for _ in range(n.bit_length() - 1):
+            pairs = [(rows[i], rows[i + half]) for i in range(half)]
+            rows = [
+                f.shuffle(a, b, [x for i in at for x in (i, n + i)])
+                for a, b in pairs
+                for at in (range(half), range(half, n))
+            ]
+        return rows
     while half:
         low = [i for i in range(n) if i % (2 * half) < half]
         first = [k if k % (2 * half) < half else n + k - half for k in range(n)]
