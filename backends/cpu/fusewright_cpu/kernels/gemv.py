@@ -198,7 +198,7 @@ class _Body:
     def _bytes(self, p: V, left: V | None) -> list[V]:
         """A chunk of int8 as vectors of i32."""
         f, w = self.f, self.w
-        if f.module.target.sve_bits > 128:
+        if f.module.target.sve_bits:
             there = [None if left is None else f.bin("sub", left, i64(w * i)) for i in range(self.parts)]
             return [widened(f, "i8", f.gep("i8", p, i64(w * i)), w, n) for i, n in enumerate(there)]
         x = load(f, "i8", p, self.chunk, 1, self._there(self.chunk, left))
