@@ -13,6 +13,7 @@ from fusewright import ops
 from fusewright.interface import OPSET
 from fusewright.ops import Kind, Op
 from fusewright.ops.aliases import ALIASES
+from fusewright_mps.lowerings import computed_by
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
@@ -50,6 +51,10 @@ which moves nothing and which kernels read in place), "carried" (eager's own cal
 "eager"; where symbolic sizes differ, after a slash. Each sample was compared with eager, and with symbolic sizes at two
 sizes where one graph holds for both. An empty cell: the row has no such dtype.
 
+The column MPS says what `apple_mps` makes of a row, forward or backward, by its tables: "kernel" (Metal), or "call" (torch's own on
+MPS, inside of regions; torch's table of operators has code for each). An empty cell: neither; a backend's decomposition or eager
+is what is left. It has been simulated, never run on a Mac.
+
 """
 
 
@@ -60,7 +65,7 @@ def page() -> str:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     for kind, title in TITLES.items():
         seen = LOWERED if any(op.name in record for op in _rows(kind)) else ()
-        head = ("name", "canonical overload", "dtype", "shape", *seen, "decomposed", "source", "what it computes")
+        head = ("name", "canonical overload", "dtype", "shape", *seen, "MPS", "decomposed", "source", "what it computes")
         rows = [_cells(op, [_lowered(record[op.name], dtype) for dtype in seen]) for op in _rows(kind)]
         parts.append(f"\n## {title}\n\n" + _table(head, rows))
     aliases = [(f"`{a.qualname}`", f"`{a.op}`") for a in ALIASES]
@@ -81,7 +86,8 @@ def _rows(kind: Kind) -> list[Op]:
 
 def _cells(op: Op, lowered: Sequence[str]) -> tuple[str, ...]:
     rules = (_rule(op.dtype_rule), _rule(op.shape_rule))
-    return f"`{op.name}`", f"`{op.qualname}`", *rules, *lowered, "yes" if op.decompose else "", op.source, op.doc
+    opened = "yes" if op.decompose else ""
+    return f"`{op.name}`", f"`{op.qualname}`", *rules, *lowered, computed_by(op.name), opened, op.source, op.doc
 
 
 def _lowered(seen: Mapping[str, Mapping[str, str]], dtype: str) -> str:

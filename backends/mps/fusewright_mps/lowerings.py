@@ -38,8 +38,10 @@ WITHOUT_CALL: dict[str, str] = {
     "q_conv": "it is oneDNN's",
 }
 """Rows of the opset that torch itself does not compute on MPS: `tests/backends/mps/test_calls.py` holds them to torch's table of
-kernels. Between kernels they would be computed on the CPU, or not at all. The CPU's own attention (`sdpa_with_lse`) is in no
-graph of MPS tensors; simulated, it stands for torch's attention."""
+kernels. Between kernels they would be computed on the CPU, or not at all."""
+
+CPU_ATTENTION = frozenset({"sdpa_with_lse", "sdpa_backward"})
+"""The CPU's own attention is in no graph of MPS tensors; simulated, it stands for torch's attention."""
 
 
 def refused(op: OpView) -> str | None:
@@ -56,6 +58,16 @@ def carried(op: OpView, verdict: Verdict) -> Verdict:
     if op.op in WITHOUT_CALL:
         return Verdict(Why.NO_LOWERING, WITHOUT_CALL[op.op])
     return Verdict(Why.CARRIED, "torch's own call on MPS, inside the region")
+
+
+def computed_by(row: str) -> str:
+    """What computes a row of the opset on MPS, at the best: "kernel" (Metal), "call" (torch's own on MPS, inside of regions), or ""
+    for what neither does."""
+    if row in RULES:
+        return "kernel"
+    if row in WITHOUT_CALL or row in CPU_ATTENTION:
+        return ""
+    return "call, few rows: kernel" if row in LOWERINGS else "call"
 
 
 def _specs(op: OpView) -> Iterable[TensorSpec]:

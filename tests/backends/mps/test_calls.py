@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from fusewright import ops, report
-from fusewright_mps.lowerings import WITHOUT_CALL
+from fusewright_mps.lowerings import CPU_ATTENTION, WITHOUT_CALL
 from tests.backends.mps.native import COMPOSITE, kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-CPU_ATTENTION = {"sdpa_with_lse", "sdpa_backward"}
-"""In no graph of MPS tensors."""
 
 
 def test_the_rows_that_torch_does_not_compute_on_mps_are_known() -> None:
