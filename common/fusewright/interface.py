@@ -472,6 +472,11 @@ class Quantization(Protocol):
         """Where quantization costs accuracy."""
         ...
 
+    def kernels(self, op: str, sizes: Sequence[Any]) -> Mapping[str, Callable[[], Any]]:
+        """Bare calls of each engine for a quantized product, for benches: "linear" of (m, k, n), "conv" of (input, weight, stride,
+        groups)."""
+        ...
+
 
 class Backend(abc.ABC):
     """One vendor's lowering. `name` is the name given to `torch.compile`; see docs/interface.md for a walk-through."""
@@ -531,6 +536,11 @@ class Backend(abc.ABC):
     def quantization(cls) -> Quantization | None:
         """How models are quantized for this backend; None: they are not. Since interface 1.3."""
         return None
+
+    @classmethod
+    def remark(cls) -> str:
+        """What `doctor` tells beside the device: which parts are there, what is missing. Since interface 1.3."""
+        return ""
 
     def policy(self) -> DevicePolicy:
         """What the host may assume of the device. Since interface 1.3."""

@@ -29,6 +29,7 @@ from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
 from fusewright_int8.flow.api import Int8Quantization
 from fusewright_int8.lowerings import ROWS, why_not
 from fusewright_int8.operators import NAMESPACE
+from fusewright_int8.run import native
 from fusewright_int8.target import best
 from fusewright_int8.tensors import ROWS as TENSOR_ROWS
 
@@ -62,6 +63,15 @@ class X86Int8(OneDnnBackend):
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             features |= {"mkldnn_bf16"}
         return Device("cpu", found.arch, features)
+
+    @classmethod
+    def remark(cls) -> str:
+        missing = native.absent()
+        return f"no native core: {missing}" if missing else f"int8 products by our core ({native.isa()}) and oneDNN"
+
+    def fingerprint(self) -> str:
+        """With the core, whose calls stand in plans."""
+        return f"{super().fingerprint()}-core {'absent' if native.absent() else native.isa()}"
 
     @classmethod
     def quantization(cls) -> Quantization:

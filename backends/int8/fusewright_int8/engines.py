@@ -198,3 +198,15 @@ _MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
     Dynamic: _dynamic,
 }
 """Measurements, by what is measured."""
+
+
+def bare(op: str, sizes: Sequence[Any]) -> dict[str, Thunk]:
+    """Each engine's call for a product of uint8, requantized: "linear" of (m, k, n), "conv" of (input, weight, stride, groups)."""
+    if op == "linear":
+        m, k, n = sizes
+        shape: Product | Convolution = Product(m, k, n, torch.uint8, torch.uint8)
+    else:
+        x, w, stride, groups = sizes
+        edges = (stride, stride), (w[2] // 2, w[3] // 2), (1, 1)
+        shape = Convolution(tuple(x), tuple(w), *edges, groups, torch.uint8, torch.uint8)
+    return {e.name: _MAKERS[type(shape)](e, shape)() for e in present()}

@@ -36,6 +36,7 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--train", is_flag=True, help=f"Training steps (default models: {', '.join(TRAINABLE)}).")
 @click.option("--kernels", "only_kernels", is_flag=True, help="Memory-bound kernels and their bandwidth.")
 @click.option("--graphs", "with_graphs", is_flag=True, help="Graph networks (also with --train) and NumPy k-means.")
+@click.option("--int8", "in_int8", is_flag=True, help="Quantized products and models, beside torch's engines and Inductor's int8.")
 @click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
 @click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend.")
 @click.option("--against", callback=_list, help="Backends beside it  [default: inductor,inductor-freezing]")
@@ -56,6 +57,7 @@ def bench(
     train: bool,
     only_kernels: bool,
     with_graphs: bool,
+    in_int8: bool,
     dtypes: list[str] | None,
     backend: str,
     against: list[str] | None,
@@ -82,6 +84,9 @@ def bench(
     if show is not None:
         _print(console, report.load(show))
         return
+    if in_int8:
+        _int8(console, models, backend, against, size, seconds, threads)
+        return
     if with_graphs:
         models = (*models, *graphs.names(train))
     cases = list(_cases(models, suite, train, only_kernels, dtypes))
@@ -100,6 +105,25 @@ def bench(
     for line in worse:
         console.print(f"regressed: {line}", style="bold red", markup=False)
     sys.exit(1 if worse or not ran else 0)
+
+
+def _int8(
+    console: Console, models: Sequence[str], backend: str, against: Sequence[str] | None, size: str, seconds: float,
+    threads: int | None,
+) -> None:
+    """Print each row as it comes: what contenders a row has depends on what runs here."""
+    import torch
+
+    from fusewright.quantization import bench as int8
+
+    torch.set_num_threads(threads or machine.cores())
+    ours = "x86_int8" if backend == "fusewright" else backend
+    for _, row in int8.measure(models, size, seconds, ours, against != []):  # type: ignore[arg-type]
+        first = next(iter(row.seconds.values()), 0.0)
+        cells = [f"{who} {t * 1e3:.3f} ms ({first / t:.2f}x)" for who, t in row.seconds.items()]
+        console.print(f"{row.name}: {', '.join(cells)}", markup=False)
+        for who, why in row.failed.items():
+            console.print(f"  ! {who}: {why}", style="red", markup=False)
 
 
 def _console() -> Console:

@@ -96,6 +96,8 @@ def _row(info: registry.BackendInfo) -> Row:
     row.chosen = info.cls is not None and registry.best(info.cls.device_type) == row.name
     if lowers == ():
         row.reason = "lowers nothing yet: everything runs in eager"
+    elif info.cls is not None:
+        row.reason = info.cls.remark()
     return row
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Int8Quantization:
         from fusewright_int8.flow.report import report
 
         return report(model, quantized, inputs)
+
+    def kernels(self, op: str, sizes: Sequence[Any]) -> Mapping[str, Callable[[], Any]]:
+        from fusewright_int8.engines import bare
+
+        return bare(op, sizes)
 
 
 def need_torchao() -> None:

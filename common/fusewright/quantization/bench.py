@@ -1,0 +1,202 @@
+"""`fusewright bench --int8`: products by torch's engines, Inductor and ours; models in int8 beside floats and Inductor's int8.
+
+Contenders take turns in one process, and the median of each is told with its ratio over the first one. A contender that fails
+has its reason in the table.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from fusewright.bench import suite
+from fusewright.interface import Quantization
+from fusewright.quantization import quantization_of
+
+LINEARS = (
+    (128, 768, 3072), (128, 3072, 768), (128, 768, 768), (512, 1024, 1024), (1, 768, 3072), (1, 4096, 4096), (8, 1024, 4096),
+    (32, 768, 768),
+)  # fmt: skip
+"""M, K, N of the suite's linears: BERT and GPT-2 at 128 tokens, a wide one, decoding, small batches."""
+CONVS = (
+    ((1, 64, 56, 56), (64, 64, 3, 3), 1, 1), ((1, 256, 56, 56), (64, 256, 1, 1), 1, 1), ((1, 512, 14, 14), (512, 512, 3, 3), 1, 1),
+    ((1, 3, 224, 224), (64, 3, 7, 7), 2, 1), ((1, 96, 112, 112), (96, 1, 3, 3), 2, 96), ((1, 144, 56, 56), (144, 1, 3, 3), 1, 144),
+)  # fmt: skip
+"""Input, weight, stride and groups of the suite's convolutions: ResNet-50 and MobileNetV2."""
+MODELS = ("bert", "gpt2", "resnet50", "mobilenet_v2", "vit")
+ENGINES = ("fbgemm", "onednn", "x86")
+CRASHES = frozenset({("onednn", "linear_dynamic")})
+"""What ends the process in some version of torch: never called (see `guarded`)."""
+
+Timed = Mapping[str, Callable[[], Any]]
+
+
+@dataclass
+class Row:
+    """Median seconds by contender, and why others did not run."""
+
+    name: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def interleaved(name: str, contenders: Timed, seconds: float = 1.0) -> Row:
+    """Every contender by turns, for about `seconds` in all."""
+    row, runs = Row(name), dict[str, Callable[[], Any]]()
+    for who, run in contenders.items():
+        try:
+            run(), run()
+            runs[who] = run
+        except Exception as e:  # a contender's own failure: a line of the table
+            row.failed[who] = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:120]}"
+    times: dict[str, list[float]] = {who: [] for who in runs}
+    end = time.perf_counter() + seconds
+    while runs and (time.perf_counter() < end or min(map(len, times.values())) < 3):
+        for who, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[who].append(time.perf_counter() - start)
+    row.seconds = {who: statistics.median(t) for who, t in times.items()}
+    return row
+
+
+# -- shapes
+
+
+@contextmanager
+def engine(name: str) -> Iterator[None]:
+    """torch's quantized engine, for a while."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = name
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def guarded(name: str, op: str) -> None:
+    """RuntimeError for a call that would end the process."""
+    if (name, op) in CRASHES:
+        raise RuntimeError(f"torch's engine {name!r} crashes the process in {op}: not called")
+    if name not in torch.backends.quantized.supported_engines:
+        raise RuntimeError(f"this torch has no engine {name!r}")
+
+
+def _quantized(shape: Sequence[int], dtype: torch.dtype = torch.quint8) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.rand(tuple(shape)) * 2 - 1, 0.01, 128 if dtype is torch.quint8 else 0, dtype)
+
+
+def _weight(shape: Sequence[int]) -> torch.Tensor:
+    n = shape[0]
+    scales, zeros = torch.full((n,), 0.01), torch.zeros(n, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.rand(tuple(shape)) - 0.5, scales, zeros, 0, torch.qint8)
+
+
+def torch_linear(name: str, m: int, k: int, n: int) -> Callable[[], Any]:
+    """A static int8 linear, requantized, by one of torch's engines."""
+    guarded(name, "linear")
+    with engine(name):
+        packed = torch.ops.quantized.linear_prepack(_weight((n, k)), torch.zeros(n))
+    x = _quantized((m, k))
+    return lambda: torch.ops.quantized.linear(x, packed, 0.05, 128)
+
+
+def torch_conv(name: str, x: Sequence[int], w: Sequence[int], stride: int, groups: int) -> Callable[[], Any]:
+    """A static int8 convolution, requantized, by one of torch's engines."""
+    guarded(name, "conv2d")
+    edges = [stride] * 2, [w[2] // 2] * 2, [1, 1]
+    with engine(name):
+        packed = torch.ops.quantized.conv2d_prepack(_weight(w), torch.zeros(w[0]), *edges, groups)
+    given = _quantized(x).contiguous(memory_format=torch.channels_last)
+    return lambda: torch.ops.quantized.conv2d(given, packed, 0.05, 128)
+
+
+def _within(name: str, make: Callable[..., Callable[[], Any]], *sizes: Any) -> Callable[[], Any]:
+    """Made at its first call; run under its engine, which packed weights remember and some operators look at."""
+    made: list[Callable[[], Any]] = []
+
+    def run() -> Any:
+        if not made:
+            made.append(make(name, *sizes))
+        return made[0]()
+
+    return run
+
+
+def shapes(by: Quantization, small: bool = False, seconds: float = 1.0) -> Iterator[Row]:
+    """A row for each product: torch's engines, Inductor on the PT2E graph, each of ours, and what is chosen."""
+    for m, k, n in LINEARS[-1:] if small else LINEARS:
+        contenders = {e: _within(e, torch_linear, m, k, n) for e in ENGINES}
+        contenders |= _graphs(by, torch.nn.Linear(k, n), (m, k))
+        contenders |= {f"ours {e}": run for e, run in by.kernels("linear", (m, k, n)).items()}
+        yield interleaved(f"linear {m}x{k}x{n}", contenders, seconds)
+    for x, w, stride, groups in CONVS[-1:] if small else CONVS:
+        contenders = {e: _within(e, torch_conv, x, w, stride, groups) for e in ENGINES}
+        layer = torch.nn.Conv2d(x[1], w[0], w[2:], stride, w[2] // 2, groups=groups)
+        contenders |= _graphs(by, layer, x)
+        contenders |= {f"ours {e}": run for e, run in by.kernels("conv", (x, w, stride, groups)).items()}
+        yield interleaved(f"conv {'x'.join(map(str, x))} {'x'.join(map(str, w))}/{stride} g{groups}", contenders, seconds)
+
+
+def _graphs(by: Quantization, layer: torch.nn.Module, shape: Sequence[int]) -> dict[str, Callable[[], Any]]:
+    """The layer between quantization and dequantization, compiled by Inductor (with freezing) and by ours."""
+    x, made = torch.randn(tuple(shape)), dict[str, Callable[[], Any]]()
+    quantized = by.quantize(layer.eval(), [x], "static", keep=(), dynamic_batch=False)
+    made["inductor pt2e"] = _no_grad(torch.compile(quantized, backend="inductor", options={"freezing": True}), x)
+    made["ours graph"] = _no_grad(torch.compile(quantized, backend="x86_int8"), x)
+    return made
+
+
+def _no_grad(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch.no_grad():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+# -- models
+
+
+def models(
+    by: Quantization, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
+    backend: str = "x86_int8", floats: str = "x86_onednn", inductor: bool = True,
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each model: ours in fp32 and bf16, static and dynamic int8 by ours and by Inductor."""
+    for name in names:
+        torch.compiler.reset()
+        contenders: dict[str, Callable[[], Any]] = {}
+        dtype: suite.DType
+        for dtype in ("fp32", "bf16"):
+            built = suite.build(name, size, dtype)
+            assert built.module is not None
+            model = built.module.eval()
+            compiled = torch.compile(model, backend=floats)
+            contenders[dtype] = _no_grad(compiled, *built.args, **built.kwargs)
+        built = suite.build(name, size, "fp32")
+        assert built.module is not None
+        inputs = [dict(built.kwargs) if built.kwargs and not built.args else built.args]
+        for recipe in ("static", "dynamic"):
+            quantized = by.quantize(built.module.eval(), inputs, recipe, keep=(), dynamic_batch=False)
+            fast = torch.compile(quantized, backend=backend)
+            contenders[f"int8 {recipe}"] = _no_grad(fast, *built.args, **built.kwargs)
+            if inductor:
+                theirs = torch.compile(quantized, backend="inductor", options={"freezing": True})
+                contenders[f"inductor {recipe}"] = _no_grad(theirs, *built.args, **built.kwargs)
+        yield interleaved(name, contenders, seconds)
+
+
+def measure(
+    names: Sequence[str], size: Literal["full", "small"], seconds: float, backend: str = "x86_int8", inductor: bool = True
+) -> Iterator[tuple[str, Row]]:
+    """Everything, row by row, each with the table that it belongs to. Named models alone where there are names."""
+    by = quantization_of(backend)
+    if not names:
+        yield from (("shapes", row) for row in shapes(by, size == "small", min(seconds, 2.0)))
+    yield from (("models", row) for row in models(by, names or MODELS, size, seconds, backend, inductor=inductor))
