@@ -8,24 +8,50 @@ namespace {
 
 constexpr i64 kMostTaps = 1024;
 
-// Where the taps of an output pixel lie, null for those in the padding and those that fill the last four.
-inline void find_taps(const Conv& c, i64 pixel, const std::uint8_t** taps) {
-  i64 image = pixel / (c.oh * c.ow), y = pixel / c.ow % c.oh, x = pixel % c.ow;
-  const std::uint8_t* base = c.x + image * c.batch_stride;
-  i64 t = 0;
-  for (i64 i = 0; i < c.kh; ++i)
-    for (i64 j = 0; j < c.kw; ++j, ++t) {
-      i64 h = y * c.stride_h - c.pad_h + i * c.dilation_h, w = x * c.stride_w - c.pad_w + j * c.dilation_w;
-      bool inside = h >= 0 && h < c.h && w >= 0 && w < c.w;
-      taps[t] = inside ? base + h * c.h_stride + w * c.w_stride : nullptr;
-    }
-  for (; t % kQuad; ++t) taps[t] = nullptr;
-}
+// An output pixel and where its taps lie: null for those in the padding and those that fill the last four.
+class Window {
+ public:
+  Window(const Conv& conv, i64 pixel)
+      : c(conv), image(pixel / (c.oh * c.ow)), y(pixel / c.ow % c.oh), x(pixel % c.ow) {
+    place();
+  }
+  const std::uint8_t* const* taps() const { return at; }
+  void next() {
+    const bool was_inside = inside;
+    if (++x == c.ow) x = 0, image += ++y == c.oh, y = y == c.oh ? 0 : y;
+    if (!was_inside || x == 0 || left() + (c.kw - 1) * c.dilation_w >= c.w) return place();
+    for (i64 t = 0; t < c.taps(); ++t) at[t] += c.stride_w * c.w_stride;
+  }
 
-// Sums of 4 W channels at `first` of a pixel. `bytes` of them exist; fewer than 4 W are read through a copy.
+ private:
+  i64 top() const { return y * c.stride_h - c.pad_h; }
+  i64 left() const { return x * c.stride_w - c.pad_w; }
+  void place() {
+    if (image >= c.batch) return;  // behind the last one
+    const std::uint8_t* base = c.x + image * c.batch_stride;
+    inside = true;
+    i64 t = 0;
+    for (i64 i = 0; i < c.kh; ++i)
+      for (i64 j = 0; j < c.kw; ++j, ++t) {
+        i64 h = top() + i * c.dilation_h, w = left() + j * c.dilation_w;
+        bool there = h >= 0 && h < c.h && w >= 0 && w < c.w;
+        at[t] = there ? base + h * c.h_stride + w * c.w_stride : nullptr;
+        inside = inside && there;
+      }
+    for (; t % kQuad; ++t) at[t] = nullptr;
+  }
+
+  const Conv& c;
+  i64 image, y, x;
+  bool inside = false;  // the whole window
+  const std::uint8_t* at[kMostTaps];
+};
+
+// Sums of 4 W channels at `first` of a pixel. `bytes` of them exist; those behind them, which have no weights, are the next
+// pixel's, or read through a copy where the tensor ends.
 template <class V>
 void depthwise_sums(const Conv& c, const std::uint8_t* const* taps, const std::uint8_t* zeros, i64 first, i64 bytes,
-                    const std::int8_t* w, std::int32_t* to) {
+                    const std::int8_t* w, const std::uint8_t* end, std::int32_t* to) {
   constexpr i64 WIDE = 4 * V::W;
   typename V::I acc[4] = {V::set(0), V::set(0), V::set(0), V::set(0)};
   alignas(64) std::uint8_t copy[4][WIDE];
@@ -33,7 +59,7 @@ void depthwise_sums(const Conv& c, const std::uint8_t* const* taps, const std::u
     const std::uint8_t* from[4];
     for (int s = 0; s < 4; ++s) {
       from[s] = taps[t + s] ? taps[t + s] + first : zeros;
-      if (bytes < WIDE && taps[t + s]) {
+      if (bytes < WIDE && taps[t + s] && from[s] + WIDE > end) {
         __builtin_memcpy(copy[s], from[s], static_cast<std::size_t>(bytes));
         from[s] = copy[s];
       }
@@ -52,24 +78,27 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels) {
   constexpr i64 WIDE = 4 * V::W;
   alignas(64) std::uint8_t zeros[WIDE];
   for (auto& z : zeros) z = static_cast<std::uint8_t>(c.x_zero);
-  alignas(64) std::int32_t sums[WIDE];
-  const std::uint8_t* taps[kMostTaps];
+  alignas(64) std::int32_t sums[kPanel];
   Columns columns;
   auto of_columns = reinterpret_cast<const std::int32_t*>(c.weight + round_up(c.c, kPanel) * round_up(c.taps(), kQuad));
-  std::int32_t zero = c.x_zero + (c.x_signed ? 128 : 0);
+  const std::uint8_t* end = c.x + (c.batch - 1) * c.batch_stride + (c.h - 1) * c.h_stride + (c.w - 1) * c.w_stride + c.c;
+  const bool plain = ends_plainly(c.after);
   for (i64 block = 0; block < c.c; block += kPanel) {
     i64 count = smaller(kPanel, c.c - block);
+    std::int32_t zero = c.x_zero + (c.x_signed ? 128 : 0);
     columns.of(c.w_scale, c.bias, of_columns, block, count, static_cast<double>(c.x_scale), zero);
     const std::int8_t* w = c.weight + block / kPanel * depthwise_block(c.taps());
-    for (i64 p = pixel; p < pixel + pixels; ++p) {
-      find_taps(c, p, taps);
-      for (i64 part = 0; part < count; part += WIDE) {
-        depthwise_sums<V>(c, taps, zeros, block + part, count - part, w + part, sums);
-        for (i64 j = 0; j < smaller(WIDE, count - part); j += V::W) {
-          auto s = V::sub(V::load(sums + j), V::load(columns.offset + part + j));
-          auto y = V::scaled(s, columns.scale + part + j, columns.bias + part + j);
-          finish<V>(c.after, p, block + part + j, y, count - part - j);
-        }
+    Window window(c, pixel);
+    for (i64 p = pixel; p < pixel + pixels; ++p, window.next()) {
+      for (i64 part = 0; part < count; part += WIDE)
+        depthwise_sums<V>(c, window.taps(), zeros, block + part, count - part, w + part, end, sums + part);
+      if (plain) {
+        finish_plainly<V>(c.after, columns, p, 1, block, count, sums);
+        continue;
+      }
+      for (i64 j = 0; j < count; j += V::W) {
+        auto s = V::sub(V::load(sums + j), V::load(columns.offset + j));
+        finish<V>(c.after, p, block + j, V::scaled(s, columns.scale + j, columns.bias + j), count - j);
       }
     }
   }

@@ -120,14 +120,12 @@ void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows
 
 // The most frequent end by itself: quantized, with nothing added but the bias, relu or nothing behind it. A relu before a
 // quantization is a higher lower limit.
-inline bool ends_plainly(const Gemm& g) {
-  const After& a = g.after;
-  return !g.per_row && !a.residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu);
+inline bool ends_plainly(const After& a) {
+  return !a.residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu);
 }
 
 template <class V>
-void finish_plainly(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
-  const After& a = g.after;
+void finish_plainly(const After& a, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
   const std::int32_t low = a.post == Post::relu && a.zero > a.low ? a.zero : a.low;
   const Quantizer<V> q(a.inverse, a.zero, low, a.high);
   const i64 whole = count / V::W * V::W;
@@ -145,7 +143,7 @@ void finish_plainly(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 firs
 // Sums to results: rows [row, row + rows), columns from `first`.
 template <class V, bool FLIPS>
 void finish_sums(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
-  if (ends_plainly(g)) return finish_plainly<V>(g, c, row, rows, first, count, sums);
+  if (!g.per_row && ends_plainly(g.after)) return finish_plainly<V>(g.after, c, row, rows, first, count, sums);
   for (i64 r = 0; r < rows; ++r, sums += kPanel)
     for (i64 j = 0; j < count; j += V::W) {
       auto s = V::load(sums + j), offset = V::load(c.offset + j);
