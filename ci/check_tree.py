@@ -40,7 +40,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("partition", "strict", "toolkit.fuse", "plan.execute"),
         ("rewrite", "toolkit.region", "fusewright"),
         ("toolkit.backend", "forms.passes"),
-        ("pipeline", "bench"),
+        ("pipeline", "bench", "quantization.bench"),
         ("dynamo",),
         ("reference", "cli"),
         ("__main__",),
