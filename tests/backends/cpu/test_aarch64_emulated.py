@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 
 from ci.aarch64_emulator import Emulator, missing
 from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
+from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import from_torch, to_torch
 from fusewright_cpu.kernels.attention import Attention
 from fusewright_cpu.kernels.gemv import Gemv
@@ -71,7 +72,7 @@ def test_kernels_of_models_are_as_near_to_fp64_as_the_interpreter(arm: Emulator,
     kernel = KERNELS[name](dtype)
     sizes = [1003] if len(kernel.sizes) == 1 else [math.prod(n for n in kernel.sizes if isinstance(n, int))]
     count = {"w": 1003, "b": 1003, "out": kernel.p[0] if "sum" in name else sizes[0]}
-    made = [(torch.rand(int(count.get(b.name, sizes[0]))) * 3 + 0.1).to(to_torch(b.dtype)) for b in kernel.buffers]
+    made = [(torch.rand(evaluate(count.get(b.name, sizes[0]), [])) * 3 + 0.1).to(to_torch(b.dtype)) for b in kernel.buffers]
     near, exact = ([t.clone() for t in made] for _ in range(2))
     interpret(kernel, near)
     interpret(kernel, exact, exact=True)

@@ -36,15 +36,20 @@ def run(
     return out
 
 
-def qkv(dtype: torch.dtype, rows: int, keys: int, width: int, heads: int = 2) -> list[torch.Tensor]:
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def qkv(dtype: torch.dtype, rows: int, keys: int, width: int, heads: int = 2) -> Tensors:
     torch.manual_seed(0)
-    return [torch.randn(2, n, heads, width).to(dtype).transpose(1, 2) for n in (rows, keys, keys)]
+    q, k, v = (torch.randn(2, n, heads, width).to(dtype).transpose(1, 2) for n in (rows, keys, keys))
+    return q, k, v
 
 
-def assert_exact(tensors: list[torch.Tensor], mask: torch.Tensor | None = None, causal: bool = False) -> None:
+def assert_exact(tensors: Tensors, mask: torch.Tensor | None = None, causal: bool = False) -> None:
     """At most twice torch's own error."""
     wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
-    exact = eager(*(t.double() for t in tensors), wide, is_causal=causal)
+    q, k, v = (t.double() for t in tensors)
+    exact = eager(q, k, v, wide, is_causal=causal)
     same = mask.to(tensors[0].dtype) if mask is not None and mask.dtype != torch.bool else mask
     theirs = float((eager(*tensors, same, is_causal=causal).double() - exact).abs().max())
     ours = float((run(*tensors, mask, causal).double() - exact).abs().max())

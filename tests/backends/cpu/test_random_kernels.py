@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusewright.toolkit.ir import Builder, Index, Kernel, Val, interpret, structural_hash, symbol, to_text
+from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import is_float, to_torch
 from fusewright.toolkit.transform.split import split_rows
 from fusewright_cpu.run import jit
@@ -353,7 +354,7 @@ def test_long_reductions_split_in_two(how: str, row: int, rows: int) -> None:
     assert split is not None
     first, second = split.first.kernel, split.second.kernel
     data = torch.randn(rows, row)
-    parts = [torch.empty(n, dtype=to_torch(t)) for t, n in split.partials]
+    parts = [torch.empty(evaluate(n, []), dtype=to_torch(t)) for t, n in split.partials]
     out = torch.empty(rows, dtype=to_torch(dtype))
     module = compile_kernels([first, second])
     module.launcher(first).checked([data, *parts])
