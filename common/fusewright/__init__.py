@@ -15,7 +15,7 @@ def quantize(
     dynamic_batch: bool = True,
 ) -> Any:
     """A copy of `model`, a `torch.nn.Module` in eval mode, that computes its linears and convolutions in 8 bits once it is
-    compiled: `torch.compile(fusewright.quantize(model, inputs), backend="x86_int8")`. docs/quantization.md leads through it.
+    compiled: `torch.compile(fusewright.quantize(model, inputs), backend=...)`. docs/quantization.md leads through it.
 
     calibration_inputs: some typical inputs, each a tensor, a tuple of arguments or a dict of keyword arguments.
     recipe: a name that the backend knows, say "static", "dynamic" or "weight_only".

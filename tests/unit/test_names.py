@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "bench/report.py": ("cpu", "the machine of a figure"),
     "bench/suite.py": ("cpu", "torch.autocast, of models that are measured on the host"),
     "bench/worker.py": ("omp mkl num_threads", "the environment that torch reads"),
-    "cli/bench.py": ("cpu", "the machine of a figure"),
+    "cli/bench.py": ("cpu num_threads", "the machine of a figure, and torch's setting"),
     "cli/checks.py": ("cpu cuda hip mkldnn triton num_threads omp", "torch's builds and settings, for `doctor`"),
     "cli/doctor.py": ("cpu cuda hip gpu triton", "the same, printed"),
     "cli/smoke.py": ("cpu", "Tensor.cpu()"),
@@ -46,6 +46,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "ops/table/quantized.py": ("onednn x86", "a namespace of torch's operators"),
     "plan/build.py": ("mkldnn", "a namespace of torch's operators"),
     "plan/ir.py": ("mkldnn", "a namespace of torch's operators"),
+    "quantization/bench.py": ("onednn", "torch's name of an engine"),
     "rewrite/rules.py": ("cudnn gpus", "names of operators of torch"),
     "storage.py": ("mkldnn", "a layout of torch"),
 }

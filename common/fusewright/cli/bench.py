@@ -115,9 +115,10 @@ def _int8(
     import torch
 
     from fusewright.quantization import bench as int8
+    from fusewright.quantization import quantizing
 
     torch.set_num_threads(threads or machine.cores())
-    ours = "x86_int8" if backend == "fusewright" else backend
+    ours = quantizing() if backend == "fusewright" else backend
     for _, row in int8.measure(models, size, seconds, ours, against != []):  # type: ignore[arg-type]
         first = next(iter(row.seconds.values()), 0.0)
         cells = [f"{who} {t * 1e3:.3f} ms ({first / t:.2f}x)" for who, t in row.seconds.items()]

@@ -47,15 +47,16 @@ def listed(inputs: Iterable[Any] | torch.Tensor) -> list[Any]:
 
 def quantization_of(backend: str | None = None) -> Quantization:
     """That of a backend, or of the first one here that has some, by priority."""
-    if backend is not None:
-        found = registry.get(backend).quantization()
-        if found is None:
-            raise QuantizationError(f"backend {backend!r} does not quantize; these do: {', '.join(_names()) or 'none here'}")
-        return found
+    found = registry.get(backend or quantizing()).quantization()
+    if found is None:
+        raise QuantizationError(f"backend {backend!r} does not quantize; these do: {', '.join(_names()) or 'none here'}")
+    return found
+
+
+def quantizing() -> str:
+    """The best backend here that quantizes."""
     for name in _names():
-        found = registry.get(name).quantization()
-        if found is not None:
-            return found
+        return name
     raise QuantizationError("no backend that works here quantizes models; see: fusewright doctor")
 
 

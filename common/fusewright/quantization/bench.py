@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 
 from fusewright.bench import suite
-from fusewright.interface import Quantization
 from fusewright.quantization import quantization_of
 
 LINEARS = (
@@ -30,7 +29,8 @@ CONVS = (
 )  # fmt: skip
 """Input, weight, stride and groups of the suite's convolutions: ResNet-50 and MobileNetV2."""
 MODELS = ("bert", "gpt2", "resnet50", "mobilenet_v2", "vit")
-ENGINES = ("fbgemm", "onednn", "x86")
+ENGINES = tuple(e for e in torch.backends.quantized.supported_engines if e not in ("none", "qnnpack"))
+"""Torch's own, but the one for phones."""
 CRASHES = frozenset({("onednn", "linear_dynamic")})
 """What ends the process in some version of torch: never called (see `guarded`)."""
 
@@ -129,27 +129,28 @@ def _within(name: str, make: Callable[..., Callable[[], Any]], *sizes: Any) -> C
     return run
 
 
-def shapes(by: Quantization, small: bool = False, seconds: float = 1.0) -> Iterator[Row]:
+def shapes(backend: str, small: bool = False, seconds: float = 1.0) -> Iterator[Row]:
     """A row for each product: torch's engines, Inductor on the PT2E graph, each of ours, and what is chosen."""
+    by = quantization_of(backend)
     for m, k, n in LINEARS[-1:] if small else LINEARS:
         contenders = {e: _within(e, torch_linear, m, k, n) for e in ENGINES}
-        contenders |= _graphs(by, torch.nn.Linear(k, n), (m, k))
+        contenders |= _graphs(backend, torch.nn.Linear(k, n), (m, k))
         contenders |= {f"ours {e}": run for e, run in by.kernels("linear", (m, k, n)).items()}
         yield interleaved(f"linear {m}x{k}x{n}", contenders, seconds)
     for x, w, stride, groups in CONVS[-1:] if small else CONVS:
         contenders = {e: _within(e, torch_conv, x, w, stride, groups) for e in ENGINES}
         layer = torch.nn.Conv2d(x[1], w[0], w[2:], stride, w[2] // 2, groups=groups)
-        contenders |= _graphs(by, layer, x)
+        contenders |= _graphs(backend, layer, x)
         contenders |= {f"ours {e}": run for e, run in by.kernels("conv", (x, w, stride, groups)).items()}
         yield interleaved(f"conv {'x'.join(map(str, x))} {'x'.join(map(str, w))}/{stride} g{groups}", contenders, seconds)
 
 
-def _graphs(by: Quantization, layer: torch.nn.Module, shape: Sequence[int]) -> dict[str, Callable[[], Any]]:
+def _graphs(backend: str, layer: torch.nn.Module, shape: Sequence[int]) -> dict[str, Callable[[], Any]]:
     """The layer between quantization and dequantization, compiled by Inductor (with freezing) and by ours."""
     x, made = torch.randn(tuple(shape)), dict[str, Callable[[], Any]]()
-    quantized = by.quantize(layer.eval(), [x], "static", keep=(), dynamic_batch=False)
+    quantized = quantization_of(backend).quantize(layer.eval(), [x], "static", keep=(), dynamic_batch=False)
     made["inductor pt2e"] = _no_grad(torch.compile(quantized, backend="inductor", options={"freezing": True}), x)
-    made["ours graph"] = _no_grad(torch.compile(quantized, backend="x86_int8"), x)
+    made["ours graph"] = _no_grad(torch.compile(quantized, backend=backend), x)
     return made
 
 
@@ -165,10 +166,11 @@ def _no_grad(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], 
 
 
 def models(
-    by: Quantization, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
-    backend: str = "x86_int8", floats: str = "x86_onednn", inductor: bool = True,
+    backend: str, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
+    floats: str = "fusewright", inductor: bool = True,
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each model: ours in fp32 and bf16, static and dynamic int8 by ours and by Inductor."""
+    by = quantization_of(backend)
     for name in names:
         torch.compiler.reset()
         contenders: dict[str, Callable[[], Any]] = {}
@@ -193,10 +195,9 @@ def models(
 
 
 def measure(
-    names: Sequence[str], size: Literal["full", "small"], seconds: float, backend: str = "x86_int8", inductor: bool = True
+    names: Sequence[str], size: Literal["full", "small"], seconds: float, backend: str, inductor: bool = True
 ) -> Iterator[tuple[str, Row]]:
     """Everything, row by row, each with the table that it belongs to. Named models alone where there are names."""
-    by = quantization_of(backend)
     if not names:
-        yield from (("shapes", row) for row in shapes(by, size == "small", min(seconds, 2.0)))
-    yield from (("models", row) for row in models(by, names or MODELS, size, seconds, backend, inductor=inductor))
+        yield from (("shapes", row) for row in shapes(backend, size == "small", min(seconds, 2.0)))
+    yield from (("models", row) for row in models(backend, names or MODELS, size, seconds, inductor=inductor))
