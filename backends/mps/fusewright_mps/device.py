@@ -6,7 +6,7 @@
 
 An argument is a tensor (a buffer, from where the tensor begins), an int (int64, or what `arg_casts` says by position), a float
 (fp32) or a list of one of them. Dispatches are encoded one behind another in the one stream that torch has, and wait for
-nothing: `torch/csrc/mps/Module.cpp`, the same from torch 2.10 to 2.13.
+nothing: `torch/csrc/mps/Module.cpp` of torch 2.13.
 """
 
 from __future__ import annotations
