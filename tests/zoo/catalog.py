@@ -63,24 +63,24 @@ def _transformers(name: str) -> Example:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    said = "its forward takes nothing that is known here"
+    said: list[str] = []
     for plain in (False, True):
         try:
             config = geometry.small(CONFIG_MAPPING[name], plain)
             mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
             module = _module(mapping[type(config)], config)
         except Exception as error:  # any class may refuse a geometry in its own way: the next one is tried
-            said = f"{type(error).__name__}: {str(error)[:200]}"
+            said.append(f"{type(error).__name__}: {str(error)[:200]}")
             continue
         for given in inputs.candidates(module):
             try:
                 with torch.no_grad():
                     module(**given)
             except Exception as error:  # likewise
-                said = f"{type(error).__name__}: {str(error)[:200]}"
+                said.append(f"given {', '.join(given)}: {type(error).__name__}: {str(error)[:200]}")
                 continue
             return Example(module, given, _resized(module, tuple(given)))
-    raise NotBuilt(said)
+    raise NotBuilt("; ".join(dict.fromkeys(said)) or "its forward takes nothing that is known here")
 
 
 def _module(cls: Any, config: Any) -> nn.Module:

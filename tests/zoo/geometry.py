@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = _rules(
             LAYERS
         ),
         r"(qk|v)_(nope_|rope_)?head_dim|.*head_dim|d_kv|attention_head_size|kv_channels": _at_most(HEAD),
+        r"rotary_dim": _at_most(HEAD // 2),
         r".*_lora_rank|.*bottleneck.*|.*projection_dim|.*proj_dim|.*_rank": _at_most(32),
         r".*(intermediate|ffn|feed_forward|mlp|ff)_?(hidden_)?(size|dim|layer_size)|d_ff|n_inner|.*intermediate_size": _at_most(
             2 * WIDTH
