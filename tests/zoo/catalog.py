@@ -64,9 +64,9 @@ def _transformers(name: str) -> Example:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     said: list[str] = []
-    for plain in (False, True):
+    for kind, _ in geometry.GEOMETRIES:
         try:
-            config = geometry.small(CONFIG_MAPPING[name], plain)
+            config = geometry.small(CONFIG_MAPPING[name], kind)
             mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
             module = _module(mapping[type(config)], config)
         except Exception as error:  # any class may refuse a geometry in its own way: the next one is tried

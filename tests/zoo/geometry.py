@@ -67,14 +67,24 @@ LISTS: tuple[Rule, ...] = _rules(
 )
 
 
-def small(config: type, plain: bool = False) -> Any:
-    """An instance of a configuration class at small geometry; with `plain`, only depth and vocabulary are small.
+GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("small", {}),
+    ("small, as many heads for keys as for queries", {"num_key_value_heads": HEADS}),
+    ("shallow", {}),
+)
+"""What is tried, in order: a name, and values that stand above the rules."""
+
+
+def small(config: type, geometry: str = "small") -> Any:
+    """An instance of a configuration class at one of `GEOMETRIES`; "shallow" makes only depth and vocabulary small.
 
     Raises whatever the class raises for values that do not fit together.
     """
-    given = {}
-    for name, default in _defaults(config).items():
-        value = _small_value(name, default, plain)
+    own = dict(GEOMETRIES)[geometry]
+    given, defaults = {}, _defaults(config)
+    depth = defaults.get("num_hidden_layers")
+    for name, default in defaults.items():
+        value = own.get(name, _small_value(name, default, geometry, depth))
         if value is not default:
             given[name] = value
     made = config(**given)
@@ -84,23 +94,31 @@ def small(config: type, plain: bool = False) -> Any:
 
 
 def _defaults(config: type) -> dict[str, Any]:
-    """The parameters of a configuration class that hold numbers or configurations, as its default instance has them."""
+    """The parameters of a configuration class that hold values, as its default instance has them."""
     instance = config()
     names = [n for n in inspect.signature(config).parameters if n not in ("self", "kwargs", "args")]
     names += [n for n in getattr(config, "sub_configs", {}) if n not in names]
     return {n: getattr(instance, n) for n in names if getattr(instance, n, None) is not None}
 
 
-def _small_value(name: str, value: Any, plain: bool) -> Any:
+def _small_value(name: str, value: Any, geometry: str, depth: int | None) -> Any:
     from transformers import PretrainedConfig
 
     if isinstance(value, PretrainedConfig):
-        return small(type(value), plain).to_dict()
-    if isinstance(value, bool) or (plain and not re.search("layers?|vocab|depth", name)):
+        return small(type(value), geometry).to_dict()
+    if isinstance(value, list) and value and len(value) == depth:
+        return _of_each_kind(value)
+    if isinstance(value, bool) or (geometry == "shallow" and not re.search("layers?|vocab|depth|token", name)):
         return value
     if isinstance(value, list) and value and all(isinstance(x, int) for x in value):
         return _matched(LISTS, name, value)
     return _matched(RULES, name, value) if isinstance(value, int) or name == "image_size" else value
+
+
+def _of_each_kind(value: list[Any]) -> list[Any]:
+    """What a list says of `LAYERS` layers: of two kinds if there are two."""
+    kinds = [x for k, x in enumerate(value) if x not in value[:k]]
+    return (kinds + value)[:LAYERS] if len(kinds) > 1 else value[:LAYERS]
 
 
 def _matched(rules: tuple[Rule, ...], name: str, value: Any) -> Any:

@@ -74,7 +74,7 @@ def test_a_process_that_hangs_or_dies_costs_itself_alone(monkeypatch: pytest.Mon
         signal.pause()
 
     def die(*_: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     for work, status in ((hang, "out of time"), (die, "died")):
         monkeypatch.setattr(command, "check", work)
