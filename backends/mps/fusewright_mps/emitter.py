@@ -14,8 +14,9 @@ from dataclasses import replace
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.printer import to_text
 from fusewright.toolkit.ir.serial import structural_hash
+from fusewright.toolkit.rules.offsets import offsets_bound
 from fusewright.toolkit.transform.moments import without_moments
-from fusewright_mps.emit.addressing import WIDE, offsets_bound
+from fusewright_mps.emit.addressing import WIDE
 from fusewright_mps.emit.operators import METAL
 from fusewright_mps.emit.points import Points
 from fusewright_mps.emit.prelude import PRELUDE

@@ -26,6 +26,7 @@ from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.serial import positional, structural_hash
 from fusewright.toolkit.ir.types import to_torch
+from fusewright.toolkit.rules.offsets import offsets_bound
 from fusewright_triton.build.binaries import Built, Variant, Wanted, build
 from fusewright_triton.emit import schedule
 from fusewright_triton.emit.emitter import Source, emit
@@ -104,7 +105,7 @@ def first_variant(kernel: Kernel) -> Variant:
     """The variant that is built before anything is known but the hints of sizes."""
     hints = kernel.hints
     even = bool(kernel.symbols) and all(v % 16 == 0 for v in hints)
-    return Variant(schedule.offsets_bound(kernel, hints) >= schedule.WIDE, True, even)
+    return Variant(offsets_bound(kernel, hints) >= schedule.WIDE, True, even)
 
 
 def compile_kernels(

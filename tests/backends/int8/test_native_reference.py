@@ -71,7 +71,7 @@ def test_dynamic_rules_are_the_decomposed_ops(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["row", "row_symmetric"])
 def test_row_rules_are_torchaos(name: str, dtype: torch.dtype) -> None:
-    primitives = pytest.importorskip("torchao.quantization.quant_primitives", reason="torchao is not installed")
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives", reason="compares with torchao: pip install torchao")
     mapping = primitives.MappingType.SYMMETRIC if RULES[name].symmetric else primitives.MappingType.ASYMMETRIC
     for seed in range(40):
         x = matrix(seed, 1 + seed % 5, 1 + 7 * seed % 50, dtype)

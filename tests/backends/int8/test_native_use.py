@@ -114,7 +114,7 @@ def test_empty_inputs_give_empty_results() -> None:
 @here
 def test_the_extension_brings_neither_torch_nor_a_thread_pool_of_its_own() -> None:
     if shutil.which("readelf") is None:
-        pytest.skip("binutils is not installed")
+        pytest.skip("needs objdump: install binutils")
     needed = subprocess.run(
         ["readelf", "-d", core.extension().__file__], capture_output=True, text=True, check=True
     ).stdout
@@ -126,7 +126,7 @@ def test_the_extension_brings_neither_torch_nor_a_thread_pool_of_its_own() -> No
 
 @pytest.mark.slow
 def test_without_a_compiler_the_package_is_built_as_pure_python(tmp_path: Path) -> None:
-    pytest.importorskip("scikit_build_core", reason="scikit-build-core is not installed")
+    pytest.importorskip("scikit_build_core", reason="builds the package: pip install scikit-build-core pybind11")
     shutil.copytree(PACKAGE, tmp_path / "int8", ignore=shutil.ignore_patterns("build", "__pycache__"))
     nowhere = str(tmp_path / "no-compiler")
     done = subprocess.run(

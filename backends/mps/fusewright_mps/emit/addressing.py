@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from fusewright.toolkit.ir.extent import Extent, SizeExpr, divide, evaluate, nonnegative, product
+from fusewright.toolkit.ir.extent import Extent, SizeExpr, divide, nonnegative
 from fusewright.toolkit.ir.index import DivMod, Index
-from fusewright.toolkit.ir.ir import Kernel
 
 WIDE = 2**31 - 2**22
 """Offsets from here on are 64 bits; the margin covers lanes past the end of a row."""
@@ -99,36 +98,3 @@ class Addresses:
 def multiple(e: Extent, of: int) -> bool:
     """Whether `e` is a multiple of `of` for all sizes, evidently."""
     return of == 1 or e == 0 or divide(e, of) is not None
-
-
-def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
-    """The largest magnitude that an index of the kernel would have to hold."""
-    axes = [evaluate(s, sizes) for s in kernel.sizes]
-    n_p = len(kernel.p)
-    top = max(_product(axes[:n_p]), _product(axes[n_p:]))
-    bounds = {n.id: evaluate(n.extent, sizes) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
-    for n in kernel.nodes():
-        if n.index is not None:
-            top = max(top, *_reach(n.index, axes, bounds, sizes))
-    return top
-
-
-def _reach(ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[int]) -> tuple[int, int]:
-    """Bounds of an index and of what is divided in it."""
-
-    def term(stride: Extent, reach: int) -> int:
-        return abs(evaluate(stride, sizes)) * max(reach, 0)
-
-    total, inside = abs(evaluate(ix.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in ix.coefs), 0
-    for d in ix.divmods:
-        inner = abs(evaluate(d.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in d.coefs)
-        inside = max(inside, inner)
-        total += term(d.stride, inner // max(1, evaluate(d.div, sizes)))
-    total += sum(term(i.stride, bounds.get(i.value, 0)) for i in ix.indirect)
-    return total, inside
-
-
-def _product(sizes: Sequence[int]) -> int:
-    out = product(sizes)
-    assert isinstance(out, int)
-    return out

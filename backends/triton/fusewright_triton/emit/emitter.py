@@ -15,10 +15,11 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.printer import to_text
 from fusewright.toolkit.ir.serial import structural_hash
 from fusewright.toolkit.ir.types import DType, is_int
+from fusewright.toolkit.rules.offsets import offsets_bound
 from fusewright_triton.emit import reductions as red
 from fusewright_triton.emit.layout import Layout, make_layout, product
 from fusewright_triton.emit.program import Program
-from fusewright_triton.emit.schedule import WIDE, Config, offsets_bound
+from fusewright_triton.emit.schedule import WIDE, Config
 from fusewright_triton.emit.values import DIVISIONS
 
 HEADER = """\

@@ -9,10 +9,9 @@ A formula of bytes and shape, no search; its numbers are `target.Schedule`. What
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_triton.emit.online_softmax import pairs
@@ -265,29 +264,6 @@ def splittable(kernel: Kernel) -> bool:
 def _warps(elements: int, per_lane: int, target: Target) -> int:
     """Warps for a block, `per_lane` elements to each lane; a power of 2, at most 1024 threads."""
     return max(1, min(_pow2(elements) // (per_lane * target.lanes), 1024 // target.lanes))
-
-
-def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
-    """The largest magnitude that any 32-bit index in the kernel would have to hold."""
-    axes = [evaluate(s, sizes) for s in kernel.sizes]
-    n_p = len(kernel.p)
-    top = max(_product(axes[:n_p]), _product(axes[n_p:]))
-    bounds = {n.id: evaluate(n.extent, sizes) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
-
-    def term(stride: Extent, reach: int) -> int:
-        return abs(evaluate(stride, sizes)) * max(reach, 0)
-
-    for n in kernel.nodes():
-        if n.index is None:
-            continue
-        total = abs(evaluate(n.index.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in n.index.coefs)
-        for d in n.index.divmods:
-            inner = abs(evaluate(d.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in d.coefs)
-            top = max(top, inner)
-            total += term(d.stride, inner // max(1, evaluate(d.div, sizes)))
-        total += sum(term(i.stride, bounds.get(i.value, 0)) for i in n.index.indirect)
-        top = max(top, total)
-    return top
 
 
 def _product(sizes: tuple[int, ...] | list[int]) -> int:

@@ -14,8 +14,9 @@ from fusewright.errors import without_memory
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.types import TYPES
+from fusewright.toolkit.rules.offsets import offsets_bound
 from fusewright_triton.build.binaries import Built, Variant
-from fusewright_triton.emit.schedule import WIDE, offsets_bound
+from fusewright_triton.emit.schedule import WIDE
 from fusewright_triton.emit.values import INDEX_ERROR, ZERO_DIVISION
 from fusewright_triton.run.driver import driver
 from fusewright_triton.target import Target

@@ -78,14 +78,7 @@ def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext)
         return None if isinstance(row, Verdict) else row.code(op, calls)
 
     claimed(graph, ctx.rules, ask)
-    for op in graph:
-        claim = graph.claim_of(op)
-        if claim is None:
-            b.leave(op)
-        elif claim.at is op:
-            claim.write(calls)
-            b.close_call(claim.ops)
-            b.notes.update(dict.fromkeys((o.id for o in claim.ops), claim.note))
+    b.write_claims(calls)
     return b
 
 

@@ -159,6 +159,17 @@ class Builder:
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
         self.ops.extend(self.resolved(op) for op in ops)
 
+    def write_claims(self, context: Any) -> None:
+        """Write every claim of the region into a call of its own, in order; leave the other ops to the fuser."""
+        for op in self.graph:
+            claim = self.graph.claim_of(op)
+            if claim is None:
+                self.leave(op)
+            elif claim.at is op:
+                claim.write(context)
+                self.close_call(claim.ops)
+                self.notes.update(dict.fromkeys((o.id for o in claim.ops), claim.note))
+
     def replace(self, op: OpView, *made: Value) -> None:
         """The instructions written since the last call make `made` in place of the results of `op`, which ops behind it (see
         `append_op`) are to make of it."""
