@@ -14,7 +14,7 @@ from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import ARM_CORES, CpuTarget, aarch64_target, target_machine
 from tests.backends.cpu.assembly import VECTOR, has, instructions, loops
 from tests.backends.cpu.test_targets import transposed
-from tests.backends.triton.kernels import add_gelu, column_sum, cumsum, layer_norm, softmax
+from tests.kernels import add_gelu, column_sum, cumsum, layer_norm, softmax
 
 CORES = ["neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m2"]
 

@@ -25,7 +25,7 @@ from tests.backends.cpu import test_gemv as gemv
 from tests.backends.cpu.test_aarch64_assembly import KERNELS, reversed_places
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs
-from tests.backends.triton.kernels import cumsum
+from tests.kernels import cumsum
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 RANDOM = 25

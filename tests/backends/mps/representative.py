@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from fusewright.toolkit.ir import Builder, Extent, Kernel, symbol
-from fusewright.toolkit.ir.extent import Atom, atoms
+from fusewright.toolkit.ir.extent import atoms
 from fusewright.toolkit.ir.types import DType
+from tests.kernels import (
+    add_gelu,
+    argmax,
+    column_sum,
+    cumsum,
+    embedding,
+    hints,
+    scatter_add,
+    softmax,
+    transpose,
+)
 
 N: Extent = symbol("n")
-
-
-def _hints(*sizes: Extent) -> dict[Atom, int]:
-    return {a: 4096 for e in sizes for a in atoms(e)}
-
-
-def add_gelu(n: Extent = N, dtype: DType = "bf16") -> Kernel:
-    b = Builder("add_gelu", p=[n], symbols=_hints(n))
-    x, y, out = b.input("x", dtype), b.input("y", dtype), b.output("out", dtype)
-    (i,) = b.axes
-    v = b.load(x, i).to("f32") + b.load(y, i).to("f32")
-    b.store(out, i, (v * 0.5 * (b.op("erf", v * 0.7071067811865476) + 1)).to(dtype))
-    return b.build()
 
 
 def bias_silu(rows: int = 4096, cols: int = 768, dtype: DType = "f16") -> Kernel:
@@ -32,18 +30,8 @@ def bias_silu(rows: int = 4096, cols: int = 768, dtype: DType = "f16") -> Kernel
     return b.build()
 
 
-def softmax(rows: Extent = 4096, cols: Extent = 50257, dtype: DType = "f32") -> Kernel:
-    b = Builder("softmax", p=[rows], r=[cols], symbols=_hints(rows, cols))
-    x, out = b.input("x", dtype), b.output("out", dtype)
-    i, j = b.axes
-    v = b.load(x, i * cols + j).to("f32")
-    e = b.op("exp", v - b.reduce("max", v))
-    b.store(out, i * cols + j, (e / b.reduce("sum", e)).to(dtype))
-    return b.build()
-
-
 def layer_norm(rows: Extent = 4096, cols: int = 768, dtype: DType = "bf16") -> Kernel:
-    b = Builder("layer_norm", p=[rows], r=[cols], symbols=_hints(rows))
+    b = Builder("layer_norm", p=[rows], r=[cols], symbols=hints(rows))
     x, w, c, out = b.input("x", dtype), b.input("weight", dtype), b.input("bias", dtype), b.output("out", dtype)
     i, j = b.axes
     v = b.load(x, i * cols + j).to("f32")
@@ -64,60 +52,10 @@ def rms_norm(rows: Extent = N, cols: int = 4096, dtype: DType = "f16") -> Kernel
     return b.build()
 
 
-def column_sum(rows: int = 8192, cols: int = 768, dtype: DType = "f32") -> Kernel:
-    b = Builder("column_sum", p=[cols], r=[rows])
-    x, out = b.input("x", dtype), b.output("out", "f32")
-    i, j = b.axes
-    b.store(out, i, b.reduce("sum", b.load(x, j * cols + i).to("f32")))
-    return b.build()
-
-
-def transpose(rows: int = 1024, cols: int = 2048, dtype: DType = "bf16") -> Kernel:
-    b = Builder("transpose", p=[rows, cols])
-    x, out = b.input("x", dtype), b.output("out", dtype)
-    i, j = b.axes
-    b.store(out, i * cols + j, b.load(x, j * rows + i))
-    return b.build()
-
-
-def embedding(n: Extent = N, width: int = 768, rows: int = 30522, dtype: DType = "bf16") -> Kernel:
-    b = Builder("embedding", p=[n, width], symbols=_hints(n))
-    ids, table, out = b.input("ids", "i64"), b.input("table", dtype), b.output("out", dtype)
-    i, j = b.axes
-    row = b.bound(b.load(ids, i), rows, wrap=True)
-    b.store(out, i * width + j, b.load(table, b.indirect(row, width) + j))
-    return b.build()
-
-
-def scatter_add(n: int = 4096, width: int = 768, rows: int = 30522, dtype: DType = "f32") -> Kernel:
-    b = Builder("scatter_add", p=[n, width])
-    ids, src, out = b.input("ids", "i64"), b.input("src", dtype), b.inout("out", dtype)
-    i, j = b.axes
-    row = b.bound(b.load(ids, i), rows)
-    b.store(out, b.indirect(row, width) + j, b.load(src, i * width + j), how="add")
-    return b.build()
-
-
-def argmax(rows: int = 64, cols: int = 50257) -> Kernel:
-    b = Builder("argmax", p=[rows], r=[cols])
-    x, out = b.input("x", "f32"), b.output("out", "i64")
-    i, j = b.axes
-    b.store(out, i, b.reduce("argmax", b.load(x, i * cols + j)))
-    return b.build()
-
-
-def cumsum(rows: int = 64, cols: Extent = 10000, dtype: DType = "f32") -> Kernel:
-    b = Builder("cumsum", p=[rows], r=[cols], symbols=_hints(cols))
-    x, out = b.input("x", dtype), b.output("out", dtype)
-    i, j = b.axes
-    b.store(out, i * cols + j, b.scan("sum", b.load(x, i * cols + j)))
-    return b.build()
-
-
 KERNELS = {
     k.name: k
     for k in (
-        add_gelu(), bias_silu(), softmax(), layer_norm(), rms_norm(), column_sum(), transpose(), embedding(), scatter_add(),
-        argmax(), cumsum(),
+        add_gelu(N, "bf16"), bias_silu(), softmax(4096, 50257), layer_norm(), rms_norm(), column_sum(),
+        transpose(), embedding(N), scatter_add(), argmax(), cumsum(),
     )
 }  # fmt: skip
