@@ -132,9 +132,9 @@ def run_rounds(lanes: list[Lane], settings: Settings, meter: OthersMeter, failed
         if meter.read() <= OTHERS:
             clean.append(blocks)
             spent += seconds
-            continue
-        disturbed.append(blocks)
-        wasted += seconds
+        else:
+            disturbed.append(blocks)
+            wasted += seconds
         rounds = len(clean) + len(disturbed)
         out_of_time = wasted + spent > PATIENCE * settings.seconds
         if rounds >= settings.min_rounds and (out_of_time or rounds >= PATIENCE * settings.max_rounds):

@@ -7,11 +7,11 @@ import pytest
 
 from fusewright.bench.contenders import EAGER, KNOWN, UnknownContender, from_backend
 from fusewright.bench.measure import first_call, measure
-from fusewright.bench.steady import Lane, ModelFailed, Settings, run_rounds
+from fusewright.bench.steady import PATIENCE, Lane, ModelFailed, Settings, run_rounds
 from fusewright.bench.worker import Worker, WorkerError
 
 TOYS = Path(__file__).with_name("toy_models.py")
-QUICK = Settings(seconds=0.05, warm_seconds=0.05, min_rounds=2, max_rounds=3, timeout=60)
+QUICK = Settings(seconds=0.05, warm_seconds=0.05, min_rounds=2, max_rounds=3, timeout=300)
 DYNAMO = KNOWN["dynamo-eager"]
 
 
@@ -48,7 +48,7 @@ def test_a_model_that_eager_cannot_run_is_an_error():
 
 
 def test_first_calls_and_memory_come_from_fresh_processes():
-    settings = Settings(seconds=0.05, warm_seconds=0.05, min_rounds=2, max_rounds=2, timeout=60, memory=True)
+    settings = Settings(seconds=0.05, warm_seconds=0.05, min_rounds=2, max_rounds=2, timeout=300, memory=True)
     row = run("mlp", EAGER, settings=settings)
     assert row["memory"]["eager"]["total_peak"] > 50 * 2**20
     assert 0 <= row["memory"]["eager"]["call_peak"] < row["memory"]["eager"]["total_peak"]
@@ -112,6 +112,14 @@ def test_on_a_machine_that_is_never_quiet_disturbed_rounds_stay_and_are_counted(
     (lane,) = lanes_for(Echo(), settings, "eager")
     assert run_rounds([lane], settings, Others(2.0, 2.0, 2.0, 2.0), {}) == 3
     assert lane.blocks == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
+def test_a_quiet_round_after_many_disturbed_ones_does_not_start_the_patience_anew():
+    settings = Settings(seconds=1e9, min_rounds=2, max_rounds=2)
+    (lane,) = lanes_for(Echo(), settings, "eager")
+    busy = [2.0] * (PATIENCE * settings.max_rounds - 1)
+    assert run_rounds([lane], settings, Others(*busy, 0.0, 2.0), {}) == len(busy)
+    assert len(lane.blocks) == PATIENCE * settings.max_rounds
 
 
 def test_a_contender_that_fails_on_the_way_leaves_the_rounds():
