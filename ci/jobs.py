@@ -2,6 +2,8 @@
 
     python ci/jobs.py list [--json]      every job, and whether this machine meets its needs
     python ci/jobs.py run [NAME...]      the named jobs, or all that fit; exit code 1 when one fails
+        --require                        a job whose needs are not met fails too
+        --results FOLDER                 a record of each job there, and pytest's
     python ci/jobs.py table              the matrix as a table for the docs
     python ci/jobs.py cells              one JSON object per job, torch version and Python, for a CI service
 
@@ -24,6 +26,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,14 @@ class Job:
     kind: str
     hardware: str
     script: str
+    runs_on: tuple[str, ...]
     needs: tuple[str, ...]
     minutes: int
+
+    @property
+    def own_hardware(self) -> bool:
+        """Whether the hosting service has no runner for it."""
+        return "self-hosted" in self.runs_on
 
     def missing(self) -> list[str]:
         """The needs that this machine does not meet."""
@@ -82,7 +91,7 @@ def read(path: Path = MATRIX) -> tuple[list[Job], dict[str, list[str]]]:
     data = tomllib.loads(path.read_text())
     jobs = []
     for row in data["job"]:
-        job = Job(**{**row, "needs": tuple(row["needs"])})
+        job = Job(**{**row, "needs": tuple(row["needs"]), "runs_on": tuple(row["runs_on"])})
         unknown = set(job.needs) - set(FACTS)
         if unknown:
             raise ValueError(f"{job.name}: nobody knows how to ask for {', '.join(sorted(unknown))}")
@@ -94,30 +103,52 @@ def read(path: Path = MATRIX) -> tuple[list[Job], dict[str, list[str]]]:
     return jobs, data["torch"]
 
 
-def run(job: Job) -> bool:
-    """Run one job; its output goes straight through. True when it passed."""
+def run(job: Job, require: bool = False, results: Path | None = None) -> bool:
+    """Run one job; its output goes straight through. True when it passed, or was skipped though not required."""
     missing = job.missing()
     if missing:
-        print(f"-- {job.name}: skipped, this machine lacks: {', '.join(missing)}", flush=True)
-        return True
+        print(
+            f"-- {job.name}: {'FAILED' if require else 'skipped'}, this machine lacks: {', '.join(missing)}", flush=True
+        )
+        return not require
     print(f"-- {job.name} ({job.kind}: {job.hardware})", flush=True)
     start = time.monotonic()
     env = {
         **os.environ,
         "PYTHON": os.environ.get("PYTHON", sys.executable),
         "FUSEWRIGHT_JOB_BACKEND": job.backend,
+        **(_kept_in(results.resolve(), job) if results else {}),
     }
+    code = None
     try:
         command = ["bash", job.script, job.backend]
         code = subprocess.run(command, cwd=ROOT, env=env, timeout=job.minutes * 60, check=False).returncode
     except subprocess.TimeoutExpired:
         print(f"-- {job.name}: not done after {job.minutes} minutes", flush=True)
-        return False
-    print(
-        f"-- {job.name}: {'passed' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - start:.0f} s",
-        flush=True,
-    )
+    seconds = round(time.monotonic() - start)
+    if code is not None:
+        print(f"-- {job.name}: {'passed' if code == 0 else f'FAILED ({code})'} in {seconds} s", flush=True)
+    if results:
+        facts = {
+            "job": asdict(job),
+            "code": code,
+            "seconds": seconds,
+            "python": platform.python_version(),
+            "torch": _torch(),
+        }
+        (results / f"{job.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
     return code == 0
+
+
+def _kept_in(folder: Path, job: Job) -> dict[str, str]:
+    """What scripts write goes to a folder: records to $OUT, what pytest says in JUnit's form."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = os.environ.get("PYTEST_ADDOPTS", "")
+    return {"OUT": str(folder), "PYTEST_ADDOPTS": f"{given} --junitxml={folder / job.name}.xml".strip()}
+
+
+def _torch() -> str:
+    return metadata.version("torch") if importlib.util.find_spec("torch") else ""
 
 
 def table(jobs: list[Job]) -> str:
@@ -127,12 +158,13 @@ def table(jobs: list[Job]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list").add_argument("--json", action="store_true")
-    commands.add_parser("run").add_argument("names", nargs="*")
+    running = commands.add_parser("run")
+    running.add_argument("names", nargs="*")
+    running.add_argument("--require", action="store_true", help="fail where a job's needs are not met")
+    running.add_argument("--results", type=Path, help="keep records in this folder")
     commands.add_parser("table")
     commands.add_parser("cells")
     args = parser.parse_args(argv)
@@ -143,9 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             for j in jobs:
                 lacks = j.missing()
-                print(
-                    f"{j.name:23} {j.kind:10} {'can run here' if not lacks else 'lacks ' + ', '.join(lacks)}"
-                )
+                print(f"{j.name:23} {j.kind:10} {'can run here' if not lacks else 'lacks ' + ', '.join(lacks)}")
     elif args.command == "table":
         print(table(jobs))
     elif args.command == "cells":
@@ -154,10 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         unknown = set(args.names) - {j.name for j in jobs}
         if unknown:
-            parser.error(
-                f"no job is called {', '.join(sorted(unknown))}; jobs: {', '.join(j.name for j in jobs)}"
-            )
-        results = [run(j) for j in jobs if not args.names or j.name in args.names]
+            parser.error(f"no job is called {', '.join(sorted(unknown))}; jobs: {', '.join(j.name for j in jobs)}")
+        results = [run(j, args.require, args.results) for j in jobs if not args.names or j.name in args.names]
         return 0 if all(results) else 1
     return 0
 

@@ -1,0 +1,29 @@
+"""Files that are made from others, held to them: workflows, tables and pages of the docs, the form of the changelog.
+
+`python -m ci.generated` prints what is stale and the command that renews it; exit code 1 where something is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from ci import changelog, docs_tables, results, workflows
+
+
+def stale() -> Iterator[str]:
+    """One line for each file."""
+    yield from (f".github/workflows/{name}: python -m ci.workflows" for name in workflows.stale())
+    pages = {p: docs_tables.updated(p) for p in docs_tables.GENERATED} | dict(results.pages())
+    for path, text in pages.items():
+        if path.read_text(encoding="utf-8") != text:
+            yield f"{path.relative_to(docs_tables.ROOT)}: python -m ci.docs_tables"
+    yield from (
+        f"CHANGELOG.md: {p}" for p in changelog.problems((changelog.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    )
+
+
+if __name__ == "__main__":
+    found = list(stale())
+    print("\n".join(found) or "generated: nothing is stale")
+    sys.exit(1 if found else 0)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Torch and every package of the checkout with its tests, into the environment of $PYTHON.
+# Usage: ci/setup.sh VERSION [EXTRAS]   VERSION of torch, or "newest"; EXTRAS of the workspace (default: test,lint)
+# Which build of torch it is (CPU, CUDA, ROCm) is a matter of the runner: its pip names the index (PIP_INDEX_URL).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=$1
+extras=${2:-test,lint}
+PYTHON=${PYTHON:-python}
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+grep -v '^torch==' ci/constraints.txt >"$constraints"
+if [ "$version" = newest ]; then
+  "$PYTHON" -m pip install -q --upgrade torch
+else
+  "$PYTHON" -m pip install -q "torch==$version"
+fi
+"$PYTHON" -c 'import torch; print(f"torch=={torch.__version__}")' >>"$constraints"
+"$PYTHON" -m pip install -q -c "$constraints" ".[$extras]"
+# A CUDA build of torch brings its own Triton; the others need one to simulate the GPU backends.
+if [ "$(uname -s)" = Linux ] && ! "$PYTHON" -c 'import triton' 2>/dev/null; then
+  "$PYTHON" -m pip install -q -c "$constraints" './backends/triton[simulate]'
+fi
+"$PYTHON" -m pip check
