@@ -50,8 +50,6 @@ class AppleMps(FusedBackend):
         # The chip that is simulated, e.g. "M4 Max".
         "target": "",
     }
-    typical = "M3 Pro"
-    """The chip that is simulated when none is named."""
 
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(device, options)
@@ -69,7 +67,7 @@ class AppleMps(FusedBackend):
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
-        name = options["target"] or cls.typical
+        name = options["target"] or target.TYPICAL.chip
         if name not in target.TARGETS:
             raise OptionError(f"{cls.name} has no target {name!r}; {nearest(name, target.TARGETS)}")
         if (lacks := unsimulated()) is not None:
@@ -95,7 +93,7 @@ class AppleMps(FusedBackend):
         fragment = fuse(b.finish(), ctx, b.calls, policy=self.policy())
         for i in fragment.instructions:
             if isinstance(i, Launch) and i.kernel in fragment.kernels:
-                if (why := refused(fragment.kernels[i.kernel])) is not None:
+                if (why := refused(fragment.kernels[i.kernel], self.target())) is not None:
                     raise Decline(why, ops=i.op_ids)
         return replace(fragment, notes={**fragment.notes, **b.notes}, kernels={**fragment.kernels, **b.kernels})
 

@@ -24,7 +24,7 @@ from fusewright_mps.emit.rows import Rows
 from fusewright_mps.emit.schedule import Config, choose, moves
 from fusewright_mps.emit.source import MOST_ARGUMENTS, Argument, Dispatch, Source, Unsupported, Variant
 from fusewright_mps.emit.values import Writer, divides, refuse_f64, sites, without_unused
-from fusewright_mps.target import Target
+from fusewright_mps.target import TYPICAL, Target
 
 __all__ = ["PRELUDE", "Source", "Unsupported", "Variant", "emit", "library", "refused", "variant_for"]
 
@@ -46,10 +46,10 @@ SLOT = 4
 
 
 def emit(
-    kernel: Kernel, variant: Variant | None = None, target: Target | None = None, config: Config | None = None
+    kernel: Kernel, variant: Variant | None = None, target: Target = TYPICAL, config: Config | None = None
 ) -> Source:
-    """Metal functions of `kernel`. The default variant follows from the sizes that the kernel was traced with, the default
-    configuration from the formula; without a target it is for any.
+    """Metal functions of `kernel`, sized for `target`. The default variant follows from the sizes that the kernel was traced with,
+    the default configuration from the formula. They compute the same on every chip.
 
     Raises `Unsupported` when Metal cannot do it.
     """
@@ -58,15 +58,17 @@ def emit(
     name = _name(kernel, variant)
     pieces = list(_pieces(without_moments(kernel), variant))
     texts, dispatches = [_comment(kernel)], []
+    alignment, apart = [1] * len(kernel.buffers), len(pieces) > 1
     for k, piece in enumerate(pieces):
         entry = name if len(pieces) == 1 else f"{name}_{k}"
-        how = config or choose(piece, variant.aligned)
-        text, dispatch = _function(piece, entry, how, variant)
+        how = config or choose(piece, target, variant.aligned)
+        text, dispatch, again = _function(piece, entry, how, variant)
+        apart |= again
         texts.append(text)
         dispatches.append(dispatch)
-    alignment = _alignment(kernel, how, variant)
+        alignment = list(map(max, alignment, _alignment(piece, how, variant)))
     errors = SLOT * (sites(kernel) + 1) if any("errors" in _kinds(d) for d in dispatches) else 0
-    return Source(kernel, variant, "\n".join(texts), tuple(dispatches), alignment, errors, len(pieces) > 1)
+    return Source(kernel, variant, "\n".join(texts), tuple(dispatches), tuple(alignment), errors, apart)
 
 
 def variant_for(kernel: Kernel, sizes: Sequence[int], aligned: bool = True, check_division: bool = False) -> Variant:
@@ -80,10 +82,10 @@ def library(sources: Iterable[Source]) -> str:
 
 
 @functools.lru_cache(4096)
-def refused(kernel: Kernel) -> str | None:
+def refused(kernel: Kernel, target: Target) -> str | None:
     """Why the emitter cannot print a kernel, or None."""
     try:
-        emit(kernel)
+        emit(kernel, target=target)
     except Unsupported as e:
         return str(e)
     return None
@@ -112,7 +114,8 @@ def _comment(kernel: Kernel) -> str:
 # one function
 
 
-def _function(kernel: Kernel, entry: str, config: Config, variant: Variant) -> tuple[str, Dispatch]:
+def _function(kernel: Kernel, entry: str, config: Config, variant: Variant) -> tuple[str, Dispatch, bool]:
+    """The text of one function, its dispatch, and whether inputs must not lie in the memory of outputs."""
     program = (Rows if kernel.r else Points)(kernel, config, variant)
     program.write()
     shared = program.shared_lines if isinstance(program, Rows) else []
@@ -120,7 +123,8 @@ def _function(kernel: Kernel, entry: str, config: Config, variant: Variant) -> t
     body = [*shared, *_sizes(program), *program.lines]
     arguments, parameters = _parameters(program, "\n".join(body), config)
     head = f"kernel void {entry}(\n    " + ",\n    ".join(parameters) + ") {"
-    return "\n".join([head, *body, "}", ""]), Dispatch(entry, arguments, program.threads(), config.group)
+    apart = isinstance(program, Rows) and program.apart
+    return "\n".join([head, *body, "}", ""]), Dispatch(entry, arguments, program.threads(), config.group), apart
 
 
 def _sizes(program: Writer) -> Iterator[str]:

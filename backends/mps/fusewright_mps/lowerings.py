@@ -10,7 +10,7 @@ from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.lower.tables import RULES
-from fusewright_mps.select import attention, products, quantized
+from fusewright_mps.select import attention, packed, products, quantized
 from fusewright_mps.select.calls import FLOATS, OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
@@ -18,6 +18,7 @@ LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 
 LOWERINGS.add("linear", dtypes=FLOATS, when=products.reason)(by_rows((quantized.GROUPS, products.SIBLINGS)))
 LOWERINGS.add("mm", dtypes=FLOATS)(by_rows((quantized.INT8,)))
+LOWERINGS.add(*packed.OPS, dtypes=FLOATS, when=packed.reason)(by_rows((packed.PACKED,)))
 LOWERINGS.add("sdpa", when=attention.reason)(by_rows((attention.DECODE,)))
 
 REFUSED: dict[torch.dtype, str] = {

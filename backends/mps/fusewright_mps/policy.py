@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusewright.interface import DevicePolicy
+from fusewright.interface import DevicePolicy, Splits
 from fusewright_mps.target import Target
 
 CALL_SECONDS = 5e-6
@@ -11,7 +11,12 @@ CALL_SECONDS = 5e-6
 
 def policy(target: Target) -> DevicePolicy:
     """No arena: MPSGraph copies inputs that begin inside of a buffer on macOS 14, so results are tensors of torch's allocator.
-    Loops are cut as the host cuts them by default, and no row prefers eager: nobody has measured where it is faster."""
+    Long rows are cut where there are fewer of them than cores, into no fewer parts than cores. No row prefers eager: nobody has
+    measured where it is faster."""
+    few, parts = target.cores, max(Splits.parts, 1 << (target.cores - 1).bit_length())
     return DevicePolicy(
-        flops_per_second=target.flops, bytes_per_second=target.bandwidth * 1e9, call_seconds=CALL_SECONDS
+        splits=Splits(parts=parts, few_points=few),
+        flops_per_second=target.flops,
+        bytes_per_second=target.bandwidth * 1e9,
+        call_seconds=CALL_SECONDS,
     )

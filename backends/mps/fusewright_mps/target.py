@@ -17,7 +17,9 @@ class Target:
     """One chip. `cores` are those of its GPU, `bandwidth` is that of its memory in GB/s, `source` Apple's announcement.
 
     `lanes` is the width of a SIMD group, `threadgroup` the threadgroup memory in bytes, `max_threads` the most threads of a
-    threadgroup, `buffers` the most buffers of a kernel.
+    threadgroup, `buffers` the most buffers of a kernel. `schedulers` issue the instructions of a core, each of one SIMD group;
+    `in_flight` are the SIMD groups of a core that hide the latency of memory, `resident` its threads at most; Apple does not say,
+    github.com/philipturner/metal-benchmarks has what was found on M1 and M2.
     """
 
     chip: str
@@ -30,6 +32,14 @@ class Target:
     threadgroup: int = 32 * 1024
     max_threads: int = 1024
     buffers: int = 31
+    schedulers: int = 4
+    in_flight: int = 16
+    resident: int = 3072
+
+    @property
+    def simdgroups(self) -> int:
+        """SIMD groups that keep the memory of the whole GPU busy."""
+        return self.cores * self.in_flight
 
     @property
     def flops(self) -> float:
@@ -63,6 +73,9 @@ TARGETS: dict[str, Target] = {
         Target("M5 Max", "apple10", 40, 614, "Apple debuts M5 Pro and M5 Max, 2026-03-03", _M5),
     )
 }
+
+TYPICAL = TARGETS["M3 Pro"]
+"""What kernels are sized by where no chip is named."""
 
 
 def of_chip(name: str, cores: int | None = None) -> Target:

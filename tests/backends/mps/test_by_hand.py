@@ -22,6 +22,7 @@ from fusewright_mps.kernels.gemv import Gemv, rows_for
 from fusewright_mps.kernels.handwritten import METAL, Handwritten, from_json, hash_of, to_json
 from fusewright_mps.runtime import BY_HAND
 from fusewright_mps.simulate.library import compile_shader
+from fusewright_mps.target import TARGETS, TYPICAL
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -92,6 +93,32 @@ def test_a_product_of_few_rows_rounds_once(
     near(out, exact, x.double().abs() @ wide.t() + 1)
 
 
+@pytest.mark.parametrize("packed", ["tinygemm", "affine"])
+@pytest.mark.parametrize(
+    ("m", "n", "group", "dtype"), [(1, 40, 32, torch.bfloat16), (3, 9, 64, torch.float16), (4, 5, 8, torch.float32)]
+)
+def test_a_product_with_packed_weights_rounds_once(packed: Any, m: int, n: int, group: int, dtype: torch.dtype) -> None:
+    g, groups = torch.Generator().manual_seed(n), 5
+    k = groups * group
+    x, out = torch.randn(m, k, generator=g).to(dtype), torch.full((m, n), math.nan, dtype=dtype)
+    q = torch.randint(0, 16, (n, k), generator=g)
+    scale, zero = ((torch.rand(n, groups, generator=g) / 64).to(dtype) for _ in range(2))
+    run(Gemv(METAL[dtype], 4, m, n, k, group, METAL[dtype] if packed == "affine" else "", False, 2, packed),
+        [x, nibbles(q)[0], *factors(packed, scale, zero), out])  # fmt: skip
+    w = unpacked(q - 8 * (packed == "tinygemm"), scale, zero)
+    near(out, x.double() @ w.t(), x.double().abs() @ unpacked(q + 8, scale, zero).t() + 1)
+
+
+def factors(packed: str, scale: Tensor, zero: Tensor) -> list[Tensor]:
+    """Scale and zero [n, groups] as a layout has them."""
+    return [torch.stack([scale, zero], -1).transpose(0, 1).contiguous()] if packed == "tinygemm" else [scale, zero]
+
+
+def unpacked(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    n, groups = scale.shape
+    return (q.double().view(n, groups, -1) * scale.double()[..., None] + zero.double()[..., None]).view(n, -1)
+
+
 def test_nan_and_infinity_go_through_a_product() -> None:
     x = torch.ones(2, 64)
     x[0, 3], x[1, 5] = math.nan, math.inf
@@ -101,7 +128,9 @@ def test_nan_and_infinity_go_through_a_product() -> None:
 
 
 def test_outputs_of_a_simd_group_leave_work_for_every_core() -> None:
-    assert [rows_for(n, 10) for n in (64, 512, 4096)] == [1, 2, 4] and rows_for(4096, 80) == 2
+    assert [rows_for(n, TARGETS["M4"]) for n in (64, 512, 4096)] == [1, 2, 4] and rows_for(
+        4096, TARGETS["M3 Ultra"]
+    ) == 2
 
 
 # ---------------------------------------------------------------- attention
@@ -131,7 +160,7 @@ def test_attention_of_few_queries(
     if hides is not None:
         strides += tuple(hides.expand(batch, h, queries, keys).stride())
     parts = Parts(
-        METAL[dtype], mask, dim, batch, heads, group, queries, keys, chunk_for(keys, batch * heads, 18), strides
+        METAL[dtype], mask, dim, batch, heads, group, queries, keys, chunk_for(keys, batch * heads, TYPICAL), strides
     )
     shape = (batch * heads, parts.parts, parts.rows)
     sums, top, total = (torch.full(s, math.nan) for s in ((*shape, dim), shape, shape))
@@ -146,6 +175,7 @@ def test_attention_of_few_queries(
 
 @pytest.mark.parametrize("kernel", [
     Gemv("half", 4, 2, 96, 256, 32, "char", False, 4),
+    Gemv("half", 4, 2, 96, 256, 32, "", False, 4, "tinygemm"),
     Parts("bfloat", "bool", 64, 1, 2, 4, 1, 100, 50, tuple(range(13))),
     Combined("float", 64, 1, 2, 4, 1, 2, (1, 2, 3)),
 ])  # fmt: skip
@@ -230,6 +260,79 @@ def test_int4_weights_are_read_in_nibbles(most: int) -> None:
     got, r = lowered(module, x)
     assert launches(r) == 1 and r.rules["mps.int4.linear"] == 1
     judged(module, x, got, "bf16")
+
+
+class TinyGemm(nn.Module):
+    """torch's own product with weights of 4 bits, packed as its MPS kernel wants them."""
+
+    def __init__(self, n: int, k: int, group: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.group = group
+        self.q = torch.randint(0, 16, (n, k))
+        self.scale, self.zero = ((torch.rand(n, k // group) / 64).to(dtype) for _ in range(2))
+        self.w = nn.Buffer(nibbles(self.q)[0].view(torch.int32).view(n // 8, k // 128, 32, 4))
+        self.factors = nn.Buffer(factors("tinygemm", self.scale, self.zero)[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(torch.ops.aten._weight_int4pack_mm(x, self.w, self.group, self.factors))
+
+    def exact(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of weights and sums in `dtype`."""
+        return F.silu(x.to(dtype) @ unpacked(self.q - 8, self.scale, self.zero).to(dtype).t())
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (4, torch.float16)])
+def test_torchs_packed_int4_weights_are_read_as_they_are(rows: int, dtype: torch.dtype) -> None:
+    """Eager has no such product on CPUs: one with weights in that type stands for it."""
+    module, x = TinyGemm(WIDE, 1024, 128, dtype), torch.randn(rows, 1024).to(dtype)
+    got, r = lowered(module, x)
+    assert r.rules["mps.packed.linear"] == 1 and launches(r) == 2 and "int4pack" not in r.texts["plan"]
+    verdict = compare(
+        [module.exact(x, torch.float64)], [module.exact(x, dtype)], [got], "bf16" if rows == 1 else "fp16"
+    )
+    assert verdict.passed, verdict.reason
+
+
+def test_torchs_packed_int8_weights_are_read_as_they_are() -> None:
+    q, scale = torch.randint(-128, 128, (WIDE, 1024), dtype=torch.int8), torch.rand(WIDE) / 64
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.scale = nn.Buffer(q), nn.Buffer(scale.bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.aten._weight_int8pack_mm(x, self.q, self.scale)
+
+    x = torch.randn(2, 1024).bfloat16()
+    got, r = lowered(Packed(), x)
+    assert r.rules["mps.packed.linear"] == 1 and launches(r) == 1
+    exact = x.double() @ q.double().t() * scale.bfloat16().double()
+    verdict = compare([exact], [Packed()(x)], [got], "bf16")
+    assert verdict.passed, verdict.reason
+
+
+def test_torchaos_packed_int4_weights_are_read_as_they_are() -> None:
+    """The operator of torchao's MPS extension, by its schema: only a Mac can build the extension."""
+    with torch.library._scoped_library("torchao", "FRAGMENT") as lib:
+        lib.define("_linear_fp_act_4bit_weight(Tensor A, Tensor B, int group_size, Tensor S, Tensor Z) -> Tensor")
+        lib.impl("_linear_fp_act_4bit_weight", lambda a, b, group, s, z: a.new_empty(len(a), len(b)), "Meta")
+        q, (scale, zero) = torch.randint(0, 16, (WIDE, 1024)), torch.rand(2, WIDE, 32) / 64
+
+        class Packed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w, self.s, self.z = nn.Buffer(nibbles(q)[0]), nn.Buffer(scale), nn.Buffer(zero)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.torchao._linear_fp_act_4bit_weight(x, self.w, 32, self.s, self.z)
+
+        x = torch.randn(1, 1024)
+        got, r = lowered(Packed(), x, cache=False)
+    assert r.rules["mps.packed.linear"] == 1 and launches(r) == 1
+    w = unpacked(q, scale, zero)
+    verdict = compare([x.double() @ w.t()], [x @ w.float().t()], [got], "fp32")
+    assert verdict.passed, verdict.reason
 
 
 @pytest.mark.parametrize(("rule", "sums"), [("mps.int4.linear", 1), ("mps.int4.linear,gemv", 0)])

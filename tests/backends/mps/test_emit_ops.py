@@ -280,7 +280,7 @@ def test_more_buffers_than_metal_takes_are_several_dispatches(inputs: int) -> No
     assert all(len(d.arguments) <= 31 for d in source.dispatches)
     ts = [torch.full((10,), float(k)) for k in range(inputs)] + [torch.zeros(10) for _ in range(inputs // 2)]
     want = reference(kernel, ts)
-    if source.split:
+    if source.apart:
         ts[inputs] = ts[38]  # the first result lies where the second dispatch reads, which is given a copy
     run(kernel, ts)
     for k in range(inputs, len(ts)):

@@ -11,10 +11,12 @@ from fusewright.toolkit.ir.types import DType, to_torch
 from fusewright.toolkit.transform.split import split_rows
 from fusewright_mps.emit.schedule import choose
 from fusewright_mps.emitter import Unsupported, emit, variant_for
+from fusewright_mps.policy import policy
+from fusewright_mps.target import TARGETS, TYPICAL
 from tests.backends.mps import representative
 from tests.backends.mps.simulated import compiled, reference
 
-SHAPES = {"a simdgroup": (70, 300), "a threadgroup": (3, 3000), "a thread": (9, 4), "one point": (1, 40)}
+SHAPES = {"a simdgroup": (80, 300), "a threadgroup": (3, 3000), "a thread": (9, 4), "one point": (1, 40)}
 
 
 def tensors(k: Kernel, rows: int, cols: int) -> list[torch.Tensor]:
@@ -41,11 +43,76 @@ def test_rows_of_any_length_in_place_or_not(dtype: DType, backward: bool) -> Non
 
 
 def test_configurations_are_those_that_the_shapes_are_named_after() -> None:
-    found = {name: choose(representative.softmax(*shape)).workers for name, shape in SHAPES.items()}
+    found = {name: choose(representative.softmax(*shape), TYPICAL).workers for name, shape in SHAPES.items()}
     assert found == {"a simdgroup": "simd", "a threadgroup": "group", "a thread": "thread", "one point": "simd"}
-    assert choose(representative.column_sum()).workers == "columns"
-    assert choose(representative.softmax(64, 3000)).held
-    assert not choose(representative.softmax(64, symbol("n"))).held
+    assert choose(representative.column_sum(), TYPICAL).workers == "columns"
+    assert choose(representative.softmax(64, 3000), TYPICAL).held
+    assert not choose(representative.softmax(64, symbol("n")), TYPICAL).held
+
+
+def test_a_row_has_more_threads_where_a_chip_has_more_cores() -> None:
+    """Of 20 rows of 4096: enough for the cores of a small chip as they are, not for those of a large one."""
+    k = representative.rms_norm(20)
+    found = {name: choose(k, TARGETS[name]).count for name in ("M1", "M3 Pro", "M4 Max", "M3 Ultra")}
+    assert found == {"M1": 256, "M3 Pro": 512, "M4 Max": 512, "M3 Ultra": 512}
+    few = representative.softmax(100, 512)
+    assert [choose(few, TARGETS[name]).workers for name in ("M1", "M5", "M3 Ultra")] == ["simd", "simd", "group"]
+
+
+def test_long_loops_and_split_rows_follow_the_cores() -> None:
+    flat = representative.add_gelu(symbol("n"), "bf16")
+    assert [choose(flat, TARGETS[n]).most for n in ("M1", "M4 Max")] == [8 * 3072, 40 * 3072]
+    assert [policy(TARGETS[n]).splits.parts for n in ("M1", "M4 Max", "M3 Ultra")] == [32, 64, 128]
+    assert [policy(TARGETS[n]).splits.few_points for n in ("M1", "M3 Ultra")] == [8, 80]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_configuration_is_within_the_limits_of_its_chip(name: str) -> None:
+    chip = TARGETS[name]
+    for k in (*representative.KERNELS.values(), representative.softmax(1, 1 << 20), representative.softmax(2, 2000)):
+        group = choose(k, chip).group
+        assert group[0] * group[1] * group[2] <= chip.max_threads
+
+
+def running(how: str, rows: int, cols: int, dtype: DType) -> Kernel:
+    b = Builder(f"running_{how}", p=[rows], r=[cols])
+    x, out = b.input("x", dtype), b.output("out", dtype)
+    i, j = b.axes
+    b.store(out, i * cols + j, b.scan(how, b.load(x, i * cols + j)))
+    return b.build()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_long_row_is_counted_along_by_a_threadgroup(backward: bool) -> None:
+    """Over several steps, the last of them in part; in place too, for a thread stores what it alone has read. Threads past the
+    end read nothing."""
+    cases: list[tuple[str, DType, int]] = [
+        ("sum", "f32", 5000),
+        ("prod", "i64", 1100),
+        ("max", "f32", 3001),
+        ("min", "i32", 129),
+    ]
+    kernels = [running(how, 3, cols, dtype) for how, dtype, cols in cases]
+    assert {choose(k, TYPICAL).workers for k in kernels} == {"group"}
+    module = compiled(kernels, backward=backward)
+    g = torch.Generator().manual_seed(5)
+    for at, (k, (_, dtype, cols)) in enumerate(zip(kernels, cases, strict=True)):
+        x = torch.randn(3, cols, generator=g) if dtype == "f32" else torch.randint(-9, 9, (3, cols), generator=g)
+        ts = [x.to(to_torch(dtype)), torch.zeros(3, cols, dtype=to_torch(dtype))]
+        want = reference(k, ts)[1]
+        module.run(at, ts)
+        torch.testing.assert_close(ts[1], want)
+        ts[1] = ts[0]
+        module.run(at, ts)
+        torch.testing.assert_close(ts[1], want)
+
+
+def test_a_running_maximum_is_nan_behind_a_nan_of_another_simdgroup() -> None:
+    k = running("max", 1, 2000, "f32")
+    x, out = torch.arange(2000.0)[None].clone(), torch.zeros(1, 2000)
+    x[0, 700] = torch.nan
+    compiled([k]).run(0, [x, out])
+    assert torch.equal(out[0, :700], x[0, :700]) and out[0, 700:].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [40, 2000])
@@ -128,6 +195,24 @@ def test_a_long_row_that_is_overwritten_before_it_is_done_is_refused() -> None:
     b.store(y, at, e / b.reduce("sum", e))
     with pytest.raises(Unsupported, match="needed again after it was overwritten"):
         emit(b.build())
+
+
+def test_an_output_in_a_long_rows_memory_gets_a_copy_of_the_row() -> None:
+    """The row is read again after the output was stored; where they share memory, only a copy still has it."""
+    n = symbol("n")
+    b = Builder("again", p=[2], r=[n], symbols={"n": 5000})
+    x, y, z = b.input("x", "f32"), b.output("y", "f32"), b.output("z", "f32")
+    i, j = b.axes
+    e = b.op("exp", b.op("tanh", b.load(x, i * n + j)))
+    b.store(y, i * n + j, e * 2.0)
+    b.store(z, i * n + j, e / b.reduce("sum", e))
+    k = b.build()
+    assert emit(k).apart and k.may_share(1, 0)
+    ts = [torch.randn(2, 5000), torch.zeros(2, 5000), torch.zeros(2, 5000)]
+    want = reference(k, ts, [5000])
+    ts[1] = ts[0]
+    compiled([k]).run(0, ts, [5000])
+    torch.testing.assert_close(ts[1:], want[1:])
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

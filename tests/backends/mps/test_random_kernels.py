@@ -15,6 +15,7 @@ from fusewright.toolkit.ir.extent import evaluate
 from fusewright_mps.emit.schedule import Config, choose
 from fusewright_mps.emitter import Variant, emit, library
 from fusewright_mps.simulate.library import compile_shader
+from fusewright_mps.target import TARGETS, TYPICAL
 from tests.backends.cpu.test_random_kernels import Case, cases, same_bits
 from tests.backends.mps.simulated import Module
 
@@ -51,9 +52,9 @@ def check(module: Module, found: list[Case]) -> None:
 
 
 @SETTINGS
-@given(batches, st.booleans())
-def test_agrees_with_the_interpreter(found: list[Case], aligned: bool) -> None:
-    sources = [emit(c.kernel, Variant(aligned, check_division=True)) for c in found]
+@given(batches, st.booleans(), st.sampled_from(list(TARGETS)))
+def test_agrees_with_the_interpreter(found: list[Case], aligned: bool, chip: str) -> None:
+    sources = [emit(c.kernel, Variant(aligned, check_division=True), TARGETS[chip]) for c in found]
     check(Module(sources, compile_shader(library(sources), checked=True)), found)
 
 
@@ -73,7 +74,7 @@ def configs(draw: st.DrawFn, case: Case, variant: Variant) -> Config | None:
     kernel = case.kernel
     if not kernel.r or draw(st.booleans()):
         return None
-    formula = choose(kernel, variant.aligned)
+    formula = choose(kernel, TYPICAL, variant.aligned)
     n_p, last = len(kernel.p), len(kernel.sizes) - 1
     order = tuple(reversed(range(n_p)))
     workers = draw(st.sampled_from(["thread", "simd", "group", *(["columns"] if n_p else [])]))

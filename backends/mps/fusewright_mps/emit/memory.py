@@ -20,6 +20,12 @@ class Memory(Writer):
     leader = ""
     inside = ""
 
+    def _load_tests(self, n: Node) -> list[str]:
+        asked = (
+            [self.inside] if self.inside == "inside" and any(a >= len(self.kernel.p) for a in self.axes[n.id]) else []
+        )
+        return asked + super()._load_tests(n)
+
     def store(self, n: Node, over_row: bool) -> None:
         guards = [self.inside] if over_row else [self.leader]
         guards += [self.operand(a) for a in n.args[1:]]

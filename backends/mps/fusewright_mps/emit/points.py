@@ -8,9 +8,6 @@ from fusewright.toolkit.ir.extent import Extent, apply, product
 from fusewright_mps.emit.addressing import multiple
 from fusewright_mps.emit.cells import Cells
 
-RESIDENT = 1 << 18
-"""Threads that a dispatch along one axis has at most; each goes on by so many then. A large GPU holds about a third of them."""
-
 
 def parts(size: Extent, of: int) -> Extent:
     """How many parts of `of` elements hold `size`."""
@@ -33,13 +30,13 @@ class Points(Cells):
         if len(self.kernel.sizes) != 1 or self.kernel.r:
             return False
         size, v = self.kernel.sizes[0], self.config.vector
-        return not isinstance(size, int) or size > RESIDENT * v or not multiple(size, v)
+        return not isinstance(size, int) or size > self.config.most * v or not multiple(size, v)
 
     def threads(self) -> tuple[Extent, Extent, Extent]:
         """Threads in each direction."""
         sizes, order = self.kernel.sizes, self.config.order
         x = parts(sizes[order[0]], self.config.vector) if order else 1
-        x = apply("Min", x, RESIDENT) if self.strides() else x
+        x = apply("Min", x, self.config.most) if self.strides() else x
         y = sizes[order[1]] if len(order) > 1 else 1
         return x, y, product(sizes[a] for a in order[2:])
 

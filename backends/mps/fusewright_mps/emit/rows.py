@@ -32,6 +32,8 @@ class Rows(Points):
         self.rowwise = {n.id for s in self.kernel.stages if s.over == "PR" for n in s.nodes if n.op != "reduce"}
         self.shared_lines: list[str] = []
         self.sums: list[Node] = []
+        self.apart = False
+        """Whether a row is read again after an output was stored that might lie in its memory."""
         self.plan_held()
 
     # what stays in registers
@@ -139,15 +141,15 @@ class Rows(Points):
         todo = self._closure(roots, k)
         self.reading = {n.id for n in todo if n.id in self.held and (n.id in self.again or self.stage_of[n.id] < k)}
         scans = any(n.op == "scan" for n in todo)
-        if scans and self.config.workers not in ("thread", "simd"):
-            raise Unsupported("a scan by more than a simdgroup")
+        if scans and self.config.workers == "columns":
+            raise Unsupported("a scan by simdgroups that lie across its row")
         for n in todo:
             if n.id not in self.reading:
                 self._wait(n, by_row=True)
         for n in todo:
             self._begin(n, fresh=self.stage_of[n.id] == k)
         self._sums_begin([n for n in todo if n.op == "reduce"], scans)
-        self._loop(todo, scans and self.config.workers == "simd")
+        self._loop(todo, scans and self.config.workers != "thread")
         self._gather()
         self._finish([n for n in stage.nodes if twins.get(n.id) == n.id])
         self.names.update({i: self.names[twin] for i, twin in twins.items()})
@@ -165,8 +167,9 @@ class Rows(Points):
             todo.extend(u for u in self.nodes[i].uses() if u in self.rowwise)
         nodes = [self.nodes[i] for i in sorted(found, key=self.place_of.__getitem__)]
         again = [n for n in nodes if self.stage_of[n.id] < k and n.id not in self.held]
-        if self._changed(again, k):
+        if self._changed(again, k, same=True):
             raise Unsupported("a long row is needed again after it was overwritten; torch's own calls run it in steps")
+        self.apart |= self._changed(again, k)
         return nodes
 
     def _overwritten(self) -> bool:
@@ -184,13 +187,14 @@ class Rows(Points):
                 todo.extend(u for u in self.nodes[i].uses() if u in self.rowwise)
         return [self.nodes[i] for i in found]
 
-    def _changed(self, again: Sequence[Node], k: int) -> bool:
-        """Whether a load among `again` reads what a store before stage `k` may have written, be it as an output that lives in
-        an input's memory."""
+    def _changed(self, again: Sequence[Node], k: int, same: bool = False) -> bool:
+        """Whether a load among `again` reads what a store before stage `k` may have written, be it (but for `same`) as an output
+        that lives in an input's memory."""
         for n in (n for n in again if n.op == "load"):
             for s in self.kernel.stages[self.stage_of[n.id] : k]:
                 if any(
-                    m.op == "store" and (m.buffer == n.buffer or (m.dtype == n.dtype and m.index == n.index))
+                    m.op == "store"
+                    and (m.buffer == n.buffer or (not same and m.dtype == n.dtype and m.index == n.index))
                     for m in s.nodes
                 ):
                     return True
@@ -312,17 +316,21 @@ class Rows(Points):
                     self._cell(todo, c.vector)
 
     def _scan_loop(self, todo: Sequence[Node]) -> None:
-        """Steps of a whole simdgroup: lanes past the end are at the last element again, and count for nothing."""
-        axis = len(self.kernel.p)
-        name, size = self.axis_name(axis), self.address.extent(self.kernel.sizes[axis])
-        with self.block(f"for ({self.integer} base = 0; base < {size}; base += {LANES})"):
-            self.put(f"const bool inside = base + {self.integer}(lane) < {size};")
-            self.put(f"const {self.integer} {name} = inside ? base + {self.integer}(lane) : {size} - 1;")
+        """Steps of all threads of a row: those past the end are at the last element again, and count for nothing."""
+        axis, count = len(self.kernel.p), self.config.count
+        name, size, at = self.axis_name(axis), self.address.extent(self.kernel.sizes[axis]), f"base + {self._worker()}"
+        if count > LANES:
+            self.put("uint side = 0;")
+        with self.block(f"for ({self.integer} base = 0; base < {size}; base += {count})"):
+            self.put(f"const bool inside = {at} < {size};")
+            self.put(f"const {self.integer} {name} = inside ? {at} : {size} - 1;")
             self.where[axis] = name
             before = self.inside, self.asked
             self.inside = self.asked = "inside"
             self.cell(todo, over_row=True, vector=1)
             self.inside, self.asked = before
+            if count > LANES:
+                self.put("side ^= 1;")
 
     def _cell(self, todo: Sequence[Node], vector: int) -> None:
         """One step of a loop; every so many of them sums are put together."""
@@ -372,17 +380,34 @@ class Rows(Points):
             super().node(n, over_row)
 
     def _scan(self, n: Node) -> None:
-        x, edge = self.operand(n.args[0]), literal(identity(n.how, n.dtype), n.dtype)
-        kind = METAL[n.dtype]
+        x, kind, edge = self.operand(n.args[0]), METAL[n.dtype], literal(identity(n.how, n.dtype), n.dtype)
+        self.names[n.id] = f"v{n.id}"
         if self.config.workers == "thread":
             self.put(f"c{n.id} = {combined(n.how, n.dtype, f'c{n.id}', x)};")
             self.put(f"const {kind} v{n.id} = c{n.id};")
-        else:
-            functor = FUNCTORS[_FUNCTOR[n.how]]
-            self.put(f"const {kind} y{n.id} = fw_simd_scan<{functor}>(inside ? {x} : {edge}, lane);")
-            self.put(f"const {kind} v{n.id} = {combined(n.how, n.dtype, f'c{n.id}', f'y{n.id}')};")
-            self.put(f"c{n.id} = fw_from(v{n.id}, {LANES - 1});")
-        self.names[n.id] = f"v{n.id}"
+            return
+        scan = f"fw_simd_scan<{FUNCTORS[_FUNCTOR[n.how]]}>"
+        self.put(f"const {kind} y{n.id} = {scan}(inside ? {x} : {edge}, lane);")
+        if self.config.count > LANES:
+            self._scan_of_group(n, scan, edge)
+            return
+        self.put(f"const {kind} v{n.id} = {combined(n.how, n.dtype, f'c{n.id}', f'y{n.id}')};")
+        self.put(f"c{n.id} = fw_from(v{n.id}, {LANES - 1});")
+
+    def _scan_of_group(self, n: Node, scan: str, edge: str) -> None:
+        """What the simdgroups before this one have, by way of threadgroup memory. Steps take turns with two halves of it, so that
+        one barrier is enough."""
+        kind, simds = METAL[n.dtype], self.config.count // LANES
+        c, y, z, b, g = (f"{letter}{n.id}" for letter in "cyzbg")
+        half = self._share(n, "t", kind, 2 * simds) + f"[side * {simds} + "
+        self.put(f"if (lane == {LANES - 1}) {{ {half}simd] = {y}; }}")
+        self.put("threadgroup_barrier(mem_flags::mem_threadgroup);")
+        mine = f"{half}lane]" if simds == LANES else f"(lane < {simds} ? {half}lane] : {edge})"
+        self.put(f"const {kind} {g} = {mine};")
+        self.put(f"const {kind} {z} = {scan}({g}, lane);")
+        self.put(f"const {kind} {b} = simd == 0 ? {edge} : fw_from({z}, ushort(simd - 1));")
+        self.put(f"const {kind} v{n.id} = {combined(n.how, n.dtype, combined(n.how, n.dtype, c, b), y)};")
+        self.put(f"{c} = {combined(n.how, n.dtype, c, f'fw_from({z}, {simds - 1})')};")
 
     def _reduce(self, n: Node) -> None:
         """This thread's part of a reduction goes on by one element."""

@@ -1,4 +1,5 @@
-"""How the points and rows of a kernel are spread over threads: a formula of strides, types and the sizes seen when tracing.
+"""How the points and rows of a kernel are spread over threads: a formula of strides, types, the sizes seen when tracing and the
+chip (`target`): its cores, how many SIMD groups keep its memory busy, its threadgroup memory.
 
 What it rests on, of Apple's GPUs:
 - a simdgroup has 32 lanes; it moves memory best when lanes take neighbouring elements, and a lane up to four of them at once;
@@ -17,6 +18,7 @@ from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright_mps.emit.addressing import multiple
+from fusewright_mps.target import Target
 
 Workers: TypeAlias = Literal["thread", "simd", "group", "columns"]
 
@@ -38,7 +40,8 @@ class Config:
     """`workers` share the row of a point: one thread, a simdgroup, a threadgroup, or ("columns") simdgroups that lie across 32
     neighbouring points; `count` of them. `vector` neighbours along axis `along` are one thread's (None: there is no such axis).
     `order` are the axes of P by the direction of the dispatch that they take: x, y, then all others along z. `held`: steps that
-    each worker takes over a row whose elements stay in registers, 0: they are read again."""
+    each worker takes over a row whose elements stay in registers, 0: they are read again. `most`: threads of a dispatch along an
+    only axis of unknown or great length; each goes on by as many."""
 
     workers: Workers
     count: int
@@ -47,29 +50,28 @@ class Config:
     order: tuple[int, ...]
     group: tuple[int, int, int]
     held: int = 0
+    most: int = 1 << 18
 
 
-def choose(kernel: Kernel, aligned: bool = True) -> Config:
-    """The configuration of a kernel."""
+def choose(kernel: Kernel, target: Target, aligned: bool = True) -> Config:
+    """The configuration of a kernel on a chip."""
     seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
     if not kernel.r:
-        return _points(kernel, seen, aligned)
+        return _points(kernel, seen, target, aligned)
     n_p, points, row = len(kernel.p), math.prod(seen[: len(kernel.p)]), math.prod(seen[len(kernel.p) :])
     reach = contiguous(kernel, seen)
-    last = len(seen) - 1
     best = max(range(n_p), key=lambda a: (reach[a], a), default=None)
-    by_rows = best is None or reach[last] >= reach[best]
+    by_rows = best is None or reach[-1] >= reach[best]
     scans = any(n.op == "scan" for n in kernel.nodes())
-    if row <= 4 or (row <= 16 and points >= 1 << 14) or (not by_rows and (scans or (row <= 64 and points >= 4096))):
+    full = target.simdgroups * LANES  # threads that keep all cores busy
+    if row <= 4 or (row <= 16 and points >= full) or (not by_rows and (scans or (row <= 64 and points >= full // 2))):
         return _alone(kernel, seen, best)
     if not by_rows and best is not None:
-        return _columns(kernel, seen, best, row)
-    vector = 1 if scans else _vector(kernel, last, seen, aligned)
-    if scans or (row <= 1024 and (points >= 64 or row <= 128)):
+        return _columns(kernel, seen, best, row, target)
+    vector = 1 if scans else _vector(kernel, len(seen) - 1, seen, aligned)
+    if row <= 128 or (row <= 1024 and points >= target.cores * target.schedulers):
         return _simds(kernel, seen, vector)
-    count = min(1024, max(2 * LANES, _pow2(row // (4 * vector))))
-    order = _order(n_p)
-    return Config("group", count, last, vector, order, (count, 1, 1), 0 if scans else _steps(kernel, count * vector))
+    return _group_of_a_row(kernel, points, row, vector, target)
 
 
 def contiguous(kernel: Kernel, seen: list[int]) -> list[int]:
@@ -99,7 +101,7 @@ def _order(n_p: int, first: int | None = None) -> tuple[int, ...]:
     return tuple(rest if first is None else [first, *rest])
 
 
-def _points(kernel: Kernel, seen: list[int], aligned: bool) -> Config:
+def _points(kernel: Kernel, seen: list[int], target: Target, aligned: bool) -> Config:
     reach = contiguous(kernel, seen)
     along = max(range(len(seen)), key=lambda a: (reach[a], a), default=None)
     if along is None:
@@ -110,7 +112,7 @@ def _points(kernel: Kernel, seen: list[int], aligned: bool) -> Config:
         rest = [a for a in _order(len(seen), along) if a not in (along, across)]
         return Config("thread", 1, along, vector, (along, across, *rest), (SIDE // vector, SIDE, 1))
     order = _order(len(seen), along)
-    return Config("thread", 1, along, vector, order, _group(order, seen, vector))
+    return Config("thread", 1, along, vector, order, _group(order, seen, vector), most=target.cores * target.resident)
 
 
 def _across(reach: list[int], seen: list[int], along: int) -> int | None:
@@ -151,10 +153,18 @@ def _simds(kernel: Kernel, seen: list[int], vector: int) -> Config:
     return Config("simd", LANES, len(seen) - 1, vector, order, (LANES * together, 1, 1), held)
 
 
-def _columns(kernel: Kernel, seen: list[int], best: int, row: int) -> Config:
+def _group_of_a_row(kernel: Kernel, points: int, row: int, vector: int, target: Target) -> Config:
+    """A threadgroup for each point. Its threads take four steps, fewer where so few points leave cores without work."""
+    steady, idle = row // (4 * vector), min(target.simdgroups * LANES // points, row // (2 * vector)) if points else 0
+    count = min(target.max_threads, max(2 * LANES, _pow2(max(steady, idle))))
+    held = 0 if any(n.op == "scan" for n in kernel.nodes()) else _steps(kernel, count * vector)
+    return Config("group", count, len(kernel.sizes) - 1, vector, _order(len(kernel.p)), (count, 1, 1), held)
+
+
+def _columns(kernel: Kernel, seen: list[int], best: int, row: int, target: Target) -> Config:
     """Simdgroups that lie along memory, side by side over the row; no more than threadgroup memory has room for."""
     reductions = sum(2 if n.how.startswith("arg") else 1 for n in kernel.nodes() if n.op == "reduce")
-    room = 24 * 1024 // (LANES * 8 * max(1, reductions))
+    room = target.threadgroup * 3 // 4 // (LANES * 8 * max(1, reductions))
     count = max(1, min(LANES, _pow2(row // 8), _pow2(room + 1) // 2))
     return Config("columns", count, len(seen) - 1, 1, _order(len(kernel.p), best), (LANES, count, 1))
 

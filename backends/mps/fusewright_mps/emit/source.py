@@ -80,7 +80,8 @@ class Source:
 
     `alignment` is in bytes, for each buffer: where one begins elsewhere, the variant that is not `aligned` is needed.
     `errors` is the number of elements of the error buffer (`SLOT`), all 0 before the first dispatch; 0: it takes none.
-    `split`: there are several dispatches for want of arguments, and inputs must not lie in the memory of outputs.
+    `apart`: inputs must not lie in the memory of outputs, for they are read after those are stored: by another dispatch, where
+    there are several for want of arguments, or because a row is too long to be held.
     """
 
     kernel: Kernel
@@ -89,7 +90,7 @@ class Source:
     dispatches: tuple[Dispatch, ...]
     alignment: tuple[int, ...]
     errors: int = 0
-    split: bool = False
+    apart: bool = False
 
     def aligned(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether buffers begin where the code wants them. On a device, offsets into buffers count, not addresses on the host."""
@@ -111,7 +112,7 @@ class Source:
             ],
             "errors": errors,
         }
-        given = tensors if not self.split else apart(tensors, self.kernel)
+        given = apart(tensors, self.kernel) if self.apart else tensors
         for d in self.dispatches:
             threads = tuple(evaluate(n, sizes) for n in d.threads)
             if math.prod(threads) > 0:

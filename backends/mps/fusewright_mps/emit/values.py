@@ -25,7 +25,7 @@ from fusewright_mps.emit.schedule import Config
 from fusewright_mps.emit.source import Unsupported, Variant
 
 _TAKEN = re.compile(
-    r"(?:[svwoprahtcyzngbkqm]\d*|turn|at|lane|tid|simd|grid|base|inside|alive|sizes|reals|integers|errors|fw_.*|[if]n|auto|bool|char|class|"
+    r"(?:[svwoprahtcyzngbkqm]\d*|turn|side|at|lane|tid|simd|grid|base|inside|alive|sizes|reals|integers|errors|fw_.*|[if]n|auto|bool|char|class|"
     r"const|constant|device|do|double|else|enum|false|float|for|half|bfloat|if|inline|int|kernel|long|metal|new|shim|short|signed|"
     r"sizeof|static|struct|template|this|thread|threadgroup|true|typedef|typename|uint|union|unsigned|using|vertex|fragment|void)"
 )
@@ -102,14 +102,19 @@ class Writer:
         if n.id in self.names or n.op == "const":
             return
         kind = METAL.get(n.dtype, "float")
-        if n.op == "load" and n.args:
-            self.put(f"{kind} v{n.id} = {self.operand(n.args[1])};")
-            self.put(f"if ({self.operand(n.args[0])}) {{ v{n.id} = {self.place(n)}; }}")
+        tests = self._load_tests(n) if n.op == "load" else []
+        if tests:
+            self.put(f"{kind} v{n.id} = {self.operand(n.args[1]) if n.args else literal(0, n.dtype)};")
+            self.put(f"if ({' && '.join(tests)}) {{ v{n.id} = {self.place(n)}; }}")
         elif n.op == "bound" and n.id not in self.used:
             self.put(f"{self._expression(n)};")  # a check is an effect
         else:
             self.put(f"const {kind} v{n.id} = {self._expression(n)};")
         self.names[n.id] = f"v{n.id}"
+
+    def _load_tests(self, n: Node) -> list[str]:
+        """What must hold for a load to be made. An element that is another thread's is not loaded: that thread may store it."""
+        return [self.operand(n.args[0])] if n.args else []
 
     def _expression(self, n: Node) -> str:
         if n.op in OPS:

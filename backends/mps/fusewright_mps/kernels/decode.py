@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_mps.kernels.handwritten import SHORT, Handwritten
+from fusewright_mps.target import Target
 
 LANES = 32
 MOST_ROWS = 16
@@ -231,7 +232,7 @@ uint lane [[thread_index_in_simdgroup]]) {{
 """
 
 
-def chunk_for(keys: int, batches: int, cores: int) -> int:
-    """Keys of a part: parts enough that each core has 16 SIMD groups to hide its loads with."""
-    wanted = min(MOST_PARTS, max(1, -(-16 * cores // batches)))
+def chunk_for(keys: int, batches: int, target: Target) -> int:
+    """Keys of a part: parts enough that each core has the SIMD groups that hide its loads."""
+    wanted = min(MOST_PARTS, max(1, -(-target.simdgroups // batches)))
     return max(SHORTEST, -(-keys // wanted))

@@ -6,17 +6,19 @@ all its outputs. Zeros cost one sum of `x` for each group, not a subtraction for
 
 Weights of 4 bits that torchao keeps in 8 (`IntxUnpackedToInt8Tensor`) are split once into planes of nibbles, low and high. The
 second plane is read only for rows whose flag says that some weight is no signed nibble, so that 4-bit weights cost 4 bits and
-others are right too.
+others are right too. Weights that torch or torchao has packed for MPS itself are unsigned nibbles, low ones first, and are read as
+they are: `out[m, n] = sum(x[m, k] * ((q[n, k] - middle) * scale[n, g] + zero[n, g]))`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from fusewright.toolkit.ir.ir import Buffer
 from fusewright_mps.kernels.handwritten import SHORT, Handwritten
+from fusewright_mps.target import Target
 
 LANES = 32
 MOST_ROWS = 4
@@ -25,11 +27,16 @@ SIMD_GROUPS = 2
 """In a threadgroup: little is shared, and small groups spread over all cores."""
 
 
+Packed: TypeAlias = Literal["", "tinygemm", "affine"]
+"""Unsigned nibbles: "tinygemm" is torch's `_weight_int4pack_mm`, scale and zero [k / group, n, 2] and a middle of 8; "affine" is
+torchao's `_linear_fp_act_4bit_weight`, scale and zero [n, k / group] each and a middle of 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gemv(Handwritten):
     """x [m, k] of `dtype` (Metal's name), weights [n, k] of `bits`, scale [n, k / group] of `dtype`, zero [n, k / group] of type
     `zeros` (Metal's name, or "" for none), bias [n] of `dtype` where `biased`. `rows` are outputs of a SIMD group. k is a multiple
-    of 8, and so is `group`."""
+    of 8, and so is `group`. Weights of 4 bits are planes, or `packed`."""
 
     kind: ClassVar[str] = "gemv"
 
@@ -42,11 +49,13 @@ class Gemv(Handwritten):
     zeros: str
     biased: bool
     rows: int
+    packed: Packed = ""
 
     @property
     def name(self) -> str:
         parts = (
             f"gemv{self.bits}",
+            self.packed,
             SHORT[self.dtype],
             f"m{self.m}",
             f"r{self.rows}",
@@ -58,7 +67,8 @@ class Gemv(Handwritten):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         x = SHORT[self.dtype]
-        weights = [("w", "i8")] if self.bits == 8 else [("low", "u8"), ("high", "u8"), ("flags", "i32")]
+        planes = [("low", "u8")] if self.packed else [("low", "u8"), ("high", "u8"), ("flags", "i32")]
+        weights = [("w", "i8")] if self.bits == 8 else planes
         rest = [("scale", x), *[("zero", SHORT[z]) for z in (self.zeros,) if z], *[("bias", x)] * self.biased]
         given = (Buffer(n, t) for n, t in [("x", x), *weights, *rest])
         return (*given, Buffer("out", x, "out"))
@@ -82,7 +92,9 @@ class Gemv(Handwritten):
         t, m, r = self.dtype, self.m, self.rows
         step = 4 if self.bits == 8 else 8
         yield f"kernel void {self.name}({', '.join(self._parameters())}) {{"
-        yield "    const int N = int(sizes[0]), K = int(sizes[1]), group = int(sizes[2]), groups = K / group;"
+        yield "    const int N = int(sizes[0]), K = int(sizes[1]), group = int(sizes[2]);"
+        if self.packed != "tinygemm":
+            yield "    const int groups = K / group;"
         yield f"    const int first = int(at.x * {SIMD_GROUPS}u + simd) * {r};"
         yield "    if (first >= N) return;"
         yield f"    float total[{m}][{r}];"
@@ -96,15 +108,11 @@ class Gemv(Handwritten):
         yield f"        for (int j = 0; j < {r}; ++j) {{"
         yield "            const int n = min(first + j, N - 1);"
         yield from self._weights(step)
-        yield "            const long g = long(n) * groups + k / group;"
-        yield "            const float s = float(scale[g]);"
-        if self.zeros:
-            yield "            const float z = float(zero[g]);"
+        yield from self._factors()
         yield f"            for (int i = 0; i < {m}; ++i) {{"
         yield "                float dot = 0.0f;"
         yield f"                for (int e = 0; e < {step}; ++e) dot = metal::fma(v[i][e], q[e], dot);"
-        dot = "metal::fma(-z, sum[i], dot)" if self.zeros else "dot"
-        yield f"                total[i][j] = metal::fma(s, {dot}, total[i][j]);"
+        yield f"                total[i][j] = {self._added()};"
         yield "            }"
         yield "        }"
         yield "    }"
@@ -114,6 +122,22 @@ class Gemv(Handwritten):
         yield f"        if (lane == 0u && first + j < N) out[long(i) * N + first + j] = {t}(sum{bias});"
         yield "    }"
         yield "}"
+
+    def _factors(self) -> Iterator[str]:
+        """`s` and `z`: the factor of a group and its zero."""
+        at = "(long(k / group) * N + n) * 2" if self.packed == "tinygemm" else "long(n) * groups + k / group"
+        yield f"            const long g = {at};"
+        yield "            const float s = float(scale[g]);"
+        if self.packed == "tinygemm":
+            yield "            const float z = float(scale[g + 1]);"
+        elif self.zeros:
+            yield "            const float z = float(zero[g]);"
+
+    def _added(self) -> str:
+        """A total with a lane's part of a row added."""
+        if self.packed:
+            return "metal::fma(s, dot, metal::fma(z, sum[i], total[i][j]))"
+        return f"metal::fma(s, {'metal::fma(-z, sum[i], dot)' if self.zeros else 'dot'}, total[i][j])"
 
     def _parameters(self) -> Iterator[str]:
         types = {"f32": "float", "f16": "half", "bf16": "bfloat", "i8": "char", "u8": "uchar", "i32": "int"}
@@ -131,6 +155,14 @@ class Gemv(Handwritten):
             yield "            for (int e = 0; e < 4; ++e) q[e] = float(w[long(n) * K + k + e]);"
             return
         yield "            const long from = (long(n) * K + k) / 2;"
+        if self.packed:
+            middle = 8 if self.packed == "tinygemm" else 0
+            yield "            for (int e = 0; e < 4; ++e) {"
+            yield "                const int two = int(low[from + e]);"
+            yield f"                q[2 * e] = float((two & 15) - {middle});"
+            yield f"                q[2 * e + 1] = float((two >> 4) - {middle});"
+            yield "            }"
+            return
         yield "            const bool whole = flags[n] != 0;"
         yield "            for (int e = 0; e < 4; ++e) {"
         yield "                const int two = int(low[from + e]), more = whole ? int(high[from + e]) : 0;"
@@ -140,6 +172,6 @@ class Gemv(Handwritten):
         yield "            }"
 
 
-def rows_for(n: int, cores: int) -> int:
-    """Outputs of a SIMD group: as many as leave each core the 16 SIMD groups that hide its loads, 4 at most."""
-    return next((r for r in (4, 2) if n // r >= 16 * cores), 1)
+def rows_for(n: int, target: Target) -> int:
+    """Outputs of a SIMD group: as many as leave each core the SIMD groups that hide its loads, 4 at most."""
+    return next((r for r in (4, 2) if n // r >= target.simdgroups), 1)

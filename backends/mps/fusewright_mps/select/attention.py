@@ -53,7 +53,7 @@ def _write(m: Match, c: Calls) -> None:
     kind: kernel.Mask = "" if mask is None else "bool" if spec_of(mask).dtype == torch.bool else "added"
     if mask is not None:
         strides += _broadcast(c.b.spec(mask), (batch, h, queries, keys))
-    chunk = kernel.chunk_for(keys, batch * heads, c.target.cores)
+    chunk = kernel.chunk_for(keys, batch * heads, c.target)
     parts = kernel.Parts(METAL[q.dtype], kind, dim, batch, heads, h // heads, queries, keys, chunk, strides)
     of_parts = (batch * heads, parts.parts, parts.rows)
     made = [_temporary(shape, q.device, c) for shape in ((*of_parts, dim), of_parts, of_parts)]

@@ -73,7 +73,7 @@ def _launch(
 ) -> None:  # fmt: skip
     n, k, group = sizes
     rows = spec_of(x).numel_hint() // k
-    outputs = gemv.rows_for(n, c.target.cores)
+    outputs = gemv.rows_for(n, c.target)
     zeros = "" if zero is None else {torch.int8: "char", **METAL}[spec_of(zero).dtype]
     kernel = gemv.Gemv(METAL[spec_of(x).dtype], bits, rows, n, k, group, zeros, bias is not None, outputs)
     inputs = [c.b.exact(x), *weights, *(None if v is None else c.b.exact(v) for v in (scale, zero, bias))]
