@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,20 @@ def ops(w: Where, entries: str) -> Iterator[dict[str, Any]]:
                 yield attempted(op.name, name, lambda op=op, dtype=dtype, name=name: _op(w, op, dtype, name))  # type: ignore[misc]
 
 
+def layouts(w: Where) -> Iterator[dict[str, Any]]:
+    """Weights as torch packs them on the device; nothing where it is simulated, for torch packs them otherwise on CPUs."""
+    if not w.simulated:
+        yield attempted("_weight_int4pack_mm", "bf16", lambda: _packed(w, 1024, 1024))
+
+
+def _packed(w: Where, n: int, k: int) -> dict[str, Any]:
+    fn, x, _, exact = packed(n, k, w.device)
+    with torch.no_grad():
+        eager, ours = fn(x), w.compiled(fn)(x)
+    w.wait()
+    return judged("_weight_int4pack_mm", exact, eager, ours, "bf16")
+
+
 def _op(w: Where, op: Any, dtype: torch.dtype, name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     sample = next(iter(op.sample_inputs("cpu", dtype, requires_grad=False)))
@@ -137,7 +152,7 @@ def _op(w: Where, op: Any, dtype: torch.dtype, name: str) -> dict[str, Any]:
 
 def models(w: Where, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for model in names:
-        for dtype in ("fp32", "bf16"):
+        for dtype in ("fp32", "bf16", "fp16"):
             yield attempted(model, dtype, lambda model=model, dtype=dtype: _model(w, model, dtype))  # type: ignore[misc]
 
 
@@ -172,10 +187,12 @@ def times(w: Where, names: Sequence[str]) -> Iterator[dict[str, Any]]:
             built = moved(suite.build(model, "small" if w.simulated else "full", dtype), w.device)
             yield {"what": model, "dtype": dtype, "ms": _timed(w, built.fn, built.run)}
     n, k = (64, 64) if w.simulated else DECODE
-    for bits in (16, 8, 4):
-        fn, x, moves = product(n, k, bits, w.device)
+    made = {f"{bits}-bit weights": product(n, k, bits, w.device) for bits in (16, 8, 4)}
+    if not w.simulated:  # eager has it on no other device
+        made["4-bit weights packed by torch"] = packed(n, k, w.device)[:3]
+    for what, (fn, x, moves) in made.items():
         ms = _timed(w, fn, lambda run, x=x: run(x))  # type: ignore[misc]
-        yield {"what": f"product of one row, {bits}-bit weights {n}x{k}", "dtype": "bf16", "ms": ms, "bytes": moves}
+        yield {"what": f"product of one row, {what} {n}x{k}", "dtype": "bf16", "ms": ms, "bytes": moves}
 
 
 def product(n: int, k: int, bits: int, device: str) -> tuple[Any, torch.Tensor, int]:
@@ -199,6 +216,27 @@ def product(n: int, k: int, bits: int, device: str) -> tuple[Any, torch.Tensor, 
             return torch.nn.functional.linear(x, w.view(n, k))
 
     return Product(), x, n * k * bits // 8
+
+
+def packed(n: int, k: int, device: str, group: int = 32) -> tuple[Any, torch.Tensor, int, torch.Tensor]:
+    """The same of weights of 4 bits for `_weight_int4pack_mm`, and what it gives in fp64."""
+    q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    factors = torch.rand(k // group, n, 2).bfloat16() / 64
+    x = torch.randn(1, k).bfloat16()
+
+    class Product(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            two = (q[:, ::2] << 4 | q[:, 1::2]).to(device)
+            self.w = torch.nn.Buffer(torch.ops.aten._convert_weight_to_int4pack(two, 8))
+            self.factors = torch.nn.Buffer(factors.to(device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten._weight_int4pack_mm(x, self.w, group, self.factors)
+
+    scale, zero = factors.double().transpose(0, 1).unbind(-1)
+    wide = ((q.double() - 8).view(n, -1, group) * scale[..., None] + zero[..., None]).view(n, k)
+    return Product(), x.to(device), n * k // 2, x.double() @ wide.t()
 
 
 def _timed(w: Where, fn: Any, run: Callable[[Any], Any]) -> dict[str, float | str | None]:
@@ -273,7 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     w, names = here(a.simulate), [m for m in a.models.split(",") if m]
     record = document(w, given)
-    for part, rows in (("ops", ops(w, a.entries)), ("models", models(w, names)), ("times", times(w, names))):
+    for part, rows in (
+        ("ops", chain(ops(w, a.entries), layouts(w))),
+        ("models", models(w, names)),
+        ("times", times(w, names)),
+    ):
         record[part] = []
         for row in rows:
             record[part].append(row)

@@ -12,9 +12,11 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,21 @@ DTYPES = (torch.float32, torch.int64)
 SAMPLES = 1
 
 
-def operators(shard: tuple[int, int]) -> dict[str, str]:
-    """Every ATen operator of the entries' graphs, and where it runs at the worst."""
+def operators(shard: tuple[int, int], until: float = math.inf) -> tuple[dict[str, str], int]:
+    """Every ATen operator of the entries' graphs, and where it runs at the worst; entries that were not begun by `until`."""
     found: dict[str, str] = {}
-    for k, op in enumerate(op_db):
-        if k % shard[1] != shard[0] - 1:
-            continue
-        for name, where in _of_entry(op):
-            found[name] = max(found.get(name, where), where, key=ORDER.index)
-    return found
+    entries = [op for k, op in enumerate(op_db) if k % shard[1] == shard[0] - 1]
+    for k, op in enumerate(entries):
+        if time.monotonic() > until:
+            return found, len(entries) - k
+        merge(found, _of_entry(op))
+    return found, 0
+
+
+def merge(found: dict[str, str], more: Iterable[tuple[str, str]]) -> None:
+    """Add operators to what was found; each is kept where it runs at the worst."""
+    for name, where in more:
+        found[name] = max(found.get(name, where), where, key=ORDER.index)
 
 
 def _of_entry(op: Any) -> Iterator[tuple[str, str]]:
@@ -98,12 +106,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--shard", default="1/1", metavar="I/N")
     p.add_argument("--least", type=int, default=LEAST)
     p.add_argument("--json", help="write every operator to this file")
+    p.add_argument(
+        "--with", dest="others", nargs="*", default=(), metavar="FILE", help="files of other shards, counted too"
+    )
+    p.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no entry after that; what is left out is said"
+    )
     a = p.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     first, parts = map(int, a.shard.split("/"))
     with counting(AppleMps, Traffic()):
-        found = {n: w for n, w in sorted(operators((first, parts)).items()) if n.startswith("aten::")}
+        found, left = operators((first, parts), time.monotonic() + a.seconds)
+    for path in a.others:
+        merge(found, json.loads(Path(path).read_text()).items())
+    found = {n: w for n, w in sorted(found.items()) if n.startswith("aten::")}
+    if left:
+        print(f"left out for want of time: {left} entries")
     packets = {n.partition(".")[0] for n, w in found.items() if w != "not on MPS"}
     for where in ORDER:
         print(f"{where:14} {sum(w == where for w in found.values()):4} overloads")

@@ -7,7 +7,7 @@ name=$1
 PYTHON=${PYTHON:-python}
 "$PYTHON" -m pytest -n 2 -q tests/backends/mps </dev/null
 "$PYTHON" -m ci.mps_models
-"$PYTHON" -m ci.mps_fusion --train bert_small
+"$PYTHON" -m ci.mps_fusion --train bert_small,resnet18
 "$PYTHON" -m ci.mps_operators
-"$PYTHON" ci/opinfo.py --backend "$name" --simulate --samples 1 --shard 1/4
+"$PYTHON" ci/opinfo.py --backend "$name" --simulate --samples 1 --dtypes float32,float16,bfloat16 --shard 1/8
 ci/mps.sh "$name" --simulate

@@ -16,8 +16,9 @@ import torch
 from fusewright.bench.models import MODELS, Size, instantiate
 from fusewright.errors import FusewrightError, nearest
 
-DType: TypeAlias = Literal["fp32", "bf16", "amp"]
-"""fp32; bf16 (module and inputs cast); amp (fp32 weights under bf16 autocast)."""
+DType: TypeAlias = Literal["fp32", "bf16", "fp16", "amp"]
+"""fp32; bf16 and fp16 (module and inputs cast); amp (fp32 weights under bf16 autocast)."""
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 SUITE: tuple[str, ...] = tuple(name for name, spec in MODELS.items() if spec.in_suite)
 TRAINABLE: tuple[str, ...] = tuple(name for name, spec in MODELS.items() if spec.labels is not None)
@@ -130,10 +131,10 @@ def cast(built: Built, dtype: str) -> Built:
     """
     if dtype not in get_args(DType):
         raise ValueError(f"there is no dtype {dtype!r}; {nearest(dtype, get_args(DType))}")
-    if dtype == "bf16":
+    if (half := HALVES.get(dtype)) is not None:
         if built.module is not None:
-            built.module.to(torch.bfloat16)
-        built = cast_inputs(built, torch.bfloat16)
+            built.module.to(half)
+        built = cast_inputs(built, half)
     return replace(built, dtype=dtype)
 
 

@@ -35,7 +35,7 @@ def reason(op: OpView) -> str | None:
     x, w, group, per_group = _parts(op)
     if not all(spec_of(v).static for v in (x, w, *per_group, op.out)):
         return "symbolic sizes"
-    k, n = (int(s) for s in (spec_of(x).shape[-1], spec_of(op.out).shape[-1]))
+    k, n = (int(s) for s in (spec_of(x).shape[-1], spec_of(op.out).shape[-1]))  # type: ignore[arg-type]
     if 0 in (*spec_of(x).shape, n) or spec_of(x).numel_hint() // k > gemv.MOST_ROWS or n * k < SUMS.weights:
         return f"more than {gemv.MOST_ROWS} rows, or a small weight"
     if not all(_dense(spec_of(v)) for v in (x, w, *per_group, op.out)):
@@ -65,7 +65,7 @@ def _write(m: Match, c: Calls) -> None:
     op = m.anchor
     x, w, group, per_group = _parts(op)
     spec, bits = spec_of(x), 8 if op.op == INT8 else 4
-    k, n = (int(s) for s in (spec.shape[-1], spec_of(op.out).shape[-1]))
+    k, n = (int(s) for s in (spec.shape[-1], spec_of(op.out).shape[-1]))  # type: ignore[arg-type]
     dtype, rows = METAL[spec.dtype], spec.numel_hint() // k
     zeros = dtype if op.op == AFFINE else ""
     packed: gemv.Packed = "" if bits == 8 else "tinygemm" if op.op == TINYGEMM else "affine"
