@@ -23,7 +23,7 @@ SHARED = {"cpu": "fusewright_cpu"}
 PUBLIC = (
     "fusewright.interface", "fusewright.ops", "fusewright.toolkit", "fusewright.plan.ir",
     "fusewright.machine", "fusewright.errors", "fusewright.strict", "fusewright.dynamo.entry",
-    "fusewright.cache.artifacts",
+    "fusewright.cache.artifacts", "fusewright.plan.native",
 )  # fmt: skip
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")

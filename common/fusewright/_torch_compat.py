@@ -551,3 +551,15 @@ def several_processes() -> bool:
 def clear_workspaces() -> None:
     """Gives back the memory that torch keeps for cuBLAS or hipBLAS, as Inductor's graph trees do around each of their graphs."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The index of the current GPU: without a frame of Python."""
+
+
+def _current_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
+"""The handle of a GPU's current stream, by its index: without an object made for it."""

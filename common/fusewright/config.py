@@ -117,6 +117,7 @@ def _table() -> dict[str, EnvVar]:
     ]
     others = [
         EnvVar(PREFIX + "BACKEND", str, "", "what backend='fusewright' uses, instead of the best one"),
+        EnvVar(PREFIX + "NATIVE", bool, True, "launch kernels and check weights in C++ where fusewright-native is installed"),
         EnvVar(PREFIX + "CACHE_MB", int, 512, "megabytes of plans that the cache keeps at most"),
         EnvVar(PREFIX + "CACHE_DIR", str, "", "where the cache is; default: the user's cache directory"),
         EnvVar(PREFIX + "STATE_DIR", str, "", "where the user's key is; default: the user's state directory"),

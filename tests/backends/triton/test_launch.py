@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fusewright import _torch_compat
+from fusewright.errors import FreedStorageError
+from fusewright.plan import native
 from fusewright.toolkit.ir import Builder, Kernel, symbol
 from fusewright_triton import target
 from fusewright_triton.build.binaries import Binary, Built, Variant
@@ -29,6 +32,7 @@ class Recorder:
         self.types: list[Any] = []
         self.launches: list[tuple[Any, ...]] = []
         self.result = 0
+        self.by_address = 0
 
     def load(self, code: bytes, name: str, shared: int) -> int:
         return int(code)
@@ -42,12 +46,32 @@ class Recorder:
         self.launches.append((function, gx, threads, rest[2], rest[3], values))
         return self.result
 
+    def launch_address(self) -> int:
+        """Of a C function that writes down as `launch` does, and notes that it was called by address."""
+
+        def by_address(function: int, *rest: Any) -> int:
+            self.by_address += 1
+            return self.launch(function, *rest[:8], (ctypes.c_void_p * len(self.types)).from_address(rest[8]), None)
+
+        self._kept = PROTOTYPE(by_address)
+        return ctypes.cast(self._kept, ctypes.c_void_p).value or 0
+
     def relaunch(self, name: str, *arguments: Any) -> None:
         raise RuntimeError(f"cannot launch {name}: {self.launch(*arguments)}")
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+PROTOTYPE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)
+"""cuLaunchKernel and hipModuleLaunchKernel."""
+
+
+@pytest.fixture(params=["python", "native"])
+def recorder(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Recorder:
+    """With launches by Python, and by the extension, to which tuples are given as plans give them."""
+    if request.param == "native" and native.absent():
+        pytest.skip(f"no extension: {native.absent()}")
+    monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(request.param == "native")))
     found = Recorder()
     word = ctypes.c_int32(0)
     errors = launch.Errors.__new__(launch.Errors)
@@ -55,6 +79,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(launch, "driver", lambda kind: found)
     monkeypatch.setattr(launch, "errors", lambda: errors)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(_torch_compat, "current_device", lambda: -1)
+    monkeypatch.setattr(_torch_compat, "current_stream", lambda index: 77)
     stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     return found
@@ -86,6 +112,61 @@ def test_addresses_scalars_and_sizes_go_in_order(recorder: Recorder) -> None:
         assert recorder.launches.pop() == (1, -(-rows // 128), 128, 64, 77, want)
     run([torch.empty(0), torch.empty(0)], [0], [0.1])
     assert not recorder.launches, "nothing to do"
+
+
+def test_what_was_launched_once_is_launched_by_address(recorder: Recorder) -> None:
+    n = symbol("n")
+    b = Builder("scale", p=[n], symbols={"n": 1000})
+    x, out, a = b.input("x", "f32"), b.output("out", "f32"), b.scalar("alpha", "f32")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i) * a)
+    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_float, ctypes.c_int32, ctypes.c_uint64]
+    data = torch.randn(1001), torch.empty(1001)
+    by_native = native.extension() is not None
+    calls = [(data, 1000, 0.5), (data, 1000, -2.0), (data, 129, 0.5), ((data[0][1:], data[1]), 129, 1.0), (data, 129, 0.25)]
+    for at, (tensors, rows, alpha) in enumerate(calls):
+        run(tensors, (rows,), (alpha,))
+        want = [*(t.data_ptr() for t in tensors), alpha, rows, 0]
+        assert recorder.launches.pop() == (1, -(-rows // 128), 128, 64, 77, want)
+        assert recorder.by_address == (by_native and (0, 1, 1, 1, 2)[at]), "other sizes and alignments are learned first"
+    run((torch.empty(0), torch.empty(0)), (0,), (0.1,))
+    run((torch.empty(0), torch.empty(0)), (0,), (0.1,))
+    assert not recorder.launches, "nothing to do"
+
+
+def test_a_launch_by_address_that_is_refused_goes_on_in_python(recorder: Recorder) -> None:
+    n = symbol("n")
+    b = Builder("copy", p=[n], symbols={"n": 1024})
+    x, out = b.input("x", "i8"), b.output("out", "i8")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i))
+    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    data = (torch.zeros(256, dtype=torch.int8),) * 2
+    run(data, (256,))
+    recorder.result = 1
+    with pytest.raises(RuntimeError, match="launch copy"):
+        run(data, (256,))
+    recorder.result = 0
+    run(data, (256,))
+    freed = torch.zeros(256, dtype=torch.int8)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(FreedStorageError):
+        run((freed, data[0]), (256,))
+
+
+def test_errors_stop_a_launch_by_address(recorder: Recorder) -> None:
+    run = launcher(embedding(5, 8, 10), Config((Tile((0, 1), 64),), 0, False, 1, 4))
+    data = (torch.zeros(5, dtype=torch.int64), torch.zeros(10, 8).bfloat16(), torch.zeros(5, 8).bfloat16())
+    recorder.types = [ctypes.c_uint64] * 4
+    run(data)
+    run(data)
+    assert recorder.by_address == (native.extension() is not None)
+    assert recorder.launches[0] == recorder.launches[1] and recorder.launches[0][-1][3] == launch.errors().address
+    launch.errors().word.value = launch.INDEX_ERROR
+    with pytest.raises(IndexError):
+        run(data)
+    assert len(recorder.launches) == 2
 
 
 def test_variants_follow_the_arguments(recorder: Recorder) -> None:

@@ -91,6 +91,10 @@ class Driver:
         launch: Callable[..., int] = self._launch
         return launch
 
+    def launch_address(self) -> int:
+        """Of the launcher's function, for who calls it without ctypes."""
+        return ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+
     def relaunch(self, name: str, *arguments: Any) -> None:
         """Once more what the launcher failed at. Raises `DriverError` when it fails again."""
         self.call(f"launch {name}", self._launch, *arguments)

@@ -7,10 +7,12 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fusewright.errors import without_memory
+from fusewright.plan import native
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.types import TYPES
@@ -26,6 +28,8 @@ MOST_SIZES = 4096
 """Sets of sizes that a launcher remembers."""
 FORMATS = {"f32": "f4x", "f64": "d", "i32": "i4x", "i64": "q"}
 """Numbers among the arguments, in `struct`'s letters."""
+NOT_LAUNCHED = -1
+"""What the native launcher says where Python must launch; k + 1 is that the driver refused function k, 0 that all is done."""
 
 
 class Errors:
@@ -106,6 +110,8 @@ class GpuLauncher:
         self._launch: Callable[..., int] = lambda *_: 0
         self._sizes: dict[tuple[int, ...], _Sizes] = {}
         self._reports = any(n.op == "bound" for n in kernel.nodes())
+        self._native: Any | None = None
+        self._fast: Callable[..., int] = lambda *_: NOT_LAUNCHED
 
     def __call__(
         self,
@@ -114,12 +120,20 @@ class GpuLauncher:
         scalars: Sequence[int | float | bool] = (),
     ) -> None:
         """Raises errors of earlier launches that are known by now: IndexError for an index out of bounds."""
+        left = self._fast(tensors, sizes, scalars)
+        if left:
+            self._by_python(tensors, sizes, scalars, max(left - 1, 0))
+
+    def _by_python(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], scalars: Sequence[int | float | bool], first: int
+    ) -> None:
+        """Launch the functions from `first` on, and let the native launcher do what was new the next time."""
         device = tensors[0].get_device()
         if device != torch.cuda.current_device():
             if device < 0:
                 raise RuntimeError(f"{self.kernel.name} was given a tensor of the CPU")
             with torch.cuda.device(device):
-                return self(tensors, sizes, scalars)
+                return self._by_python(tensors, sizes, scalars, first)
         if self._reports:
             errors().check()
         addresses = [t.data_ptr() or without_memory(t) for t in tensors]
@@ -129,12 +143,12 @@ class GpuLauncher:
         known = self._sizes.get(tuple(sizes)) or self._from_sizes(tuple(sizes))
         key = (device, known.wide, not joined & 15, known.even)
         free = self._free.get(key)
-        bound = free.pop() if free else self._bind(Variant(*key[1:]))
+        bound = free.pop() if free else self._bind(Variant(*key[1:]), device)
         bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
         # held until the launches are queued; the allocator gives it to later work of this stream only
         workspace = self._place_parts(bound, known, tensors[0].device) if known.workspace else None
         stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
-        for (function, threads, shared, name), programs in zip(bound.functions, known.programs, strict=True):
+        for (function, threads, shared, name), programs in list(zip(bound.functions, known.programs, strict=True))[first:]:
             if programs:
                 arguments = (function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
                 if launch(*arguments):
@@ -155,9 +169,27 @@ class GpuLauncher:
             self._sizes.clear()
         programs = tuple(f.programs(sizes) for f in source.functions)
         found = self._sizes[sizes] = _Sizes(wide, even, programs, tuple(offsets), total)
+        self._teach_sizes(sizes, found)
         return found
 
-    def _bind(self, variant: Variant) -> _Bound:
+    def _teach_sizes(self, sizes: tuple[int, ...], found: _Sizes) -> None:
+        if self._native is not None and not found.workspace:
+            self._native.learn_sizes(sizes, found.wide, found.even, found.programs)
+
+    def _teach_variant(self, device: int, variant: Variant, bound: _Bound, letters: str, reports: bool) -> None:
+        """Have the native launcher launch this code by itself. Parts of shared rows take memory, which it does not allocate."""
+        if self._native is None:
+            d = driver(self.target.triton)
+            self._native = native.device_launch(d.launch_address(), errors().address if self._reports else 0)
+            if self._native is None:
+                return
+            self._fast = self._native.launch
+            for sizes, found in self._sizes.items():
+                self._teach_sizes(sizes, found)
+        functions = [(handle, threads, shared) for handle, threads, shared, _ in bound.functions]
+        self._native.learn_variant(device, *variant, functions, letters, errors().address if reports else 0)
+
+    def _bind(self, variant: Variant, device: int) -> _Bound:
         built = self._variant(variant)
         d = driver(self.target.triton)
         self._launch = d.launcher()
@@ -169,9 +201,10 @@ class GpuLauncher:
         memory = ctypes.create_string_buffer(8 * (len(parameters) + 2))
         base = ctypes.addressof(memory)
         params = (ctypes.c_void_p * (len(parameters) + 2))(*(base + 8 * k for k in range(len(parameters) + 2)))
-        if len(parameters) > len(given) + parts:
+        reports = len(parameters) > len(given) + parts
+        if reports:
             struct.pack_into("<Q", memory, 8 * len(given), errors().address)
-        return _Bound(
+        bound = _Bound(
             functions,
             memory,
             params,
@@ -179,6 +212,9 @@ class GpuLauncher:
             struct.Struct("<" + "Q" * parts).pack_into,
             8 * (len(parameters) - parts),
         )
+        if not parts and (device, *variant) not in self._free:
+            self._teach_variant(device, variant, bound, "".join("q" if p.pointer else FORMATS[p.dtype][0] for p in given), reports)
+        return bound
 
     def _place_parts(self, bound: _Bound, sizes: _Sizes, device: torch.device) -> torch.Tensor:
         workspace = torch.empty(sizes.workspace, dtype=torch.uint8, device=device)

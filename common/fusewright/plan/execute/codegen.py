@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusewright.errors import sized, without_memory
 from fusewright.interface import HOST, Dim, KernelCode, Size
+from fusewright.plan import native
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.execute.firstrun import checker
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
@@ -93,10 +94,12 @@ def _call(i: Call | CallPython, names: Names) -> str:
 class _Launches:
     """Writes the launches of a plan, and collects what a frame must hold for them."""
 
-    def __init__(self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names) -> None:
-        self.plan, self.placement, self.kernels, self.names = plan, placement, kernels, names
+    def __init__(
+        self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names, core: Any | None = None
+    ) -> None:
+        self.plan, self.placement, self.kernels, self.names, self.core = plan, placement, kernels, names, core
         self.blocks: dict[int, list[Any]] = {}
-        self._shared: dict[str, tuple[str, str]] = {}
+        self._shared: dict[Hashable, tuple[str, str]] = {}
 
     def lines(self, i: Launch, framed: bool) -> list[str]:
         """Allocation of the outputs, then the call; `framed` where a frame holds the argument blocks."""
@@ -124,35 +127,45 @@ class _Launches:
         """Fill what changes from call to call into the block; the rest is in the frame already."""
         k = len(self.blocks)
         block: list[Any] = []
-        fill = []
+        fill: dict[int, str] = {}
         for v in (*(r.id for r in i.inputs), *i.outs):
             if self._in_arena(v):
                 block.append(("arena", v))
             else:
-                fill.append(f"b[{len(block)}] = v{v}.data_ptr() or without_memory(v{v})")
+                fill[len(block)] = f"v{v}"
                 block.append(None)
+        tensors = set(fill)
         for x in (*i.sizes, *i.scalars):
             if isinstance(x, int | float) and not isinstance(x, bool):
                 block.append(bits(x, isinstance(x, float)))
             else:
-                fill.append(f"b[{len(block)}] = {self._number(x)}")
+                fill[len(block)] = self._number(x)
                 block.append(None)
         self.blocks[k] = block
-        call, code = self._code(i.kernel)
         workers = "workers" if self.plan.policy.workers else "1"
+        if self.core is not None:
+            call, code = self._code(i.kernel, tuple(fill))
+            return [
+                f"e = {call}({', '.join((f'frame.p{k}', workers, *fill.values()))})",
+                f"if e: fail({code}, e, frame.b{k})",
+            ]
+        call, code = self._code(i.kernel)
         start = [f"b = frame.b{k}"] if fill else []
-        return [*start, *fill, f"e = {call}(frame.p{k}, {workers})", f"if e: fail({code}, e, frame.b{k})"]
+        filled = [f"b[{n}] = {x}.data_ptr() or without_memory({x})" if n in tensors else f"b[{n}] = {x}" for n, x in fill.items()]
+        return [*start, *filled, f"e = {call}(frame.p{k}, {workers})", f"if e: fail({code}, e, frame.b{k})"]
 
     def _in_arena(self, value: int) -> bool:
         return value in self.placement.offset
 
-    def _code(self, kernel: str) -> tuple[str, str]:
-        if kernel not in self._shared:
+    def _code(self, kernel: str, places: tuple[int, ...] | None = None) -> tuple[str, str]:
+        """Names of a kernel's callable and of its code. With `places`, the callable fills these words of the block first."""
+        key = (kernel, places)
+        if key not in self._shared:
             code = self.kernels[kernel]
             assert code.address is not None
-            run = entry(code.address)
-            self._shared[kernel] = (self.names.object("kernel", run), self.names.object("code", code))
-        return self._shared[kernel]
+            run = entry(code.address) if self.core is None else self.core.launch(code.address, places)
+            self._shared[key] = (self.names.object("kernel", run), self.names.object("code", code))
+        return self._shared[key]
 
     def _number(self, x: Any) -> str:
         return text_of_size(x) if isinstance(x, SizeExpr) else self.names.literal(x)
@@ -301,19 +314,28 @@ def load(
     plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, prepared: PreparedCache | None = None
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
     """The plan as a callable that takes (and empties) a list of inputs, and its source text. `prepared`: constants
-    of another callable of this plan, to be shared.
+    of another callable of this plan, to be shared. The text is that of launches by Python, whoever launches.
     """
-    names = Names()
     placement = PLACE(plan)
-    launches = _Launches(plan, placement, kernels or {}, names)
-    text = source(plan, names, launches, checked)
+    core = native.extension()
+    names, launches, text = _written(plan, placement, kernels or {}, checked, core)
+    shown = text if core is None else _written(plan, placement, kernels or {}, checked, None)[2]
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
-    return names.space["run"], text
+    return names.space["run"], shown
+
+
+def _written(
+    plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], checked: bool, core: Any | None
+) -> tuple[Names, _Launches, str]:
+    """The text of a plan, what it names, and what its frames hold."""
+    names = Names()
+    launches = _Launches(plan, placement, kernels, names, core)
+    return names, launches, source(plan, names, launches, checked)
 
 
 def prepared_of(run: Callable[..., Any]) -> PreparedCache | None:

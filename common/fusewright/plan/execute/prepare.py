@@ -21,6 +21,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright.errors import without_memory
 from fusewright.interface import HOST
+from fusewright.plan import native
 from fusewright.storage import lazy
 
 log = logging.getLogger("fusewright")
@@ -64,18 +65,40 @@ class Samples:
             self._words += [word.from_address(w.data_ptr() + place * step) for place in sorted(few)]
             array, places = numpy.frombuffer(memory, dtype=f"u{step}"), _places(n)  # type: ignore[call-overload]
             self._looks.append((array, places, array.take(places).tobytes()))
-        self._content = list(map(_VALUE, self._words))
+        self._same = _words(self._words)
         self._calls = itertools.count(1)  # atomic: threads take turns
 
     def unchanged(self) -> bool:
         """Whether what is looked at this time is what it was. The memory must still be there."""
-        if self._content != list(map(_VALUE, self._words)):
+        if not self._same():
             return False
         look, rest = divmod(next(self._calls), EVERY)
         if rest or not self._looks:
             return True
         array, places, content = self._looks[look % len(self._looks)]
         return bool(array.take(places).tobytes() == content)
+
+
+def _words(words: Sequence[Any]) -> Callable[[], bool]:
+    """Whether ctypes integers are what they are now, at any later time."""
+    core = native.extension()
+    if core is not None:
+        unchanged: Callable[[], bool] = core.words([(ctypes.addressof(w), ctypes.sizeof(w)) for w in words])
+        return unchanged
+    content = list(map(_VALUE, words))
+    return lambda: content == list(map(_VALUE, words))
+
+
+def watch(weights: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Whether a later list or tuple has the same tensors, at the addresses and versions of now. It holds none of them."""
+    core = native.extension()
+    if core is not None:
+        same: Callable[[Sequence[torch.Tensor]], bool] = core.watch(weights)
+        return same
+    ids, versions, addresses = tuple(map(id, weights)), list(map(_VERSION, weights)), list(map(_POINTER, weights))
+    return lambda given: (
+        ids == tuple(map(id, given)) and versions == list(map(_VERSION, given)) and addresses == list(map(_POINTER, given))
+    )
 
 
 @functools.lru_cache(64)
@@ -100,9 +123,8 @@ class Prepared:
     other memory may have its address. `whole` are copies of all bytes where these are checked."""
 
     values: tuple[Any, ...]
-    ids: tuple[int, ...]
     addresses: list[int]
-    versions: list[int]
+    same: Callable[[Sequence[torch.Tensor]], bool]
     samples: Samples
     alive: list[bool]
     watchers: list[weakref.ref[Any]]
@@ -112,9 +134,7 @@ class Prepared:
         """Whether these weights are those of `values`, lie where they lay, and are unchanged."""
         return (
             bool(self.alive)
-            and self.ids == tuple(map(id, weights))
-            and self.versions == list(map(_VERSION, weights))
-            and self.addresses == list(map(_POINTER, weights))  # only then may the sampled elements be read
+            and self.same(weights)  # only then may the sampled elements be read
             and self.samples.unchanged()
             and (self.whole is None or self._same_bytes(weights))
         )
@@ -157,58 +177,72 @@ class PreparedCache:
         self._prepare = prepare
         self.whole = False
         self._entries: dict[tuple[int, ...], Prepared] = {}
+        self._last: list[Prepared] = []  # at most one
         self._lock = threading.Lock()
         self.runs = 0
         _CACHES.add(self)
 
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
-        key = tuple(map(id, weights))
-        found = self._entries.get(key)
-        # addresses first: only then may the sampled elements be read
-        if found is not None and found.addresses == [w.data_ptr() for w in weights]:
-            if found.versions == list(map(_VERSION, weights)) and found.samples.unchanged():
-                if found.whole is None or found.holds(weights):
-                    return found.values
-        return self._run(key, weights).values
+        return self.prepared(weights).values
 
     def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
         """What was made of these weights; of two calls the same object exactly if nothing has changed."""
-        self(*weights)
+        last = next(iter(self._last), None)
+        if last is not None and last.holds(weights):
+            return last
         key = tuple(map(id, weights))
-        return self._entries.get(key) or self._run(key, weights)  # another thread may have dropped it
+        found = self._entries.get(key)
+        if found is None or found is last or not found.holds(weights):
+            found = self._run(key, weights)
+        self._last[:] = [found] if self._entries.get(key) is found else []
+        return found
 
     def forget(self, ids: frozenset[int] | None = None) -> None:
         """Drop what was made of tensors with these ids; everything for None."""
         with self._lock:
             for key in [k for k in self._entries if ids is None or not ids.isdisjoint(k)]:
-                self._entries.pop(key).alive.clear()
+                self._drop(key)
+
+    def _drop(self, key: tuple[int, ...]) -> None:
+        dropped = self._entries.pop(key)
+        dropped.alive.clear()
+        _remove(dropped.alive, self._last)
 
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         with self._lock, torch.no_grad():
             self.runs += 1
             if any(w.layout is not torch.strided for w in weights):  # nothing says when these change: not kept
-                return Prepared(self._prepare(*weights), key, [], [], Samples(()), [], [])
-            addresses, versions = [w.data_ptr() or without_memory(w) for w in weights], [w._version for w in weights]
+                return Prepared(self._prepare(*weights), [], lambda _: False, Samples(()), [], [])
+            addresses, same = [w.data_ptr() or without_memory(w) for w in weights], watch(weights)
             # frees the stale copies before new ones are made
             for other in [k for k, e in self._entries.items() if k == key or e.addresses == addresses]:
-                self._entries.pop(other).alive.clear()
+                self._drop(other)
             # A view keeps the memory that it is a view of alive: from the weights themselves none could ever be freed.
             values = self._prepare(*map(_unowned, weights))
             alive = [True]
 
-            def forget(_: object, entries: dict[tuple[int, ...], Prepared] = self._entries) -> None:
+            def forget(
+                _: object, entries: dict[tuple[int, ...], Prepared] = self._entries, last: list[Prepared] = self._last
+            ) -> None:
                 mine = entries.get(key)
                 if mine is not None and mine.alive is alive:
                     entries.pop(key, None)
+                _remove(alive, last)
                 alive.clear()
 
             while len(self._entries) >= LIMIT:
-                self._entries.pop(next(iter(self._entries)))
+                self._drop(next(iter(self._entries)))
             watchers = [weakref.ref(w.untyped_storage(), forget) for w in weights]
             whole = [_bytes(w) for w in weights] if self.whole else None
-            found = Prepared(values, key, addresses, versions, Samples(weights), alive, watchers, whole)
+            found = Prepared(values, addresses, same, Samples(weights), alive, watchers, whole)
             self._entries[key] = found
             return found
+
+
+def _remove(alive: list[bool], last: list[Prepared]) -> None:
+    """Empty `last` where it is the entry that `alive` belongs to: its constants take memory."""
+    if any(p.alive is alive for p in last):
+        last.clear()
 
 
 def _unowned(w: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,55 @@
+"""The optional extension `fusewright-native`: what a call does in less time than a Python statement takes, in C++.
+
+Whoever uses it has the same in Python for where it is missing, and tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright.config import env_or_default
+from fusewright.errors import without_memory
+
+log = logging.getLogger("fusewright")
+
+_EXTENSION = "fusewright_native._core"
+_REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native; until then Python does its part"
+
+
+def extension() -> Any | None:
+    """The extension; None where there is none, or `FUSEWRIGHT_NATIVE=0`."""
+    return _load()[0] if env_or_default("NATIVE") else None
+
+
+def absent() -> str | None:
+    """Why there is no extension here, and what would bring it; None when there is one."""
+    return _load()[1] if env_or_default("NATIVE") else "FUSEWRIGHT_NATIVE=0 turns it off"
+
+
+def device_launch(driver: int, errors: int) -> Any | None:
+    """A launcher by the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel), for as long as the word at `errors`
+    (0: there is none) is 0; None without the extension. See native/native/device.h."""
+    core = extension()
+    return None if core is None else core.Device(driver, errors, compat.current_device, compat.current_stream)
+
+
+@functools.cache
+def _load() -> tuple[Any | None, str | None]:
+    try:
+        module = importlib.import_module(_EXTENSION)
+        module.bind_tensors(torch.Tensor, without_memory)
+    except ModuleNotFoundError as e:
+        if e.name not in (_EXTENSION, _EXTENSION.partition(".")[0]):
+            raise
+        return None, f"fusewright-native is not installed, or was without a C++ compiler; {_REMEDY}"
+    except ImportError as e:
+        reason = f"its extension does not load ({e}); {_REMEDY}"
+        log.warning("fusewright: fusewright-native: %s", reason)
+        return None, reason
+    return module, None

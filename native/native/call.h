@@ -1,0 +1,23 @@
+// Python callables with C++ behind them, without the cost of a general binding: arguments come as an array.
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+
+namespace fusewright::native {
+
+class Body {
+ public:
+  virtual ~Body() = default;
+  // A new reference, or null with a Python error set.
+  virtual PyObject* call(PyObject* const* args, Py_ssize_t count) = 0;
+};
+
+// Makes the Python type; null with an error set.
+PyObject* make_type();
+
+// A callable of that type, which takes no keywords; null with an error set.
+PyObject* make_callable(std::unique_ptr<Body> body);
+
+}  // namespace fusewright::native

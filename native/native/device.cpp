@@ -1,0 +1,131 @@
+#include "device.h"
+
+#include <cstring>
+
+#include "tensor.h"
+
+namespace fusewright::native {
+namespace {
+
+// cuLaunchKernel and hipModuleLaunchKernel: function, grid, block, shared bytes, stream, addresses of parameters, extra.
+using Driver = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+constexpr long DONE = 0, NOT_MINE = -1;
+constexpr std::size_t MOST = 128;  // parameters of a kernel; those with more go by Python
+constexpr std::size_t LEARNED = 16;  // sets of sizes, and variants: what comes later goes by Python. Nothing is ever forgotten, for a
+                                     // launch without Python's lock reads them
+
+bool number_of(PyObject* x, char letter, std::int64_t* value) {
+  if (letter != 'f' && letter != 'd') return integer_of(x, value);
+  double d = PyFloat_AsDouble(x);
+  if (d == -1.0 && PyErr_Occurred()) return false;
+  *value = 0;
+  float f = static_cast<float>(d);
+  std::memcpy(value, letter == 'd' ? static_cast<void*>(&d) : static_cast<void*>(&f), letter == 'd' ? 8 : 4);
+  return true;
+}
+
+bool answer(PyObject* made, std::int64_t* value) {
+  if (!made) return false;
+  bool good = integer_of(made, value);
+  Py_DECREF(made);
+  return good;
+}
+
+}  // namespace
+
+DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream)
+    : driver_(driver), errors_(reinterpret_cast<const volatile std::int32_t*>(errors)), device_(device), stream_(stream) {
+  Py_INCREF(device_), Py_INCREF(stream_);
+}
+
+DeviceLaunch::~DeviceLaunch() { Py_DECREF(device_), Py_DECREF(stream_); }
+
+void DeviceLaunch::learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs) {
+  if (sizes_.size() < LEARNED) sizes_.push_back(std::make_unique<Sizes>(Sizes{std::move(sizes), wide, even, std::move(programs)}));
+}
+
+void DeviceLaunch::learn_variant(std::int64_t device, bool wide, bool aligned, bool even, std::vector<Function> functions,
+                                 std::string letters, std::uintptr_t after) {
+  if (variants_.size() < LEARNED)
+    variants_.push_back(std::make_unique<Variant>(
+        Variant{device, wide, aligned, even, std::move(functions), std::move(letters), after}));
+}
+
+const DeviceLaunch::Sizes* DeviceLaunch::sizes_of(PyObject* given, bool* failed) const {
+  std::int64_t values[MOST];
+  std::size_t count = static_cast<std::size_t>(PyTuple_GET_SIZE(given));
+  if (count > MOST) return nullptr;
+  for (std::size_t k = 0; k < count; ++k)
+    if ((*failed = !integer_of(PyTuple_GET_ITEM(given, k), values + k))) return nullptr;
+  for (const auto& s : sizes_)
+    if (s->sizes.size() == count && !std::memcmp(s->sizes.data(), values, 8 * count)) return s.get();
+  return nullptr;
+}
+
+const DeviceLaunch::Variant* DeviceLaunch::variant_of(std::int64_t device, const Sizes& s, bool aligned) const {
+  for (const auto& v : variants_)
+    if (v->device == device && v->wide == s.wide && v->aligned == aligned && v->even == s.even) return v.get();
+  return nullptr;
+}
+
+// call(tensors, sizes, scalars): launches on the current device's current stream. DONE; NOT_MINE where Python must do it (other
+// sizes, code or device than were learned, no tuples, an error word that is set); 1 + k where the driver
+// refused function k, and launched those before.
+PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "tensors, sizes and scalars were expected");
+  bool tuples = PyTuple_CheckExact(args[0]) && PyTuple_CheckExact(args[1]) && PyTuple_CheckExact(args[2]);
+  if (!tuples || !PyTuple_GET_SIZE(args[0]) || (errors_ && *errors_)) return PyLong_FromLong(NOT_MINE);
+  bool failed = false;
+  const Sizes* s = sizes_of(args[1], &failed);
+  if (!s) return failed ? nullptr : PyLong_FromLong(NOT_MINE);
+  std::int64_t device, current;
+  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !answer(PyObject_CallNoArgs(device_), &current)) return nullptr;
+  if (device != current) return PyLong_FromLong(NOT_MINE);
+  std::vector<std::int64_t> values;
+  std::int64_t joined = 0;
+  Py_ssize_t tensors = PyTuple_GET_SIZE(args[0]);
+  values.reserve(static_cast<std::size_t>(tensors + PyTuple_GET_SIZE(args[1]) + PyTuple_GET_SIZE(args[2])) + 3);
+  for (Py_ssize_t k = 0; k < tensors; ++k) {
+    std::int64_t address;
+    if (!address_of(PyTuple_GET_ITEM(args[0], k), &address)) return nullptr;
+    values.push_back(address), joined |= address;
+  }
+  const Variant* v = variant_of(device, *s, !(joined & 15));
+  if (!v) return PyLong_FromLong(NOT_MINE);
+  for (int group : {2, 1})
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args[group]); ++k) {
+      std::int64_t value = 0;
+      char letter = values.size() < v->letters.size() ? v->letters[values.size()] : 'q';
+      if (!number_of(PyTuple_GET_ITEM(args[group], k), letter, &value)) return nullptr;
+      values.push_back(value);
+    }
+  return launch(*v, *s, values);
+}
+
+PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values) const {
+  if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() || values.size() + 3 > MOST)
+    return PyLong_FromLong(NOT_MINE);
+  std::int64_t stream, device = v.device;
+  PyObject* index = PyLong_FromLongLong(device);
+  bool known = index && answer(PyObject_CallOneArg(stream_, index), &stream);
+  Py_XDECREF(index);
+  if (!known) return nullptr;
+  if (v.after) values.push_back(static_cast<std::int64_t>(v.after));
+  values.push_back(0), values.push_back(0);  // scratch memory, which these kernels do not use
+  void* parameters[MOST];
+  for (std::size_t k = 0; k < values.size(); ++k) parameters[k] = &values[k];
+  long result = DONE;
+  auto* driver = reinterpret_cast<Driver>(driver_);
+  Py_BEGIN_ALLOW_THREADS
+  for (std::size_t k = 0; k < s.programs.size() && result == DONE; ++k) {
+    auto [function, threads, shared] = v.functions[k];
+    if (s.programs[k] && driver(reinterpret_cast<void*>(function), s.programs[k], 1, 1, threads, 1, 1, shared,
+                                reinterpret_cast<void*>(stream), parameters, nullptr))
+      result = static_cast<long>(k) + 1;
+  }
+  Py_END_ALLOW_THREADS
+  return PyLong_FromLong(result);
+}
+
+}  // namespace fusewright::native

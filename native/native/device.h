@@ -1,0 +1,51 @@
+// Launching a kernel of a device by its driver.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "call.h"
+
+namespace fusewright::native {
+
+// A loaded function: its handle, threads and bytes of shared memory.
+using Function = std::tuple<std::uintptr_t, unsigned, unsigned>;
+
+// What a launch needs and Python knows: see `device_launch` in module.cpp, which exposes it.
+class DeviceLaunch : public Body {
+ public:
+  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream);
+  ~DeviceLaunch() override;
+  void learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs);
+  void learn_variant(std::int64_t device, bool wide, bool aligned, bool even, std::vector<Function> functions,
+                     std::string letters, std::uintptr_t after);
+  PyObject* call(PyObject* const* args, Py_ssize_t count) override;
+
+ private:
+  struct Sizes {
+    std::vector<std::int64_t> sizes;
+    bool wide, even;
+    std::vector<unsigned> programs;
+  };
+  struct Variant {
+    std::int64_t device;
+    bool wide, aligned, even;
+    std::vector<Function> functions;
+    std::string letters;  // of the given parameters: q 8 bytes, i 4, f and d floats
+    std::uintptr_t after;  // one more parameter behind them; 0 for none
+  };
+  const Sizes* sizes_of(PyObject* sizes, bool* failed) const;
+  const Variant* variant_of(std::int64_t device, const Sizes& sizes, bool aligned) const;
+  PyObject* launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values) const;
+
+  std::uintptr_t driver_;
+  const volatile std::int32_t* errors_;
+  PyObject *device_, *stream_;
+  std::vector<std::unique_ptr<Sizes>> sizes_;
+  std::vector<std::unique_ptr<Variant>> variants_;
+};
+
+}  // namespace fusewright::native

@@ -1,0 +1,60 @@
+// The Python module `_core`. What the callables take is said where they are declared.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "device.h"
+#include "launch.h"
+#include "tensor.h"
+#include "watch.h"
+
+namespace py = pybind11;
+using namespace fusewright::native;
+
+namespace {
+
+py::object callable(std::unique_ptr<Body> body) {
+  PyObject* made = body ? make_callable(std::move(body)) : nullptr;
+  if (!made) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+// A `DeviceLaunch` as Python has it: `launch` is the callable, the other methods tell it what it may do by itself.
+class Device {
+ public:
+  Device(std::uintptr_t driver, std::uintptr_t errors, const py::object& device, const py::object& stream) {
+    auto body = std::make_unique<DeviceLaunch>(driver, errors, device.ptr(), stream.ptr());
+    body_ = body.get();
+    call = callable(std::move(body));
+  }
+  DeviceLaunch& body() { return *body_; }
+  py::object call;
+
+ private:
+  DeviceLaunch* body_;  // lives as long as `call`
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.attr("Call") = py::reinterpret_steal<py::object>(make_type());
+  m.def("bind_tensors", [](const py::object& tensor_class, const py::object& without_memory) {
+    if (!bind_tensors(tensor_class.ptr(), without_memory.ptr())) throw py::error_already_set();
+  });
+  m.def("launch", [](std::uintptr_t kernel, std::vector<std::int32_t> places) {
+    return callable(launch(kernel, std::move(places)));
+  });
+  m.def("watch", [](const py::object& tensors) { return callable(watch(tensors.ptr())); });
+  m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
+  py::class_<Device>(m, "Device")
+      .def(py::init<std::uintptr_t, std::uintptr_t, const py::object&, const py::object&>(), py::arg("driver"),
+           py::arg("errors"), py::arg("device"), py::arg("stream"))
+      .def_readonly("launch", &Device::call)
+      .def("learn_sizes", [](Device& d, std::vector<std::int64_t> sizes, bool wide, bool even,
+                             std::vector<unsigned> programs) {
+        d.body().learn_sizes(std::move(sizes), wide, even, std::move(programs));
+      })
+      .def("learn_variant", [](Device& d, std::int64_t device, bool wide, bool aligned, bool even,
+                               std::vector<Function> functions, std::string letters, std::uintptr_t after) {
+        d.body().learn_variant(device, wide, aligned, even, std::move(functions), std::move(letters), after);
+      });
+}

@@ -1,0 +1,94 @@
+#include "tensor.h"
+
+#include <descrobject.h>
+
+namespace fusewright::native {
+namespace {
+
+PyTypeObject* tensors = nullptr;
+PyObject* on_null = nullptr;
+
+// A member of the class: its C function where that is all there is to it, and the member itself.
+struct Member {
+  PyObject* name = nullptr;
+  PyObject* found = nullptr;
+  PyCFunction method = nullptr;
+  getter get = nullptr;
+  void* closure = nullptr;
+
+  bool bind(const char* text) {
+    name = PyUnicode_InternFromString(text);
+    found = name ? PyObject_GetAttr(reinterpret_cast<PyObject*>(tensors), name) : nullptr;
+    if (!found) return false;
+    method = nullptr, get = nullptr;
+    if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
+      PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(found)->d_method;
+      if (def->ml_flags == METH_NOARGS) method = def->ml_meth;
+    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
+      PyGetSetDef* def = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
+      get = def->get, closure = def->closure;
+    }
+    return true;
+  }
+  PyObject* called(PyObject* t) const { return method ? method(t, nullptr) : PyObject_CallMethodNoArgs(t, name); }
+  PyObject* read(PyObject* t) const { return get ? get(t, closure) : PyObject_GetAttr(t, name); }
+};
+
+Member data_ptr, version, get_device;
+
+bool taken(PyObject* number, std::int64_t* value) {
+  if (!number) return false;
+  bool good = integer_of(number, value);
+  Py_DECREF(number);
+  return good;
+}
+
+bool refuse(PyObject* x) {
+  PyErr_Format(PyExc_TypeError, "a tensor was expected, not %s", Py_TYPE(x)->tp_name);
+  return false;
+}
+
+}  // namespace
+
+bool bind_tensors(PyObject* tensor_class, PyObject* without_memory) {
+  if (!PyType_Check(tensor_class)) {
+    PyErr_SetString(PyExc_TypeError, "the class of tensors was expected");
+    return false;
+  }
+  Py_INCREF(tensor_class), Py_INCREF(without_memory);
+  tensors = reinterpret_cast<PyTypeObject*>(tensor_class), on_null = without_memory;
+  return data_ptr.bind("data_ptr") && version.bind("_version") && get_device.bind("get_device");
+}
+
+bool is_tensor(PyObject* x) { return tensors && PyObject_TypeCheck(x, tensors); }
+
+bool raw_address_of(PyObject* tensor, std::int64_t* address) {
+  return is_tensor(tensor) ? taken(data_ptr.called(tensor), address) : refuse(tensor);
+}
+
+bool address_of(PyObject* tensor, std::int64_t* address) {
+  if (!raw_address_of(tensor, address)) return false;
+  return *address || taken(PyObject_CallOneArg(on_null, tensor), address);
+}
+
+bool device_of(PyObject* tensor, std::int64_t* device) {
+  return is_tensor(tensor) ? taken(get_device.called(tensor), device) : refuse(tensor);
+}
+
+bool version_of(PyObject* tensor, std::int64_t* found) {
+  return is_tensor(tensor) ? taken(version.read(tensor), found) : refuse(tensor);
+}
+
+bool integer_of(PyObject* x, std::int64_t* value) {
+  if (PyLong_CheckExact(x)) {
+    *value = static_cast<std::int64_t>(PyLong_AsUnsignedLongLongMask(x));
+    return !(*value == -1 && PyErr_Occurred());
+  }
+  PyObject* number = PyNumber_Index(x);
+  if (!number) return false;
+  *value = static_cast<std::int64_t>(PyLong_AsUnsignedLongLongMask(number));
+  Py_DECREF(number);
+  return !(*value == -1 && PyErr_Occurred());
+}
+
+}  // namespace fusewright::native

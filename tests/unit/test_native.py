@@ -1,0 +1,179 @@
+"""The extension against the Python that stands in for it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.errors import FreedStorageError
+from fusewright.plan import native
+from fusewright.plan.execute import codegen
+from fusewright.plan.execute.prepare import PreparedCache, Samples, watch
+
+KERNEL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+
+
+@pytest.fixture(params=["python", "native"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with the extension and without."""
+    by_native = request.param == "native"
+    if by_native and native.absent():
+        pytest.skip(f"no extension: {native.absent()}")
+    monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(by_native)))
+    assert (native.extension() is not None) == by_native
+    return str(request.param)
+
+
+@pytest.fixture
+def core() -> Any:
+    if native.absent():
+        pytest.skip(f"no extension: {native.absent()}")
+    return native.extension()
+
+
+def _moved(w: torch.Tensor) -> None:
+    w.data = w.data.clone()
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda w: w.add_(1),
+    "elsewhere": _moved,
+    "filled with what it holds": lambda w: w.copy_(w.clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_watch_sees_what_torch_counts(either: str, change: str) -> None:
+    weights = [torch.randn(3, 3), torch.nn.Parameter(torch.randn(5)), torch.randn(0)]
+    same = watch(weights)
+    assert same(weights) and same(tuple(weights)) and same(weights)
+    with torch.no_grad():
+        CHANGES[change](weights[1])
+    assert not same(weights)
+
+
+def test_a_watch_sees_other_tensors_and_another_number_of_them(either: str) -> None:
+    weights = [torch.randn(3), torch.randn(3)]
+    same = watch(weights)
+    assert not same(weights[::-1]) and not same(weights[:1]) and not same([*weights, weights[0]])
+    assert not same([weights[0], weights[1].view(3)]), "another object with the same memory"
+
+
+def test_a_watch_holds_no_tensor(either: str) -> None:
+    w = torch.randn(3)
+    same, other = watch([w]), torch.randn(3)
+    torch.utils.swap_tensors(w, other)  # which refuses tensors that somebody holds
+    assert not same([w])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+def test_samples_see_writes_that_torch_does_not_count(either: str, dtype: torch.dtype) -> None:
+    w = torch.ones(64, dtype=dtype)
+    samples = Samples([w, torch.ones(0, dtype=dtype)])
+    assert samples.unchanged()
+    w.detach().view(torch.uint8).numpy()[-1] ^= 1
+    assert not samples.unchanged()
+    w.detach().view(torch.uint8).numpy()[-1] ^= 1
+    assert samples.unchanged()
+
+
+def test_constants_die_with_their_weights(either: str) -> None:
+    made: list[torch.Tensor] = []
+
+    def prepare(w: torch.Tensor) -> tuple[torch.Tensor]:
+        made.append(w * 2)
+        return (made[-1],)
+
+    cache, weights = PreparedCache(prepare), [torch.randn(4) for _ in range(3)]
+    for _ in range(2):
+        for w in weights:
+            assert torch.equal(cache(w)[0], w * 2)
+    assert cache.runs == 3
+    cache(weights[0])
+    while weights:
+        weights.pop()
+    del w
+    assert not cache._entries and not cache._last
+
+
+def test_a_launch_fills_the_block_and_calls_the_kernel(core: Any) -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def kernel(block: int, workers: int) -> int:
+        seen.append((list((ctypes.c_int64 * 4).from_address(block)), workers))
+        return 40 + workers
+
+    entry = KERNEL(kernel)
+    run = core.launch(ctypes.cast(entry, ctypes.c_void_p).value, [2, 0])
+    block, t = (ctypes.c_int64 * 4)(7, 7, 7, 7), torch.randn(3)
+    assert run(ctypes.addressof(block), 2, t[1:], -5) == 42
+    assert seen == [([-5, 7, t.data_ptr() + 4, 7], 2)]
+    assert run(ctypes.addressof(block), 1, torch.empty(0), True) == 41
+    assert seen[1][0] == [1, 7, 0, 7], "an empty tensor has no address"
+
+
+def test_a_launch_refuses_what_it_cannot_pass(core: Any) -> None:
+    run = core.launch(0, [0])
+    block = (ctypes.c_int64 * 1)()
+    freed = torch.randn(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(FreedStorageError):
+        run(ctypes.addressof(block), 1, freed)
+    for wrong in (
+        (),
+        (ctypes.addressof(block), 1),
+        (ctypes.addressof(block), 1, 0.5),
+        (ctypes.addressof(block), 1, "x"),
+    ):
+        with pytest.raises(TypeError):
+            run(*wrong)
+    with pytest.raises(TypeError, match="keyword"):
+        run(block=1)
+
+
+def test_wrong_arguments_of_watches_are_type_errors(core: Any) -> None:
+    for wrong in (3, [3], ["x"]):
+        with pytest.raises(TypeError):
+            core.watch(wrong)
+    with pytest.raises(TypeError):
+        core.watch([torch.ones(1)])(3)
+    with pytest.raises(ValueError, match="1, 2, 4 or 8"):
+        core.words([(0, 3)])
+
+
+def _program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.softmax(torch.nn.functional.gelu(x @ w), -1)
+    return (y - y.mean(0)).cumsum(-1) * x.sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
+    pytest.importorskip("fusewright_onednn", reason="the backend x86_onednn is not installed")
+    shown: list[str] = []
+    load = codegen.load
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        run, text = load(*args, **kwargs)
+        shown.append(text)
+        return run, text
+
+    monkeypatch.setattr(codegen, "load", noting)
+    torch.manual_seed(0)
+    w, inputs = torch.randn(33, 17), [torch.randn(n, 33) for n in (5, 5, 9, 1)]
+    results = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("FUSEWRIGHT_NATIVE", value)
+        torch.compiler.reset()
+        run = torch.compile(_program, backend="x86_onednn", dynamic=dynamic, options={"cache": False})
+        with torch.no_grad():
+            results.append([run(x, w).clone() for x in inputs])
+        shown.append("next")
+    torch.compiler.reset()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    middle = shown.index("next")
+    assert shown[:middle] == shown[middle + 1 : -1]
