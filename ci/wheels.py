@@ -63,8 +63,8 @@ VERSION = "import importlib.metadata as m; print(m.version('torch'))"
 
 
 def packages() -> list[Path]:
-    """Folders of what is published: the host, then what stands on it."""
-    return [ROOT / "common", *sorted(p.parent for p in (ROOT / "backends").glob("*/pyproject.toml"))]
+    """Folders of what is published: the host and its extension, then what stands on it."""
+    return [ROOT / "common", ROOT / "native", *sorted(p.parent for p in (ROOT / "backends").glob("*/pyproject.toml"))]
 
 
 def names() -> list[str]:

@@ -229,7 +229,7 @@ def workflows() -> Mapping[str, str]:
     rows, versions = jobs.read()
     torches, pythons, pin = versions["versions"], versions["python"], pinned()
     everywhere = [j for j in rows if not j.own_hardware]
-    native = ["int8"]
+    native = ["int8", "native"]
     pure = [p.parent.name for p in sorted(jobs.ROOT.glob("backends/*/pyproject.toml")) if p.parent.name not in native]
     filled = {
         "python": pythons[0],

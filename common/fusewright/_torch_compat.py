@@ -563,3 +563,9 @@ def _current_stream(index: int) -> int:
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 """The handle of a GPU's current stream, by its index: without an object made for it."""
+
+
+def in_process_group() -> bool:
+    """Whether this process works with others."""
+    d = torch.distributed
+    return d.is_available() and d.is_initialized() and d.get_world_size() > 1

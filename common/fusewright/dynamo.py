@@ -56,13 +56,14 @@ def compile_dynamo(
         return gm.forward
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
+    comparison = pipeline.comparison(backend, parsed)
     with gc_paused():
         if backend.constant_masks:
             masks.fold(gm)
         return capture.capture(
             gm,
             example_inputs,
-            lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode),
+            lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison),
         )
 
 

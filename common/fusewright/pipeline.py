@@ -50,7 +50,7 @@ from fusewright.partition.facts import Facts
 from fusewright.partition.partition import Partition
 from fusewright.plan import build as plan_build
 from fusewright.plan.carried import carried_ops
-from fusewright.plan.execute import cached, codegen, contract, opaque
+from fusewright.plan.execute import cached, codegen, compared, contract, opaque
 from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
 from fusewright.plan.execute.observed import observed_first
 from fusewright.plan.execute.replay import replayed
@@ -449,12 +449,32 @@ def _give_up(c: Compilation) -> Refused:
 
 
 def compile_graph(
-    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str
-) -> Callable[[list[Any]], Any]:
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str,
+    comparison: compared.Comparison | None = None,
+) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Run every stage on one ATen graph, or find its plan in the cache. Returns a callable that takes (and empties) a list
-    of inputs."""
+    of inputs; with a `comparison`, eager may take over."""
+    traced = (compared.text_of(gm.graph), compared.eager_of(gm), compared.classes(gm.graph)) if comparison else None
     run = _found_or_compiled(backend, options, gm, phase, const, mode)
+    if comparison is not None and traced is not None:
+        text, eager, sizes = traced
+        return comparison.add(phase, text, run, eager, sizes)
     return strictly(run) if options.strict else run
+
+
+def comparison(backend: Backend, options: Options) -> compared.Comparison | None:
+    """What compares the graphs of one traced graph with eager; None where that is not asked for, or all must run as compiled."""
+    if not options.never_slower or options.strict or options.simulate or "contract" in options.check:
+        return None
+    recorder = backend.recorder()
+
+    def may() -> bool:
+        if compat.in_process_group():  # each rank would decide for itself
+            return False
+        return recorder is None or recorder.lane(backend.device_type) is not None
+
+    scope = f"{backend.fingerprint()}|workers={backend.policy().count_workers()}"
+    return compared.Comparison(backend.name, scope, options.cache, may)
 
 
 def _found_or_compiled(
