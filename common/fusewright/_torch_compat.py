@@ -6,6 +6,7 @@ Nothing here is imported before it is needed: `import fusewright` must not pull 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,13 +37,45 @@ def aot_compile(
         joint(gm.graph)
         return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
-    return aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=cut,
-        keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    with _resizing_whole():
+        return aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=cut,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+_RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+
+
+@contextlib.contextmanager
+def _resizing_whole() -> Iterator[None]:
+    """Let autograd record resizing as one operator, and its gradient as another: of torch's Python forms, which AOTAutograd
+    traces otherwise, it makes one scatter with accumulation for each tap. Symbolic sizes keep those forms: the gradients'
+    shape functions take none."""
+    from torch._decomp.decompositions import upsample_compute_output_size as sizes
+
+    def whole(packet: Any, decomposed: Any, x: Any, size: Any, *rest: Any) -> Any:
+        *flags, factors = rest
+        out = sizes(x.size(), size, factors)
+        if any(isinstance(n, torch.SymInt) for n in (*x.size(), *out)):
+            return decomposed(x, size, *rest)
+        with torch._C._DisablePythonDispatcher():
+            return packet.default(x, out, *flags, *(factors or (None, None)))
+
+    packets = [getattr(torch.ops.aten, name) for name in _RESIZING]
+    before = [dict(p.vec.py_kernels) for p in packets]
+    try:
+        for p, kernels in zip(packets, before, strict=True):
+            p.vec.py_kernels.update({key: functools.partial(whole, p, kernel) for key, kernel in kernels.items()})
+            p.vec._dispatch_cache.clear()
+        yield
+    finally:
+        for p, kernels in zip(packets, before, strict=True):
+            p.vec.py_kernels.update(kernels)
+            p.vec._dispatch_cache.clear()
 
 
 SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a single memory location"

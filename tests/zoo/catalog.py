@@ -6,7 +6,6 @@ A model is named `source/name`. Nothing is downloaded: weights are random, geome
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -22,6 +21,12 @@ LARGEST = 60e6
 """Parameters of a model that still counts as small."""
 
 Resize = Callable[[int], dict[str, Any]]
+
+if importlib.util.find_spec("torchvision"):
+    # timm and transformers import it, and it has no CPU wheel: what Python expects of its C++ part is declared here.
+    for _operator in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch has defined it
+            torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class NotBuilt(Exception):
@@ -124,7 +129,8 @@ def perturb(module: nn.Module) -> None:
 
 def _timm_families() -> list[str]:
     """The first model of each module of `timm` that is not huge by its name."""
-    timm = _imported_timm()
+    import timm
+
     out = []
     for module in timm.list_modules():
         small = sorted(timm.list_models(module=module), key=lambda n: (not _says_small(n), len(n), n))
@@ -137,7 +143,8 @@ def _says_small(name: str) -> bool:
 
 
 def _timm(name: str) -> Example:
-    timm = _imported_timm()
+    import timm
+
     said = ""
     for size, how in itertools.product((64, 96, 128, 224), ({"depth": 2}, {})):
         for given in ({"img_size": size, **how}, how):
@@ -152,17 +159,6 @@ def _timm(name: str) -> Example:
             perturb(module)
             return Example(module, {"x": x})
     raise NotBuilt(said)
-
-
-@functools.cache
-def _imported_timm() -> Any:
-    """`timm` imports torchvision, which has no CPU wheel: two operators of its C++ part are declared here."""
-    for operator in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch has defined it
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import timm
-
-    return timm
 
 
 # ---------------------------------------------------------------- by hand

@@ -48,6 +48,8 @@ RULES: tuple[Rule, ...] = _rules(
             2 * WIDTH
         ),
         r"(num|n|moe)_.*experts|num_experts": _at_most(4),
+        r"n_group|num_expert_group": _at_most(2),  # of experts; below, how many of them one token may use
+        r"topk_group|first_k_dense_replace": _at_most(1),
         r".*experts_per_tok|.*top_?k|moe_k": _at_most(2),
         r"(.*_)?hidden_(size|dim)|d_model|n_embd|dim|.*embed_dim|.*embedding_size|.*embedding_dim|.*width|d_embed|.*_hidden_size": (
             _at_most(WIDTH)

@@ -91,7 +91,7 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     def body(*values: Any) -> Any:
         env = dict(zip(nodes, values, strict=True))
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        return decompose(*args, **kwargs)
+        return _laid_out(decompose(*args, **kwargs), value_of(node))
 
     with compat.fake_mode_of(tensors[0]):
         inside = make_fx(body)(*fakes).graph
@@ -101,6 +101,21 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     if any(n.target is node.target for n in views):
         return None
     return inside if views and all(ask(backend, v, n) for n, v in views.items()) else None
+
+
+def _laid_out(made: Any, like: Any) -> Any:
+    """`made` with the strides of `like`, which views of the whole were made for; primitives may give others."""
+    if isinstance(made, tuple | list):
+        return tuple(map(_laid_out, made, like))
+    if not isinstance(made, torch.Tensor) or not isinstance(like, torch.Tensor) or _strides(made) == _strides(like):
+        return made
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+    return made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
+
+
+def _strides(x: torch.Tensor) -> list[Any]:
+    """Where they matter."""
+    return [s for n, s in zip(x.shape, x.stride(), strict=True) if not compat.statically_true(n == 1)]
 
 
 def _splice(graph: Graph, node: Node, inside: Graph) -> None:

@@ -3,6 +3,7 @@ fp64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, DtypeRule, Kind, Op, Shape, row
 from fusewright.ops.semantics import backward as b
+from fusewright.ops.semantics import resize
 from fusewright.ops.semantics.composite import torch_decomposition
 
 _op = partial(row, Kind.COMPOSITE)
@@ -92,8 +94,8 @@ def _grad_of_input(name: str, reference: Any, doc: str, qualname: str = "") -> O
     return _op(name, q, _GRAD, sh.SAME, reference, doc)
 
 
-def _resize_grad(name: str, doc: str) -> Op:
-    return _op(name, f"aten::{name}", _GRAD, sh.attr_shape("input_size"), b.resize_backward(name), doc)
+def _resize_grad(name: str, doc: str, decompose: Callable[..., Any] | None = None) -> Op:
+    return _op(name, f"aten::{name}", _GRAD, sh.attr_shape("input_size"), b.resize_backward(name), doc, "", decompose)
 
 
 SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
@@ -163,8 +165,8 @@ ROWS: tuple[Op, ...] = (
     _grad_of_input("avg_pool2d_backward", b.avg_pool2d_backward, "gradient of avg_pool2d"),
     _grad_of_input("adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward,
         "gradient of adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
-    _resize_grad("upsample_nearest2d_backward", "gradient of upsample_nearest2d"),
-    _resize_grad("upsample_bilinear2d_backward", "gradient of upsample_bilinear2d"),
+    _resize_grad("upsample_nearest2d_backward", "gradient of upsample_nearest2d", resize.nearest2d_backward),
+    _resize_grad("upsample_bilinear2d_backward", "gradient of upsample_bilinear2d", resize.bilinear2d_backward),
     _resize_grad("upsample_bicubic2d_backward", "gradient of upsample_bicubic2d"),
     _op("select_backward", "aten::select_backward", _GRAD, sh.attr_shape("input_sizes"), b.select_backward,
         "zeros with the gradient at one index of dim", "", torch_decomposition("aten::select_backward")),

@@ -1,0 +1,75 @@
+"""Gradients of resizing as sums over the outputs that an element reached: gathers, one dimension after the other.
+
+Autograd of the forward pass gives scatters instead, whose stores collide: four with accumulation for a bilinear resize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_AXES = (-1, -2)
+
+
+def nearest2d_backward(grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Any:
+    """Sums of blocks where each size is a whole multiple; else the operator as it is."""
+    shape, made = _ints(input_size), _ints(grad.shape)
+    whole = shape is not None and made is not None and all(shape) and not any(made[d] % shape[d] for d in _AXES)
+    if not (whole and _as_sized(made, shape, scales)):
+        return torch.ops.aten.upsample_nearest2d_backward(grad, output_size, input_size, *scales)
+    blocks = grad.unflatten(-1, (shape[-1], made[-1] // shape[-1])).unflatten(-3, (shape[-2], made[-2] // shape[-2]))
+    return blocks.sum((-3, -1))
+
+
+def bilinear2d_backward(grad: Tensor, output_size: Any, input_size: Any, align_corners: bool, *scales: Any) -> Any:
+    """Weighted sums of what lies within one step of an element; the operator as it is for symbolic sizes, and for scales that are
+    not the ratio of sizes. Weights are those of ATen's `compute_source_index_and_lambda`."""
+    shape, made = _ints(input_size), _ints(grad.shape)
+    if shape is None or made is None or not all((*shape, *made)) or not (align_corners or _as_sized(made, shape, scales)):
+        return torch.ops.aten.upsample_bilinear2d_backward(grad, output_size, input_size, align_corners, *scales)
+    out = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    for d in _AXES:
+        out = _gathered(out, d, shape[d], align_corners)
+    return out.to(grad.dtype)
+
+
+def _ints(sizes: Sequence[Any]) -> list[int] | None:
+    return [*sizes] if all(isinstance(n, int) for n in sizes) else None
+
+
+def _as_sized(made: Sequence[int], shape: Sequence[int], scales: Sequence[Any]) -> bool:
+    """Whether the scales, of height and width, are left out or say what the sizes say."""
+    return all(s is None or s * shape[d] == made[d] for s, d in zip(scales, (-2, -1), strict=False))
+
+
+def _gathered(grad: Tensor, dim: int, n: int, align_corners: bool) -> Tensor:
+    """Gradient of a linear resize of `n` elements along `dim` (-1 or -2): element i sums the outputs whose source lies in
+    [i - 1, i + 1), by their distance."""
+    made = grad.shape[dim]
+    if n == made:
+        return grad
+    element = torch.arange(n, device=grad.device)[:, None]
+    outputs = _first(element, n, made, align_corners).clamp(min=0) + torch.arange(_most(n, made, align_corners), device=grad.device)
+    step = ((n - 1) / (made - 1) if made > 1 else 0.0) if align_corners else n / made
+    place = outputs.to(grad.dtype)
+    source = place * step if align_corners else (place + 0.5) * step - 0.5
+    ahead = element - source.clamp(0, n - 1)
+    reached = (outputs < made) & (ahead > -1) & (ahead <= 1)
+    weight, at = 1 - ahead.abs(), outputs.clamp(max=made - 1)
+    if dim == -1:
+        return torch.where(reached, grad[..., at] * weight, 0.0).sum(-1)
+    return torch.where(reached[..., None], grad[..., at, :] * weight[..., None], 0.0).sum(-2)
+
+
+def _first(element: Any, n: int, made: int, align_corners: bool) -> Any:
+    """No output before this one reaches `element`, in whole numbers: source(o) >= element - 1."""
+    return (element - 1) * (made - 1) // max(n - 1, 1) if align_corners else ((2 * element - 1) * made - n) // (2 * n)
+
+
+def _most(n: int, made: int, align_corners: bool) -> int:
+    """How many outputs from the first one on may reach an element."""
+    last = [-_first(-i, n, made, True) if align_corners else -(-((2 * i + 3) * made - n) // (2 * n)) for i in range(n)]
+    return max(min(b, made - 1) - max(_first(i, n, made, align_corners), 0) + 1 for i, b in enumerate(last))

@@ -1,0 +1,83 @@
+"""Write `docs/zoo.md` from records of `python -m tests.zoo --json`: one table per backend, made by
+
+    python -m tests.zoo.page RECORD.json ... > docs/zoo.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.zoo.check import MODES, Verdict
+
+MARKS = {"right": "✓", "not run": "–", "not built": "", "wrong in aot_eager too": "≈"}
+"""Of a status; every other one is written out."""
+
+HEAD = """# The zoo
+
+Models at small geometry with random weights, each mode of each model in a process of its own; `python -m tests.zoo` makes the
+records and this page is generated from them (`tests/zoo/page.py`).
+
+Right (✓) is within twice eager's own error against fp64, with eager's shapes and strides, in a first and a second call.
+≈: exceeds that under `aot_eager` too, which has none of our kernels. –: eager does not run this mode, or sizes are fixed.
+Of the first call it says how long it took, of the graphs how many there are, of the ops how many were lowered and how many ran in eager.
+"""
+
+
+def page(records: Iterable[dict[str, Any]]) -> str:
+    """The page as Markdown."""
+    return "\n".join([HEAD, *(_section(r) for r in records)])
+
+
+def _section(record: dict[str, Any]) -> str:
+    verdicts = [Verdict(**v) for v in record["zoo"]]
+    by_model: dict[str, dict[str, Verdict]] = {}
+    for v in verdicts:
+        by_model.setdefault(v.model, {})[v.mode] = v
+    missing = sorted(n for n, row in by_model.items() if all(v.status == "not built" for v in row.values()))
+    built = [n for n in by_model if n not in missing]
+    modes = [m for m in MODES if any(m in row for row in by_model.values())]
+    lines = [
+        f"## {record['backend']}\n",
+        f"{record.get('where', '')}\n",
+        f"{len(built)} models.\n",
+        *_counts(verdicts, modes),
+        "",
+        *_others(verdicts),
+        f"| model | {' | '.join(modes)} | first call s | graphs | lowered | eager |",
+        "| --- |" + " --- |" * (len(modes) + 4),
+        *(_row(n, by_model[n], modes) for n in built),
+        "",
+        f"Not built at a small geometry ({len(missing)}): {', '.join(n.partition('/')[2] for n in missing)}.\n",
+    ]
+    return "\n".join(lines)
+
+
+def _counts(verdicts: Sequence[Verdict], modes: Sequence[str]) -> list[str]:
+    counts = Counter((v.status, v.mode) for v in verdicts)
+    kinds = [k for k in dict.fromkeys(["right", *sorted({v.status for v in verdicts})]) if k != "not built"]
+    lines = [f"| | {' | '.join(modes)} |", "| --- |" + " --- |" * len(modes)]
+    lines += [f"| {k} | {' | '.join(str(counts[k, m]) for m in modes)} |" for k in kinds]
+    firsts = {m: [v.first_s for v in verdicts if v.mode == m and v.first_s] for m in modes}
+    return [*lines, f"| first call, median s | {' | '.join(f'{median(firsts[m]):.1f}' if firsts[m] else '' for m in modes)} |"]
+
+
+def _others(verdicts: Sequence[Verdict]) -> list[str]:
+    """What is neither right nor excused, with the reason."""
+    found = [v for v in verdicts if v.status not in MARKS or v.bugs]
+    return [f"- `{v.model}`, {v.mode}: {v.status}: {v.reason.splitlines()[0] if v.reason else ''}" for v in found] + [""] * bool(found)
+
+
+def _row(name: str, row: dict[str, Verdict], modes: Sequence[str]) -> str:
+    first = row.get("inference") or next(iter(row.values()))
+    marks = [MARKS.get(row[m].status, row[m].status) if m in row else "" for m in modes]
+    return f"| {name} | {' | '.join(marks)} | {first.first_s:.1f} | {first.graphs} | {first.lowered} | {first.eager} |"
+
+
+if __name__ == "__main__":
+    print(page(json.loads(Path(p).read_text()) for p in sys.argv[1:]))
