@@ -25,7 +25,7 @@ records and this page is generated from them (`tests/zoo/page.py`).
 
 Right (✓) is within twice eager's own error against fp64, with eager's shapes and strides, in a first and a second call.
 ≈: exceeds that under `aot_eager` too, which has none of our kernels. –: eager does not run this mode, or sizes are fixed.
-Of the first call it says how long it took, of the graphs how many there are, of the ops how many were lowered and how many ran in eager.
+The last columns: seconds of the first call, number of graphs, ops that were lowered, ops that ran in eager.
 """
 
 
@@ -70,7 +70,8 @@ def _counts(verdicts: Sequence[Verdict], modes: Sequence[str]) -> list[str]:
 def _others(verdicts: Sequence[Verdict]) -> list[str]:
     """What is neither right nor excused, with the reason."""
     found = [v for v in verdicts if v.status not in MARKS or v.bugs]
-    return [f"- `{v.model}`, {v.mode}: {v.status}: {v.reason.splitlines()[0] if v.reason else ''}" for v in found] + [""] * bool(found)
+    lines = [f"- `{v.model}`, {v.mode}: {v.status}: {(v.reason.splitlines() or [''])[0]}" for v in found]
+    return [*lines, ""] if lines else []
 
 
 def _row(name: str, row: dict[str, Verdict], modes: Sequence[str]) -> str:
