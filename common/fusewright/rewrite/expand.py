@@ -109,7 +109,8 @@ def _laid_out(made: Any, like: Any) -> Any:
         return tuple(map(_laid_out, made, like))
     if not isinstance(made, torch.Tensor) or not isinstance(like, torch.Tensor) or _strides(made) == _strides(like):
         return made
-    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
     return made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
 
 

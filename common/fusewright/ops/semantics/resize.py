@@ -17,8 +17,7 @@ _AXES = (-1, -2)
 def nearest2d_backward(grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Any:
     """Sums of blocks where each size is a whole multiple; else the operator as it is."""
     shape, made = _ints(input_size), _ints(grad.shape)
-    whole = shape is not None and made is not None and all(shape) and not any(made[d] % shape[d] for d in _AXES)
-    if not (whole and _as_sized(made, shape, scales)):
+    if shape is None or made is None or not _multiple(made, shape) or not _as_sized(made, shape, scales):
         return torch.ops.aten.upsample_nearest2d_backward(grad, output_size, input_size, *scales)
     blocks = grad.unflatten(-1, (shape[-1], made[-1] // shape[-1])).unflatten(-3, (shape[-2], made[-2] // shape[-2]))
     return blocks.sum((-3, -1))
@@ -38,6 +37,10 @@ def bilinear2d_backward(grad: Tensor, output_size: Any, input_size: Any, align_c
 
 def _ints(sizes: Sequence[Any]) -> list[int] | None:
     return [*sizes] if all(isinstance(n, int) for n in sizes) else None
+
+
+def _multiple(made: Sequence[int], shape: Sequence[int]) -> bool:
+    return all(shape) and not any(made[d] % shape[d] for d in _AXES)
 
 
 def _as_sized(made: Sequence[int], shape: Sequence[int], scales: Sequence[Any]) -> bool:
