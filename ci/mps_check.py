@@ -50,6 +50,7 @@ ENTRIES = (
 )
 """Entries of the OpInfo database that are checked when none are named."""
 MODELS = ("bert", "gpt2", "llama", "resnet50", "vit")
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ROUNDS, CALLS = 7, 10
 """Rounds of each contender, interleaved, and calls of a round; the best round's median counts."""
 DECODE = (4096, 4096)
@@ -112,11 +113,11 @@ def attempted(what: str, dtype: str, check: Callable[[], dict[str, Any]]) -> dic
 
 
 def ops(w: Where, entries: str) -> Iterator[dict[str, Any]]:
-    """The first sample of each entry, in fp32 and bf16."""
+    """The first sample of each entry, in fp32, bf16 and fp16."""
     for op in op_db:
         if not re.search(entries, op.name) or op.variant_test_name not in ("", "no_rounding_mode"):
             continue
-        for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        for dtype, name in DTYPES.items():
             if dtype in op.supported_dtypes("cpu"):
                 yield attempted(op.name, name, lambda op=op, dtype=dtype, name=name: _op(w, op, dtype, name))  # type: ignore[misc]
 

@@ -1,10 +1,13 @@
-"""Ten kernels that stand for what models are made of."""
+"""Kernels that stand for what models are made of, of the emitter and written by hand."""
 
 from __future__ import annotations
 
 from fusewright.toolkit.ir import Builder, Extent, Kernel, symbol
 from fusewright.toolkit.ir.extent import atoms
 from fusewright.toolkit.ir.types import DType
+from fusewright_mps.kernels.decode import Parts
+from fusewright_mps.kernels.gemv import Gemv
+from fusewright_mps.kernels.handwritten import Handwritten
 from tests.kernels import (
     add_gelu,
     argmax,
@@ -59,3 +62,9 @@ KERNELS = {
         transpose(), embedding(N), scatter_add(), argmax(), cumsum(),
     )
 }  # fmt: skip
+
+BY_HAND: dict[str, Handwritten] = {
+    "gemv_int4": Gemv("half", 4, 1, 4096, 4096, 32, "", False, 4, "tinygemm"),
+    "decode": Parts("bfloat", "bool", 128, 1, 8, 4, 1, 4096, 128, tuple(range(13))),
+}
+"""Products with packed weights, and attention of one query over a cache."""

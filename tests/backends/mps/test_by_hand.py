@@ -32,8 +32,9 @@ WIDE = 1104
 """Columns of weights that are too large to be kept in bf16 beside their 8 bits."""
 
 
-def run(kernel: Handwritten, tensors: Sequence[Tensor], scalars: Sequence[float] = ()) -> None:
-    source = kernel.source(Variant())
+def run(kernel: Handwritten, tensors: Sequence[Tensor], scalars: Sequence[float] = (), aligned: bool = True) -> None:
+    source = kernel.source(Variant(aligned))
+    assert source.aligned(tensors)
     shaders = compile_shader(library([source]), True)
     for call in source.calls(tensors, kernel.sizes, scalars):
         getattr(shaders, call.entry)(*call.args, threads=call.threads, group_size=call.group_size)
@@ -117,6 +118,22 @@ def factors(packed: str, scale: Tensor, zero: Tensor) -> list[Tensor]:
 def unpacked(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     n, groups = scale.shape
     return (q.double().view(n, groups, -1) * scale.double()[..., None] + zero.double()[..., None]).view(n, -1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_product_of_buffers_that_begin_anywhere_is_the_same(bits: int) -> None:
+    def moved(t: Tensor) -> Tensor:
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    kernel = Gemv("half", bits, 2, 6, 64, 32, "", False, 2)
+    q = torch.randint(-100, 100, (6, 64), dtype=torch.int8)
+    given = [torch.randn(2, 64).half(), *([q] if bits == 8 else nibbles(q)), torch.rand(6, 2).half()]
+    outs = [torch.zeros(2, 6).half() for _ in range(2)]
+    run(kernel, [*given, outs[0]])
+    anywhere = [*map(moved, given), outs[1]]
+    assert not kernel.source(Variant()).aligned(anywhere)
+    run(kernel, anywhere, aligned=False)
+    assert torch.equal(*outs) and outs[0].any()
 
 
 def test_nan_and_infinity_go_through_a_product() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fusewright_mps.emitter import PRELUDE, emit
 from tests import golden
-from tests.backends.mps.representative import KERNELS
+from tests.backends.mps.representative import BY_HAND, KERNELS
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -16,8 +16,13 @@ def test_golden(name: str, goldens: golden.Goldens) -> None:
     goldens.check(f"metal_{name}", emit(KERNELS[name]).text)
 
 
+@pytest.mark.parametrize("name", BY_HAND)
+def test_golden_by_hand(name: str, goldens: golden.Goldens) -> None:
+    goldens.check(f"metal_{name}", BY_HAND[name].text())
+
+
 def test_every_text_has_its_case() -> None:
-    assert golden.names("metal") == sorted(f"metal_{name}" for name in KERNELS)
+    assert golden.names("metal") == sorted(f"metal_{name}" for name in (*KERNELS, *BY_HAND))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -83,12 +83,12 @@ class Parts(Handwritten):
     def threadgroup(self) -> tuple[int, int, int]:
         return LANES, 1, 1
 
-    def text(self) -> str:
+    def text(self, aligned: bool = True) -> str:
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
         rows, per_lane = self.rows, -(-self.d // LANES)
-        each = f"for (int i = 0; i < {per_lane}; ++i)"
+        each = f"FW_UNROLL for (int i = 0; i < {per_lane}; ++i)"
         inside = "" if self.d % LANES == 0 else f" if (int(lane) + 32 * i < {self.d})"
         yield f"kernel void {self.name}({', '.join(self._parameters())}) {{"
         yield "    const int keys = int(sizes[0]), chunk = int(sizes[1]), heads = int(sizes[2]);"
@@ -98,7 +98,7 @@ class Parts(Handwritten):
         yield "    constant long* vs = sizes + 12;"
         yield "    const int b = int(at.y) / heads, h = int(at.y) % heads;"
         yield f"    float query[{rows}][{per_lane}], sum[{rows}][{per_lane}], high[{rows}], weight[{rows}];"
-        yield f"    for (int r = 0; r < {rows}; ++r) {{"
+        yield f"    FW_UNROLL for (int r = 0; r < {rows}; ++r) {{"
         yield "        const long from = b * qs[0] + (h * group + r / queries) * qs[1] + (r % queries) * qs[2];"
         yield f"        {each} {{"
         yield "            query[r][i] = 0.0f;"
@@ -120,7 +120,7 @@ class Parts(Handwritten):
         yield "                value[i] = float(v[vj + lane + 32 * i]);"
         yield "            }"
         yield "        }"
-        yield f"        for (int r = 0; r < {rows}; ++r) {{"
+        yield f"        FW_UNROLL for (int r = 0; r < {rows}; ++r) {{"
         yield "            float dot = 0.0f;"
         yield f"            {each} dot = metal::fma(query[r][i], one[i], dot);"
         yield "            float score = simd_sum(dot);"
@@ -134,7 +134,7 @@ class Parts(Handwritten):
         yield f"            {each} sum[r][i] = metal::fma(p, value[i], sum[r][i] * before);"
         yield "        }"
         yield "    }"
-        yield f"    for (int r = 0; r < {rows}; ++r) {{"
+        yield f"    FW_UNROLL for (int r = 0; r < {rows}; ++r) {{"
         yield f"        const long row = (long(at.y) * parts + at.x) * {rows} + r;"
         yield f"        {each}{inside} sums[row * {self.d} + lane + 32 * i] = sum[r][i];"
         yield "        if (lane == 0u) {"
@@ -201,7 +201,7 @@ class Combined(Handwritten):
     def threadgroup(self) -> tuple[int, int, int]:
         return LANES, 1, 1
 
-    def text(self) -> str:
+    def text(self, aligned: bool = True) -> str:
         t = self.dtype
         return f"""\
 kernel void {self.name}(device const float* sums [[buffer(0)]], device const float* top [[buffer(1)]], device const float* total \

@@ -85,10 +85,16 @@ class Gemv(Handwritten):
     def threadgroup(self) -> tuple[int, int, int]:
         return SIMD_GROUPS * LANES, 1, 1
 
-    def text(self) -> str:
-        return "\n".join(self._lines()) + "\n"
+    @property
+    def alignment(self) -> tuple[int, ...]:
+        """Rows of `x` and weights are read in vectors of four."""
+        sizes = {"x": 2 if self.dtype != "float" else 4, "w": 1, "low": 1, "high": 1}
+        return tuple(4 * sizes[b.name] if b.name in sizes else 1 for b in self.buffers)
 
-    def _lines(self) -> Iterator[str]:
+    def text(self, aligned: bool = True) -> str:
+        return "\n".join(self._lines(aligned)) + "\n"
+
+    def _lines(self, aligned: bool) -> Iterator[str]:
         t, m, r = self.dtype, self.m, self.rows
         step = 4 if self.bits == 8 else 8
         yield f"kernel void {self.name}({', '.join(self._parameters())}) {{"
@@ -98,25 +104,28 @@ class Gemv(Handwritten):
         yield f"    const int first = int(at.x * {SIMD_GROUPS}u + simd) * {r};"
         yield "    if (first >= N) return;"
         yield f"    float total[{m}][{r}];"
-        yield f"    for (int i = 0; i < {m}; ++i) for (int j = 0; j < {r}; ++j) total[i][j] = 0.0f;"
+        yield f"    FW_UNROLL for (int i = 0; i < {m}; ++i) FW_UNROLL for (int j = 0; j < {r}; ++j) total[i][j] = 0.0f;"
         yield f"    for (int k = int(lane) * {step}; k < K; k += {LANES * step}) {{"
         yield f"        float v[{m}][{step}], sum[{m}];"
-        yield f"        for (int i = 0; i < {m}; ++i) {{"
+        yield f"        FW_UNROLL for (int i = 0; i < {m}; ++i) {{"
         yield "            sum[i] = 0.0f;"
-        yield f"            for (int e = 0; e < {step}; ++e) {{ v[i][e] = float(x[long(i) * K + k + e]); sum[i] += v[i][e]; }}"
+        yield f"            FW_UNROLL for (int b = 0; b < {step}; b += 4) {{"
+        yield f"                const {t}4 four = {_four(f'{t}4', 'x', 'long(i) * K + k + b', aligned)};"
+        yield "                FW_UNROLL for (int e = 0; e < 4; ++e) { v[i][b + e] = float(four[e]); sum[i] += v[i][b + e]; }"
+        yield "            }"
         yield "        }"
-        yield f"        for (int j = 0; j < {r}; ++j) {{"
+        yield f"        FW_UNROLL for (int j = 0; j < {r}; ++j) {{"
         yield "            const int n = min(first + j, N - 1);"
-        yield from self._weights(step)
+        yield from self._weights(step, aligned)
         yield from self._factors()
-        yield f"            for (int i = 0; i < {m}; ++i) {{"
+        yield f"            FW_UNROLL for (int i = 0; i < {m}; ++i) {{"
         yield "                float dot = 0.0f;"
-        yield f"                for (int e = 0; e < {step}; ++e) dot = metal::fma(v[i][e], q[e], dot);"
+        yield f"                FW_UNROLL for (int e = 0; e < {step}; ++e) dot = metal::fma(v[i][e], q[e], dot);"
         yield f"                total[i][j] = {self._added()};"
         yield "            }"
         yield "        }"
         yield "    }"
-        yield f"    for (int i = 0; i < {m}; ++i) for (int j = 0; j < {r}; ++j) {{"
+        yield f"    FW_UNROLL for (int i = 0; i < {m}; ++i) FW_UNROLL for (int j = 0; j < {r}; ++j) {{"
         yield "        const float sum = simd_sum(total[i][j]);"
         bias = " + float(bias[first + j])" if self.biased else ""
         yield f"        if (lane == 0u && first + j < N) out[long(i) * N + first + j] = {t}(sum{bias});"
@@ -148,28 +157,42 @@ class Gemv(Handwritten):
         yield "uint lane [[thread_index_in_simdgroup]]"
         yield "uint simd [[simdgroup_index_in_threadgroup]]"
 
-    def _weights(self, step: int) -> Iterator[str]:
+    def _weights(self, step: int, aligned: bool) -> Iterator[str]:
         """`q`: the weights of a lane as numbers."""
         yield f"            float q[{step}];"
         if self.bits == 8:
-            yield "            for (int e = 0; e < 4; ++e) q[e] = float(w[long(n) * K + k + e]);"
+            yield f"            const char4 four = {_four('char4', 'w', 'long(n) * K + k', aligned)};"
+            yield "            FW_UNROLL for (int e = 0; e < 4; ++e) q[e] = float(four[e]);"
             return
         yield "            const long from = (long(n) * K + k) / 2;"
-        if self.packed:
-            middle = 8 if self.packed == "tinygemm" else 0
-            yield "            for (int e = 0; e < 4; ++e) {"
-            yield "                const int two = int(low[from + e]);"
-            yield f"                q[2 * e] = float((two & 15) - {middle});"
-            yield f"                q[2 * e + 1] = float((two >> 4) - {middle});"
-            yield "            }"
-            return
+        yield f"            const uchar4 lows = {_four('uchar4', 'low', 'from', aligned)};"
+        yield from self._unsigned() if self.packed else self._signed(aligned)
+
+    def _unsigned(self) -> Iterator[str]:
+        middle = 8 if self.packed == "tinygemm" else 0
+        yield "            FW_UNROLL for (int e = 0; e < 4; ++e) {"
+        yield "                const int two = int(lows[e]);"
+        yield f"                q[2 * e] = float((two & 15) - {middle});"
+        yield f"                q[2 * e + 1] = float((two >> 4) - {middle});"
+        yield "            }"
+
+    def _signed(self, aligned: bool) -> Iterator[str]:
         yield "            const bool whole = flags[n] != 0;"
-        yield "            for (int e = 0; e < 4; ++e) {"
-        yield "                const int two = int(low[from + e]), more = whole ? int(high[from + e]) : 0;"
+        yield "            uchar4 highs = uchar4(0);"
+        yield f"            if (whole) highs = {_four('uchar4', 'high', 'from', aligned)};"
+        yield "            FW_UNROLL for (int e = 0; e < 4; ++e) {"
+        yield "                const int two = int(lows[e]), more = int(highs[e]);"
         for e, nibble in (("2 * e", "& 15"), ("2 * e + 1", ">> 4")):
             signed = f"(((two {nibble}) ^ 8) - 8)"
             yield f"                q[{e}] = float(whole ? (two {nibble}) + 16 * (((more {nibble}) ^ 8) - 8) : {signed});"
         yield "            }"
+
+
+def _four(kind: str, buffer: str, at: str, aligned: bool) -> str:
+    """Four neighbours of a buffer, in one load where it is aligned."""
+    if aligned:
+        return f"*(device const {kind}*)({buffer} + ({at}))"
+    return f"{kind}({', '.join(f'{kind[:-1]}({buffer}[{at} + {e}])' for e in range(4))})"
 
 
 def rows_for(n: int, target: Target) -> int:

@@ -61,7 +61,13 @@ class Handwritten(ABC):
     def threadgroup(self) -> tuple[int, int, int]: ...
 
     @abstractmethod
-    def text(self) -> str: ...
+    def text(self, aligned: bool = True) -> str:
+        """The function; `aligned`: buffers begin where `alignment` wants them."""
+
+    @property
+    def alignment(self) -> tuple[int, ...]:
+        """What vectors want of each buffer, in bytes."""
+        return (1,) * len(self.buffers)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
@@ -77,12 +83,12 @@ class Handwritten(ABC):
         return range(len(self.sizes))
 
     def source(self, variant: Variant) -> Source:
-        """As the emitter gives it. No load is wider than what its buffer holds, so one variant serves all."""
+        """As the emitter gives it."""
         buffers = tuple(Argument("buffer", k) for k in range(len(self.buffers)))
         arguments = (*buffers, *((Argument("reals"),) if self.scalars else ()), Argument("sizes"))
-        alignment = (1,) * len(self.buffers)
+        alignment = self.alignment if variant.aligned else (1,) * len(self.buffers)
         dispatch = Dispatch(self.name, arguments, self.threads, self.threadgroup)
-        return Source(self, variant, self.text(), (dispatch,), alignment)  # type: ignore[arg-type]
+        return Source(self, variant, self.text(variant.aligned), (dispatch,), alignment)  # type: ignore[arg-type]
 
 
 def hash_of(kernel: Handwritten) -> str:

@@ -83,6 +83,8 @@ namespace metal {
 template <typename T, int N> struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec {
     T lanes[N];
     vec() = default;
+    template <typename... Rest, typename = std::enable_if_t<sizeof...(Rest) + 1 == N && (N > 1)>>
+    vec(T first, Rest... rest) : lanes{first, T(rest)...} {}
     explicit vec(T x) {
         for (T& each : lanes) each = x;
     }
