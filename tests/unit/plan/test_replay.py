@@ -11,9 +11,10 @@ import torch
 from fusewright import pipeline
 from fusewright.capture import capture
 from fusewright.config import Options
-from fusewright.interface import Device
+from fusewright.interface import Device, TensorSpec
+from fusewright.plan.build import Plan
 from fusewright.plan.execute import copies, replay
-from fusewright.plan.ir import Call, Ref
+from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.report import recording
 from fusewright.toolkit.backend.fused import FusedBackend, interpreter_loader
 
@@ -362,3 +363,55 @@ def test_inside_another_recording_the_plain_plan_runs() -> None:
     for recorder.stream in (1, 2, 1):  # each stream has its own recording
         torch.testing.assert_close(fast(x), _long(x))
     assert recorder.recorded == 2
+
+
+def _on_a_device(*instructions: Instruction, given: int | None = None, outputs: tuple[int, ...] = (9,)) -> Plan:
+    """A plan on a GPU: value 1 is its input, 2 a constant of the host, 3 to 5 single elements there, 7 and up on the GPU."""
+    host, gpu = TensorSpec((), (), torch.float32), TensorSpec((4,), (1,), torch.float32, "cuda:0")
+    specs = dict.fromkeys((2, 3, 4, 5), host) | dict.fromkeys((1, 7, 8, 9), gpu)
+    inputs = (1,) if given is None else (1, given)
+    return Plan(inputs, tuple(map(Ref, outputs)), list(instructions), [], (), (2,) if given != 2 else (), specs)
+
+
+_SCALE = Call("aten::div.Tensor", (Ref(1), Ref(3)), (7,))
+_REST = (Call("aten::relu.default", (Ref(7),), (8,)), Call("aten::neg.default", (Ref(8),), (9,)))
+_ROOT = Call("aten::sqrt.default", (Ref(2),), (3,))
+
+
+def test_scalars_on_the_host_that_are_constant_do_not_stand_in_the_way() -> None:
+    made = Call("aten::scalar_tensor.default", (8.0,), (3,), kwargs=(("dtype", torch.float32),))
+    for first in (_ROOT, made):
+        plan = _on_a_device(first, _SCALE, *_REST)
+        assert replay.obstacle(plan, "cuda") is None
+        assert replay.obstacle(plan, "cuda", training=True) is None
+        assert replay.host_scalars(plan) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (_on_a_device(_ROOT, _SCALE, *_REST, given=2), "an input may change"),
+        (_on_a_device(_ROOT, _SCALE, *_REST, outputs=(9, 3)), "a result is the caller's"),
+        (_on_a_device(_ROOT, Launch("k", (Ref(1), Ref(3)), (7,)), *_REST), "a kernel takes addresses"),
+        (_on_a_device(_ROOT, Call("aten::_to_copy.default", (Ref(3),), (7,)), *_REST), "a copy takes an address"),
+        (_on_a_device(Call("aten::rand.default", ([],), (3,)), _SCALE, *_REST), "chance is drawn once"),
+        (_on_a_device(_ROOT, Call("aten::add_.Scalar", (Ref(3), 1.0), (4,)), _SCALE, *_REST), "what is written is no constant"),
+        (_on_a_device(Call("aten::_to_copy.default", (Ref(1),), (3,)), _SCALE, *_REST), "it is made of what is on the device"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_other_values_on_the_host_do(plan: Plan, why: str) -> None:
+    assert replay.obstacle(plan, "cuda", training=True) == "a tensor is on cpu", why
+
+
+def test_a_constant_scalar_that_changes_is_recorded_anew() -> None:
+    module, recorder = torch.nn.Module(), Recorder()
+    module.scale = torch.nn.Parameter(torch.tensor(4.0), requires_grad=False)
+    module.forward = lambda x: torch.relu(x @ x / torch.sqrt(module.scale)) @ x
+    fast, x = compiled(module, recorder), torch.randn(4, 4)
+    with torch.no_grad():
+        for call in range(6):
+            if call == 3:
+                module.scale.fill_(9.0)
+            torch.testing.assert_close(fast(x), module(x))
+    assert recorder.recorded == 2 and recorder.replays >= 2

@@ -25,7 +25,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.forms.spec import Pass
-from fusewright.interface import KernelCode, Recorder
+from fusewright.interface import HOST, KernelCode, Recorder
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copier_out
@@ -82,11 +82,38 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
     if unknown:
         return f"it is not known what value {unknown[0]}, a result, is"
-    read = {r for i in plan.instructions for r in reads(i)} | made
+    read = ({r for i in plan.instructions for r in reads(i)} | made) - host_scalars(plan)
     elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
     return None if training else _result_obstacle(plan)
+
+
+def host_scalars(plan: Plan) -> set[int]:
+    """Values on the host that are the same in every call, and that a device's operators take as numbers: single elements, made of
+    nothing or of constants alone, without chance. A recording has them as they were; other constants mean another recording.
+    Kernels and copies take addresses, so what they read is none; nor are results, which belong to the caller, and what is written.
+    """
+    taken = {r for i in plan.instructions if _takes_address(i) for r in (*reads(i), *i.outs)}
+    taken |= written_values(plan) | {o.id for o in plan.outputs if isinstance(o, Ref)}
+
+    def single(v: int) -> bool:
+        found = plan.specs.get(v)
+        return found is not None and found.shape == () and found.device == HOST and v not in taken
+
+    scalars = {v for v in (*plan.prepare_outputs, *plan.attributes) if single(v)}
+    for i in plan.instructions:
+        if isinstance(i, Call) and i.outs and set(reads(i)) <= scalars and all(map(single, i.outs)):
+            operator = operator_of(i.target)
+            if operator is not None and not _draws(i, operator):
+                scalars.update(i.outs)
+    return scalars
+
+
+def _takes_address(i: Instruction) -> bool:
+    """Whether an instruction may read memory of the host when it is replayed: kernels, and copies between devices."""
+    operator = operator_of(i.target) if isinstance(i, Call) else None
+    return operator is None or any(a.name == "non_blocking" for a in operator._schema.arguments)
 
 
 def plan_device(plan: Plan, device: str) -> str:
