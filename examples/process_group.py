@@ -1,0 +1,50 @@
+"""Train in two processes with DistributedDataParallel: gradients are averaged, the compiled model is each process's own.
+
+    python examples/process_group.py
+
+`torchrun` starts the processes as well; then `main` of each rank is `worker(int(os.environ["RANK"]), ...)`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+PROCESSES = 2
+
+
+def worker(rank: int, meeting: str) -> None:
+    """One process: its share of the batch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=PROCESSES)
+    torch.manual_seed(0)  # equal weights everywhere
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)))
+    fast = torch.compile(model, backend="fusewright")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(PROCESSES * 8, 16)[rank::PROCESSES]
+    for _ in range(3):
+        optimizer.zero_grad()
+        fast(x).square().mean().backward()
+        optimizer.step()
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert torch.equal(least, most), "the processes have different weights"
+    if rank == 0:
+        print(f"{PROCESSES} processes, equal weights after 3 steps")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (str(Path(folder) / "meeting"),), PROCESSES)
+
+
+if __name__ == "__main__":
+    main()
