@@ -47,7 +47,7 @@ def released(text: str, tag: str) -> Iterator[str]:
         yield f"CHANGELOG.md has no {wanted}"
     elif dates[wanted] == "unreleased":
         yield f"CHANGELOG.md calls {wanted} unreleased; give it its date"
-    for path in [ROOT / "common/pyproject.toml", *sorted(ROOT.glob("backends/*/pyproject.toml"))]:
+    for path in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("backends/*/pyproject.toml")]):
         version = tomllib.loads(path.read_text())["project"]["version"]
         if version != wanted:
             yield f"{path.relative_to(ROOT)} is of version {version}, the tag of {wanted}"

@@ -412,7 +412,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     a = _arguments(argv)
-    os.environ["FUSEWRIGHT_CPU_ISA"] = CPU_ISA
+    os.environ |= {"FUSEWRIGHT_CPU_ISA": CPU_ISA, "FUSEWRIGHT_NATIVE": "0"}
     torch.set_num_threads(THREADS)
     chosen = cases(
         _chosen(a.backends, tuple(BACKENDS), "backend"), _chosen(a.models, MODELS, "model"),

@@ -20,6 +20,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,13 +64,23 @@ VERSION = "import importlib.metadata as m; print(m.version('torch'))"
 
 
 def packages() -> list[Path]:
-    """Folders of what is published: the host and its extension, then what stands on it."""
-    return [ROOT / "common", ROOT / "native", *sorted(p.parent for p in (ROOT / "backends").glob("*/pyproject.toml"))]
+    """Folders of what is published: the host, then what stands on it."""
+    others = {p.parent for pattern in ("*/pyproject.toml", "backends/*/pyproject.toml") for p in ROOT.glob(pattern)}
+    return [ROOT / "common", *sorted(others - {ROOT / "common"})]
 
 
 def names() -> list[str]:
     """Their names on the index."""
-    return [tomllib.loads((p / "pyproject.toml").read_text())["project"]["name"] for p in packages()]
+    return [_project(p)["project"]["name"] for p in packages()]
+
+
+def native(package: Path) -> bool:
+    """Whether a package has a part in C++, so that there is a wheel for each Python and platform."""
+    return str(_project(package)["build-system"]["build-backend"]).startswith("scikit_build_core")
+
+
+def _project(package: Path) -> dict[str, Any]:
+    return tomllib.loads((package / "pyproject.toml").read_text())
 
 
 def build(folder: Path, only: Sequence[str] = (), sdist: bool = False) -> list[Path]:

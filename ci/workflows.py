@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent, indent
 
-from ci import jobs
+from ci import jobs, wheels
 
 FOLDER = jobs.ROOT / ".github/workflows"
 SETUP_MINUTES = 20
@@ -229,8 +229,8 @@ def workflows() -> Mapping[str, str]:
     rows, versions = jobs.read()
     torches, pythons, pin = versions["versions"], versions["python"], pinned()
     everywhere = [j for j in rows if not j.own_hardware]
-    native = ["int8", "native"]
-    pure = [p.parent.name for p in sorted(jobs.ROOT.glob("backends/*/pyproject.toml")) if p.parent.name not in native]
+    native = [p.name for p in wheels.packages() if wheels.native(p)]
+    pure = [p.name for p in wheels.packages() if p.name not in native]
     filled = {
         "python": pythons[0],
         "torch": pin,
@@ -249,7 +249,7 @@ def workflows() -> Mapping[str, str]:
         "nightly.yml": _workflow(
             "nightly", 'schedule:\n  - cron: "41 1 * * *"\nworkflow_dispatch:', (_call(j, ["newest"], pythons[-1:]) for j in rows)
         ),
-        "release.yml": HEAD + RELEASE.lstrip().format(**filled, pure=",".join(["common", *pure]), native=",".join(native)),
+        "release.yml": HEAD + RELEASE.lstrip().format(**filled, pure=",".join(pure), native=",".join(native)),
     }  # fmt: skip
 
 

@@ -3,8 +3,8 @@
     python examples/server_start.py
 
 The first process stands for the build of the image, the second for a server that starts from it. Plans are sealed with a key and
-bound to the machine (docs/reliability.md), so build where you run, with its cache and state directories. Build on an idle machine: a
-plan with a choice that noise may have made is not kept.
+bound to the machine (docs/reliability.md), so build where you run, with its cache and state directories. Build on an idle machine:
+a plan with a choice that noise may have made is not kept.
 """
 
 from __future__ import annotations
