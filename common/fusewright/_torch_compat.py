@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree  # noqa: F401  a private name, by which others reach it
 
 DYNAMO = "torch._dynamo"
 """What the first compilation of a process imports: a second of a core. Who forks many processes imports it once."""
@@ -481,6 +483,19 @@ class Symbols:
         raise ValueError(f"{ast.unparse(node)!r} is no size")
 
 
+def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
+    """What `torch.compile` was given: the module, and backend and options as far as the result tells. Anything else is itself."""
+    if not hasattr(model, "_orig_mod"):
+        return model, None, None
+    at = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    while at is not None:
+        if isinstance(name := getattr(at, "compiler_name", None), str):
+            options = (getattr(at, "kwargs", None) or {}).get("options")
+            return model._orig_mod, name, dict(options) if options else None
+        at = getattr(at, "_torchdynamo_orig_backend", None) or getattr(at, "_torchdynamo_orig_callable", None)
+    return model._orig_mod, None, None
+
+
 def graph_breaks() -> dict[str, int]:
     """Reasons of Dynamo's graph breaks in this process, with how often each was met."""
     from torch._dynamo.utils import counters
@@ -602,3 +617,38 @@ def in_process_group() -> bool:
     """Whether this process works with others."""
     d = torch.distributed
     return d.is_available() and d.is_initialized() and d.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
+    """For each graph that Inductor compiles meanwhile: its kernels by name, with the stack traces of what they compute, in the
+    order of the graph. Of a torch that does not tell this there is nothing in them."""
+    from torch._inductor import config, output_code
+    from torch._inductor.utils import fresh_cache
+
+    kept: list[dict[str, list[str]]] = []
+    made = output_code.CompiledFxGraph.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        kept.append(json.loads(getattr(self, "inductor_provenance_stack_traces_str", None) or "{}"))
+
+    settings = {"trace.provenance_tracking_level": 1, "cpp.enable_kernel_profile": True}
+    known = config.get_config_copy()
+    output_code.CompiledFxGraph.__init__ = init  # type: ignore[method-assign]
+    try:
+        with fresh_cache(), config.patch({k: v for k, v in settings.items() if k in known}):
+            yield kept
+    finally:
+        output_code.CompiledFxGraph.__init__ = made  # type: ignore[method-assign]
+
+
+def inductor_calls(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
+    """What runs in each call of a graph of Inductor's on the host: names of kernels and operators, with seconds, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(rounds):
+            call()
+    graphs = [e for e in profile.events() or () if e.name.startswith("## Call CompiledFxGraph")]
+    graphs.sort(key=lambda e: e.time_range.start)
+    children = [sorted(g.cpu_children, key=lambda e: e.time_range.start) for g in graphs]
+    return [[(e.name, e.time_range.elapsed_us() * 1e-6) for e in of] for of in children]

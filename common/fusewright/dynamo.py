@@ -101,6 +101,18 @@ def fusewright(
     return entry(name)(gm, example_inputs, options=options, mode=mode)
 
 
+def best_backend(example_inputs: Sequence[Any]) -> str:
+    """The name that "fusewright" stands for with these inputs. Raises `BackendUnavailableError` where nothing works."""
+    from fusewright import registry
+    from fusewright.config import env
+
+    device = _device_type(example_inputs)
+    name = env("BACKEND") or registry.best(device)
+    if name is None:
+        raise BackendUnavailableError(f"no installed backend works for {device} here. See: fusewright doctor")
+    return name
+
+
 _said: set[str] = set()
 
 

@@ -39,6 +39,10 @@ class QuantizationError(FusewrightError, ValueError):
     """A model that cannot be quantized as asked: no or bad calibration inputs, an unknown recipe, nothing to quantize."""
 
 
+class ArtifactError(FusewrightError, ValueError):
+    """A model that cannot be saved ahead of time, or a saved file that does not fit this model, this machine or its digest."""
+
+
 class FreedStorageError(FusewrightError, RuntimeError):
     """A kernel was to read a tensor whose memory was given back, e.g. sharded weights between two uses."""
 

@@ -347,6 +347,8 @@ class KernelCode:
     address: int | None = None
     error: Callable[[int, Sequence[int]], Exception] | None = None
     kernel: Any = None
+    source: Callable[[], str] | None = None
+    """The text that the code was compiled from, for people to read. Since interface 1.3."""
 
 
 Compiled: TypeAlias = Opaque | Fragment

@@ -57,7 +57,7 @@ from fusewright.plan.execute.replay import replayed
 from fusewright.plan.execute.retained import Handover, retained
 from fusewright.plan.ir import Call, Launch, Run, reads
 from fusewright.plan.verify import PlanError
-from fusewright.report import GraphReport, OpRecord, is_recording, publish
+from fusewright.report import GraphReport, Kept, OpRecord, is_keeping, is_recording, publish
 from fusewright.strict import strictly
 
 log = logging.getLogger("fusewright")
@@ -98,6 +98,8 @@ class Compilation:
     carried: set[int] = field(default_factory=set)
     """Ids of claimed ops that eager's own call computes."""
     facts: Facts = field(default_factory=Facts)
+    given: list[Any] = field(default_factory=list)
+    """The arguments of the first call, while somebody keeps what is compiled."""
 
     @property
     def graph(self) -> Graph:
@@ -217,6 +219,8 @@ def _unbuilt(c: Compilation, failed: Mapping[str, Verdict]) -> Refused:
 def _finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
     """Make the plan a callable, whose first run is checked where somebody believes metadata: a lowering, or a recording."""
     plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    if is_keeping():
+        c.report.kept = Kept(c.plan, kernels, plain, c.index, c.given)
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.facts.suspects() or run is not plain:
@@ -327,6 +331,7 @@ def _planned_again(c: Compilation, found: Sequence[MetadataMismatch]) -> Run:
         if not _mended(c, mismatch):
             _learn(c, mismatch)
     assert len(c.facts) > before
+    c.report.superseded = True
     report = GraphReport(c.backend.name, c.phase, c.report.capture)
     return _compile(replace(c, report=report, compiled=[], carried=set()))
 
@@ -492,7 +497,18 @@ def _found_or_compiled(
             if summary and options.fallback == "warn":
                 log.warning("fusewright: %s", summary)
             return run
-    return _compile(c)
+    return _giving(c.given, _compile(c)) if is_keeping() else _compile(c)
+
+
+def _giving(given: list[Any], run: Run) -> Run:
+    """`run`, whose first arguments are kept."""
+
+    def call(args: list[Any]) -> Any:
+        if not given:
+            given[:] = args
+        return run(args)
+
+    return call
 
 
 def _plainly_traced(gm: GraphModule) -> bool:
@@ -509,7 +525,8 @@ def _timed(c: Compilation, name: str, stage: Stage) -> Refused:
     if assumed and c.options.strict:
         raise verify.VerifyError(f"{name} assumed of the sizes: {', '.join(assumed)}")
     c.report.bugs += [f"{name} assumed of the sizes: {a}" for a in assumed]
-    c.report.stages[name] = c.report.stages.get(name, 0.0) + time.perf_counter() - start
+    c.report.spans.append((name, start, time.perf_counter() - start))
+    c.report.stages[name] = c.report.stages.get(name, 0.0) + c.report.spans[-1][2]
     if not refused:
         _after(c, name)
     return refused
@@ -541,7 +558,7 @@ def _account(c: Compilation) -> None:
             where = "view"
         shape = str(_shape(op.outs[0].spec)) if op.outs else ""
         verdict = _as_it_came(c.partition.verdicts[op.id], where, note)
-        r.ops.append(OpRecord(op.op, where, verdict, note, op.source, shape, estimate.seconds(policy)))
+        r.ops.append(OpRecord(op.op, where, verdict, note, op.source, shape, estimate.seconds(policy), op.id))
     r.regions = len(c.compiled)
     publish(r)
     if r.by_eager and c.options.fallback == "error":

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from fusewright.interface import Verdict
+from fusewright.interface import KernelCode, Verdict
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,20 @@ class OpRecord:
     source: str
     shape: str
     seconds: float
+    id: int = -1
+    """Of the op in its graph; instructions of the plan name it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was compiled, for those who record with `keep`: a `plan.build.Plan` with its kernels and the plan as a callable, the
+    `GraphIndex` of the graph that was lowered, and the arguments of its first call."""
+
+    plan: Any
+    kernels: Mapping[str, KernelCode]
+    run: Any
+    index: Any
+    args: list[Any]
 
 
 @dataclass
@@ -37,9 +52,14 @@ class GraphReport:
     regions: int = 0
     rules: Counter[str] = field(default_factory=Counter)
     stages: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Each run of a stage: its name, when it began (`time.perf_counter`) and how many seconds it took."""
     texts: dict[str, str] = field(default_factory=dict)
     bugs: list[str] = field(default_factory=list)
     cached: bool = False
+    superseded: bool = False
+    """Whether the graph was compiled again, since its first run found what was traced untrue."""
+    kept: Kept | None = None
     replay: str = ""
     """How calls are replayed on the device, or why they are not; "" where the backend has no such thing."""
 
@@ -75,25 +95,36 @@ class GraphReport:
         )
 
 
-_recorders: list[list[GraphReport]] = []
+@dataclass(eq=False)
+class _Recorder:
+    keep: bool
+    reports: list[GraphReport] = field(default_factory=list)
+
+
+_recorders: list[_Recorder] = []
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[GraphReport]]:
-    """Collect the reports of every graph that is compiled inside the `with` block."""
-    reports: list[GraphReport] = []
-    _recorders.append(reports)
+def recording(keep: bool = False) -> Iterator[list[GraphReport]]:
+    """Collect the reports of every graph that is compiled inside the `with` block; with what was compiled, if `keep`."""
+    recorder = _Recorder(keep)
+    _recorders.append(recorder)
     try:
-        yield reports
+        yield recorder.reports
     finally:
-        _recorders.remove(reports)
+        _recorders.remove(recorder)
 
 
 def is_recording() -> bool:
     return bool(_recorders)
 
 
+def is_keeping() -> bool:
+    """Whether somebody wants what is compiled, and not its record alone."""
+    return any(r.keep for r in _recorders)
+
+
 def publish(report: GraphReport) -> None:
     """Hand a finished report to whoever records."""
     for r in _recorders:
-        r.append(report)
+        r.reports.append(report)

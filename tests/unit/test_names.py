@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "_torch_compat.py": ("cpu cublas cuda hipblas mkl mkldnn onednn cudnn", "torch's own names"),
     "bench/child.py": ("num_threads openmp", "torch's setting, on which a figure depends"),
     "bench/measure.py": ("triton", "the environment that another compiler's cache is found by"),
-    "bench/report.py": ("cpu", "the machine of a figure"),
+    "bench/report.py": ("cpu num_threads", "the machine of a figure, and torch's setting"),
     "bench/suite.py": ("cpu", "torch.autocast, of models that are measured on the host"),
     "bench/worker.py": ("omp mkl num_threads", "the environment that torch reads"),
     "cli/bench.py": ("cpu num_threads", "the machine of a figure, and torch's setting"),
@@ -47,6 +47,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "plan/build.py": ("mkldnn", "a namespace of torch's operators"),
     "plan/ir.py": ("mkldnn", "a namespace of torch's operators"),
     "quantization/bench.py": ("onednn", "torch's name of an engine"),
+    "report_page/chart.py": ("cpu", "the machine of a figure"),
     "rewrite/rules.py": ("cudnn gpus", "names of operators of torch"),
     "storage.py": ("mkldnn", "a layout of torch"),
 }

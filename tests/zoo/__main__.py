@@ -1,7 +1,7 @@
 """Judge the zoo: every model in every mode, each pair in a process of its own with a time limit.
 
     python -m tests.zoo [--backend x86_onednn] [--modes inference,training] [--models 'transformers/b*'] [--shard 1/4]
-                        [--jobs 2] [--limit 120] [--json zoo.json]
+                        [--jobs 2] [--limit 120] [--json zoo.json] [--chart zoo.svg]
 
 Prints a line for what is not right, and counts last. Exit code 1 when anything is wrong, crashed or hung that `aot_eager`
 runs. A record that exists is resumed: pairs that it holds are not run again.
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fusewright.report_page import chart
 from tests.zoo import catalog
 from tests.zoo.check import MODES, Verdict, check
 
@@ -113,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.json is not None:
             given.json.write_text(json.dumps({"backend": given.backend, "zoo": [v.as_json() for v in found]}, indent=0))
     print(table(found))
+    if given.chart is not None:
+        given.chart.write_text(chart.of_verdicts("Models of the zoo", given.backend, [(v.mode, v.status) for v in found]))
     return 1 if any(v.status in BAD or v.bugs for v in found) else 0
 
 
@@ -124,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shard", default="1/1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one model in one mode")
+    parser.add_argument("--chart", type=Path, help="draw how many models are right here, as SVG")
     parser.add_argument("--json", type=Path, default=None)
     return parser
 

@@ -46,7 +46,17 @@ class LlvmLoader:
 
 
 def _native(launcher: Launcher) -> KernelCode:
-    return KernelCode(launcher, launcher.address, partial(_error, launcher.kernel), launcher.kernel)
+    kernel = launcher.kernel
+    return KernelCode(launcher, launcher.address, partial(_error, kernel), kernel, partial(_text, kernel))
+
+
+def _text(kernel: Source) -> str:
+    """LLVM IR of a kernel for this CPU, before LLVM's passes."""
+    from fusewright_cpu.run.jit import kernels_to_text
+    from fusewright_cpu.run.sources import hash_of
+    from fusewright_cpu.target import host_target
+
+    return kernels_to_text({hash_of(kernel): kernel}, host_target(), parallel=True)[0]
 
 
 def _error(kernel: Source, code: int, block: Sequence[int]) -> Exception:

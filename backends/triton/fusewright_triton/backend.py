@@ -7,9 +7,10 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -43,6 +44,9 @@ from fusewright_triton.kernels.precompile import orders
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.select.calls import rewritten
+
+if TYPE_CHECKING:
+    from fusewright_triton.runtime import CompiledModule
 
 _INSTALL = "pip install 'fusewright-triton[simulate]'"
 _NO_TRITON = Unavailable("triton cannot be imported", INSTALL)
@@ -93,7 +97,7 @@ class TritonLoader:
             module = runtime.simulate_kernels(list(kernels.values()), self.target)
         else:
             module = runtime.compile_kernels(list(kernels.values()), self.target, configs=self.configs)
-        return {h: KernelCode(module.by_hash(h), kernel=k) for h, k in kernels.items()}
+        return _codes(module, kernels)
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
         """Kernels with their machine code; simulated, the kernels alone, whose source is code enough."""
@@ -112,11 +116,18 @@ class TritonLoader:
             module = runtime.simulate_kernels(list(archive.unpack(data, self.target).kernels.values()), self.target)
         else:
             module = runtime.unpack_kernels(data, self.target)
-        return {h: KernelCode(module.by_hash(h), kernel=k) for h, k in module.kernels.items()}
+        return _codes(module, module.kernels)
 
     def fingerprint(self) -> str:
         """The target is the device's."""
         return ""
+
+
+def _codes(module: CompiledModule, kernels: Iterable[str]) -> Mapping[str, KernelCode]:
+    return {
+        h: KernelCode(module.by_hash(h), kernel=module.kernels[h], source=partial(lambda key: module.sources[key].text, h))
+        for h in kernels
+    }
 
 
 @functools.cache

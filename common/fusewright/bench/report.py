@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-import fusewright
 from fusewright import machine
 from fusewright.errors import FusewrightError
+from fusewright.version import __version__
 
 SCHEMA = "fusewright.bench"
 SCHEMA_VERSION = 1
@@ -47,7 +47,7 @@ def new_document(command: Sequence[str], ours: str, settings: Row) -> Row:
 def _versions() -> dict[str, str]:
     found = {
         "python": platform.python_version(),
-        "fusewright": fusewright.__version__,
+        "fusewright": __version__,
         "torch": torch.__version__,
     }
     for name in ("transformers", "zentorch"):
@@ -67,6 +67,12 @@ def _machine() -> Row:
         "features": sorted(machine.cpu_features()),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def environment() -> Row:
+    """When and where something is measured, and with what."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": now, "versions": _versions(), **_machine(), "threads": torch.get_num_threads()}
 
 
 def put(document: Row, row: Row) -> None:

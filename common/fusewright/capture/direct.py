@@ -19,6 +19,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 
+PLACE = ("stack_trace", "nn_module_stack")
+"""What nodes tell about where they come from."""
+
 
 class UnsupportedCapture(Exception):
     """Why the direct capture might be wrong for a graph."""
@@ -175,7 +178,7 @@ class _Recorder(Interpreter):
         finally:
             self.paused = False
         node = self.out.call_function(overload, *torch.fx.node.map_aggregate((args, dict(kwargs)), self._as_argument))
-        node.meta.update(val=result, stack_trace=self.here.meta.get("stack_trace") if self.here else None)
+        node.meta.update(val=result, **self._place())
         self._remember(result, node)
         return result
 
@@ -217,13 +220,17 @@ class _Recorder(Interpreter):
         new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)
         node = self.out.call_function(func, new_args, new_kwargs)
         node.meta["val"] = result
-        if self.here is not None:
-            node.meta["stack_trace"] = self.here.meta.get("stack_trace")
+        node.meta.update(self._place())
         if written is not None:
             self.node_of[id(written)] = node
             return written
         self._remember(result, node)
         return result
+
+    def _place(self) -> dict[str, Any]:
+        """Where in the user's model the call stands that is being recorded."""
+        meta = self.here.meta if self.here is not None else {}
+        return {k: meta[k] for k in PLACE if meta.get(k) is not None}
 
     def _functional(self, func: Any, written: Any) -> Any:
         """The out-of-place form of `add_` and its like, where nobody else can see the write."""

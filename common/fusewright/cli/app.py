@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "Check every installed backend on this machine, with a real computation.",
     "explain": "Show what becomes of a model: coverage, fallbacks with reasons, partitions, plan.",
     "bench": "Time models against eager and Inductor, interleaved.",
+    "report": "Write a page about a model: fusion graph, time by kernel, first call, memory, accuracy.",
     "quantize": "Quantize a model to 8 bits, and tell what each layer loses.",
     "cache": "List, measure or clear the plans kept on disk.",
     "config": "List the options and environment variables with their values.",

@@ -48,6 +48,7 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
 @click.option("--json", "json_file", type=_FILE, help="Write the document here, row by row.")
 @click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
+@click.option("--chart", type=_FILE, help="Draw the comparison here, as SVG; also of what --show reads.")
 @click.option("--show", type=_FILE, help="Print the tables of a saved document; measure nothing.")
 @click.option("--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document.")
 @click.option("--verbose", "-v", is_flag=True, help="Say what is being measured.")
@@ -69,6 +70,7 @@ def bench(
     size: str,
     json_file: Path | None,
     append: bool,
+    chart: Path | None,
     show: Path | None,
     baseline: Path | None,
     verbose: bool,
@@ -82,7 +84,8 @@ def bench(
     """
     console = _console()
     if show is not None:
-        _print(console, report.load(show))
+        _print(console, saved := report.load(show))
+        _draw(saved, chart)
         return
     if in_int8:
         _int8(console, models, backend, against, size, seconds, threads)
@@ -99,12 +102,20 @@ def bench(
     document = _document(contenders[-1 - only_kernels].name, settings, json_file if append else None)
     ran, failures = _measure_all(console, document, cases, contenders, settings, json_file, verbose)
     _print(console, document)
+    _draw(document, chart)
     for line in failures:
         console.print(f"! {line}", style="red", markup=False)
     worse = report.regressions(document, before) if before is not None else []
     for line in worse:
         console.print(f"regressed: {line}", style="bold red", markup=False)
     sys.exit(1 if worse or not ran else 0)
+
+
+def _draw(document: dict[str, Any], file: Path | None) -> None:
+    from fusewright.report_page.chart import of_bench
+
+    if file is not None:
+        file.write_text(of_bench(document))
 
 
 def _int8(

@@ -16,16 +16,17 @@ def origin(graph: Graph) -> str:
     """The function that was compiled, or the class of the module, and where it stands: "Bert modeling.py:41". "" if nothing
     tells."""
     trace = next((t for n in graph.nodes if (t := n.meta.get("stack_trace"))), "")
-    frames = list(_frames(trace))
-    if not frames:
+    found = list(frames(trace))
+    if not found:
         return ""
     # decorators stand around a module's forward
-    path, line, function = next((f for f in frames if f[2] == "forward"), frames[0])
+    path, line, function = next((f for f in found if f[2] == "forward"), found[0])
     name = _class_around(path, line) or function if function == "forward" else function
     return f"{name} {path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
 
 
-def _frames(trace: str) -> Iterator[tuple[str, int, str]]:
+def frames(trace: str) -> Iterator[tuple[str, int, str]]:
+    """Path, line and function of each entry of a stack trace, the outermost first."""
     for line in trace.splitlines():
         found = _FRAME.match(line.strip())
         if found:

@@ -205,7 +205,11 @@ def _all_arguments(target: Any, node: Node) -> tuple[tuple[str, ...], list[Any]]
 
 def source_line(node: Node) -> str:
     """The last line of user code that made this node, as "file.py:12", or ""."""
-    trace = node.meta.get("stack_trace") or ""
+    return last_line(node.meta.get("stack_trace") or "")
+
+
+def last_line(trace: str) -> str:
+    """The last line that a stack trace names, as "file.py:12", or ""."""
     last = ""
     for line in trace.splitlines():
         line = line.strip()

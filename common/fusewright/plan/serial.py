@@ -70,7 +70,7 @@ def _table(kind: type) -> dict[str, Any]:
     return {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
 
 
-_DTYPES, _LAYOUTS, _FORMATS = map(_table, (torch.dtype, torch.layout, torch.memory_format))
+DTYPES, _LAYOUTS, _FORMATS = map(_table, (torch.dtype, torch.layout, torch.memory_format))
 
 
 def _name(x: Any) -> str:
@@ -78,7 +78,7 @@ def _name(x: Any) -> str:
 
 
 _NAMED: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "dtype": (torch.dtype, _name, _DTYPES.__getitem__),
+    "dtype": (torch.dtype, _name, DTYPES.__getitem__),
     "layout": (torch.layout, _name, _LAYOUTS.__getitem__),
     "format": (torch.memory_format, _name, _FORMATS.__getitem__),
     "device": (torch.device, str, torch.device),
@@ -165,4 +165,4 @@ def _spec(s: TensorSpec) -> list[Any]:
 
 def _unspec(data: list[Any]) -> TensorSpec:
     shape, stride, dtype, device, const = data
-    return TensorSpec(tuple(map(_undim, shape)), tuple(map(_undim, stride)), _DTYPES[dtype], device, const)
+    return TensorSpec(tuple(map(_undim, shape)), tuple(map(_undim, stride)), DTYPES[dtype], device, const)

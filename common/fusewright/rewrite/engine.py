@@ -88,7 +88,7 @@ class Rewriter:
         node = self.graph.call_function(row.target, args, kwargs or {})
         source = like or next(iter(node.all_input_nodes), None)
         if source is not None:
-            node.meta.update({k: v for k, v in source.meta.items() if k in ("stack_trace", "origin")})
+            node.meta.update({k: v for k, v in source.meta.items() if k in ("stack_trace", "nn_module_stack", "origin")})
         node.meta["val"] = value_of(like) if like is not None else self._infer(node)
         return node
 

@@ -128,6 +128,7 @@ def _splice(graph: Graph, node: Node, inside: Graph) -> None:
             if n.op in ("call_function", "get_attr"):
                 env[n] = graph.node_copy(n, env.__getitem__)
                 env[n].meta = dict(n.meta, origin=node.name, stack_trace=node.meta.get("stack_trace"))
+                env[n].meta |= {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
     results = torch.fx.node.map_arg(output.args[0], env.__getitem__)
     if isinstance(results, Node):
         node.replace_all_uses_with(results)

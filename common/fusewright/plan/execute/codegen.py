@@ -238,7 +238,7 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
 
 def _body(
     plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
-    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None,
+    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None, observed: bool = False,
 ) -> list[str]:  # fmt: skip
     dead = _last_reads(instructions, keep)
     lines: list[str] = []
@@ -253,6 +253,8 @@ def _body(
         if symbols is not None and isinstance(i, Call):
             asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
         lines += checks.values()
+        if observed:
+            lines.append(f"    observe({k}, ({''.join(f'v{o}, ' for o in i.outs)}))")
         if symbols is not None:
             lines += symbols.of(i.outs)
         if k in dead:
@@ -278,8 +280,9 @@ def _asserted(plan: Plan, i: Call) -> Iterator[tuple[int, str]]:
             yield o, f"    sized(v{o}, ({sizes},), {i.target!r})"
 
 
-def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False) -> str:
-    """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`."""
+def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False, observed: bool = False) -> str:
+    """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`. `observed`: `observe(k,
+    results)` is called behind the k-th instruction, and with k = -1 before the first."""
     lines = []
     if plan.prepare:
         kept = set(plan.prepare_outputs) | set(plan.attributes)
@@ -299,30 +302,34 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False)
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
     symbols = _Symbols(plan)
     given = symbols.of(plan.inputs)
-    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols)
+    start = ["    observe(-1, ())"] if observed else []
+    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols, observed=observed)
     if any(isinstance(i, Launch) for i in plan.instructions):
         workers = ["    workers = count_workers()"] if launches.blocks and plan.policy.workers else []
-        lines += [*given, "    frame = frames.take()", *workers, *body]
+        lines += [*given, "    frame = frames.take()", *workers, *start, *body]
         lines.append("    frames.give_back(frame)")
     else:
-        lines += body
+        lines += [*start, *body]
     lines.append(f"    return ({''.join(names.literal(o) + ', ' for o in plan.outputs)})")
     return "\n".join(lines) + "\n"
 
 
 def load(
-    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, prepared: PreparedCache | None = None
+    plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, prepared: PreparedCache | None = None,
+    observe: Callable[[int, tuple[Any, ...]], None] | None = None,
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
     """The plan as a callable that takes (and empties) a list of inputs, and its source text. `prepared`: constants
-    of another callable of this plan, to be shared. The text is that of launches by Python, whoever launches.
+    of another callable of this plan, to be shared. The text is that of launches by Python, whoever launches. `observe` is told
+    the position and the results of each instruction that ran.
     """
     placement = PLACE(plan)
-    core = native.extension()
-    names, launches, text = _written(plan, placement, kernels or {}, checked, core)
-    shown = text if core is None else _written(plan, placement, kernels or {}, checked, None)[2]
+    core, observed = native.extension(), observe is not None
+    names, launches, text = _written(plan, placement, kernels or {}, core, checked, observed)
+    shown = text if core is None else _written(plan, placement, kernels or {}, None, checked, observed)[2]
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
+    names.space.update(observe=observe)
     exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
@@ -330,12 +337,12 @@ def load(
 
 
 def _written(
-    plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], checked: bool, core: Any | None
+    plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], core: Any | None, checked: bool, observed: bool
 ) -> tuple[Names, _Launches, str]:
     """The text of a plan, what it names, and what its frames hold."""
     names = Names()
     launches = _Launches(plan, placement, kernels, names, core)
-    return names, launches, source(plan, names, launches, checked)
+    return names, launches, source(plan, names, launches, checked, observed)
 
 
 def prepared_of(run: Callable[..., Any]) -> PreparedCache | None:

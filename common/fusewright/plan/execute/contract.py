@@ -23,7 +23,7 @@ from fusewright.plan.execute.firstrun import MetadataMismatch
 from fusewright.plan.execute.opaque import address, mismatch
 from fusewright.plan.ir import Call, CallPython, Ref, Run
 
-_PRECISION = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+PRECISION = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def checked(
@@ -127,7 +127,7 @@ class _Checked:
             if not isinstance(result, torch.Tensor) or "empty" in self.makers[v.id].op:
                 continue
             exact, wanted, got = (torch.view_as_real(t) if t.is_complex() else t for t in (wide[v.id], eager[v.id], result))
-            found = accuracy.compare([exact], [wanted], [got], _PRECISION.get(got.dtype, "fp32"))
+            found = accuracy.compare([exact], [wanted], [got], PRECISION.get(got.dtype, "fp32"))
             if not found.passed:
                 self._complain(f"is wrong: {found.reason.removeprefix('output 0: ')}", k)
 
@@ -141,11 +141,11 @@ def _in_eager(region: Region, given: Sequence[Any]) -> dict[int, Any]:
     """Every value of a region as eager computes it."""
     env: dict[int, Any] = {v.id: t for v, t in zip(region.inputs, given, strict=True)}
     for op in region.ops:
-        env.update(zip((v.id for v in op.outs), _called(op, env), strict=True))
+        env.update(zip((v.id for v in op.outs), called(op, env), strict=True))
     return env
 
 
-def _called(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
+def called(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
     """Every result of an op by eager's own operator."""
     call: Call = call_of(op)
     operator = operator_of(call.target)
@@ -157,14 +157,14 @@ def _in_fp64(region: Region, given: Sequence[Any]) -> dict[int, Any]:
     """Every value of a region by the opset's reference semantics, floats in fp64."""
     env: dict[int, Any] = {v.id: oracle.widen(t) for v, t in zip(region.inputs, given, strict=True)}
     for op in region.ops:
-        env.update(zip((v.id for v in op.outs), _evaluated(op, env), strict=False))
+        env.update(zip((v.id for v in op.outs), evaluated(op, env), strict=False))
     return env
 
 
-def _evaluated(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
+def evaluated(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
     row = ops.OPS.get(op.op)
     if row is None:
-        return _called(op, env)
+        return called(op, env)
     bound = {name: _read_view(a, env) for name, a in zip(op.argnames, op.args, strict=True)}
     return oracle.evaluate(row, *unbind(row.params, bound))
 

@@ -1,0 +1,91 @@
+"""The file: JSON and raw bytes, authenticated as a whole before any of it is looked at.
+
+It is right for a reader who names its SHA-256, or without that for the user who wrote it, on the same machine (`cache.seal`).
+Nothing in it is executed for being there: what is allowed to run is decided by whoever gives the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fusewright.cache import seal
+from fusewright.errors import ArtifactError, printable
+
+MAGIC = b"fusewright-aot-1\n"
+NAME = "aot"
+"""What files are sealed as."""
+LIMIT = 1 << 32
+"""Bytes of a file at most."""
+_TAG = 32
+
+
+def write(path: Path, head: dict[str, Any], blobs: Sequence[bytes]) -> str:
+    """Write the file whole or not at all; its SHA-256 in hex."""
+    text = json.dumps({**head, "blobs": [len(b) for b in blobs]}, separators=(",", ":")).encode()
+    body = len(text).to_bytes(8, "little") + text + b"".join(blobs)
+    tag = seal.seal(NAME, body)[len(seal.MAGIC) : len(seal.MAGIC) + _TAG] if seal.usable() else bytes(_TAG)
+    data = MAGIC + tag + body
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read(path: Path, sha256: str | None) -> tuple[dict[str, Any], list[bytes]]:
+    """What `write` was given. Raises `ArtifactError`."""
+    data = _bytes(path)
+    _authenticate(path, data, sha256)
+    try:
+        return _parsed(memoryview(data)[len(MAGIC) + _TAG :])
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise ArtifactError(f"{path}: it is damaged ({type(e).__name__}: {printable(e)[:200]}); save it again") from e
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if (size := path.stat().st_size) > LIMIT:
+            raise ArtifactError(f"{path}: {size} bytes are more than such a file has")
+        return path.read_bytes()
+    except OSError as e:
+        raise ArtifactError(f"{path}: {e.strerror or e}") from e
+
+
+def _authenticate(path: Path, data: bytes, sha256: str | None) -> None:
+    if not data.startswith(MAGIC) or len(data) < len(MAGIC) + _TAG:
+        raise ArtifactError(f"{path}: it is no file that fusewright.save wrote, or one of another version")
+    if sha256 is not None:
+        if not hmac.compare_digest(hashlib.sha256(data).hexdigest(), sha256.lower()):
+            raise ArtifactError(
+                f"{path}: its SHA-256 is not the one given; it was changed, cut short, or is another file"
+            )
+        return
+    body = memoryview(data)[len(MAGIC) + _TAG :]
+    tag = data[len(MAGIC) : len(MAGIC) + _TAG]
+    try:
+        seal.unseal(NAME, b"".join([seal.MAGIC, tag, body]))
+    except seal.Broken as e:
+        raise ArtifactError(
+            f"{path}: this user did not write it on this machine, or it was changed since. It holds machine code: where you trust "
+            "it all the same, give load(..., sha256=...) what save returned"
+        ) from e
+
+
+def _parsed(body: memoryview) -> tuple[dict[str, Any], list[bytes]]:
+    end = 8 + int.from_bytes(body[:8], "little")
+    head = json.loads(bytes(body[8:end]))
+    if not isinstance(head, dict):
+        raise ValueError("it holds no programs")
+    blobs, at = [], end
+    for size in head["blobs"]:
+        if not isinstance(size, int) or size < 0 or at + size > len(body):
+            raise ValueError("it is cut short")
+        blobs.append(bytes(body[at : at + size]))
+        at += size
+    if at != len(body):
+        raise ValueError("it has bytes that nobody wrote")
+    return head, blobs

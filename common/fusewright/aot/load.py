@@ -1,0 +1,235 @@
+"""From a file to a callable: authenticated, compared with this machine and this model, restored, warmed up. Nothing is traced, and
+nothing compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright import registry
+from fusewright.aot import calls, file, identity
+from fusewright.aot.calls import Leaf
+from fusewright.config import Options
+from fusewright.errors import ArtifactError, FusewrightError, printable
+from fusewright.interface import Backend
+from fusewright.plan import serial, verify, vocabulary
+from fusewright.plan.execute import codegen
+from fusewright.plan.execute.replay import replayed
+from fusewright.plan.ir import Run
+
+log = logging.getLogger("fusewright")
+
+FORMAT = 1
+Otherwise = Literal["error", "compile"]
+Holder = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: its dictionary and the name there."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One saved call. `weights` are (position among the inputs, holder, what it must be)."""
+
+    leaves: tuple[Leaf, ...]
+    takes: Any
+    gives: Any
+    places: tuple[int, ...]
+    """For each input that is a leaf of the call: which; -1 for others."""
+    weights: tuple[tuple[int, Holder, Leaf], ...]
+    constants: tuple[tuple[int, torch.Tensor], ...]
+    run: Run
+
+    def fits(self, leaves: Sequence[Any], spec: Any) -> bool:
+        return spec == self.takes and all(leaf.fits(x) for leaf, x in zip(self.leaves, leaves, strict=True))
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        given: list[Any] = [None if at < 0 else calls.laid_out(leaves[at], self.leaves[at]) for at in self.places]
+        for k, (held, name), leaf in self.weights:
+            weight = held.get(name)
+            if (
+                weight is None
+                or weight.dtype != leaf.dtype
+                or weight.shape != leaf.shape
+                or weight.stride() != leaf.stride
+            ):
+                raise ArtifactError(f"the weight {name!r} was {leaf} when the program was saved, and changed since")
+            given[k] = weight
+        for k, value in self.constants:
+            given[k] = value
+        return compat.pytree.tree_unflatten(self.run(given), self.gives)
+
+
+class Loaded:
+    """A model whose calls run saved programs, without gradients. Safe to call from several threads."""
+
+    def __init__(self, model: torch.nn.Module, programs: Sequence[Program], compiled: Callable[[], Any] | None) -> None:
+        self.model = model
+        self._programs = tuple(programs)
+        self._compile, self._compiled = compiled, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = calls.flatten(args, kwargs)
+        program = next((p for p in self._programs if p.fits(leaves, spec)), None)
+        with torch.no_grad():
+            return program(leaves) if program is not None else self._otherwise(leaves)(*args, **kwargs)
+
+    def _otherwise(self, leaves: Sequence[Any]) -> Any:
+        asked = ", ".join(str(Leaf.of(x)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+        held = "; ".join(", ".join(map(str, p.leaves)) for p in self._programs)
+        message = f"no saved program takes ({asked}); there are: {held}"
+        if self._compile is None:
+            raise ArtifactError(f"{message}. Save one for this call too, or load(..., otherwise='compile')")
+        if self._compiled is None:
+            log.warning("fusewright: %s; this call is compiled", message)
+            self._compiled = self._compile()
+        return self._compiled
+
+    def warm_up(self) -> None:
+        """Run every program once, on zeros and ones: weights are packed then, and libraries have what they make at a first call."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for program in self._programs:
+                try:
+                    program([_filled(leaf) for leaf in program.leaves])
+                except (RuntimeError, IndexError, ValueError) as e:  # what the model itself makes of such values
+                    log.info("a program was not warmed up: %s", printable(e)[:200])
+
+
+def _filled(leaf: Leaf) -> Any:
+    if leaf.dtype is None:
+        return leaf.value
+    made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+    return made.fill_(1 if leaf.dtype.is_floating_point or leaf.dtype is torch.bool else 0)
+
+
+def load(model: Any, path: str | Path, sha256: str | None, otherwise: Otherwise, warm_up: bool) -> Any:
+    """See `fusewright.load`."""
+    if otherwise not in ("error", "compile"):
+        raise ArtifactError(f"otherwise is 'error' or 'compile', not {otherwise!r}")
+    module, compiled_by, compiled_with = compat.compiled_module(model)
+    head, blobs = file.read(Path(path), sha256)
+    name = str(head.get("backend", compiled_by or "fusewright"))
+    options = head.get("options") if isinstance(head.get("options"), dict) else compiled_with
+
+    def compiled() -> Any:
+        return torch.compile(module, backend=name, options=options or None)
+
+    try:
+        programs = _programs(module, name, head, blobs)
+    except ArtifactError as e:
+        if otherwise == "error":
+            raise ArtifactError(f"{path}: {e}") from e.__cause__
+        log.warning("fusewright: %s: %s; the model is compiled instead", path, e)
+        return compiled()
+    found = Loaded(module, programs, compiled if otherwise == "compile" else None)
+    if warm_up:
+        found.warm_up()
+    return found
+
+
+def _programs(module: torch.nn.Module, name: str, head: Mapping[str, Any], blobs: Sequence[bytes]) -> list[Program]:
+    """`ArtifactError` with what does not fit, and what would put it right."""
+    if head.get("format") != FORMAT:
+        raise ArtifactError("it is of another version of Fusewright; save it again")
+    try:
+        cls = registry.info(name).cls
+        backend = registry.create(name, Options.parse(head["options"], cls))
+    except (FusewrightError, KeyError) as e:
+        raise ArtifactError(f"it is for backend {name!r}: {e}") from e
+    _compare("this machine or what is installed on it", head.get("machine"), identity.of_machine(backend))
+    _compare("the model", head.get("model"), identity.of_model(module))
+    if head.get("threads") != backend.policy().count_workers():
+        log.info(
+            "a program was measured with %s threads; here are %d", head.get("threads"), backend.policy().count_workers()
+        )
+    backend.prepare()
+    try:
+        return [_restored(module, backend, p, blobs) for p in head["programs"]]
+    except ArtifactError:
+        raise
+    except Exception as e:  # whatever it is that wrong data leads to, nothing of it has run
+        raise ArtifactError(f"it cannot be restored ({type(e).__name__}: {printable(e)[:200]}); save it again") from e
+
+
+def _compare(what: str, then: Any, now: Mapping[str, Any]) -> None:
+    found = list(islice(identity.differences(then if isinstance(then, dict) else {}, now), 4))
+    if found:
+        raise ArtifactError(
+            f"it was saved for another state of {what}: {'; '.join(found[:3])}{' ...' * (len(found) > 3)}. Save it again here"
+        )
+
+
+def _restored(module: torch.nn.Module, backend: Backend, data: Mapping[str, Any], blobs: Sequence[bytes]) -> Program:
+    plan = serial.from_data(data["plan"], _nothing)
+    plan.policy = backend.policy()
+    for problem in vocabulary.find_problems(plan, vocabulary.Words(frozenset(), backend.namespaces)):
+        raise vocabulary.Foreign(problem)
+    code = blobs[data["code"]]
+    kernels = backend.restore(code, list(plan.kernels)) if code else {}
+    verify.check(plan, "reading it", {h: c.kernel for h, c in kernels.items()})
+    leaves = tuple(map(Leaf.from_data, data["leaves"]))
+    takes, gives = compat.pytree.treespec_loads(data["takes"]), compat.pytree.treespec_loads(data["gives"])
+    if (
+        len(plan.inputs) != len(data["inputs"])
+        or gives.num_leaves != len(plan.outputs)
+        or takes.num_leaves != len(leaves)
+    ):
+        raise ValueError("its plan takes or gives another number of values")
+    places, weights, constants = [], [], []
+    for k, (kind, key, what) in enumerate(data["inputs"]):
+        leaf = Leaf.from_data(what)
+        _check_spec(plan.specs.get(plan.inputs[k]), leaf)
+        places.append(int(key) if kind == "leaf" else -1)
+        if kind == "weight":
+            weights.append((k, _holder(module, str(key), leaf), leaf))
+        elif kind == "constant":
+            constants.append((k, _tensor(blobs[key], leaf)))
+        elif leaves[key] != leaf:
+            raise ValueError("an input is not what its call gives")
+    run = codegen.load(plan, kernels)[0]
+    run = replayed(plan, kernels, run, backend.recorder(), log.debug)
+    return Program(leaves, takes, gives, tuple(places), tuple(weights), tuple(constants), run)
+
+
+def _nothing(name: str) -> Any:
+    raise vocabulary.Foreign(f"the plan asks for {name!r}, which no file holds")
+
+
+def _check_spec(spec: Any, leaf: Leaf) -> None:
+    """Whether the plan believes of an input what is checked of it at every call."""
+    if spec is not None and (tuple(spec.shape), tuple(spec.stride), spec.dtype) != (
+        leaf.shape,
+        leaf.stride,
+        leaf.dtype,
+    ):
+        raise ValueError("its plan and its signature differ")
+
+
+def _holder(module: torch.nn.Module, name: str, leaf: Leaf) -> Holder:
+    """Where the model keeps a weight, which must be what the program was made for."""
+    path, _, last = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError as e:
+        raise ArtifactError(f"the model has no weight {name!r}: it is another model than was saved") from e
+    held: dict[str, Any] = owner._parameters if last in owner._parameters else owner._buffers
+    found = held.get(last)
+    if found is None:
+        raise ArtifactError(f"the model has no weight {name!r}: it is another model than was saved")
+    if not leaf.fits(found) or found.stride() != leaf.stride:
+        raise ArtifactError(
+            f"the weight {name!r} is {Leaf.of(found)} on {found.device.type}; saved was {leaf} on {leaf.device}"
+        )
+    return held, last
+
+
+def _tensor(data: bytes, leaf: Leaf) -> torch.Tensor:
+    made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    made.reshape(-1).view(torch.uint8).copy_(raw)
+    return made.to(leaf.device)

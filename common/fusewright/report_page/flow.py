@@ -1,0 +1,119 @@
+"""The plan as a graph to look at: a node for each instruction that computes, arrows where a value goes, places on a plane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusewright.interface import TensorSpec
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, reads
+from fusewright.report import Kept, OpRecord
+
+_STACK = "nn_module_stack"
+
+
+@dataclass
+class Node:
+    """An instruction. `at` is its position in the plan, `row` and `column` its place: every arrow goes to a higher row."""
+
+    at: int
+    kind: str
+    label: str
+    where: str
+    ops: list[str]
+    sources: list[str]
+    module: str
+    shape: str
+    kernel: str = ""
+    row: int = 0
+    column: float = 0.0
+    inputs: list[int] = field(default_factory=list)
+
+
+def nodes(kept: Kept, records: Mapping[int, OpRecord]) -> list[Node]:
+    """Every instruction but views, through which arrows pass, in the order of the plan."""
+    plan: Plan = kept.plan
+    makers: dict[int, tuple[int, ...]] = {}
+    found: dict[int, Node] = {}
+    for k, i in enumerate(plan.instructions):
+        made_by = tuple(dict.fromkeys(m for r in reads(i) for m in makers.get(r, ())))
+        known = [records[o] for o in op_ids(i) if o in records]
+        if any(r.where == "view" for r in known):
+            makers.update(dict.fromkeys(i.outs, made_by))
+            continue
+        found[k] = _node(kept, k, i, known)
+        found[k].inputs = list(made_by)
+        makers.update(dict.fromkeys(i.outs, (k,)))
+    _arrange(found)
+    return list(found.values())
+
+
+def op_ids(i: Instruction) -> tuple[int, ...]:
+    """The ops of the graph that an instruction computes, as far as it says so."""
+    if isinstance(i, Call):
+        return () if i.op_id is None else (i.op_id,)
+    return i.op_ids
+
+
+def _node(kept: Kept, k: int, i: Instruction, records: Sequence[OpRecord]) -> Node:
+    spec = next((s for o in i.outs if (s := kept.plan.specs.get(o)) is not None), None)
+    wheres = {r.where for r in records}
+    where = next((w for w in ("lowered", "carried", "eager") if w in wheres), "lowered")
+    sources, modules = _distinct(r.source for r in records), _distinct(module_of(kept, r.id) for r in records)
+    return Node(
+        k, _kind(i), label(i, kept), where, [r.op for r in records], sources, modules[-1] if modules else "", shape(spec),
+        i.kernel if isinstance(i, Launch) else "",
+    )  # fmt: skip
+
+
+def _kind(i: Instruction) -> str:
+    return {Call: "call", Launch: "kernel", CallPython: "opaque"}[type(i)]
+
+
+def label(i: Instruction, kept: Kept) -> str:
+    """A short name: of the operator that is called, or of the kernel."""
+    if isinstance(i, Launch):
+        code = kept.kernels.get(i.kernel)
+        return str(getattr(getattr(code, "kernel", None), "name", "") or f"kernel {i.kernel[:8]}")
+    return i.name if isinstance(i, CallPython) else i.target.removesuffix(".default")
+
+
+def shape(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return ""
+    return f"{str(spec.dtype).removeprefix('torch.')}[{', '.join(map(str, spec.shape))}]"
+
+
+def module_of(kept: Kept, op_id: int) -> str:
+    """The path of the innermost module that an op came from: "encoder.layer.3.attention"; "" where nothing tells."""
+    node = kept.index.node_of.get(op_id)
+    stack: Mapping[str, Any] = (node.meta.get(_STACK) if node is not None else None) or {}
+    names = [str(entry[0]) for entry in stack.values() if isinstance(entry, tuple) and entry]
+    return names[-1].removeprefix("L['self']").removeprefix(".") if names else ""
+
+
+def _distinct(texts: Any) -> list[str]:
+    return [t for t in dict.fromkeys(texts) if t]
+
+
+def _arrange(found: dict[int, Node]) -> None:
+    """Rows by the longest way from an input. In a row each node stands as near as it can to what it reads: Sugiyama et al., 1981,
+    one sweep of barycenters."""
+    rows: dict[int, list[Node]] = {}
+    for node in found.values():
+        node.row = 1 + max((found[i].row for i in node.inputs), default=-1)
+        rows.setdefault(node.row, []).append(node)
+    for row in sorted(rows):
+        wanted = [(_center([found[i].column for i in n.inputs]), n.at, n) for n in rows[row]]
+        at = -1e9
+        for target, _, node in sorted(wanted, key=lambda w: w[:2]):
+            node.column = at = max(target, at + 1)
+        shift = sum(n.column for n in rows[row]) / len(rows[row]) - _center([w[0] for w in wanted])
+        for node in rows[row]:
+            node.column = round(node.column - shift, 2)
+
+
+def _center(columns: Sequence[float]) -> float:
+    return sum(columns) / len(columns) if columns else 0.0

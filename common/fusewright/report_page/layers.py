@@ -1,0 +1,70 @@
+"""Accuracy along a graph: what a plan computes, value by value, beside eager and fp64, each from the graph's inputs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright import accuracy
+from fusewright.ops import oracle
+from fusewright.plan.execute import contract
+from fusewright.report import Kept
+from fusewright.report_page import observe
+from fusewright.report_page.flow import module_of
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A value that the plan makes. Errors are root mean squares against fp64, in parts of that of the value itself."""
+
+    op: str
+    source: str
+    module: str
+    ours: float
+    eager: float
+    passed: bool
+
+
+def judge(kept: Kept) -> list[Judged]:
+    """Every floating-point value that a plan makes of its graph, in the order of the graph. Raises what eager raises."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return _judge(kept, observe.values(kept))
+
+
+def _judge(kept: Kept, ours: Mapping[int, torch.Tensor]) -> list[Judged]:
+    eager, wide = _inputs(kept)
+    views = list(kept.index.ops.items())
+    last = {v.id: k for k, (_, op) in enumerate(views) for v in (*op.inputs(), *op.outs)}
+    dying: dict[int, list[int]] = {}
+    for id, k in last.items():
+        dying.setdefault(k, []).append(id)
+    found = []
+    for k, (_, op) in enumerate(views):
+        eager.update(zip((v.id for v in op.outs), contract.called(op, eager), strict=True))
+        wide.update(zip((v.id for v in op.outs), contract.evaluated(op, wide), strict=False))
+        for v in op.outs:
+            given = [env.get(v.id) for env in (wide, eager, ours)]
+            if all(isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel() for t in given):
+                found.append(_judged(op.op, op.source, module_of(kept, op.id), *given))
+        for id in dying.get(k, ()):
+            eager.pop(id, None)
+            wide.pop(id, None)
+    return found
+
+
+def _inputs(kept: Kept) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Arguments and tensors that the graph holds, as they are and in fp64, by id."""
+    plan = kept.plan
+    given = dict(zip(plan.inputs, observe.arguments(kept), strict=True)) | {
+        i: t for i, (_, t) in plan.attributes.items()
+    }
+    return given, {i: oracle.widen(t) for i, t in given.items()}
+
+
+def _judged(op: str, source: str, module: str, wide: Any, eager: Any, ours: Any) -> Judged:
+    found = accuracy.compare([wide], [eager], [ours], contract.PRECISION.get(eager.dtype, "fp32"))
+    scale = float(wide.double().square().mean().sqrt()) or 1.0
+    return Judged(op, source, module, found.err_rms / scale, found.eager_err_rms / scale, found.passed)

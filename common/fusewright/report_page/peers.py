@@ -1,0 +1,161 @@
+"""What eager and Inductor spend, by line of the model's source, beside a plan's kernels."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusewright.graph.view import last_line
+from fusewright.report import GraphReport
+from fusewright.report_page import observe
+from fusewright.report_page.flow import label, op_ids
+
+EAGER = "fusewright_null"
+"""The backend that lowers nothing: its plan is eager's own kernels, one by one."""
+
+_GRAPH = re.compile(r"^graph_\d+_")
+
+
+@dataclass
+class Piece:
+    """A kernel, or call of an operator: its name, the source lines it stands for, seconds a call (of all its runs), how many runs,
+    and its positions in the plan of its graph, where it has one."""
+
+    name: str
+    lines: tuple[str, ...]
+    seconds: float
+    runs: int = 1
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Group:
+    """Lines that some kernel of ours computes together, with what each contender spends on them."""
+
+    lines: list[str]
+    ours: list[Piece]
+    seconds: dict[str, float]
+    parts: dict[str, list[tuple[str, float]]]
+    """Of the others: kernels by name with their seconds."""
+
+
+def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piece]:
+    """What the plans of a phase run, timed, equal ones at equal lines as one."""
+    found: dict[tuple[str, tuple[str, ...]], Piece] = {}
+    for g, report in enumerate(reports):
+        if report.phase != phase or report.kept is None:
+            continue
+        sources = {r.id: r.source for r in report.ops}
+        views = {r.id for r in report.ops if r.where == "view"}
+        for k, seconds in enumerate(observe.seconds(report.kept, rounds)):
+            i = report.kept.plan.instructions[k]
+            ids = op_ids(i)
+            lines = tuple(sorted({s for o in ids if o not in views and (s := sources.get(o))}))
+            name = "views" if ids and views.issuperset(ids) else label(i, report.kept)
+            piece = found.setdefault((name, lines), Piece(name, lines, 0.0, 0))
+            piece.seconds += seconds
+            piece.runs += 1
+            piece.places.append((g, k))
+    return list(found.values())
+
+
+def inductor(
+    calls: Sequence[Sequence[tuple[str, float]]], told: Sequence[Mapping[str, Sequence[str]]], rounds: int
+) -> list[Piece]:
+    """Inductor's kernels: what ran in each call of one of its graphs (`compat.inductor_calls`), and where the kernels of each graph
+    come from (`compat.inductor_provenance`). Of kernels with one name, the n-th that ran is the n-th that was told of."""
+    found: dict[tuple[str, tuple[str, ...]], Piece] = {}
+    for at, call in enumerate(calls):
+        waiting: dict[str, deque[tuple[str, ...]]] = defaultdict(deque)
+        for name, traces in told[at % len(told)].items() if told else ():
+            waiting[_bare(name.partition(":")[0])].append(tuple(sorted({s for t in traces if (s := last_line(t))})))
+        for name, seconds in call:
+            known = waiting[_bare(name)]
+            lines = known.popleft() if known else ()
+            piece = found.setdefault((name, lines), Piece(_readable(name), lines, 0.0, 0))
+            piece.seconds += seconds / rounds
+            piece.runs += 1
+    for piece in found.values():
+        piece.runs = max(1, round(piece.runs / rounds))
+    return list(found.values())
+
+
+def _readable(name: str) -> str:
+    return _GRAPH.sub("", name)
+
+
+def _bare(name: str) -> str:
+    """What names of one kernel have in common: "extern_kernels.addmm" and "aten::addmm"; "graph_0_cpp_fused_add_0"."""
+    return _readable(name).removesuffix(".default").replace("::", ".").rsplit(".", 1)[-1]
+
+
+def grouped(ours: Sequence[Piece], others: dict[str, Sequence[Piece]]) -> list[Group]:
+    """Lines that one of our kernels joins are one group; a kernel of another that covers several groups is shared out among them
+    as eager's time on their lines is. What names no line is a group of its own."""
+    parent: dict[str, str] = {}
+
+    def root(line: str) -> str:
+        while parent.setdefault(line, line) != line:
+            line = parent[line]
+        return line
+
+    for piece in ours:
+        for line in piece.lines:
+            parent[root(line)] = root(piece.lines[0])
+    for line in (line for pieces in others.values() for p in pieces for line in p.lines):
+        root(line)
+    weight = _weights(others.get("eager", ()))
+    groups: dict[str, Group] = {}
+
+    def group(key: str) -> Group:
+        return groups.setdefault(key, Group([], [], defaultdict(float), defaultdict(list)))
+
+    for piece in ours:
+        g = group(root(piece.lines[0]) if piece.lines else "")
+        g.ours.append(piece)
+        g.seconds["ours"] += piece.seconds
+    for who, pieces in others.items():
+        for piece in pieces:
+            for key, share in _shares(map(root, piece.lines), piece.lines, weight):
+                g = group(key)
+                g.seconds[who] += share * piece.seconds
+                g.parts[who].append((piece.name, share * piece.seconds))
+    for line in parent:
+        group(root(line)).lines.append(line)
+    for g in groups.values():
+        g.lines.sort()
+        g.seconds, g.parts = dict(g.seconds), dict(g.parts)
+    return sorted(groups.values(), key=lambda g: -max(g.seconds.values(), default=0.0))
+
+
+def _weights(eager: Iterable[Piece]) -> dict[str, float]:
+    weight: dict[str, float] = defaultdict(float)
+    for piece in eager:
+        for line in piece.lines:
+            weight[line] += piece.seconds / len(piece.lines)
+    return weight
+
+
+def _shares(roots: Iterable[str], lines: Sequence[str], weight: dict[str, float]) -> list[tuple[str, float]]:
+    """How much of a kernel's time goes to each group of lines."""
+    sums: dict[str, float] = defaultdict(float)
+    for key, line in zip(roots, lines, strict=True):
+        sums[key] += max(weight.get(line, 0.0), 1e-9)
+    total = sum(sums.values())
+    return [(key, s / total) for key, s in sums.items()] if sums else [("", 1.0)]
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of whole calls, taken in turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()  # the one before it left the caches to itself
+            start = time.perf_counter()
+            call()
+            found[name].append(time.perf_counter() - start)
+    return found
