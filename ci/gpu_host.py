@@ -2,12 +2,16 @@
 
 Medians of calls, each on an idle GPU: Dynamo up to our callable, our part up to the launch of the graph, the launch, what
 follows it, the whole call. Then the device's time of the graph, and of a call on an idle GPU.
+
+`python ci/gpu_host.py --plain [bert bert:dynamic gpt2_small:train ...]` is about calls that are not replayed: how many loop kernels
+they launch, how many by address, what the host takes for one, and the whole call: by Python, by `fusewright-native`, in eager.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -16,9 +20,11 @@ from typing import Any
 
 import torch
 from gpu_models import Decoding  # type: ignore[import-not-found]
-from gpu_worker import OURS, inference, median_ms, without_gradients  # type: ignore[import-not-found]
+from gpu_worker import OURS, inference, median_ms, training, without_gradients  # type: ignore[import-not-found]
 
+from fusewright.plan import native
 from fusewright.plan.execute.replay import Replayed
+from fusewright_triton.run.launch import GpuLauncher
 
 CALLS = 60
 COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call")
@@ -96,7 +102,68 @@ def device_us(replay: Callable[[], None], times: int = 5) -> float:
     return float(start.elapsed_time(end)) * 1e3 / times
 
 
+def plain(text: str) -> dict[str, Callable[[], Any]]:
+    """Calls of a model (`bert`, `bert:dynamic`, `gpt2_small:train`) in eager, and compiled without replay for either launcher. The
+    first calls of a plan choose its launcher, so they are made here."""
+    name, _, mode = text.partition(":")
+    _, made = training(name) if mode == "train" else inference(name)
+    calls = {"eager": made(lambda module: module)}
+    for way in ("python", "native") if native.extension() else ("python",):
+        os.environ["FUSEWRIGHT_NATIVE"] = str(int(way == "native"))
+        options = {**OURS["options"], "graphs": False, "verify": way == "native"}  # other options, so code of its own
+        dynamic = True if mode == "dynamic" else None
+        calls[way] = made(lambda module, o=options, d=dynamic: torch.compile(module, **{**OURS, "options": o}, dynamic=d))
+        for _ in range(4):
+            calls[way]()
+    return calls
+
+
+def launches_us(call: Callable[[], Any]) -> tuple[int, int, float]:
+    """How many loop kernels a call launches, how many of them `fusewright-native` may, and the median of the host's time for one;
+    nothing waits for the device."""
+    times: list[int] = []
+    by_address = 0
+    run = GpuLauncher.__call__
+
+    def timed(self: GpuLauncher, *args: Any) -> None:
+        nonlocal by_address
+        by_address += self._native is not None
+        start = time.perf_counter_ns()
+        run(self, *args)
+        times.append(time.perf_counter_ns() - start)
+
+    GpuLauncher.__call__ = timed  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(CALLS // 4):
+            torch.cuda.synchronize()
+            call()
+    finally:
+        GpuLauncher.__call__ = run  # type: ignore[method-assign]
+    rounds = CALLS // 4
+    return len(times) // rounds, by_address // rounds, statistics.median(times) / 1e3 if times else 0.0
+
+
+def compare_plain(models: list[str]) -> None:
+    print(f"fusewright-native: {native.absent() or 'used in the rows named so'}")
+    print("model | launcher | launches | by address | us a launch | us a call (median of rounds in turns)")
+    for text in models or ["bert", "bert:dynamic", "distilgpt2", "gpt2_small:train"]:
+        calls = plain(text)
+        times: dict[str, list[float]] = {way: [] for way in calls}
+        for _ in range(5):
+            for way, call in calls.items():
+                times[way].append(median_ms(call, CALLS // 5) * 1e3)
+        for way, call in calls.items():
+            count, by_address, us = launches_us(call)
+            print(f"{text} | {way} | {count} | {by_address} | {us:.1f} | {statistics.median(times[way]):.0f}", flush=True)
+        del calls
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--plain"]:
+        return compare_plain(sys.argv[2:])
     print("model |", " | ".join(COLUMNS), "| graph on the device | call on an idle GPU")
     for model in sys.argv[1:] or ["bert", "vit", "distilgpt2", "decode"]:
         call = compiled(model)
