@@ -205,13 +205,13 @@ def _ir(kernel: Any) -> str:
 
 def _texts_of(compile_graph: Callable[..., Any], found: dict[str, list[str]]) -> Callable[..., Any]:
     def compiled(
-        backend: Backend, options: Options, gm: GraphModule, phase: str, const: frozenset[Node], mode: str
+        backend: Backend, options: Options, gm: GraphModule, phase: str, const: frozenset[Node], mode: str, *more: Any
     ) -> Callable[[list[Any]], Any]:
         plain = GraphModule(gm, torch.fx.Graph())
         plain.graph.output(plain.graph.graph_copy(gm.graph, {}))
         plain.recompile()
         with report.recording() as reports:
-            compile_graph(backend, options, gm, phase, const, mode)
+            compile_graph(backend, options, gm, phase, const, mode, *more)
         for section in SECTIONS:
             if section in reports[-1].texts:
                 found[section].append(f"# {phase}, {mode}\n{_canonical(reports[-1].texts[section])}")
