@@ -18,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS, SELECTION = "tests/backends/acl", ("-m", "not slow")
+KERNELS = ("tests/backends/cpu/test_aarch64_emulated.py", "tests/backends/cpu/test_aarch64_int8.py")
+"""Tests of this machine's Python, which hand kernels to an emulated one."""
 
 STARTUP = """import os, sys
 sys.executable = os.environ.get("FUSEWRIGHT_EMULATED_PYTHON", sys.executable)
@@ -41,7 +43,8 @@ def metadata(folder: Path) -> None:
 
 
 def test(python: str, args: Sequence[str]) -> int:
-    """Doctor, kernels linked far apart, and the backend's tests, on the emulated machine; the exit code."""
+    """Doctor, kernels linked far apart, and the backend's tests, on the emulated machine; the exit code. Without `args` the
+    tests that run kernels of other cores there, too."""
     start = time.monotonic()
     report = subprocess.run([python, "-m", "fusewright", "doctor", "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=False)
     verdict = [sys.executable, "ci/require_backend.py", "graviton_acl"]
@@ -52,13 +55,15 @@ def test(python: str, args: Sequence[str]) -> int:
         linked = subprocess.run([python, "ci/aarch64_link.py", "run", code], cwd=ROOT, check=False).returncode
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTION, *args, TESTS]
     passed = subprocess.run(tests, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNELS]
+    kernels = 0 if args else subprocess.run(run, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
     print(f"aarch64: emulated, {time.monotonic() - start:.0f} s", flush=True)
-    return found or linked or passed
+    return found or linked or passed or kernels
 
 
 def skipped(reason: str) -> None:
     """Say loudly what is not checked."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *SELECTION, TESTS]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *SELECTION, TESTS, *KERNELS]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     count = sum("::" in line for line in listed.splitlines())
     line = "!" * 100

@@ -3,7 +3,7 @@
 # wheel with its Arm Compute Library, and QEMU's user-mode emulator are unpacked into a folder; nothing is installed.
 #
 #   ci/aarch64.sh [PYTEST_ARG...] the tests of the job `graviton_acl_emulated`; with `-m slow`, those that it leaves out
-#   ci/aarch64.sh fetch           only unpack what is missing
+#   ci/aarch64.sh fetch           only unpack what is missing; tests that hand kernels to an emulated Python run from then on
 #   ci/aarch64.sh python ARG...   the emulated Python, with the packages of this checkout
 #
 # FUSEWRIGHT_AARCH64_ROOT  the folder, kept between runs (default: fusewright/aarch64 in the user's cache)
@@ -79,6 +79,7 @@ fetch_wheels() {
 fetch() {
   mkdir -p "$root"
   root=$(cd "$root" && pwd)
+  export FUSEWRIGHT_AARCH64_ROOT=$root
   exec 9>"$root/lock"
   flock 9
   fetch_emulator

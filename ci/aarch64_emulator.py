@@ -1,12 +1,13 @@
-"""An emulated AArch64 machine for kernels: object code made here is linked and run under QEMU's user mode emulator.
+"""An emulated AArch64 machine for kernels: object code made here is linked and run by an arm64 Python under QEMU.
 
-The emulator and the cross linker and compiler are Debian's; `fetch` unpacks them into a folder (AARCH64_TOOLS, else one in
-the user's cache) and installs nothing.
+Emulator, Python and wheels are those that `ci/aarch64.sh fetch` unpacks. Counting instructions takes a build of QEMU that has
+plugins, and a C compiler: `fetch_counter` unpacks and builds what is missing into the same folder. Nothing is installed.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import struct
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import platformdirs
 import torch
 
@@ -25,76 +27,91 @@ from fusewright_cpu.run.sources import Source, hash_of
 from fusewright_cpu.target import CpuTarget, target_machine
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = (
-    "qemu-user", "libcapstone4", "liburing2", "gcc-12-aarch64-linux-gnu", "cpp-12-aarch64-linux-gnu",
-    "binutils-aarch64-linux-gnu", "libc6-dev-arm64-cross", "libc6-arm64-cross", "libgcc-12-dev-arm64-cross",
-    "libgcc-s1-arm64-cross", "linux-libc-dev-arm64-cross", "libisl23", "libmpc3", "libmpfr6", "libgmp10", "libjansson4",
-)  # fmt: skip
-"""Debian 12's, for a machine that is not an Arm one."""
-PREFIX = "aarch64-linux-gnu"
+GUEST = HERE / "aarch64_guest.py"
+STATIC = "qemu-aarch64-static"
+COUNTER = ("qemu-user", "libcapstone4", "liburing2")
+"""Debian 12's packages of the emulator that has plugins, and of libraries that few machines have."""
+MARKED = """target triple = "{triple}"
+declare i64 @syscall(i64, ...)
+define i64 @marked(ptr %kernel, ptr %block, i64 %threads) {{
+  %before = call i64 (i64, ...) @syscall(i64 1000)
+  %result = call i64 %kernel(ptr %block, i64 %threads)
+  %after = call i64 (i64, ...) @syscall(i64 1000)
+  ret i64 %result
+}}
+"""
+"""Calls a kernel between two system calls that Linux does not have: the marks of `aarch64_count.c`."""
 
 
-def tools() -> Path:
-    """The folder that the tools are unpacked into."""
-    given = os.environ.get("AARCH64_TOOLS")
-    return Path(given) if given else platformdirs.user_cache_path("fusewright-ci") / "aarch64"
+def root() -> Path:
+    """The folder that `ci/aarch64.sh fetch` unpacks into."""
+    given = os.environ.get("FUSEWRIGHT_AARCH64_ROOT")
+    return Path(given) if given else platformdirs.user_cache_path("fusewright") / "aarch64"
+
+
+def _emulator() -> Path:
+    found = shutil.which(STATIC)
+    return Path(found) if found else root() / "host/usr/bin" / STATIC
 
 
 def missing() -> str:
     """What the emulated machine lacks, or ""."""
-    if not (tools() / "runner").exists():
-        return f"no AArch64 emulator in {tools()}: python -m ci.aarch64_kernels fetch"
-    return ""
+    there = [_emulator(), *(root() / name for name in ("system.stamp", "site.stamp"))]
+    return "" if all(p.exists() for p in there) else f"no emulated AArch64 Python in {root()}: ci/aarch64.sh fetch"
 
 
-def fetch() -> None:
-    """Downloads and unpacks the tools, and builds the runner and the counting plugin. CalledProcessError where that fails."""
-    root, debs = tools() / "root", tools() / "debs"
-    debs.mkdir(parents=True, exist_ok=True)
-    command = ["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *PACKAGES]
-    subprocess.run(command, cwd=debs, check=True)
-    for deb in debs.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "-x", str(deb), str(root)], check=True)
-    shutil.rmtree(debs)
-    headers, system = root / "usr" / PREFIX / "include", root / "usr" / PREFIX / "lib"
-    objects = [str(system / name) for name in ("crt1.o", "crti.o")]
-    _run(root, f"{PREFIX}-gcc-12", "-O2", "-Wall", "-c", "-isystem", str(headers), str(HERE / "aarch64_runner.c"), "-o",
-         str(tools() / "runner.o"))  # fmt: skip
-    _run(root, f"{PREFIX}-ld", "--export-dynamic", "-no-as-needed", "-dynamic-linker", "/lib/ld-linux-aarch64.so.1",
-         *objects, str(tools() / "runner.o"), *(str(system / n) for n in ("libc.so.6", "libm.so.6", "libgcc_s.so.1")),
-         str(system / "libc_nonshared.a"), str(system / "ld-linux-aarch64.so.1"), str(system / "crtn.o"),
-         "-o", str(tools() / "runner"))  # fmt: skip
-    count = ["cc", "-O2", "-shared", "-fPIC", str(HERE / "aarch64_count.c"), "-o", str(tools() / "count.so")]
-    subprocess.run(count, check=True)
+def python(target: CpuTarget, script: Path, *arguments: str) -> list[str]:
+    """The command of an emulated Python on a CPU with the target's vectors, with the wheels and this checkout."""
+    return [str(_emulator()), *_guest(target), str(script), *arguments]
 
 
-def libraries() -> dict[str, str]:
-    """The environment in which the tools find theirs."""
-    return {**os.environ, "LD_LIBRARY_PATH": str(tools() / "root" / "usr" / "lib" / "x86_64-linux-gnu")}
-
-
-def _run(root: Path, program: str, *arguments: str) -> None:
-    command = [str(root / "usr" / "bin" / program), *arguments]
-    done = subprocess.run(command, env=libraries(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{program} failed: {done.stderr.strip()}")
-
-
-def counting(marks: Path) -> tuple[str, str]:
-    """Options of the emulator that count instructions."""
-    return "-plugin", f"{tools() / 'count.so'},out={marks}"
-
-
-def counts(marks: Path) -> list[int]:
-    """Instructions between the first and second mark, the third and fourth, and so on."""
-    at = [int(x) for x in marks.read_text().split()]
-    return [b - a for a, b in zip(at[::2], at[1::2], strict=True)]
+def _guest(target: CpuTarget, *options: str) -> tuple[str, ...]:
+    """Arguments of an emulator: the CPU, the guest's environment and its Python."""
+    path = f"PYTHONPATH={HERE.parent}:{root() / 'site'}"
+    clean = [x for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME") for x in ("-U", name)]
+    system = str(root() / "system")
+    return ("-cpu", processor(target), *options, *clean, "-E", path, "-L", system, f"{system}/usr/bin/python3.11")
 
 
 def processor(target: CpuTarget) -> str:
     """QEMU's name for a CPU with everything and the target's vectors."""
     bits = target.sve_bits
-    return f"max,sve{bits}=on,sve-default-vector-length={bits // 8}" if bits else "max,sve=off"
+    return f"max,sve{bits}=on,sve-default-vector-length={bits // 8},sme=off" if bits else "max,sve=off,sme=off"
+
+
+# -- counting
+
+
+def counter() -> Path:
+    """Where what counts is unpacked."""
+    return root() / "counter"
+
+
+def fetch_counter() -> None:
+    """Downloads and unpacks an emulator that has plugins, and builds the one that counts. CalledProcessError where that
+    fails."""
+    if (counter() / "count.so").exists():
+        return
+    debs = counter() / "debs"
+    debs.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *COUNTER], cwd=debs, check=True)
+    for deb in debs.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "-x", str(deb), str(counter())], check=True)
+    shutil.rmtree(debs)
+    plugin = str(counter() / "count.so")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", str(HERE / "aarch64_count.c"), "-o", plugin], check=True)
+
+
+def counted(target: CpuTarget, marks: Path, script: Path, *arguments: str, given: str = "") -> tuple[str, list[int]]:
+    """What an emulated Python prints that is given `given`, and its instructions between the first and second mark, the third
+    and fourth, and so on."""
+    marks.unlink(missing_ok=True)
+    plugin = "-plugin", f"{counter() / 'count.so'},out={marks}"
+    command = [str(counter() / "usr/bin/qemu-aarch64"), *_guest(target, *plugin), str(script), *arguments]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(counter() / "usr/lib/x86_64-linux-gnu")}
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=True)
+    at = [int(x) for x in marks.read_text().split()]
+    return done.stdout, [b - a for a, b in zip(at[::2], at[1::2], strict=True)]
 
 
 @dataclass
@@ -116,11 +133,23 @@ class Emulator:
     def build(self, sources: Sequence[Source], parallel: bool = True) -> Mapping[str, Path]:
         """One library with the code of all sources, by their hashes."""
         by_hash = {hash_of(s): s for s in sources}
-        text, _ = kernels_to_text(by_hash, self.target, parallel)
+        text, imports = kernels_to_text(by_hash, self.target, parallel)
         at = self.folder / f"kernels{next(self._names)}"
-        at.with_suffix(".o").write_bytes(to_object(text, target_machine(self.target)))
-        _run(tools() / "root", f"{PREFIX}-ld", "-shared", str(at.with_suffix(".o")), "-o", str(at.with_suffix(".so")))
-        return dict.fromkeys(by_hash, at.with_suffix(".so"))
+        self._write(at, to_object(text, target_machine(self.target)), list(map(symbol_name, by_hash)), imports)
+        return dict.fromkeys(by_hash, at)
+
+    def _write(self, at: Path, code: bytes, symbols: Sequence[str], imports: Sequence[str]) -> None:
+        """Object code and its index, as the guest reads it."""
+        at.with_suffix(".o").write_bytes(code)
+        at.with_suffix(".json").write_text(json.dumps({"symbols": list(symbols), "imports": list(imports)}))
+
+    def _marked(self) -> str:
+        """The library that calls kernels between marks."""
+        at = self.folder / "marked"
+        machine = target_machine(self.target)
+        code = machine.emit_object(llvm.parse_assembly(MARKED.format(triple=self.target.triple)))
+        self._write(at, code, ["marked"], ["syscall"])
+        return str(at)
 
     def run(
         self, source: Source, library: Path, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (),
@@ -145,31 +174,13 @@ class Emulator:
     ) -> int:  # fmt: skip
         """Instructions of one call on one thread, after one that is not counted."""
         line = f"{library} {symbol_name(hash_of(source))} {self._request(source, tensors, sizes, scalars)} 1\n"
-        environment = libraries()
-        marks = self.folder / "instructions"
-        marks.unlink(missing_ok=True)
-        command = self._command(*counting(marks))
-        subprocess.run(command, input=2 * line, text=True, check=True, capture_output=True, env=environment)
-        return counts(marks)[1]
-
-    def _command(self, *options: str) -> list[str]:
-        root = tools() / "root"
-        system = str(root / "usr" / PREFIX)
-        return [
-            str(root / "usr/bin/qemu-aarch64"),
-            "-cpu",
-            processor(self.target),
-            *options,
-            "-L",
-            system,
-            str(tools() / "runner"),
-        ]
+        _, found = counted(self.target, self.folder / "instructions", GUEST, self._marked(), given=2 * line)
+        return found[1]
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
-            pipe = subprocess.PIPE
-            environment = libraries()
-            self._process = subprocess.Popen(self._command(), stdin=pipe, stdout=pipe, text=True, env=environment)
+            pipe, command = subprocess.PIPE, python(self.target, GUEST, self._marked())
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         return self._process
 
     def _request(

@@ -1,17 +1,15 @@
 """Kernels for 64-bit Arm under QEMU, on a Debian or Ubuntu machine of another kind: no Arm hardware is timed.
 
-    python -m ci.aarch64_kernels fetch                 # the emulator and a cross linker, into a folder
     python -m ci.aarch64_kernels random [--count 500]  # random kernels on each core, against the interpreter
     python -m ci.aarch64_kernels count                 # instructions of kernels beside eager's, as a table
 
-Eager is torch's aarch64 wheel, as `ci/aarch64.sh fetch` unpacks it.
+Both run on what `ci/aarch64.sh fetch` unpacks; eager is that torch's. Counting needs an emulator with plugins, which is unpacked
+into the same folder, and a C compiler.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ci.aarch64_emulator import Emulator, counting, counts, fetch, libraries, missing, processor, tools
+from ci.aarch64_emulator import Emulator, counted, fetch_counter, missing
 from fusewright.toolkit.ir import Builder, Kernel, Val
 from fusewright.toolkit.ir.types import DType, to_torch
 from fusewright_cpu.kernels.gemv import Gemv
@@ -119,25 +117,11 @@ def sources(dtype: DType) -> dict[str, tuple[Source, list[torch.Tensor], list[in
 
 
 def eager(core: str) -> dict[str, int]:
-    """Instructions of eager by "case|dtype"; nothing where torch for aarch64 is not unpacked."""
-    root = Path(os.environ.get("FUSEWRIGHT_AARCH64_ROOT", Path.home() / ".cache" / "fusewright" / "aarch64"))
-    if not (root / "site.stamp").exists():
-        print("eager is not counted: ci/aarch64.sh fetch", file=sys.stderr)
-        return {}
+    """Instructions of eager by "case|dtype"."""
     with tempfile.TemporaryDirectory() as folder:
-        marks, target = Path(folder) / "marks", aarch64_target(core)
-        guest = ["-E", "LD_LIBRARY_PATH=", "-E", f"PYTHONPATH={root / 'site'}", "-L", str(root / "system")]
-        command = [
-            str(tools() / "root/usr/bin/qemu-aarch64"),
-            "-cpu",
-            f"{processor(target)},sme=off",
-            *guest,
-            *counting(marks),
-        ]
-        command += [str(root / "system/usr/bin/python3.11"), str(HERE / "ci" / "aarch64_eager.py")]
-        done = subprocess.run(command, env=libraries(), capture_output=True, text=True, check=True)
-        names = [line for line in done.stdout.splitlines() if "|" in line]
-        return dict(zip(names, counts(marks), strict=True))
+        script = HERE / "ci" / "aarch64_eager.py"
+        said, found = counted(aarch64_target(core), Path(folder) / "marks", script)
+    return dict(zip([line for line in said.splitlines() if "|" in line], found, strict=True))
 
 
 def count() -> None:
@@ -160,16 +144,14 @@ def count() -> None:
 def main(arguments: Sequence[str]) -> int:
     """The exit status: 1 when something is wrong, 2 where the emulator is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fetch", "random", "count"])
+    parser.add_argument("what", choices=["random", "count"])
     parser.add_argument("--count", type=int, default=500)
     given = parser.parse_args(arguments)
-    if given.what == "fetch":
-        fetch()
-        return 0
     if why := missing():
         print(why, file=sys.stderr)
         return 2
     if given.what == "count":
+        fetch_counter()
         count()
         return 0
     return 1 if random(given.count) else 0

@@ -55,12 +55,12 @@ def run(folder: Path) -> None:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="small", jit=True)
-    scattered = _module(HERE / "tests" / "backends" / "cpu" / "scattered.py")
-    linker = _module(LINKER).Linker(machine)
+    scattered = module(HERE / "tests" / "backends" / "cpu" / "scattered.py")
+    linker = module(LINKER).Linker(machine)
     libc, held = ctypes.CDLL(None), []
     for columns, entry in json.loads((folder / "index.json").read_text()).items():
         assert scattered.reserve(scattered.STEP) is not None, "no address space"
-        imports = {s: _address(libc, s) for s in {*entry["imports"], *CALLED}}
+        imports = {s: address(libc, s) for s in {*entry["imports"], *CALLED}}
         code = (folder / f"{columns}.o").read_bytes()
         held.append(linker.link(code, {columns: entry["symbol"]}, imports))
     at = [module.addresses[c] for module, c in zip(held, map(str, COLUMNS), strict=True)]
@@ -86,11 +86,11 @@ def _check(address: int, columns: int) -> None:
             assert abs(got - want) <= 1e-4 * want + 1e-6, (columns, got, want)
 
 
-def _address(library: ctypes.CDLL, name: str) -> int:
+def address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
-def _module(path: Path) -> ModuleType:
+def module(path: Path) -> ModuleType:
     """A file as a module, without its package, which would import torch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

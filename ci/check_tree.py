@@ -45,9 +45,12 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("reference", "cli"),
         ("__main__",),
     ),
-    "fusewright_cpu": (("policy", "target"), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",)),
+    "fusewright_cpu": (
+        ("arm", "policy"), ("target",), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",),
+    ),
     "fusewright_acl": (
-        ("target", "verbose"), ("fpmath",), ("products", "convolutions"), ("lowerings",), ("backend",), ("fusewright_acl",),
+        ("target", "verbose"), ("fpmath",), ("int8",), ("products", "convolutions"), ("lowerings", "quantized"), ("backend",),
+        ("fusewright_acl",),
     ),
     "fusewright_int8": (
         ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("floats",), ("tensors",),

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from fusewright import machine
 from fusewright.errors import OptionError
-from fusewright.interface import Device, Unavailable
+from fusewright.interface import CompileContext, Compiled, Device, Fragment, OpView, Region, Unavailable, Verdict, Why
 from fusewright.toolkit.backend.fused import Loader
+from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
-from fusewright_acl import fpmath, target
+from fusewright_acl import fpmath, quantized, target
 from fusewright_acl.lowerings import LOWERINGS, ROWS
 from fusewright_cpu.onednn.fused import OneDnnBackend
 
 FPMATH = ("fp32", "bf16")
+CARRIED = frozenset({"int_mm", "choose_qparams"})
+"""Rows that are claimed so that a pattern may take them; eager's own call where none does."""
 
 
 class GravitonAcl(OneDnnBackend):
@@ -26,7 +30,8 @@ class GravitonAcl(OneDnnBackend):
     name = "graviton_acl"
     priority = 50
     lowerings = LOWERINGS
-    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root(ROWS)
+    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*quantized.ROWS, *ROWS))
+    shows_constants = True
     namespaces = (*OneDnnBackend.namespaces, fpmath.NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
         **OneDnnBackend.options,
@@ -44,23 +49,35 @@ class GravitonAcl(OneDnnBackend):
             return Unavailable(
                 "torch is built without the Arm Compute Library", "install a CPU build of torch for aarch64, such as 2.10.0"
             )
-        system = target.system()
-        core = target.core_of(system)
-        features = target.features_of(system) | {"acl"}
+        core, said = target.here()
+        features = said | {"acl"}
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             features |= {"mkldnn_bf16"}
-        return Device("cpu", core.core if core else "aarch64", features, f"oneDNN {_onednn()} with ACL")
+        return Device("cpu", core, features, f"oneDNN {_onednn()} with ACL")
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
         """The same choices and calls for a core of the table, computed by the oneDNN that this machine's torch has."""
-        core = target.NAMES.get(options["target"])
-        if core is None:
-            raise OptionError(f"no core is called {options['target']!r}; those known are {', '.join(target.NAMES)}")
+        features = target.simulated(options["target"])
+        if features is None:
+            raise OptionError(f"no core is called {options['target']!r}; those known are {', '.join(target.ARM_CORES)}")
         if not torch.backends.mkldnn.is_available():
             return Unavailable("torch is built without oneDNN", "install a build of torch with oneDNN")
-        features = core.features | {"acl", *({"mkldnn_bf16"} if "bf16" in core.features else ())}
-        return Device("cpu", core.core, features | ({f"sve{core.sve_bits}"} if core.sve_bits else set()), simulated=True)
+        features |= {"acl", *({"mkldnn_bf16"} if "bf16" in features else ())}
+        return Device("cpu", options["target"], features, simulated=True)
+
+    def supports(self, op: OpView) -> Verdict:
+        """As every oneDNN backend; what only a quantized pattern can take may lie in a region too."""
+        verdict = super().supports(op)
+        if not verdict and op.op in CARRIED and verdict.why is Why.NO_LOWERING:
+            return Verdict(Why.CARRIED, f"eager's own call, unless it is part of an int8 one ({verdict})")
+        return verdict
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        compiled = super().compile(region, ctx)
+        if not isinstance(compiled, Fragment):
+            return compiled
+        return replace(compiled, notes={**compiled.notes, **_stayed(region, compiled.notes)})
 
     def _loader(self) -> Loader:
         """Of a simulation too: loop kernels and attention are compiled for the CPU that is here."""
@@ -70,6 +87,13 @@ class GravitonAcl(OneDnnBackend):
         super().__init__(device, options)
         if self.values["fpmath"] not in FPMATH:
             raise OptionError(f"option 'fpmath' of graviton_acl is {self.values['fpmath']!r}; it is one of {', '.join(FPMATH)}")
+
+
+def _stayed(region: Region, notes: Mapping[int, str]) -> dict[int, str]:
+    """Why products with quantized operands are not int8."""
+    graph = RegionGraph(region)
+    found = {op.id: quantized.why_not(op, graph) for op in region.ops if op.op == "linear"}
+    return {i: f"not int8: {why}; {notes.get(i, 'eager')}" for i, why in found.items() if why and "int8" not in notes.get(i, "")}
 
 
 def _onednn() -> str:

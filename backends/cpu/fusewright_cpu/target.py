@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import sys
 from dataclasses import dataclass
 
 import llvmlite
 import llvmlite.binding as llvm
+
+from fusewright_cpu import arm
+from fusewright_cpu.arm import ARM_CORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +58,8 @@ class CpuTarget:
         return f"{self.triple}/{self.cpu}/{self.features}{sve}/llvm {version}, llvmlite {llvmlite.__version__}"
 
 
-@dataclass(frozen=True, slots=True)
-class ArmCore:
-    """`sve_bits` is the length of an SVE vector, 0 without SVE; `features` are LLVM's names."""
-
-    sve_bits: int
-    features: tuple[str, ...]
-
-
-_N1 = ("neon", "fp-armv8", "fullfp16", "dotprod")
-_MATRIX = (*_N1, "bf16", "i8mm")
-ARM_CORES: dict[str, ArmCore] = {
-    "generic": ArmCore(0, ("neon", "fp-armv8")),
-    "neoverse-n1": ArmCore(0, _N1),  # Graviton2
-    "neoverse-v1": ArmCore(256, (*_MATRIX, "sve")),  # Graviton3
-    "neoverse-n2": ArmCore(128, (*_MATRIX, "sve", "sve2")),
-    "neoverse-v2": ArmCore(128, (*_MATRIX, "sve", "sve2")),  # Graviton4
-    "apple-m1": ArmCore(0, _N1),
-    "apple-m2": ArmCore(0, _MATRIX),
-    "apple-m3": ArmCore(0, _MATRIX),
-    "apple-m4": ArmCore(0, _MATRIX),
-}
-"""From Arm's Technical Reference Manuals, and LLVM's table of Apple's cores."""
 SVE_BITS = (128, 256, 512)
 """Lengths of SVE vectors that code is made for; on others it is NEON's."""
-
-# (auxiliary vector entry, bit) of Linux, asm/hwcap.h
-_HWCAP, _HWCAP2, _PR_SVE_GET_VL = 16, 26, 51
-_CAPABILITIES = {
-    "fullfp16": (_HWCAP, 10), "dotprod": (_HWCAP, 20), "sve": (_HWCAP, 22), "sve2": (_HWCAP2, 1), "i8mm": (_HWCAP2, 13),
-    "bf16": (_HWCAP2, 14),
-}  # fmt: skip
-
 
 def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
     on = set(features.split(","))
@@ -109,7 +80,7 @@ def host_target() -> CpuTarget:
     name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     narrow = os.environ.get("FUSEWRIGHT_CPU_ISA", "")
     if triple.startswith(("aarch64", "arm64")):
-        return aarch64_target(narrow, triple) if narrow else _arm_host(triple, name)
+        return aarch64_target(narrow, triple) if narrow else _arm_host(triple)
     if narrow and triple.startswith("x86_64"):
         return x86_target(narrow, triple)
     return _from_features(triple, name, features)
@@ -139,16 +110,12 @@ def _arm(triple: str, cpu: str, features: tuple[str, ...], sve_bits: int) -> Cpu
     return CpuTarget(triple, cpu, text, sve_bits // 8 if wide else 16, masks=True, fma=True)
 
 
-def _arm_host(triple: str, name: str) -> CpuTarget:
-    """This Arm machine: what Linux says that it has, else (macOS) the row of its name."""
-    core = name if name in ARM_CORES else "generic"
-    if not sys.platform.startswith("linux"):
-        return aarch64_target(core, triple)
-    libc = ctypes.CDLL(None)
-    libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
-    found = tuple(f for f, (entry, bit) in _CAPABILITIES.items() if libc.getauxval(entry) >> bit & 1)
-    length = libc.prctl(_PR_SVE_GET_VL, 0, 0, 0, 0) & 0xFFFF if "sve" in found else 0
-    return _arm(triple, core, (*ARM_CORES["generic"].features, *found), length * 8)
+def _arm_host(triple: str) -> CpuTarget:
+    """This Arm machine: what its system says that it has. A core that is not in the table is a generic one."""
+    system = arm.system()
+    core, found = arm.core_of(system) or ARM_CORES["generic"], arm.features_of(system)
+    on = tuple(f for f in arm.LLVM if f in found)
+    return _arm(triple, core.name, (*ARM_CORES["generic"].features, *on), 8 * system.sve_bytes)
 
 
 def target_machine(target: CpuTarget, opt: int = 2) -> llvm.TargetMachine:

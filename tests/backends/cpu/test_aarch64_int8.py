@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,29 +27,36 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def assert_exact(arm: Emulator, kernel: Int8Linear, library: Path, m: int, n: int, k: int, per_row: bool) -> None:
-    """Sums are exact; what follows is rounded a few times."""
+    """To the bit: sums are exact, scaled in fp64 and rounded once."""
     torch.manual_seed(0)
     info, count = torch.iinfo(to_torch(kernel.x)), m if per_row else 1
     x = torch.randint(info.min, info.max + 1, (m, k), dtype=torch.int64).to(to_torch(kernel.x))
-    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    weight, w_zero = torch.randint(-128, 128, (n, k), dtype=torch.int8), torch.zeros(n, dtype=torch.int32)
+    if kernel.zeros:
+        w_zero = torch.randint(-128, 128, (n,), dtype=torch.int32)
     w_scale, x_scale, bias = torch.rand(n) + 0.1, torch.rand(count) + 0.1, torch.randn(n) * 100
     x_zero = torch.randint(info.min, info.max + 1, (count,), dtype=torch.int32)
-    columns = [padded(t) for t in (w_scale, weight.sum(1).to(torch.int32))]
-    tensors = [x, packed(weight, kernel.form), *columns, x_scale, x_zero, *([padded(bias)] if kernel.bias else [])]
-    out = torch.full((m, n), math.nan, dtype=to_torch(kernel.out))
-    assert arm.run(kernel, library, [*tensors, out], [m, n, k, int(per_row)], threads=2) == 0
-    exact = ((x.long() - x_zero[:, None]) @ weight.long().t()).double() * x_scale.double()[:, None] * w_scale.double()
-    size, exact = exact.abs(), exact + (bias.double() if kernel.bias else 0)
-    eps = torch.finfo(out.dtype).eps
-    assert bool(
-        ((out.double() - exact).abs() <= eps * (exact.abs() + 1e-30) + 4 * torch.finfo(torch.float32).eps * size).all()
-    )
+    columns = [padded(w_scale), padded(weight.sum(1).to(torch.int32)), x_scale, x_zero] if kernel.scaled else []
+    columns += [padded(t) for t, there in ((w_zero, kernel.zeros), (bias, kernel.bias)) if there]
+    out = torch.full((m, n), -1, dtype=to_torch(kernel.out))
+    given = [x, packed(weight, kernel.form), *columns, out]
+    assert arm.run(kernel, library, given, [m, n, k, int(per_row)], threads=2) == 0
+    if kernel.scaled:
+        sums = (x.long() - x_zero[:, None]) @ (weight.long() - w_zero[:, None]).t()
+        wide = sums.double() * (x_scale.double()[:, None] * w_scale.double())
+        assert torch.equal(out, (wide + bias.double() if kernel.bias else wide).float().to(out.dtype))
+    else:
+        assert torch.equal(out, (x.long() @ weight.long().t()).to(torch.int32))
+
+
+FORMS = [("i8", "f32", True, False), ("u8", "f32", False, True), ("u8", "bf16", True, False), ("i8", "bf16", True, True),
+         ("i8", "i32", False, False)]  # fmt: skip
 
 
 @emulated
-@pytest.mark.parametrize(("x", "out", "bias"), [("i8", "f32", True), ("u8", "f32", False), ("u8", "bf16", True)])
-def test_results_are_those_of_integers(arm: Emulator, x: str, out: str, bias: bool) -> None:
-    kernel = Int8Linear(x, out, form_of(arm.target), bias)
+@pytest.mark.parametrize(("x", "out", "bias", "zeros"), FORMS)
+def test_results_are_those_of_integers(arm: Emulator, x: str, out: str, bias: bool, zeros: bool) -> None:
+    kernel = Int8Linear(x, out, form_of(arm.target), bias, zeros)
     library = arm.build([kernel])[hash_of(kernel)]
     for m, n, k, per_row in [
         (1, 1, 1, True), (2, 5, 7, False), (3, 8, 16, True), (11, 70, 100, True), (33, 9, 33, False), (75, 130, 24, True),
@@ -72,7 +78,8 @@ def test_the_loop_is_products_of_registers(core: str, form: str) -> None:
 def test_targets_that_it_is_not_written_for() -> None:
     assert form_of(x86_target("avx512")) == "" and form_of(aarch64_target("generic")) == ""
     assert "smmla or sdot" in Int8Linear("i8", "f32", "smmla").refused(aarch64_target("neoverse-n1"))
-    assert "int8 and uint8" in Int8Linear("i16", "f32", "smmla").refused(aarch64_target("neoverse-v1"))
+    for wrong in (Int8Linear("i16", "f32", "smmla"), Int8Linear("u8", "i32", "smmla"), Int8Linear("i8", "i32", "smmla", bias=True)):
+        assert "int8 and uint8" in wrong.refused(aarch64_target("neoverse-v1"))
 
 
 def test_it_survives_json() -> None:

@@ -1,13 +1,14 @@
-"""A linear of int8 on Arm: `out = (x - x_zero) * x_scale @ (weight * w_scale).T (+ bias)`, sums exact in int32.
+"""A linear of int8 on Arm: `out = (x - x_zero) * x_scale @ ((weight - w_zero) * w_scale).T (+ bias)`.
 
 `smmla` (i8mm) multiplies two rows of 8 by two columns of 8 at once, `sdot` (dotprod) one row of 4 by four columns of 4.
 Weights are packed for it once; rows of `x` are packed for a tile of them, unsigned ones as signed with another zero point.
-What the zero point adds, the same for all of a column, is taken off behind the sum.
+What the zero points add is taken off behind the sum, which is exact in int32. It is scaled, and the bias is added, in fp64,
+and that is rounded to fp32 once: the result is what a q/dq graph gives whose product is rounded correctly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,8 +32,8 @@ BLOCK = 64
 """Columns of one work item."""
 HIGH, LOW = 8, 2
 """Rows multiplied together, and those of a last few."""
-MOST_K = 65_536
-"""Longest sum of products that fits int32 whatever the values are."""
+MOST_K, MOST_K_WITH_ZEROS = 65_536, 32_768
+"""Longest sums of products that fit int32 whatever the values are: of weights, and of weights less their zero points."""
 FORMS = {"smmla": ("i8mm", 2, 8), "sdot": ("dotprod", 4, 4)}
 """By instruction: the feature that has it, and the columns and elements of each that a register of weights holds."""
 
@@ -57,24 +58,35 @@ def padded(per_column: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Int8Linear:
-    """The kernel for one type of `x` ("i8", "u8") and `out` ("f32", "bf16"); lengths are arguments.
+    """The kernel for one type of `x` ("i8", "u8") and `out` ("f32", "bf16", "i32"); lengths are arguments.
 
     `x` is [m, k], `out` [m, n]; `weight` is `packed`. `w_scale` fp32, `sums` (of each row of the weights) int32 and `bias`
-    fp32 are `padded`. `x_scale` fp32 and `x_zero` int32 are [m], or [1] where `row_step` is 0.
+    fp32 are `padded`, and so is `w_zero` int32, which is there where weights have zero points (`zeros`). `x_scale` fp32 and
+    `x_zero` int32 are [m], or [1] where `row_step` is 0. An int32 `out` is the sums of int8 `x`: then there are no scales,
+    zero points and bias.
     """
 
     x: str
     out: str
     form: str
     bias: bool = False
+    zeros: bool = False
 
     @property
     def name(self) -> str:
-        return f"int8_linear_{self.x}_{self.out}_{self.form}{'_bias' if self.bias else ''}"
+        more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
+        return f"int8_linear_{self.x}_{self.out}_{self.form}{more}"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether sums are scaled."""
+        return self.out != "i32"
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        types = {"x": self.x, "weight": "i8", "w_scale": "f32", "sums": "i32", "x_scale": "f32", "x_zero": "i32"}
+        types = {"x": self.x, "weight": "i8"}
+        types |= {"w_scale": "f32", "sums": "i32", "x_scale": "f32", "x_zero": "i32"} if self.scaled else {}
+        types |= {"w_zero": "i32"} if self.zeros else {}
         types |= {"bias": "f32"} if self.bias else {}
         return (*(Buffer(n, t, "in") for n, t in types.items()), Buffer("out", self.out, "out"))
 
@@ -90,8 +102,9 @@ class Int8Linear:
         """Why this kernel is not written for the target, or ""."""
         if self.form not in FORMS or not target.arm or not target.has(FORMS[self.form][0]):
             return f"needs an Arm CPU with {' or '.join(FORMS)}"
-        known = self.x in ("i8", "u8") and self.out in ("f32", "bf16")
-        return "" if known else "only int8 and uint8, with results of fp32 or bf16"
+        plain = self.out == "i32" and self.x == "i8" and not (self.bias or self.zeros)
+        known = plain or (self.x in ("i8", "u8") and self.out in ("f32", "bf16"))
+        return "" if known else "only int8 and uint8, with results of fp32 or bf16, or sums of int8"
 
 
 def emit_int8_linear(module: Module, a: Int8Linear, name: str, parallel: bool) -> None:
@@ -131,8 +144,10 @@ class _Body:
         """Bytes of a packed row or column."""
         f.module.declare("malloc", "ptr", ["i64"], external=True)
         f.module.declare("free", "void", ["ptr"], external=True)
-        size = f.add(f.mul(self.width, i64(TILE)), i64(STEP))
-        self.rows = f.let("ptr", 1, f"call ptr @malloc({size})")
+        packed = f.add(f.mul(self.width, i64(TILE)), i64(STEP))
+        self.rows = f.let("ptr", 1, f"call ptr @malloc({f.add(packed, i64(4 * TILE))})")
+        self.totals = f.gep("i8", self.rows, packed)
+        """The sum of each packed row, where weights have zero points."""
         blocks = ceil_div(f, self.n, i64(BLOCK))
 
         def item(i: V, carried: list[V]) -> list[V]:
@@ -167,20 +182,30 @@ class _Body:
             first, inner = f.bin("sdiv", r, i64(self.group)), f.bin("srem", r, i64(self.group))
             to = f.gep("i8", self.rows, f.add(f.mul(first, f.mul(self.width, i64(self.group))), f.mul(inner, i64(8))))
 
-            def eight(j: V, there: V | None = None) -> None:
+            def eight(j: V, sums: list[V], there: V | None = None) -> list[V]:
                 x = load(f, "i8", f.gep("i8", source, j), 8, 1, there)
                 x = f.bin("xor", x, const(-128, "i8")) if self.a.x == "u8" else x
                 store(f, x, f.gep("i8", to, f.mul(j, i64(self.group))), 8)
+                if there is not None and sums and self.a.x == "u8":
+                    x = f.select(there, x, V("zeroinitializer", "i8", 8))
+                return [f.bin("add", s, f.conv("sext", x, "i32")) for s in sums]
 
             def last() -> list[V]:
-                eight(whole, f.cmp("icmp slt", f.iota(8), f.bin("sub", self.k, whole)))
-                return []
+                return eight(whole, sums, f.cmp("icmp slt", f.iota(8), f.bin("sub", self.k, whole)))
 
-            each(f, i64(0), whole, 8, eight)
-            f.when(f.cmp("icmp slt", whole, self.k), last)
+            sums = [V("zeroinitializer", "i32", 8)] if self.a.zeros else []
+            sums = f.loop(i64(0), whole, i64(8), sums, eight)
+            for total in f.when(f.cmp("icmp slt", whole, self.k), last, sums):
+                store(f, self._added(total), f.gep("i32", self.totals, r))
 
         each(f, i64(0), self._high(tile)[1], 1, row)
         return []
+
+    def _added(self, x: V) -> V:
+        """The sum of a vector's lanes."""
+        name = f"llvm.vector.reduce.add.v{x.w}i32"
+        self.f.module.declare(name, "i32", [x.ty])
+        return self.f.let("i32", 1, f"call i32 @{name}({x})")
 
     def _block(self, tile: V, first: V) -> None:
         """A block of columns, for all rows of the tile."""
@@ -204,7 +229,8 @@ class _Body:
         sums = f.loop(i64(0), self.width, i64(STEP), [zero] * (len(xs) * len(ws)), lambda k, s: multiply(xs, ws, k, s))
         per = [sums[i * len(ws) : (i + 1) * len(ws)] for i in range(len(xs))]
         for i, found in enumerate(self._of_rows(per)):
-            self._result(found, self._row(tile, f.add(r, i64(i))), c)
+            at = f.add(r, i64(i))
+            self._result(found, self._row(tile, at), c, at)
 
     def _load16(self, p: V, at: V, offset: int) -> V:
         return load(self.f, "i8", self.f.gep("i8", p, self.f.add(at, i64(offset))), 16, 8)
@@ -247,23 +273,39 @@ class _Body:
             out += [[self.f.shuffle(a, b, pick) for a, b in both] for pick in ([0, 1, 4, 5], [2, 3, 6, 7])]
         return out
 
-    def _result(self, sums: Sequence[V], row: V, c: V) -> None:
-        """COLUMNS elements of a row of `out`, fewer at its end."""
+    def _result(self, sums: Sequence[V], row: V, c: V, packed: V) -> None:
+        """COLUMNS elements of a row of `out`, fewer at its end. `packed` is the row's number in the tile."""
         f, t = self.f, memory_type(self.a.out)
-        at = f.mul(row, self.row_step)
-        zero, scale = (load(f, ty, f.gep(ty, self.base[n], at)) for n, ty in (("x_zero", "i32"), ("x_scale", "float")))
-        zero = f.bin("sub", zero, const(128, "i32")) if self.a.x == "u8" else zero
+        finish = self._of_row(row, packed) if self.a.scaled else lambda x, _: x
         for i, x in enumerate(sums):
             first = f.add(c, i64(4 * i))
-            per = {n: load(f, ty, f.gep(ty, self.base[n], first), 4) for n, ty in self._columnwise()}
-            x = f.conv("sitofp", f.bin("sub", x, f.bin("mul", per["sums"], zero)), "float")
-            x = f.bin("fmul", x, f.bin("fmul", per["w_scale"], scale))
-            x = cast(f, f.bin("fadd", x, per["bias"]) if self.a.bias else x, "f32", self.a.out)
             to = f.gep(t, self.base["out"], f.add(f.mul(row, self.n), first))
-            self._store(x, to, f.bin("sub", self.n, first))
+            self._store(finish(x, first), to, f.bin("sub", self.n, first))
 
-    def _columnwise(self) -> list[tuple[str, str]]:
-        return [("sums", "i32"), ("w_scale", "float"), *([("bias", "float")] if self.a.bias else [])]
+    def _of_row(self, row: V, packed: V) -> Callable[[V, V], V]:
+        """What makes four results of four sums of a row, from a column on."""
+        f, at = self.f, self.f.mul(row, self.row_step)
+        zero, scale = (load(f, ty, f.gep(ty, self.base[n], at)) for n, ty in (("x_zero", "i32"), ("x_scale", "float")))
+        zero = f.bin("sub", zero, const(128, "i32")) if self.a.x == "u8" else zero
+        factor = f.conv("fpext", scale, "double")
+        if self.a.zeros:
+            of_zeros = f.bin("mul", zero, f.conv("trunc", self.k, "i32"))
+            total = f.bin("sub", load(f, "i32", f.gep("i32", self.totals, packed)), of_zeros)
+
+        def finish(x: V, first: V) -> V:
+            def columns(name: str, ty: str) -> V:
+                return load(f, ty, f.gep(ty, self.base[name], first), 4)
+
+            x = f.bin("sub", x, f.bin("mul", columns("sums", "i32"), zero))
+            if self.a.zeros:
+                x = f.bin("sub", x, f.bin("mul", columns("w_zero", "i32"), total))
+            x = f.conv("sitofp", x, "double")
+            x = f.bin("fmul", x, f.bin("fmul", f.conv("fpext", columns("w_scale", "float"), "double"), factor))
+            if self.a.bias:
+                x = f.bin("fadd", x, f.conv("fpext", columns("bias", "float"), "double"))
+            return cast(f, f.conv("fptrunc", x, "float"), "f32", self.a.out)
+
+        return finish
 
     def _store(self, x: V, to: V, left: V) -> None:
         """Four elements, or the first `left` of them."""

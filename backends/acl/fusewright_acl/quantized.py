@@ -1,0 +1,259 @@
+"""Products with weights of int8: what a q/dq graph, torchao's `_int_mm` or a weight-only linear says, by our own kernels.
+
+A product of int8 is `Int8Linear`, to the bit what the graph gives whose product is rounded correctly; quantization before it,
+and what follows, are loop kernels. A few rows of floats times a weight of int8 are `Gemv`, which reads the weight's 8 bits.
+What no row takes stays a product of floats.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, Size, TensorSpec, Value, is_static
+from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.ir.types import from_torch
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.quantized import Quantized, Rows, Weight, before_views, dequantized, weight_of
+from fusewright.toolkit.region.rewrite import Row
+from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
+from fusewright_acl.int8 import COLUMNS, PACK, SUMS
+from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
+from fusewright_cpu.kernels.int8_linear import MOST_K, MOST_K_WITH_ZEROS, Int8Linear, form_of
+from fusewright_cpu.onednn.lowerings import spec_of
+from fusewright_cpu.run.jit import compile_kernels
+from fusewright_cpu.run.sources import hash_of
+from fusewright_cpu.target import host_target
+
+FLOATS = (torch.float32, torch.bfloat16)
+I32 = torch.int32
+
+
+# -- a linear between dequantized operands
+
+
+def why_not(op: OpView, graph: RegionGraph) -> str | None:
+    """Why a linear with a weight of int8 stays one of floats; None where our kernel takes it, or where it has none."""
+    w = weight_of(op.arg("weight"), graph)
+    x = dequantized(op.arg("input"), graph, views=True)
+    if w is None:
+        return None if x is None else "its weight is no constant of int8"
+    return "its input is not quantized" if x is None else _linear_reason(op, x, w, graph)
+
+
+def _linear_reason(op: OpView, x: Quantized | Rows, w: Weight, graph: RegionGraph) -> str | None:
+    shape, most = spec_of(w.value).shape, MOST_K if _no_zeros(w) else MOST_K_WITH_ZEROS
+    if not form_of(host_target()):
+        return "the CPU multiplies no int8"
+    if not is_static(shape) or 0 in (*shape, *spec_of(x.value).shape):
+        return "empty, or a weight of symbolic size"
+    if int(shape[1]) > most:  # type: ignore[arg-type]
+        return f"sums of {shape[1]} products do not fit int32; {most} do"
+    if isinstance(w.scale, Value) and w.axis != 0:
+        return "a scale for each input of the weight, not for each output"
+    if not (isinstance(w.scale, Value) or w.scale):
+        return "a scale of 0"
+    if not _dense(spec_of(op.out)) or not (spec_of(x.value).static or _dense(spec_of(x.value))):
+        return "an input of symbolic size or a result that is not row-major"
+    if not graph.is_const(op.arg("bias")):
+        return "a bias that is computed"
+    if not _scales_fit(x):
+        return "scales of its input that are neither one nor one for each row"
+    return None if spec_of(op.out).dtype in FLOATS else "computed in another type than fp32 and bf16"
+
+
+def _no_zeros(w: Weight) -> bool:
+    return not isinstance(w.zero_point, Value) and not w.zero_point
+
+
+def _scales_fit(x: Quantized | Rows) -> bool:
+    given = [v for v in (x.scale, x.zero_point) if isinstance(v, Value)]
+    if isinstance(x, Quantized):
+        return all(spec_of(v).numel_hint() == 1 for v in given) and (bool(given) or bool(x.scale))
+    return all(spec_of(v).shape == (*spec_of(x.value).shape[:-1], 1) and _dense(spec_of(v)) for v in given)
+
+
+def _dense(spec: TensorSpec) -> bool:
+    """Whether it is row-major, symbolic sizes too."""
+    step: Any = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size != 1 and _formula(stride) != step:
+            return False
+        step = step * _formula(size)
+    return True
+
+
+def _formula(size: Size) -> Any:
+    return size if isinstance(size, int) else size.expr
+
+
+def _is_int8(m: Match, b: Builder) -> bool:
+    both = dequantized(m.anchor.arg("input"), b.graph, views=True), weight_of(m.anchor.arg("weight"), b.graph)
+    return None not in both and why_not(m.anchor, b.graph) is None
+
+
+def _write_linear(m: Match, b: Builder) -> None:
+    op, x, w = m.anchor, dequantized(m.anchor.arg("input"), b.graph, views=True), weight_of(m.anchor.arg("weight"), b.graph)
+    assert x is not None and w is not None
+    n, k = (int(s) for s in spec_of(w.value).shape)  # type: ignore[arg-type]
+    bias, weight, per_row = op.arg("bias"), b.exact(w.value), isinstance(x, Rows)
+    form = form_of(host_target())
+    kinds = from_torch(spec_of(x.value).dtype), from_torch(spec_of(op.out).dtype)
+    kernel = Int8Linear(*kinds, form, bias is not None, not _no_zeros(w))
+    given = [
+        _rows(x.value, b), b.prepare(PACK, weight, form), _columns(w.scale, n, torch.float32, b), b.prepare(SUMS, weight),
+        _per_row(x.scale, torch.float32, b), _per_row(x.zero_point, I32, b),
+        *([_columns(w.zero_point, n, I32, b)] if kernel.zeros else []),
+        *([_columns(bias, n, torch.float32, b)] if kernel.bias else []),
+    ]  # fmt: skip
+    m_ = _count(spec_of(x.value).shape[:-1])
+    _launch(kernel, given, (m_, n, k, int(per_row)), op.out, m, b)
+    b.notes[op.id] = f"int8 product ({form}), input quantized by {'row' if per_row else 'tensor'}"
+
+
+def _count(shape: Sequence[Size]) -> Any:
+    """How many rows there are."""
+    return reduce(operator.mul, map(_formula, shape), 1)
+
+
+def _rows(x: Value, b: Builder) -> Value | Ref:
+    """Row-major, copied where it is not."""
+    if _dense(b.spec(x)):
+        return b.at_hand(x)
+    return b.row_major(x) if b.spec(x).static else b.exact(x)
+
+
+def _columns(value: Any, n: int, dtype: torch.dtype, b: Builder) -> Ref:
+    """A number or constant as one for each column."""
+    given = b.exact(value) if isinstance(value, Value) else b.prepare("aten::full.default", (1,), value, dtype=dtype)
+    return b.prepare(COLUMNS, given, n, dtype)
+
+
+def _per_row(value: Any, dtype: torch.dtype, b: Builder) -> Ref:
+    """A scale or zero point of rows: a number, or a value."""
+    if not isinstance(value, Value):
+        return b.prepare("aten::full.default", (1,), value, dtype=dtype)
+    if spec_of(value).dtype is dtype:
+        return b.exact(value)
+    made = b.ctx.value(None)
+    b.append(Call("aten::_to_copy.default", (b.exact(value),), (made.id,), (("dtype", dtype),)))
+    return Ref(made.id)
+
+
+def _launch(
+    kernel: Int8Linear | Gemv, given: Sequence[Ref | Value], sizes: tuple[Any, ...], out: Value, m: Match, b: Builder
+) -> None:
+    """A kernel that computes the whole match."""
+    inputs = [v if isinstance(v, Value) else Value(v.id, None) for v in given]
+    b.launch(kernel, hash_of(kernel), inputs, sizes, (), out=out, op=m.anchor)
+    b.close_call(m.ops)
+
+
+# -- torchao's product of integers
+
+
+def _int_mm(m: Match, b: Builder) -> bool:
+    x, w = spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))
+    types = {x.dtype, w.dtype} == {torch.int8} and _dense(spec_of(m.anchor.out))
+    fits = w.static and not {0} & {*x.shape, *w.shape} and int(w.shape[0]) <= MOST_K  # type: ignore[arg-type]
+    fits = fits and (x.static or _dense(x))
+    return types and fits and b.is_const(m.anchor.arg("mat2")) and bool(form_of(host_target()))
+
+
+def _write_int_mm(m: Match, b: Builder) -> None:
+    op, form = m.anchor, form_of(host_target())
+    x, (k, n) = op.arg("self"), spec_of(op.arg("mat2")).shape
+    packed = b.prepare(PACK, b.prepare("aten::t.default", b.exact(op.arg("mat2"))), form)
+    _launch(Int8Linear("i8", "i32", form), [_rows(x, b), packed], (_count(spec_of(x).shape[:1]), n, k, 0), op.out, m, b)
+    b.notes[op.id] = f"int8 product ({form})"
+
+
+# -- a few rows of floats with a weight of int8
+
+
+def _few(m: Match, x: Value, w: Value, shape: Sequence[Size], bias: Value | None, b: Builder) -> Gemv | None:
+    """The kernel for these rows and the weight [n, k], where there is one and it is the faster."""
+    spec, out = b.spec(x), spec_of(m.out)
+    if not (spec.static and is_static(shape) and out.static and _dense(out)) or 0 in (*spec.shape, *shape):
+        return None
+    n, k = (int(s) for s in shape)  # type: ignore[arg-type]
+    rows = spec.numel_hint() // k
+    if rows > MOST_ROWS or spec.dtype is not out.dtype or out.dtype not in FLOATS or not b.is_const(w):
+        return None
+    kernel = Gemv(rows, from_torch(spec.dtype), "i8", "" if bias is None else from_torch(spec_of(bias).dtype))
+    return None if kernel.refused(host_target()) or not _reading_pays(kernel, n, k, b) else kernel
+
+
+def _reading_pays(kernel: Gemv, n: int, k: int, b: Builder) -> bool:
+    """Whether a weight of 8 bits is read faster than one widened beforehand."""
+
+    def timed(weight: str) -> Any:
+        def make() -> Thunk:
+            one = Gemv(kernel.rows, kernel.dtype, weight)
+            launcher, dtype = compile_kernels([one]).launcher(one), torch.bfloat16 if kernel.dtype == "bf16" else torch.float32
+            w = torch.ones(n, k, dtype=torch.int8 if weight == "i8" else dtype)
+            scale = [torch.ones(n)] if weight == "i8" else []
+            given = [torch.ones(kernel.rows, k, dtype=dtype), w, *scale, torch.empty(kernel.rows, n, dtype=dtype)]
+            return lambda: launcher(given, (n, k))
+
+        return make
+
+    candidates = {"int8": timed("i8"), "float": timed(kernel.dtype)}
+    return b.ctx.choose(f"acl int8 weight {kernel.name} {n}x{k}", Lazy(candidates)) == "int8"
+
+
+def _weight_only(m: Match, b: Builder) -> Match | None:
+    op, w = m.anchor, weight_of(m.anchor.arg("weight"), b.graph)
+    x = before_views(op.arg("input"), b.graph)
+    if w is None or not _no_zeros(w) or (isinstance(w.scale, Value) and w.axis != 0) or b.is_const(op.arg("input")):
+        return None
+    if dequantized(x, b.graph) is not None or not (isinstance(w.scale, Value) or w.scale):
+        return None
+    kernel = _few(m, x, w.value, spec_of(w.value).shape, op.arg("bias"), b)
+    return m.with_ops(kernel=kernel, x=x, w=w) if kernel is not None else None
+
+
+def _write_weight_only(m: Match, b: Builder) -> None:
+    w, op = m["w"], m.anchor
+    _write_few(m, m["x"], b.exact(w.value), spec_of(w.value).shape, w.scale, op.arg("bias"), b)
+
+
+def _write_few(m: Match, x: Value, weight: Ref, shape: Sequence[Size], scale: Any, bias: Value | None, b: Builder) -> None:
+    n, k = (int(s) for s in shape)  # type: ignore[arg-type]
+    more = [] if bias is None else [b.exact(bias)]
+    _launch(m["kernel"], [_rows(x, b), weight, _columns(scale, n, torch.float32, b), *more], (n, k), m.out, m, b)
+    b.notes[m.anchor.id] = "product of few rows in one kernel, weight of int8"
+
+
+def _widened(m: Match, b: Builder) -> Match | None:
+    """`mm(x, cast(t(w)))` with its factor and bias."""
+    if not spec_of(m.anchor.arg("self")).static:
+        return None
+    found = widened(m, b.graph, MOST_ROWS)
+    if found is None or not all(map(b.is_const, behind(found).values())):
+        return None
+    k, n = spec_of(m["weight"]).shape
+    kernel = _few(found, m.anchor.arg("self"), m["weight"], (n, k), behind(found).get("bias"), b)
+    return found.with_ops(kernel=kernel) if kernel is not None else None
+
+
+def _write_widened(m: Match, b: Builder) -> None:
+    found, (k, n) = behind(m), spec_of(m["weight"]).shape
+    rows = b.prepare("aten::t.default", b.exact(m["weight"]))
+    _write_few(m, m.anchor.arg("self"), rows, (n, k), found.get("scale", 1.0), found.get("bias"), b)
+
+
+ROWS = (
+    Row("acl.int8.linear", chain("linear"), when=_is_int8, write=_write_linear, note="int8 product"),
+    Row("acl.int8.int_mm", chain("int_mm"), when=_int_mm, write=_write_int_mm, note="int8 product"),
+    Row("acl.int8.weight_only", chain("linear"), extend=_weight_only, write=_write_weight_only, note="int8 weight"),
+    Row("acl.int8.widened", widened_linear("acl.int8"), extend=_widened, write=_write_widened, note="int8 weight"),
+)  # fmt: skip
+"""In the order in which they are asked, before those of floats."""
