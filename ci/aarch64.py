@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS, SELECTION = "tests/backends/acl", ("-m", "not slow")
-KERNELS = ("tests/backends/cpu/test_aarch64_emulated.py", "tests/backends/cpu/test_aarch64_int8.py")
+KERNELS = tuple(f"tests/backends/cpu/test_aarch64_{name}.py" for name in ("emulated", "int8", "bf16"))
 """Tests of this machine's Python, which hand kernels to an emulated one."""
 
 STARTUP = """import os, sys

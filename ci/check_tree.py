@@ -49,8 +49,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("arm", "policy"), ("target",), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",),
     ),
     "fusewright_acl": (
-        ("target", "verbose"), ("fpmath",), ("int8",), ("products", "convolutions"), ("lowerings", "quantized"), ("backend",),
-        ("fusewright_acl",),
+        ("rows", "target", "verbose"), ("fpmath",), ("int8",), ("products", "convolutions"), ("lowerings", "quantized"),
+        ("backend",), ("fusewright_acl",),
     ),
     "fusewright_int8": (
         ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("floats",), ("tensors",),

@@ -2,7 +2,8 @@
 
 oneDNN reads how exact products of fp32 must be from a setting of torch's that is the whole process's
 (`torch.backends.mkldnn.matmul.fp32_precision`), so the operators here turn it on while they run. A product that another
-thread starts in that moment is computed alike; nothing of it stays behind.
+thread starts in that moment is computed alike; nothing of it stays behind. Whatever form a weight was packed in, oneDNN then
+rounds and reorders it at every call: products with weights that are constants have a kernel of our own beside it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from typing import Any
 
 import torch
 
+from fusewright_cpu.kernels import bf16_linear
+
 NAMESPACE = "fusewright_acl"
 LINEAR = f"{NAMESPACE}::linear_bf16.default"
+PACK = f"{NAMESPACE}::pack_bf16.default"
 BMM = f"{NAMESPACE}::bmm_bf16.default"
+SDPA = f"{NAMESPACE}::sdpa_bf16.default"
 CONV = f"{NAMESPACE}::conv_bf16.default"
 
 _SETTINGS: tuple[Any, ...] = tuple(getattr(torch.backends.mkldnn, name) for name in ("matmul", "conv"))
@@ -54,6 +59,19 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
 
 
+def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [n, k] as our own kernel reads it."""
+    return bf16_linear.packed(weight).contiguous()
+
+
+def sdpa_bf16(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Attention of fp32 tensors, its two products in bf16."""
+    with bf16_products():
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+
+
 def bmm_bf16(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x[b, m, k] @ y[b, k, n] in fp32, row-major."""
     with bf16_products():
@@ -71,7 +89,9 @@ def conv_bf16(
 
 _OPERATORS: Mapping[Callable[..., torch.Tensor], str] = {
     linear_bf16: "(Tensor x, Tensor weight) -> Tensor",
+    pack_bf16: "(Tensor weight) -> Tensor",
     bmm_bf16: "(Tensor x, Tensor y) -> Tensor",
+    sdpa_bf16: "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> Tensor",
     conv_bf16: "(Tensor x, Tensor weight, Tensor? bias, int[] padding, int[] stride, int[] dilation, int groups) -> Tensor",
 }
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

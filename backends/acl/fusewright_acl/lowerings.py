@@ -28,7 +28,7 @@ LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=shared.linear_reason)(products.lower)
 LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=shared.mm_reason)(products.lower)
 LOWERINGS.add("conv_backward", dtypes=FLOATS, when=convolutions.backward_reason)(convolutions.backward)
-LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=shared.sdpa_reason)(shared.sdpa)
+LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=shared.sdpa_reason)(products.attention)
 
 
 def _bmm_reason(op: OpView) -> str | None:

@@ -8,6 +8,7 @@ is a 1x1 convolution.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +19,9 @@ from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright.toolkit.region.pattern import Match
 from fusewright_acl import fpmath
+from fusewright_acl.int8 import COLUMNS
+from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
+from fusewright_cpu.kernels.bf16_linear import Bf16Linear
 from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
 from fusewright_cpu.onednn.choices import Product, penalised
 from fusewright_cpu.onednn.fitted import FITTED
@@ -30,6 +34,7 @@ from fusewright_cpu.onednn.lowerings import (
     note_parts,
     operands,
     product_of,
+    sdpa,
     spec_of,
     weight_of,
 )
@@ -59,11 +64,11 @@ def lower(m: Match, b: Builder) -> None:
 
 
 def form_of(op: OpView, b: Builder) -> str:
-    """ "aten", "packed", "blas", "point", "gemv" or "bf16" for this product here."""
+    """ "aten", "packed", "blas", "point", "gemv", "bf16" or "bf16_packed" for this product here."""
     product, (x, w, _) = product_of(op), operands(op)
     wide = min(product.k, product.n) >= LEAST
     if product.dtype is torch.float32 and b.ctx.options["fpmath"] == "bf16" and wide:
-        return "bf16"
+        return _bf16_form(op, product, b)
     few, prepack = gemv_of(op, b) is not None, b.ctx.options["prepack"]
     packs = spec_of(x).static and b.is_const(w) and prepack != "never" and wide
     packed = "packed" if product.dtype is torch.float32 else "point"
@@ -78,6 +83,19 @@ def form_of(op: OpView, b: Builder) -> str:
         return "aten"
     candidates = {f: _MEASURE[f](product.proxy()) for f in forms}
     return b.ctx.choose(f"acl {product.key} {'/'.join(forms)}", Lazy(candidates))
+
+
+def _bf16_form(op: OpView, product: Product, b: Builder) -> str:
+    """ "bf16" (ACL, which packs the weight at every call) or "bf16_packed" (our kernel, for which it is packed once)."""
+    x, w, bias = operands(op)
+    if not b.is_const(w) or not b.is_const(bias) or b.ctx.options["prepack"] == "never" or not rows_fit(b.spec(x)):
+        return "bf16"
+    if Bf16Linear().refused(host_target()) or not is_row_major(spec_of(op.out)):
+        return "bf16"
+    if b.ctx.options["prepack"] == "always":
+        return "bf16_packed"
+    candidates = {"bf16": _time_bf16(product.proxy()), "bf16_packed": _time_bf16_packed(product.proxy())}
+    return b.ctx.choose(f"acl {product.key} {'/'.join(candidates)}", Lazy(candidates))
 
 
 def gemv_of(op: OpView, b: Builder) -> Gemv | None:
@@ -160,6 +178,19 @@ def _bf16(m: Match, b: Builder) -> str:
     return "ACL product, multiplied in bf16 (fpmath)"
 
 
+def _bf16_packed(m: Match, b: Builder) -> str:
+    op = m.anchor
+    x, w, bias = operands(op)
+    n, k = spec_of(op.out).shape[-1], spec_of(x).shape[-1]
+    weight = Value(b.prepare(fpmath.PACK, weight_of(op, w, b)).id, None)
+    more = [] if bias is None else [Value(b.prepare(COLUMNS, b.exact(bias), n, torch.float32).id, None)]
+    kernel = Bf16Linear(bias is not None)
+    sizes = (row_count(spec_of(x).shape[:-1]), n, k)
+    b.launch(kernel, hash_of(kernel), [row_major(x, b), weight, *more], sizes, (), out=op.out, op=op)
+    b.close_call((op,))
+    return "product in one kernel, packed, multiplied in bf16 (fpmath)"
+
+
 def _gemv(m: Match, b: Builder) -> str:
     op, p = m.anchor, product_of(m.anchor)
     kernel = gemv_of(op, b)
@@ -172,6 +203,7 @@ def _gemv(m: Match, b: Builder) -> str:
 
 _WRITE: dict[str, Callable[[Match, Builder], str]] = {
     "aten": _aten, "packed": _packed, "blas": _blas, "point": _point, "gemv": _gemv, "bf16": _bf16,
+    "bf16_packed": _bf16_packed,
 }  # fmt: skip
 
 
@@ -249,6 +281,24 @@ def _time_gemv(p: Product) -> Callable[[], Thunk]:
     return make
 
 
+def _time_bf16(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w, _ = _tensors(p)
+        return lambda: fpmath.linear_bf16(x, w)
+
+    return make
+
+
+def _time_bf16_packed(p: Product) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        x, w, _ = _tensors(p)
+        launcher = compile_kernels([Bf16Linear()]).launcher(Bf16Linear())
+        given = [x, fpmath.pack_bf16(w), torch.empty(p.m, p.n)]
+        return penalised(lambda: launcher(given, (p.m, p.n, p.k)), FITTED.packed_gain)
+
+    return make
+
+
 _MEASURE: dict[str, Callable[[Product], Callable[[], Thunk]]] = {
     "aten": _time_aten, "packed": _time_packed, "blas": _time_blas, "point": _time_point, "gemv": _time_gemv,
 }  # fmt: skip
@@ -268,3 +318,42 @@ def batched(m: Match, b: Builder) -> None:
     b.library(fpmath.BMM, b.any_strides(op.arg("self")), b.any_strides(op.arg("mat2")), out=op.out, stride=_rows_of(op.out), op=op)
     b.close_call((op,))
     b.notes[op.id] = "ACL product, multiplied in bf16 (fpmath)"
+
+
+# -- attention
+
+
+def attention(m: Match, b: Builder) -> None:
+    """Under `fpmath` torch's kernel with products in bf16, where that is faster than ours in fp32; else as every CPU backend."""
+    op = m.anchor
+    if b.ctx.options["fpmath"] != "bf16" or not _sdpa_in_bf16(op, b):
+        return sdpa(m, b)
+    values = [op.arg(n) for n in ("query", "key", "value", "attn_mask")]
+    args = (*map(b.any_strides, values), bool(op.arg("is_causal")), op.arg("scale"))
+    b.call(fpmath.SDPA, *args, out=op.out, op=op)
+    b.close_call((op,))
+    b.notes[op.id] = "torch's attention, multiplied in bf16 (fpmath)"
+    return None
+
+
+def _sdpa_in_bf16(op: OpView, b: Builder) -> bool:
+    q, k, v = (b.spec(op.arg(n)) for n in ("query", "key", "value"))
+    if op.op != "sdpa" or q.dtype is not torch.float32 or not all(s.static for s in (q, k, v)):
+        return False
+    mask, scale = op.arg("attn_mask"), op.arg("scale")
+    specs = [q, k, v, *([b.spec(mask)] if mask is not None else [])]
+
+    def timed(run: Callable[..., torch.Tensor]) -> Callable[[], Thunk]:
+        def make() -> Thunk:
+            made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]
+            q, k, v, *more = [t.fill_(1 if t.dtype is torch.bool else 0.5) for t in made]
+            return lambda: run(q, k, v, more[0] if more else None, bool(op.arg("is_causal")), scale)
+
+        return make
+
+    def fp32(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: Any) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+
+    shapes = " ".join("x".join(map(str, s.shape)) for s in specs)
+    candidates = {"bf16": timed(fpmath.sdpa_bf16), "fp32": timed(fp32)}
+    return b.ctx.choose(f"acl attention fpmath {shapes}", Lazy(candidates)) == "bf16"

@@ -7,14 +7,12 @@ What no row takes stays a product of floats.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, Size, TensorSpec, Value, is_static
+from fusewright.interface import OpView, Size, Value, is_static
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.ir.types import from_torch
@@ -25,6 +23,7 @@ from fusewright.toolkit.region.quantized import Quantized, Rows, Weight, before_
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
 from fusewright_acl.int8 import COLUMNS, PACK, SUMS
+from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
 from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
 from fusewright_cpu.kernels.int8_linear import MOST_K, MOST_K_WITH_ZEROS, Int8Linear, form_of
 from fusewright_cpu.onednn.lowerings import spec_of
@@ -60,7 +59,7 @@ def _linear_reason(op: OpView, x: Quantized | Rows, w: Weight, graph: RegionGrap
         return "a scale for each input of the weight, not for each output"
     if not (isinstance(w.scale, Value) or w.scale):
         return "a scale of 0"
-    if not _dense(spec_of(op.out)) or not (spec_of(x.value).static or _dense(spec_of(x.value))):
+    if not is_row_major(spec_of(op.out)) or not rows_fit(spec_of(x.value)):
         return "an input of symbolic size or a result that is not row-major"
     if not graph.is_const(op.arg("bias")):
         return "a bias that is computed"
@@ -77,21 +76,7 @@ def _scales_fit(x: Quantized | Rows) -> bool:
     given = [v for v in (x.scale, x.zero_point) if isinstance(v, Value)]
     if isinstance(x, Quantized):
         return all(spec_of(v).numel_hint() == 1 for v in given) and (bool(given) or bool(x.scale))
-    return all(spec_of(v).shape == (*spec_of(x.value).shape[:-1], 1) and _dense(spec_of(v)) for v in given)
-
-
-def _dense(spec: TensorSpec) -> bool:
-    """Whether it is row-major, symbolic sizes too."""
-    step: Any = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and _formula(stride) != step:
-            return False
-        step = step * _formula(size)
-    return True
-
-
-def _formula(size: Size) -> Any:
-    return size if isinstance(size, int) else size.expr
+    return all(spec_of(v).shape == (*spec_of(x.value).shape[:-1], 1) and is_row_major(spec_of(v)) for v in given)
 
 
 def _is_int8(m: Match, b: Builder) -> bool:
@@ -107,27 +92,15 @@ def _write_linear(m: Match, b: Builder) -> None:
     form = form_of(host_target())
     kinds = from_torch(spec_of(x.value).dtype), from_torch(spec_of(op.out).dtype)
     kernel = Int8Linear(*kinds, form, bias is not None, not _no_zeros(w))
-    given = [
-        _rows(x.value, b), b.prepare(PACK, weight, form), _columns(w.scale, n, torch.float32, b), b.prepare(SUMS, weight),
+    given: list[Ref | Value] = [
+        row_major(x.value, b), b.prepare(PACK, weight, form), _columns(w.scale, n, torch.float32, b), b.prepare(SUMS, weight),
         _per_row(x.scale, torch.float32, b), _per_row(x.zero_point, I32, b),
         *([_columns(w.zero_point, n, I32, b)] if kernel.zeros else []),
         *([_columns(bias, n, torch.float32, b)] if kernel.bias else []),
     ]  # fmt: skip
-    m_ = _count(spec_of(x.value).shape[:-1])
+    m_ = row_count(spec_of(x.value).shape[:-1])
     _launch(kernel, given, (m_, n, k, int(per_row)), op.out, m, b)
     b.notes[op.id] = f"int8 product ({form}), input quantized by {'row' if per_row else 'tensor'}"
-
-
-def _count(shape: Sequence[Size]) -> Any:
-    """How many rows there are."""
-    return reduce(operator.mul, map(_formula, shape), 1)
-
-
-def _rows(x: Value, b: Builder) -> Value | Ref:
-    """Row-major, copied where it is not."""
-    if _dense(b.spec(x)):
-        return b.at_hand(x)
-    return b.row_major(x) if b.spec(x).static else b.exact(x)
 
 
 def _columns(value: Any, n: int, dtype: torch.dtype, b: Builder) -> Ref:
@@ -161,9 +134,9 @@ def _launch(
 
 def _int_mm(m: Match, b: Builder) -> bool:
     x, w = spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))
-    types = {x.dtype, w.dtype} == {torch.int8} and _dense(spec_of(m.anchor.out))
+    types = {x.dtype, w.dtype} == {torch.int8} and is_row_major(spec_of(m.anchor.out))
     fits = w.static and not {0} & {*x.shape, *w.shape} and int(w.shape[0]) <= MOST_K  # type: ignore[arg-type]
-    fits = fits and (x.static or _dense(x))
+    fits = fits and rows_fit(x)
     return types and fits and b.is_const(m.anchor.arg("mat2")) and bool(form_of(host_target()))
 
 
@@ -171,7 +144,7 @@ def _write_int_mm(m: Match, b: Builder) -> None:
     op, form = m.anchor, form_of(host_target())
     x, (k, n) = op.arg("self"), spec_of(op.arg("mat2")).shape
     packed = b.prepare(PACK, b.prepare("aten::t.default", b.exact(op.arg("mat2"))), form)
-    _launch(Int8Linear("i8", "i32", form), [_rows(x, b), packed], (_count(spec_of(x).shape[:1]), n, k, 0), op.out, m, b)
+    _launch(Int8Linear("i8", "i32", form), [row_major(x, b), packed], (row_count(spec_of(x).shape[:1]), n, k, 0), op.out, m, b)
     b.notes[op.id] = f"int8 product ({form})"
 
 
@@ -181,7 +154,7 @@ def _write_int_mm(m: Match, b: Builder) -> None:
 def _few(m: Match, x: Value, w: Value, shape: Sequence[Size], bias: Value | None, b: Builder) -> Gemv | None:
     """The kernel for these rows and the weight [n, k], where there is one and it is the faster."""
     spec, out = b.spec(x), spec_of(m.out)
-    if not (spec.static and is_static(shape) and out.static and _dense(out)) or 0 in (*spec.shape, *shape):
+    if not (spec.static and is_static(shape) and out.static and is_row_major(out)) or 0 in (*spec.shape, *shape):
         return None
     n, k = (int(s) for s in shape)  # type: ignore[arg-type]
     rows = spec.numel_hint() // k
@@ -228,7 +201,7 @@ def _write_weight_only(m: Match, b: Builder) -> None:
 def _write_few(m: Match, x: Value, weight: Ref, shape: Sequence[Size], scale: Any, bias: Value | None, b: Builder) -> None:
     n, k = (int(s) for s in shape)  # type: ignore[arg-type]
     more = [] if bias is None else [b.exact(bias)]
-    _launch(m["kernel"], [_rows(x, b), weight, _columns(scale, n, torch.float32, b), *more], (n, k), m.out, m, b)
+    _launch(m["kernel"], [row_major(x, b), weight, _columns(scale, n, torch.float32, b), *more], (n, k), m.out, m, b)
     b.notes[m.anchor.id] = "product of few rows in one kernel, weight of int8"
 
 

@@ -26,7 +26,7 @@ def core(name: str = "neoverse-v1") -> Device:
 def compiled(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1", **options: Any) -> Fragment:
     """Lower everything drawn, choosing the forms named first in `prefer`."""
     g.temporaries.clear()  # of an earlier fragment
-    pick = by_preference(*prefer, "packed", "point", "blas", "aten", "eager", "kernel")
+    pick = by_preference(*prefer, "packed", "point", "blas", "bf16", "aten", "eager", "kernel")
     device = core(on)
     ctx = Context({**GravitonAcl.options, **options}, device, pick, specs=g.temporaries)
     result = GravitonAcl(device).compile(g.region(outputs), ctx)

@@ -9,8 +9,9 @@ import torch
 
 from fusewright import machine
 from fusewright.errors import OptionError
-from fusewright_acl import fpmath
+from fusewright_acl import fpmath, products
 from fusewright_acl.backend import GravitonAcl
+from fusewright_cpu.target import aarch64_target
 from tests.backends.acl.common import F32, channels_last, compiled
 from tests.fragments import Sketch, targets
 
@@ -44,6 +45,37 @@ def test_a_linear_with_its_bias_and_activation() -> None:
     exact = torch.nn.functional.gelu(tx.double() @ tw.double().t() + tb.double())
     assert ours.dtype is F32 and error(ours, exact) < 1e-2
     assert not HERE or error(ours, rounded) < 1e-5 < error(ours, exact)
+
+
+@pytest.mark.parametrize(("shape", "bias"), [((4, 16, 64), True), ((1, 64), False), ((37, 64), True)])
+def test_a_weight_is_packed_once_for_our_kernel(shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HERE:
+        monkeypatch.setattr(products, "host_target", lambda: aarch64_target("neoverse-v1"))
+    torch.manual_seed(0)
+    g = Sketch()
+    x, w = g.input(torch.randn(shape)), g.input(torch.randn(45, 64), const=True)
+    y = g.op("linear", x, w, g.input(torch.randn(45), const=True) if bias else None)
+    fragment = compiled(g, [y], "bf16_packed", fpmath="bf16")
+    assert targets(fragment) == [f"kernel bf16_linear{'_bias' if bias else ''}"]
+    assert targets(fragment, prepare=True)[0] == "fusewright_acl::pack_bf16"
+    if HERE:
+        (ours,) = g.run(fragment, [y])
+        shift = g.tensors[y.id].double() - g.tensors[x.id].double() @ g.tensors[w.id].double().t()  # the bias
+        assert error(ours, bf16(g.tensors[x.id]) @ bf16(g.tensors[w.id]).t() + shift) < 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention(causal: bool) -> None:
+    torch.manual_seed(0)
+    g = Sketch()
+    q, k, v = (g.input(torch.randn(2, 3, 40, 16)) for _ in range(3))
+    y = g.op("sdpa", q, k, v, None, 0.0, causal)
+    fragment = compiled(g, [y], fpmath="bf16")
+    assert targets(fragment) == ["fusewright_acl::sdpa_bf16"]
+    (ours,) = g.run(fragment, [y])
+    exact = torch.nn.functional.scaled_dot_product_attention(*(g.tensors[i.id].double() for i in (q, k, v)), is_causal=causal)
+    assert ours.dtype is F32 and (1e-5 if HERE else 0) <= error(ours, exact) < 2e-2
+    assert "sdpa_bf16" not in str(targets(compiled(g, [y], "fp32", fpmath="bf16")))
 
 
 def test_products_of_batches_and_matrices() -> None:

@@ -1,5 +1,5 @@
-"""The sample of the zoo on aarch64, in inference, and tokens of a Llama: prefill, then a step with the cache for each. It takes long
-under emulation: `ci/aarch64.sh -m slow`."""
+"""The sample of the zoo on aarch64, in inference, and tokens of a Llama: prefill, then a step with the cache for each. It takes
+long under emulation: `ci/aarch64.sh -m slow`."""
 
 from __future__ import annotations
 

@@ -10,28 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
-from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.pointwise import cast, memory_type
-from fusewright_cpu.emit.text import Fn, Module, V, const, i64
-from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
-from fusewright_cpu.policy import LOOPS
+from fusewright_cpu.emit.text import Module, V, const, i64
+from fusewright_cpu.kernels.parts import load, store
+from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
 from fusewright_cpu.target import CpuTarget
 
-COLUMNS = 8
-"""Columns of a tile; of weights, scales, sums and bias there are a multiple of it."""
-STEP = 16
-"""Elements of a row that a loop takes at once; packed rows have a multiple of it."""
-TILE = 32
-"""Rows of `x` that are packed together."""
-BLOCK = 64
-"""Columns of one work item."""
-HIGH, LOW = 8, 2
-"""Rows multiplied together, and those of a last few."""
 MOST_K, MOST_K_WITH_ZEROS = 65_536, 32_768
 """Longest sums of products that fit int32 whatever the values are: of weights, and of weights less their zero points."""
 FORMS = {"smmla": ("i8mm", 2, 8), "sdot": ("dotprod", 4, 4)}
@@ -109,97 +97,34 @@ class Int8Linear:
 
 def emit_int8_linear(module: Module, a: Int8Linear, name: str, parallel: bool) -> None:
     """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
-    _Body(module, a, f"{name}.body").write()
-    if parallel:
-        share(module, name)
-    f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
-    block, threads = f.args
-    m, n, k = (word(f, block, len(a.buffers) + at) for at in range(3))
-    items = f.mul(ceil_div(f, m, i64(TILE)), ceil_div(f, n, i64(BLOCK)))
-    work = f.bin("sdiv", f.mul(m, f.mul(n, f.add(k, i64(STEP)))), i64(COLUMNS))
-    team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
-    start(f, name, block, items, f.alloca("i64", 1, 8), team if parallel else None)
-    f.raw("ret i64 0")
-    f.finish()
+    emit_tiles(_Body(module, a, f"{name}.body"), name, parallel)
 
 
-class _Body:
-    """`void body(ptr block, i64 lo, i64 hi, ptr)`: work items lo to hi, each a tile of rows and a block of columns.
-
-    Rows are packed in groups of `group`, 8 bytes of each in turn.
-    """
+class _Body(Tiles):
+    """Tiles of int8."""
 
     def __init__(self, module: Module, a: Int8Linear, name: str) -> None:
-        self.a = a
-        self.f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
-        _, self.columns, self.bytes = FORMS[a.form]
+        super().__init__(module, name, a.buffers, len(a.symbols))
+        self.a, self.row_step = a, self.sizes[3]
+        _, self.columns, _ = FORMS[a.form]
         self.group = 2 if a.form == "smmla" else 1
 
-    def write(self) -> None:
-        f, a, block = self.f, self.a, self.f.args[0]
-        names = [b.name for b in a.buffers]
-        self.base = {name: f.conv("inttoptr", word(f, block, at), "ptr") for at, name in enumerate(names)}
-        self.m, self.n, self.k, self.row_step = (word(f, block, len(names) + at) for at in range(4))
-        self.width = f.bin("and", f.add(self.k, i64(STEP - 1)), i64(-STEP))
-        """Bytes of a packed row or column."""
-        f.module.declare("malloc", "ptr", ["i64"], external=True)
-        f.module.declare("free", "void", ["ptr"], external=True)
-        packed = f.add(f.mul(self.width, i64(TILE)), i64(STEP))
-        self.rows = f.let("ptr", 1, f"call ptr @malloc({f.add(packed, i64(4 * TILE))})")
-        self.totals = f.gep("i8", self.rows, packed)
-        """The sum of each packed row, where weights have zero points."""
-        blocks = ceil_div(f, self.n, i64(BLOCK))
-
-        def item(i: V, carried: list[V]) -> list[V]:
-            tile, part = f.bin("sdiv", i, blocks), f.bin("srem", i, blocks)
-            f.when(f.cmp("icmp ne", tile, carried[0]), lambda: self._pack(tile))
-            self._block(tile, f.mul(part, i64(BLOCK)))
-            return [tile]
-
-        f.loop(f.args[1], f.args[2], i64(1), [i64(-1)], item)
-        f.raw(f"call void @free({self.rows})")
-        f.raw("ret void")
-        f.finish()
-
-    def _high(self, tile: V) -> tuple[V, V]:
-        """(rows of a tile that are multiplied HIGH together, rows with the LOW ones behind them)."""
+    def eight(self, row: V, j: V, there: V | None) -> V:
         f = self.f
-        rows = least(f, f.bin("sub", self.m, f.mul(tile, i64(TILE))), i64(TILE))
-        high = f.mul(f.bin("sdiv", f.add(rows, i64(HIGH - LOW - 1)), i64(HIGH)), i64(HIGH))
-        more = f.cmp("icmp slt", high, rows)
-        return high, f.select(more, f.add(high, i64(LOW)), high)
+        x = load(f, "i8", f.gep("i8", self.base["x"], f.add(row, j)), 8, 1, there)
+        return f.bin("xor", x, const(-128, "i8")) if self.a.x == "u8" else x
 
-    def _row(self, tile: V, r: V) -> V:
-        """A row of `x`; behind the last one that row again."""
-        f = self.f
-        return least(f, f.add(f.mul(tile, i64(TILE)), r), f.bin("sub", self.m, i64(1)))
+    def summed(self) -> list[V]:
+        return [V("zeroinitializer", "i32", 8)] if self.a.zeros else []
 
-    def _pack(self, tile: V) -> list[V]:
-        f, whole = self.f, self.f.bin("and", self.k, i64(-8))
+    def add(self, sums: Sequence[V], x: V, there: V | None) -> list[V]:
+        if there is not None and sums and self.a.x == "u8":
+            x = self.f.select(there, x, V("zeroinitializer", "i8", 8))
+        return [self.f.bin("add", s, self.f.conv("sext", x, "i32")) for s in sums]
 
-        def row(r: V) -> None:
-            source = f.gep("i8", self.base["x"], f.mul(self._row(tile, r), self.k))
-            first, inner = f.bin("sdiv", r, i64(self.group)), f.bin("srem", r, i64(self.group))
-            to = f.gep("i8", self.rows, f.add(f.mul(first, f.mul(self.width, i64(self.group))), f.mul(inner, i64(8))))
-
-            def eight(j: V, sums: list[V], there: V | None = None) -> list[V]:
-                x = load(f, "i8", f.gep("i8", source, j), 8, 1, there)
-                x = f.bin("xor", x, const(-128, "i8")) if self.a.x == "u8" else x
-                store(f, x, f.gep("i8", to, f.mul(j, i64(self.group))), 8)
-                if there is not None and sums and self.a.x == "u8":
-                    x = f.select(there, x, V("zeroinitializer", "i8", 8))
-                return [f.bin("add", s, f.conv("sext", x, "i32")) for s in sums]
-
-            def last() -> list[V]:
-                return eight(whole, sums, f.cmp("icmp slt", f.iota(8), f.bin("sub", self.k, whole)))
-
-            sums = [V("zeroinitializer", "i32", 8)] if self.a.zeros else []
-            sums = f.loop(i64(0), whole, i64(8), sums, eight)
-            for total in f.when(f.cmp("icmp slt", whole, self.k), last, sums):
-                store(f, self._added(total), f.gep("i32", self.totals, r))
-
-        each(f, i64(0), self._high(tile)[1], 1, row)
-        return []
+    def packed_row(self, r: V, eights: Sequence[V]) -> None:
+        for total in eights:
+            store(self.f, self._added(total), self.f.gep("i32", self.totals, r))
 
     def _added(self, x: V) -> V:
         """The sum of a vector's lanes."""
@@ -207,80 +132,30 @@ class _Body:
         self.f.module.declare(name, "i32", [x.ty])
         return self.f.let("i32", 1, f"call i32 @{name}({x})")
 
-    def _block(self, tile: V, first: V) -> None:
-        """A block of columns, for all rows of the tile."""
-        f = self.f
-        high, stop = self._high(tile)
-
-        def columns(c: V) -> None:
-            each(f, i64(0), high, HIGH, lambda r: self._tile(tile, r, c, HIGH))
-            each(f, high, stop, LOW, lambda r: self._tile(tile, r, c, LOW))
-
-        each(f, first, least(f, f.add(first, i64(BLOCK)), self.n), COLUMNS, columns)
-
-    def _tile(self, tile: V, r: V, c: V, rows: int) -> None:
-        """`rows` rows from r on of COLUMNS columns from c on."""
-        f = self.f
-        x, w = f.gep("i8", self.rows, f.mul(r, self.width)), f.gep("i8", self.base["weight"], f.mul(c, self.width))
-        xs = [f.gep("i8", x, f.mul(self.width, i64(i * self.group))) for i in range(rows // self.group)]
-        ws = [f.gep("i8", w, f.mul(self.width, i64(g * self.columns))) for g in range(COLUMNS // self.columns)]
-        zero = V("zeroinitializer", "i32", 4)
-        multiply = self._matrix if self.a.form == "smmla" else self._dots
-        sums = f.loop(i64(0), self.width, i64(STEP), [zero] * (len(xs) * len(ws)), lambda k, s: multiply(xs, ws, k, s))
-        per = [sums[i * len(ws) : (i + 1) * len(ws)] for i in range(len(xs))]
-        for i, found in enumerate(self._of_rows(per)):
-            at = f.add(r, i64(i))
-            self._result(found, self._row(tile, at), c, at)
-
-    def _load16(self, p: V, at: V, offset: int) -> V:
-        return load(self.f, "i8", self.f.gep("i8", p, self.f.add(at, i64(offset))), 16, 8)
-
-    def _matrix(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V]) -> list[V]:
-        """Two rows by two columns in each register."""
-        out, at = list(sums), self.f.mul(k, i64(2))
-        for half in (0, 16):
-            right = [self._load16(w, at, half) for w in ws]
-            for i, p in enumerate(xs):
-                x = self._load16(p, at, half)
-                for g, w in enumerate(right):
-                    out[i * len(ws) + g] = self._call("smmla", out[i * len(ws) + g], x, w)
-        return out
+    def multiply(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V]) -> list[V]:
+        if self.a.form == "smmla":
+            return self.squares(xs, ws, k, sums, "smmla.v4i32.v16i8")
+        return self._dots(xs, ws, k, sums)
 
     def _dots(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V]) -> list[V]:
         """One row by four columns in each register."""
         f, out, at = self.f, list(sums), self.f.mul(k, i64(4))
-        left = [f.let("i32", 4, f"bitcast {self._load16(p, k, 0)} to <4 x i32>") for p in xs]
+        left = [f.let("i32", 4, f"bitcast {self.load16(p, k, 0)} to <4 x i32>") for p in xs]
         for q in range(4):
-            right = [self._load16(w, at, 16 * q) for w in ws]
+            right = [self.load16(w, at, 16 * q) for w in ws]
             for i, x in enumerate(left):
                 four = f.let("i8", 16, f"bitcast {f.lanes(x, [q] * 4)} to <16 x i8>")
                 for g, w in enumerate(right):
-                    out[i * len(ws) + g] = self._call("sdot", out[i * len(ws) + g], w, four)
+                    out[i * len(ws) + g] = self.call("sdot.v4i32.v16i8", out[i * len(ws) + g], w, four)
         return out
 
-    def _call(self, name: str, acc: V, x: V, y: V) -> V:
-        full = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
-        self.f.module.declare(full, acc.ty, [acc.ty, x.ty, y.ty])
-        return self.f.let("i32", 4, f"call {acc.ty} @{full}({acc}, {x}, {y})")
-
-    def _of_rows(self, sums: Sequence[Sequence[V]]) -> list[list[V]]:
-        """The sums of each row in the order of columns."""
-        if self.a.form == "sdot":
-            return [list(row) for row in sums]
-        out: list[list[V]] = []
-        for tiles in sums:
-            both = [(a, b) for a, b in zip(tiles[::2], tiles[1::2], strict=True)]
-            out += [[self.f.shuffle(a, b, pick) for a, b in both] for pick in ([0, 1, 4, 5], [2, 3, 6, 7])]
-        return out
-
-    def _result(self, sums: Sequence[V], row: V, c: V, packed: V) -> None:
-        """COLUMNS elements of a row of `out`, fewer at its end. `packed` is the row's number in the tile."""
+    def result(self, sums: Sequence[V], row: V, c: V, packed: V) -> None:
         f, t = self.f, memory_type(self.a.out)
         finish = self._of_row(row, packed) if self.a.scaled else lambda x, _: x
         for i, x in enumerate(sums):
             first = f.add(c, i64(4 * i))
             to = f.gep(t, self.base["out"], f.add(f.mul(row, self.n), first))
-            self._store(finish(x, first), to, f.bin("sub", self.n, first))
+            self.store(finish(x, first), to, f.bin("sub", self.n, first))
 
     def _of_row(self, row: V, packed: V) -> Callable[[V, V], V]:
         """What makes four results of four sums of a row, from a column on."""
@@ -307,23 +182,3 @@ class _Body:
 
         return finish
 
-    def _store(self, x: V, to: V, left: V) -> None:
-        """Four elements, or the first `left` of them."""
-        f = self.f
-        full = f.cmp("icmp sge", left, i64(4))
-
-        def all_of_them() -> list[V]:
-            store(f, x, to, 2)
-            return []
-
-        def one(lane: int) -> list[V]:
-            store(f, f.extract(x, lane), f.gep(x.t, to, i64(lane)), 2)
-            return []
-
-        def some() -> list[V]:
-            for lane in range(3):
-                f.when(f.cmp("icmp slt", i64(lane), left), partial(one, lane))
-            return []
-
-        f.when(full, all_of_them)
-        f.when(f.bin("xor", full, const(True, "i1")), some)

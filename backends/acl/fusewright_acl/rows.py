@@ -1,0 +1,42 @@
+"""Rows of tensors, for kernels that take [m, k] row-major: whether a tensor is that, and how many rows it has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from fusewright.interface import Size, TensorSpec, Value
+from fusewright.toolkit.region.builder import Builder
+
+
+def is_row_major(spec: TensorSpec) -> bool:
+    """Whether it is row-major, symbolic sizes too."""
+    step: Any = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size != 1 and _formula(stride) != step:
+            return False
+        step = step * _formula(size)
+    return True
+
+
+def _formula(size: Size) -> Any:
+    return size if isinstance(size, int) else size.expr
+
+
+def rows_fit(spec: TensorSpec) -> bool:
+    """Whether `row_major` can make it so."""
+    return spec.static or is_row_major(spec)
+
+
+def row_count(shape: Sequence[Size]) -> Any:
+    """How many rows there are."""
+    return reduce(operator.mul, map(_formula, shape), 1)
+
+
+def row_major(x: Value, b: Builder) -> Value:
+    """Row-major, copied where it is not."""
+    if is_row_major(b.spec(x)):
+        return b.at_hand(x)
+    return b.row_major(x) if b.spec(x).static else Value(b.exact(x).id, x.spec)

@@ -1,0 +1,92 @@
+"""A linear of fp32 on Arm whose products are of bf16: `out = bf16(x) @ weight.T (+ bias)`, with sums, bias and `out` in fp32.
+
+`bfmmla` multiplies two rows of 4 by two columns of 4 at once. Weights are rounded to bf16 and packed for it once, rows of `x` for
+a tile of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fusewright.toolkit.ir.ir import Buffer, Scalar
+from fusewright_cpu.emit.pointwise import cast
+from fusewright_cpu.emit.text import Module, V, i64
+from fusewright_cpu.kernels.parts import load
+from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
+from fusewright_cpu.target import CpuTarget
+
+WIDTH = STEP // 2
+"""Elements of a row that a loop takes at once."""
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """[n, k] in bf16 as the kernel reads it, one dimension: zeros up to whole tiles, registers one behind the other."""
+    n, k = (-(-size // of) * of for size, of in zip(weight.shape, (COLUMNS, WIDTH), strict=True))
+    full = torch.nn.functional.pad(weight.bfloat16(), (0, k - weight.shape[1], 0, n - weight.shape[0]))
+    return full.view(n // 2, 2, k // 4, 4).permute(0, 2, 1, 3).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16Linear:
+    """`x` fp32 [m, k], `out` fp32 [m, n]; `weight` is `packed`, `bias` fp32 is `int8_linear.padded`. Lengths are arguments."""
+
+    bias: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"bf16_linear{'_bias' if self.bias else ''}"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        bias = (Buffer("bias", "f32", "in"),) if self.bias else ()
+        return (Buffer("x", "f32", "in"), Buffer("weight", "bf16", "in"), *bias, Buffer("out", "f32", "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ("m", "n", "k")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        return "" if target.arm and target.has("bf16") else "needs an Arm CPU with bfmmla"
+
+
+def emit_bf16_linear(module: Module, a: Bf16Linear, name: str, parallel: bool) -> None:
+    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    emit_tiles(_Body(module, a, f"{name}.body"), name, parallel)
+
+
+class _Body(Tiles):
+    """Tiles of bf16."""
+
+    columns = group = 2
+    bytes: ClassVar[int] = 2
+    sum_type: ClassVar[str] = "float"
+
+    def __init__(self, module: Module, a: Bf16Linear, name: str) -> None:
+        super().__init__(module, name, a.buffers, len(a.symbols))
+        self.a = a
+
+    def eight(self, row: V, j: V, there: V | None) -> V:
+        f = self.f
+        x = load(f, "float", f.gep("float", self.base["x"], f.add(row, j)), 4, 4, there)
+        return cast(f, x, "f32", "bf16")
+
+    def multiply(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V]) -> list[V]:
+        return self.squares(xs, ws, k, sums, "bfmmla")
+
+    def result(self, sums: Sequence[V], row: V, c: V, packed: V) -> None:
+        f = self.f
+        for i, x in enumerate(sums):
+            first = f.add(c, i64(4 * i))
+            if self.a.bias:
+                x = f.bin("fadd", x, load(f, "float", f.gep("float", self.base["bias"], first), 4))
+            to = f.gep("float", self.base["out"], f.add(f.mul(row, self.n), first))
+            self.store(x, to, f.bin("sub", self.n, first))
