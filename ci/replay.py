@@ -81,10 +81,10 @@ def _x86() -> Device:
 
 
 def _arm() -> Device:
-    from fusewright_acl.target import NAMES
+    from fusewright_acl.target import simulated
 
-    core = NAMES["neoverse-v1"]
-    return Device("cpu", core.core, core.features | {"acl", "mkldnn_bf16", f"sve{core.sve_bits}"}, simulated=True)
+    features = simulated("neoverse-v1") or frozenset[str]()
+    return Device("cpu", "neoverse-v1", features | {"acl", "mkldnn_bf16"}, simulated=True)
 
 
 def _gpu(vendor: str, arch: str) -> Callable[[], Device]:

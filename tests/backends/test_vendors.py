@@ -126,7 +126,7 @@ def test_gpu_targets() -> None:
 def test_cpu_targets() -> None:
     graviton3 = "CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n"
     core = acl.core_of(acl.System(cpuinfo=graviton3))
-    assert core is not None and (core.core, core.sve_bits) == ("neoverse-v1", 256)
+    assert core is not None and (core.name, core.sve_bits) == ("neoverse-v1", 256)
     assert "bf16" in core.features
     assert acl.core_of(acl.System(cpuinfo="model name : something else")) is None
     vnni = frozenset({"avx2", "avx512_f", "avx512_bw", "avx512_vl", "avx512_vnni", "avx_vnni"})
