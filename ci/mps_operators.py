@@ -3,7 +3,9 @@
 The first sample of every entry, forward and backward, go through the backend, simulated, with the kernels themselves computed by
 the CPU's emitter. Every operator of a graph is lowered (to a Metal kernel), carried (torch's own MPS call, inside of a region), or
 left to eager, which has code for it on MPS or not: that says torch's table of operators. An operator counts once, where it fares
-worst. Exit code 1 when fewer than `--least` operators are covered.
+worst. Operators that eager dispatches and the graph has no more, because rows of the opset stand for several, or a rule has made
+another of them, count where an entry that calls them runs wholly on the device. Shards are put together by `--with`. Exit code 1
+when fewer than `--least` operators are covered.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ci.mps_fusion import Traffic, counting
@@ -59,10 +62,32 @@ def _of_entry(op: Any) -> Iterator[tuple[str, str]]:
     for dtype in [t for t in DTYPES if t in op.supported_dtypes("cpu")][:1]:
         gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
         for sample in _samples(op, dtype, gradients):
+            with Dispatched() as eager:
+                _run(lambda x, a, kw: op(x, *a, **kw), sample, gradients)
             with report.recording() as reports:
-                _run(op, sample, gradients)
-            for r in reports:
-                yield from ((_operator(o.op), _where(o)) for o in r.ops)
+                _run(_compiled(op), sample, gradients)
+            found = [(_operator(o.op), _where(o)) for r in reports for o in r.ops]
+            yield from found
+            worst = max((where for _, where in found), key=ORDER.index, default="not on MPS")
+            if worst != "not on MPS":
+                yield from ((name, worst) for name in eager.names - {name for name, _ in found} if _on_mps(name))
+
+
+class Dispatched(TorchDispatchMode):
+    """The operators that eager dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+def _on_mps(name: str) -> bool:
+    """Whether an operator is one of MPS at all, not of CPUs alone."""
+    return computes(name.removeprefix("aten::"))
 
 
 def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
@@ -76,12 +101,15 @@ def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
     return found
 
 
-def _run(op: Any, sample: Any, gradients: bool) -> None:
-    """What does not run is not counted: whether results are right is the business of `ci/opinfo.py`."""
+def _compiled(op: Any) -> Any:
     torch.compiler.reset()
-    fn = torch.compile(
+    return torch.compile(
         lambda x, a, kw: op(x, *a, **kw), backend="apple_mps", options={"simulate": True, "cache": False}
     )
+
+
+def _run(fn: Any, sample: Any, gradients: bool) -> None:
+    """What does not run is not counted: whether results are right is the business of `ci/opinfo.py`."""
     with contextlib.suppress(Exception):
         out = fn(sample.input, sample.args, sample.kwargs)
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
