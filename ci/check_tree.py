@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import graphlib
 import re
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from fusewright.conformance.imports import PUBLIC, imports, not_public
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 800
@@ -19,12 +20,6 @@ VENDORS = {
 }  # fmt: skip
 SHARED = {"cpu": "fusewright_cpu"}
 """Packages under backends/ that are no vendor's: vendors import them."""
-# What a partner may use is what the vendors here may use.
-PUBLIC = (
-    "fusewright.interface", "fusewright.ops", "fusewright.toolkit", "fusewright.plan.ir",
-    "fusewright.machine", "fusewright.errors", "fusewright.strict", "fusewright.dynamo.entry",
-    "fusewright.cache.artifacts", "fusewright.plan.native",
-)  # fmt: skip
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
 COMPAT = "common/fusewright/_torch_compat.py"
@@ -42,7 +37,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("toolkit.backend", "forms.passes"),
         ("pipeline", "bench", "quantization", "quantization.bench"),
         ("dynamo", "report_page", "aot", "fusewright"),
-        ("reference", "cli"),
+        ("reference",),
+        ("conformance",),
+        ("cli",),
         ("__main__",),
     ),
     "fusewright_cpu": (
@@ -99,18 +96,7 @@ def _layering(path: str, imported: set[str]) -> Iterator[str]:
     if path.startswith("backends/"):
         own = (VENDORS | SHARED).get(path.split("/")[1], "")
         yield from (f"imports {v}: a vendor imports no other vendor" for v in vendors if v != own)
-        for module in sorted(m for m in imported if m.split(".")[0] == "fusewright"):
-            if not any(f"{module}.".startswith(f"{p}.") for p in PUBLIC):
-                yield f"imports {module}: a vendor uses only {', '.join(PUBLIC)}"
-
-
-def imports(source: str) -> Iterator[str]:
-    """Full names of what a module imports: `from a import b` gives "a.b"."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from (f"imports {module}: a vendor uses only {', '.join(PUBLIC)}" for module in not_public(imported))
 
 
 def structure(sources: Mapping[str, str]) -> Iterator[str]:

@@ -7,11 +7,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ci import jobs, results
+from ci import jobs, results, support
 from fusewright.config import ENV, PREFIX, Options
 
 ROOT = Path(__file__).resolve().parents[1]
-GENERATED = [ROOT / "docs/reliability.md", ROOT / "docs/contributing.md"]
+GENERATED = [ROOT / "docs/reliability.md", ROOT / "docs/contributing.md", ROOT / "docs/support.md"]
 
 
 def options() -> str:
@@ -37,7 +37,7 @@ def _spelled(kind: Any) -> str:
     )
 
 
-TABLES = {"options": options, "jobs": lambda: jobs.table(jobs.read()[0])}
+TABLES = {"options": options, "jobs": lambda: jobs.table(jobs.read()[0]), "support": support.matrix}
 
 
 def updated(page: Path) -> str:

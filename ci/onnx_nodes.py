@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torch.testing._internal.opinfo.core import SampleInput
 
-from ci import opinfo_check as check
+from fusewright.conformance.ops import opinfo as check
 
 
 @dataclass(frozen=True)
 class Node:
-    """One test: a converted model and inputs. `op` and `name` are what `opinfo_check` asks of an entry."""
+    """One test: a converted model and inputs. `op` and `name` are what `opinfo` asks of an entry."""
 
     name: str
     op: torch.nn.Module

@@ -8,21 +8,18 @@ is listed apart. Exit code 0 when no entry is wrong, has crashed or ran out of t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import os
-import queue
 import re
-import selectors
-import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from fusewright.conformance.jobs.children import Pool, finishes
+from fusewright.conformance.ops import opinfo
 
 HERE = Path(__file__).resolve().parent
 
@@ -81,15 +78,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _jobs(a: argparse.Namespace) -> list[Job]:
-    sys.path.insert(0, str(HERE))
     import torch
-    from opinfo_check import entries  # type: ignore[import-not-found]
 
     wanted = re.compile(a.ops)
     return [
         Job(name, dtype)
         for dtype in a.dtypes.split(",")
-        for name in entries(getattr(torch, dtype), a.device)
+        for name in opinfo.entries(getattr(torch, dtype), a.device)
         if wanted.search(name)
     ]
 
@@ -107,106 +102,24 @@ def _shard(jobs: list[Job], shard: str) -> list[Job]:
 
 def _run(jobs: Sequence[Job], a: argparse.Namespace, until: float) -> Iterator[dict[str, Any]]:
     """Results as they come, of `--jobs` children side by side. No entry is begun after `until`."""
-    found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    env = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
 
-    def work(part: Sequence[Job]) -> None:
-        try:
-            with contextlib.closing(_in_turn(part, a)) as results:
-                for result in results:
-                    found.put(result)
-                    if time.monotonic() > until:
-                        break
-        finally:
-            found.put(None)
+    def ended(job: Mapping[str, Any], why: str) -> dict[str, Any]:
+        shared = not finishes(_command(a, opinfo.JUDGE), env, job, a.limit)
+        return asdict(
+            opinfo.Outcome(job["entry"], job["dtype"], problems=[] if shared else [why], shared=[why] if shared else [])
+        )
 
-    with ThreadPoolExecutor(a.jobs) as pool:
-        parts = [pool.submit(work, jobs[k :: a.jobs]) for k in range(a.jobs)]
-        for _ in parts:
-            yield from iter(found.get, None)
-        for part in parts:
-            part.result()
+    pool = Pool(_command(a, a.backend), ended, env, jobs=a.jobs, group=a.group, limit=a.limit)
+    yield from pool.run([asdict(j) for j in jobs], until)
 
 
-def _in_turn(jobs: Sequence[Job], a: argparse.Namespace) -> Generator[dict[str, Any], None, None]:
-    """Results in order. After a crash or a timeout the rest of the group goes on in a new child."""
-    todo = list(jobs)
-    while todo:
-        group = todo[: a.group]
-        done = 0
-        for result in _group(group, a):
-            done += 1
-            yield result
-        todo = todo[done:]
-
-
-def _group(group: Sequence[Job], a: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Results of one child until it ends; the entry that it ended in is reported as crashed or out of time."""
-    child = _start(a, group)
-    done = 0
-    why = ""
-    try:
-        for line in _lines(child, a.limit):
-            if line is None:
-                why = f"timeout: longer than {a.limit:g} s"
-                break
-            if line.startswith("{"):
-                done += 1
-                yield json.loads(line)
-    finally:  # also when no more results are wanted
-        child.kill()
-        code = child.wait()
-    if done == len(group):
-        return
-    job = group[done]
-    why = why or f"crash: the process ended with {code}"
-    shared = _also_fails(job, a)
-    yield {
-        "entry": job.entry, "dtype": job.dtype, "checks": 0, "uncaptured": 0, "lowered": 0, "carried": 0, "eager": 0, "skipped": "",
-        "problems": [] if shared else [why], "shared": [why] if shared else [],
-    }  # fmt: skip
-
-
-def _also_fails(job: Job, a: argparse.Namespace) -> bool:
-    """Whether `aot_eager` dies or hangs on the entry too."""
-    child = _start(argparse.Namespace(**{**vars(a), "backend": "aot_eager"}), [job])
-    finished = any(line is not None and line.startswith("{") for line in _lines(child, a.limit))
-    child.kill()
-    child.wait()
-    return not finished
-
-
-def _start(a: argparse.Namespace, group: Sequence[Job]) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable, str(HERE / "opinfo.py"), "--child", "--backend", a.backend, "--samples", str(a.samples),
+def _command(a: argparse.Namespace, backend: str) -> list[str]:
+    return [
+        sys.executable, str(HERE / "opinfo.py"), "--child", "--backend", backend, "--samples", str(a.samples),
         "--gradients" if a.gradients else "--no-gradients", "--threads", str(a.threads),
         "--device", a.device, *(["--dynamic"] if a.dynamic else []),
     ]  # fmt: skip
-    settings = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **settings}
-    )
-    assert child.stdin is not None
-    child.stdin.write(json.dumps([asdict(j) for j in group]).encode())
-    child.stdin.close()
-    return child
-
-
-def _lines(child: subprocess.Popen[bytes], limit: float) -> Iterator[str | None]:
-    """Lines of the child's output; None when it said nothing for `limit` seconds."""
-    assert child.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        rest = b""
-        while True:
-            if not selector.select(timeout=limit):
-                yield None
-                return
-            chunk = os.read(child.stdout.fileno(), 1 << 16)
-            if not chunk:
-                return
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace")
 
 
 # ---------------------------------------------------------------- child
@@ -220,18 +133,16 @@ def _child(a: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    sys.path.insert(0, str(HERE))
-    from opinfo_check import Compiler, Outcome, check
-
     torch.set_num_threads(a.threads)
     out = sys.stdout
     sys.stdout = sys.stderr  # samples may print
     for job in json.loads(sys.stdin.read()):
         dtype = getattr(torch, job["dtype"])
         try:
-            outcome = check(job["entry"], dtype, Compiler(a.backend, a.dynamic, a.device), a.samples, a.gradients)
+            by = opinfo.Compiler(a.backend, a.dynamic, a.device)
+            outcome = opinfo.check(job["entry"], dtype, by, a.samples, a.gradients)
         except Exception as e:  # a failure of the harness itself must not look like a pass
-            outcome = Outcome(job["entry"], job["dtype"], problems=[f"harness: {type(e).__name__}: {e}"])
+            outcome = opinfo.Outcome(job["entry"], job["dtype"], problems=[f"harness: {type(e).__name__}: {e}"])
         print(json.dumps(asdict(outcome)), file=out, flush=True)
     return 0
 

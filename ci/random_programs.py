@@ -24,7 +24,7 @@ from torch.testing._internal.opinfo.core import SampleInput
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ci import opinfo_check as check
+from fusewright.conformance.ops import opinfo as check
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 I64, I32, U8, BOOL = torch.int64, torch.int32, torch.uint8, torch.bool
@@ -96,7 +96,7 @@ class Step:
 
 
 class Program:
-    """Values are numbered: the inputs, then what each step makes. `op` and `name` are what `opinfo_check` asks of an entry."""
+    """Values are numbered: the inputs, then what each step makes. `op` and `name` are what `opinfo` asks of an entry."""
 
     def __init__(self, seed: int) -> None:
         self.name, self.random = f"program {seed}", random.Random(seed)

@@ -236,6 +236,27 @@ def is_composite(op: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 
+def op_database_lacks() -> str:
+    """The package that the module of torch's OpInfo database imports and that is not installed, or ""."""
+    from importlib.util import find_spec
+
+    return next((name for name in ("expecttest", "pytest") if find_spec(name) is None), "")
+
+
+def op_database() -> Sequence[Any]:
+    """Torch's OpInfo database: operators with samples, dtypes and errors, which torch is tested with."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return op_db  # type: ignore[no-any-return]
+
+
+def is_elementwise_entry(op: Any) -> bool:
+    """Whether an entry of the database is an elementwise operator of one or two tensors."""
+    from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
+
+    return isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo)
+
+
 def register_quantized_decomposed() -> None:
     """Define the `quantized_decomposed` ops, as an import of torchao does."""
     import torch.ao.quantization.fx._decomposed  # noqa: F401

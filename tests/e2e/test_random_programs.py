@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from ci.opinfo_check import Compiler
 from ci.random_programs import Program, checked
+from fusewright.conformance.ops.opinfo import Compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fusewright import ops
+from fusewright.conformance.ops.cases import SPECIAL, V, X, Y
+from fusewright.conformance.ops.samples import BF16, F32, I64, T, c, given, index, mask, t
 from fusewright.ops.aliases import ALIASES, Alias
 from fusewright.ops.core import resolve
 from fusewright.ops.oracle import flat
-from tests.ops.cases import SPECIAL, V, X, Y
-from tests.ops.samples import BF16, F32, I64, T, c, given, index, mask, t
 
 POSITIVE = t(3, 4, low=1, high=5)
 IMAGE = t(2, 4, 6, 6, channels_last=True)

@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from fusewright import ops
+from fusewright.conformance.ops.calls import UNDEFINED, arguments
+from fusewright.conformance.ops.cases import CASES
+from fusewright.conformance.ops.judge import difference
+from fusewright.conformance.ops.samples import Case
 from fusewright.interface import Value
 from fusewright.ops import Op
 from fusewright.ops.oracle import evaluate
@@ -19,15 +23,10 @@ from fusewright.plan.ir import Launch
 from fusewright.toolkit.lower.tables import RULES, rules_of, verdict
 from fusewright.toolkit.rules.kinds import View
 from tests.fragments import Sketch
-from tests.ops.cases import CASES
-from tests.ops.samples import Case
-from tests.ops.test_rows import UNDEFINED, _call, _params
+from tests.ops.test_rows import _params
 from tests.unit.fuse.running import LOADERS, execute, fused
 
 NOT_HERE = {"rms_norm_backward": "eager has no CPU kernel for it"}
-
-FLOOR = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1.01, torch.float16: 1.01}
-"""Units in the last place of the largest value that are allowed beside twice eager's error."""
 
 ROWS = [op for op in ops.OPS.values() if op.name in RULES and op.name not in NOT_HERE]
 
@@ -48,18 +47,7 @@ def drawn(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[Sketch, tupl
 def judge(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
     """The accuracy contract: see the module."""
     assert (got.dtype, got.shape, got.stride()) == (eager.dtype, eager.shape, eager.stride())
-    if not got.is_floating_point():
-        assert torch.equal(got, eager)
-        return
-    odd = ~torch.isfinite(exact)
-    same = (got.double() == exact) | (got.isnan() & exact.isnan()) | (got.double() == eager.double())
-    assert bool(same[odd].all()), f"{got[odd]} is not {exact[odd]}"
-    fine = ~odd & torch.isfinite(eager)
-    if fine.any():
-        size = max(1.0, float(exact[fine].abs().max()))
-        allowed = 2 * (eager.double() - exact)[fine].abs().max() + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
-        worst = (got.double() - exact)[fine].abs().max()
-        assert worst <= allowed, f"off by {float(worst):.3g}, allowed is {float(allowed):.3g}"
+    assert not (why := difference(got, eager, exact)), why
 
 
 def check(op: Op, args: list[Any], kwargs: dict[str, Any], loader: str) -> bool:
@@ -86,7 +74,7 @@ def check(op: Op, args: list[Any], kwargs: dict[str, Any], loader: str) -> bool:
 @pytest.mark.parametrize("loader", list(LOADERS))
 @pytest.mark.parametrize(("op", "dtype", "case"), _params(ROWS))
 def test_rule_follows_eager(op: Op, dtype: torch.dtype, case: Case, loader: str) -> None:
-    args, kwargs = _call(op, case, dtype)
+    args, kwargs = arguments(op, case, dtype)
     if not check(op, args, kwargs, loader):
         pytest.skip("not claimed")
 
@@ -94,8 +82,8 @@ def test_rule_follows_eager(op: Op, dtype: torch.dtype, case: Case, loader: str)
 def test_every_rule_takes_one_of_its_samples() -> None:
     idle = []
     for op in ROWS:
-        calls = [_call(op, case, torch.float32) for case in CASES[op.name] if op.name not in INTEGER]
-        calls += [_call(op, case, torch.int64) for case in CASES[op.name] if op.name in INTEGER]
+        calls = [arguments(op, case, torch.float32) for case in CASES[op.name] if op.name not in INTEGER]
+        calls += [arguments(op, case, torch.int64) for case in CASES[op.name] if op.name in INTEGER]
         if not any(verdict(drawn(op, *call)[0].ops[-1]) for call in calls):
             idle.append(op.name)
     assert not idle

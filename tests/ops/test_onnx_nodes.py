@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from ci.onnx_nodes import checked, nodes
-from ci.opinfo_check import Compiler
+from fusewright.conformance.ops.opinfo import Compiler
 
 missing = [name for name in ("onnx", "onnx2torch") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,35 +11,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.conformance.ops.calls import UNDEFINED, arguments, dtypes_of, with_tensors
+from fusewright.conformance.ops.cases import CASES
+from fusewright.conformance.ops.samples import F32, FLOATS, Case, NotFinite
 from fusewright.ops import Kind, Op, rules
 from fusewright.ops.oracle import evaluate, flat
-from tests.ops.cases import CASES, DTYPES
-from tests.ops.samples import ANY, F32, FLOATS, Case, NotFinite
 
 compat.register_quantized_decomposed()
 
-UNDEFINED = {
-    "empty": (0,),
-    "empty_like": (0,),
-    "empty_strided": (0,),
-    "new_empty": (0,),
-    "new_empty_strided": (0,),
-}
-UNDEFINED["log_sigmoid"] = (1,)
-"""Outputs whose values mean nothing, by row."""
-
 NO_CPU_KERNEL = ("rms_norm_backward",)
-
-
-def _dtypes(op: Op) -> tuple[torch.dtype, ...]:
-    return ANY if op.kind in (Kind.CREATION, Kind.RANDOM) and op.name not in DTYPES else DTYPES.get(op.name, FLOATS)
 
 
 def _params(rows: list[Op]) -> list[Any]:
     found = [
         (op, d, k)
         for op in rows
-        for d in _dtypes(op)
+        for d in dtypes_of(op)
         for k, case in enumerate(CASES.get(op.name, ()))
         if _exists(case, d)
     ]
@@ -53,20 +39,6 @@ def _exists(case: Case, dtype: torch.dtype) -> bool:
     except NotFinite:
         return False
     return True
-
-
-def _call(op: Op, case: Case, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
-    args, kwargs = case.make(dtype)
-    found = ops.canonical(op.target, args, kwargs)
-    assert found is not None and found[0] is op
-    return list(found[1]), found[2]
-
-
-def _with(args: Any, tensors: Iterator[torch.Tensor]) -> list[Any]:
-    """`args` with its tensors replaced, in order."""
-    if isinstance(args, list | tuple):
-        return [_with(a, tensors) for a in args]
-    return next(tensors) if isinstance(args, torch.Tensor) else args
 
 
 ULPS = {torch.float64: 16, torch.float32: 16, torch.bfloat16: 1}
@@ -96,7 +68,7 @@ def test_every_row_has_samples() -> None:
 
 @pytest.mark.parametrize(("op", "dtype", "case"), _params([o for o in ops.OPS.values() if o.name not in NO_CPU_KERNEL]))
 def test_row_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
-    args, kwargs = _call(op, case, dtype)
+    args, kwargs = arguments(op, case, dtype)
     torch.manual_seed(0)
     outs = flat(op.target(*args, **kwargs))
     assert op.dtypes(args, kwargs) == tuple(None if o is None else o.dtype for o in outs)
@@ -113,7 +85,7 @@ COMPOSITES = [op for op in ops.OPS.values() if op.decompose is not None]
 
 @pytest.mark.parametrize(("op", "dtype", "case"), [p for p in _params(COMPOSITES) if p.values[1] in FLOATS])
 def test_decomposition_agrees(op: Op, dtype: torch.dtype, case: Case) -> None:
-    args, kwargs = _call(op, case, dtype)
+    args, kwargs = arguments(op, case, dtype)
     assert op.decompose is not None
     outs = flat(op.decompose(*args, **kwargs))
     for got, want, d in zip(outs, evaluate(op, args, kwargs), op.dtypes(args, kwargs), strict=True):
@@ -124,11 +96,11 @@ def test_decomposition_agrees(op: Op, dtype: torch.dtype, case: Case) -> None:
 
 @pytest.mark.parametrize("op", COMPOSITES, ids=lambda op: op.name)
 def test_decomposition_ends_in_primitives(op: Op) -> None:
-    args, kwargs = _call(op, CASES[op.name][0], F32)
+    args, kwargs = arguments(op, CASES[op.name][0], F32)
 
     def run(*tensors: torch.Tensor) -> Any:
         assert op.decompose is not None
-        return op.decompose(*_with(args, iter(tensors)), **kwargs)
+        return op.decompose(*with_tensors(args, iter(tensors)), **kwargs)
 
     graph = make_fx(run, tracing_mode="fake")(*rules.tensors(args)).graph
     for node in graph.nodes:
@@ -144,11 +116,11 @@ SHAPED = [op for op in ops.OPS.values() if op.kind is not Kind.RANDOM and not op
 
 @pytest.mark.parametrize("op", SHAPED, ids=lambda op: op.name)
 def test_rules_hold_for_symbolic_sizes(op: Op) -> None:
-    args, kwargs = _call(op, CASES[op.name][0], F32)
+    args, kwargs = arguments(op, CASES[op.name][0], F32)
     seen: list[tuple[Any, Any]] = []
 
     def run(*tensors: torch.Tensor) -> Any:
-        call = _with(args, iter(tensors))
+        call = with_tensors(args, iter(tensors))
         seen.extend(zip(flat(op.target(*call, **kwargs)), op.shapes(call, kwargs), strict=True))
         return [o for o, _ in seen if o is not None]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.conformance.ops.cases import CASES, DTYPES
+from fusewright.conformance.ops.samples import F32, NotFinite
 from fusewright.graph import retrace
 from fusewright.ops import Kind, Op
-from tests.ops.cases import CASES, DTYPES
-from tests.ops.samples import F32, NotFinite
 
 compat.register_quantized_decomposed()
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "Time models against eager and Inductor, interleaved.",
     "report": "Write a page about a model: fusion graph, time by kernel, first call, memory, accuracy.",
     "quantize": "Quantize a model to 8 bits, and tell what each layer loses.",
+    "conformance": "Check that a backend is right, and how much of the opset it lowers.",
     "cache": "List, measure or clear the plans kept on disk.",
     "config": "List the options and environment variables with their values.",
 }

@@ -144,10 +144,10 @@ class Faulty(Interp):
             return Fragment(tuple(FRAGMENT_FAULTS[fault](region, ctx, [ctx.aten(op) for op in region.ops])))
         right = super().compile(region, ctx)
         assert isinstance(right, Opaque)
-        return Opaque(_broken(fault, right.fn))
+        return Opaque(broken(fault, right.fn))
 
 
-def _broken(fault: str, fn: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+def broken(fault: str, fn: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
     def run(*args: Any) -> Sequence[torch.Tensor]:
         results = tuple(fn(*args))
         if fault == "wrong_shape":

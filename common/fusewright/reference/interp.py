@@ -22,6 +22,7 @@ from fusewright.interface import (
     Value,
     Verdict,
     Why,
+    hint,
 )  # fmt: skip
 from fusewright.ops import oracle
 from fusewright.ops.core import unbind
@@ -83,10 +84,12 @@ def _read(a: Any, env: dict[int, Any]) -> Any:
 
 
 def _like(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`t` as a fresh tensor with the dtype of `spec`, and its strides where they are fixed."""
+    """`t` as a fresh tensor with the dtype of `spec`, and its strides; where these are symbols, with its order of dimensions."""
     t = t.to(spec.dtype)
     if not spec.static:
-        return t.clone()
+        order = sorted(range(t.dim()), key=lambda d: -hint(spec.stride[d]))
+        back = [order.index(d) for d in range(t.dim())]
+        return t.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
     shared = [d for d, (n, step) in enumerate(zip(t.shape, spec.stride, strict=True)) if step == 0 and n > 1]
     one = t
     for d in shared:

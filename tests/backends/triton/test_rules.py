@@ -13,14 +13,15 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform")
 
 import torch
 
+from fusewright.conformance.ops.calls import arguments
+from fusewright.conformance.ops.samples import Case
 from fusewright.ops import Op
 from fusewright.toolkit.ir import Kernel
 from fusewright_triton.backend import NvidiaTriton, RocmTriton
 from fusewright_triton.emit.operators import Unsupported
 from fusewright_triton.runtime import simulate_kernels
-from tests.ops.samples import Case
 from tests.ops.test_kernels_vs_eager import ROWS, check
-from tests.ops.test_rows import _call, _params
+from tests.ops.test_rows import _params
 from tests.unit.fuse.running import LOADERS, Run
 
 BACKENDS = (NvidiaTriton, RocmTriton)
@@ -40,7 +41,7 @@ def _simulated_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("op", "dtype", "case"), _params(ROWS))
 def test_rule_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
-    args, kwargs = _call(op, case, dtype)
+    args, kwargs = arguments(op, case, dtype)
     for backend in BACKENDS:
         try:
             taken = check(op, args, kwargs, backend.name)

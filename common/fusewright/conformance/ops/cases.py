@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from tests.ops.samples import (
+from fusewright.conformance.ops.samples import (
     ALL,
     ANY,
     BF16,
@@ -36,6 +37,8 @@ from tests.ops.samples import (
     weight_norm,
 )
 
+Cases = dict[str, tuple[Case, ...]]
+
 X, Y, V = t(3, 4), t(3, 4), t(4)
 POS = t(3, 4, low=1, high=4)
 SCALES = t(3, low=0.01, high=0.1, dtype=F32)
@@ -45,6 +48,13 @@ IMAGE = t(2, 4, 6, 6)
 LAST = t(2, 4, 6, 6, channels_last=True)
 HALF_IMAGE, WEIGHT = t(2, 4, 6, 6, dtype=BF16), t(4, dtype=F32, low=0.5, high=2)
 HEADS = (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8))
+
+Q_OUTPUTS: tuple[tuple[Any, ...], ...] = (
+    (1.0, 0, F32, "none", [], ""),
+    (0.5, 20, U8, "relu", [], ""),
+    (1.0, 0, BF16, "relu", [], ""),
+)
+"""Scale, zero point, dtype and activation of what a quantized linear gives."""
 
 _UNARY = """
     abs neg sign sgn ceil floor round trunc frac exp exp2 expm1 sin cos tan asinh atan sinh cosh
@@ -64,13 +74,13 @@ _GRADIENTS = """
     hardsigmoid_backward
 """
 
-UNARY = {name: (c(X), c(SPECIAL), c(t())) for name in _UNARY.split()}
+UNARY: Cases = {name: (c(X), c(SPECIAL), c(t())) for name in _UNARY.split()}
 UNARY |= {name: (c(POS),) for name in "sqrt rsqrt reciprocal log log2 log10 log1p acosh lgamma digamma".split()}
 UNARY["acosh"] = (c(t(3, 4, low=1.1, high=3)),)
 UNARY |= {name: (c(UNIT),) for name in "asin acos atanh erfinv".split()}
 UNARY["bitwise_not"] = (c(X),)
 
-BINARY = {name: (c(X, Y), c(X, V), c(t(), Y), c(X, t(3, 4, dtype=F64))) for name in _BINARY.split()}
+BINARY: Cases = {name: (c(X, Y), c(X, V), c(t(), Y), c(X, t(3, 4, dtype=F64))) for name in _BINARY.split()}
 BINARY["add"] += (c(X, Y, alpha=0),)
 for name in ("add", "sub", "mul"):
     BINARY[name] += (c(X, 2), c(X, 2.5, alpha=3) if name != "mul" else c(X, 2.5))
@@ -83,16 +93,20 @@ BINARY |= {f"{name}_scalar": (c(X, 2), c(X, -3)) for name in ("fmod", "remainder
 BINARY |= {f"bitwise_{d}_shift": (c(t(3, 4, low=0, high=9), t(4, low=0, high=4)),) for d in ("left", "right")}
 BINARY |= {f"bitwise_{d}_shift_scalar": (c(t(3, 4, low=0, high=9), 2),) for d in ("left", "right")}
 
-REDUCTIONS = {name: (c(X, [1], False), c(t(2, 3, 4), [0, 2], True), c(X, [], False)) for name in _REDUCTIONS.split()}
+REDUCTIONS: Cases = {
+    name: (c(X, [1], False), c(t(2, 3, 4), [0, 2], True), c(X, [], False)) for name in _REDUCTIONS.split()
+}
 REDUCTIONS["sum"] += (c(X, None), c(X, [0], dtype=F32))
-ONE_DIM = {name: (c(X, 1), c(t(2, 3, 4), -2, True)) for name in _ONE_DIM.split()}
-ALONG = {name: (c(X, 1), c(t(2, 3, 4), 0), c(t(), 0)) for name in ("cumsum", "cumprod", "cummax", "logcumsumexp")}
-MOMENTS = {
+ONE_DIM: Cases = {name: (c(X, 1), c(t(2, 3, 4), -2, True)) for name in _ONE_DIM.split()}
+ALONG: Cases = {
+    name: (c(X, 1), c(t(2, 3, 4), 0), c(t(), 0)) for name in ("cumsum", "cumprod", "cummax", "logcumsumexp")
+}
+MOMENTS: Cases = {
     name: (c(X), c(t(2, 3, 4), [1, 2], correction=0, keepdim=True), c(X, [0], correction=1))
     for name in _MOMENTS.split()
 }
 
-CASES: dict[str, tuple[Case, ...]] = {
+CASES: Cases = {
     # At infinity eager's fp32 kernel of gelu gives NaN, its fp64 kernel infinity: the row leaves it open.
     "gelu": (c(X), c(X, approximate="tanh"), c(given(0.0, -0.0, math.nan, 9.0, -9.0))),
     **UNARY,
@@ -374,7 +388,15 @@ CASES: dict[str, tuple[Case, ...]] = {
         c(t(3, 4, dtype=F32), t(3, 1, low=0.01, high=0.1, dtype=F64), T((3, 1), I64, 0, 3), -128, 127, I8),
     ),
     "dequantize_per_token": (
-        c(T((3, 4), I8, -128, 128), t(3, 1, low=0.01, high=0.1, dtype=F32), t(3, 1, low=0, high=0, dtype=F32), -128, 127, I8, F32),
+        c(
+            T((3, 4), I8, -128, 128),
+            t(3, 1, low=0.01, high=0.1, dtype=F32),
+            t(3, 1, low=0, high=0, dtype=F32),
+            -128,
+            127,
+            I8,
+            F32,
+        ),
         c(T((3, 4), I8, -128, 128), t(3, 1, low=0.01, high=0.1, dtype=F64), T((3, 1), I64, 0, 3), -128, 127, I8, F32),
     ),
     "q_linear": tuple(
@@ -389,11 +411,7 @@ CASES: dict[str, tuple[Case, ...]] = {
             t(8, dtype=F32),
             *out,
         )
-        for out in (
-            (1.0, 0, F32, "none", [], ""),
-            (0.5, 20, U8, "relu", [], ""),
-            (1.0, 0, BF16, "relu", [], ""),
-        )
+        for out in Q_OUTPUTS
     ),
     "q_linear_tensor": (
         saved(

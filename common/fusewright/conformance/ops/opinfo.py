@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo, op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fusewright import _torch_compat as compat
 from fusewright import report
 
 JUDGE = "aot_eager"
@@ -47,7 +47,7 @@ class Outcome:
 
 def entries(dtype: torch.dtype, device: str = "cpu") -> list[str]:
     """The names of every entry that has the dtype on the device, variants included, in the database's order."""
-    return [full_name(op) for op in op_db if dtype in op.supported_dtypes(device)]
+    return [full_name(op) for op in compat.op_database() if dtype in op.supported_dtypes(device)]
 
 
 def full_name(op: Any) -> str:
@@ -62,15 +62,20 @@ class Compiler:
     backend: str
     dynamic: bool = False
     device: str = "cpu"
+    simulate: bool = False
+
+    def options(self) -> dict[str, Any] | None:
+        """The options of `torch.compile`; None for a backend that takes none."""
+        return {"simulate": True} if self.simulate else None
 
     def judge(self) -> Compiler:
-        return replace(self, backend=JUDGE)
+        return replace(self, backend=JUDGE, simulate=False)
 
 
 def check(name: str, dtype: torch.dtype, backend: Compiler, samples: int, gradients: bool) -> Outcome:
     """Every check of one entry. `samples`: how many of its samples, spread over all of them; 0 for all."""
     torch.compiler.reset()
-    op = next(o for o in op_db if full_name(o) == name)
+    op = next(o for o in compat.op_database() if full_name(o) == name)
     outcome = Outcome(name, str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
     inputs = spread(list(op.sample_inputs(backend.device, dtype, requires_grad=False)), samples)
@@ -170,12 +175,13 @@ def _compiled(fn: Callable[..., Any], arguments: Any, by: Compiler, outcome: Out
     if not by.dynamic or by.backend == JUDGE:
         torch.compiler.reset()
     with report.recording() as reports:
-        result = torch.compile(fn, backend=by.backend, dynamic=by.dynamic)(*arguments)
+        result = torch.compile(fn, backend=by.backend, dynamic=by.dynamic, options=by.options())(*arguments)
     if outcome is not None:
         outcome.lowered += sum(r.count("lowered") for r in reports)
         outcome.carried += sum(r.count("carried") for r in reports)
         outcome.eager += sum(r.count("eager") for r in reports)
         outcome.uncaptured += not reports and not by.dynamic
+        outcome.problems += [f"bug: {b}" for r in reports for b in r.bugs]
     return result
 
 
@@ -252,7 +258,7 @@ def differences(op: Any, wanted: Seen, got: Seen, exact: Exact) -> list[str]:
     found += _compare("gradient", wanted.gradients, got.gradients, exact, lambda seen: seen.gradients)
     if sharing(wanted) != sharing(got):
         found.append("alias: outputs share memory with inputs or each other otherwise than in eager")
-    if not isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo):  # a formula in another order may give the other zero
+    if not compat.is_elementwise_entry(op):  # a formula in another order may give the other zero
         found = [f for f in found if not f.startswith("zero sign")]
     return found
 

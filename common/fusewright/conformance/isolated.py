@@ -1,0 +1,102 @@
+"""A backend in a process without its vendor's libraries: `python -m fusewright.conformance.isolated NAME module:Class`.
+
+Prints a line of JSON: what is wrong with its import and its probe ("" for nothing), and its fingerprint with all libraries.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+HOSTS = ("torch", "fusewright")
+"""Distributions that every backend stands on; what they require is there too."""
+
+
+class Missing(MetaPathFinder):
+    """Refuses modules of every distribution that is not allowed, as if it were not installed."""
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self.allowed = allowed
+        self.refused: set[str] = set()
+        self.on = True
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        top = name.partition(".")[0]
+        if not self.on or name in sys.modules or top in self.allowed:
+            return None
+        self.refused.add(top)
+        raise ModuleNotFoundError(f"No module named {name!r} (hidden by the conformance kit)", name=name)
+
+
+def allowed(own: str) -> frozenset[str]:
+    """Top-level modules that are no vendor's: the standard library, what is loaded with torch and the host, what these two
+    require, and the backend's own package with the family's."""
+    required = {d for host in HOSTS for d in _required(host)}
+    tops = importlib.metadata.packages_distributions()
+    known = {top for top, dists in tops.items() if any(_canonical(d) in required for d in dists)}
+    family = {top for top in tops if top.startswith("fusewright")} | {"fusewright_cpu"}
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    return frozenset({*sys.stdlib_module_names, *known, *family, *loaded, own})
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _required(name: str, seen: set[str] | None = None) -> Iterator[str]:
+    """The distribution and all that it requires without extras, by canonical name."""
+    seen = set() if seen is None else seen
+    if _canonical(name) in seen:
+        return
+    seen.add(_canonical(name))
+    yield _canonical(name)
+    try:
+        requires = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for r in requires:
+        if "extra ==" not in r and not re.match(r"triton\b|nvidia", r):
+            yield from _required(re.split(r"[^\w.-]", r, maxsplit=1)[0], seen)
+
+
+def main(argv: Sequence[str]) -> int:
+    name, value = argv[:2]
+    import torch  # noqa: F401  (loaded before anything is hidden)
+
+    from fusewright import registry
+    from fusewright.conformance.settings import Settings
+
+    finder = Missing(allowed(value.partition(":")[0].partition(".")[0]))
+    sys.meta_path.insert(0, finder)
+    info = registry.info(name)
+    found = {"import": "", "probe": "", "fingerprint": ""}
+    if info.cls is None:
+        found["import"] = f"{info.device.reason}; hidden were: {', '.join(sorted(finder.refused))}"  # type: ignore[union-attr]
+    else:
+        found["probe"] = _probe(info.cls)
+        finder.on = False
+        registry.refresh()
+        try:
+            found["fingerprint"] = Settings(name, "--simulate" in argv).make().fingerprint()
+        except LookupError:  # no device: the parent, which asks only where it has one, sees the difference
+            pass
+    print(json.dumps(found))
+    return 0
+
+
+def _probe(cls: Any) -> str:
+    try:
+        answer = cls.probe()
+    except BaseException as e:  # whatever it raises is what is wrong with it
+        return f"without the vendor's libraries probe() raises {type(e).__name__}: {e}"
+    return "" if type(answer).__name__ in ("Device", "Unavailable") else f"probe() gave {type(answer).__name__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

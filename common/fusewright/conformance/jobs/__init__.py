@@ -1,0 +1,1 @@
+"""Jobs, the processes that do them, and a whole run."""

@@ -1,0 +1,119 @@
+"""Jobs in child processes, so that a crash costs one job. Used by the command, and by the runner of torch's OpInfo database."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Job: TypeAlias = Mapping[str, Any]
+Result: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How jobs run. A child reads a JSON list of jobs and prints a line of JSON for each. `ended(job, why)` is the result of a job
+    that took its child down, or that said nothing for `limit` seconds."""
+
+    command: Sequence[str]
+    ended: Callable[[Job, str], Result]
+    env: Mapping[str, str]
+    jobs: int = 1
+    group: int = 25
+    """Jobs of one child."""
+    limit: float = 300.0
+
+    def run(self, jobs: Sequence[Job], until: float = float("inf")) -> Iterator[Result]:
+        """Results as they come. No job is begun after `until` (of `time.monotonic`)."""
+        found: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+
+        def work(part: Sequence[Job]) -> None:
+            try:
+                with contextlib.closing(self._in_turn(part)) as results:
+                    for result in results:
+                        found.put(result)
+                        if time.monotonic() > until:
+                            break
+            finally:
+                found.put(None)
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            parts = [pool.submit(work, jobs[k :: self.jobs]) for k in range(self.jobs)]
+            for _ in parts:
+                yield from iter(found.get, None)
+            for part in parts:
+                part.result()
+
+    def _in_turn(self, jobs: Sequence[Job]) -> Generator[Result, None, None]:
+        """Results in order. After a crash or a timeout the rest of the group goes on in a new child."""
+        todo = list(jobs)
+        while todo:
+            done = 0
+            with contextlib.closing(self._group(todo[: self.group])) as results:
+                for result in results:
+                    done += 1
+                    yield result
+            todo = todo[done:]
+
+    def _group(self, group: Sequence[Job]) -> Generator[Result, None, None]:
+        """Results of one child until it ends; the last is that of the job that it ended in."""
+        child = _start(self.command, self.env, group)
+        done, why = 0, ""
+        try:
+            for line in _lines(child, self.limit):
+                if line is None:
+                    why = f"timeout: longer than {self.limit:g} s"
+                    break
+                if line.startswith("{"):
+                    done += 1
+                    yield json.loads(line)
+        finally:  # also when no more results are wanted
+            child.kill()
+            code = child.wait()
+        if done < len(group):
+            yield self.ended(group[done], why or f"crash: the process ended with {code}")
+
+
+def finishes(command: Sequence[str], env: Mapping[str, str], job: Job, limit: float) -> bool:
+    """Whether a child of this command answers at all."""
+    child = _start(command, env, [job])
+    finished = any(line is not None and line.startswith("{") for line in _lines(child, limit))
+    child.kill()
+    child.wait()
+    return finished
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], group: Sequence[Job]) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **env}
+    )
+    assert child.stdin is not None
+    child.stdin.write(json.dumps([dict(j) for j in group]).encode())
+    child.stdin.close()
+    return child
+
+
+def _lines(child: subprocess.Popen[bytes], limit: float) -> Iterator[str | None]:
+    """Lines of the child's output; None when it said nothing for `limit` seconds."""
+    assert child.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        rest = b""
+        while True:
+            if not selector.select(timeout=limit):
+                yield None
+                return
+            chunk = os.read(child.stdout.fileno(), 1 << 16)
+            if not chunk:
+                return
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace")

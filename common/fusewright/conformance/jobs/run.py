@@ -1,0 +1,47 @@
+"""A whole run of the kit: jobs, children, verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from fusewright.conformance.jobs import levels, worker
+from fusewright.conformance.jobs.children import Job, Pool, Result
+from fusewright.conformance.settings import Settings
+from fusewright.conformance.verdicts import Check
+
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Children stand beside each other, and what they compute is small."""
+
+
+def shard(jobs: Sequence[dict[str, str]], part: str) -> list[dict[str, str]]:
+    """The k-th of n equal parts, "k/n" with k from 1. ValueError for anything else."""
+    try:
+        k, n = map(int, part.split("/"))
+    except ValueError:
+        raise ValueError(f"{part!r} is no shard; write k/n, such as 1/4") from None
+    if not 1 <= k <= n:
+        raise ValueError(f"shard {part}: parts go from 1 to {n}")
+    return list(jobs[k - 1 :: n])
+
+
+def checks(settings: Settings, jobs: Sequence[dict[str, str]], processes: int, limit: float) -> Iterator[Check]:
+    """The checks of jobs, as they come. `processes` 0: in this process, where a crash is the end."""
+    if processes == 0:
+        for job in jobs:
+            yield from levels.perform(job, settings)
+        return
+    pool = Pool(
+        [sys.executable, "-m", worker.__name__, json.dumps(settings.as_json())],
+        _ended,
+        THREADS,
+        jobs=processes,
+        limit=limit,
+    )
+    for result in pool.run(jobs):
+        yield from map(Check.from_json, result["checks"])
+
+
+def _ended(job: Job, why: str) -> Result:
+    return {"job": dict(job), "checks": [levels.crashed(job, why).as_json()]}

@@ -1,0 +1,59 @@
+"""Whether a result is right, given eager's and the exact one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOOR = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1.01, torch.float16: 1.01}
+"""Units in the last place of the largest value that are allowed beside twice eager's error."""
+
+
+def difference(got: Tensor, eager: Tensor, exact: Tensor, bits: bool = False) -> str:
+    """Why `got` is wrong, or "". Floats may be off by twice eager's error (against `exact`, fp64) and a few units in the last
+    place; NaN and Inf are where eager or the exact result has them. Everything else is equal, and with `bits` so are floats."""
+    if (got.dtype, got.shape, strides(got)) != (eager.dtype, eager.shape, strides(eager)):
+        return f"{told(got)}, eager has {told(eager)}"
+    if got.numel() == 0 or _equal(got, eager):
+        return ""
+    if bits or not got.is_floating_point():
+        return f"{int((got != eager).sum())} of {got.numel()} elements differ from eager's, which are exact"
+    return _odd(got, eager, exact) or _off(got, eager, exact)
+
+
+def told(t: Tensor) -> str:
+    return f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}"
+
+
+def strides(t: Tensor) -> Sequence[int]:
+    """Those that matter: of dimensions with more than one element."""
+    return () if t.numel() == 0 else [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _odd(got: Tensor, eager: Tensor, exact: Tensor) -> str:
+    """NaN and Inf in the exact result or in eager's: `got` follows one of them."""
+    odd = ~torch.isfinite(exact) | ~torch.isfinite(eager)
+    same = (
+        (got.double() == exact) | (got.isnan() & exact.isnan()) | (got == eager) | (got.isnan() & eager.isnan())
+    )  # fmt: skip
+    if bool(same[odd].all()) and bool(torch.isfinite(got[~odd]).all()):
+        return ""
+    return "NaN or Inf where eager has none, or the other way round"
+
+
+def _off(got: Tensor, eager: Tensor, exact: Tensor) -> str:
+    fine = torch.isfinite(exact) & torch.isfinite(eager)
+    if not fine.any():
+        return ""
+    size = max(1.0, float(exact[fine].abs().max()))
+    allowed = 2 * (eager.double() - exact)[fine].abs().max() + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
+    worst = (got.double() - exact)[fine].abs().max()
+    return "" if worst <= allowed else f"off by {float(worst):.3g}, allowed is {float(allowed):.3g}"

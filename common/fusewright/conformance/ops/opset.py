@@ -1,0 +1,298 @@
+"""C2, first part: every row of the opset, in every dtype and layout, with known, symbolic and odd sizes, against eager and fp64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops, pipeline, report
+from fusewright.conformance.ops import calls
+from fusewright.conformance.ops.calls import Arguments, arguments, traced, valid
+from fusewright.conformance.ops.cases import CASES
+from fusewright.conformance.ops.judge import difference
+from fusewright.conformance.ops.samples import Case, NotFinite
+from fusewright.conformance.settings import Settings
+from fusewright.conformance.verdicts import Check, Verdict
+from fusewright.interface import HOST, Backend, Why
+from fusewright.ops import Kind, Op, rules
+from fusewright.ops.oracle import evaluate, flat
+
+LEVEL = "C2"
+
+Change = Callable[[Op, Case, torch.dtype], Arguments]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to call a sample. `first`: only the first sample of a row, `weights`: its weights are constants, and change."""
+
+    name: str
+    make: Change
+    symbolic: bool = False
+    first: bool = True
+    weights: bool = False
+
+
+def _plain(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
+    return arguments(op, case, dtype)
+
+
+def _sized(size: Callable[[int], int]) -> Change:
+    return lambda op, case, dtype: arguments(op, calls.resized(case, size), dtype)
+
+
+def _laid_out(layout: Callable[[Tensor], Tensor]) -> Change:
+    def make(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
+        args, kwargs = arguments(op, case, dtype)
+        return calls.mapped(args, lambda t: layout(t) if t.layout is torch.strided and t.dim() else t), kwargs
+
+    return make
+
+
+def transposed(t: Tensor) -> Tensor:
+    """The same values with the dimensions in the opposite order in memory."""
+    order = tuple(reversed(range(t.dim())))
+    return t.permute(order).contiguous().permute(order)
+
+
+def gapped(t: Tensor) -> Tensor:
+    """The same values in every second element of memory, from the second on."""
+    memory = torch.zeros(*t.shape[:-1], 2 * t.shape[-1] + 1, dtype=t.dtype, device=t.device)
+    return memory[..., 1::2].copy_(t)
+
+
+def expanded(t: Tensor) -> Tensor:
+    """The first row again and again, without memory of its own."""
+    return t[:1].expand(t.shape)
+
+
+ODD = (math.nan, math.inf, -math.inf, -0.0)
+
+
+def _odd(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
+    """NaN, infinities and a negative zero in the first floating tensor."""
+    args, kwargs = arguments(op, case, dtype)
+    first = next(
+        (t for t in rules.tensors(args) if t.is_floating_point() and t.is_contiguous() and t.numel() > 4), None
+    )
+    if first is None or op.kind is Kind.RANDOM:
+        raise NotFinite
+    first.view(-1)[torch.arange(4) * (first.numel() // 4)] = torch.tensor(ODD, dtype=first.dtype)
+    return args, kwargs
+
+
+VARIANTS = (
+    Variant("static", _plain, first=False, weights=True),
+    Variant("dynamic", _plain, symbolic=True, first=False),
+    Variant("large", _sized(lambda n: 16 * n + 5 if n > 1 else n)),
+    Variant("transposed", _laid_out(transposed)),
+    Variant("gapped", _laid_out(gapped)),
+    Variant("expanded", _laid_out(expanded)),
+    Variant("empty", _sized(lambda n: 0 if n == 3 else n)),
+    Variant("ones", _sized(lambda n: 1)),
+    Variant("not finite", _odd),
+)
+"""What is tried with each row and dtype. What eager refuses of it is left out."""
+
+EXACT = frozenset(
+    "cast clone copy where masked_fill masked_fill_tensor neg abs sign sgn round floor ceil trunc relu maximum minimum clamp "
+    "clamp_tensor threshold fill fill_tensor full full_like new_full amax amin max_with_indices min_with_indices sort topk "
+    "cummax max_pool2d copysign copysign_scalar fmax fmin constant_pad_nd".split()
+)
+"""Rows that round nothing, or round once by a rule: their bits are eager's."""
+EXACT_KINDS = (Kind.VIEW, Kind.GATHER, Kind.RANDOM, Kind.CREATION)
+APPROXIMATE = frozenset(("linspace", "logspace"))
+
+WEIGHTS = frozenset("weight bias running_mean running_var mat2 w".split())
+"""Names of parameters that are constants of a model."""
+
+
+def names(settings: Settings) -> list[str]:
+    return [op.name for op in ops.OPS.values()][:: settings.part]
+
+
+def check(name: str, settings: Settings) -> Iterator[Check]:
+    """All calls of one row."""
+    compat.register_quantized_decomposed()
+    op, backend = ops.OPS[name], settings.make()
+    wanted = [d for d in calls.dtypes_of(op) if str(d).removeprefix("torch.") in settings.dtypes]
+    for dtype, variant in itertools.product(wanted, VARIANTS):
+        for k, case in enumerate(CASES[name][:1] if variant.first else CASES[name]):
+            title = f"{name} {str(dtype).removeprefix('torch.')} {variant.name} {k}"
+            found = _checked(op, case, dtype, variant, backend, settings)
+            if found is not None:
+                yield Check(LEVEL, title, *found)
+
+
+def _checked(
+    op: Op, case: Case, dtype: torch.dtype, variant: Variant, backend: Backend, settings: Settings
+) -> tuple[Verdict, str] | None:
+    """The verdict on one call with its detail; None where there is nothing to call."""
+    try:
+        args, kwargs = variant.make(op, case, dtype)
+    except (NotFinite, RuntimeError, IndexError):
+        return None
+    if not valid(op, calls.mapped(args, torch.Tensor.clone), kwargs):
+        return None
+    try:
+        return _judged(_Trial(op, case, dtype, variant, settings, backend, args, kwargs))
+    except Exception as e:
+        return Verdict.ERROR, f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"[:300]
+
+
+@dataclass
+class _Trial:
+    """One call that eager runs, on the host's tensors."""
+
+    op: Op
+    case: Case
+    dtype: torch.dtype
+    variant: Variant
+    settings: Settings
+    backend: Backend
+    args: list[Any]
+    kwargs: dict[str, Any]
+    device: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.settings.tensors_on()
+        self.args = self.moved(self.args)
+
+    def moved(self, args: list[Any]) -> list[Any]:
+        """The arguments on the backend's device, with their strides."""
+        if self.device == HOST:
+            return args
+        return list(calls.mapped(args, lambda t: torch.empty_like(t, device=self.device).copy_(t)))
+
+
+def _judged(t: _Trial) -> tuple[Verdict, str]:
+    gm = traced(t.op, t.args, t.kwargs, t.variant.symbolic)
+    weights = _weights(t.op, t.args) if t.variant.weights else []
+    holders = gm.graph.find_nodes(op="placeholder")
+    const: frozenset[Node] = frozenset(holders[i] for i in weights)
+    with report.recording() as reports:
+        run = pipeline.compile_graph(t.backend, t.settings.options(), gm, "infer", const, "direct")
+        wrong = _differs(t, run, t.args) or _again(t, run, gm, weights)
+    found = reports[-1]
+    if bugs := [b for r in reports for b in r.bugs]:
+        return Verdict.ERROR, "; ".join(bugs)[:300]
+    return (Verdict.WRONG, wrong) if wrong else lowered(found)
+
+
+def lowered(r: report.GraphReport) -> tuple[Verdict, str]:
+    """The verdict on a right call, by what computed it."""
+    there = [o for o in r.ops if o.where != "view" and o.verdict.why is not Why.TOO_SMALL]
+    if any(o.verdict.why is Why.DECLINED for o in there):
+        return Verdict.DECLINED_LATE, next(str(o.verdict) for o in there if o.verdict.why is Why.DECLINED)[:200]
+    other = [o for o in there if o.where != "lowered"]
+    if there and not other:
+        return Verdict.LOWERED_OK, ""
+    return Verdict.FALLBACK_OK, f"{other[0].where}: {other[0].op}: {other[0].verdict}"[
+        :200
+    ] if other else "nothing to compute"
+
+
+def _weights(op: Op, args: list[Any]) -> list[int]:
+    """Which of the tensors are a model's constants."""
+    named = [(p.name, a) for p, a in zip((p for p in op.params if not p.kwonly), args, strict=False)]
+    owners = [name for name, a in named for _ in rules.tensors(a)]
+    return [i for i, name in enumerate(owners) if name in WEIGHTS]
+
+
+def _again(t: _Trial, run: Any, gm: Any, weights: Sequence[int]) -> str:
+    """A second call: of other values, with the weights changed where they lie; of larger sizes where one graph serves both."""
+    if t.variant.symbolic:
+        allowed = calls.guards(gm)
+        try:
+            args, kwargs = arguments(t.op, calls.larger(t.case), t.dtype)
+        except (NotFinite, RuntimeError, IndexError):
+            return ""
+        # Numbers that belong to a size are in the graph.
+        if allowed is None or not allowed(list(rules.tensors(args))) or not valid(t.op, args, kwargs):
+            return ""
+        return _differs(t, run, t.moved(args), "larger: ")
+    if not t.variant.weights or t.case.finish is not None:
+        return ""
+    args, kwargs = arguments(t.op, t.case, t.dtype, seed=1)
+    kept = list(rules.tensors(t.args))
+    for i, new in enumerate(rules.tensors(args)):
+        if i in weights:
+            kept[i].copy_(new)
+    mixed = [kept[i] if i in weights else new for i, new in enumerate(rules.tensors(t.moved(args)))]
+    return _differs(t, run, calls.with_tensors(args, iter(mixed)), "second call: ")
+
+
+def _differs(t: _Trial, run: Any, args: list[Any], where: str = "") -> str:
+    """What is wrong with one call of the compiled graph, or ""."""
+    torch.manual_seed(0)
+    given = calls.mapped(args, _copy)
+    eager = [o for o in flat(t.op.target(*given, **t.kwargs)) if o is not None]
+    ours = list(rules.tensors(args))
+    before = [x.clone() for x in ours]
+    torch.manual_seed(0)
+    got = list(run(list(ours)))
+    if any(not same(a, b) for a, b in zip(ours, before, strict=True)):
+        return f"{where}an input was changed"
+    aliases = {x.untyped_storage().data_ptr() for x in ours if x.numel()}
+    if t.op.kind is Kind.VIEW:
+        eager = [calls.read(o) for o in eager]
+    elif any(g.numel() and g.untyped_storage().data_ptr() in aliases for g in got) and not _shares(t, args):
+        return f"{where}a result is memory of an input"
+    return next((f"{where}result {k}: {why}" for k, why in _results(t, args, eager, got) if why), "")
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A tensor of the same values and strides, in memory of its own."""
+    memory = t.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
+
+
+def _shares(t: _Trial, args: list[Any]) -> bool:
+    """Whether eager's result is memory of an input too."""
+    given = calls.mapped(args, _copy)
+    memory = {x.untyped_storage().data_ptr() for x in rules.tensors(given)}
+    return any(
+        o is not None and o.untyped_storage().data_ptr() in memory for o in flat(t.op.target(*given, **t.kwargs))
+    )
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal values, NaN included."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _results(t: _Trial, args: list[Any], eager: Sequence[Tensor], got: Sequence[Tensor]) -> Iterator[tuple[int, str]]:
+    if len(eager) != len(got):
+        yield 0, f"{len(got)} results, eager has {len(eager)}"
+        return
+    exact = _exact(t, args) if eager else []
+    bits = t.op.name in EXACT or (t.op.kind in EXACT_KINDS and t.op.name not in APPROXIMATE)
+    for k, (g, e) in enumerate(zip(got, eager, strict=True)):
+        if k in calls.UNDEFINED.get(t.op.name, ()):
+            continue
+        x = exact[k].to(g.device) if exact is not None else e
+        wide = (
+            x.to(torch.float64)
+            if x.is_floating_point() and x.shape == e.shape
+            else e.double()
+            if e.is_floating_point()
+            else e
+        )
+        yield k, difference(g, e, wide, bits)
+
+
+def _exact(t: _Trial, args: list[Any]) -> list[Tensor] | None:
+    """The results in fp64, on the host; None for random numbers, which are eager's."""
+    if t.op.kind is Kind.RANDOM:
+        return None
+    torch.manual_seed(0)
+    found = [o for o in evaluate(t.op, calls.mapped(args, lambda x: _copy(x).to(HOST)), t.kwargs) if o is not None]
+    return [calls.read(o) for o in found] if t.op.kind is Kind.VIEW else found

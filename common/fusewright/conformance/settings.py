@@ -1,0 +1,80 @@
+"""What a run of the kit is asked, and how a backend is made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fusewright import pipeline, registry
+from fusewright.capture import capture
+from fusewright.config import Options
+from fusewright.interface import HOST, Backend, Device, Unavailable
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`samples`: of each OpInfo entry, 0 for all. `part`: every how manieth row, entry or model; 1 is the whole."""
+
+    backend: str
+    simulate: bool = False
+    samples: int = 1
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "int64", "bool")
+    opinfo: bool = True
+    part: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Settings:
+        return cls(**{**found, "dtypes": tuple(found["dtypes"])})
+
+    def plugin(self) -> type[Backend]:
+        """The class. LookupError with the reason when it does not load."""
+        info = registry.info(self.backend)
+        if info.cls is None:
+            assert isinstance(info.device, Unavailable)
+            raise LookupError(info.device.reason)
+        return info.cls
+
+    def options(self, **given: Any) -> Options:
+        """The options of a check: nothing is cached, and what runs in eager is no news."""
+        common = {"simulate": self.simulate, "cache": False, "fallback": "allow"}
+        return Options.parse({**common, **given}, self.plugin())
+
+    def device(self) -> Device | Unavailable:
+        """What the backend's computations run on."""
+        info = registry.info(self.backend)
+        if info.cls is None or not self.simulate:
+            return info.device
+        return info.cls.simulated(self.options().backend)
+
+    def tensors_on(self) -> str:
+        """Torch's name of the device that tensors are on."""
+        return HOST if self.simulate else self.plugin().device_type
+
+    def make(self, changed: type[Backend] | None = None) -> Backend:
+        """The backend on its device; `changed`: a subclass to make instead. LookupError when there is no device."""
+        device = self.device()
+        if isinstance(device, Unavailable):
+            raise LookupError(device.reason)
+        return (changed or self.plugin())(device, self.options().backend)
+
+
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compiler(backend: Backend, options: Options) -> Compiler:
+    """A `torch.compile` backend for an instance: the door that users come through, without the registry."""
+
+    def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return capture.capture(
+            gm,
+            example_inputs,
+            lambda aten, phase, const, mode: pipeline.compile_graph(backend, options, aten, phase, const, mode),
+        )
+
+    return compile_dynamo

@@ -1,0 +1,100 @@
+"""What a check found, and the two figures of a run."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class Verdict(enum.StrEnum):
+    """The first six judge a computation. `PASSED` is a check that computes nothing, or nothing of the backend's."""
+
+    LOWERED_OK = "LOWERED_OK"
+    """Right, and the backend computed all of it."""
+    FALLBACK_OK = "FALLBACK_OK"
+    """Right, and eager computed some of it, as the backend's claims said."""
+    DECLINED_LATE = "DECLINED_LATE"
+    """Right, but the backend gave back what it had claimed."""
+    WRONG = "WRONG"
+    """Values, dtypes, shapes, strides, aliasing or mutation differ from eager's."""
+    CRASHED = "CRASHED"
+    """The process died, or did not answer in time."""
+    ERROR = "ERROR"
+    """An error that eager does not raise, or a bug of the backend that the host reported."""
+    PASSED = "PASSED"
+    SKIPPED = "SKIPPED"
+    """Neither right nor wrong: eager itself does not run it, or torch's own `aot_eager` is wrong too."""
+
+    @property
+    def bad(self) -> bool:
+        return self in BAD
+
+
+BAD = frozenset((Verdict.WRONG, Verdict.CRASHED, Verdict.ERROR))
+COMPUTED = frozenset((Verdict.LOWERED_OK, Verdict.FALLBACK_OK, Verdict.DECLINED_LATE, *BAD))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: the level, a name that is unique there, what was found. `detail` says why, for anything but a plain yes."""
+
+    level: str
+    name: str
+    verdict: Verdict
+    detail: str = ""
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Check:
+        return cls(**{**found, "verdict": Verdict(found["verdict"])})
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """x of y."""
+
+    of: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.of} of {self.total}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The two headline figures, which are never added, and the verdicts by level."""
+
+    correct: Figure
+    lowered: Figure
+    verdicts: Mapping[str, Mapping[str, int]]
+
+    @property
+    def ok(self) -> bool:
+        return self.correct.of == self.correct.total
+
+    def as_json(self) -> dict[str, Any]:
+        return {"correct": asdict(self.correct), "lowered": asdict(self.lowered), "verdicts": self.verdicts}
+
+
+LOWERING = ("C2", "C4")
+"""Levels whose computations count as lowered or not. C1 takes the backend's claims away, C3 breaks it."""
+
+
+def summary(checks: Iterable[Check]) -> Summary:
+    """The figures of a run. A skipped check is in neither."""
+    found = list(checks)
+    judged = [c for c in found if c.verdict is not Verdict.SKIPPED]
+    computed = [c for c in found if c.level in LOWERING and c.verdict in COMPUTED]
+    by_level: dict[str, Counter[str]] = {}
+    for c in found:
+        by_level.setdefault(c.level, Counter())[c.verdict.value] += 1
+    return Summary(
+        Figure(sum(not c.verdict.bad for c in judged), len(judged)),
+        Figure(sum(c.verdict is Verdict.LOWERED_OK for c in computed), len(computed)),
+        {level: dict(sorted(counts.items())) for level, counts in sorted(by_level.items())},
+    )

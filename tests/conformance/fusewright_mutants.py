@@ -1,0 +1,151 @@
+"""Ten backends with one bug each, on top of the reference interpreter: what the conformance kit must catch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fusewright.interface import CompileContext, Compiled, GraphView, Opaque, OpView, Region
+from fusewright.reference.interp import Interp
+
+Change = Callable[[OpView, Sequence[Any], Tensor], Tensor]
+"""From the op, the tensors that its region gets and the right result to a wrong one."""
+
+
+class Mutant(Interp):
+    """Right, but for `op`, whose results `change` spoils. Every op is a region of its own."""
+
+    op: ClassVar[str] = ""
+
+    def group(self, graph: GraphView, claimed: frozenset[int]) -> Sequence[frozenset[int]]:
+        return [frozenset((i,)) for i in sorted(claimed)]
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        right = super().compile(region, ctx)
+        assert isinstance(right, Opaque)
+        if region.ops[0].op != self.op:
+            return right
+        return Opaque(lambda *inputs: (self.change(region.ops[0], inputs, right.fn(*inputs)[0]),))
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return result
+
+
+class WrongStride(Mutant):
+    name, op = "wrong_stride", "add"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        order = tuple(reversed(range(result.dim())))
+        return result.permute(order).contiguous().permute(order)
+
+
+class WrongDtype(Mutant):
+    name, op = "wrong_dtype", "mean"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return result.double()
+
+
+class SwappedOperands(Mutant):
+    name, op = "swapped_operands", "atan2"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return torch.atan2(inputs[1], inputs[0])
+
+
+class MissingMask(Mutant):
+    """Vectors of eight; what is left behind the last whole one is never computed."""
+
+    name, op = "missing_mask", "exp"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        whole = result.numel() // 8 * 8
+        memory = result.as_strided((result.numel(),), (1,))
+        if whole:
+            memory[whole:] = 0
+        return result
+
+
+class OffByOne(Mutant):
+    """A scan that leaves its own element out."""
+
+    name, op = "off_by_one", "cumsum"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return (result - inputs[0]).to(result.dtype)
+
+
+class StaleConstant(Mutant):
+    """Keeps the weight that it saw first."""
+
+    name, op = "stale_constant", "mm"
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        right = super().compile(region, ctx)
+        assert isinstance(right, Opaque)
+        packed: list[Tensor] = []
+
+        def run(*inputs: Any) -> Sequence[Tensor]:
+            if region.ops[0].op != self.op:
+                return right.fn(*inputs)
+            packed.append(inputs[1].clone())
+            return right.fn(inputs[0], packed[0])
+
+        return Opaque(run)
+
+
+class AliasingOutput(Mutant):
+    """The right values, in the caller's memory."""
+
+    name, op = "aliasing_output", "clone"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return inputs[0]  # type: ignore[no-any-return]
+
+
+class DroppedNaN(Mutant):
+    """A comparison that NaN does not survive."""
+
+    name, op = "dropped_nan", "maximum"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return torch.fmax(inputs[0], inputs[1])
+
+
+class WrongRounding(Mutant):
+    """Casts to bf16 that cut the last bits off."""
+
+    name, op = "wrong_rounding", "cast"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        if result.dtype is not torch.bfloat16 or inputs[0].dtype is not torch.float32:
+            return result
+        bits = inputs[0].contiguous().view(torch.int32) & -65536
+        return bits.view(torch.float32).to(torch.bfloat16)
+
+
+class FingerprintOfOneProcess(Mutant):
+    name = "fingerprint_of_one_process"
+
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint()}-{','.join({'avx2', 'avx512', 'vnni', 'amx'})}"
+
+
+class Crashing(Mutant):
+    """Takes its process down."""
+
+    name, op = "crashing", "exp"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        os.kill(os.getpid(), 11)
+        return result
+
+
+MUTANTS = (
+    WrongStride, WrongDtype, SwappedOperands, MissingMask, OffByOne, StaleConstant, AliasingOutput, DroppedNaN, WrongRounding,
+    FingerprintOfOneProcess, Crashing,
+)  # fmt: skip
