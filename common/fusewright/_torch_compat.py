@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -345,6 +346,39 @@ def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
     with env.ignore_fresh_unbacked_symbols():
         yield assumed
     assumed += [str(g.expr) for g in env.guards[before:]]
+
+
+class SizesAssumed(Exception):
+    """Work on a settled graph would hold only for some of its sizes."""
+
+
+def _refused_guard(record: logging.LogRecord) -> bool:
+    """A filter for what torch logs of a guard that is refused on purpose."""
+    return not str(record.msg).startswith("failed during evaluate_expr")
+
+
+@contextlib.contextmanager
+def assuming_nothing(fake: Any) -> Iterator[None]:
+    """A context for tracing with FakeTensors of a settled graph. Raises `SizesAssumed` where that would add a guard."""
+    env = fake_mode_of(fake).shape_env
+    if env is None:
+        yield
+        return
+    before = len(env.guards)
+    held = getattr(env, "error_on_new_guards", contextlib.nullcontext)  # older torch only tells afterwards
+    told = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    told.addFilter(_refused_guard)
+    try:
+        with held():
+            yield
+    except RuntimeError as e:
+        if type(e).__name__ != "_ShapeEnvGuardError":
+            raise
+        raise SizesAssumed(str(e)) from e
+    finally:
+        told.removeFilter(_refused_guard)
+    if env.guards[before:]:
+        raise SizesAssumed(", ".join(str(g.expr) for g in env.guards[before:]))
 
 
 METADATA_OPS = frozenset(

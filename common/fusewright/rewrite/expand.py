@@ -19,7 +19,7 @@ from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_op, is_projection
-from fusewright.interface import Backend, Phase, Verdict, Why
+from fusewright.interface import Backend, OpView, Phase, Verdict, Why
 from fusewright.partition.partition import ask
 
 
@@ -93,14 +93,23 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         return _laid_out(decompose(*args, **kwargs), value_of(node))
 
-    with compat.fake_mode_of(tensors[0]):
-        inside = make_fx(body)(*fakes).graph
+    try:
+        with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
+            inside = make_fx(body)(*fakes).graph
+    except compat.SizesAssumed:  # nobody would check that: the whole is eager's
+        return None
     canonicalize(inside)
     drop_dead_code(inside)
     views = GraphIndex(inside, frozenset(), phase).ops
     if any(n.target is node.target for n in views):
         return None
-    return inside if views and all(ask(backend, v, n) for n, v in views.items()) else None
+    asked = {n: v for n, v in views.items() if not _is_size(v)}
+    return inside if asked and all(ask(backend, v, n) for n, v in asked.items()) else None
+
+
+def _is_size(op: OpView) -> bool:
+    """Whether an op gives numbers alone: sizes are the plan's to compute, no backend's."""
+    return bool(op.outs) and all(v.spec is None for v in op.outs)
 
 
 def _laid_out(made: Any, like: Any) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import pipeline
+from fusewright import pipeline, report
 from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.graph.constants import find
 from fusewright.graph.parser import parse
-from fusewright.interface import Device, OpView, Verdict, Why
+from fusewright.interface import YES, CompileContext, Device, OpView, Region, Verdict, Why
 from fusewright.rewrite import expand
-from fusewright.toolkit.backend.fused import FusedBackend, interpreter_loader
+from fusewright.toolkit.backend.fused import FusedBackend, LibraryCall, interpreter_loader
 
 OPTIONS = Options.parse({"cache": False, "fallback": "error", "strict": True})
 norm = torch.nn.functional.layer_norm
@@ -74,3 +74,43 @@ def test_constants_inside_an_opened_composite_are_found() -> None:
     opened, found = expand.on_claim(graph, find(graph, weights, "infer"), Opening(), {}, "infer")
     made = [n for n in opened.nodes if n.op == "call_function" and n not in found.values]
     assert len(opened.nodes) > len(graph.nodes) and [str(n.target) for n in made] == ["aten.mul.Tensor"]
+
+
+class Products(Opening):
+    """Takes matrix products and what lies around them, but neither linear layers nor attention as a whole, and no size."""
+
+    def supports(self, op: OpView) -> Verdict:
+        if op.op in ("linear", "sdpa") or op.op.startswith("aten.sym_"):
+            return Verdict(Why.NO_LOWERING, "as a whole")
+        products = op.op in ("mm", "addmm", "bmm")
+        return YES if products else super().supports(op)
+
+    def library(self, region: Region, ctx: CompileContext) -> list[LibraryCall]:
+        return [LibraryCall((op.id,), (ctx.aten(op),)) for op in region.ops if op.op in ("mm", "addmm", "bmm")]
+
+
+def lowered_ops(fn: Callable[..., Any], *calls: tuple[torch.Tensor, ...]) -> list[str]:
+    """The ops of `fn` that are lowered with symbolic sizes, in one graph that serves all calls."""
+    options = Options.parse({"cache": False, "fallback": "allow", "strict": True})
+
+    def dynamo(gm: Any, inputs: Any) -> Any:
+        return capture.capture(gm, inputs, lambda *a: pipeline.compile_graph(Products(), options, *a))
+
+    torch.compiler.reset()
+    run = torch.compile(fn, backend=dynamo, dynamic=True)
+    with torch.no_grad(), report.recording() as found:
+        for call in calls:
+            torch.testing.assert_close(run(*call), fn(*call))
+    assert len(found) == 1 and not found[0].bugs
+    return [o.op for o in found[0].ops if o.where != "eager"]
+
+
+def test_sizes_inside_a_composite_are_no_backends_to_claim() -> None:
+    calls = [(torch.randn(2, n, 8), torch.randn(16, 8), torch.randn(16)) for n in (3, 5)]
+    assert "addmm" in lowered_ops(torch.nn.functional.linear, *calls)
+
+
+def test_a_composite_stays_whole_where_opening_it_would_assume_sizes() -> None:
+    """The decomposition makes a number of the head's size, which held the graph to the first call's."""
+    calls = [tuple(torch.randn(2, 4, n, n + 3) for _ in range(3)) for n in (5, 7)]
+    assert "bmm" not in lowered_ops(torch.nn.functional.scaled_dot_product_attention, *calls)
