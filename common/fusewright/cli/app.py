@@ -15,6 +15,7 @@ COMMANDS = {
     "explain": "Show what becomes of a model: coverage, fallbacks with reasons, partitions, plan.",
     "bench": "Time models against eager and Inductor, interleaved.",
     "report": "Write a page about a model: fusion graph, time by kernel, first call, memory, accuracy.",
+    "new-backend": "Write a package for a backend of your own.",
     "quantize": "Quantize a model to 8 bits, and tell what each layer loses.",
     "conformance": "Check that a backend is right, and how much of the opset it lowers.",
     "cache": "List, measure or clear the plans kept on disk.",
@@ -29,8 +30,9 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in COMMANDS:
             ctx.fail(f"there is no command {cmd_name!r}; {nearest(cmd_name, COMMANDS)}")
-        module = importlib.import_module(f"fusewright.cli.{cmd_name}")
-        command: click.Command = getattr(module, cmd_name)
+        attribute = cmd_name.replace("-", "_")
+        module = importlib.import_module(f"fusewright.cli.{attribute}")
+        command: click.Command = getattr(module, attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

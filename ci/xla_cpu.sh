@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The example backend on XLA (examples/xla_cpu): JAX goes into an environment of its own on top of this one, then doctor, the
+# package's tests, BERT and ResNet against fp64, and the conformance kit. Usage: ci/xla_cpu.sh [FOLDER OF THE ENVIRONMENT]
+set -euo pipefail
+PYTHON=${PYTHON:-python}
+venv=${1:-build/xla}
+export PYTHONPATH="$PWD/common${PYTHONPATH:+:$PYTHONPATH}"
+[ -x "$venv/bin/python" ] || "$PYTHON" -m venv --system-site-packages "$venv"
+"$venv/bin/python" -m pip install -q "jax>=0.8,<0.12"
+"$venv/bin/python" -m pip install -q --no-deps --no-build-isolation ./examples/xla_cpu
+report=$("$venv/bin/python" -m fusewright doctor --json) || true # it fails for any backend that is broken; only this one counts
+"$venv/bin/python" ci/require_backend.py xla_cpu <<<"$report"
+"$venv/bin/python" -m pytest -q examples/xla_cpu/tests
+"$venv/bin/python" -m ci.xla_models
+"$venv/bin/python" -m fusewright conformance --backend xla_cpu --level C0..C3

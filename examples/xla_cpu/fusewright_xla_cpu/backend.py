@@ -1,0 +1,50 @@
+"""The class that the host finds: what it claims, and a region as one function that XLA compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusewright.interface import (
+    HOST,
+    Backend,
+    CompileContext,
+    Compiled,
+    Device,
+    Opaque,
+    OpView,
+    Region,
+    Unavailable,
+    Verdict,
+)
+from fusewright_xla_cpu import target
+
+
+class XlaCpu(Backend):
+    """Each region is one XLA program: compiled when a shape is first seen, called on torch's own memory."""
+
+    name = "xla_cpu"
+    device_type = HOST
+    interface = (1, 3)
+    opset = 1
+
+    @classmethod
+    def probe(cls) -> Device | Unavailable:
+        return target.probe()
+
+    @classmethod
+    def lowers(cls) -> Sequence[str] | None:
+        if isinstance(target.probe(), Unavailable):
+            return None  # the table is made of JAX's functions
+        from fusewright_xla_cpu.lowerings import LOWERINGS
+
+        return tuple(LOWERINGS)
+
+    def supports(self, op: OpView) -> Verdict:
+        from fusewright_xla_cpu.lowerings import verdict
+
+        return verdict(op, self.device or Device(HOST, "xla"))
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        from fusewright_xla_cpu.runtime import Program
+
+        return Opaque(Program(region))

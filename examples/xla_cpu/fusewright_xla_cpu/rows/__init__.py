@@ -1,0 +1,1 @@
+"""Rows of the opset as functions of JAX, by kind."""

@@ -1,0 +1,226 @@
+"""Reductions and scans. Sums of halves are taken in fp32, as eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.scipy import special
+
+from fusewright.interface import OpView
+from fusewright_xla_cpu.table import Array, Site, add, cast, wide
+
+
+def _dims(dim: Any, rank: int) -> tuple[int, ...]:
+    """The dimensions that are folded: all of them where none is named."""
+    if dim is None or dim == []:
+        return tuple(range(rank))
+    named = dim if isinstance(dim, Sequence) else [dim]
+    return tuple(d % max(rank, 1) for d in named) if rank else ()
+
+
+def _widened(site: Site, self: Array) -> Array:
+    return cast(self, wide(site.spec.dtype))
+
+
+@add("sum")
+def sum_of(site: Site, self: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
+    return jnp.sum(_widened(site, self), _dims(dim, self.ndim), keepdims=keepdim)
+
+
+@add("mean")
+def mean(site: Site, self: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
+    dims = _dims(dim, self.ndim)
+    total = jnp.sum(_widened(site, self), dims, keepdims=keepdim)
+    return total / _count(self, dims)
+
+
+def _count(self: Array, dims: Sequence[int]) -> int:
+    n = 1
+    for d in dims:
+        n *= self.shape[d]
+    return n
+
+
+@add("prod")
+def prod(site: Site, self: Array, dim: int, keepdim: bool, dtype: Any) -> Array:
+    return jnp.prod(_widened(site, self), _dims(dim, self.ndim), keepdims=keepdim)
+
+
+@add("prod_all")
+def prod_all(site: Site, self: Array, dtype: Any) -> Array:
+    return jnp.prod(_widened(site, self))
+
+
+def _not_empty(op: OpView) -> str | None:
+    """Eager refuses the largest of nothing."""
+    spec = op.arg("self").spec
+    return None if all(n != 0 for n in spec.shape) else "an input without elements"
+
+
+@add("amax", when=_not_empty)
+def amax(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
+    return jnp.max(self, _dims(dim, self.ndim), keepdims=keepdim)
+
+
+@add("amin", when=_not_empty)
+def amin(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
+    return jnp.min(self, _dims(dim, self.ndim), keepdims=keepdim)
+
+
+def _arg(self: Array, dim: int | None, keepdim: bool, largest: bool) -> Array:
+    """Index of the first extreme element; the first NaN is more extreme than anything."""
+    find = jnp.argmax if largest else jnp.argmin
+    self = self.astype("int8") if self.dtype == bool else self
+    if dim is None:
+        found = find(self.reshape(-1))
+        return found.reshape((1,) * self.ndim) if keepdim else found
+    return jnp.zeros((), "int64") if self.ndim == 0 else find(self, dim, keepdims=keepdim)
+
+
+@add("argmax", when=_not_empty)
+def argmax(site: Site, self: Array, dim: int | None, keepdim: bool) -> Array:
+    return _arg(self, dim, keepdim, largest=True)
+
+
+@add("argmin", when=_not_empty)
+def argmin(site: Site, self: Array, dim: int | None, keepdim: bool) -> Array:
+    return _arg(self, dim, keepdim, largest=False)
+
+
+def _with_index(self: Array, dim: int, keepdim: bool, largest: bool) -> tuple[Array, Array]:
+    if self.ndim == 0:
+        return self, jnp.zeros((), "int64")
+    at = _arg(self, dim, True, largest)
+    values = jnp.take_along_axis(self, at, dim)
+    return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
+
+
+@add("max_with_indices", when=_not_empty)
+def max_with_indices(site: Site, self: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    return _with_index(self, dim, keepdim, largest=True)
+
+
+@add("min_with_indices", when=_not_empty)
+def min_with_indices(site: Site, self: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    return _with_index(self, dim, keepdim, largest=False)
+
+
+@add("any")
+def any_of(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
+    return jnp.any(self != 0, _truth_dims(dim, self.ndim), keepdims=keepdim)
+
+
+@add("all")
+def all_of(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
+    return jnp.all(self != 0, _truth_dims(dim, self.ndim), keepdims=keepdim)
+
+
+def _truth_dims(dim: Any, rank: int) -> tuple[int, ...]:
+    """An empty list names no dimension here."""
+    return () if dim == [] else _dims(dim, rank)
+
+
+def _moments(self: Array, dim: Any, correction: Any, keepdim: bool) -> tuple[Array, Array]:
+    dims = _dims(dim, self.ndim)
+    n = _count(self, dims)
+    mean = jnp.sum(self, dims, keepdims=True) / n
+    total = jnp.sum(jnp.square(self - mean), dims, keepdims=keepdim)
+    left = max(n - (1 if correction is None else correction), 0)
+    return total / left, mean if keepdim else mean.squeeze(dims)
+
+
+def _real(op: OpView) -> str | None:
+    return None if op.arg("self").spec.dtype.is_floating_point else "not of floats"
+
+
+@add("var", when=_real)
+def var(site: Site, self: Array, dim: Any, correction: Any, keepdim: bool) -> Array:
+    return _moments(_widened(site, self), dim, correction, keepdim)[0]
+
+
+@add("std", when=_real)
+def std(site: Site, self: Array, dim: Any, correction: Any, keepdim: bool) -> Array:
+    return jnp.sqrt(_moments(_widened(site, self), dim, correction, keepdim)[0])
+
+
+@add("var_mean", when=_real)
+def var_mean(site: Site, self: Array, dim: Any, correction: Any, keepdim: bool) -> tuple[Array, Array]:
+    return _moments(_widened(site, self), dim, correction, keepdim)
+
+
+def _common_norm(op: OpView) -> str | None:
+    empty = _not_empty(op)
+    return empty or (None if op.arg("ord") in (0, 1, 2, float("inf"), float("-inf")) else "a norm of another order")
+
+
+@add("vector_norm", when=_common_norm)
+def vector_norm(site: Site, self: Array, ord: float, dim: Any, keepdim: bool, dtype: Any) -> Array:
+    x, dims = jnp.abs(_widened(site, self)), _dims(dim, self.ndim)
+    if ord == 2:
+        return jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=keepdim))
+    if ord in (0, 1):
+        return jnp.sum(x if ord else (x != 0).astype(x.dtype), dims, keepdims=keepdim)
+    return (jnp.max if ord > 0 else jnp.min)(x, dims, keepdims=keepdim)
+
+
+@add("logsumexp")
+def logsumexp(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
+    return special.logsumexp(_widened(site, self), _dims(dim, self.ndim), keepdims=keepdim)
+
+
+# ---- scans ----
+
+
+def _scanned(site: Site, self: Array, dim: int, scan: Any) -> Array:
+    x = _widened(site, self)
+    return x if x.ndim == 0 else scan(x, dim)
+
+
+@add("cumsum")
+def cumsum(site: Site, self: Array, dim: int, dtype: Any) -> Array:
+    return _scanned(site, self, dim, jnp.cumsum)
+
+
+@add("cumprod")
+def cumprod(site: Site, self: Array, dim: int, dtype: Any) -> Array:
+    return _scanned(site, self, dim, jnp.cumprod)
+
+
+@add("logcumsumexp")
+def logcumsumexp(site: Site, self: Array, dim: int) -> Array:
+    return _scanned(site, self, dim, lambda x, d: jax.lax.cumlogsumexp(x, axis=d % x.ndim))
+
+
+def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
+    """Stable, NaN behind (in front, descending) of everything, as torch's. Descending keeps the order of equal elements."""
+    if self.ndim == 0:
+        return self, jnp.zeros((), "int64")
+    x = self.astype("int8") if self.dtype == bool else self
+    if descending:
+        back = jnp.argsort(jnp.flip(x, dim), dim, stable=True)
+        at = x.shape[dim] - 1 - jnp.flip(back, dim)
+    else:
+        at = jnp.argsort(x, dim, stable=True)
+    return jnp.take_along_axis(self, at, dim), at
+
+
+@add("sort")
+def sort(site: Site, self: Array, stable: Any, dim: int, descending: bool) -> tuple[Array, Array]:
+    return _sorted(self, dim, descending)
+
+
+def _few(op: OpView) -> str | None:
+    """Which of equal elements torch takes is its own affair: only floats, where ties are rare, are worth it."""
+    return None if op.arg("self").spec.dtype in (torch.float32, torch.float64) else "ties of equal elements"
+
+
+@add("topk", when=_few)
+def topk(site: Site, self: Array, k: int, dim: int, largest: bool, sorted: bool) -> tuple[Array, Array]:
+    values, at = _sorted(self, dim, largest)
+    if self.ndim == 0:
+        return values, at
+    return jax.lax.slice_in_dim(values, 0, k, axis=dim % self.ndim), jax.lax.slice_in_dim(at, 0, k, axis=dim % self.ndim)

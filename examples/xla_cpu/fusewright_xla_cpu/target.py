@@ -1,0 +1,32 @@
+"""What XLA on a CPU has: dtypes, and the options that keep its arithmetic IEEE's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import torch
+
+from fusewright.interface import HOST, Device, Unavailable
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16",
+    torch.int8: "int8", torch.int16: "int16", torch.int32: "int32", torch.int64: "int64", torch.uint8: "uint8",
+    torch.bool: "bool",
+}  # fmt: skip
+"""JAX's name of each dtype that is lowered. Complex numbers are left to eager."""
+
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_allow_excess_precision": False,  # a cast to bf16 rounds, as eager's does
+    "xla_cpu_enable_fast_math": False,
+    "xla_cpu_enable_fast_min_max": False,  # NaN wins in a maximum
+}
+
+
+def probe() -> Device | Unavailable:
+    """The CPU as XLA sees it."""
+    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("jaxlib") is None:
+        return Unavailable("jax is not installed", 'pip install "jax>=0.8,<0.12"')
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
+    return Device(HOST, "xla", driver=", ".join(versions))
