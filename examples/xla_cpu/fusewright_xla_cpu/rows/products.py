@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fusewright.interface import OpView
+from fusewright_xla_cpu.rows.reductions import added
 from fusewright_xla_cpu.table import Array, Site, add, cast, wide
 
 
@@ -125,7 +126,7 @@ def conv_backward(
     dtype = wide(site.op.arg("grad_output").spec.dtype)
     grad, x, w = (cast(t, dtype) for t in (grad_output, input, weight))
     dx, dw = gradients(lambda a, b: _convolved(a, b, **how), (x, w), grad)
-    db = grad.sum((0, *range(2, grad.ndim)))
+    db = added(grad, (0, *range(2, grad.ndim)))
     return tuple(t if on else None for t, on in zip((dx, dw, db), output_mask, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Reductions and scans. Sums of halves are taken in fp32, as eager's."""
+"""Reductions and scans. XLA adds up in order where torch adds pairwise: long sums of floats are taken in fp64."""
 
 from __future__ import annotations
 
@@ -28,14 +28,24 @@ def _widened(site: Site, self: Array) -> Array:
 
 @add("sum")
 def sum_of(site: Site, self: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
-    return jnp.sum(_widened(site, self), _dims(dim, self.ndim), keepdims=keepdim)
+    return added(_widened(site, self), _dims(dim, self.ndim), keepdim)
 
 
 @add("mean")
 def mean(site: Site, self: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
     dims = _dims(dim, self.ndim)
-    total = jnp.sum(_widened(site, self), dims, keepdims=keepdim)
-    return total / _count(self, dims)
+    return added(_widened(site, self), dims, keepdim) / _count(self, dims)
+
+
+_LONG = 32
+"""Elements from which on the order of a sum is worth more bits."""
+
+
+def added(x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
+    """The sum of `x`, rounded once where it is long."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or _count(x, dims) < _LONG:
+        return jnp.sum(x, tuple(dims), keepdims=keepdim)
+    return jnp.sum(x, tuple(dims), dtype="float64", keepdims=keepdim).astype(x.dtype)
 
 
 def _count(self: Array, dims: Sequence[int]) -> int:
@@ -127,8 +137,8 @@ def _truth_dims(dim: Any, rank: int) -> tuple[int, ...]:
 def _moments(self: Array, dim: Any, correction: Any, keepdim: bool) -> tuple[Array, Array]:
     dims = _dims(dim, self.ndim)
     n = _count(self, dims)
-    mean = jnp.sum(self, dims, keepdims=True) / n
-    total = jnp.sum(jnp.square(self - mean), dims, keepdims=keepdim)
+    mean = added(self, dims, True) / n
+    total = added(jnp.square(self - mean), dims, keepdim)
     left = max(n - (1 if correction is None else correction), 0)
     return total / left, mean if keepdim else mean.squeeze(dims)
 
@@ -161,9 +171,9 @@ def _common_norm(op: OpView) -> str | None:
 def vector_norm(site: Site, self: Array, ord: float, dim: Any, keepdim: bool, dtype: Any) -> Array:
     x, dims = jnp.abs(_widened(site, self)), _dims(dim, self.ndim)
     if ord == 2:
-        return jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=keepdim))
+        return jnp.sqrt(added(jnp.square(x), dims, keepdim))
     if ord in (0, 1):
-        return jnp.sum(x if ord else (x != 0).astype(x.dtype), dims, keepdims=keepdim)
+        return added(x if ord else (x != 0).astype(x.dtype), dims, keepdim)
     return (jnp.max if ord > 0 else jnp.min)(x, dims, keepdims=keepdim)
 
 
