@@ -34,6 +34,14 @@ def test_without_jax_it_says_what_to_install(target: Any, monkeypatch: pytest.Mo
     assert isinstance(found, Unavailable) and "jax" in found.reason and found.fix.startswith("pip install")
 
 
+def test_an_import_hook_that_refuses_is_no_jax_either(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(target.importlib.util, "find_spec", refuse)
+    assert isinstance(target.probe(), Unavailable)
+
+
 def test_with_jax_its_version_is_part_of_the_fingerprint(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(target.importlib.metadata, "version", lambda name: "9.9")

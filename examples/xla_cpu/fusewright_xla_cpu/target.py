@@ -24,9 +24,16 @@ COMPILER_OPTIONS: dict[str, Any] = {
 }
 
 
+LIBRARIES = ("jax", "jaxlib")
+
+
 def probe() -> Device | Unavailable:
-    """The CPU as XLA sees it."""
-    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("jaxlib") is None:
+    """The CPU as XLA sees it. JAX is looked for, not imported: that takes a second."""
+    try:
+        found = all(importlib.util.find_spec(name) is not None for name in LIBRARIES)
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES] if found else []
+    except ImportError:  # an import hook may refuse, and a package may lack its metadata
+        found = False
+    if not found:
         return Unavailable("jax is not installed", 'pip install "jax>=0.8,<0.12"')
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     return Device(HOST, "xla", driver=", ".join(versions))
