@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusewright.interface import TensorSpec
-from fusewright.plan.build import Plan
+from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, reads
 from fusewright.report import Kept, OpRecord
 
@@ -37,17 +37,43 @@ def nodes(kept: Kept, records: Mapping[int, OpRecord]) -> list[Node]:
     plan: Plan = kept.plan
     makers: dict[int, tuple[int, ...]] = {}
     found: dict[int, Node] = {}
+    owners = owned(kept, records)
     for k, i in enumerate(plan.instructions):
         made_by = tuple(dict.fromkeys(m for r in reads(i) for m in makers.get(r, ())))
-        known = [records[o] for o in op_ids(i) if o in records]
-        if any(r.where == "view" for r in known):
+        if k not in owners:
             makers.update(dict.fromkeys(i.outs, made_by))
             continue
-        found[k] = _node(kept, k, i, known)
+        found[k] = _node(kept, k, i, owners[k])
         found[k].inputs = list(made_by)
         makers.update(dict.fromkeys(i.outs, (k,)))
     _arrange(found)
     return list(found.values())
+
+
+def owned(kept: Kept, records: Mapping[int, OpRecord]) -> dict[int, list[OpRecord]]:
+    """The ops that each instruction computes, by its position; none for views. An op whose result is a view of another
+    instruction's, as one of several products made at once, is that one's."""
+    found: dict[int, list[OpRecord]] = {}
+    makers: dict[int, int] = {}
+    for k, i in enumerate(kept.plan.instructions):
+        known = [records[o] for o in op_ids(i) if o in records]
+        source = next((makers[r] for r in reads(i) if r in makers), None)
+        part = isinstance(i, Call) and source is not None and _is_view(i) and {r.where for r in known} == {"lowered"}
+        if part or any(r.where == "view" for r in known):
+            if source is not None:
+                found[source] += [r for r in known if r.where == "lowered" and r not in found[source]]
+                makers.update(dict.fromkeys(i.outs, source))
+            continue
+        found[k] = known
+        makers.update(dict.fromkeys(i.outs, k))
+    return found
+
+
+def _is_view(i: Call) -> bool:
+    operator = operator_of(i.target)
+    return operator is not None and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns
+    )
 
 
 def op_ids(i: Instruction) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from fusewright.graph.view import last_line
 from fusewright.report import GraphReport
 from fusewright.report_page import observe
-from fusewright.report_page.flow import label, op_ids
+from fusewright.report_page.flow import label, owned
 
 EAGER = "fusewright_null"
 """The backend that lowers nothing: its plan is eager's own kernels, one by one."""
@@ -49,13 +49,11 @@ def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piec
     for g, report in enumerate(reports):
         if report.phase != phase or report.kept is None:
             continue
-        sources = {r.id: r.source for r in report.ops}
-        views = {r.id for r in report.ops if r.where == "view"}
+        made = owned(report.kept, {r.id: r for r in report.ops})
         for k, seconds in enumerate(observe.seconds(report.kept, rounds)):
-            i = report.kept.plan.instructions[k]
-            ids = op_ids(i)
-            lines = tuple(sorted({s for o in ids if o not in views and (s := sources.get(o))}))
-            name = "views" if ids and views.issuperset(ids) else label(i, report.kept)
+            records = made.get(k)
+            lines = tuple(sorted({r.source for r in records or () if r.source}))
+            name = "views" if records is None else label(report.kept.plan.instructions[k], report.kept)
             piece = found.setdefault((name, lines), Piece(name, lines, 0.0, 0))
             piece.seconds += seconds
             piece.runs += 1
