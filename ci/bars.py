@@ -150,9 +150,12 @@ BARS: tuple[Bar, ...] = (
 
 
 def judge(rows: Sequence[Row], ours: str) -> list[Row]:
-    """Every bar's verdict on the rows of models; kernels and graph networks have no part in them."""
+    """Every bar's verdict on the rows of models that are not noisy; kernels and graph networks have no part in them."""
     models = [row for row in rows if not is_kernel(row["model"]) and not is_graph(row["model"])]
-    return [bar.judge(models, ours) for bar in BARS]
+    calm = [row for row in models if row.get("noise") != "high"]
+    left_out = len(models) - len(calm)
+    verdicts = [bar.judge(calm, ours) for bar in BARS]
+    return [{**v, "noisy": left_out} if left_out else v for v in verdicts]
 
 
 def line(verdict: Row) -> str:
@@ -162,6 +165,7 @@ def line(verdict: Row) -> str:
     return (
         f"{verdict['id']:3} {verdict['verdict']:12} {shown:>8}  bar {verdict['first']:g}, goal {verdict['goal']:g}  "
         f"{verdict['what']}{f' ({d})' if (d := verdict.get('detail')) else ''}"
+        f"{f'; {n} noisy rows left out' if (n := verdict.get('noisy')) else ''}"
     )
 
 

@@ -1,4 +1,12 @@
-"""Fusewright: a family of torch.compile backends on one shared lowering interface."""
+"""Fusewright: a family of torch.compile backends on one shared lowering interface.
+
+    model = torch.compile(model, backend="fusewright")        # the best backend that works on this machine
+    model = torch.compile(model, backend="fusewright", options={"fallback": "error"})
+
+Nothing has to be imported for that. Functions of this package are for what torch.compile does not do. The command
+`fusewright` says what backends work here (doctor), what becomes of a model (explain), how fast it is (bench) and what options
+there are (config); errors are in `fusewright.errors`, what a backend of your own needs is in `fusewright.interface`.
+"""
 
 from __future__ import annotations
 

@@ -72,6 +72,11 @@ def printable(words: object) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
+def counted(n: int, noun: str) -> str:
+    """ "1 graph", "2 graphs"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint that ends an error message: the closest valid name, or all of them."""
     names = sorted(valid)

@@ -49,7 +49,7 @@ def test_the_page(file: str) -> None:
     assert result.exit_code == 0, result.output
     for text in (
         "by fusewright_interp",
-        "2 graphs, 1 graph breaks, 0 recompiles",
+        "2 graphs, 1 graph break, 0 recompiles",
         "aten.linalg_inv_ex.default",
         "no_lowering: not in the opset",
         "net.py:10",  # where the inverse is called

@@ -18,7 +18,7 @@ from fusewright.interface import Device
 
 FACTS: dict[str, Any] = {
     "cache": {"path": "cache", "bytes": 0, "writable": True},
-    "unknown_env": {}, "cores": 2, "threads": 2, "quota": None,
+    "platform": "linux x86_64", "libc": "", "unknown_env": {}, "cores": 2, "threads": 2, "quota": None,
 }  # fmt: skip
 
 

@@ -43,11 +43,14 @@ def reference(built: Built) -> list[torch.Tensor]:
 
 def train_reference(step: TrainStep) -> list[torch.Tensor]:
     """Loss and gradients of the step in fp64."""
-    batch = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in step.batch.items()
-    }
+    batch = {name: _wide(value) for name, value in step.batch.items()}
+    args = tuple(map(_wide, step.args))
     with wide_arithmetic():
-        return TrainStep(step.name, copy.deepcopy(step.module).double(), batch, "fp32").loss_and_grads()
+        return TrainStep(step.name, copy.deepcopy(step.module).double(), batch, "fp32", args=args).loss_and_grads()
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 class wide_arithmetic:

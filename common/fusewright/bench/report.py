@@ -129,3 +129,33 @@ def regressions(document: Row, baseline: Row) -> list[str]:
         ):
             lines.append(f"{name}: {new['speedup']:.2f}x over eager, {old['speedup']:.2f}x in the baseline")
     return lines
+
+
+def not_compared(document: Row, baseline: Row) -> list[str]:
+    """One line for each row of either document that `regressions` says nothing about, and why."""
+    now, before = ({_key(row): row for row in d["rows"]} for d in (document, baseline))
+    lines = [f"{' '.join(key)}: {why}" for key in now | before if (why := _incomparable(key, now, before, document, baseline))]
+    names = [d["backend"] for d in (baseline, document)]
+    if names[0] != names[1]:
+        lines.insert(0, f"the baseline is of {names[0]}, this run of {names[1]}")
+    return lines
+
+
+def _incomparable(
+    key: tuple[str, str, str], now: dict[Any, Row], before: dict[Any, Row], document: Row, baseline: Row
+) -> str:
+    """Why a row is not compared, or ""."""
+    if key not in before:
+        return "not in the baseline"
+    if key not in now:
+        return "only in the baseline"
+    old = before[key]["contenders"].get(baseline["backend"], {})
+    if old.get("status") != "ok":
+        return f"{baseline['backend']} did not run in the baseline"
+    new = now[key]["contenders"].get(document["backend"])
+    if new is None:
+        return f"{document['backend']} was not measured in this run"
+    if new["status"] != "ok":
+        return ""  # that is a regression
+    noisy = [name for name, row in (("this run", now[key]), ("the baseline", before[key])) if row["noise"] == "high"]
+    return f"noisy in {' and '.join(noisy)}" if noisy else ""

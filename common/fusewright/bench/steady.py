@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +37,8 @@ class Settings:
     max_rounds: int = 25
     first_call: bool = False
     memory: bool = False
+    thorough: bool = False
+    """First calls in processes that do nothing else, twice where they are short, and what Dynamo takes alone."""
 
 
 class ModelFailed(RuntimeError):
@@ -76,8 +77,11 @@ class Lane:
         return float(sum(times)) * (1 + self.discard / self.calls)
 
 
-def steady(load: Row, contenders: Sequence[Contender], settings: Settings, progress: Progress) -> Row:
-    """`contenders` (name -> entry), `noise` and the model's `extra`. Raises `ModelFailed`.
+def steady(
+    load: Row, contenders: Sequence[Contender], settings: Settings, progress: Progress, caches: Mapping[str, Mapping[str, str]]
+) -> Row:
+    """`contenders` (name -> entry), `noise` and the model's `extra`. Raises `ModelFailed`. `caches`: by contender, variables
+    that say where its process keeps what it compiled.
 
     Each contender has a process of its own, as it has at a user's: beside others in one process the same eager
     model took 5 to 40% longer here. One that fails, crashes or hangs is marked as failed, the rest go on.
@@ -87,10 +91,12 @@ def steady(load: Row, contenders: Sequence[Contender], settings: Settings, progr
         failed: dict[str, Row] = {}
         extra: Row = {}
         for contender in contenders:
-            lane = Lane(contender, stack.enter_context(_own_cache_worker(stack, contender.env, settings)), settings)
-            progress(f"running {contender.name}" if contender is EAGER else f"compiling for {contender.name}")
+            env = {**caches[contender.name], **contender.env}
+            lane = Lane(contender, stack.enter_context(Worker(env, settings.threads)), settings)
+            progress(f"building the model for {contender.name}")
             try:
                 extra |= lane.worker.ask("load", settings.timeout, **load)["extra"]
+                progress(f"running {contender.name}" if contender is EAGER else f"compiling by {contender.name}")
                 lane.prepare()
             except WorkerError as error:
                 _fail(failed, contender, error)
@@ -106,12 +112,6 @@ def _fail(failed: dict[str, Row], contender: Contender, error: WorkerError) -> N
     if contender is EAGER:
         raise ModelFailed(f"eager: {error}") from error
     failed[contender.name] = {"status": "failed", "reason": str(error)}
-
-
-def _own_cache_worker(stack: contextlib.ExitStack, env: Mapping[str, str], settings: Settings) -> Worker:
-    # Our plans and measured choices are made anew, so that figures never come from an older build's cache.
-    cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="fusewright-bench-"))
-    return Worker({"FUSEWRIGHT_CACHE_DIR": cache, **env}, settings.threads)
 
 
 def run_rounds(lanes: list[Lane], settings: Settings, meter: OthersMeter, failed: dict[str, Row]) -> int:

@@ -6,15 +6,19 @@ import contextlib
 import copy
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from torch import nn
 
 from fusewright.bench.models import MODELS, Size, instantiate
 from fusewright.errors import FusewrightError, nearest
+
+_Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 DType: TypeAlias = Literal["fp32", "bf16", "fp16", "amp"]
 """fp32; bf16 and fp16 (module and inputs cast); amp (fp32 weights under bf16 autocast)."""
@@ -87,13 +91,23 @@ def check_name(model: str, train: bool = False) -> None:
     if model.startswith(("kernel:", "graph:")):
         return
     if ":" in model:
-        path = Path(model.rpartition(":")[0])
-        if not path.is_file():
-            raise UnknownModel(f"{model!r}: there is no file {str(path)!r}")
-        if train:
-            raise UnknownModel(f"{model!r}: --train takes names of the suite: {', '.join(TRAINABLE)}")
+        _check_file(model)
     elif model not in (TRAINABLE if train else MODELS):
         raise UnknownModel(_unknown(model, TRAINABLE if train else tuple(MODELS)))
+
+
+def _check_file(ref: str) -> None:
+    """Raise `UnknownModel` for what can be seen without running the file: that it is missing, or no Python."""
+    path = Path(ref.rpartition(":")[0])
+    if not path.is_file():
+        raise UnknownModel(f"{ref!r}: there is no file {str(path)!r}")
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except SyntaxError as e:
+        text = f": {e.text.strip()}" if e.text else ""
+        raise UnknownModel(f"{path}:{e.lineno}: syntax error, {e.msg}{text}") from None
+    except ValueError as e:  # null bytes
+        raise UnknownModel(f"{path} is not a Python file: {e}") from None
 
 
 def _unknown(model: str, among: tuple[str, ...] = tuple(MODELS)) -> str:
@@ -113,16 +127,31 @@ def _from_file(ref: str) -> Built:
     loaded = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # the file may import its neighbours
     sys.modules[path.stem] = loaded
-    spec.loader.exec_module(loaded)
+    with _own_errors(path):
+        spec.loader.exec_module(loaded)
     function = getattr(loaded, name, None)
     if not callable(function):
         found = tuple(key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_"))
         raise UnknownModel(f"{ref!r}: {path.name} has no function {name!r}; {nearest(name, found)}")
-    made = function()
+    with _own_errors(path):
+        made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise UnknownModel(f"{ref!r}: {name}() must return (module or function, args) or (..., args, kwargs)")
+        what = f"it returned {type(made).__name__}"
+        raise UnknownModel(f"{ref!r}: {name}() must return (module or function, args) or (..., args, kwargs); {what}")
     args = made[1] if isinstance(made[1], tuple) else (made[1],)
     return Built(ref, made[0], args, made[2] if len(made) == 3 else {})
+
+
+@contextlib.contextmanager
+def _own_errors(path: Path) -> Iterator[None]:
+    """What the user's file raises, as one line that names where in it."""
+    try:
+        yield
+    except Exception as e:  # of whatever kind: it is the file's own
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if Path(f.filename) == path]
+        where = f"{path.name}:{lines[-1]}" if lines else path.name
+        first = str(e).strip().partition("\n")[0]
+        raise UnknownModel(f"{where} raised {type(e).__name__}: {first}") from e
 
 
 def cast(built: Built, dtype: str) -> Built:
@@ -178,6 +207,17 @@ def _leaves(output: Any) -> Iterator[torch.Tensor]:
         raise TypeError(f"an output of type {type(output).__name__} cannot be compared")
 
 
+def loss_of(output: Any) -> torch.Tensor:
+    """What a step descends: `output.loss`, `output["loss"]`, a scalar; for any other output, the mean of its squares."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        return found.reshape(())
+    parts = [t.float().square().mean() for t in flatten_outputs(output) if t.requires_grad]
+    if not parts:
+        raise UnknownModel("the model gives nothing that has a gradient: --train needs trainable parameters")
+    return torch.stack(parts).sum()
+
+
 @dataclass
 class TrainStep:
     """One training step: forward, loss, backward, AdamW. The batch is fixed, so that losses of contenders
@@ -189,13 +229,14 @@ class TrainStep:
     batch: dict[str, Any]
     dtype: str
     compiled: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
 
     def fork(self) -> TrainStep:
         """An independent copy at the same weights."""
-        return TrainStep(self.name, copy.deepcopy(self.module), self.batch, self.dtype)
+        return TrainStep(self.name, copy.deepcopy(self.module), self.batch, self.dtype, args=self.args)
 
     def backward(self) -> torch.Tensor:
         """Forward and backward; gradients are left in `.grad`. Returns the loss (scalar)."""
@@ -203,7 +244,7 @@ class TrainStep:
         amp = torch.autocast("cpu", dtype=torch.bfloat16) if self.dtype == "amp" else contextlib.nullcontext()
         forward = self.module if self.compiled is None else self.compiled
         with amp:
-            loss: torch.Tensor = forward(**self.batch).loss
+            loss = loss_of(forward(*self.args, **self.batch))
         loss.backward()
         return loss.detach()
 
@@ -220,9 +261,22 @@ class TrainStep:
         return [loss.clone(), *grads]
 
 
+def _own_step(built: Built) -> TrainStep:
+    """A step of a user's module; layers of dropout are off, so that two steps compare."""
+    if built.module is None:
+        raise UnknownModel(f"{built.name!r} gives {type(built.fn).__name__}; a torch.nn.Module can be trained")
+    module = built.module.train()
+    for part in module.modules():
+        if isinstance(part, _Dropout):
+            part.p = 0.0
+    return TrainStep(built.name, module, dict(built.kwargs), built.dtype, args=built.args)
+
+
 def train_step(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0) -> TrainStep:
-    """The training step of one of `TRAINABLE`, with dropout off. Raises `UnknownModel`."""
+    """The training step of one of `TRAINABLE`, or of a module of `file.py:function`, with dropout off. Raises `UnknownModel`."""
     check_name(model, train=True)
+    if ":" in model:
+        return _own_step(cast(_from_file(model), dtype))
     spec = MODELS[model]
     module, inputs, labels = instantiate(spec, size, seed)
     batch = spec.train_batch if size == "full" else 2

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fusewright.bench.contenders import EAGER
 from fusewright.bench.kernels import bandwidth, is_kernel
 from fusewright.bench.stats import geomean, over, speedups
 
@@ -17,47 +18,83 @@ DETAIL_MODELS = 2
 """Up to this many models each gets a table of its own with a line for every contender."""
 
 
-def render(document: Row) -> Iterator[RenderableType]:
-    """Everything that a run prints: tables of models or kernels, failures."""
+def render(document: Row, width: int = 160) -> Iterator[RenderableType]:
+    """Everything that a run prints, fit for a terminal of `width` columns: tables of models or kernels, failures."""
     ours = document["backend"]
     rows = [row for row in document["rows"] if not is_kernel(row["model"])]
     kernels = [row for row in document["rows"] if is_kernel(row["model"])]
     detailed = len({row["model"] for row in rows}) <= DETAIL_MODELS
     if detailed:
-        yield from (_detail(row) for row in rows)
+        for row in rows:
+            yield from _detail(row, width)
     else:
         for mode, dtype in dict.fromkeys((row["mode"], row["dtype"]) for row in rows):
-            yield _overview([r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype)], ours, f"{dtype} {mode}")
+            chosen = [r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype)]
+            yield from _overview(chosen, ours, f"{dtype} {mode}", width)
     if kernels:
-        yield _kernels(kernels, ours)
+        yield from _kernels(kernels, ours, width)
     yield from _remarks(document["rows"])
 
 
-def _new(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
-    )
-    # Words of a header go below one another; a narrow terminal folds cells, it never cuts a figure off.
-    for index, column in enumerate(columns):
-        table.add_column(column.replace(" ", "\n"), justify="right" if index else "left", overflow="fold")
-    return table
+GAP = 2
+"""Columns between two cells."""
 
 
-def _detail(row: Row) -> Table:
-    title = f"{row['model']} {row['dtype']} {row['mode']}, noise: {row['noise']}"
-    columns = ["", "median ms", "p10..p90", "speed-up"]
+def _fitted(
+    title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], width: int, last: Sequence[str] = ()
+) -> Iterator[Table]:
+    """The lines as one table or, where the terminal is too narrow, several below one another; each begins with the first
+    column. No word is folded and no figure cut off."""
+    cells = [*lines, *([last] if last else [])]
+    widths = [max(len(columns[k]), *(len(line[k]) for line in cells), 0) + GAP for k in range(len(columns))]
+    parts: list[list[int]] = [[0]]
+    for k in range(1, len(columns)):
+        if len(parts[-1]) > 1 and sum(widths[j] for j in parts[-1]) + widths[k] - GAP > width:
+            parts.append([0])
+        parts[-1].append(k)
+    for part in parts:
+        table = Table(
+            title=title if part is parts[0] else None, title_justify="left", box=None, pad_edge=False, header_style="bold",
+            padding=(0, GAP, 0, 0),
+        )  # fmt: skip
+        for k in part:
+            table.add_column(columns[k], justify="right" if k else "left", no_wrap=True)
+        for line in lines:
+            table.add_row(*(line[k] for k in part))
+        if last:
+            table.add_section()
+            table.add_row(*(last[k] for k in part), style="bold")
+        yield table
+
+
+def noisy(row: Row) -> bool:
+    """Whether times vary too much for a verdict."""
+    return bool(row["noise"] == "high")
+
+
+NOISY = "noisy"
+"""In place of a ratio of times that vary too much."""
+
+
+def _detail(row: Row, width: int) -> Iterator[Table]:
     first, memory = row.get("first_call", {}), row.get("memory", {})
-    columns += ["first call s cold / warm"] * bool(first) + ["error/eager's"]
-    columns += ["call peak MB", "total RSS MB"] * bool(memory)
-    table = _new(title, *columns)
+    title = f"{row['model']} {row['dtype']} {row['mode']}, noise: {row['noise']}"
+    title += ", first calls: cold / warm" if first else ""
+    columns = ["", "median ms", "p10..p90", "speed-up", *["first call s"] * bool(first), "error/eager's"]
+    columns += ["call MB", "total MB"] * bool(memory)
+    lines = []
     for name in dict.fromkeys((*row["contenders"], *first)):
         entry = row["contenders"].get(name, {"status": "first call only"})
-        speedup = f"{entry['speedup']:.2f}x" if "speedup" in entry else ""
+        speedup = "1.00x" if name == EAGER.name else _verdict(row, entry.get("speedup"))
         cells = [name, *(_steady(entry["steady"]) if "steady" in entry else (entry["status"], "")), speedup]
         cells += [_first_cell(first.get(name, {}))] * bool(first) + [_error(entry)]
         cells += _memory_cells(memory.get(name, {})) if memory else []
-        table.add_row(*cells)
-    return table
+        lines.append(cells)
+    return _fitted(title, columns, lines, width)
+
+
+def _verdict(row: Row, ratio: float | None) -> str:
+    return "" if ratio is None else NOISY if noisy(row) else f"{ratio:.2f}x"
 
 
 def _steady(summary: Row) -> tuple[str, str]:
@@ -88,7 +125,7 @@ def _memory_cells(entry: Row) -> list[str]:
     return [f"{entry[key] / 2**20:.0f}" if key in entry else "" for key in ("call_peak", "total_peak")]
 
 
-def _overview(rows: Sequence[Row], ours: str, title: str) -> Table:
+def _overview(rows: Sequence[Row], ours: str, title: str, width: int) -> Iterator[Table]:
     others = list(dict.fromkeys(name for row in rows for name in row["contenders"] if name != ours))
     first = any("first_call" in row for row in rows)
     columns = [
@@ -98,25 +135,21 @@ def _overview(rows: Sequence[Row], ours: str, title: str) -> Table:
         *(f"over {name}" for name in others),
     ]
     columns += ["first call s", "Inductor's"] * first + ["error/eager's", "noise"]
-    table = _new(title, *columns)
+    lines = []
     for row in rows:
         cells = [row["model"], *(_median(row, name) for name in (*others, ours))]
-        cells += [_times(over(row, ours, name)) for name in others]
+        cells += [_verdict(row, over(row, ours, name)) for name in others]
         if first:
             calls = row.get("first_call", {})
             cells += [_first_cell(calls.get(ours, {})), _first_cell(calls.get("inductor", {}))]
-        table.add_row(*cells, _error(row["contenders"].get(ours, {})), row["noise"])
+        lines.append([*cells, _error(row["contenders"].get(ours, {})), row["noise"]])
     dtype, mode = rows[0]["dtype"], rows[0]["mode"]
-    means = {name: speedups(rows, ours, name, [dtype], mode) for name in others}
-    own = [_mean_over_eager(rows, name) for name in (*others, ours)]
-    table.add_section()
-    table.add_row(
-        "geomean",
-        *own,
-        *(_times(geomean(found) if found else None) for found in means.values()),
-        style="bold",
-    )
-    return table
+    calm = [row for row in rows if not noisy(row)]
+    means = {name: speedups(calm, ours, name, [dtype], mode) for name in others}
+    own = [_mean_over_eager(calm, name) for name in (*others, ours)]
+    last = ["geomean", *own, *(_times(geomean(found) if found else None) for found in means.values())]
+    left_out = f"{len(rows) - len(calm)} noisy" if len(calm) < len(rows) else ""
+    return _fitted(title, columns, lines, width, [*last, *[""] * (len(columns) - len(last) - 1), left_out])
 
 
 def _median(row: Row, name: str) -> str:
@@ -137,30 +170,28 @@ def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def _kernels(rows: Sequence[Row], ours: str) -> Table:
+def _kernels(rows: Sequence[Row], ours: str, width: int) -> Iterator[RenderableType]:
     others = list(dict.fromkeys(name for row in rows for name in row["contenders"] if name not in (ours, "copy")))
     names = (*others, ours)
-    columns = ["kernel", "size", "dtype", *(f"{n} us" for n in names), f"over {others[-1]}"]
-    table = _new("memory-bound kernels", *columns, *(f"{n} GB/s" for n in (*names, "copy")), "error/eager's", "noise")
-    ratios = []
+    columns = ["kernel", *(f"{n} us" for n in names), f"over {others[-1]}"]
+    columns += [*(f"{n} GB/s" for n in (*names, "copy")), "error/eager's", "noise"]
+    ratios, lines = [], []
     for row in rows:
         _, kernel, size = row["model"].split(":")
         times = [row["contenders"].get(name, {}) for name in names]
         ratio = over(row, ours, others[-1])
-        if ratio is not None:
+        if ratio is not None and not noisy(row):
             ratios.append(ratio)
         rates = [bandwidth(row, name) for name in (*names, "copy")]
-        table.add_row(
-            kernel, size, row["dtype"],
+        lines.append([
+            f"{kernel} {size} {row['dtype']}",
             *(_microseconds(entry) for entry in times),
-            _times(ratio), *("" if rate is None else f"{rate:.1f}" for rate in rates),
+            _verdict(row, ratio), *("" if rate is None else f"{rate:.1f}" for rate in rates),
             _error(row["contenders"].get(ours, {})), row["noise"],
-        )  # fmt: skip
+        ])  # fmt: skip
+    yield from _fitted("memory-bound kernels", columns, lines, width)
     if ratios:
-        table.add_section()
-        summary = f"geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x over {others[-1]}"
-        table.add_row(summary, style="bold")
-    return table
+        yield Text(f"geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x over {others[-1]}", style="bold")
 
 
 def _microseconds(entry: Row) -> str:

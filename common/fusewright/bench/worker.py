@@ -40,6 +40,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **fixed, **env},
+            start_new_session=True,  # Ctrl-C is the parent's business
         )
 
     @property

@@ -4,6 +4,7 @@ the exit code.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -23,11 +24,24 @@ from fusewright.bench.suite import SUITE, TRAINABLE, DType, check_name
 from fusewright.errors import nearest
 
 Case = tuple[str, str]
+PIPED = 120
+"""Columns of what goes to a file or a pipe."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def _list(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
     return None if value is None else [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _writable(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a file that could not be written when the measuring is done."""
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(value.absolute().parent)!r}")
+    if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
+        raise click.BadParameter(f"{str(value)!r} cannot be written")
+    return value
 
 
 @click.command()
@@ -39,19 +53,20 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--int8", "in_int8", is_flag=True, help="Quantized products and models, beside torch's engines and Inductor's int8.")
 @click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
 @click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend.")
-@click.option("--against", callback=_list, help="Backends beside it  [default: inductor,inductor-freezing]")
-@click.option("--first-call/--no-first-call", default=True, show_default=True, help="In fresh processes.")
+@click.option("--against", callback=_list, help="Backends beside it  [default: inductor]")
+@click.option("--first-call/--no-first-call", default=True, show_default=True, help="Time first calls, with empty and full caches.")
+@click.option("--thorough/--quick", default=None, help="Inductor with freezing too; first calls twice.  [default: with --suite]")
 @click.option("--memory", is_flag=True, help="Peak memory of a steady call, in fresh processes.")
 @click.option("--threads", type=click.IntRange(1), help="Default: the cores of this machine.")
 @click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Timing per model.")
 @click.option("--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="For one compile.")
-@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
-@click.option("--json", "json_file", type=_FILE, help="Write the document here, row by row.")
+@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of the suite's models.")
+@click.option("--json", "json_file", type=_FILE, callback=_writable, help="Write the document here, row by row.")
 @click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
-@click.option("--chart", type=_FILE, help="Draw the comparison here, as SVG; also of what --show reads.")
+@click.option("--chart", type=_FILE, callback=_writable, help="Draw the comparison here, as SVG; also of what --show reads.")
 @click.option("--show", type=_FILE, help="Print the tables of a saved document; measure nothing.")
 @click.option("--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document.")
-@click.option("--verbose", "-v", is_flag=True, help="Say what is being measured.")
+@click.option("--verbose", "-v", is_flag=True, help="A line for each step, on a terminal too.")
 def bench(
     models: tuple[str, ...],
     suite: bool,
@@ -63,6 +78,7 @@ def bench(
     backend: str,
     against: list[str] | None,
     first_call: bool,
+    thorough: bool | None,
     memory: bool,
     threads: int | None,
     seconds: float,
@@ -93,22 +109,34 @@ def bench(
     if with_graphs:
         models = (*models, *graphs.names(train))
     cases = list(_cases(models, suite, train, only_kernels, dtypes))
-    contenders = _contenders(backend, against, train, only_kernels)
+    thorough = suite if thorough is None else thorough
+    contenders = _contenders(backend, against, train, only_kernels, thorough)
     before = report.load(baseline) if baseline is not None else None
     settings = Settings(
         size=size, train=train, threads=threads or machine.cores(), seconds=seconds, timeout=timeout,
-        first_call=first_call and not only_kernels, memory=memory and not only_kernels,
+        first_call=first_call and not only_kernels, memory=memory and not only_kernels, thorough=thorough,
     )  # fmt: skip
     document = _document(contenders[-1 - only_kernels].name, settings, json_file if append else None)
-    ran, failures = _measure_all(console, document, cases, contenders, settings, json_file, verbose)
-    _print(console, document)
-    _draw(document, chart)
+    ran, failures, interrupted = _measure_all(console, document, cases, contenders, settings, json_file, verbose)
+    if document["rows"]:
+        _print(console, document)
+        _draw(document, chart)
     for line in failures:
         console.print(f"! {line}", style="red", markup=False)
-    worse = report.regressions(document, before) if before is not None else []
+    worse = _compared(console, document, before) if before is not None else []
+    sys.exit(INTERRUPTED if interrupted else 1 if worse or not ran else 0)
+
+
+def _compared(console: Console, document: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """What got slower, after it and all that could not be compared was printed."""
+    worse, missing = report.regressions(document, before), report.not_compared(document, before)
     for line in worse:
         console.print(f"regressed: {line}", style="bold red", markup=False)
-    sys.exit(1 if worse or not ran else 0)
+    for line in missing:
+        console.print(f"not compared: {line}", style="yellow", markup=False)
+    if not worse and not missing:
+        console.print(f"no row is slower than in the baseline by more than {report.TOLERANCE:.0%}")
+    return worse
 
 
 def _draw(document: dict[str, Any], file: Path | None) -> None:
@@ -140,8 +168,7 @@ def _int8(
 
 def _console() -> Console:
     console = Console(highlight=False, soft_wrap=False)
-    # A log file or pipe has no width of its own, and a table cut at 80 columns loses figures.
-    return console if console.is_terminal else Console(highlight=False, width=220)
+    return console if console.is_terminal else Console(highlight=False, width=PIPED)  # a pipe has no width of its own
 
 
 def _cases(
@@ -169,10 +196,12 @@ def _cases(
             yield model, dtype
 
 
-def _contenders(backend: str, against: Sequence[str] | None, train: bool, only_kernels: bool) -> list[Contender]:
+def _contenders(
+    backend: str, against: Sequence[str] | None, train: bool, only_kernels: bool, thorough: bool
+) -> list[Contender]:
     """Eager first, ours last (before the copy that kernels are held against)."""
     if against is None:
-        against = ["inductor"] if train or only_kernels else ["inductor", "inductor-freezing"]
+        against = ["inductor", "inductor-freezing"] if thorough and not train and not only_kernels else ["inductor"]
     ours = from_backend(backend)
     others = [from_backend(name) for name in dict.fromkeys(against)]
     return [EAGER, *(c for c in others if c.name != ours.name), ours, *([COPY] if only_kernels else ())]
@@ -196,10 +225,11 @@ def _measure_all(
     settings: Settings,
     file: Path | None,
     verbose: bool,
-) -> tuple[int, list[str]]:
-    """How many cases ran, and a line for each that could not. Ctrl-C ends the measuring, not the report."""
-    ran, failures = 0, []
-    show_status = console.is_terminal
+) -> tuple[int, list[str], bool]:
+    """How many cases ran, a line for each that could not, and whether Ctrl-C was pressed, which ends the measuring but not the
+    report."""
+    ran, failures, interrupted = 0, [], False
+    show_status = console.is_terminal and not verbose
     with console.status("") as status:
         for index, (model, dtype) in enumerate(cases, 1):
             head = f"[{index}/{len(cases)}] {model} {dtype}"
@@ -207,7 +237,7 @@ def _measure_all(
             def progress(text: str, head: str = head) -> None:
                 if show_status:
                     status.update(f"{escape(head)}: {text}")
-                elif verbose:
+                else:
                     click.echo(f"{head}: {text}", err=True)
 
             try:
@@ -217,12 +247,13 @@ def _measure_all(
                 continue
             except KeyboardInterrupt:
                 failures.append(f"interrupted at {model} {dtype}; {len(cases) - index} more were not measured")
+                interrupted = True
                 break
             ran += 1
             report.put(document, row)
             if file is not None:
                 report.save(document, file)
-    return ran, failures
+    return ran, failures, interrupted
 
 
 def _print(console: Console, document: dict[str, Any]) -> None:
@@ -232,5 +263,5 @@ def _print(console: Console, document: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     head = f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
     console.print(head, style="dim", markup=False)
-    for part in render(document):
+    for part in render(document, console.width):
         console.print(part)

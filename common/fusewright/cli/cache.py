@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fusewright.cache import place, store
 from fusewright.cache.store import Entry
-from fusewright.errors import printable
+from fusewright.errors import counted, printable
 
 
 @click.group()
@@ -40,7 +40,7 @@ def list_entries(as_json: bool) -> None:
         told = (row["model"] or "?", row["ops"], row["backend"] or "?", f"{e.bytes / 1000:.1f}", _age(row["age"]), e.hits)
         table.add_row(*(escape(_printable(x)) for x in told), e.name[:8])
     Console().print(table)
-    click.echo(f"{len(found)} plans in {_where()}")
+    click.echo(f"{counted(len(found), 'plan')} in {_where()}")
 
 
 def _row(e: Entry, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,13 +76,13 @@ def _printable(x: Any) -> str:
 @cache.command("size")
 def size() -> None:
     """How many plans there are, and how much room all files take."""
-    click.echo(f"{len(store.entries())} plans, {store.total_bytes() / 1e6:.2f} MB in {_where()}")
+    click.echo(f"{counted(len(store.entries()), 'plan')}, {store.total_bytes() / 1e6:.2f} MB in {_where()}")
 
 
 @cache.command("clear")
 def clear() -> None:
     """Remove every plan, every remembered choice and what unfinished writers left."""
-    click.echo(f"{store.clear()} plans removed from {_where()}")
+    click.echo(f"{counted(store.clear(), 'plan')} removed from {_where()}")
 
 
 def _where() -> str:

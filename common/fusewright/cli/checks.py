@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -148,6 +149,7 @@ def machine_facts() -> dict[str, Any]:
         "opset": OPSET,
         "python": platform.python_version(),
         "platform": f"{sys.platform} {machine.arch()}",
+        "libc": libc(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -160,7 +162,7 @@ def machine_facts() -> dict[str, Any]:
         "quota": machine.cpu_quota(),
         "cache": cache_facts(),
         "env": {n: v for n, v in sorted(os.environ.items()) if n.startswith(config.PREFIX)},
-        "unknown_env": config.unknown_env(),
+        "unknown_env": config.unknown_env(registry.environment()),
     }
 
 
@@ -185,9 +187,31 @@ def _version(package: str) -> str | None:
         return "present"
 
 
+PLATFORMS = {
+    "win32": "Windows was never tried: models compile and run in eager, doctor and explain work; loop kernels on the host and "
+    "bench need Linux. WSL 2 is Linux.",
+    "darwin": "macOS was never tried on a Mac: backends that find their device run; loop kernels on the host use one "
+    "thread, the processor's features are not read, bench --memory needs Linux.",
+    "musl": "musl was never tried: torch has no wheels for it. Use an image with glibc (Debian, Ubuntu, Fedora).",
+}
+"""What works on a platform that is not Linux with glibc, and what does not."""
+
+
+def libc() -> str:
+    """The C library that this Python was built for: "musl", or "" for any other."""
+    return "musl" if "musl" in str(sysconfig.get_config_var("HOST_GNU_TYPE")) else ""
+
+
+def platform_remark(system: str, libc: str) -> str:
+    """A line on a platform by `sys.platform` and `libc`, or ""."""
+    return PLATFORMS.get(libc if system.startswith("linux") else system, "")
+
+
 def judge(report: Report) -> None:
     """What of the facts is a problem, and what only worth a line."""
     facts, rows = report.machine, report.rows
+    if remark := platform_remark(facts["platform"].partition(" ")[0], facts["libc"]):
+        report.warnings.append(remark)
     for row in rows:
         if row.clashes:
             others = ", ".join(row.clashes)

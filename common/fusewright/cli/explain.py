@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from fusewright.accuracy import Accuracy, compare
 from fusewright.bench import suite
 from fusewright.bench.accuracy import reference, train_reference
 from fusewright.config import Options, options_of_text
-from fusewright.errors import UnknownBackendError, nearest
+from fusewright.errors import UnknownBackendError, counted, nearest
 from fusewright.interface import Unavailable
 from fusewright.report import GraphReport, OpRecord
 
@@ -66,25 +67,31 @@ class Explained:
 @click.command()
 @click.argument("model")
 @click.option("--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True)
-@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True)
-@click.option("--train", is_flag=True, help="The training step: forward and backward graphs.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True, help="amp: bf16 autocast.")
+@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of a model of the suite.")
+@click.option("--train", is_flag=True, help="The training step. A model of your own: of its loss, else of its outputs' squares.")
 @click.option("--ir", "stage", type=click.Choice(STAGES), help="Print the graphs after this stage.")
 @click.option("--plan", is_flag=True, help="Print the plan of every graph as the Python function that it is.")
 @click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="An option of torch.compile, e.g. fpmath=bf16.")
 @click.option("--accuracy", is_flag=True, help="The error against fp64, beside eager's own.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.option("--output", "-o", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the JSON to this file.")
 def explain(
     model: str, backend: str, dtype: Any, size: Any, train: bool, stage: str | None, plan: bool, given: tuple[str, ...],
-    accuracy: bool, as_json: bool,
+    accuracy: bool, as_json: bool, output: Path | None,
 ) -> None:  # fmt: skip
     """Show what becomes of MODEL, a name of the suite or file.py:function: coverage, every fallback with its
     reason and source line, regions, rules and the plan.
     """
     options = _options(backend, given)
     suite.check_name(model, train)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(output.absolute().parent)!r}", param_hint="--output")
     explained = run(model, backend, dtype, size, train, options, accuracy)
-    if as_json:
+    if output is not None:
+        output.write_text(json.dumps(as_document(explained), indent=1) + "\n")
+        click.echo(f"wrote {output}", err=True)
+    elif as_json:
         click.echo(json.dumps(as_document(explained), indent=1))
     elif stage or plan:
         _print_texts(explained, stage, plan)
@@ -277,7 +284,8 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
     device = "" if found is None or isinstance(found.device, Unavailable) else f" on {found.device.arch}"
     say(f"{e.model}, {e.dtype}, by {e.backend}{device}: first call {e.compile_seconds:.2f} s")
     breaks = sum(e.breaks.values())
-    say(f"{len(e.graphs)} graphs, {breaks} graph breaks, {e.recompiles} recompiles at a second equal call")
+    again = counted(e.recompiles, "recompile")
+    say(f"{counted(len(e.graphs), 'graph')}, {counted(breaks, 'graph break')}, {again} at a second equal call")
     for reason, n in e.breaks.items():
         say(f"  break ({n}x): {' '.join(reason.split('Hint:')[0].split())}")
     share = coverage(e)
@@ -307,7 +315,7 @@ def _graph_table(e: Explained) -> Table:
 
 def _group_table(console: Console, e: Explained, title: str, reason: str, groups: Sequence[Group]) -> None:
     n = sum(g.n for g in groups)
-    console.print(escape(f"\n{title}: {n} ops, {sum(g.share for g in groups):.0%} of the estimated time"))
+    console.print(escape(f"\n{title}: {counted(n, 'op')}, {sum(g.share for g in groups):.0%} of the estimated time"))
     if not groups:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fusewright import quantization
 from fusewright.bench import suite
+from fusewright.errors import counted
 from fusewright.interface import QuantizationReport
 
 NOISY = 20.0
@@ -25,7 +26,7 @@ NOISY = 20.0
 @click.option("--backend", help="Whose int8. Default: the best here that quantizes.")
 @click.option("--keep", multiple=True, help="Name of a module that stays in floats, wildcards allowed. Repeatable.")
 @click.option("--report", "with_report", is_flag=True, help="Signal to noise of every layer, the worst first.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the model before it.")
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of a model of the suite.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the model here, for torch.export.load.")
 def quantize(
@@ -40,7 +41,7 @@ def quantize(
     quantized = quantization.quantize(module, inputs, recipe, backend=backend, keep=keep)
     found = quantization.report(module, quantized, inputs[:8], backend)
     layers = len(found.layers)
-    console.print(f"{model}: {recipe}, {layers} products, {found.sqnr:.1f} dB signal to noise at the output")
+    console.print(f"{model}: {recipe}, {counted(layers, 'product')}, {found.sqnr:.1f} dB signal to noise at the output")
     for name, why in found.stayed.items():
         console.print(f"  in floats: {name}: {why}", markup=False)
     if with_report:

@@ -47,6 +47,14 @@ def test_models_slower_than_eager_are_named():
     assert verdicts([row(eager=(10,), ours=(10.2,))])["C4"]["verdict"] == "goal"
 
 
+def test_a_noisy_row_gets_no_verdict():
+    noisy = {**row("vit", eager=(10,), inductor=(10,), ours=(20,)), "noise": "high"}
+    found = verdicts([row(eager=(10,), inductor=(10,), ours=(2,)), noisy])
+    assert (found["C1"]["value"], found["C1"]["models"], found["C4"]["value"]) == (pytest.approx(5.0), 1, 0)
+    assert "1 noisy rows left out" in line(found["C1"])
+    assert verdicts([noisy])["C1"]["verdict"] == "not measured"
+
+
 def test_training_counts_for_its_own_bar_only():
     found = verdicts([row("bert_small", "amp", "train", eager=(30,), inductor=(1,), ours=(10,))])
     assert (found["C8"]["value"], found["C8"]["verdict"]) == (pytest.approx(3.0), "goal")

@@ -125,3 +125,49 @@ def test_wrong_usage_is_refused_before_anything_runs(faked, args, says):
     assert faked == []
     text = str(done.exception) if isinstance(done.exception, FusewrightError) else done.output
     assert says in text
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(faked, tmp_path):
+    done = call("bert", "--backend", "eager", "--json", tmp_path / "none" / "run.json")
+    assert done.exit_code == 2 and "there is no folder" in done.output and faked == []
+    assert call("bert", "--backend", "eager", "--json", tmp_path).exit_code == 2 and faked == []
+
+
+def test_a_baseline_says_what_it_did_not_compare(faked, tmp_path):
+    file = tmp_path / "run.json"
+    assert call("bert", "--backend", "eager", "--json", file).exit_code == 0
+    same = call("bert", "--backend", "eager", "--baseline", file)
+    assert "no row is slower than in the baseline by more than 7%" in same.output
+    other = call("gpt2", "--backend", "eager", "--baseline", file)
+    assert "not compared: bert fp32 inference: only in the baseline" in other.output
+    assert "not compared: gpt2 fp32 inference: not in the baseline" in other.output
+
+
+def test_one_model_is_quick_and_the_suite_is_thorough(faked):
+    call("bert", "--backend", "x86_onednn")
+    assert faked[-1][2] == ["eager", "inductor", "x86_onednn"] and not faked[-1][3].thorough
+    call("bert", "--backend", "x86_onednn", "--thorough")
+    assert "inductor-freezing" in faked[-1][2] and faked[-1][3].thorough
+    call("--suite", "--dtype", "fp32", "--backend", "x86_onednn")
+    assert "inductor-freezing" in faked[-1][2] and faked[-1][3].thorough
+
+
+def test_progress_is_said_in_a_pipe_too(monkeypatch):
+    def measure(model, dtype, contenders, settings, progress):
+        progress("compiling by inductor")
+        return fake_row(model, dtype, "inference")
+
+    monkeypatch.setattr("fusewright.cli.bench.measure", measure)
+    assert "[1/1] bert fp32: compiling by inductor" in call("bert", "--backend", "eager").output
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(monkeypatch, tmp_path):
+    def measure(model, dtype, contenders, settings, progress):
+        if model == "gpt2":
+            raise KeyboardInterrupt
+        return fake_row(model, dtype, "inference")
+
+    monkeypatch.setattr("fusewright.cli.bench.measure", measure)
+    done = call("bert", "gpt2", "vit", "--backend", "eager", "--json", tmp_path / "run.json")
+    assert done.exit_code == 130 and "interrupted at gpt2 fp32; 1 more were not measured" in done.output
+    assert len(json.loads((tmp_path / "run.json").read_text())["rows"]) == 1

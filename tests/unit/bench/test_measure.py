@@ -157,3 +157,11 @@ def test_a_training_step_is_measured_with_its_loss_and_gradients_checked():
     assert row["mode"] == "train"
     assert row["contenders"]["dynamo-eager"]["accuracy"]["passed"]
     assert row["contenders"]["inductor-freezing"] == {"status": "unavailable", "reason": "for inference only"}
+
+
+def test_a_quick_row_takes_the_cold_first_call_from_the_process_that_is_timed():
+    row = run("mlp", EAGER, DYNAMO, settings=dataclasses.replace(QUICK, first_call=True))
+    first = row["first_call"]
+    assert first["dynamo-eager"]["cold_s"] == row["contenders"]["dynamo-eager"]["compile_s"]
+    assert first["dynamo-eager"]["warm_s"] > 0 and "warm_s" not in first["eager"]
+    assert set(first) == {"eager", "dynamo-eager"}

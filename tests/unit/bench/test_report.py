@@ -77,3 +77,21 @@ def test_regressions():
         "bert fp32: it broke; it ran in the baseline"
     ]
     assert report.regressions(document(row(1.0, model="vit")), before) == []
+
+
+def test_what_was_not_compared_is_said_with_the_reason():
+    noisy = row(2.0, model="t5_small", noise="high")
+    before = document(row(2.0), row(2.0, model="vit"), row(0, model="gpt2", status="failed"), noisy)
+    now = document(row(1.9), row(2.0, model="gpt2"), row(2.0, model="t5_small"), row(2.0, model="resnet50"))
+    assert set(report.not_compared(now, before)) == {
+        "vit fp32 inference: only in the baseline",
+        "resnet50 fp32 inference: not in the baseline",
+        "gpt2 fp32 inference: ours did not run in the baseline",
+        "t5_small fp32 inference: noisy in the baseline",
+    }
+    assert report.not_compared(document(row(1.9)), document(row(2.0))) == []
+    others = {**document(row(1.9)), "backend": "others"}
+    assert report.not_compared(others, document(row(2.0))) == [
+        "the baseline is of ours, this run of others",
+        "bert fp32 inference: others was not measured in this run",
+    ]

@@ -94,7 +94,7 @@ def test_clear_removes_plans_choices_hits_and_unfinished_files() -> None:
         compiled(affine)(X)
     folder().write("choices", seal.seal("choices", b"{}"))
     (folder().path / f".{names()[0]}.plan.99.{'0' * 16}.tmp").write_bytes(b"1")
-    assert "1 plans removed" in run("clear").output
+    assert "1 plan removed" in run("clear").output
     assert [f.name for f in folder().files() if not f.name.endswith(".lock")] == []
     assert run("size").output.startswith("0 plans, 0.00 MB in ")
 
