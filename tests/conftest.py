@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from fusewright import machine, registry
+from fusewright import machine, registry, report
 from fusewright.interface import Unavailable
 from tests.golden import Goldens
 
@@ -59,6 +59,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is said once a process is said in every test."""
+    monkeypatch.setattr(report, "SAID", set())
+
+
+@pytest.fixture(autouse=True)
 def _nothing_left_behind() -> None:
     """What earlier tests have compiled does not keep products from oneDNN."""
     left_behind = sys.modules.get("fusewright_cpu.onednn.left_behind")
@@ -69,7 +75,7 @@ def _nothing_left_behind() -> None:
 @pytest.fixture(autouse=True)
 def _no_bugs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A bug of a backend is reported, and eager takes over: a test that looks at results alone would not notice."""
-    from fusewright import pipeline, report
+    from fusewright import pipeline
 
     seen: list[report.GraphReport] = []
 

@@ -222,6 +222,21 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
+PROFILING = "_is_profiler_enabled"
+"""What `profiler_flag` is asked for."""
+
+
+def profiler_flag() -> Callable[[str], bool]:
+    """A function that gives for PROFILING whether somebody profiles, by `torch.profiler` or `emit_nvtx`. It is called at every
+    call of a plan, so it is no Python."""
+    return vars(torch.autograd.profiler).__getitem__
+
+
+def profiling() -> bool:
+    """Whether somebody profiles."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def may_return_alias(op: Any) -> bool:
     """Whether a result of the operator may share memory with an argument.
 
@@ -442,9 +457,15 @@ def out_of_place(op: Any) -> Any | None:
         return None
     if base in _NOT_ELEMENTWISE:
         return None
-    found = getattr(getattr(torch.ops.aten, base[:-1], None), overload, None)
-    same = found is not None and [a.name for a in found._schema.arguments] == [a.name for a in op._schema.arguments]
-    return found if same else None
+    packet = getattr(torch.ops.aten, base[:-1], None)
+    names = [] if packet is None else sorted(packet.overloads(), key=lambda name: name != overload)
+    # `pow_.Scalar` is `pow.Tensor_Scalar`: `pow.Scalar` has the same names, and a number for a base
+    return next((f for f in (getattr(packet, n) for n in names) if _taken(f) == _taken(op)), None)
+
+
+def _taken(op: Any) -> list[tuple[str, str]]:
+    """Names and types of what an operator takes."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 def storage_id(t: torch.Tensor) -> int:

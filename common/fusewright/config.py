@@ -7,11 +7,12 @@ variable over the default.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,7 +58,9 @@ class Options:
     disable_rules: tuple[str, ...] = _option(
         (), "ids of rewrite rules that are switched off", "DISABLE_RULE", compiled=True
     )
-    dump: tuple[str, ...] = _option((), "stages whose output is printed, or 'all'", "DUMP")
+    dump: tuple[Literal["canonicalize", "simplify", "constants", "lower", "plan", "all"], ...] = _option(
+        (), "stages whose output is printed, or 'all'", "DUMP"
+    )
     simulate: bool = _option(
         False, "run the backend's own code on CPU tensors, without its hardware", "SIMULATE", compiled=True
     )
@@ -66,6 +69,8 @@ class Options:
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | None, backend: type[Backend] | None = None) -> Options:
         """Check what the user gave against the common options and `backend`'s own. Raises `OptionError`."""
+        if not isinstance(raw, Mapping | None):
+            raise OptionError(f"options is {raw!r} ({type(raw).__name__}); give a dict, e.g. options={{'fallback': 'error'}}")
         hints = typing.get_type_hints(cls)
         common = {f.name: f for f in dataclasses.fields(cls) if f.name != "backend"}
         own = dict(backend.options) if backend else {}
@@ -78,7 +83,7 @@ class Options:
             if name in common:
                 values[name] = _check(f"option {name!r}", value, hints[name])
             elif name in own:
-                own[name] = _check(f"option {name!r} of {backend.name}", value, type(own[name]))  # type: ignore[union-attr]
+                own[name] = _check_own(backend, name, value)  # type: ignore[arg-type]
             else:
                 raise OptionError(f"there is no option {name!r}; {nearest(name, [*common, *own])}")
         return cls(**values, backend=own)
@@ -87,6 +92,31 @@ class Options:
         """The part of a cache key that options make: those that change what is compiled, in a fixed order."""
         named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["compiled"]]
         return repr([(n, sorted(v.items()) if isinstance(v, Mapping) else v) for n, v in named])
+
+
+def _check_own(backend: type[Backend], name: str, value: Any) -> Any:
+    what = f"option {name!r} of {backend.name}"
+    if name in backend.choices:
+        return _chosen(what, value, backend.choices[name])
+    return _check(what, value, type(backend.options[name]))
+
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "lite": {},
+    "reduce-overhead": {"graphs": True},
+    "max-autotune": {"graphs": True, "autotune": True},
+    "max-autotune-no-cudagraphs": {"graphs": False, "autotune": True},
+}
+"""Modes of `torch.compile` as options; a backend without such an option needs none for it."""
+
+
+def options_of_mode(mode: str | None, backend: type[Backend] | None) -> dict[str, Any]:
+    """The options that `torch.compile(mode=...)` stands for, of those that the backend has. Raises `OptionError`."""
+    if mode is None:
+        return {}
+    _chosen("mode", mode, tuple(MODES))
+    return {k: v for k, v in MODES[mode].items() if backend is not None and k in backend.options}
 
 
 def options_of_text(texts: Sequence[str], backend: type[Backend] | None = None) -> dict[str, Any]:
@@ -152,9 +182,11 @@ def env_or_default(name: str) -> Any:
         return default
 
 
-def unknown_env() -> dict[str, str]:
-    """Variables that carry the prefix but are not in the table, each with a hint: likely typing errors."""
-    return {name: nearest(name, ENV) for name in sorted(os.environ) if name.startswith(PREFIX) and name not in ENV}
+def unknown_env(also: Iterable[str] = ()) -> dict[str, str]:
+    """Variables that carry the prefix but are neither in the table nor among `also`, those of the backends, each with a hint:
+    likely typing errors."""
+    known = {*ENV, *also}
+    return {name: nearest(name, known) for name in sorted(os.environ) if name.startswith(PREFIX) and name not in known}
 
 
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -183,10 +215,7 @@ def _check(what: str, value: Any, kind: Any) -> Any:
         return None
     kind = _without_none(kind)
     if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value in choices:
-            return value
-        raise OptionError(f"{what} is {value!r}; use one of {', '.join(map(repr, choices))}")
+        return _chosen(what, value, typing.get_args(kind))
     if typing.get_origin(kind) is tuple or kind is tuple:
         one = (typing.get_args(kind) or (str,))[0]
         if typing.get_origin(one) is Literal:
@@ -200,6 +229,15 @@ def _check(what: str, value: Any, kind: Any) -> Any:
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise OptionError(f"{what} is {value!r} ({type(value).__name__}); give {_spelled(kind)}")
+
+
+def _chosen(what: str, value: Any, choices: Sequence[Any]) -> Any:
+    """`value` when it is one of the choices, else an `OptionError` that names the nearest."""
+    if any(value == c and type(value) is type(c) for c in choices):
+        return value
+    close = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise OptionError(f"{what} is {value!r}; use one of {', '.join(map(repr, choices))}{hint}")
 
 
 def _without_none(kind: Any) -> Any:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
-from fusewright.errors import BackendUnavailableError, OptionError
-from fusewright.interface import HOST
+from fusewright.errors import BackendUnavailableError, OptionError, nearest
+from fusewright.interface import HOST, Backend
+from fusewright.report import warn_once
 
-log = logging.getLogger("fusewright")
+if TYPE_CHECKING:
+    from fusewright.config import Options
 
 Entry = Callable[..., Callable[..., Any]]
 
@@ -29,30 +30,29 @@ def entry(name: str) -> Entry:
         options: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
-        if mode is not None:
-            raise OptionError(f"backend {name!r} has no modes; mode={mode!r} is Inductor's. Use options={{...}}.")
-        return compile_dynamo(name, gm, example_inputs, options)
+        return compile_dynamo(name, gm, example_inputs, options, mode)
 
     backend.__name__ = backend.__qualname__ = name
     return backend
 
 
 def compile_dynamo(
-    name: str, gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
+    name: str, gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why."""
+    """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why. `mode` is
+    torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
     from fusewright.capture import capture, masks
-    from fusewright.config import Options
 
     cls = registry.info(name).cls
-    parsed = Options.parse(options if cls else None, cls)  # nobody knows the options of a plugin that does not load
+    parsed = _parsed(cls, options, mode)
+    _warn_of_unknown_env()
     try:
         backend = registry.create(name, parsed)
     except BackendUnavailableError as e:
         if parsed.simulate:  # a check that eager would pass is no check
             raise
-        _warn_once(f"{e} Eager runs this model.")
+        warn_once(f"{e} Eager runs this model.")
         return gm.forward
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
@@ -65,6 +65,48 @@ def compile_dynamo(
             example_inputs,
             lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison),
         )
+
+
+def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:
+    """What the user asked for, checked. A mode gives way to options and, for a simulated device has no speed, to a
+    simulation."""
+    from fusewright.config import Options, options_of_mode
+
+    of_mode = options_of_mode(mode, cls)
+    if cls is None:  # nobody knows the options of a plugin that does not load
+        return Options.parse(None, None)
+    parsed = Options.parse(options, cls)
+    if of_mode and not parsed.simulate:
+        parsed = Options.parse({**of_mode, **(options or {})}, cls)
+    given = (options or {}).get("disable_rules", ())
+    unknown = [_unknown_rule(id, cls) for id in parsed.disable_rules if id not in _rules(cls)]
+    if unknown and given:
+        raise OptionError(f"option 'disable_rules': {unknown[0]}")
+    for text in unknown:  # the variable may speak of another backend's
+        warn_once(f"FUSEWRIGHT_DISABLE_RULE: {text}")
+    return parsed
+
+
+def _rules(cls: type[Backend]) -> set[str]:
+    """Ids of rewrite rules: the host's, those of the rows that were loaded with backends, and what this one adds."""
+    from fusewright.rewrite.rules import RULES
+    from fusewright.toolkit.region import pattern
+
+    return {"cse", *(rule.id for rule in RULES), *pattern.RULES, *cls.rules}
+
+
+def _unknown_rule(id: str, cls: type[Backend]) -> str:
+    return f"there is no rule {id!r}; {nearest(id, _rules(cls))}"
+
+
+def _warn_of_unknown_env() -> None:
+    """One line for each variable that looks like ours and that nobody reads. Other backends are asked only then."""
+    from fusewright import registry
+    from fusewright.config import unknown_env
+
+    if unknown_env():
+        for name, hint in unknown_env(registry.environment()).items():
+            warn_once(f"{name} is not read by anything; {hint}")
 
 
 @contextmanager
@@ -96,7 +138,7 @@ def fusewright(
     device = _device_type(example_inputs)
     name = env("BACKEND") or registry.best(device)
     if name is None:
-        _warn_once(f"no installed backend works for {device} here; eager runs this model. See: fusewright doctor")
+        warn_once(f"no installed backend works for {device} here; eager runs this model. See: fusewright doctor")
         return gm.forward
     return entry(name)(gm, example_inputs, options=options, mode=mode)
 
@@ -111,12 +153,3 @@ def best_backend(example_inputs: Sequence[Any]) -> str:
     if name is None:
         raise BackendUnavailableError(f"no installed backend works for {device} here. See: fusewright doctor")
     return name
-
-
-_said: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        log.warning("fusewright: %s", message)

@@ -18,7 +18,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 3)
+INTERFACE: tuple[int, int] = (1, 4)
 """(major, minor) of this interface. A minor only adds members with defaults."""
 
 OPSET = 1
@@ -491,6 +491,14 @@ class Backend(abc.ABC):
     """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the
     option.
     """
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """The values that an option of this backend may have, where these are few: name -> values. Since interface 1.4."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Environment variables that this backend reads, `FUSEWRIGHT_...` -> a line of help: `fusewright config` lists them.
+    Since interface 1.4."""
+    rules: ClassVar[Sequence[str]] = ()
+    """Ids that this backend asks `ctx.rules` for, beside those of its `Row`s: the option `disable_rules` takes no others. Since
+    interface 1.4."""
     priority: ClassVar[int] = 0
     """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked, only used by
     name.

@@ -19,11 +19,12 @@ from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.cache.tune import Tuner
 from fusewright.config import Options
-from fusewright.errors import BackendContractError, BackendCrashError, FallbackError
+from fusewright.errors import BackendContractError, BackendCrashError, FallbackError, counted
 from fusewright.forms import passes
 from fusewright.forms.spec import Pass
 from fusewright.graph import constants, printer, retrace, verify
 from fusewright.graph.effects import has_collectives
+from fusewright.graph.origin import compiled_at, first_trace
 from fusewright.graph.spec import tensor_spec, value_of
 from fusewright.graph.view import GraphIndex
 from fusewright.interface import (
@@ -49,6 +50,7 @@ from fusewright.partition.cost import work
 from fusewright.partition.facts import Facts
 from fusewright.partition.partition import Partition
 from fusewright.plan import build as plan_build
+from fusewright.plan import labels
 from fusewright.plan.carried import carried_ops
 from fusewright.plan.execute import cached, codegen, compared, contract, opaque
 from fusewright.plan.execute.firstrun import MetadataMismatch, checked_first
@@ -57,7 +59,7 @@ from fusewright.plan.execute.replay import replayed
 from fusewright.plan.execute.retained import Handover, retained
 from fusewright.plan.ir import Call, Launch, Run, reads
 from fusewright.plan.verify import PlanError
-from fusewright.report import GraphReport, Kept, OpRecord, is_keeping, is_recording, publish
+from fusewright.report import GraphReport, Kept, OpRecord, is_keeping, is_recording, publish, warn_once
 from fusewright.strict import strictly
 
 log = logging.getLogger("fusewright")
@@ -100,6 +102,8 @@ class Compilation:
     facts: Facts = field(default_factory=Facts)
     given: list[Any] = field(default_factory=list)
     """The arguments of the first call, while somebody keeps what is compiled."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Source lines of the traced graph, and where its nodes with them stood before any rewrite."""
 
     @property
     def graph(self) -> Graph:
@@ -115,6 +119,7 @@ def _canonicalize(c: Compilation) -> None:
     if disagreements and c.options.strict:
         raise verify.VerifyError("the opset table disagrees with the traced graph:\n  " + "\n  ".join(disagreements))
     c.report.bugs += [f"the opset table: {d}" for d in disagreements]
+    c.lines = labels.lines_of(c.graph)
 
 
 def _simplify(c: Compilation) -> None:
@@ -236,6 +241,8 @@ def _finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
 def _make_plan(c: Compilation) -> None:
     c.plan = c.do(passes.BUILD, c.index, c.partition.members, c.compiled)
     c.plan.policy = c.backend.policy()
+    c.plan.origins = labels.origins(c.index, c.plan.instructions, c.lines)
+    c.plan.trace = first_trace(c.graph)
     if c.phase == "infer":
         c.plan = c.do(passes.UPDATE, c.plan)
 
@@ -495,7 +502,7 @@ def _found_or_compiled(
         if found is not None:
             run, summary = found
             if summary and options.fallback == "warn":
-                log.warning("fusewright: %s", summary)
+                warn_once(summary)
             return run
     return _giving(c.given, _compile(c)) if is_keeping() else _compile(c)
 
@@ -560,12 +567,24 @@ def _account(c: Compilation) -> None:
         verdict = _as_it_came(c.partition.verdicts[op.id], where, note)
         r.ops.append(OpRecord(op.op, where, verdict, note, op.source, shape, estimate.seconds(policy), op.id))
     r.regions = len(c.compiled)
+    _log(c)
     publish(r)
     if r.by_eager and c.options.fallback == "error":
         lines = "\n".join(f"  {f.op} {f.shape} at {f.source or '?'}: {f.verdict}" for f in r.by_eager[:20])
         raise FallbackError(f"{r.summary()}\n{lines}")
     if r.fallbacks and c.options.fallback == "warn":  # what is carried alone is worth no line: the backend put it there
-        log.warning("fusewright: %s", r.summary())
+        warn_once(r.summary())
+
+
+def _log(c: Compilation) -> None:
+    """For `TORCH_LOGS=fusewright` (and `+fusewright`: the plan too)."""
+    if log.isEnabledFor(logging.INFO):
+        counts = ", ".join(f"{c.report.count(where)} {where}" for where in ("lowered", "carried", "eager"))
+        stages = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in c.report.stages.items())
+        what = compiled_at(first_trace(c.graph)) or "a graph"
+        regions = counted(c.report.regions, "region")
+        log.info("%s: %s graph of %s: %s, %s; %s", c.backend.name, c.phase, what, counts, regions, stages)
+        log.debug("%s", c.report.texts.get("plan", ""))
 
 
 def _as_it_came(claim: Verdict, where: str, note: str) -> Verdict:

@@ -104,6 +104,11 @@ def backends() -> list[BackendInfo]:
     return [info(name) for name in plugins()]
 
 
+def environment() -> dict[str, str]:
+    """The environment variables that installed backends read, with a line of help each."""
+    return {v: text for found in backends() if found.cls for v, text in found.cls.environment.items()}
+
+
 def get(name: str) -> type[Backend]:
     """The class of a backend that works here. Raises `UnknownBackendError` or `BackendUnavailableError`."""
     found = info(name)

@@ -5,11 +5,13 @@ differ.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusewright.errors import counted
 from fusewright.interface import KernelCode, Verdict
 
 
@@ -89,10 +91,24 @@ class GraphReport:
         lowered, carried, eager = map(self.count, ("lowered", "carried", "eager"))
         reasons = len({(r.verdict.why, r.verdict.detail) for r in self.by_eager})
         inside = f", and {carried} by eager's own calls inside of regions" if carried else ""
+        ops = counted(lowered + carried + eager, "op")
         return (
-            f"{self.backend}: {eager} of {lowered + carried + eager} ops of this {self.phase} graph run in eager{inside} "
-            f'({reasons} reason{"s" if reasons != 1 else ""}); see "fusewright explain"'
+            f"{self.backend}: {eager} of {ops} of this {self.phase} graph run in eager{inside} "
+            f'({counted(reasons, "reason")}); see "fusewright explain"'
         )
+
+
+log = logging.getLogger("fusewright")
+
+SAID: set[str] = set()
+"""Lines that this process has said."""
+
+
+def warn_once(message: str) -> None:
+    """Say a line, but not again: equal layers make equal graphs, whose notes are equal too."""
+    if message not in SAID:
+        SAID.add(message)
+        log.warning("fusewright: %s", message)
 
 
 @dataclass(eq=False)

@@ -32,7 +32,8 @@ def compile_with(**how: Any) -> Tensor:
         ({"options": {"fuel": "much"}}, "'fuel'.*whole number"),
         ({"options": {"fuel": True}}, "'fuel'.*whole number"),
         ({"options": {"fault": "crash"}}, "there is no option 'fault'"),
-        ({"mode": "max-autotune"}, "has no modes"),
+        ({"mode": "max-autotun"}, "mode is .max-autotun.; use one of.*did you mean .max-autotune."),
+        ({"options": {"disable_rules": ["linear.adm"]}}, "no rule .linear.adm.; did you mean .linear.addmm."),
     ],
 )
 def test_wrong_options_are_refused(how: dict[str, Any], message: str) -> None:

@@ -39,7 +39,7 @@ def compiled(fn: Any, backend: str, dynamic: bool = False) -> Any:
 
 def check(backend: str, call: BadCall, name: str, dynamic: bool = False) -> None:
     if "triton" in backend:
-        pytest.importorskip("triton", reason="triton has no wheel for this platform")
+        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
     elif not registry.info(backend).available:
         pytest.skip(f"{backend}: {registry.info(backend).device}")
     eager = said(call.fn, call.args)
@@ -89,7 +89,7 @@ def test_kernels_find_what_is_wrong(name: str) -> None:
 def test_an_ignored_label_is_no_index(backend: str) -> None:
     """`ignore_index` and `padding_idx` may name what does not exist; gradients of other indices are left out."""
     if "triton" in backend:
-        pytest.importorskip("triton", reason="triton has no wheel for this platform")
+        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
     elif not registry.info(backend).available:
         pytest.skip(f"{backend}: {registry.info(backend).device}")
     loss = torch.nn.functional.nll_loss

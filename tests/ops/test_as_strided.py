@@ -25,7 +25,7 @@ def dynamo(backend: str, **more: Any) -> Callable[[Function], Function]:
 
 
 def simulated(fn: Function) -> Function:
-    pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
     return dynamo("nvidia_triton", simulate=True)(fn)
 
 

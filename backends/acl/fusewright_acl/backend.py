@@ -40,6 +40,7 @@ class GravitonAcl(OneDnnBackend):
         # The core that a simulation is of.
         "target": "neoverse-v1",
     }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {**OneDnnBackend.choices, "fpmath": FPMATH}
 
     @classmethod
     def probe(cls) -> Device | Unavailable:

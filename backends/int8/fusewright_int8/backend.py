@@ -51,6 +51,11 @@ class X86Int8(OneDnnBackend):
         # Who computes int8 products: "core", "onednn", or "auto", whichever measures fastest for a shape.
         "engine": "auto",
     }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {**OneDnnBackend.choices, "engine": ("auto", "core", "onednn")}
+    environment: ClassVar[Mapping[str, str]] = {
+        **OneDnnBackend.environment,
+        "FUSEWRIGHT_INT8_ISA": "for tests: compute int8 products by a lesser instruction set of the native core",
+    }
 
     @classmethod
     def probe(cls) -> Device | Unavailable:

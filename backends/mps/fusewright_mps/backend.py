@@ -50,6 +50,9 @@ class AppleMps(FusedBackend):
         # The chip that is simulated, e.g. "M4 Max".
         "target": "",
     }
+    environment: ClassVar[Mapping[str, str]] = {
+        "FUSEWRIGHT_MPS_CHECK": "1 checks every access of simulated kernels: bounds, alignment, races"
+    }
 
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(device, options)

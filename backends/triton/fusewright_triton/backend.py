@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from fusewright_triton.kernels.precompile import orders
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.select.calls import rewritten
+from fusewright_triton.select.convolutions import SHORTCUT
 
 if TYPE_CHECKING:
     from fusewright_triton.runtime import CompiledModule
@@ -154,6 +155,10 @@ class TritonBackend(FusedBackend):
         # Configurations near the formula's are measured when a kernel is first compiled, and the fastest is remembered.
         "autotune": False,
     }
+    environment: ClassVar[Mapping[str, str]] = {
+        "FUSEWRIGHT_TRITON_WORKERS": "how many processes build kernels at once; default: one a processor"
+    }
+    rules: ClassVar[Sequence[str]] = (SHORTCUT,)
     targets: ClassVar[Mapping[str, target.Target]]
     typical: ClassVar[str]
     """The target that is simulated when none is named."""

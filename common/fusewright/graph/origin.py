@@ -15,7 +15,16 @@ _CLASS = re.compile(r"\s*class\s+(\w+)")
 def origin(graph: Graph) -> str:
     """The function that was compiled, or the class of the module, and where it stands: "Bert modeling.py:41". "" if nothing
     tells."""
-    trace = next((t for n in graph.nodes if (t := n.meta.get("stack_trace"))), "")
+    return compiled_at(first_trace(graph))
+
+
+def first_trace(graph: Graph) -> str:
+    """The stack of the first node that has one; "" if none has."""
+    return next((t for n in graph.nodes if (t := n.meta.get("stack_trace"))), "")
+
+
+def compiled_at(trace: str) -> str:
+    """`origin` of a node with this stack."""
     found = list(frames(trace))
     if not found:
         return ""

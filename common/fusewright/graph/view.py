@@ -210,11 +210,11 @@ def source_line(node: Node) -> str:
 
 def last_line(trace: str) -> str:
     """The last line that a stack trace names, as "file.py:12", or ""."""
-    last = ""
-    for line in trace.splitlines():
-        line = line.strip()
-        if line.startswith('File "'):
-            path, _, rest = line[6:].partition('"')
+    end = len(trace)
+    while (at := trace.rfind('File "', 0, end)) >= 0:
+        if not trace[trace.rfind("\n", 0, at) + 1 : at].strip():  # else it stands in a line of the program
+            path, _, rest = trace[at + 6 :].partition("\n")[0].partition('"')
             number = rest.split("line ")[-1].split(",")[0].strip()
-            last = f"{path.rsplit('/', 1)[-1]}:{number}"
-    return last
+            return f"{path.rsplit('/', 1)[-1]}:{number}"
+        end = at
+    return ""

@@ -18,6 +18,7 @@ from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_na
 from fusewright.interface import Compiled, DevicePolicy, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
+from fusewright.plan.labels import Origin
 from fusewright.plan.order import topological
 
 
@@ -43,6 +44,10 @@ class Plan:
     scalars: dict[int, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
     policy: DevicePolicy = field(default=DevicePolicy(), compare=False)
+    origins: dict[int, Origin] = field(default_factory=dict, compare=False)
+    """For profilers, by the first value that an instruction makes."""
+    trace: str = field(default="", compare=False)
+    """The same: the stack of the first node of the graph."""
 
 
 @dataclass

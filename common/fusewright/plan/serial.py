@@ -15,11 +15,12 @@ import torch
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
+from fusewright.plan.labels import Origin
 from fusewright.sizes.expr import Extent, SizeExpr
 from fusewright.sizes.serial import from_data as size_from_data
 from fusewright.sizes.serial import to_data as size_to_data
 
-FORMAT = 3
+FORMAT = 4
 """Changes when the JSON does: entries of another format are misses."""
 
 
@@ -41,6 +42,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "attributes": {str(i): name for i, (name, _) in plan.attributes.items()},
         "scalars": {str(i): symbol for i, symbol in plan.scalars.items()},
         "kernels": sorted(plan.kernels),
+        "origins": {str(i): [o.ops, o.position] for i, o in plan.origins.items()},
     }
 
 
@@ -62,6 +64,7 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
         attributes={int(i): (name, attribute(name)) for i, name in data["attributes"].items()},
         scalars={int(i): symbol for i, symbol in data["scalars"].items()},
         kernels=dict.fromkeys(data["kernels"]),
+        origins={int(i): Origin(str(ops), position) for i, (ops, position) in data["origins"].items()},
     )
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
 from fusewright.toolkit.ir import Kernel, structural_hash
 from fusewright_triton import target

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
 from fusewright.toolkit.ir import Kernel
 from fusewright_triton.build import workers

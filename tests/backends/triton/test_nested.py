@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
 import torch
 import torch.nn.functional as F

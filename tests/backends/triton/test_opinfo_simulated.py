@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
 from tests.ops.test_opinfo import SAMPLE, opinfo
 

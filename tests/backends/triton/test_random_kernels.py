@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-pytest.importorskip("triton", reason="triton has no wheel for this platform")
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
 import torch
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import dynamo, registry
+from fusewright import registry
 from fusewright.errors import OptionError
 from fusewright.interface import Device
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
@@ -23,8 +23,7 @@ REAL_FIND = importlib.util.find_spec
 
 
 @pytest.fixture(autouse=True)
-def _probed_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dynamo, "_said", set())
+def _probed_anew() -> Iterator[None]:
     registry.info.cache_clear()
     yield
     registry.info.cache_clear()

@@ -183,3 +183,22 @@ def test_a_loop_of_cells(kind: str, length: int, backend: str) -> None:
     model = Cells(getattr(torch.nn, kind)(4, 5))
     x = torch.randn(2, length, 4)
     torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.pow_(-0.5), lambda x: x.pow_(torch.full_like(x, 1.5)), lambda x: x.double().float_power_(2.0),
+        lambda x: x.ldexp_(torch.full_like(x, 2)), lambda x: x.floor_divide_(torch.full_like(x, 0.3)),
+    ],
+)  # fmt: skip
+def test_a_write_whose_overload_has_another_name_out_of_place(write: Any) -> None:
+    """`pow_.Scalar` is `pow.Tensor_Scalar`; `pow.Scalar` takes a number for a base."""
+    torch._dynamo.reset()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return write(y) + 1
+
+    x = torch.rand(5) + 0.5
+    torch.testing.assert_close(torch.compile(fn, backend="fusewright_null", options={"fallback": "allow"})(x), fn(x))

@@ -41,6 +41,11 @@ class OneDnnBackend(FusedBackend):
         # Let relu and clamp ride on a product, which turns a NaN into 0.
         "finite_math": False,
     }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"prepack": ("auto", "never", "always")}
+    environment: ClassVar[Mapping[str, str]] = {
+        "FUSEWRIGHT_CPU_ISA": "for tests: compute as a lesser CPU would, 'avx2' or 'avx' on x86, a core's name on Arm"
+    }
+    rules: ClassVar[Sequence[str]] = (norms.RULE,)
 
     def supports(self, op: OpView) -> Verdict:
         """By the table or as a kernel; ops that take any strides may lie between as ATen calls."""

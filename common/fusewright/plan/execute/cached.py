@@ -11,18 +11,20 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from fusewright import _torch_compat as compat
 from fusewright.cache import place, seal, store
 from fusewright.cache.key import key_of
 from fusewright.cache.store import Key
 from fusewright.config import Options, env_or_default
-from fusewright.errors import printable
-from fusewright.graph.origin import origin
+from fusewright.errors import counted, printable
+from fusewright.graph.origin import first_trace, origin
 from fusewright.graph.view import is_op, qualified_name
 from fusewright.interface import Backend, KernelCode, Phase
 from fusewright.plan import serial, verify, vocabulary
 from fusewright.plan.build import Plan, attribute
 from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Run
+from fusewright.plan.labels import plan_name, with_lines
 
 log = logging.getLogger("fusewright")
 
@@ -76,11 +78,18 @@ def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple
     try:
         plan = serial.from_data(found.data["plan"], lambda name: _held(slot, gm, name))
         plan.policy = backend.policy()
+        plan.origins, plan.trace = with_lines(plan.origins, gm.graph), first_trace(gm.graph)
         for problem in slot.problems(plan):
             raise vocabulary.Foreign(problem)
         kernels = backend.restore(found.code, list(plan.kernels)) if found.code else {}
         verify.check(plan, "reading it", {h: code.kernel for h, code in kernels.items()})
-        return finish(plan, kernels, codegen.load(plan, kernels)[0]), str(found.data["summary"])
+        run, text = codegen.load(plan, kernels)
+        compat.trace_artifact("fusewright_plan", lambda: text)
+        if log.isEnabledFor(logging.INFO):
+            size = counted(len(plan.instructions), "instruction")
+            log.info("%s: plan of %s from the cache, %s", backend.name, plan_name(plan), size)
+            log.debug("%s", text)
+        return finish(plan, kernels, run), str(found.data["summary"])
     except Exception as e:  # whatever keeps an entry from loading, the model is compiled
         store.reject(slot.key.name, e)
         return None

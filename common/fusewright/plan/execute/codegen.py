@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
+from fusewright import _torch_compat as compat
 from fusewright.errors import sized, without_memory
 from fusewright.interface import HOST, Dim, KernelCode, Size
 from fusewright.plan import native
@@ -16,6 +19,7 @@ from fusewright.plan.execute.firstrun import checker
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.labels import labeler
 from fusewright.plan.memory import Placement
 from fusewright.plan.verify import PLACE
 from fusewright.plan.vocabulary import (
@@ -236,9 +240,13 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
     return dead
 
 
+Label = Callable[[Instruction], str]
+"""What a profiler shows for an instruction."""
+
+
 def _body(
     plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
-    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None, observed: bool = False,
+    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None, observed: bool = False, label: Label | None = None,
 ) -> list[str]:  # fmt: skip
     dead = _last_reads(instructions, keep)
     lines: list[str] = []
@@ -248,7 +256,7 @@ def _body(
             lines += [asserted.pop(r) for r in set(reads(i)) & asserted.keys()]
         written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
-        lines += [f"    {line}" for line in written]
+        lines += [f"    {line}" for line in (_marked(written, names.object("label", label(i))) if label else written)]
         checks = {o: f"    check({o}, v{o})" for o in i.outs if o in plan.specs} if checked and isinstance(i, Call) else {}
         if symbols is not None and isinstance(i, Call):
             asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
@@ -261,6 +269,11 @@ def _body(
             lines += [asserted.pop(r) for r in dead[k] if r in asserted]
             lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
     return [*lines, *asserted.values()]
+
+
+def _marked(lines: Sequence[str], label: str) -> list[str]:
+    """An instruction as a range that profilers show."""
+    return [f"with range({label}):", *(f"    {line}" for line in lines)]
 
 
 def _pop(lines: dict[int, str], id: int) -> list[str]:
@@ -280,9 +293,12 @@ def _asserted(plan: Plan, i: Call) -> Iterator[tuple[int, str]]:
             yield o, f"    sized(v{o}, ({sizes},), {i.target!r})"
 
 
-def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False, observed: bool = False) -> str:
+def source(
+    plan: Plan, names: Names, launches: _Launches, checked: bool = False, observed: bool = False, label: Label | None = None
+) -> str:
     """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`. `observed`: `observe(k,
-    results)` is called behind the k-th instruction, and with k = -1 before the first."""
+    results)` is called behind the k-th instruction, and with k = -1 before the first. `label`: profilers see each instruction
+    under this."""
     lines = []
     if plan.prepare:
         kept = set(plan.prepare_outputs) | set(plan.attributes)
@@ -303,7 +319,7 @@ def source(plan: Plan, names: Names, launches: _Launches, checked: bool = False,
     symbols = _Symbols(plan)
     given = symbols.of(plan.inputs)
     start = ["    observe(-1, ())"] if observed else []
-    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols, observed=observed)
+    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols, observed=observed, label=label)
     if any(isinstance(i, Launch) for i in plan.instructions):
         workers = ["    workers = count_workers()"] if launches.blocks and plan.policy.workers else []
         lines += [*given, "    frame = frames.take()", *workers, *start, *body]
@@ -330,7 +346,9 @@ def load(
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
     names.space.update(observe=observe)
-    exec(compile(text, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
+    names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
+    asking = text.replace(*_ASKS) if observe is None else text  # who observes is asked for each instruction already
+    exec(compile(asking, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
     return names.space["run"], shown
@@ -343,6 +361,29 @@ def _written(
     names = Names()
     launches = _Launches(plan, placement, kernels, names, core)
     return names, launches, source(plan, names, launches, checked, observed)
+
+
+_ASKS = "def run(args):\n", f"def run(args):\n    if profiling({compat.PROFILING!r}): return profiled(args)\n"
+"""What every plan begins with: one look into a dict, some 20 nanoseconds."""
+
+
+def _profiled(
+    plan: Plan, kernels: Mapping[str, KernelCode], checked: bool, space: Mapping[str, Any]
+) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """The same plan with a range around each instruction, written when somebody first profiles it. It shares what `space`
+    holds: frames, constants and the check."""
+
+    @functools.cache
+    def made() -> Callable[[list[Any]], tuple[Any, ...]]:
+        names = Names()
+        launches = _Launches(plan, PLACE(plan), kernels, names, native.extension())
+        text = source(plan, names, launches, checked, label=labeler(plan))
+        own = {**names.space, **{k: space[k] for k in space.keys() - names.space.keys()}, "range": record_function}
+        exec(compile(text, f"<fusewright profiled plan {id(plan):x}>", "exec"), own)
+        run: Callable[[list[Any]], tuple[Any, ...]] = own["run"]
+        return run
+
+    return lambda args: made()(args)
 
 
 def prepared_of(run: Callable[..., Any]) -> PreparedCache | None:

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
+from torch.profiler import record_function
+
+from fusewright import _torch_compat as compat
 from fusewright.interface import Recorder
+from fusewright.plan.build import Plan
 from fusewright.plan.ir import Run
+from fusewright.plan.labels import replay_label
 
 log = logging.getLogger("fusewright")
 
 R = TypeVar("R")
+
+
+def shown(replay: Callable[[], None], plan: Plan) -> Callable[[], None]:
+    """`replay`, as a range of its own for who profiles."""
+
+    @functools.cache
+    def label() -> str:
+        return replay_label(plan)
+
+    def run() -> None:
+        if not compat.profiling():
+            return replay()
+        with record_function(label()):
+            return replay()
+
+    return run
 
 
 class Recorded(abc.ABC, Generic[R]):

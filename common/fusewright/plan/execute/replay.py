@@ -30,7 +30,7 @@ from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copier_out
 from fusewright.plan.execute.prepare import Prepared
-from fusewright.plan.execute.recording import Recorded
+from fusewright.plan.execute.recording import Recorded, shown
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.verify import PLAN
@@ -433,7 +433,7 @@ class Replayed(Recorded[_Recording]):
             by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
             copy_out = copier_out([by_id[v] for v in self.parts.early])
         rest = [by_id[v] for v in self.parts.tail_rest]
-        return _Recording(lane, addresses, prepared, replay, copy_in, rest, copy_out)
+        return _Recording(lane, addresses, prepared, shown(replay, self.plan), copy_in, rest, copy_out)
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)

@@ -21,7 +21,7 @@ from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copied_out
 from fusewright.plan.execute.opaque import mismatch
-from fusewright.plan.execute.recording import Recorded
+from fusewright.plan.execute.recording import Recorded, shown
 from fusewright.plan.execute.replay import OTHER_TENSORS, obstacle, plan_device, written_inputs
 from fusewright.plan.ir import Ref, Run, reads
 
@@ -152,7 +152,7 @@ class Retained(Recorded[_Recording]):
         mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
-        self._recording = _Recording(lane, again, kept, fixed, copy_in, uses)
+        self._recording = _Recording(lane, shown(again, self.plan), kept, fixed, copy_in, uses)
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
         return self._recording
 

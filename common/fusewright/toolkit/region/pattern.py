@@ -178,6 +178,10 @@ def always(op: OpView, match: Match, context: Any) -> bool:
     return True
 
 
+RULES: set[str] = set()
+"""Ids of all rows and steps that were made: what the option `disable_rules` may name."""
+
+
 @dataclass(frozen=True)
 class Step:
     """An op that alone reads the result before it. `least` and `most`: how often, None for as often as it can be. An optional
@@ -189,6 +193,9 @@ class Step:
     least: int = 1
     most: int | None = 1
     rule: str = ""
+
+    def __post_init__(self) -> None:
+        RULES.update({self.rule} - {""})
 
 
 @dataclass(frozen=True)

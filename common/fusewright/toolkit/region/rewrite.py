@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from fusewright.forms.spec import Pass
 from fusewright.interface import OpView, RuleLog
 from fusewright.toolkit.region.graph import Claim, RegionGraph
-from fusewright.toolkit.region.pattern import Chain, Match, P, find
+from fusewright.toolkit.region.pattern import RULES, Chain, Match, P, find
 from fusewright.toolkit.region.verify import REGION
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ class Row:
     extend: Callable[[Match, Context], Match | None] = _as_found
     pays: Callable[[Match, Context], bool] = _yes
     also: Callable[[Match, tuple[OpView, ...], Context], tuple[Claim, ...]] = _nothing_else
+
+    def __post_init__(self) -> None:
+        RULES.add(self.id)
 
     def roots(self) -> tuple[str, ...]:
         """Names of the ops that it begins with."""
