@@ -19,7 +19,7 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.argument("model")
 @click.option("-o", "--output", type=_FILE, required=True, help="The page, one HTML file.")
 @click.option("--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True, help="amp: bf16 autocast.")
 @click.option(
     "--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of a model of the suite."
 )
