@@ -15,7 +15,7 @@ import fusewright
 from ci import check_tree, jobs, require_backend
 
 ROOT = Path(__file__).parents[2]
-MEMBERS = ["common", "native", *(f"backends/{v}" for v in check_tree.VENDORS | check_tree.SHARED)]
+MEMBERS = ["common", "common/native", *(f"backends/{v}" for v in check_tree.VENDORS | check_tree.SHARED)]
 
 
 def _project(folder: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def absent() -> str | None:
 
 def device_launch(driver: int, errors: int) -> Any | None:
     """A launcher by the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel), for as long as the word at `errors`
-    (0: there is none) is 0; None without the extension. See native/native/device.h."""
+    (0: there is none) is 0; None without the extension. See `device.h` of the extension."""
     core = extension()
     return None if core is None else core.Device(driver, errors, compat.current_device, compat.current_stream)
 
