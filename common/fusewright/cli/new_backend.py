@@ -13,7 +13,7 @@ from fusewright.scaffold import LICENSES, Package, ScaffoldError
 @click.command("new-backend")
 @click.argument("name")
 @click.option("--into", type=click.Path(path_type=Path), help="The package's folder.  [default: ./NAME]")
-@click.option("--license", type=click.Choice(LICENSES), default="LicenseRef-Proprietary", show_default=True)
+@click.option("--license", type=click.Choice(LICENSES), default="LicenseRef-Proprietary", show_default=True, help="SPDX name.")
 def new_backend(name: str, into: Path | None, license: str) -> None:
     """Write a backend's package: it installs, passes conformance with nothing lowered, and grows op by op."""
     folder = into or Path(name)
