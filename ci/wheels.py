@@ -65,7 +65,8 @@ VERSION = "import importlib.metadata as m; print(m.version('torch'))"
 
 def packages() -> list[Path]:
     """Folders of what is published: the host, then what stands on it."""
-    others = {p.parent for pattern in ("*/pyproject.toml", "common/*/pyproject.toml", "backends/*/pyproject.toml") for p in ROOT.glob(pattern)}
+    patterns = ("*/pyproject.toml", "common/*/pyproject.toml", "backends/*/pyproject.toml")
+    others = {p.parent for pattern in patterns for p in ROOT.glob(pattern)}
     return [ROOT / "common", *sorted(others - {ROOT / "common"})]
 
 
