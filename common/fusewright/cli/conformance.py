@@ -44,7 +44,7 @@ def _shard(_context: click.Context, _parameter: click.Parameter, value: str) -> 
 @click.option(
     "--backend", "names", multiple=True, metavar="NAME", help="Which one  [default: every installed vendor's]"
 )
-@click.option("--simulate", is_flag=True, help="On a simulated device of the backend, on CPU tensors.")
+@click.option("--simulate", is_flag=True, help="On a simulated device of the backend.")
 @click.option("--level", "wanted", callback=_levels, default="C0..C4", show_default=True, help="C2, or a range.")
 @click.option(
     "--shard", callback=_shard, default="1/1", show_default=True, metavar="K/N", help="The k-th of n equal parts."

@@ -28,7 +28,7 @@ class Missing(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         top = name.partition(".")[0]
-        if not self.on or name in sys.modules or top in self.allowed:
+        if not self.on or name in sys.modules or top in self.allowed or top.startswith("fusewright"):
             return None
         self.refused.add(top)
         raise ModuleNotFoundError(f"No module named {name!r} (hidden by the conformance kit)", name=name)
@@ -36,13 +36,12 @@ class Missing(MetaPathFinder):
 
 def allowed(own: str) -> frozenset[str]:
     """Top-level modules that are no vendor's: the standard library, what is loaded with torch and the host, what these two
-    require, and the backend's own package with the family's."""
+    require, and the backend's own package. (The family's own are always allowed.)"""
     required = {d for host in HOSTS for d in _required(host)}
     tops = importlib.metadata.packages_distributions()
     known = {top for top, dists in tops.items() if any(_canonical(d) in required for d in dists)}
-    family = {top for top in tops if top.startswith("fusewright")} | {"fusewright_cpu"}
     loaded = {name.partition(".")[0] for name in sys.modules}
-    return frozenset({*sys.stdlib_module_names, *known, *family, *loaded, own})
+    return frozenset({*sys.stdlib_module_names, *known, *loaded, own})
 
 
 def _canonical(name: str) -> str:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusewright.interface import HOST
+
 
 @dataclass(frozen=True)
 class Model:
@@ -223,7 +225,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[in
 """Name -> module, what its input holds, the input's shape without the batch."""
 
 
-def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, batch: int = 3) -> Model:
+def build(name: str, device: str = HOST, dtype: torch.dtype = torch.float32, batch: int = 3) -> Model:
     """A model of the table with fresh seeded weights. Norms have run over some data first, so that their statistics differ
     from the initial ones."""
     make, fill, shape = MODELS[name]

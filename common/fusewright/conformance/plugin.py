@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fusewright-backend", action="append", metavar="NAME", help="a backend to check; may be given again"
     )
-    group.addoption("--fusewright-simulate", action="store_true", help="on simulated devices, on CPU tensors")
+    group.addoption("--fusewright-simulate", action="store_true", help="on simulated devices")
     group.addoption("--fusewright-level", default="C0..C1", metavar="LEVEL", help="C2, or a range; default: C0..C1")
     group.addoption(
         "--fusewright-part", type=int, default=1, metavar="N", help="every n-th row, entry, model and fault"

@@ -58,7 +58,7 @@ def _judged(name: str, dtype: str, settings: Settings, run: Any) -> tuple[Verdic
         return Verdict.ERROR, "; ".join(bugs)[:300]
     wide = models.Model(copy.deepcopy(wide.module).to(HOST).double(), tuple(_wide(x.to(HOST)) for x in wide.inputs))
     exact, wanted = run(wide, wide.module), run(eager, eager.module)
-    accuracy = compare(_on(exact, wanted), wanted, got, DTYPES[dtype])
+    accuracy = compare(_home(exact), _home(wanted), _home(got), DTYPES[dtype])
     return _verdict(reports) if accuracy.passed else (Verdict.WRONG, accuracy.reason)
 
 
@@ -70,8 +70,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def _on(exact: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [x.to(w.device) if w.device.type != "mps" else x for x, w in zip(exact, like, strict=True)]
+def _home(xs: Sequence[Tensor]) -> list[Tensor]:
+    """On the host, where there is fp64 whatever the device has."""
+    return [x.to(HOST) for x in xs]
 
 
 def _verdict(reports: Sequence[report.GraphReport]) -> tuple[Verdict, str]:

@@ -49,4 +49,4 @@ def test_a_system_without_proc_reads_nothing(tmp_path):
 def test_this_machine_is_read():
     meter = OthersMeter([])
     time.sleep(0.1)
-    assert 0.0 <= meter.read() <= 1.3 * (os.cpu_count() or 1)  # clock ticks are coarse beside 0.1 s
+    assert 0.0 <= meter.read() <= 10 * (os.cpu_count() or 1)  # cores; clock ticks are coarse beside 0.1 s

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fusewright import _torch_compat as compat
 from fusewright import report
+from fusewright.interface import HOST
 
 JUDGE = "aot_eager"
 """What this backend gets wrong too is torch's own, not ours."""
@@ -45,7 +46,7 @@ class Outcome:
             (self.shared if f.split(":")[0] in theirs else self.problems).append(f"{where}: {f}")
 
 
-def entries(dtype: torch.dtype, device: str = "cpu") -> list[str]:
+def entries(dtype: torch.dtype, device: str = HOST) -> list[str]:
     """The names of every entry that has the dtype on the device, variants included, in the database's order."""
     return [full_name(op) for op in compat.op_database() if dtype in op.supported_dtypes(device)]
 
@@ -61,7 +62,7 @@ class Compiler:
 
     backend: str
     dynamic: bool = False
-    device: str = "cpu"
+    device: str = HOST
     simulate: bool = False
 
     def options(self) -> dict[str, Any] | None:
