@@ -1,6 +1,7 @@
 """What a backend lowers of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run.
 
-Schema: {"schema": 1, "backend": name, "device": its architecture, "simulated": bool, "dtypes": [tried], "correct": [x, y],
+Schema: {"schema": 1, "backend": name, "device": its architecture, "simulated": bool, "dtypes": [..],
+"tried": rows, "correct": [x, y],
 "lowered": [x, y], "rows": {row: {dtype: [variants of which every sample is lowered]}}}.
 """
 
@@ -27,6 +28,8 @@ class Coverage:
     device: str
     simulated: bool
     dtypes: tuple[str, ...]
+    tried: int
+    """How many rows of the opset the run had."""
     correct: tuple[int, int]
     lowered: tuple[int, int]
     rows: Rows
@@ -37,7 +40,8 @@ class Coverage:
         found = [c for c in checks if _is_row(c)]
         figures = summary(found)
         return cls(
-            backend, device, simulated, tuple(sorted({_key(c)[1] for c in found})), (figures.correct.of, figures.correct.total),
+            backend, device, simulated, tuple(sorted({_key(c)[1] for c in found})),
+            len({_key(c)[0] for c in found}), (figures.correct.of, figures.correct.total),
             (figures.lowered.of, figures.lowered.total), lowered_rows(found),
         )  # fmt: skip
 

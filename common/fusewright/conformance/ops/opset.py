@@ -140,7 +140,7 @@ def _checked(
         args, kwargs = variant.make(op, case, dtype)
     except (NotFinite, RuntimeError, IndexError):
         return None
-    if not valid(op, calls.mapped(args, torch.Tensor.clone), kwargs):
+    if not valid(op, calls.mapped(args, _copy), kwargs):
         return None
     try:
         return _judged(_Trial(op, case, dtype, variant, settings, backend, args, kwargs))
