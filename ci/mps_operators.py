@@ -118,9 +118,9 @@ def _run(fn: Any, sample: Any, gradients: bool) -> None:
 
 
 def _operator(name: str) -> str:
-    """The overload of a record: a row of the opset, or the full name of an op that is in none."""
+    """The overload of a record: a row of the opset, or the full name ("aten.logit.default") of an op that is in none."""
     row = ops.OPS.get(name)
-    return (row.qualname if row is not None else name).removesuffix(".default")
+    return (row.qualname if row is not None else name.replace(".", "::", 1)).removesuffix(".default")
 
 
 def _where(o: report.OpRecord) -> str:
