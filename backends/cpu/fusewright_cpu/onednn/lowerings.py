@@ -450,13 +450,18 @@ def _lowered(m: Match, b: Builder) -> None:
     row.code(m, b)
 
 
+def _in_table(m: Match, b: Builder) -> bool:
+    """Whether the table takes the op: a backend that carries it for other rows has it in its regions all the same."""
+    return not isinstance(LOWERINGS.find(m.anchor, b.ctx.device), Verdict)
+
+
 ROWS = (
     Row(
         "onednn.product.siblings", chain("linear"), extend=_siblings, pays=_concat_pays, write=_concatenated,
         note="one product for several",
     ),
     Row("onednn.product", patterns.PRODUCT, write=_lowered, note="product"),
-    Row("onednn.conv", patterns.CONV, write=_lowered, note="convolution"),
+    Row("onednn.conv", patterns.CONV, when=_in_table, write=_lowered, note="convolution"),
     Row("onednn.attention", patterns.ATTENTION, write=_lowered, note="attention"),
 )  # fmt: skip
 """In the order in which they are asked."""
