@@ -66,8 +66,8 @@ def run(folder: Path) -> None:
     at = [module.addresses[c] for module, c in zip(held, map(str, COLUMNS), strict=True)]
     near = min(abs(a - b) for a in at for b in at if a != b)
     assert near > 4 << 30, f"only {near} bytes between two modules"
-    for columns, address in zip(COLUMNS, at, strict=True):
-        _check(address, columns)
+    for columns, place in zip(COLUMNS, at, strict=True):
+        _check(place, columns)
     print(f"{len(at)} kernels, {near / 2**30:.1f} GiB apart or more, linked and right on {platform.machine()}")
 
 
