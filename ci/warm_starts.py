@@ -23,6 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from fusewright._torch_compat import aot_inductor
+
 KINDS = ("saved", "cached", "inductor", "aotinductor")
 CALLS = 10
 LIMIT = 1800
@@ -122,8 +124,7 @@ def _callable(given: argparse.Namespace, built: Any, folder: Path) -> Callable[.
         loaded: Callable[..., Any] = fusewright.load(built.module, file, sha256=digest.read_text())
         return loaded
     if given.serve == "aotinductor":
-        import torch._inductor as inductor  # noqa: TID251  where torch documents AOTInductor
-
+        inductor = aot_inductor()
         package = str(folder / "model.pt2")
         if not Path(package).exists():
             with torch.no_grad():

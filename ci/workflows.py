@@ -26,7 +26,6 @@ SETUP_MINUTES = 20
 """What installing may take, beside a job's own limit."""
 
 HEAD = "# Made by `python -m ci.workflows` from ci/matrix.toml; edit those.\n"
-CHECKOUT = "- uses: actions/checkout@v4"
 GATE = "contains(fromJSON(vars.HARDWARE || '[]'), '{}')"
 
 JOB = """

@@ -720,6 +720,13 @@ def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
         output_code.CompiledFxGraph.__init__ = made  # type: ignore[method-assign]
 
 
+def aot_inductor() -> Any:
+    """The module of `aoti_compile_and_package` and `aoti_load_package`, where torch documents AOTInductor."""
+    import torch._inductor
+
+    return torch._inductor
+
+
 def inductor_calls(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
     """What runs in each call of a graph of Inductor's on the host: names of kernels and operators, with seconds, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -165,7 +165,7 @@ def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: 
     torch.manual_seed(0)
     w, inputs = torch.randn(33, 17), [torch.randn(n, 33) for n in (5, 5, 9, 1)]
     results = []
-    left_behind = pytest.importorskip("fusewright_cpu.onednn.left_behind")
+    left_behind = pytest.importorskip("fusewright_cpu.onednn.left_behind", reason="fusewright-cpu is not installed")
     for value in ("0", "1"):
         left_behind.SHAPES.clear()  # what the first of the two compiled, which is collected at any time
         monkeypatch.setenv("FUSEWRIGHT_NATIVE", value)

@@ -4,43 +4,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from fusewright import machine
 from fusewright.errors import OptionError
-from fusewright.interface import CompileContext, Compiled, Device, Fragment, OpView, Region, Unavailable, Verdict, Why
+from fusewright.interface import Device, OpView, Unavailable
 from fusewright.toolkit.backend.fused import Loader
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
 from fusewright_acl import fpmath, quantized, target
 from fusewright_acl.lowerings import LOWERINGS, ROWS
-from fusewright_cpu.onednn.fused import OneDnnBackend
+from fusewright_cpu.onednn.quantized import QuantizedBackend
 
 FPMATH = ("fp32", "bf16")
-CARRIED = frozenset({"int_mm", "choose_qparams"})
-"""Rows that are claimed so that a pattern may take them; eager's own call where none does."""
 
 
-class GravitonAcl(OneDnnBackend):
+class GravitonAcl(QuantizedBackend):
     """aarch64 CPUs, with the Arm Compute Library that torch carries."""
 
     name = "graviton_acl"
     priority = 50
     lowerings = LOWERINGS
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*quantized.ROWS, *ROWS))
-    shows_constants = True
-    namespaces = (*OneDnnBackend.namespaces, fpmath.NAMESPACE)
+    carried = frozenset({"int_mm", "choose_qparams"})
+    products = ("linear",)
+    namespaces = (*QuantizedBackend.namespaces, fpmath.NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
-        **OneDnnBackend.options,
+        **QuantizedBackend.options,
         # What fp32 products and convolutions are multiplied in: "bf16" runs them on bf16 hardware, with fp32 in and out.
         "fpmath": "fp32",
         # The core that a simulation is of.
         "target": "neoverse-v1",
     }
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {**OneDnnBackend.choices, "fpmath": FPMATH}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {**QuantizedBackend.choices, "fpmath": FPMATH}
 
     @classmethod
     def probe(cls) -> Device | Unavailable:
@@ -67,18 +65,8 @@ class GravitonAcl(OneDnnBackend):
         features |= {"acl", *({"mkldnn_bf16"} if "bf16" in features else ())}
         return Device("cpu", options["target"], features, simulated=True)
 
-    def supports(self, op: OpView) -> Verdict:
-        """As every oneDNN backend; what only a quantized pattern can take may lie in a region too."""
-        verdict = super().supports(op)
-        if not verdict and op.op in CARRIED and verdict.why is Why.NO_LOWERING:
-            return Verdict(Why.CARRIED, f"eager's own call, unless it is part of an int8 one ({verdict})")
-        return verdict
-
-    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        compiled = super().compile(region, ctx)
-        if not isinstance(compiled, Fragment):
-            return compiled
-        return replace(compiled, notes={**compiled.notes, **_stayed(region, compiled.notes)})
+    def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:
+        return None if "int8" in note else quantized.why_not(op, graph)
 
     def _loader(self) -> Loader:
         """Of a simulation too: loop kernels and attention are compiled for the CPU that is here."""
@@ -88,13 +76,6 @@ class GravitonAcl(OneDnnBackend):
         super().__init__(device, options)
         if self.values["fpmath"] not in FPMATH:
             raise OptionError(f"option 'fpmath' of graviton_acl is {self.values['fpmath']!r}; it is one of {', '.join(FPMATH)}")
-
-
-def _stayed(region: Region, notes: Mapping[int, str]) -> dict[int, str]:
-    """Why products with quantized operands are not int8."""
-    graph = RegionGraph(region)
-    found = {op.id: quantized.why_not(op, graph) for op in region.ops if op.op == "linear"}
-    return {i: f"not int8: {why}; {notes.get(i, 'eager')}" for i, why in found.items() if why and "int8" not in notes.get(i, "")}
 
 
 def _onednn() -> str:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from fusewright import machine
-from fusewright.interface import (
-    CompileContext,
-    Compiled,
-    Device,
-    Fragment,
-    OpView,
-    Quantization,
-    Region,
-    Unavailable,
-    Verdict,
-    Why,
-)
+from fusewright.interface import Device, OpView, Quantization, Unavailable
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
-from fusewright_cpu.onednn.fused import OneDnnBackend
 from fusewright_cpu.onednn.lowerings import ROWS as FLOAT_ROWS
+from fusewright_cpu.onednn.quantized import QuantizedBackend
 from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
 from fusewright_int8.flow.api import Int8Quantization
 from fusewright_int8.lowerings import ROWS, why_not
@@ -33,27 +21,24 @@ from fusewright_int8.run import native
 from fusewright_int8.target import best
 from fusewright_int8.tensors import ROWS as TENSOR_ROWS
 
-PRODUCTS = ("linear", "conv")
-CARRIED = frozenset({"conv", "int_mm", "choose_qparams"})
-"""Rows that are claimed so that a pattern may take them; eager's own call where none does."""
 
-
-class X86Int8(OneDnnBackend):
+class X86Int8(QuantizedBackend):
     """x86-64 CPUs with int8 dot-product instructions. What is not int8 it runs as `x86_onednn` does."""
 
     name = "x86_int8"
     priority = 10  # quantized models only: for the others the float backend of this CPU comes first
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
-    shows_constants = True
-    namespaces = (*OneDnnBackend.namespaces, NAMESPACE)
+    carried = frozenset({"conv", "int_mm", "choose_qparams"})
+    products = ("linear", "conv")
+    namespaces = (*QuantizedBackend.namespaces, NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
-        **OneDnnBackend.options,
+        **QuantizedBackend.options,
         # Who computes int8 products: "core", "onednn", or "auto", whichever measures fastest for a shape.
         "engine": "auto",
     }
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {**OneDnnBackend.choices, "engine": ("auto", "core", "onednn")}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {**QuantizedBackend.choices, "engine": ("auto", "core", "onednn")}
     environment: ClassVar[Mapping[str, str]] = {
-        **OneDnnBackend.environment,
+        **QuantizedBackend.environment,
         "FUSEWRIGHT_INT8_ISA": "for tests: compute int8 products by a lesser instruction set of the native core",
     }
 
@@ -82,22 +67,5 @@ class X86Int8(OneDnnBackend):
     def quantization(cls) -> Quantization:
         return Int8Quantization()
 
-    def supports(self, op: OpView) -> Verdict:
-        """As every oneDNN backend; what only a quantized pattern can take may lie in a region too."""
-        verdict = super().supports(op)
-        if not verdict and op.op in CARRIED and verdict.why in (Why.NO_LOWERING, Why.DYNAMIC_SHAPE, Why.ATTR):
-            return Verdict(Why.CARRIED, f"eager's own call, unless it is part of an int8 one ({verdict})")
-        return verdict
-
-    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        compiled = super().compile(region, ctx)
-        if not isinstance(compiled, Fragment):
-            return compiled
-        return replace(compiled, notes={**compiled.notes, **_stayed(region, compiled.notes)})
-
-
-def _stayed(region: Region, notes: Mapping[int, str]) -> dict[int, str]:
-    """Why products with quantized operands are not int8."""
-    graph = RegionGraph(region)
-    found = {op.id: why_not(op, graph) for op in region.ops if op.op in PRODUCTS}
-    return {i: f"not int8: {why}; {notes.get(i, 'eager')}" for i, why in found.items() if why}
+    def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:
+        return why_not(op, graph)

@@ -168,7 +168,7 @@ class Comparison:
             if not alone or self._running != 1:
                 self._open = None
             return result
-        except BaseException:
+        except BaseException:  # whatever ends a call early, an interrupt too: it measured nothing
             self._open = None
             raise
         finally:
