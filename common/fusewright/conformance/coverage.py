@@ -1,48 +1,83 @@
 """What a backend lowers of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run.
 
-Schema: {"schema": 1, "backend": name, "device": its architecture, "simulated": bool, "dtypes": [..],
-"tried": rows, "correct": [x, y],
-"lowered": [x, y], "rows": {row: {dtype: [variants of which every sample is lowered]}}}.
+Schema: {"schema": 2, "backend": name, "device": its architecture, "simulated": bool, "torch": [releases],
+"levels": {title: {"dtypes": [..], "correct": [x, y], "lowered": [x, y], "skipped": {reason: checks}}},
+"tried": rows, "untried": {row: reason}, "rows": {row: {dtype: [variants of which every sample is lowered]}}}.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from fusewright import ops
+from fusewright.conformance.ops import entries
+from fusewright.conformance.record import Record
 from fusewright.conformance.verdicts import Check, Verdict, summary
 
-SCHEMA = 1
+SCHEMA = 2
+ROWS, OPINFO = "C2 rows", "C2 OpInfo"
+"""The two parts of C2 among the levels of a file."""
 
 Rows = Mapping[str, Mapping[str, Sequence[str]]]
 """Row of the opset -> dtype -> variants of a call, each sample of which is lowered."""
 
 
 @dataclass(frozen=True)
+class Level:
+    """The figures of a level: (x, y)."""
+
+    dtypes: tuple[str, ...]
+    """Of C2 alone."""
+    correct: tuple[int, int]
+    lowered: tuple[int, int]
+    skipped: Mapping[str, int]
+    """How many checks eager or torch could not be asked for, by reason."""
+
+    @classmethod
+    def of(cls, checks: Sequence[Check]) -> Level:
+        figures = summary(checks)
+        return cls(
+            tuple(sorted({d for c in checks if (d := _dtype(c))})), (figures.correct.of, figures.correct.total),
+            (figures.lowered.of, figures.lowered.total), dict(sorted(_skips(checks).items())),
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Level:
+        return cls(**{**found, **{k: tuple(found[k]) for k in ("dtypes", "correct", "lowered")}})
+
+
+@dataclass(frozen=True)
 class Coverage:
-    """What the file holds. Figures are of the computations of C2's rows: (x, y)."""
+    """What the file holds."""
 
     backend: str
     device: str
     simulated: bool
-    dtypes: tuple[str, ...]
+    torch: tuple[str, ...]
+    levels: Mapping[str, Level]
     tried: int
     """How many rows of the opset the run had."""
-    correct: tuple[int, int]
-    lowered: tuple[int, int]
+    untried: Mapping[str, str]
+    """Rows of which the kit has no call that eager runs there, with the reason."""
     rows: Rows
 
     @classmethod
-    def of(cls, backend: str, device: str, simulated: bool, checks: Iterable[Check]) -> Coverage:
-        """From the checks of a run; only those of the opset's rows count."""
-        found = [c for c in checks if _is_row(c)]
-        figures = summary(found)
+    def of(cls, record: Record) -> Coverage:
+        """From the checks of a run."""
+        parts: dict[str, list[Check]] = {}
+        for c in record.checks:
+            parts.setdefault(_part(c), []).append(c)
+        found = [c for c in parts.get(ROWS, ()) if _is_row(c)]
         return cls(
-            backend, device, simulated, tuple(sorted({_key(c)[1] for c in found})),
-            len({_key(c)[0] for c in found}), (figures.correct.of, figures.correct.total),
-            (figures.lowered.of, figures.lowered.total), lowered_rows(found),
+            record.backend, record.arch, record.simulated, record.torch,
+            {title: Level.of(checks) for title, checks in sorted(parts.items())}, len({_key(c)[0] for c in found}),
+            {c.name: c.detail for c in parts.get(ROWS, ()) if c.name in ops.OPS and c.verdict is Verdict.SKIPPED},
+            lowered_rows(found),
         )  # fmt: skip
 
     @classmethod
@@ -53,13 +88,15 @@ class Coverage:
             raise ValueError(
                 f"{path.name} is of another version; renew it by a whole run (--coverage {path.name} --renew)"
             )
-        return cls(**{**found, **{k: tuple(found[k]) for k in ("dtypes", "correct", "lowered")}})
+        levels = {title: Level.from_json(level) for title, level in found["levels"].items()}
+        return cls(**{**found, "torch": tuple(found["torch"]), "levels": levels})
 
     def write(self, path: Path) -> None:
-        """One row of the opset on a line, so that a diff shows what was won."""
-        head = json.dumps({"schema": SCHEMA, **{k: v for k, v in asdict(self).items() if k != "rows"}})
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(self.rows.items()))
-        path.write_text(f'{head[:-1]}, "rows": {{\n{rows}\n}}}}\n', encoding="utf-8")
+        """A level and a row of the opset on a line, so that a diff shows what was won."""
+        found = asdict(self)
+        head = json.dumps({"schema": SCHEMA, **{k: v for k, v in found.items() if k not in ("levels", "rows")}})
+        levels, rows = _lines(found["levels"]), _lines(found["rows"])
+        path.write_text(f'{head[:-1]}, "levels": {levels}, "rows": {rows}}}\n', encoding="utf-8")
 
     def lost(self, checks: Iterable[Check]) -> list[str]:
         """Lowerings of the file that these checks, which need not be all, have tried and no longer find."""
@@ -80,8 +117,29 @@ def lowered_rows(checks: Iterable[Check]) -> dict[str, dict[str, list[str]]]:
     return rows
 
 
+def _lines(found: Mapping[str, object]) -> str:
+    """A JSON object with each of its members on a line."""
+    return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items())) + "\n}"
+
+
+def _part(c: Check) -> str:
+    """The level of a check, C2 by its two parts."""
+    return c.level if c.level != "C2" else OPINFO if c.name.startswith(entries.PREFIX) else ROWS
+
+
+def _dtype(c: Check) -> str:
+    """What a check of C2 was tried with."""
+    return {OPINFO: c.name.split()[-1], ROWS: _key(c)[1] if _is_row(c) else ""}.get(_part(c), "")
+
+
+def _skips(checks: Iterable[Check]) -> Counter[str]:
+    """Skipped checks, by what their details begin with."""
+    return Counter(c.detail.partition(":")[0] for c in checks if c.verdict is Verdict.SKIPPED)
+
+
 def _is_row(c: Check) -> bool:
-    return c.level == "C2" and not c.name.startswith("OpInfo ") and len(c.name.split()) > 3
+    """Whether it is a call of a row: a row that has none is a check of its name alone."""
+    return _part(c) == ROWS and len(c.name.split()) > 3
 
 
 def _key(c: Check) -> tuple[str, str, str]:

@@ -13,6 +13,8 @@ from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.interface import HOST, Backend, Device, Unavailable
 
+DTYPES = ("float32", "bfloat16", "int64", "bool")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -21,7 +23,7 @@ class Settings:
     backend: str
     simulate: bool = False
     samples: int = 1
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "int64", "bool")
+    dtypes: tuple[str, ...] = DTYPES
     opinfo: bool = True
     part: int = 1
 

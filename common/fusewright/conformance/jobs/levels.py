@@ -21,13 +21,19 @@ class Part:
     title: str
     names: Callable[[Settings], Sequence[str]]
     check: Callable[[str, Settings], Iterator[Check]]
+    prefix: str = ""
+    """Of the names of its checks."""
+
+    def failed(self, name: str, verdict: Verdict, why: str) -> Check:
+        """A job that gave no verdict of its own."""
+        return Check(self.level, self.prefix + name, verdict, why)
 
 
 PARTS: dict[str, Part] = {
     "contract": Part("C0", "contract", contract.names, contract.check),
     "fallback": Part("C1", "fallback", fallback.names, fallback.check),
     "opset": Part("C2", "rows of the opset", opset.names, opset.check),
-    "opinfo": Part("C2", "torch's OpInfo database", entries.names, entries.check),
+    "opinfo": Part("C2", "torch's OpInfo database", entries.names, entries.check, entries.PREFIX),
     "faults": Part("C3", "faults", faults.names, faults.check),
     "models": Part("C4", "models", trained.names, trained.check),
 }
@@ -63,8 +69,8 @@ def perform(job: dict[str, str], settings: Settings) -> list[Check]:
     try:
         return list(part.check(job["name"], settings))
     except Exception as e:  # of the backend, mostly: in a callback that the host does not guard
-        return [Check(part.level, job["name"], Verdict.ERROR, f"{type(e).__name__}: {str(e).partition(chr(10))[0]}")]
+        return [part.failed(job["name"], Verdict.ERROR, f"{type(e).__name__}: {str(e).partition(chr(10))[0]}")]
 
 
 def crashed(job: Any, why: str) -> Check:
-    return Check(PARTS[job["part"]].level, job["name"], Verdict.CRASHED, why)
+    return PARTS[job["part"]].failed(job["name"], Verdict.CRASHED, why)

@@ -13,10 +13,12 @@ from fusewright.conformance.verdicts import Check, Verdict
 from fusewright.errors import FusewrightError
 
 LEVEL = "C2"
+PREFIX = "OpInfo "
+"""Of the names of checks, to tell them from those of the opset's rows."""
 
 
 def names(settings: Settings) -> list[str]:
-    """ "entry dtype", those of one entry beside each other; none where the settings leave the database out."""
+    """ "entry dtype", dtype by dtype; none where the settings leave the database out."""
     if not settings.opinfo:
         return []
     if missing := compat.op_database_lacks():
@@ -25,7 +27,7 @@ def names(settings: Settings) -> list[str]:
         )
     found = [
         f"{entry} {dtype}"
-        for dtype in settings.dtypes[:1]
+        for dtype in settings.dtypes
         for entry in opinfo.entries(getattr(torch, dtype), settings.tensors_on())
     ]
     return found[:: settings.part]
@@ -36,7 +38,7 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
     entry, _, dtype = name.rpartition(" ")
     by = opinfo.Compiler(settings.backend, device=settings.tensors_on(), simulate=settings.simulate)
     found = opinfo.check(entry, getattr(torch, dtype), by, settings.samples, gradients=True)
-    yield Check(LEVEL, f"OpInfo {name}", *verdict(found))
+    yield Check(LEVEL, PREFIX + name, *verdict(found))
 
 
 def verdict(found: opinfo.Outcome) -> tuple[Verdict, str]:

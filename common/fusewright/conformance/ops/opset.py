@@ -134,16 +134,25 @@ def names(settings: Settings) -> list[str]:
 
 
 def check(name: str, settings: Settings) -> Iterator[Check]:
-    """All calls of one row."""
+    """All calls of one row. One that has none in any dtype says so."""
     compat.register_quantized_decomposed()
     op, backend = ops.OPS[name], settings.make()
+    tried = False
+    for title, call in _calls(op, settings):
+        found = _checked(op, *call, backend, settings)
+        if found is not None:
+            tried = True
+            yield Check(LEVEL, title, *found)
+    if not tried:
+        yield Check(LEVEL, name, Verdict.SKIPPED, f"eager runs none of its calls in {', '.join(settings.dtypes)}")
+
+
+def _calls(op: Op, settings: Settings) -> Iterator[tuple[str, tuple[Case, torch.dtype, Variant]]]:
+    """The calls of a row, with the names of their checks."""
     wanted = [d for d in calls.dtypes_of(op) if str(d).removeprefix("torch.") in settings.dtypes]
     for dtype, variant in itertools.product(wanted, VARIANTS):
-        for k, case in enumerate(CASES[name][:1] if variant.first else CASES[name]):
-            title = f"{name} {str(dtype).removeprefix('torch.')} {variant.name} {k}"
-            found = _checked(op, case, dtype, variant, backend, settings)
-            if found is not None:
-                yield Check(LEVEL, title, *found)
+        for k, case in enumerate(CASES[op.name][:1] if variant.first else CASES[op.name]):
+            yield f"{op.name} {str(dtype).removeprefix('torch.')} {variant.name} {k}", (case, dtype, variant)
 
 
 def _checked(

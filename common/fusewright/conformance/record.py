@@ -1,0 +1,106 @@
+"""What a run of the kit found, as the file that `fusewright conformance --json` writes. Files of several runs make one record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusewright.conformance.settings import Settings
+from fusewright.conformance.verdicts import Check, Verdict, summary
+from fusewright.interface import Unavailable
+
+SCHEMA = 2
+SEVERAL = ("C1", "C2", "C4")
+"""Levels of which a job has several checks, each with the job's name and more."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The checks of one backend, and where they were made."""
+
+    backend: str
+    device: str
+    """Type and architecture, "cpu x86_64_v4"; why there is none where the backend is not available."""
+    simulated: bool
+    available: bool
+    torch: tuple[str, ...]
+    """Releases of torch, more than one where runs were merged."""
+    checks: tuple[Check, ...]
+
+    @classmethod
+    def of(cls, settings: Settings, checks: Iterable[Check]) -> Record:
+        """Of a run in this environment."""
+        device = settings.device()
+        there = not isinstance(device, Unavailable)
+        where = device.reason if isinstance(device, Unavailable) else f"{device.type} {device.arch}"
+        return cls(settings.backend, where, settings.simulate, there, (_release(),), tuple(checks))
+
+    @property
+    def arch(self) -> str:
+        return self.device.rpartition(" ")[2]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device, "simulated": self.simulated, "available": self.available, "torch": self.torch,
+            **summary(self.checks).as_json(), "checks": [c.as_json() for c in self.checks],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, backend: str, found: Mapping[str, Any]) -> Record:
+        checks = tuple(map(Check.from_json, found["checks"]))
+        return cls(
+            backend, found["device"], found["simulated"], found["available"], tuple(found["torch"]), checks
+        )  # fmt: skip
+
+    def with_more(self, other: Record) -> Record:
+        """Both records as one: a check of `other` replaces this one's of the same name. ValueError for another device."""
+        if (other.device, other.simulated) != (self.device, self.simulated):
+            raise ValueError(
+                f"{self.backend} was checked on {_place(self)} and on {_place(other)}: merge files of one device"
+            )
+        kept = (c for c in self.checks if not _done_again(c, other))
+        checks = {(c.level, c.name): c for c in (*kept, *other.checks)}
+        return replace(self, torch=tuple(sorted({*self.torch, *other.torch})), checks=tuple(checks.values()))
+
+
+def _done_again(c: Check, other: Record) -> bool:
+    """Whether `c` stands for a whole job, which died or was skipped, and `other` has the checks of that job."""
+    alone = (c.verdict.bad or c.verdict is Verdict.SKIPPED) and c.level in SEVERAL
+    return alone and any(o.level == c.level and o.name.startswith(f"{c.name} ") for o in other.checks)
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    path.write_text(
+        json.dumps({"schema": SCHEMA, "backends": {r.backend: r.as_json() for r in records}}), encoding="utf-8"
+    )
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file, one a backend. ValueError for a file of another version."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"{path.name} was not written by this version's --json (schema {SCHEMA}); run it again")
+    return [Record.from_json(name, one) for name, one in found["backends"].items()]
+
+
+def merged(paths: Iterable[Path]) -> dict[str, Record]:
+    """The records of several files by backend; of checks in more than one, the last file's count."""
+    records: dict[str, Record] = {}
+    for record in (r for path in paths for r in read(path)):
+        known = records.get(record.backend)
+        records[record.backend] = known.with_more(record) if known else record
+    return records
+
+
+def _place(r: Record) -> str:
+    return f"simulated {r.device}" if r.simulated else r.device
+
+
+def _release() -> str:
+    """Torch's version without what says how it was built."""
+    return str(torch.__version__).partition("+")[0]
