@@ -26,7 +26,7 @@ PLATFORMS="--platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 -
 missing() {
   printf 'aarch64: %s\n' "$1" >&2
   [ "$what" = test ] || exit 3
-  "$PYTHON" "$repository/ci/aarch64.py" skipped "$1"
+  (cd "$repository" && "$PYTHON" -m ci.aarch64.job skipped "$1")
   exit 0
 }
 
@@ -85,7 +85,7 @@ fetch() {
   fetch_emulator
   fetch_system
   fetch_wheels
-  "$PYTHON" "$repository/ci/aarch64.py" metadata "$root/metadata"
+  (cd "$repository" && "$PYTHON" -m ci.aarch64.job metadata "$root/metadata")
   flock -u 9
 }
 
@@ -119,5 +119,5 @@ cd "$repository"
 case "$what" in
 fetch) printf 'aarch64: %s\n' "$root" ;;
 python) exec "$emulated" "$@" ;;
-test) exec "$PYTHON" ci/aarch64.py test "$emulated" "$@" ;;
+test) exec "$PYTHON" -m ci.aarch64.job test "$emulated" "$@" ;;
 esac

@@ -4,7 +4,7 @@
 set -euo pipefail
 name=$1
 PYTHON=${PYTHON:-python}
-"$PYTHON" -m fusewright doctor --json | "$PYTHON" ci/require_backend.py "$name"
+"$PYTHON" -m fusewright doctor --json | "$PYTHON" -m ci.require_backend "$name"
 tests=(tests/backends)
 [ -d "tests/backends/$name" ] && tests=("tests/backends/$name")
 "$PYTHON" -m pytest -q "${tests[@]}" </dev/null

@@ -8,16 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from ci import changelog, docs_tables, results, workflows
+from ci import workflows
+from ci.docs import results, tables
+from ci.release import changelog
 
 
 def stale() -> Iterator[str]:
     """One line for each file."""
     yield from (f".github/workflows/{name}: python -m ci.workflows" for name in workflows.stale())
-    pages = {p: docs_tables.updated(p) for p in docs_tables.GENERATED} | dict(results.pages())
+    pages = {p: tables.updated(p) for p in tables.GENERATED} | dict(results.pages())
     for path, text in pages.items():
         if path.read_text(encoding="utf-8") != text:
-            yield f"{path.relative_to(docs_tables.ROOT)}: python -m ci.docs_tables"
+            yield f"{path.relative_to(tables.ROOT)}: python -m ci.docs.tables"
     yield from (
         f"CHANGELOG.md: {p}" for p in changelog.problems((changelog.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     )

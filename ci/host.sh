@@ -4,5 +4,5 @@ set -euo pipefail
 PYTHON=${PYTHON:-python}
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-"$PYTHON" ci/check_tree.py
+"$PYTHON" -m ci.check_tree
 "$PYTHON" -m pytest -n 2 -q tests </dev/null

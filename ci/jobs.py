@@ -1,11 +1,11 @@
 """The vendor matrix: which jobs this machine can run, and running them.
 
-    python ci/jobs.py list [--json]      every job, and whether this machine meets its needs
-    python ci/jobs.py run [NAME...]      the named jobs, or all that fit; exit code 1 when one fails
+    python -m ci.jobs list [--json]      every job, and whether this machine meets its needs
+    python -m ci.jobs run [NAME...]      the named jobs, or all that fit; exit code 1 when one fails
         --require                        a job whose needs are not met fails too
         --results FOLDER                 a record of each job there, and pytest's
-    python ci/jobs.py table              the matrix as a table for the docs
-    python ci/jobs.py cells              one JSON object per job, torch version and Python, for a CI service
+    python -m ci.jobs table              the matrix as a table for the docs
+    python -m ci.jobs cells              one JSON object per job, torch version and Python, for a CI service
 
 It uses only the standard library, so that it runs before anything is installed; torch is asked if there.
 """

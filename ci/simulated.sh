@@ -5,7 +5,7 @@
 set -euo pipefail
 name=$1
 PYTHON=${PYTHON:-python}
-"$PYTHON" -m fusewright doctor --json | "$PYTHON" ci/require_backend.py "$name" --simulated
+"$PYTHON" -m fusewright doctor --json | "$PYTHON" -m ci.require_backend "$name" --simulated
 "$PYTHON" -m pytest -n 2 -q tests/backends/triton </dev/null
-"$PYTHON" ci/opinfo.py --backend "$name" --simulate --samples 1 --shard 1/4
-"$PYTHON" ci/build_kernels.py --backend "$name"
+"$PYTHON" -m ci.operators.opinfo --backend "$name" --simulate --samples 1 --shard 1/4
+"$PYTHON" -m ci.gpu.build_kernels --backend "$name"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quick tests with another version of torch, in an environment of its own. Usage: ci/with_torch.sh 2.12.0
-# `python ci/jobs.py cells` lists the versions that are supported.
+# `python -m ci.jobs cells` lists the versions that are supported.
 set -euo pipefail
 version=$1
 cd "$(dirname "$0")/.."

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent, indent
 
-from ci import jobs, wheels
+from ci import jobs
+from ci.release import wheels
 
 FOLDER = jobs.ROOT / ".github/workflows"
 SETUP_MINUTES = 20
@@ -75,7 +76,7 @@ jobs:
           key: fusewright-${{ inputs.job }}-${{ inputs.torch }}-${{ inputs.python }}-${{ hashFiles('ci/**') }}
           restore-keys: fusewright-${{ inputs.job }}-${{ inputs.torch }}-${{ inputs.python }}-
       - run: ci/setup.sh "$TORCH"
-      - run: python ci/jobs.py run --require --results results "$JOB"
+      - run: python -m ci.jobs run --require --results results "$JOB"
       - uses: actions/upload-artifact@v4
         if: always()
         with:
@@ -97,9 +98,9 @@ frame:
         cache: pip
         cache-dependency-path: "**/pyproject.toml"
     - run: ci/setup.sh {torch} docs,release
-    - run: python -m ci.site
+    - run: python -m ci.docs.site
     - run: ci/actionlint.sh
-    - run: python ci/wheels.py try --torch {torch}
+    - run: python -m ci.release.wheels try --torch {torch}
     - uses: actions/upload-artifact@v4
       with:
         name: site
@@ -133,7 +134,7 @@ jobs:
       - uses: actions/setup-python@v5
         with:
           python-version: "{python}"
-      - run: python ci/changelog.py check "$GITHUB_REF_NAME"
+      - run: python -m ci.release.changelog check "$GITHUB_REF_NAME"
   pure:
     needs: changelog
     runs-on: ubuntu-latest
@@ -177,7 +178,7 @@ jobs:
           pattern: dist-*
           path: dist
           merge-multiple: true
-      - run: python ci/wheels.py try --wheels dist --torch {torches}
+      - run: python -m ci.release.wheels try --wheels dist --torch {torches}
   publish:
     needs: try
     runs-on: ubuntu-latest

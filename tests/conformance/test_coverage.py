@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ci import support
+from ci.docs import support
 from fusewright import ops
 from fusewright.cli.conformance import conformance
 from fusewright.conformance.coverage import OPINFO, ROWS, Coverage, Level

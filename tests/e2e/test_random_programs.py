@@ -1,4 +1,4 @@
-"""A sample of `ci/random_programs.py`: compiled functions of some ten calls against eager, and how it judges a bad backend."""
+"""A sample of `ci/operators/random_programs.py`: compiled functions against eager, and how it judges a bad backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from ci.random_programs import Program, checked
+from ci.operators.random_programs import Program, checked
 from fusewright.conformance.ops.opinfo import Compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ci.gen_ops_doc import PAGE, page
+from ci.docs.ops import PAGE, page
 
 
 def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python ci/gen_ops_doc.py"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m ci.docs.ops"

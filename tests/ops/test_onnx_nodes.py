@@ -1,4 +1,4 @@
-"""A sample of ONNX's node tests, as `ci/onnx_nodes.py` runs all of them."""
+"""A sample of ONNX's node tests, as `ci/operators/onnx_nodes.py` runs all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ci.onnx_nodes import checked, nodes
+from ci.operators.onnx_nodes import checked, nodes
 from fusewright.conformance.ops.opinfo import Compiler
 
 missing = [name for name in ("onnx", "onnx2torch") if importlib.util.find_spec(name) is None]

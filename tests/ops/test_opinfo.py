@@ -1,4 +1,4 @@
-"""A fixed sample of torch's OpInfo database through `ci/opinfo.py`, as CI runs it; and how it judges bad backends."""
+"""A fixed sample of torch's OpInfo database through `ci/operators/opinfo.py`, as CI runs it; and how it judges bad backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from fusewright import registry
 
-SCRIPT = Path(__file__).parents[2] / "ci" / "opinfo.py"
+SCRIPT = Path(__file__).parents[2] / "ci/operators/opinfo.py"
 
 SAMPLE = """
 add addmm all amax arange argmax atan2 baddbmm bernoulli bmm cat chunk clamp clone cumsum diagonal div.floor_rounding

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import docs_tables, results
+from ci.docs import results, tables
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,15 +30,15 @@ def test_the_walk_through_shows_the_code_of_the_example() -> None:
         assert block in sources, block
 
 
-@pytest.mark.parametrize("page", docs_tables.GENERATED, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", tables.GENERATED, ids=lambda p: p.name)
 def test_generated_tables_are_up_to_date(page: Path) -> None:
-    assert docs_tables.updated(page) == page.read_text(), "run: python -m ci.docs_tables"
+    assert tables.updated(page) == page.read_text(), "run: python -m ci.docs.tables"
 
 
 @pytest.mark.parametrize("page", results.MACHINES)
 def test_pages_of_results_hold_what_the_records_say(page: str) -> None:
     path = results.FOLDER / f"{page}.md"
-    assert results.pages()[path] == path.read_text(), "run: python -m ci.docs_tables"
+    assert results.pages()[path] == path.read_text(), "run: python -m ci.docs.tables"
 
 
 @pytest.mark.parametrize("record", sorted(results.FOLDER.glob("*.json")), ids=lambda p: p.stem)

@@ -166,3 +166,4 @@ def test_check_tree_finds_circles_arrows_that_run_up_and_crowded_folders() -> No
     assert not list(check_tree.structure(down))
     many = [f"common/fusewright/a/m{k}.py" for k in range(check_tree.MODULES + 1)]
     assert list(check_tree.crowded(many)) and not list(check_tree.crowded(many[1:]))
+    assert list(check_tree.crowded(f"ci/m{k}.py" for k in range(check_tree.MODULES + 1)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ci.aarch64_emulator import Emulator, missing
+from ci.aarch64.emulator import Emulator, missing
 from fusewright_cpu.kernels.bf16_linear import Bf16Linear, packed
 from fusewright_cpu.kernels.int8_linear import padded
 from fusewright_cpu.run.sources import from_json, hash_of, to_json

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from ci.aarch64_emulator import Emulator, missing
+from ci.aarch64.emulator import Emulator, missing
 from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import from_torch, to_torch

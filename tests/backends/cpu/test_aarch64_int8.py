@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ci.aarch64_emulator import Emulator, missing
+from ci.aarch64.emulator import Emulator, missing
 from fusewright.toolkit.ir.types import to_torch
 from fusewright_cpu.kernels.int8_linear import Int8Linear, form_of, packed, padded
 from fusewright_cpu.run.sources import from_json, hash_of, to_json

@@ -1,6 +1,6 @@
 """A part of the fixed sample of torch's OpInfo database through `apple_mps`, simulated.
 
-The whole database takes `python ci/opinfo.py --backend apple_mps --simulate`.
+The whole database takes `python -m ci.operators.opinfo --backend apple_mps --simulate`.
 """
 
 from __future__ import annotations

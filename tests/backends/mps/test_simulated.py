@@ -1,6 +1,6 @@
 """`options={"simulate": True}`: whole models through `apple_mps` on CPU tensors, by the shim of Metal, and what is refused.
 
-Every model, in fp32 and bf16: `python -m ci.mps_models`.
+Every model, in fp32 and bf16: `python -m ci.mps.models`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ci import mps_check
+from ci.mps import check as mps_check
 from fusewright import report
 from fusewright.bench import suite
 from fusewright.bench.accuracy import compare

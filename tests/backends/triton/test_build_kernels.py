@@ -1,22 +1,18 @@
-"""`ci/build_kernels.py`: collecting a model's kernels and building them, and what makes it fail."""
+"""`ci/gpu/build_kernels.py`: collecting a model's kernels and building them, and what makes it fail."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
+from ci.gpu import build_kernels as tool
 from fusewright.toolkit.ir import Kernel
 from fusewright_triton.build import workers
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
-import build_kernels as tool
-
 from tests.backends.triton import kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

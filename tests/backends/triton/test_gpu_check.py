@@ -1,4 +1,4 @@
-"""`ci/gpu_check.py` with processes that only pretend to have a GPU: what it asks, what it says is wrong, its tables."""
+"""`ci/gpu/check.py` with processes that only pretend to have a GPU: what it asks, what it says is wrong, its tables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "ci"))
-import gpu_check as tool
-import gpu_processes as processes
-import gpu_table
-import gpu_worker
+from ci.gpu import check as tool
+from ci.gpu import processes
+from ci.gpu import table as gpu_table
+from ci.gpu import worker as gpu_worker
 
 
 def pretend_work(connection: Connection, jobs: int) -> None:

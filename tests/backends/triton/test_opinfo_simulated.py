@@ -1,6 +1,6 @@
 """The fixed sample of torch's OpInfo database through both GPU backends, simulated: half of it each.
 
-The whole database takes `python ci/opinfo.py --backend rocm_triton --simulate`.
+The whole database takes `python -m ci.operators.opinfo --backend rocm_triton --simulate`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ci.bars import BARS, judge, line
+from ci.bench.bars import BARS, judge, line
 from fusewright.bench.stats import over
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fusewright
-from ci import changelog, wheels
+from ci.release import changelog, wheels
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import site, site_hooks
+from ci.docs import site, site_hooks
 
 
 def built(folder: Path, **pages: str) -> Path:

@@ -1,5 +1,5 @@
 """Object code into executable memory, and out of it again. Needs llvmlite alone, so that the linker of another machine
-can be tried where torch does not run (`ci/aarch64_link.py`).
+can be tried where torch does not run (`ci/aarch64/link.py`).
 
 LLVM has two linkers. JITLink, which this is, lays a module out in one piece and reaches other libraries through stubs of
 its own. RuntimeDyld, llvmlite's default on ELF, maps section by section, and aborts the process where two of them come to

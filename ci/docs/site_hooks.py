@@ -1,0 +1,49 @@
+"""What mkdocs does to our pages: the README is its front page, and links to files that are no pages become their names.
+
+The pages are written to be read in the checkout, where they point at sources and tests too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+"""Pages of the site that are files of the checkout's root."""
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for name, source in PAGES.items():
+        text = localized((ROOT / source).read_text(encoding="utf-8"), source)
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    path = page.file.src_uri
+    return markdown if path in PAGES else localized(markdown, f"docs/{path}")
+
+
+def localized(markdown: str, source: str) -> str:
+    """The text with links as the site has them. A link to nothing stays, and breaks the build."""
+    return _LINK.sub(lambda m: _link(m, source), markdown)
+
+
+def _link(m: re.Match[str], source: str) -> str:
+    folder = ROOT / PurePosixPath(source).parent
+    target = (folder / m[2]).resolve()
+    if not target.exists():
+        return m[0]
+    inside = target.relative_to(ROOT).as_posix()
+    pages = {v: k for k, v in PAGES.items()}
+    if inside in pages or (inside.startswith("docs/") and target.is_file()):
+        here = PurePosixPath(pages.get(source, source.removeprefix("docs/"))).parent
+        there = pages.get(inside, inside.removeprefix("docs/"))
+        up = "../" * len(here.parts)
+        return f"[{m[1]}]({up}{there}{m[3] or ''})"
+    return m[1] if m[1].startswith("`") else f"{m[1]} (`{inside}`)"

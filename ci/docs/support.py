@@ -1,0 +1,74 @@
+"""The support matrix, from the committed coverage of each backend (`tests/conformance/coverage`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusewright import ops
+from fusewright.conformance.coverage import OPINFO, ROWS, Coverage
+
+FOLDER = Path(__file__).resolve().parents[2] / "tests/conformance/coverage"
+DTYPES = ("float32", "bfloat16", "int64", "bool")
+
+
+def read() -> dict[str, Coverage]:
+    """Every committed file, by the backend's name."""
+    return {c.backend: c for c in map(Coverage.read, sorted(FOLDER.glob("*.json")))}
+
+
+def matrix() -> str:
+    """Three tables: what is lowered of the opset, what each level found, what no level could ask."""
+    found = list(read().values())
+    return "\n\n".join((_opset(found), _levels(found), _left_out(found)))
+
+
+def _opset(found: Sequence[Coverage]) -> str:
+    """Calls of the rows that are right and that are lowered, rows of the opset by dtype."""
+    head = ["backend", "checked on", "torch", "rows tried", "correct", "lowered", *(f"rows in {d}" for d in DTYPES)]
+    return _table(head, [_cells(c) for c in found])
+
+
+def _cells(c: Coverage) -> Sequence[str]:
+    where = f"simulated `{c.device}`" if c.simulated else f"`{c.device}`"
+    calls = c.levels[ROWS]
+    rows = [sum(d in found for found in c.rows.values()) for d in DTYPES]
+    tried = [str(n) if d in calls.dtypes else "not tried" for d, n in zip(DTYPES, rows, strict=True)]
+    release, of_all = ", ".join(c.torch), _of((c.tried, len(ops.ROWS)))
+    return (f"`{c.backend}`", where, release, of_all, _of(calls.correct), _of(calls.lowered), *tried)
+
+
+def _levels(found: Sequence[Coverage]) -> str:
+    """What is right of each level; of OpInfo what is lowered too, and in which dtypes."""
+    plain = ("C0", "C1", "C3", "C4")
+    head = ["backend", "OpInfo entries tried in", "correct", "lowered", *(f"correct in {level}" for level in plain)]
+    rows = []
+    for c in found:
+        entries = c.levels.get(OPINFO)
+        cells = (
+            [", ".join(entries.dtypes), _of(entries.correct), _of(entries.lowered)]
+            if entries
+            else ["not tried", "", ""]
+        )
+        others = [_of(c.levels[level].correct) if level in c.levels else "not tried" for level in plain]
+        rows.append([f"`{c.backend}`", *cells, *others])
+    return _table(head, rows)
+
+
+def _left_out(found: Sequence[Coverage]) -> str:
+    """Checks that are in neither figure, by reason, and the rows without a call."""
+    rows = []
+    for c in found:
+        skipped = [f"{n} {title}: {why}" for title, level in c.levels.items() for why, n in level.skipped.items()]
+        untried = [f"`{row}`: {why}" for row, why in c.untried.items()]
+        rows.append([f"`{c.backend}`", "<br>".join(skipped) or "none", "<br>".join(untried) or "none"])
+    return _table(["backend", "checks skipped", "rows without a call"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+
+
+def _of(figure: tuple[int, int]) -> str:
+    return f"{figure[0]} of {figure[1]}"

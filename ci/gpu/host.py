@@ -1,0 +1,180 @@
+"""What the host does in a call of a compiled model on a GPU, in us: `python -m ci.gpu.host [bert vit distilgpt2 decode ...]`.
+
+Medians of calls, each on an idle GPU: Dynamo up to our callable, our part up to the launch of the graph, the launch, what
+follows it, the whole call. Then the device's time of the graph, and of a call on an idle GPU.
+
+`python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` is about calls that are not replayed: how many loop kernels
+they launch, how many by address, what the host takes for one, and the whole call: by Python, by `fusewright-native`, in eager.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ci.gpu.models import Decoding
+from ci.gpu.worker import OURS, inference, median_ms, training, without_gradients
+from fusewright.plan import native
+from fusewright.plan.execute.replay import Replayed
+from fusewright_triton.run.launch import GpuLauncher
+
+CALLS = 60
+COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call")
+
+
+def compiled(model: str) -> Callable[[], Any]:
+    """A call in bf16, compiled and recorded."""
+    if model == "decode":
+        decoding = Decoding(lambda fn: torch.compile(fn, **OURS))
+        decoding.restore()
+        call: Callable[[], Any] = without_gradients(decoding.step)
+    else:
+        _, made = inference(model)
+        call = made(lambda module: torch.compile(module, **OURS))
+    for _ in range(6):
+        call()
+    return call
+
+
+def recordings() -> list[tuple[Replayed, Any]]:
+    """All plans of this process that are replayed, with what was replayed last."""
+    plans = [o for o in gc.get_objects() if type(o) is Replayed]
+    return [(p, p._last) for p in plans if p._last is not None]
+
+
+def host_us(call: Callable[[], Any]) -> list[float]:
+    """Medians of the columns. Of several graphs in a call, those before the first launch and after the last one count."""
+    times: list[int] = []
+    entered: list[int] = []
+    run = Replayed.__call__
+
+    def entering(self: Replayed, args: list[Any]) -> Any:
+        entered.append(time.perf_counter_ns())
+        return run(self, args)
+
+    def timed(replay: Callable[[], None]) -> Callable[[], None]:
+        def again() -> None:
+            times.append(time.perf_counter_ns())
+            replay()
+            times.append(time.perf_counter_ns())
+
+        return again
+
+    found = recordings()
+    plain = [r.replay for _, r in found]
+    Replayed.__call__ = entering  # type: ignore[method-assign, assignment]
+    for _, r in found:
+        r.replay = timed(r.replay)
+    rows = []
+    for _ in range(CALLS):
+        times.clear()
+        entered.clear()
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        end = time.perf_counter_ns()
+        at = (start, entered[0], times[0], times[-1], end)
+        rows.append([*(b - a for a, b in itertools.pairwise(at)), end - start])
+    Replayed.__call__ = run  # type: ignore[method-assign]
+    for (_, r), replay in zip(found, plain, strict=True):
+        r.replay = replay
+    return [statistics.median(column) / 1e3 for column in zip(*rows, strict=True)]
+
+
+def device_us(replay: Callable[[], None], times: int = 5) -> float:
+    """Of one replay among several, issued while the device is busy."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000)
+    start.record()
+    for _ in range(times):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / times
+
+
+def plain(text: str) -> dict[str, Callable[[], Any]]:
+    """Calls of a model (`bert`, `bert:dynamic`, `gpt2_small:train`) in eager, and compiled without replay for either launcher. The
+    first calls of a plan choose its launcher, so they are made here."""
+    name, _, mode = text.partition(":")
+    _, made = training(name) if mode == "train" else inference(name)
+    calls = {"eager": made(lambda module: module)}
+    for way in ("python", "native") if native.extension() else ("python",):
+        os.environ["FUSEWRIGHT_NATIVE"] = str(int(way == "native"))
+        options = {**OURS["options"], "graphs": False, "verify": way == "native"}  # other options, so code of its own
+        dynamic = True if mode == "dynamic" else None
+        calls[way] = made(lambda module, o=options, d=dynamic: torch.compile(module, **{**OURS, "options": o}, dynamic=d))
+        for _ in range(4):
+            calls[way]()
+    return calls
+
+
+def launches_us(call: Callable[[], Any]) -> tuple[int, int, float]:
+    """How many loop kernels a call launches, how many of them `fusewright-native` may, and the median of the host's time for one;
+    nothing waits for the device."""
+    times: list[int] = []
+    by_address = 0
+    run = GpuLauncher.__call__
+
+    def timed(self: GpuLauncher, *args: Any) -> None:
+        nonlocal by_address
+        by_address += self._native is not None
+        start = time.perf_counter_ns()
+        run(self, *args)
+        times.append(time.perf_counter_ns() - start)
+
+    GpuLauncher.__call__ = timed  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(CALLS // 4):
+            torch.cuda.synchronize()
+            call()
+    finally:
+        GpuLauncher.__call__ = run  # type: ignore[method-assign]
+    rounds = CALLS // 4
+    return len(times) // rounds, by_address // rounds, statistics.median(times) / 1e3 if times else 0.0
+
+
+def compare_plain(models: list[str]) -> None:
+    print(f"fusewright-native: {native.absent() or 'used in the rows named so'}")
+    print("model | launcher | launches | by address | us a launch | us a call (median of rounds in turns)")
+    for text in models or ["bert", "bert:dynamic", "distilgpt2", "gpt2_small:train"]:
+        calls = plain(text)
+        times: dict[str, list[float]] = {way: [] for way in calls}
+        for _ in range(5):
+            for way, call in calls.items():
+                times[way].append(median_ms(call, CALLS // 5) * 1e3)
+        for way, call in calls.items():
+            count, by_address, us = launches_us(call)
+            print(f"{text} | {way} | {count} | {by_address} | {us:.1f} | {statistics.median(times[way]):.0f}", flush=True)
+        del calls
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--plain"]:
+        return compare_plain(sys.argv[2:])
+    print("model |", " | ".join(COLUMNS), "| graph on the device | call on an idle GPU")
+    for model in sys.argv[1:] or ["bert", "vit", "distilgpt2", "decode"]:
+        call = compiled(model)
+        columns = [f"{us:.0f}" for us in host_us(call)]
+        graph = statistics.median(device_us(r.replay) for _ in range(8) for _, r in recordings())
+        print(model, "|", " | ".join(columns), f"| {graph:.0f} | {median_ms(call, CALLS) * 1e3:.0f}", flush=True)
+        del call
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

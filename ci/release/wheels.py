@@ -1,0 +1,173 @@
+"""Wheels of every package: built, installed into an empty environment beside torch, and tried there.
+
+    python -m ci.release.wheels build [FOLDER]              wheels of all packages into FOLDER (default: dist)
+    python -m ci.release.wheels try [--torch 2.13.0 ...]    build, install beside each torch, and run the smoke test
+    python -m ci.release.wheels try --wheels FOLDER ...     with wheels that are there already
+
+The smoke test compiles and runs a small model with every backend that the machine has a device for, simulates the others where
+that is possible, and asks the doctor. It needs the package `build` (extra `release`) and a package index. Each environment is
+removed when its test is done; with CUDA builds of torch one takes up to 8 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMOKE = """
+import json, sys
+import torch
+import fusewright
+from fusewright import registry
+
+assert fusewright.__file__.startswith(sys.prefix), f"{fusewright.__file__} is not in {sys.prefix}"
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)).eval()
+x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+with torch.no_grad():
+    expected = model(x)
+
+def ran(name, device, **options):
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = torch.compile(model.to(device), backend=name, options={"fallback": "allow", "strict": True, **options})(x.to(device))
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-3)
+    model.to("cpu")
+
+found = {}
+for info in registry.backends():
+    if info.cls is None:
+        found[info.name] = f"does not load: {info.device}"
+    elif info.available:
+        ran(info.name, info.cls.device_type)
+        found[info.name] = "runs"
+    else:
+        simulated = info.cls.simulated(dict(info.cls.options)) if hasattr(info.cls, "simulated") else None
+        if getattr(simulated, "simulated", False):
+            ran(info.name, "cpu", simulate=True)
+            found[info.name] = "runs simulated"
+        else:
+            found[info.name] = f"not here: {(simulated or info.device).reason}"
+print(json.dumps({"torch": torch.__version__, "python": sys.version.split()[0], "backends": found}))
+"""
+"""Run in the environment, from a folder that is not the checkout."""
+VERSION = "import importlib.metadata as m; print(m.version('torch'))"
+
+
+def packages() -> list[Path]:
+    """Folders of what is published: the host, then what stands on it."""
+    patterns = ("*/pyproject.toml", "common/*/pyproject.toml", "backends/*/pyproject.toml")
+    others = {p.parent for pattern in patterns for p in ROOT.glob(pattern)}
+    return [ROOT / "common", *sorted(others - {ROOT / "common"})]
+
+
+def names() -> list[str]:
+    """Their names on the index."""
+    return [_project(p)["project"]["name"] for p in packages()]
+
+
+def native(package: Path) -> bool:
+    """Whether a package has a part in C++, so that there is a wheel for each Python and platform."""
+    return str(_project(package)["build-system"]["build-backend"]).startswith("scikit_build_core")
+
+
+def _project(package: Path) -> dict[str, Any]:
+    return tomllib.loads((package / "pyproject.toml").read_text())
+
+
+def build(folder: Path, only: Sequence[str] = (), sdist: bool = False) -> list[Path]:
+    """Wheels of the packages, and source distributions too if asked. Raises CalledProcessError where one does not build."""
+    kinds = ["--wheel", "--sdist"] if sdist else ["--wheel"]
+    for package in packages():
+        if not only or package.name in only:
+            print(f"== build {package.relative_to(ROOT)}", flush=True)
+            command = [sys.executable, "-m", "build", *kinds, "--outdir", str(folder), str(package)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return sorted(folder.glob("*.whl"))
+
+
+def problems(wheel: Path) -> list[str]:
+    """What a wheel lacks, or should not have."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = archive.namelist()
+    found = [] if any(f.endswith("/py.typed") for f in files) else ["no py.typed"]
+    found += [] if any("licenses/LICENSE" in f for f in files) else ["no LICENSE"]
+    tops = {f.split("/")[0] for f in files if not f.split("/")[0].endswith(".dist-info")}
+    return found + [f"{top} does not belong there" for top in sorted(tops) if not top.startswith("fusewright")]
+
+
+def repaired(wheel: Path) -> Path:
+    """A wheel with native code, under the tag of the oldest C library that it runs with (auditwheel)."""
+    if "-linux_" not in wheel.name:
+        return wheel
+    subprocess.run([sys.executable, "-m", "auditwheel", "repair", "-w", str(wheel.parent), str(wheel)], check=True)
+    wheel.unlink()
+    return next(wheel.parent.glob(f"{'-'.join(wheel.name.split('-')[:3])}-*manylinux*"))
+
+
+def tried(wheels: Iterable[Path], torch: str) -> str:
+    """What the smoke test says in an environment with that torch ("" for the newest). Raises CalledProcessError."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = str(Path(folder) / "env/bin/python")
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        env |= {"FUSEWRIGHT_CACHE_DIR": f"{folder}/cache", "FUSEWRIGHT_STATE_DIR": f"{folder}/state"}
+        exact = f"torch=={torch}" if torch else "torch"
+
+        def run(*command: str) -> str:
+            done = subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.PIPE, text=True)
+            return done.stdout
+
+        run(sys.executable, "-m", "venv", f"{folder}/env")
+        run(python, "-m", "pip", "install", "-q", "--no-cache-dir", exact)
+        pin = f"torch=={run(python, '-c', VERSION).strip()}"
+        run(python, "-m", "pip", "install", "-q", *map(str, wheels), pin, "click", "rich")
+        run(python, "-m", "pip", "check")
+        said = run(python, "-c", SMOKE).splitlines()[-1]
+        run(python, "-m", "fusewright", "doctor")
+        return said
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    building, trying = commands.add_parser("build"), commands.add_parser("try")
+    building.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
+    building.add_argument("--only", default="", help="folders of packages, comma-separated: common,int8")
+    building.add_argument("--sdist", action="store_true", help="source distributions too")
+    building.add_argument("--repair", action="store_true", help="give native wheels a manylinux tag (needs auditwheel)")
+    trying.add_argument("--torch", nargs="*", default=["2.13.0"], help='versions; "newest" for the newest release')
+    trying.add_argument("--wheels", type=Path, help="use the wheels of this folder")
+    a = parser.parse_args(argv)
+    if a.command == "build":
+        wheels = build(a.folder, a.only.split(",") if a.only else (), a.sdist)
+        return _judged([repaired(w) for w in wheels] if a.repair else wheels)
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = sorted(a.wheels.resolve().glob("*.whl")) if a.wheels else build(Path(folder))
+        status = _judged(wheels)
+        for version in a.torch:
+            try:
+                print(f"torch {version}: {tried(wheels, '' if version == 'newest' else version)}", flush=True)
+            except subprocess.CalledProcessError as e:
+                status = 1
+                print(f"torch {version}: FAILED at {e.cmd[-1] if '-c' not in e.cmd else 'the smoke test'}", flush=True)
+    return status
+
+
+def _judged(wheels: Sequence[Path]) -> int:
+    wrong = {w.name: found for w in wheels if (found := problems(w))}
+    for wheel in wheels:
+        print(f"{wheel.name}: {', '.join(wrong.get(wheel.name, ['good']))}", flush=True)
+    return 1 if wrong or not wheels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
