@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph
 
@@ -100,6 +101,24 @@ def test_declines_kernels_that_cannot_be_built_and_untrue_metadata_at_once(facts
     refused = {n.split("_")[0] for n in facts[-1].refused}
     assert {"sin", "cos", "sigmoid", "mul"} <= refused and facts[-1].mended.total() == 1
     assert not backend.declines and not backend.asked_again
+
+
+def test_what_a_graph_is_given_is_found_untrue_at_once(facts: list[Facts]) -> None:
+    """Eager keeps the statistics of a batch norm of bf16 in fp32 where its weights are: traced as bf16, read by the backward."""
+
+    def norms(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = F.batch_norm(x.sin(), None, None, w, torch.zeros(4), training=True)
+        return x.float().square().sum()
+
+    x = torch.randn(2, 4, 8, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    weights = [torch.ones(4, requires_grad=True) for _ in range(3)]
+    run = compiled(norms, Difficult())
+    got, want = (torch.autograd.grad(fn(x, *weights), weights) for fn in (run, norms))
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+    of_the_backward = [f for f in facts if f is facts[-1]]
+    assert len(of_the_backward) == 2, "planned once more, with all that was known"
+    assert facts[-1].mended.total() == 6, "a mean and a deviation a norm"
 
 
 @pytest.mark.faulty

@@ -257,7 +257,7 @@ def _body(
         written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
         lines += [f"    {line}" for line in (_marked(written, names.object("label", label(i))) if label else written)]
-        checks = {o: f"    check({o}, v{o})" for o in i.outs if o in plan.specs} if checked and isinstance(i, Call) else {}
+        checks = {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in plan.specs} if checked and isinstance(i, Call) else {}
         if symbols is not None and isinstance(i, Call):
             asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
         lines += checks.values()
@@ -311,7 +311,8 @@ def source(
         lines.append(f"    {', '.join(f'v{i}' for i in plan.inputs)}, = args")
     lines.append("    args.clear()")
     if checked:
-        lines += [f"    check({i}, v{i})" for i in (*plan.inputs, *plan.attributes) if i in plan.specs]
+        values = ", ".join(f"{i}: v{i}" for i in (*plan.inputs, *plan.attributes) if i in plan.specs)
+        lines.append(f"    check({{{values}}})")
     if plan.prepare:
         left = f"{', '.join(f'v{i}' for i in plan.prepare_outputs)}, = " if plan.prepare_outputs else ""
         lines.append(f"    {left}prepared({', '.join(f'v{i}' for i in plan.prepare_inputs)})")

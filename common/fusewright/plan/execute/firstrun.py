@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,29 +22,41 @@ from fusewright.storage import NO_MEMORY, why_not
 
 class MetadataMismatch(Exception):
     """The value `id` turned out as `actual`, which is not what was traced. `actual` is None where no metadata says that: its
-    memory is not its value."""
+    memory is not its value. `others` were found at the same time."""
 
     def __init__(self, id: int, actual: torch.Tensor | None, reason: str) -> None:
         super().__init__(f"value {id} {reason}")
         self.id = id
         self.actual = actual
         self.reason = reason
+        self.others: tuple[MetadataMismatch, ...] = ()
 
 
-def checker(plan: Plan) -> Callable[[int, Any], None]:
-    """`check(id, value)` for the code of a first run: raises `MetadataMismatch`."""
+Check: TypeAlias = Callable[[Mapping[int, Any]], None]
+"""`check(values)` for the code of a first run, with all values by id that are there and were not checked: what a graph is given
+comes at once, and each abandoned run costs a compilation. Raises `MetadataMismatch`."""
+
+
+def checker(plan: Plan) -> Check:
+    """The check of a plan's values."""
     read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
 
-    def check(id: int, value: Any) -> None:
+    def untrue(id: int, value: Any) -> MetadataMismatch | None:
         spec = plan.specs.get(id)
         if spec is None or not isinstance(value, torch.Tensor):
-            return
+            return None
         if id in read and (reason := why_not(value)):
             if reason is NO_MEMORY:
                 without_memory(value)
-            raise MetadataMismatch(id, None, reason)
-        if reason := mismatch(value, spec):
-            raise MetadataMismatch(id, value, reason)
+            return MetadataMismatch(id, None, reason)
+        reason = mismatch(value, spec)
+        return MetadataMismatch(id, value, reason) if reason else None
+
+    def check(values: Mapping[int, Any]) -> None:
+        if found := [u for id, value in values.items() if (u := untrue(id, value)) is not None]:
+            first, *others = found
+            first.others = tuple(others)
+            raise first
 
     return check
 
@@ -89,7 +101,7 @@ def checked_first(
             with torch.no_grad():
                 for t, content in before:
                     t.copy_(content)
-            final = repair([found])
+            final = repair([found, *found.others])
             args[:] = kept
             return final(args)
         passed()

@@ -10,25 +10,25 @@ difference is an error then, for only its backend can have made it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusewright.errors import BackendContractError
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.firstrun import MetadataMismatch
+from fusewright.plan.execute.firstrun import Check, MetadataMismatch
 from fusewright.plan.ir import Run
 
 
-def eagerly(plan: Plan, check: Callable[[int, Any], None], found: list[MetadataMismatch]) -> Run:
+def eagerly(plan: Plan, check: Check, found: list[MetadataMismatch]) -> Run:
     """A plan of eager's calls alone as a callable, which notes what `check` finds untrue and goes on."""
     run, _ = codegen.load(plan, checked=True)
 
-    def note(id: int, value: Any) -> None:
+    def note(values: Mapping[int, Any]) -> None:
         try:
-            check(id, value)
+            check(values)
         except MetadataMismatch as u:
-            found.append(u)
+            found.extend((u, *u.others))
 
     run.__globals__["check"] = note
     return run
