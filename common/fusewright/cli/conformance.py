@@ -59,6 +59,7 @@ def _dtypes(_context: click.Context, _parameter: click.Parameter, value: str) ->
 @click.option("--dtypes", callback=_dtypes, default=",".join(DTYPES), show_default=True, help="Of C2 and C4.")
 @click.option("--samples", type=click.IntRange(0), default=1, show_default=True, help="Of each OpInfo entry; 0: all.")
 @click.option("--opinfo/--no-opinfo", default=True, show_default=True, help="Torch's OpInfo database in C2.")
+@click.option("--rows/--no-rows", default=True, show_default=True, help="The opset's rows in C2.")
 @click.option("--part", type=click.IntRange(1), default=1, help="Every n-th row, entry, model and fault: a quick look.")
 @click.option("--limit", type=click.FloatRange(1), default=300.0, show_default=True, help="Seconds for one job.")
 @click.option(
@@ -70,7 +71,7 @@ def _dtypes(_context: click.Context, _parameter: click.Parameter, value: str) ->
 @click.option("--verbose", "-v", is_flag=True, help="Print checks that are right too.")
 def conformance(
     names: tuple[str, ...], simulate: bool, wanted: list[str], shard: str, jobs: int, dtypes: tuple[str, ...], samples: int,
-    opinfo: bool, part: int, limit: float, merge: tuple[Path, ...], ratchet: Path | None, renew: bool,
+    opinfo: bool, rows: bool, part: int, limit: float, merge: tuple[Path, ...], ratchet: Path | None, renew: bool,
     json_file: Path | None, verbose: bool,
 ) -> None:  # fmt: skip
     """Check backends: contract, fallback, ops, faults, models. Exits with 1 when one is wrong, 2 when one cannot run here."""
@@ -79,7 +80,7 @@ def conformance(
     else:
         found = {}
         for name in names or [n for n, p in registry.plugins().items() if not p.reference]:
-            settings = Settings(name, simulate, samples, dtypes, opinfo, part)
+            settings = Settings(name, simulate, samples, dtypes, opinfo, part, rows)
             found[name] = _run(settings, run.shard(levels.jobs(wanted, settings), shard), jobs, limit, verbose)
     lost = _held_to(ratchet, renew, found) if ratchet is not None else []
     for line in lost:

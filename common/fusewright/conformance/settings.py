@@ -18,7 +18,8 @@ DTYPES = ("float32", "bfloat16", "int64", "bool")
 
 @dataclass(frozen=True)
 class Settings:
-    """`samples`: of each OpInfo entry, 0 for all. `part`: every how manieth row, entry or model; 1 is the whole."""
+    """`samples`: of each OpInfo entry, 0 for all. `opinfo`, `rows`: whether C2 has them. `part`: every how manieth row, entry or
+    model; 1 is the whole."""
 
     backend: str
     simulate: bool = False
@@ -26,6 +27,7 @@ class Settings:
     dtypes: tuple[str, ...] = DTYPES
     opinfo: bool = True
     part: int = 1
+    rows: bool = True
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

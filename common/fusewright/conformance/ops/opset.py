@@ -130,7 +130,7 @@ WEIGHTS = frozenset("weight bias running_mean running_var mat2 w".split())
 
 
 def names(settings: Settings) -> list[str]:
-    return [op.name for op in ops.OPS.values()][:: settings.part]
+    return [op.name for op in ops.OPS.values()][:: settings.part] if settings.rows else []
 
 
 def check(name: str, settings: Settings) -> Iterator[Check]:
