@@ -39,20 +39,22 @@ def _cells(c: Coverage) -> Sequence[str]:
 
 
 def _levels(found: Sequence[Coverage]) -> str:
-    """What is right of each level; of OpInfo what is lowered too, and in which dtypes."""
+    """What is right of each level; of OpInfo what is lowered too, and how far the run went in each dtype."""
     plain = ("C0", "C1", "C3", "C4")
-    head = ["backend", "OpInfo entries tried in", "correct", "lowered", *(f"correct in {level}" for level in plain)]
-    rows = []
-    for c in found:
-        entries = c.levels.get(OPINFO)
-        cells = (
-            [", ".join(entries.dtypes), _of(entries.correct), _of(entries.lowered)]
-            if entries
-            else ["not tried", "", ""]
-        )
-        others = [_of(c.levels[level].correct) if level in c.levels else "not tried" for level in plain]
-        rows.append([f"`{c.backend}`", *cells, *others])
-    return _table(head, rows)
+    head = ["backend", "OpInfo entries tried", "correct", "lowered", *(f"correct in {level}" for level in plain)]
+    return _table(head, [[f"`{c.backend}`", *_entries(c), *(_right(c, level) for level in plain)] for c in found])
+
+
+def _entries(c: Coverage) -> Sequence[str]:
+    if OPINFO not in c.levels:
+        return "not tried", "", ""
+    level = c.levels[OPINFO]
+    tried = (f"{d} {_of((n, c.entries[d])) if d in c.entries else n}" for d, n in level.dtypes.items())
+    return ", ".join(tried), _of(level.correct), _of(level.lowered)
+
+
+def _right(c: Coverage, level: str) -> str:
+    return _of(c.levels[level].correct) if level in c.levels else "not tried"
 
 
 def _left_out(found: Sequence[Coverage]) -> str:

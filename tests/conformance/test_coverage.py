@@ -72,9 +72,9 @@ def test_the_parts_of_a_run_are_counted_apart() -> None:
     skipped = Check("C2", "OpInfo sin bool", Verdict.SKIPPED, "aot_eager too: sample 0: value")
     found = checks(("OpInfo sin float32", "LOWERED_OK"), ("OpInfo cos float32", "CRASHED"), ("exp", "CRASHED"))
     levels = Coverage.of(record(*ONE, *found, skipped, Check("C0", "loads", Verdict.PASSED))).levels
-    assert levels[OPINFO] == Level(("bool", "float32"), (1, 2), (1, 2), {"aot_eager too": 1})
-    assert levels[ROWS].correct == (3, 4) and levels[ROWS].dtypes == ("float32",)
-    assert levels["C0"] == Level((), (1, 1), (0, 0), {})
+    assert levels[OPINFO] == Level({"bool": 1, "float32": 2}, (1, 2), (1, 2), {"aot_eager too": 1})
+    assert levels[ROWS].correct == (3, 4) and levels[ROWS].dtypes == {"float32": 3}
+    assert levels["C0"] == Level({}, (1, 1), (0, 0), {})
 
 
 def test_a_row_that_eager_does_not_run_says_why() -> None:
@@ -85,11 +85,11 @@ def test_a_row_that_eager_does_not_run_says_why() -> None:
 
 def test_files_of_shards_and_machines_are_one_record(tmp_path: Path) -> None:
     mended = checks(("add float32 static 0", "WRONG"))
-    parts = [record(*mended, ONE[1]), record(ONE[2], torch=("2.11.0",)), record(ONE[0])]
+    parts = [record(*mended, ONE[1]), record(ONE[2], torch=("2.11.0",)), record(ONE[0], entries={"bool": 9})]
     for k, part in enumerate(parts):
         write(tmp_path / f"{k}.json", [part])
     (found,) = merged(tmp_path / f"{k}.json" for k in range(3)).values()
-    assert found.torch == ("2.11.0", "2.13.0")
+    assert found.torch == ("2.11.0", "2.13.0") and found.entries == {"bool": 9}
     assert sorted(c.name for c in found.checks if c.verdict is Verdict.LOWERED_OK) == sorted(c.name for c in ONE)
     options = [f"--merge={tmp_path / f'{k}.json'}" for k in range(3)]
     coverage = tmp_path / "coverage.json"

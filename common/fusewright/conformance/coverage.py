@@ -1,8 +1,9 @@
 """What a backend lowers of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run.
 
 Schema: {"schema": 2, "backend": name, "device": its architecture, "simulated": bool, "torch": [releases],
-"levels": {title: {"dtypes": [..], "correct": [x, y], "lowered": [x, y], "skipped": {reason: checks}}},
-"tried": rows, "untried": {row: reason}, "rows": {row: {dtype: [variants of which every sample is lowered]}}}.
+"entries": {dtype: OpInfo entries that there are}, "tried": rows, "untried": {row: reason},
+"levels": {title: {"dtypes": {dtype: checks}, "correct": [x, y], "lowered": [x, y], "skipped": {reason: checks}}},
+"rows": {row: {dtype: [variants of which every sample is lowered]}}}.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Rows = Mapping[str, Mapping[str, Sequence[str]]]
 class Level:
     """The figures of a level: (x, y)."""
 
-    dtypes: tuple[str, ...]
-    """Of C2 alone."""
+    dtypes: Mapping[str, int]
+    """How many checks there were in each dtype, of C2 alone."""
     correct: tuple[int, int]
     lowered: tuple[int, int]
     skipped: Mapping[str, int]
@@ -42,13 +43,13 @@ class Level:
     def of(cls, checks: Sequence[Check]) -> Level:
         figures = summary(checks)
         return cls(
-            tuple(sorted({d for c in checks if (d := _dtype(c))})), (figures.correct.of, figures.correct.total),
+            dict(sorted(Counter(d for c in checks if (d := _dtype(c))).items())), (figures.correct.of, figures.correct.total),
             (figures.lowered.of, figures.lowered.total), dict(sorted(_skips(checks).items())),
         )  # fmt: skip
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Level:
-        return cls(**{**found, **{k: tuple(found[k]) for k in ("dtypes", "correct", "lowered")}})
+        return cls(**{**found, **{k: tuple(found[k]) for k in ("correct", "lowered")}})
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Coverage:
     device: str
     simulated: bool
     torch: tuple[str, ...]
+    entries: Mapping[str, int]
+    """How many entries OpInfo has in each dtype on that device; a run may have tried fewer."""
     levels: Mapping[str, Level]
     tried: int
     """How many rows of the opset the run had."""
@@ -74,7 +77,7 @@ class Coverage:
             parts.setdefault(_part(c), []).append(c)
         found = [c for c in parts.get(ROWS, ()) if _is_row(c)]
         return cls(
-            record.backend, record.arch, record.simulated, record.torch,
+            record.backend, record.arch, record.simulated, record.torch, record.entries,
             {title: Level.of(checks) for title, checks in sorted(parts.items())}, len({_key(c)[0] for c in found}),
             {c.name: c.detail for c in parts.get(ROWS, ()) if c.name in ops.OPS and c.verdict is Verdict.SKIPPED},
             lowered_rows(found),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fusewright.conformance.ops import entries
 from fusewright.conformance.settings import Settings
 from fusewright.conformance.verdicts import Check, Verdict, summary
 from fusewright.interface import Unavailable
@@ -31,14 +33,16 @@ class Record:
     torch: tuple[str, ...]
     """Releases of torch, more than one where runs were merged."""
     checks: tuple[Check, ...]
+    entries: Mapping[str, int] = field(default_factory=dict)
+    """How many entries OpInfo has in each dtype that was tried with it, the whole and not a shard."""
 
     @classmethod
     def of(cls, settings: Settings, checks: Iterable[Check]) -> Record:
         """Of a run in this environment."""
-        device = settings.device()
+        device, found = settings.device(), tuple(checks)
         there = not isinstance(device, Unavailable)
         where = device.reason if isinstance(device, Unavailable) else f"{device.type} {device.arch}"
-        return cls(settings.backend, where, settings.simulate, there, (_release(),), tuple(checks))
+        return cls(settings.backend, where, settings.simulate, there, (_release(),), found, _entries(settings, found))
 
     @property
     def arch(self) -> str:
@@ -47,15 +51,15 @@ class Record:
     def as_json(self) -> dict[str, Any]:
         return {
             "device": self.device, "simulated": self.simulated, "available": self.available, "torch": self.torch,
+            "entries": dict(self.entries),
             **summary(self.checks).as_json(), "checks": [c.as_json() for c in self.checks],
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, backend: str, found: Mapping[str, Any]) -> Record:
         checks = tuple(map(Check.from_json, found["checks"]))
-        return cls(
-            backend, found["device"], found["simulated"], found["available"], tuple(found["torch"]), checks
-        )  # fmt: skip
+        where = found["device"], found["simulated"], found["available"]
+        return cls(backend, *where, tuple(found["torch"]), checks, found.get("entries", {}))
 
     def with_more(self, other: Record) -> Record:
         """Both records as one: a check of `other` replaces this one's of the same name. ValueError for another device."""
@@ -65,7 +69,10 @@ class Record:
             )
         kept = (c for c in self.checks if not _done_again(c, other))
         checks = {(c.level, c.name): c for c in (*kept, *other.checks)}
-        return replace(self, torch=tuple(sorted({*self.torch, *other.torch})), checks=tuple(checks.values()))
+        return replace(
+            self, torch=tuple(sorted({*self.torch, *other.torch})), checks=tuple(checks.values()),
+            entries={**self.entries, **other.entries},
+        )  # fmt: skip
 
 
 def _done_again(c: Check, other: Record) -> bool:
@@ -95,6 +102,13 @@ def merged(paths: Iterable[Path]) -> dict[str, Record]:
         known = records.get(record.backend)
         records[record.backend] = known.with_more(record) if known else record
     return records
+
+
+def _entries(settings: Settings, checks: Iterable[Check]) -> dict[str, int]:
+    """Of the whole database; nothing where it was not asked."""
+    if not any(c.name.startswith(entries.PREFIX) for c in checks):
+        return {}
+    return dict(Counter(name.rpartition(" ")[2] for name in entries.names(replace(settings, part=1))))
 
 
 def _place(r: Record) -> str:
