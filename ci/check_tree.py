@@ -47,7 +47,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "fusewright_acl": (
         ("rows", "target", "verbose"), ("fpmath",), ("int8",), ("products", "convolutions"), ("lowerings", "quantized"),
-        ("backend",), ("fusewright_acl",),
+        ("quantized_convolutions",), ("backend",), ("fusewright_acl",),
     ),
     "fusewright_int8": (
         ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("floats",), ("tensors",),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS, SELECTION = "tests/backends/acl", ("-m", "not slow")
-KERNELS = tuple(f"tests/backends/cpu/test_aarch64_{name}.py" for name in ("emulated", "int8", "bf16"))
+KERNELS = tuple(f"tests/backends/cpu/test_aarch64_{name}.py" for name in ("emulated", "int8", "int8_conv", "bf16"))
 """Tests of this machine's Python, which hand kernels to an emulated one."""
 
 STARTUP = """import os, sys

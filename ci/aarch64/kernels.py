@@ -1,6 +1,6 @@
 """Kernels for 64-bit Arm under QEMU, on a Debian or Ubuntu machine of another kind: no Arm hardware is timed.
 
-    python -m ci.aarch64.kernels random [--count 500]  # random kernels on each core, against the interpreter
+    python -m ci.aarch64.kernels random [--count 500]  # random kernels and int8 convolutions on each core, against references
     python -m ci.aarch64.kernels count                 # instructions of kernels beside eager's, as a table
 
 Both run on what `ci/aarch64.sh fetch` unpacks; eager is that torch's. Counting needs an emulator with plugins, which is unpacked
@@ -22,6 +22,8 @@ from ci.aarch64.emulator import Emulator, counted, fetch_counter, missing
 from fusewright.toolkit.ir import Builder, Kernel, Val
 from fusewright.toolkit.ir.types import DType, to_torch
 from fusewright_cpu.kernels.gemv import Gemv
+from fusewright_cpu.kernels.int8_conv import Int8Conv
+from fusewright_cpu.kernels.int8_linear import form_of
 from fusewright_cpu.run.sources import Source, hash_of
 from fusewright_cpu.target import aarch64_target
 
@@ -48,8 +50,26 @@ def random(count: int) -> int:
                 if code or not all(map(same_bits, got, wanted)):
                     wrong += 1
                     print(f"{core}: error {code}\n{to_text(case.kernel)}\n{case.sizes}")
-        print(f"{core}: {len(drawn)} kernels in {time.monotonic() - start:.0f} s, {wrong} wrong so far")
+            convolutions, failed = _convolutions(emulator, count // 5)
+        wrong += failed
+        what = f"{len(drawn)} kernels and {convolutions} int8 convolutions"
+        print(f"{core}: {what} in {time.monotonic() - start:.0f} s, {wrong} wrong so far")
     return wrong
+
+
+def _convolutions(emulator: Emulator, count: int) -> tuple[int, int]:
+    """(random int8 convolutions that ran, how many of them were not exact)."""
+    from tests.backends.cpu.test_aarch64_int8_conv import exact, random_geometries
+
+    form, wrong = form_of(emulator.target), 0
+    kinds = [Int8Conv(x, "f32", form, bias, not bias) for x in ("u8", "i8") for bias in (True, False)]
+    libraries, drawn = emulator.build(kinds), random_geometries(count)
+    for k, geometry in enumerate(drawn):
+        kernel = kinds[k % len(kinds)]
+        if not exact(emulator, kernel, libraries[hash_of(kernel)], geometry):
+            wrong += 1
+            print(f"{kernel.name}: {geometry}")
+    return len(drawn), wrong
 
 
 # -- counting
@@ -112,7 +132,10 @@ def sources(dtype: DType) -> dict[str, tuple[Source, list[torch.Tensor], list[in
     found["decode"] = Gemv(1, dtype, dtype), [row, torch.randn(WIDE, WIDE).to(t), out], [WIDE, WIDE]
     if dtype == "bf16":
         weight = torch.randint(-127, 127, (WIDE, WIDE), dtype=torch.int8)
-        found["decode, int8 weights"] = Gemv(1, dtype, "i8"), [row, weight, torch.rand(WIDE), out], [WIDE, WIDE]
+        scale, zero = torch.rand(2, WIDE)
+        found["decode, int8 weights"] = Gemv(1, dtype, "i8"), [row, weight, scale, out], [WIDE, WIDE]
+        shifted = Gemv(1, dtype, "i8", zeros=True)
+        found["decode, int8 weights with zero points"] = shifted, [row, weight, scale, zero, out], [WIDE, WIDE]
     return found
 
 

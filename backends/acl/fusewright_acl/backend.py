@@ -14,7 +14,7 @@ from fusewright.interface import Device, OpView, Unavailable
 from fusewright.toolkit.backend.fused import Loader
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
-from fusewright_acl import fpmath, quantized, target
+from fusewright_acl import fpmath, quantized, quantized_convolutions, target
 from fusewright_acl.lowerings import LOWERINGS, ROWS
 from fusewright_cpu.onednn.quantized import QuantizedBackend
 
@@ -27,9 +27,9 @@ class GravitonAcl(QuantizedBackend):
     name = "graviton_acl"
     priority = 50
     lowerings = LOWERINGS
-    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*quantized.ROWS, *ROWS))
+    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*quantized.ROWS, *quantized_convolutions.ROWS, *ROWS))
     carried = frozenset({"int_mm", "choose_qparams"})
-    products = ("linear",)
+    products = ("linear", "conv")
     namespaces = (*QuantizedBackend.namespaces, fpmath.NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
         **QuantizedBackend.options,
@@ -66,7 +66,9 @@ class GravitonAcl(QuantizedBackend):
         return Device("cpu", options["target"], features, simulated=True)
 
     def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:
-        return None if "int8" in note else quantized.why_not(op, graph)
+        if "int8" in note:
+            return None
+        return (quantized if op.op == "linear" else quantized_convolutions).why_not(op, graph)
 
     def _loader(self) -> Loader:
         """Of a simulation too: loop kernels and attention are compiled for the CPU that is here."""

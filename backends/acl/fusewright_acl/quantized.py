@@ -25,6 +25,7 @@ from fusewright.toolkit.region.weight_only import behind, widened, widened_linea
 from fusewright_acl.int8 import COLUMNS, PACK, SUMS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
 from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
+from fusewright_cpu.kernels.int8_conv import Int8Conv
 from fusewright_cpu.kernels.int8_linear import MOST_K, MOST_K_WITH_ZEROS, Int8Linear, form_of
 from fusewright_cpu.onednn.lowerings import spec_of
 from fusewright_cpu.run.jit import compile_kernels
@@ -48,28 +49,40 @@ def why_not(op: OpView, graph: RegionGraph) -> str | None:
 
 
 def _linear_reason(op: OpView, x: Quantized | Rows, w: Weight, graph: RegionGraph) -> str | None:
-    shape, most = spec_of(w.value).shape, MOST_K if _no_zeros(w) else MOST_K_WITH_ZEROS
-    if not form_of(host_target()):
-        return "the CPU multiplies no int8"
+    shape = spec_of(w.value).shape
     if not is_static(shape) or 0 in (*shape, *spec_of(x.value).shape):
         return "empty, or a weight of symbolic size"
-    if int(shape[1]) > most:  # type: ignore[arg-type]
-        return f"sums of {shape[1]} products do not fit int32; {most} do"
+    if why := product_reason(op, w, int(shape[1]), graph):  # type: ignore[arg-type]
+        return why
+    if not is_row_major(spec_of(op.out)) or not rows_fit(spec_of(x.value)):
+        return "an input of symbolic size or a result that is not row-major"
+    return None if _scales_fit(x) else "scales of its input that are neither one nor one for each row"
+
+
+def product_reason(op: OpView, w: Weight, taps: int, graph: RegionGraph) -> str | None:
+    """What a linear and a convolution, of sums of `taps` products, may be refused for alike."""
+    most = MOST_K_WITH_ZEROS if has_zeros(w) else MOST_K
+    if not form_here():
+        return "the CPU multiplies no int8"
+    if taps > most:
+        return f"sums of {taps} products do not fit int32; {most} do"
     if isinstance(w.scale, Value) and w.axis != 0:
         return "a scale for each input of the weight, not for each output"
     if not (isinstance(w.scale, Value) or w.scale):
         return "a scale of 0"
-    if not is_row_major(spec_of(op.out)) or not rows_fit(spec_of(x.value)):
-        return "an input of symbolic size or a result that is not row-major"
     if not graph.is_const(op.arg("bias")):
         return "a bias that is computed"
-    if not _scales_fit(x):
-        return "scales of its input that are neither one nor one for each row"
     return None if spec_of(op.out).dtype in FLOATS else "computed in another type than fp32 and bf16"
 
 
-def _no_zeros(w: Weight) -> bool:
-    return not isinstance(w.zero_point, Value) and not w.zero_point
+def form_here() -> str:
+    """The instruction that multiplies int8 on this machine, or ""."""
+    return form_of(host_target())
+
+
+def has_zeros(w: Weight) -> bool:
+    """Whether zero points must be taken off a weight: those of a tensor may be any."""
+    return isinstance(w.zero_point, Value) or bool(w.zero_point)
 
 
 def _scales_fit(x: Quantized | Rows) -> bool:
@@ -89,24 +102,30 @@ def _write_linear(m: Match, b: Builder) -> None:
     assert x is not None and w is not None
     n, k = (int(s) for s in spec_of(w.value).shape)  # type: ignore[arg-type]
     bias, weight, per_row = op.arg("bias"), b.exact(w.value), isinstance(x, Rows)
-    form = form_of(host_target())
+    form = form_here()
     kinds = from_torch(spec_of(x.value).dtype), from_torch(spec_of(op.out).dtype)
-    kernel = Int8Linear(*kinds, form, bias is not None, not _no_zeros(w))
-    given: list[Ref | Value] = [
-        row_major(x.value, b), b.prepare(PACK, weight, form), _columns(w.scale, n, torch.float32, b), b.prepare(SUMS, weight),
-        _per_row(x.scale, torch.float32, b), _per_row(x.zero_point, I32, b),
-        *([_columns(w.zero_point, n, I32, b)] if kernel.zeros else []),
-        *([_columns(bias, n, torch.float32, b)] if kernel.bias else []),
-    ]  # fmt: skip
+    kernel = Int8Linear(*kinds, form, bias is not None, has_zeros(w))
+    given: list[Ref | Value] = [row_major(x.value, b), b.prepare(PACK, weight, form), *numbers(op, x, w, b)]
     m_ = row_count(spec_of(x.value).shape[:-1])
-    _launch(kernel, given, (m_, n, k, int(per_row)), op.out, m, b)
+    launch(kernel, given, (m_, n, k, int(per_row)), op.out, m, b)
     b.notes[op.id] = f"int8 product ({form}), input quantized by {'row' if per_row else 'tensor'}"
 
 
-def _columns(value: Any, n: int, dtype: torch.dtype, b: Builder) -> Ref:
+def numbers(op: OpView, x: Quantized | Rows, w: Weight, b: Builder, groups: int = 1) -> list[Ref]:
+    """What kernels of int8 read behind the weight: scales, sums, zero points and the bias (see `Int8Product`)."""
+    n, weight, bias = int(spec_of(w.value).shape[0]), b.exact(w.value), op.arg("bias")  # type: ignore[arg-type]
+    return [
+        _columns(w.scale, n, torch.float32, b, groups), b.prepare(SUMS, weight, groups),
+        _per_row(x.scale, torch.float32, b), _per_row(x.zero_point, I32, b),
+        *([_columns(w.zero_point, n, I32, b, groups)] if has_zeros(w) else []),
+        *([_columns(bias, n, torch.float32, b, groups)] if bias is not None else []),
+    ]  # fmt: skip
+
+
+def _columns(value: Any, n: int, dtype: torch.dtype, b: Builder, groups: int = 1) -> Ref:
     """A number or constant as one for each column."""
     given = b.exact(value) if isinstance(value, Value) else b.prepare("aten::full.default", (1,), value, dtype=dtype)
-    return b.prepare(COLUMNS, given, n, dtype)
+    return b.prepare(COLUMNS, given, n, dtype, groups)
 
 
 def _per_row(value: Any, dtype: torch.dtype, b: Builder) -> Ref:
@@ -120,8 +139,8 @@ def _per_row(value: Any, dtype: torch.dtype, b: Builder) -> Ref:
     return Ref(made.id)
 
 
-def _launch(
-    kernel: Int8Linear | Gemv, given: Sequence[Ref | Value], sizes: tuple[Any, ...], out: Value, m: Match, b: Builder
+def launch(
+    kernel: Int8Linear | Int8Conv | Gemv, given: Sequence[Ref | Value], sizes: tuple[Any, ...], out: Value, m: Match, b: Builder
 ) -> None:
     """A kernel that computes the whole match."""
     inputs = [v if isinstance(v, Value) else Value(v.id, None) for v in given]
@@ -137,21 +156,23 @@ def _int_mm(m: Match, b: Builder) -> bool:
     types = {x.dtype, w.dtype} == {torch.int8} and is_row_major(spec_of(m.anchor.out))
     fits = w.static and not {0} & {*x.shape, *w.shape} and int(w.shape[0]) <= MOST_K  # type: ignore[arg-type]
     fits = fits and rows_fit(x)
-    return types and fits and b.is_const(m.anchor.arg("mat2")) and bool(form_of(host_target()))
+    return types and fits and b.is_const(m.anchor.arg("mat2")) and bool(form_here())
 
 
 def _write_int_mm(m: Match, b: Builder) -> None:
-    op, form = m.anchor, form_of(host_target())
+    op, form = m.anchor, form_here()
     x, (k, n) = op.arg("self"), spec_of(op.arg("mat2")).shape
     packed = b.prepare(PACK, b.prepare("aten::t.default", b.exact(op.arg("mat2"))), form)
-    _launch(Int8Linear("i8", "i32", form), [row_major(x, b), packed], (row_count(spec_of(x).shape[:1]), n, k, 0), op.out, m, b)
+    launch(Int8Linear("i8", "i32", form), [row_major(x, b), packed], (row_count(spec_of(x).shape[:1]), n, k, 0), op.out, m, b)
     b.notes[op.id] = f"int8 product ({form})"
 
 
 # -- a few rows of floats with a weight of int8
 
 
-def _few(m: Match, x: Value, w: Value, shape: Sequence[Size], bias: Value | None, b: Builder) -> Gemv | None:
+def _few(
+    m: Match, x: Value, w: Value, shape: Sequence[Size], bias: Value | None, b: Builder, zeros: bool = False
+) -> Gemv | None:
     """The kernel for these rows and the weight [n, k], where there is one and it is the faster."""
     spec, out = b.spec(x), spec_of(m.out)
     if not (spec.static and is_static(shape) and out.static and is_row_major(out)) or 0 in (*spec.shape, *shape):
@@ -160,7 +181,7 @@ def _few(m: Match, x: Value, w: Value, shape: Sequence[Size], bias: Value | None
     rows = spec.numel_hint() // k
     if rows > MOST_ROWS or spec.dtype is not out.dtype or out.dtype not in FLOATS or not b.is_const(w):
         return None
-    kernel = Gemv(rows, from_torch(spec.dtype), "i8", "" if bias is None else from_torch(spec_of(bias).dtype))
+    kernel = Gemv(rows, from_torch(spec.dtype), "i8", "" if bias is None else from_torch(spec_of(bias).dtype), zeros)
     return None if kernel.refused(host_target()) or not _reading_pays(kernel, n, k, b) else kernel
 
 
@@ -169,11 +190,11 @@ def _reading_pays(kernel: Gemv, n: int, k: int, b: Builder) -> bool:
 
     def timed(weight: str) -> Any:
         def make() -> Thunk:
-            one = Gemv(kernel.rows, kernel.dtype, weight)
+            one = Gemv(kernel.rows, kernel.dtype, weight, zeros=kernel.zeros and weight == "i8")
             launcher, dtype = compile_kernels([one]).launcher(one), torch.bfloat16 if kernel.dtype == "bf16" else torch.float32
             w = torch.ones(n, k, dtype=torch.int8 if weight == "i8" else dtype)
-            scale = [torch.ones(n)] if weight == "i8" else []
-            given = [torch.ones(kernel.rows, k, dtype=dtype), w, *scale, torch.empty(kernel.rows, n, dtype=dtype)]
+            of_rows = [torch.ones(n)] * ((weight == "i8") + one.zeros)
+            given = [torch.ones(kernel.rows, k, dtype=dtype), w, *of_rows, torch.empty(kernel.rows, n, dtype=dtype)]
             return lambda: launcher(given, (n, k))
 
         return make
@@ -185,23 +206,28 @@ def _reading_pays(kernel: Gemv, n: int, k: int, b: Builder) -> bool:
 def _weight_only(m: Match, b: Builder) -> Match | None:
     op, w = m.anchor, weight_of(m.anchor.arg("weight"), b.graph)
     x = before_views(op.arg("input"), b.graph)
-    if w is None or not _no_zeros(w) or (isinstance(w.scale, Value) and w.axis != 0) or b.is_const(op.arg("input")):
+    if w is None or (isinstance(w.scale, Value) and w.axis != 0) or b.is_const(op.arg("input")):
         return None
     if dequantized(x, b.graph) is not None or not (isinstance(w.scale, Value) or w.scale):
         return None
-    kernel = _few(m, x, w.value, spec_of(w.value).shape, op.arg("bias"), b)
+    kernel = _few(m, x, w.value, spec_of(w.value).shape, op.arg("bias"), b, has_zeros(w))
     return m.with_ops(kernel=kernel, x=x, w=w) if kernel is not None else None
 
 
 def _write_weight_only(m: Match, b: Builder) -> None:
     w, op = m["w"], m.anchor
-    _write_few(m, m["x"], b.exact(w.value), spec_of(w.value).shape, w.scale, op.arg("bias"), b)
+    zeros = (w.zero_point,) if has_zeros(w) else ()
+    _write_few(m, m["x"], b.exact(w.value), spec_of(w.value).shape, (w.scale, *zeros), op.arg("bias"), b)
 
 
-def _write_few(m: Match, x: Value, weight: Ref, shape: Sequence[Size], scale: Any, bias: Value | None, b: Builder) -> None:
+def _write_few(
+    m: Match, x: Value, weight: Ref, shape: Sequence[Size], of_rows: Sequence[Any], bias: Value | None, b: Builder
+) -> None:
+    """`of_rows`: the scale of each row of weights, and perhaps its zero point; or one for all."""
     n, k = (int(s) for s in shape)  # type: ignore[arg-type]
     more = [] if bias is None else [b.exact(bias)]
-    _launch(m["kernel"], [row_major(x, b), weight, _columns(scale, n, torch.float32, b), *more], (n, k), m.out, m, b)
+    columns = [_columns(v, n, torch.float32, b) for v in of_rows]
+    launch(m["kernel"], [row_major(x, b), weight, *columns, *more], (n, k), m.out, m, b)
     b.notes[m.anchor.id] = "product of few rows in one kernel, weight of int8"
 
 
@@ -220,7 +246,7 @@ def _widened(m: Match, b: Builder) -> Match | None:
 def _write_widened(m: Match, b: Builder) -> None:
     found, (k, n) = behind(m), spec_of(m["weight"]).shape
     rows = b.prepare("aten::t.default", b.exact(m["weight"]))
-    _write_few(m, m.anchor.arg("self"), rows, (n, k), found.get("scale", 1.0), found.get("bias"), b)
+    _write_few(m, m.anchor.arg("self"), rows, (n, k), (found.get("scale", 1.0),), found.get("bias"), b)
 
 
 ROWS = (

@@ -53,8 +53,9 @@ class Weight:
             rows = g.input(self.scale, const=True), g.input(zero, const=True)
             self.value = g.op("dequantize_per_channel", held, *rows, 0, -128, 127, I8, out_dtype=dtype)
         else:
-            self.scale = torch.full((n,), 0.02)
-            self.value = dequantize(g, held, 0.02, 0, dtype)
+            self.scale, zero = torch.full((n,), 0.02), -37 if zeros else 0
+            self.sums = self.sums - zero
+            self.value = dequantize(g, held, 0.02, zero, dtype)
 
 
 def linear(
@@ -173,16 +174,20 @@ def test_a_tensor_is_quantized_when_it_comes() -> None:
     same(found, rounded(level.double() - z.double(), s.float(), w, None))
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_few_rows_of_floats_read_8_bits(dtype: torch.dtype) -> None:
+def test_a_few_rows_of_floats_read_8_bits(dtype: torch.dtype, per_channel: bool, zeros: bool) -> None:
     for rows, few in ((1, True), (4, True), (5, False)):
         g = Sketch()
-        w, x = Weight(g, 24, 48, per_channel=False, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
+        w, x = Weight(g, 24, 48, zeros, per_channel, dtype), torch.randn(rows, 48, dtype=dtype)
         y = g.op("linear", g.input(x), w.value, g.input(torch.ones(24, dtype=dtype), const=True))
         found, fragment = run(g, y)
         assert bool(ours(fragment)) is few
+        assert not few or ours(fragment)[0].endswith("_zeros") is (zeros or per_channel), "a tensor of zero points may hold any"
         if found is not None:
-            exact, size = (a.double() @ w * 0.02 + 1 for a, w in ((x, w.sums.t()), (x.abs(), w.sums.t().abs())))
+            scaled = w.sums.t() * w.scale.double()
+            exact, size = (a.double() @ w + 1 for a, w in ((x, scaled), (x.abs(), scaled.abs())))
             bound = torch.finfo(torch.float32).eps * 4 * size + torch.finfo(dtype).eps * (exact.abs() if few else size)
             assert bool(((found.double() - exact).abs() <= bound).all())
 

@@ -136,6 +136,16 @@ def test_decoding_streams_its_weights_once_in_vectors(dtype: str, weight: str, c
     ), loop
 
 
+@pytest.mark.parametrize("core", CORES)
+def test_zero_points_of_weights_cost_a_subtraction_each(core: str) -> None:
+    plain, shifted = (
+        max(loops(instructions(Gemv(1, "f32", "i8", zeros=zeros), elf(core))), key=len) for zeros in (False, True)
+    )
+    products = sum(bool(re.match(r"fmla|fmad", i)) for i in plain)
+    assert sum(i.startswith("fsub") for i in shifted) == products
+    assert len(shifted) <= len(plain) + 1.2 * products and not has(shifted, r".*\[sp"), shifted
+
+
 def _bytes(line: str, vector: int) -> int:
     """What a vector load reads."""
     if line.startswith("ld1sb"):

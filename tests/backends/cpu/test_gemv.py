@@ -21,6 +21,7 @@ KINDS = [
     Gemv(rows, dtype, weight, dtype if rows in (1, 4) else "")
     for rows in (1, 2, 3, 4) for dtype in ("f32", "bf16") for weight in ("f32", "bf16", "i8")
 ]  # fmt: skip
+KINDS += [Gemv(r, dtype, "i8", bias, zeros=True) for r, dtype, bias in ((1, "f32", ""), (2, "bf16", "bf16"), (4, "f32", "f32"))]
 SIZES = ((1, 1), (3, 7), (5, 129), (9, 64), (4, 515), (130, 96), (2, 0))
 here = pytest.mark.skipif(
     bool(Gemv(1, "f32", "f32").refused(host_target())), reason="this CPU has no masked loads or no FMA"
@@ -38,8 +39,9 @@ def operands(g: Gemv, n: int, k: int, seed: int = 0) -> tuple[list[torch.Tensor]
     w = torch.randint(-128, 128, (n, k)).to(dtype) if g.weight == "i8" else torch.randn(n, k).to(dtype)
     tensors, exact = [x, w], x.double() @ w.double().t()
     if g.weight == "i8":
-        tensors.append(torch.rand(n) / 64)
-        exact = exact * tensors[-1].double()
+        tensors += [torch.rand(n) / 64, *([torch.randint(-128, 128, (n,)).float()] if g.zeros else [])]
+        shift = tensors[3].double()[:, None] if g.zeros else 0
+        exact = x.double() @ (w.double() - shift).t() * tensors[2].double()
     if g.bias:
         tensors.append(torch.randn(n).to(to_torch(g.bias)))
         exact = exact + tensors[-1].double()
@@ -99,6 +101,7 @@ def test_threads_do_not_change_values() -> None:
 def test_it_says_what_it_is_not_written_for() -> None:
     arm = aarch64_target("neoverse-n1")
     assert "AVX2" in Gemv(1, "f32", "f32").refused(x86_target("avx")) and not Gemv(4, "bf16", "i8").refused(arm)
+    assert "zero points" in Gemv(1, "f32", "f32", zeros=True).refused(arm)
     assert "4 rows" in Gemv(5, "f32", "f32").refused(arm) and "fp32 and bf16" in Gemv(1, "f16", "f16").refused(arm)
 
 

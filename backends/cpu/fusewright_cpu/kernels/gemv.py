@@ -1,11 +1,12 @@
-"""A product of few rows with a matrix of weights, `out = x @ weight.T (* scale) (+ bias)`, as in decoding: the time is that
-of reading the weights once.
+"""A product of few rows with a matrix of weights, `out = x @ (weight (- zero)).T (* scale) (+ bias)`, as in decoding: the time is
+that of reading the weights once.
 
 Some rows of weights are multiplied together, so that a vector of `x` is read for all of them, with sums enough to hide the
 latency of a multiply-add. bf16 weights are widened two to a 32-bit word, the low half by a shift and the high one by a
 mask, which takes whole vectors of them and leaves elements in an order that a sum does not see; where the CPU multiplies
-pairs of bf16 and both sides are bf16, the words are used as they are. int8 weights are widened to fp32, and each row's sum
-is multiplied by its scale. Sums are fp32.
+pairs of bf16 and both sides are bf16, the words are used as they are. int8 weights are widened to fp32, where their row's
+zero point is taken off each (exactly: behind the sum it would cancel), and each row's sum is multiplied by its scale. Sums
+are fp32.
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ class Gemv:
     """The kernel for one number of rows and types; lengths are arguments.
 
     `x` is [rows, k] and `out` [rows, n] of type `dtype`, `weight` [n, k] of "f32", "bf16" or "i8", all dense. int8 weights
-    have an fp32 `scale` [n]. `bias` is the type of a vector [n], or "".
+    have an fp32 `scale` [n] and, with `zeros`, an fp32 `zero` [n]. `bias` is the type of a vector [n], or "".
     """
 
     rows: int
     dtype: str
     weight: str
     bias: str = ""
+    zeros: bool = False
 
     @property
     def name(self) -> str:
-        return f"gemv_{self.rows}_{self.dtype}_{self.weight}{'_bias' if self.bias else ''}"
+        more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
+        return f"gemv_{self.rows}_{self.dtype}_{self.weight}{more}"
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        scale = (Buffer("scale", "f32", "in"),) if self.weight == "i8" else ()
+        of_rows = {"scale": self.weight == "i8", "zero": self.zeros}
+        given = (Buffer(name, "f32", "in") for name, there in of_rows.items() if there)
         bias = (Buffer("bias", self.bias, "in"),) if self.bias else ()
         read = (Buffer("x", self.dtype, "in"), Buffer("weight", self.weight, "in"))
-        return (*read, *scale, *bias, Buffer("out", self.dtype, "out"))
+        return (*read, *given, *bias, Buffer("out", self.dtype, "out"))
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -68,7 +72,7 @@ class Gemv:
             return f"only for up to {MOST_ROWS} rows"
         if self.dtype not in FLOATS or self.weight not in (*FLOATS, "i8") or self.bias not in ("", *FLOATS):
             return "only fp32 and bf16, with weights of fp32, bf16 or int8"
-        return ""
+        return "only weights of int8 have zero points" if self.zeros and self.weight != "i8" else ""
 
 
 def emit_gemv(module: Module, g: Gemv, name: str, parallel: bool) -> None:
@@ -127,7 +131,7 @@ class _Body:
     def _rows(self, at: Sequence[V]) -> None:
         """The results of some rows of weights."""
         f, g = self.f, self.g
-        weights = [self._row("weight", r) for r in at]
+        weights = [(self._row("weight", r), self._zero(r)) for r in at]
         xs = [self._row("x", i64(m)) for m in range(g.rows)]
         zero = V("zeroinitializer", "float", self.w)
         pairs = [(x, w) for w in range(len(at)) for x in range(g.rows)]
@@ -166,10 +170,17 @@ class _Body:
         t = self.g.weight if name == "weight" else self.g.dtype
         return self.f.gep(memory_type(t), self.base[name], self.f.mul(row, self.k))
 
-    def _chunk(self, xs: list[V], weights: list[V], at: V, left: V | None, sums: Sequence[V]) -> list[V]:
+    def _zero(self, row: V) -> V | None:
+        """The zero point of a row of weights in every lane."""
+        f = self.f
+        return f.splat(load(f, "float", f.gep("float", self.base["zero"], row)), self.w) if self.g.zeros else None
+
+    def _chunk(
+        self, xs: list[V], weights: Sequence[tuple[V, V | None]], at: V, left: V | None, sums: Sequence[V]
+    ) -> list[V]:
         """`sums` with the products of one chunk at `at` added; of the last one the `left` elements."""
         f, out = self.f, list(sums)
-        loaded = [self._read_weight(p, at, left) for p in weights]
+        loaded = [self._read_weight(p, zero, at, left) for p, zero in weights]
         halves = [self._read_words(p, at, left) for p in xs] if self.words else []
         for part in range(self.parts):
             some = [halves[m][part] if self.words else self._read_x(p, at, part, left) for m, p in enumerate(xs)]
@@ -185,7 +196,7 @@ class _Body:
         f = self.f
         return None if left is None else f.cmp("icmp slt", f.iota(w), f.bin("sub", left, i64(offset)))
 
-    def _read_weight(self, row: V, at: V, left: V | None) -> list[V]:
+    def _read_weight(self, row: V, zero: V | None, at: V, left: V | None) -> list[V]:
         """A chunk of weights, in parts."""
         f, w = self.f, self.w
         if self.words:
@@ -193,7 +204,8 @@ class _Body:
         if self.g.weight == "f32":
             return [load(f, "float", f.gep("float", row, at), w, 4, self._there(w, left))]
         p = f.gep("i8", row, at)
-        return [f.conv("sitofp", x, "float") for x in self._bytes(p, left)]
+        wide = [f.conv("sitofp", x, "float") for x in self._bytes(p, left)]
+        return wide if zero is None else [f.bin("fsub", x, zero) for x in wide]
 
     def _bytes(self, p: V, left: V | None) -> list[V]:
         """A chunk of int8 as vectors of i32."""

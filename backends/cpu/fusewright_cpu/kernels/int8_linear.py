@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -45,13 +46,11 @@ def padded(per_column: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Linear:
-    """The kernel for one type of `x` ("i8", "u8") and `out` ("f32", "bf16", "i32"); lengths are arguments.
+class Int8Product:
+    """What kernels of int8 have in common: the type of `x` ("i8", "u8") and of `out` ("f32", "bf16", "i32").
 
-    `x` is [m, k], `out` [m, n]; `weight` is `packed`. `w_scale` fp32, `sums` (of each row of the weights) int32 and `bias`
-    fp32 are `padded`, and so is `w_zero` int32, which is there where weights have zero points (`zeros`). `x_scale` fp32 and
-    `x_zero` int32 are [m], or [1] where `row_step` is 0. An int32 `out` is the sums of int8 `x`: then there are no scales,
-    zero points and bias.
+    `w_scale` fp32, `sums` (of each row of the weights) int32 and `bias` fp32 are `padded`, and so is `w_zero` int32, which is
+    there where weights have zero points (`zeros`).
     """
 
     x: str
@@ -59,11 +58,13 @@ class Int8Linear:
     form: str
     bias: bool = False
     zeros: bool = False
+    stem: ClassVar[str]
+    symbols: ClassVar[tuple[str, ...]]
 
     @property
     def name(self) -> str:
         more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
-        return f"int8_linear_{self.x}_{self.out}_{self.form}{more}"
+        return f"{self.stem}_{self.x}_{self.out}_{self.form}{more}"
 
     @property
     def scaled(self) -> bool:
@@ -79,10 +80,6 @@ class Int8Linear:
         return (*(Buffer(n, t, "in") for n, t in types.items()), Buffer("out", self.out, "out"))
 
     @property
-    def symbols(self) -> tuple[str, ...]:
-        return ("m", "n", "k", "row_step")
-
-    @property
     def scalars(self) -> tuple[Scalar, ...]:
         return ()
 
@@ -90,22 +87,39 @@ class Int8Linear:
         """Why this kernel is not written for the target, or ""."""
         if self.form not in FORMS or not target.arm or not target.has(FORMS[self.form][0]):
             return f"needs an Arm CPU with {' or '.join(FORMS)}"
-        plain = self.out == "i32" and self.x == "i8" and not (self.bias or self.zeros)
-        known = plain or (self.x in ("i8", "u8") and self.out in ("f32", "bf16"))
-        return "" if known else "only int8 and uint8, with results of fp32 or bf16, or sums of int8"
+        known = self.x in ("i8", "u8") and self.out in ("f32", "bf16")
+        return "" if known else "only int8 and uint8, with results of fp32 or bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear(Int8Product):
+    """`x` is [m, k], `out` [m, n]; `weight` is `packed`; lengths are arguments. `x_scale` fp32 and `x_zero` int32 are [m], or
+    [1] where `row_step` is 0. An int32 `out` is the sums of int8 `x`: then there are no scales, zero points and bias.
+    """
+
+    stem = "int8_linear"
+    symbols = ("m", "n", "k", "row_step")
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        if not self.scaled and self.x == "i8" and not (self.bias or self.zeros):
+            return Int8Linear("i8", "f32", self.form).refused(target)
+        why = Int8Product.refused(self, target)
+        return f"{why}, or sums of int8" if "results" in why else why
 
 
 def emit_int8_linear(module: Module, a: Int8Linear, name: str, parallel: bool) -> None:
     """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
-    emit_tiles(_Body(module, a, f"{name}.body"), name, parallel)
+    emit_tiles(Int8Tiles(module, a, f"{name}.body"), name, parallel)
 
 
-class _Body(Tiles):
+class Int8Tiles(Tiles):
     """Tiles of int8."""
 
-    def __init__(self, module: Module, a: Int8Linear, name: str) -> None:
+    def __init__(self, module: Module, a: Int8Product, name: str) -> None:
         super().__init__(module, name, a.buffers, len(a.symbols))
-        self.a, self.row_step = a, self.sizes[3]
+        self.a = a
+        self.row_step = self.sizes[a.symbols.index("row_step")]
         _, self.columns, _ = FORMS[a.form]
         self.group = 2 if a.form == "smmla" else 1
 
@@ -154,8 +168,17 @@ class _Body(Tiles):
         finish = self._of_row(row, packed) if self.a.scaled else lambda x, _: x
         for i, x in enumerate(sums):
             first = f.add(c, i64(4 * i))
-            to = f.gep(t, self.base["out"], f.add(f.mul(row, self.n), first))
+            to = f.gep(t, self.base["out"], self.place(row, first))
             self.store(finish(x, first), to, f.bin("sub", self.n, first))
+
+    def place(self, row: V, first: V) -> V:
+        """Where the element of a row and column is in `out`."""
+        return self.f.add(self.f.mul(row, self.n), first)
+
+    def of_columns(self, name: str, ty: str, first: V) -> V:
+        """Four numbers of columns of the product at hand."""
+        f = self.f
+        return load(f, ty, f.gep(ty, self.base[name], first), 4)
 
     def _of_row(self, row: V, packed: V) -> Callable[[V, V], V]:
         """What makes four results of four sums of a row, from a column on."""
@@ -169,7 +192,7 @@ class _Body(Tiles):
 
         def finish(x: V, first: V) -> V:
             def columns(name: str, ty: str) -> V:
-                return load(f, ty, f.gep(ty, self.base[name], first), 4)
+                return self.of_columns(name, ty, first)
 
             x = f.bin("sub", x, f.bin("mul", columns("sums", "i32"), zero))
             if self.a.zeros:

@@ -36,8 +36,9 @@ def emit_tiles(body: Tiles, name: str, parallel: bool) -> None:
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     m, n, k = (word(f, block, len(body.buffers) + at) for at in range(3))
-    items = f.mul(ceil_div(f, m, i64(TILE)), ceil_div(f, n, i64(BLOCK)))
-    work = f.bin("sdiv", f.mul(m, f.mul(n, f.add(k, i64(STEP)))), i64(COLUMNS))
+    groups = word(f, block, len(body.buffers) + 3) if body.grouped else i64(1)
+    items = f.mul(f.mul(ceil_div(f, m, i64(TILE)), ceil_div(f, n, i64(BLOCK))), groups)
+    work = f.bin("sdiv", f.mul(f.mul(m, groups), f.mul(n, f.add(k, i64(STEP)))), i64(COLUMNS))
     team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     start(f, name, block, items, f.alloca("i64", 1, 8), team if parallel else None)
     f.raw("ret i64 0")
@@ -48,13 +49,15 @@ class Tiles(abc.ABC):
     """`void body(ptr block, i64 lo, i64 hi, ptr)`: work items lo to hi, each a tile of rows and a block of columns.
 
     Rows are packed in groups of `group`, 8 bytes of each in turn; a register of weights holds `columns`. An element has
-    `bytes` bytes when it is packed. Buffers are "x", "weight", others and "out"; sizes begin with m, n, k.
+    `bytes` bytes when it is packed. Buffers are "x", "weight", others and "out"; sizes begin with m, n, k, and where the rows
+    of `x` are of several products that lie side by side (`grouped`), with how many those are.
     """
 
     columns: int
     group: int
     bytes: ClassVar[int] = 1
     sum_type: ClassVar[str] = "i32"
+    grouped: ClassVar[bool] = False
 
     def __init__(self, module: Module, name: str, buffers: Sequence[Buffer], sizes: int) -> None:
         self.buffers = buffers
@@ -63,6 +66,17 @@ class Tiles(abc.ABC):
         self.base = {name: f.conv("inttoptr", word(f, block, at), "ptr") for at, name in enumerate(names)}
         self.sizes = [word(f, block, len(names) + at) for at in range(sizes)]
         self.m, self.n, self.k = self.sizes[:3]
+        self.weights = self.base["weight"]
+        """Of the product at hand."""
+
+    def packed_bytes(self) -> V:
+        """Bytes of a packed row or column, a multiple of STEP."""
+        f = self.f
+        return f.bin("and", f.add(f.mul(self.k, i64(self.bytes)), i64(STEP - 1)), i64(-STEP))
+
+    def tile_of(self, packed: V) -> V:
+        """The tile of rows that is the `packed`th to be packed."""
+        return packed
 
     @abc.abstractmethod
     def eight(self, row: V, j: V, there: V | None) -> V:
@@ -90,8 +104,7 @@ class Tiles(abc.ABC):
 
     def write(self) -> None:
         f = self.f
-        self.width = f.bin("and", f.add(f.mul(self.k, i64(self.bytes)), i64(STEP - 1)), i64(-STEP))
-        """Bytes of a packed row or column."""
+        self.width = self.packed_bytes()
         f.module.declare("malloc", "ptr", ["i64"], external=True)
         f.module.declare("free", "void", ["ptr"], external=True)
         packed = f.add(f.mul(self.width, i64(TILE)), i64(STEP))
@@ -101,10 +114,11 @@ class Tiles(abc.ABC):
         blocks = ceil_div(f, self.n, i64(BLOCK))
 
         def item(i: V, carried: list[V]) -> list[V]:
-            tile, part = f.bin("sdiv", i, blocks), f.bin("srem", i, blocks)
-            f.when(f.cmp("icmp ne", tile, carried[0]), lambda: self._pack(tile))
+            packed, part = f.bin("sdiv", i, blocks), f.bin("srem", i, blocks)
+            tile = self.tile_of(packed)
+            f.when(f.cmp("icmp ne", packed, carried[0]), lambda: self._pack(tile))
             self._block(tile, f.mul(part, i64(BLOCK)))
-            return [tile]
+            return [packed]
 
         f.loop(f.args[1], f.args[2], i64(1), [i64(-1)], item)
         f.raw(f"call void @free({self.rows})")
@@ -125,29 +139,37 @@ class Tiles(abc.ABC):
         return least(f, f.add(f.mul(tile, i64(TILE)), r), f.bin("sub", self.m, i64(1)))
 
     def _pack(self, tile: V) -> list[V]:
-        f, some = self.f, 8 // self.bytes
-        whole = f.bin("and", self.k, i64(-some))
+        f = self.f
 
         def row(r: V) -> None:
-            source = f.mul(self._row(tile, r), self.k)
             first, inner = f.bin("sdiv", r, i64(self.group)), f.bin("srem", r, i64(self.group))
-            to = f.gep("i8", self.rows, f.add(f.mul(first, f.mul(self.width, i64(self.group))), f.mul(inner, i64(8))))
-
-            def eight(j: V, sums: list[V], there: V | None = None) -> list[V]:
-                x = self.eight(source, j, there)
-                store(f, x, f.gep("i8", to, f.mul(j, i64(self.group * self.bytes))), 8)
-                return self.add(sums, x, there)
-
-            def last() -> list[V]:
-                return eight(whole, sums, f.cmp("icmp slt", f.iota(some), f.bin("sub", self.k, whole)))
-
-            sums = f.loop(i64(0), whole, i64(some), self.summed(), eight)
-            self.packed_row(r, f.when(f.cmp("icmp slt", whole, self.k), last, sums))
+            at = f.add(f.mul(first, f.mul(self.width, i64(self.group))), f.mul(inner, i64(8)))
+            self.packed_row(r, self.pack_row(self._row(tile, r), f.gep("i8", self.rows, at), self.summed()))
 
         if self.bytes > 1:
             self._pad(tile)
         each(f, i64(0), self._high(tile)[1], 1, row)
         return []
+
+    def pack_row(self, row: V, to: V, sums: list[V]) -> list[V]:
+        """Packs a row of `x`; what is summed up over it."""
+        return self.pack_elements(self.f.mul(row, self.k), self.k, to, sums)
+
+    def pack_elements(self, source: V, count: V, to: V, sums: list[V]) -> list[V]:
+        """Packs `count` elements from `source` on, 8 bytes at a time."""
+        f, some = self.f, 8 // self.bytes
+        whole = f.bin("and", count, i64(-some))
+
+        def eight(j: V, sums: list[V], there: V | None = None) -> list[V]:
+            x = self.eight(source, j, there)
+            store(f, x, f.gep("i8", to, f.mul(j, i64(self.group * self.bytes))), 8)
+            return self.add(sums, x, there)
+
+        def last() -> list[V]:
+            return eight(whole, sums, f.cmp("icmp slt", f.iota(some), f.bin("sub", count, whole)))
+
+        sums = f.loop(i64(0), whole, i64(some), sums, eight)
+        return f.when(f.cmp("icmp slt", whole, count), last, sums)
 
     def _pad(self, tile: V) -> None:
         """Zeros for the last step of packed rows: no number that is not finite may lie there."""
@@ -175,7 +197,7 @@ class Tiles(abc.ABC):
     def _tile(self, tile: V, r: V, c: V, rows: int) -> None:
         """`rows` rows from r on of COLUMNS columns from c on."""
         f = self.f
-        x, w = f.gep("i8", self.rows, f.mul(r, self.width)), f.gep("i8", self.base["weight"], f.mul(c, self.width))
+        x, w = f.gep("i8", self.rows, f.mul(r, self.width)), f.gep("i8", self.weights, f.mul(c, self.width))
         xs = [f.gep("i8", x, f.mul(self.width, i64(i * self.group))) for i in range(rows // self.group)]
         ws = [f.gep("i8", w, f.mul(self.width, i64(g * self.columns))) for g in range(COLUMNS // self.columns)]
         zero = V("zeroinitializer", self.sum_type, 4)

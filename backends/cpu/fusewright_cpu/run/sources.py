@@ -19,9 +19,10 @@ from fusewright_cpu.emit.unroll import unrolled
 from fusewright_cpu.kernels.attention import Attention, emit_attention
 from fusewright_cpu.kernels.bf16_linear import Bf16Linear, emit_bf16_linear
 from fusewright_cpu.kernels.gemv import Gemv, emit_gemv
+from fusewright_cpu.kernels.int8_conv import Int8Conv, emit_int8_conv
 from fusewright_cpu.kernels.int8_linear import Int8Linear, emit_int8_linear
 
-Source: TypeAlias = Kernel | Attention | Gemv | Int8Linear | Bf16Linear
+Source: TypeAlias = Kernel | Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear
 
 
 def hash_of(source: Source) -> str:
@@ -42,12 +43,14 @@ def emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_gemv(module, source, name, parallel)
         case Int8Linear():
             emit_int8_linear(module, source, name, parallel)
+        case Int8Conv():
+            emit_int8_conv(module, source, name, parallel)
         case Bf16Linear():
             emit_bf16_linear(module, source, name, parallel)
 
 
-_BY_HAND: dict[str, type[Attention | Gemv | Int8Linear | Bf16Linear]] = {
-    "attention": Attention, "gemv": Gemv, "int8_linear": Int8Linear, "bf16_linear": Bf16Linear,
+_BY_HAND: dict[str, type[Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear]] = {
+    "attention": Attention, "gemv": Gemv, "int8_linear": Int8Linear, "int8_conv": Int8Conv, "bf16_linear": Bf16Linear,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ makes kernels of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,10 +109,15 @@ class Builder:
 
     def row_major(self, value: Value) -> Value:
         """A copy of a value of fixed size, dense and row-major: a kernel may take it in."""
-        assert value.spec is not None
-        stride = contiguous_strides(value.spec.shape)  # type: ignore[arg-type]
-        made = self.ctx.value(replace(self.spec(value), stride=stride))
-        self._copy(self._moved.get(value.id, value), made, torch.contiguous_format)
+        return self._dense(value, contiguous_strides, torch.contiguous_format)
+
+    def channels_last(self, value: Value) -> Value:
+        """A copy of images of fixed size, dense with channels innermost: a kernel may take it in."""
+        return self._dense(value, channels_last_strides, torch.channels_last)
+
+    def _dense(self, value: Value, strides: Callable[..., tuple[int, ...]], layout: torch.memory_format) -> Value:
+        made = self.ctx.value(replace(self.spec(value), stride=strides(self.spec(value).shape)))
+        self._copy(self.at_hand(value), made, layout)
         return made
 
     def _restore(self, source: Value, value: Value) -> None:
