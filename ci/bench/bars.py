@@ -1,7 +1,12 @@
-"""The bars of this project as data, and whether a run of `fusewright bench` reaches them.
+r"""The bars of this project as data, and whether a run of `fusewright bench` reaches them.
 
     fusewright bench --suite --dtype fp32,bf16 --json suite.json
     python -m ci.bench.bars suite.json
+
+    fusewright bench --large decode:llama --device cuda --dtype bf16 --backend nvidia_triton \
+      --against inductor,reduce-overhead --json gpu.json
+    fusewright bench --large --train --device cuda --dtype amp --backend nvidia_triton --json gpu.json --append
+    python -m ci.bench.bars gpu.json
 
 A row here is what `fusewright.bench.measure.measure` returns (and what the JSON holds). Exit code 1 when a bar is missed.
 """
@@ -15,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fusewright.bench.graphs import is_graph
-from fusewright.bench.kernels import is_kernel
+from fusewright.bench.cases.decoding import is_decoding
+from fusewright.bench.cases.graphs import is_graph
+from fusewright.bench.cases.kernels import is_kernel
 from fusewright.bench.report import load
 from fusewright.bench.stats import geomean, over, speedups
+from fusewright.interface import HOST
 
 Row = dict[str, Any]
 SLOWER = 0.97
@@ -108,6 +115,20 @@ def _shares(rows: Sequence[Row], ours: str) -> Figure | None:
     return Figure(theirs / mine if mine > 0 else math.inf, len(known), f"{theirs:.1f} s against {mine:.1f} s")
 
 
+def _tokens_over(other: str) -> Callable[[Sequence[Row], str], Figure | None]:
+    """Of decoding, over another contender; over "copy" it is the share of a copy's bandwidth."""
+
+    def figure(rows: Sequence[Row], ours: str) -> Figure | None:
+        ratios = [r for row in rows if is_decoding(row["model"]) and (r := over(row, ours, other)) is not None]
+        return Figure(geomean(ratios), len(ratios)) if ratios else None
+
+    return figure
+
+
+def _models_only(figure: Callable[[Sequence[Row], str], Figure | None]) -> Callable[[Sequence[Row], str], Figure | None]:
+    return lambda rows, ours: figure([row for row in rows if not is_decoding(row["model"])], ours)
+
+
 def _call_memory(rows: Sequence[Row], ours: str) -> Figure | None:
     ratios: dict[str, float] = {}
     for row in rows:
@@ -149,12 +170,23 @@ BARS: tuple[Bar, ...] = (
 )
 
 
-def judge(rows: Sequence[Row], ours: str) -> list[Row]:
+DEVICE_BARS: tuple[Bar, ...] = (
+    Bar("G1", "bf16 inference, geomean over Inductor", 1.25, 2.0, _models_only(_geomean_over("inductor", "bf16"))),
+    Bar("G2", "bf16 inference, geomean over reduce-overhead", 1.0, 1.3, _models_only(_geomean_over("reduce-overhead", "bf16"))),
+    Bar("G3", "training step, geomean over Inductor", 0.97, 1.15, _geomean_over("inductor", "amp", mode="train")),
+    Bar("G4", "cold first call, geomean over Inductor", 3.0, 6.0, _models_only(_first_calls("cold"))),
+    Bar("share", "decoding, share of the bandwidth of a copy", 0.75, 0.75, _tokens_over("copy")),
+    Bar("decode", "decoding over reduce-overhead", 1.0, 1.0, _tokens_over("reduce-overhead")),
+)
+"""Of models on a GPU, of `large:` and `decode:`."""
+
+
+def judge(rows: Sequence[Row], ours: str, bars: Sequence[Bar] = BARS) -> list[Row]:
     """Every bar's verdict on the rows of models that are not noisy; kernels and graph networks have no part in them."""
     models = [row for row in rows if not is_kernel(row["model"]) and not is_graph(row["model"])]
     calm = [row for row in models if row.get("noise") != "high"]
     left_out = len(models) - len(calm)
-    verdicts = [bar.judge(calm, ours) for bar in BARS]
+    verdicts = [bar.judge(calm, ours) for bar in bars]
     return [{**v, "noisy": left_out} if left_out else v for v in verdicts]
 
 
@@ -171,7 +203,8 @@ def line(verdict: Row) -> str:
 
 def main(path: str) -> int:
     document = load(Path(path))
-    verdicts = judge(document["rows"], document["backend"])
+    bars = BARS if document["settings"].get("device", HOST) == HOST else DEVICE_BARS
+    verdicts = judge(document["rows"], document["backend"], bars)
     print("\n".join(map(line, verdicts)))
     return int(any(v["verdict"] == "miss" for v in verdicts))
 

@@ -12,12 +12,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fusewright.bench import models
+from fusewright.bench import suite
+from fusewright.bench.cases.decoding import build_decoding
 from fusewright.plan import native
 from fusewright.plan.execute import codegen
 
@@ -42,61 +43,18 @@ Step = Callable[[], Any]
 
 def _decoding() -> tuple[Any, Callable[[Any], Step]]:
     """A step of a tiny Llama with a static cache, batch 1."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=256,
-    )
-    torch.manual_seed(0)
-    module = transformers.LlamaForCausalLM(config).eval()
-    cache = transformers.StaticCache(config=config, max_cache_len=64)
-    with torch.no_grad():
-        module(torch.randint(0, 256, (1, 16)), past_key_values=cache, use_cache=True)
-    held = [(layer.cumulative_length, layer.cumulative_length.clone()) for layer in cache.layers]
-    token, position = torch.randint(0, 256, (1, 1)), torch.full((1, 1), 16)
-
-    def step(forward: Any) -> Step:
-        def run() -> Any:
-            for length, before in held:
-                length.copy_(before)
-            with torch.no_grad():
-                return forward(token, position_ids=position, past_key_values=cache, use_cache=True)
-
-        return run
-
-    return module, step
+    built = build_decoding("decode:llama", "small", steps=1)
+    return built.fn, lambda forward: torch.no_grad()(built.bind(forward))
 
 
 def _inference(name: str) -> tuple[Any, Callable[[Any], Step]]:
-    module, inputs, _ = models.instantiate(models.MODELS[name], "small", 0)
-
-    def step(forward: Any) -> Step:
-        def run() -> Any:
-            with torch.no_grad():
-                return forward(**inputs)
-
-        return run
-
-    return module, step
+    built = suite.build(name, "small")
+    return built.fn, lambda forward: torch.no_grad()(built.bind(forward))
 
 
 def _training(name: str) -> tuple[Any, Callable[[Any], Step]]:
-    module, inputs, labels = models.instantiate(models.MODELS[name], "small", 0)
-    module.train()
-
-    def step(forward: Any) -> Step:
-        def run() -> Any:
-            module.zero_grad(set_to_none=True)
-            forward(**inputs, **labels).loss.backward()
-
-        return run
-
-    return module, step
+    training = suite.train_step(name, "small")
+    return training.module, lambda forward: replace(training, compiled=forward).backward
 
 
 def model(text: str) -> tuple[Any, Callable[[Any], Step]]:

@@ -9,6 +9,7 @@ they launch, how many by address, what the host takes for one, and the whole cal
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -20,28 +21,42 @@ from typing import Any
 
 import torch
 
-from ci.gpu.models import Decoding
-from ci.gpu.worker import OURS, inference, median_ms, training, without_gradients
+from fusewright.bench import suite
+from fusewright.bench.cases import resolve
+from fusewright.bench.cases.decoding import build_decoding
+from fusewright.bench.device import Clock
 from fusewright.plan import native
 from fusewright.plan.execute.replay import Replayed
 from fusewright_triton.run.launch import GpuLauncher
 
 CALLS = 60
+DEVICE, CLOCK = "cuda", Clock("cuda")
+OURS: Any = {"backend": "nvidia_triton", "options": {"fallback": "allow"}}
 COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call")
 
 
 def compiled(model: str) -> Callable[[], Any]:
     """A call in bf16, compiled and recorded."""
-    if model == "decode":
-        decoding = Decoding(lambda fn: torch.compile(fn, **OURS))
-        decoding.restore()
-        call: Callable[[], Any] = without_gradients(decoding.step)
-    else:
-        _, made = inference(model)
-        call = made(lambda module: torch.compile(module, **OURS))
+    call = _inference(model, lambda module: torch.compile(module, **OURS))
     for _ in range(6):
         call()
     return call
+
+
+def _inference(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A call in bf16 of a model of `fusewright.bench.cases.large`, or a step of decoding."""
+    if model == "decode":
+        built = build_decoding("decode:llama", "full", "bf16", DEVICE, steps=1)
+    else:
+        built = resolve(f"large:{model}", "full", "bf16", DEVICE)
+    return torch.no_grad()(built.bind(compile(built.fn)))
+
+
+def _training(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Forward and backward under bf16 autocast of a model of the suite."""
+    step = suite.train_step(model, "full", "amp").to(DEVICE)
+    step.compiled = compile(step.module)
+    return step.backward
 
 
 def recordings() -> list[tuple[Replayed, Any]]:
@@ -91,28 +106,28 @@ def host_us(call: Callable[[], Any]) -> list[float]:
 
 def device_us(replay: Callable[[], None], times: int = 5) -> float:
     """Of one replay among several, issued while the device is busy."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(400_000)
-    start.record()
-    for _ in range(times):
-        replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / times
+    return (CLOCK.queued(replay, times) or 0.0) * 1e6
+
+
+def call_us(call: Callable[[], Any], calls: int) -> float:
+    """The median of calls on an idle device."""
+    return statistics.median(CLOCK.seconds(call) for _ in range(calls)) * 1e6
 
 
 def plain(text: str) -> dict[str, Callable[[], Any]]:
     """Calls of a model (`bert`, `bert:dynamic`, `gpt2_small:train`) in eager, and compiled without replay for either launcher. The
     first calls of a plan choose its launcher, so they are made here."""
     name, _, mode = text.partition(":")
-    _, made = training(name) if mode == "train" else inference(name)
+
+    def made(compile: Callable[[Any], Any]) -> Callable[[], Any]:
+        return (_training if mode == "train" else _inference)(name, compile)
+
     calls = {"eager": made(lambda module: module)}
     for way in ("python", "native") if native.extension() else ("python",):
         os.environ["FUSEWRIGHT_NATIVE"] = str(int(way == "native"))
         options = {**OURS["options"], "graphs": False, "verify": way == "native"}  # other options, so code of its own
         dynamic = True if mode == "dynamic" else None
-        calls[way] = made(lambda module, o=options, d=dynamic: torch.compile(module, **{**OURS, "options": o}, dynamic=d))
+        calls[way] = made(functools.partial(torch.compile, **{**OURS, "options": options}, dynamic=dynamic))
         for _ in range(4):
             calls[way]()
     return calls
@@ -151,7 +166,7 @@ def compare_plain(models: list[str]) -> None:
         times: dict[str, list[float]] = {way: [] for way in calls}
         for _ in range(5):
             for way, call in calls.items():
-                times[way].append(median_ms(call, CALLS // 5) * 1e3)
+                times[way].append(call_us(call, CALLS // 5))
         for way, call in calls.items():
             count, by_address, us = launches_us(call)
             print(f"{text} | {way} | {count} | {by_address} | {us:.1f} | {statistics.median(times[way]):.0f}", flush=True)
@@ -162,6 +177,7 @@ def compare_plain(models: list[str]) -> None:
 
 
 def main() -> None:
+    CLOCK.begin()
     if sys.argv[1:2] == ["--plain"]:
         return compare_plain(sys.argv[2:])
     print("model |", " | ".join(COLUMNS), "| graph on the device | call on an idle GPU")
@@ -169,7 +185,7 @@ def main() -> None:
         call = compiled(model)
         columns = [f"{us:.0f}" for us in host_us(call)]
         graph = statistics.median(device_us(r.replay) for _ in range(8) for _, r in recordings())
-        print(model, "|", " | ".join(columns), f"| {graph:.0f} | {median_ms(call, CALLS) * 1e3:.0f}", flush=True)
+        print(model, "|", " | ".join(columns), f"| {graph:.0f} | {call_us(call, CALLS):.0f}", flush=True)
         del call
         torch.compiler.reset()
         gc.collect()

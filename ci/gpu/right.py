@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,9 +69,12 @@ def run(name: str, line: str, command: Sequence[str], limit: float) -> Row:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    from ci.gpu.processes import end_session
-
-    end_session(process)
+    """End a process that was started in a session of its own, with all of that session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it has ended by itself, and so have its children
+    process.wait()
 
 
 def jobs(given: argparse.Namespace, gpus: int) -> tuple[list[tuple[str, str, list[str], float]], list[Row]]:

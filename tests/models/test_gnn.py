@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fusewright import registry
-from fusewright.bench import graphs
 from fusewright.bench.accuracy import compare, reference, train_reference
+from fusewright.bench.cases import graphs
 from fusewright.bench.suite import UnknownModel, flatten_outputs
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusewright import registry
-from fusewright.bench.graphs import nearest_centroid
+from fusewright.bench.cases.graphs import nearest_centroid
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

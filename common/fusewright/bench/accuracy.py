@@ -43,10 +43,12 @@ def reference(built: Built) -> list[torch.Tensor]:
 
 def train_reference(step: TrainStep) -> list[torch.Tensor]:
     """Loss and gradients of the step in fp64."""
-    batch = {name: _wide(value) for name, value in step.batch.items()}
-    args = tuple(map(_wide, step.args))
+    wide = step.repeatable()
+    wide.module.double()
+    wide.batch = {name: _wide(value) for name, value in step.batch.items()}
+    wide.args, wide.dtype = tuple(map(_wide, step.args)), "fp32"
     with wide_arithmetic():
-        return TrainStep(step.name, copy.deepcopy(step.module).double(), batch, "fp32", args=args).loss_and_grads()
+        return wide.loss_and_grads()
 
 
 def _wide(value: Any) -> Any:

@@ -21,11 +21,17 @@ from typing import Any, TextIO
 import torch
 
 from fusewright.bench import accuracy
+from fusewright.bench.cases import resolve, resolve_step
+from fusewright.bench.cases.kernels import is_kernel
 from fusewright.bench.contenders import COPY, EAGER, Contender, from_backend
-from fusewright.bench.suite import Built, TrainStep, build, flatten_outputs, train_step
+from fusewright.bench.device import Clock
+from fusewright.bench.suite import Built, TrainStep, flatten_outputs
+from fusewright.interface import HOST
 
 STABLE = 0.05
 """Warm-up ends when three calls in a row are within this share of the fastest seen."""
+REPLAYED = 3
+"""Training steps until one is replayed where the device has graphs: that one is compared."""
 SETTLE = 0.005
 """OpenMP's threads spin for some milliseconds after the last call: they are to sleep before the next one's turn."""
 
@@ -40,32 +46,36 @@ class Server:
         self.wide: list[torch.Tensor] | None = None
         self.eager: list[torch.Tensor] = []
         self.notes = _Notes()
+        self.clock, self.queued = Clock(), False
 
     # Every public method is one request; its keyword arguments are the request's fields.
 
-    def load(self, model: str, dtype: str, size: str, train: bool, threads: int) -> dict[str, Any]:
-        """Builds a model, forgetting the one before."""
+    def load(self, model: str, dtype: str, size: str, train: bool, threads: int, device: str = HOST) -> dict[str, Any]:
+        """Builds a model on a device, forgetting the one before."""
         if self.ready:  # only then: reset imports Dynamo, which is part of a first call
             torch.compiler.reset()
         self.ready, self.wide, self.eager = {}, None, []
         self.built = self.step = None
         torch.set_num_threads(threads)
+        self.clock, self.queued = Clock(device), is_kernel(model)
+        self.clock.begin()
         if train:
-            self.step = _resolve_step(model, size, dtype)
+            self.step = resolve_step(model, size, dtype, device)  # type: ignore[arg-type]
         else:
-            self.built = _resolve(model, size, dtype)
+            self.built = resolve(model, size, dtype, device)  # type: ignore[arg-type]
         return {"extra": dict(self.built.extra) if self.built else {}}
 
     def first(self, contender: str) -> dict[str, Any]:
         """Compiles and calls once; seconds from `torch.compile` to the first result, imports of the compiler
         included.
         """
-        start = time.perf_counter()
-        call = self._compile(_contender(contender))
-        with self._grad_mode():
+
+        def compiled() -> None:
+            self.ready[contender] = call = self._compile(_contender(contender))
             call()
-        seconds = time.perf_counter() - start
-        self.ready[contender] = call
+
+        with self._grad_mode():
+            seconds = self.clock.seconds(compiled)
         return {"seconds": seconds, "notes": self.notes.take()}
 
     def warm_up(self, contender: str, seconds: float) -> dict[str, Any]:
@@ -74,20 +84,23 @@ class Server:
         times: list[float] = []
         with self._grad_mode():
             while len(times) < 3 or (time.perf_counter() - start < seconds and not _stable(times)):
-                times.append(_timed(call))
+                times.append(self.clock.seconds(call))
         return {"call_s": min(times[-3:])}
 
     def block(self, contender: str, calls: int, discard: int) -> dict[str, Any]:
-        """Times `calls` calls in a row after `discard` untimed ones (which bring the caches back to this
-        contender).
+        """Times `calls` calls in a row after `discard` untimed ones (which bring the caches back to this contender). `device_s` is
+        what the device took for one of them; a single kernel is timed by that alone, for its call takes the host longer.
         """
         call = self.ready[contender]
         with self._grad_mode():
             for _ in range(discard):
                 call()
-            times = [_timed(call) for _ in range(calls)]
+            if self.queued and (device_s := self.clock.queued(call, calls)) is not None:
+                return {"times": [device_s]}
+            times = [self.clock.seconds(call) for _ in range(calls)]
+            device_s = self.clock.queued(call, calls)
         time.sleep(SETTLE)
-        return {"times": times}
+        return {"times": times} if device_s is None else {"times": times, "device_s": device_s}
 
     def accuracy(self, contender: str) -> dict[str, Any]:
         """Error of the contender against fp64 beside eager's. Training compares loss and gradients at the
@@ -97,9 +110,11 @@ class Server:
             self._make_reference()
         assert self.wide is not None
         if self.step is not None:
-            step = self.step.fork()
+            step = self.step.repeatable()
             step.compiled = _contender(contender).compile(step.module)
-            outputs, dtype = step.loss_and_grads(), step.dtype
+            for _ in range(REPLAYED):
+                outputs = step.loss_and_grads()
+            dtype = step.dtype
         else:
             assert self.built is not None
             with torch.no_grad():
@@ -107,11 +122,13 @@ class Server:
         return accuracy.compare(self.wide, self.eager, outputs, dtype).as_json()
 
     def memory(self, contender: str, calls: int) -> dict[str, Any]:
-        """Resident memory (bytes) around steady calls: before, and the peak during them."""
+        """Memory (bytes) around steady calls, of the device or else resident: before, and the peak during them."""
         call = self.ready[contender]
         with self._grad_mode():
             for _ in range(3):
                 call()
+            if self.clock.asynchronous:
+                return self.clock.memory(call)
             before = _status("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to what is resident now
             for _ in range(calls):
@@ -120,7 +137,7 @@ class Server:
 
     def _make_reference(self) -> None:
         if self.step is not None:
-            self.wide, self.eager = accuracy.train_reference(self.step), self.step.fork().loss_and_grads()
+            self.wide, self.eager = accuracy.train_reference(self.step), self.step.repeatable().loss_and_grads()
         else:
             assert self.built is not None
             self.wide = accuracy.reference(self.built)
@@ -135,8 +152,9 @@ class Server:
         if self.built is None:
             raise RuntimeError("no model is loaded")
         if contender.copies:
-            source = torch.empty(self.built.extra["bytes"] // 2, dtype=torch.uint8).fill_(1)
-            return source.clone
+            source = torch.empty(self.built.extra["bytes"] // 2, dtype=torch.uint8, device=self.built.device).fill_(1)
+            times = self.built.extra.get("tokens", 1)
+            return source.clone if times == 1 else lambda: [source.clone() for _ in range(times)][-1]
         return self.built.bind(contender.compile(self.built.fn))
 
     def _grad_mode(self) -> torch.set_grad_enabled:
@@ -162,32 +180,6 @@ class _Notes(logging.Handler):
 def _contender(name: str) -> Contender:
     plain = {contender.name: contender for contender in (EAGER, COPY)}
     return plain[name] if name in plain else from_backend(name)
-
-
-def _resolve(model: str, size: str, dtype: str) -> Built:
-    if model.startswith("kernel:"):
-        from fusewright.bench.kernels import build_kernel
-
-        return build_kernel(model, dtype)
-    if model.startswith("graph:"):
-        from fusewright.bench.graphs import build_graph
-
-        return build_graph(model, size, dtype)  # type: ignore[arg-type]
-    return build(model, size, dtype)  # type: ignore[arg-type]
-
-
-def _resolve_step(model: str, size: str, dtype: str) -> TrainStep:
-    if model.startswith("graph:"):
-        from fusewright.bench.graphs import graph_step
-
-        return graph_step(model, size, dtype)  # type: ignore[arg-type]
-    return train_step(model, size, dtype)  # type: ignore[arg-type]
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _stable(times: list[float]) -> bool:

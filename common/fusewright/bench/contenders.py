@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ class Unavailable(RuntimeError):
 class Contender:
     """How to compile for one column of the table. `backend=None` is plain eager.
 
-    `package` is imported first (it registers the backend); `env` is set in the process that runs it. One that
-    `copies` runs no model but a copy of as many bytes.
+    `mode` is `torch.compile`'s, which takes it or options. `package` is imported first (it registers the backend);
+    `env` is set in the process that runs it. One that `copies` runs no model but a copy of as many bytes.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Contender:
     install: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     trains: bool = True
+    mode: str | None = None
     copies: bool = False
 
     @property
@@ -55,7 +58,8 @@ class Contender:
         if self.package:
             self.check_available()
             importlib.import_module(self.package)
-        compiled: Callable[..., Any] = torch.compile(fn, backend=self.backend, options=dict(self.options) or None)
+        given: dict[str, Any] = {"mode": self.mode} if self.mode else {"options": dict(self.options) or None}
+        compiled: Callable[..., Any] = torch.compile(fn, backend=self.backend, **given)
         return compiled
 
 
@@ -67,6 +71,7 @@ KNOWN: dict[str, Contender] = {
         Contender("aot_eager", "aot_eager"),
         Contender("inductor", "inductor"),
         Contender("inductor-freezing", "inductor", options={"freezing": True}, trains=False),
+        Contender("reduce-overhead", "inductor", mode="reduce-overhead"),
         Contender(
             "zentorch",
             "zentorch",
@@ -83,12 +88,31 @@ COPY = Contender("copy", None, copies=True)
 """The bandwidth to hold a kernel against: a clone, which allocates its result as kernels do."""
 
 
+_WITH_OPTIONS = re.compile(r"([^\[\]]+)\[([^\[\]]+)\]")
+
+
+def _options(name: str, text: str) -> dict[str, Any]:
+    """The options that stand in brackets."""
+    found = {}
+    for part in text.split(";"):
+        key, _, value = part.partition("=")
+        try:
+            found[key.strip()] = json.loads(value)
+        except ValueError:
+            raise UnknownContender(f"{name!r}: {part!r} is no option; write key=value, the value as in JSON") from None
+    return found
+
+
 def from_backend(name: str) -> Contender:
-    """The contender for a backend name as `torch.compile` takes it, or for one of `KNOWN`.
+    """The contender for a backend name as `torch.compile` takes it, or for one of `KNOWN`. Options stand behind a backend's name:
+    `NAME[key=value;key=value]`, values as in JSON.
 
     The backend that torch calls `eager` (Dynamo alone) is the contender `dynamo-eager`. Raises
     `UnknownContender`.
     """
+    if match := _WITH_OPTIONS.fullmatch(name):
+        plain = from_backend(match[1])
+        return replace(plain, name=name, options={**plain.options, **_options(name, match[2])})
     if name == "eager":
         return KNOWN["dynamo-eager"]
     if name in KNOWN:

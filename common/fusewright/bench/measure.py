@@ -36,6 +36,7 @@ def measure(model: str, dtype: str, contenders: Sequence[Contender], settings: S
         "size": settings.size,
         "train": settings.train,
         "threads": settings.threads,
+        "device": settings.device,
     }
     with contextlib.ExitStack() as stack:
         caches = {c.name: _caches(stack, settings) for c in runnable}

@@ -7,11 +7,14 @@ built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
+
+from fusewright.interface import HOST
 
 Size: TypeAlias = Literal["full", "small"]
 Kwargs: TypeAlias = dict[str, torch.Tensor]
@@ -77,29 +80,29 @@ def _class_labels(config: Any, size: Size) -> Kwargs:
     return {"labels": torch.randint(0, config.num_labels, (1,))}
 
 
-_SMALL_TEXT = {
+SMALL_TEXT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "vocab_size": 96, "max_position_embeddings": 64,
 }  # fmt: skip
-_SMALL_VIT = {
+SMALL_VIT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "image_size": 32, "patch_size": 8, "num_labels": 10,
 }  # fmt: skip
-_SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 64}
-_SMALL_RESNET = {"embedding_size": 8, "depths": [1, 2], "num_labels": 10}
+SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 64}
+SMALL_RESNET = {"embedding_size": 8, "depths": [1, 2], "num_labels": 10}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _GPT2_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _ONE_LABEL = {"problem_type": "single_label_classification"}
 _NO_CACHE = {"use_cache": False}
 
 MODELS: dict[str, ModelSpec] = {
-    "bert": ModelSpec("BertModel", "BertConfig", _tokens(), small=_SMALL_TEXT),
+    "bert": ModelSpec("BertModel", "BertConfig", _tokens(), small=SMALL_TEXT),
     "distilbert": ModelSpec(
         "DistilBertModel", "DistilBertConfig", _padded_tokens,
         small={"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "vocab_size": 96,
                "max_position_embeddings": 64},
     ),
-    "gpt2": ModelSpec("GPT2LMHeadModel", "GPT2Config", _tokens(), small=_SMALL_GPT2, call=_NO_CACHE),
+    "gpt2": ModelSpec("GPT2LMHeadModel", "GPT2Config", _tokens(), small=SMALL_GPT2, call=_NO_CACHE),
     "t5_small": ModelSpec(
         "T5ForConditionalGeneration", "T5Config", _encoder_decoder_tokens, call=_NO_CACHE,
         small={"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 96},
@@ -108,12 +111,12 @@ MODELS: dict[str, ModelSpec] = {
         "LlamaForCausalLM", "LlamaConfig", _tokens(), call=_NO_CACHE,
         full={"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12,
               "num_key_value_heads": 12, "intermediate_size": 2048},
-        small={**_SMALL_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
+        small={**SMALL_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
     ),
-    "vit": ModelSpec("ViTForImageClassification", "ViTConfig", _pixels, small=_SMALL_VIT),
+    "vit": ModelSpec("ViTForImageClassification", "ViTConfig", _pixels, small=SMALL_VIT),
     "resnet50": ModelSpec(
         "ResNetForImageClassification", "ResNetConfig", _pixels, full={"num_labels": 1000},
-        small={**_SMALL_RESNET, "hidden_sizes": [16, 32]},
+        small={**SMALL_RESNET, "hidden_sizes": [16, 32]},
     ),
     "convnext_tiny": ModelSpec(
         "ConvNextForImageClassification", "ConvNextConfig", _pixels, full={"num_labels": 1000},
@@ -141,30 +144,42 @@ MODELS: dict[str, ModelSpec] = {
         "BertForMaskedLM", "BertConfig", _tokens(), labels=_token_labels, in_suite=False,
         full={"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
               "intermediate_size": 2048, **_NO_DROPOUT},
-        small={**_SMALL_TEXT, **_NO_DROPOUT},
+        small={**SMALL_TEXT, **_NO_DROPOUT},
     ),
     "resnet18": ModelSpec(
         "ResNetForImageClassification", "ResNetConfig", _pixels, labels=_class_labels, in_suite=False,
         full={"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512],
               "num_labels": 1000, **_ONE_LABEL},
-        small={**_SMALL_RESNET, "hidden_sizes": [8, 16], "layer_type": "basic", **_ONE_LABEL},
+        small={**SMALL_RESNET, "hidden_sizes": [8, 16], "layer_type": "basic", **_ONE_LABEL},
     ),
     "gpt2_small": ModelSpec(
         "GPT2LMHeadModel", "GPT2Config", _tokens(), labels=_token_labels, call=_NO_CACHE, in_suite=False,
         full={"n_embd": 512, "n_layer": 4, "n_head": 8, **_GPT2_NO_DROPOUT},
-        small={**_SMALL_GPT2, **_GPT2_NO_DROPOUT},
+        small={**SMALL_GPT2, **_GPT2_NO_DROPOUT},
     ),
     "vit_small": ModelSpec(
         "ViTForImageClassification", "ViTConfig", _pixels, labels=_class_labels, in_suite=False,
         full={"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536,
               "num_labels": 1000, **_ONE_LABEL, **_NO_DROPOUT},
-        small={**_SMALL_VIT, **_ONE_LABEL, **_NO_DROPOUT},
+        small={**SMALL_VIT, **_ONE_LABEL, **_NO_DROPOUT},
     ),
 }  # fmt: skip
 
 
-def instantiate(spec: ModelSpec, size: Size, seed: int) -> tuple[torch.nn.Module, dict[str, Any], Kwargs]:
-    """The module in eval mode (fp32), its keyword inputs (batch 1), and the labels that training adds.
+@contextmanager
+def seeded(seed: int, device: str = HOST) -> Iterator[None]:
+    """Tensors are made on the device, of random numbers that this seed gives; the global random state is left alone."""
+    where = torch.device(device)
+    kept = {} if where.type == HOST else {"device_type": where.type}
+    with torch.random.fork_rng(devices=[where.index or 0] if kept else [], **kept), where:
+        torch.manual_seed(seed)
+        yield
+
+
+def instantiate(
+    spec: ModelSpec, size: Size, seed: int, device: str = HOST
+) -> tuple[torch.nn.Module, dict[str, Any], Kwargs]:
+    """The module in eval mode (fp32), its keyword inputs, and the labels that training adds, made on the device.
 
     Raises `ImportError` with the fix when transformers is missing. The global random state is left alone.
     """
@@ -173,8 +188,7 @@ def instantiate(spec: ModelSpec, size: Size, seed: int) -> tuple[torch.nn.Module
     except ImportError as error:
         raise ImportError("the models of the suite need transformers: pip install 'fusewright[bench]'") from error
     transformers.logging.set_verbosity_error()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed, device):
         config = getattr(transformers, spec.config)(**(spec.full if size == "full" else spec.small))
         module: torch.nn.Module = getattr(transformers, spec.model)(config).eval()
         _make_vectors_matter(module)

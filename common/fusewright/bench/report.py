@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from fusewright import machine
+from fusewright.bench.device import device_name
 from fusewright.errors import FusewrightError
+from fusewright.interface import HOST
 from fusewright.version import __version__
 
 SCHEMA = "fusewright.bench"
@@ -37,7 +39,7 @@ def new_document(command: Sequence[str], ours: str, settings: Row) -> Row:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(command),
         "versions": _versions(),
-        "machine": _machine(),
+        "machine": _machine() | _accelerator(settings.get("device", HOST)),
         "backend": ours,
         "settings": settings,
         "rows": [],
@@ -50,7 +52,7 @@ def _versions() -> dict[str, str]:
         "fusewright": __version__,
         "torch": torch.__version__,
     }
-    for name in ("transformers", "zentorch"):
+    for name in ("transformers", "zentorch", "triton"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -67,6 +69,11 @@ def _machine() -> Row:
         "features": sorted(machine.cpu_features()),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def _accelerator(device: str) -> Row:
+    """The device, where models are not measured on the host."""
+    return {} if torch.device(device).type == HOST else {"device": device_name(device)}
 
 
 def environment() -> Row:

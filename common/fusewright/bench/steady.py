@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from fusewright.bench.contenders import EAGER, Contender
 from fusewright.bench.load import OthersMeter
 from fusewright.bench.stats import noise_verdict, paired_ratio, summarize
 from fusewright.bench.worker import Worker, WorkerError
+from fusewright.interface import HOST
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]
@@ -30,6 +32,7 @@ class Settings:
     size: str = "full"
     train: bool = False
     threads: int = 1
+    device: str = HOST
     seconds: float = 10.0
     warm_seconds: float = 2.0
     timeout: float = 300.0
@@ -57,6 +60,7 @@ class Lane:
     compile_s: float = 0.0
     notes: list[str] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
+    device_s: list[float] = field(default_factory=list)
 
     def prepare(self) -> None:
         """Compiles, warms up, and chooses how many calls make a block. Raises `WorkerError`."""
@@ -72,9 +76,13 @@ class Lane:
 
     def block(self) -> float:
         """Runs one round's block; the seconds that it took. Raises `WorkerError`."""
-        times = self.ask("block", calls=self.calls, discard=self.discard)["times"]
+        answer = self.ask("block", calls=self.calls, discard=self.discard)
+        times, device_s = answer["times"], answer.get("device_s")
         self.blocks.append(times)
-        return float(sum(times)) * (1 + self.discard / self.calls)
+        if device_s is None:
+            return float(sum(times)) * (1 + self.discard / self.calls)
+        self.device_s.append(device_s)
+        return float(sum(times)) * (1 + self.discard / self.calls) + device_s * self.calls
 
 
 def steady(
@@ -165,6 +173,8 @@ def _collect(lanes: Sequence[Lane], failed: dict[str, Row], progress: Progress) 
         mine = summaries[lane.contender.name]
         entry: Row = {"status": "ok", "steady": mine.as_json(), "compile_s": lane.compile_s}
         entry["speedup"] = paired_ratio(eager.rounds_ms, mine.rounds_ms)
+        if lane.device_s:
+            entry["device_ms"] = statistics.median(lane.device_s) * 1e3
         if lane.notes:
             entry["notes"] = lane.notes
         if lane.contender.checked:

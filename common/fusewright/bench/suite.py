@@ -17,6 +17,7 @@ from torch import nn
 
 from fusewright.bench.models import MODELS, Size, instantiate
 from fusewright.errors import FusewrightError, nearest
+from fusewright.interface import HOST
 
 _Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -37,7 +38,8 @@ class Built:
     """A callable with example inputs. `run(fn)` calls `fn` (by default `fn` itself) as a user would at this
     dtype.
 
-    `extra` holds what a builder wants to tell (a kernel's bytes, for one).
+    `extra` holds what a builder wants to tell (a kernel's bytes, for one). `drive` makes a call out of `fn` where that is more
+    than `fn` on the inputs.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Built:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "fp32"
     extra: Mapping[str, Any] = field(default_factory=dict)
+    device: str = HOST
+    drive: Callable[[Callable[..., Any]], Callable[[], Any]] | None = None
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -58,12 +62,15 @@ class Built:
         """A zero-argument call of `fn` on the inputs. Autocast is entered per call: its weight cache must not
         outlive one.
         """
+        if self.drive is not None:
+            return self.drive(fn)
         args, kwargs = self.args, dict(self.kwargs)
         if self.dtype != "amp":
             return (lambda: fn(*args, **kwargs)) if kwargs else (lambda: fn(*args))
+        kind = torch.device(self.device).type
 
         def call() -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(kind, dtype=torch.bfloat16):
                 return fn(*args, **kwargs)
 
         return call
@@ -169,17 +176,32 @@ def cast(built: Built, dtype: str) -> Built:
 
 def cast_inputs(built: Built, dtype: torch.dtype) -> Built:
     """The same call with its floating-point inputs at `dtype`."""
-    args = tuple(_cast_value(value, dtype) for value in built.args)
-    return replace(built, args=args, kwargs={key: _cast_value(value, dtype) for key, value in built.kwargs.items()})
+
+    def changed(value: Any) -> Any:
+        return _each_tensor(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    return replace(built, args=changed(built.args), kwargs=changed(dict(built.kwargs)))
 
 
-def _cast_value(value: Any, dtype: torch.dtype) -> Any:
+def on_device(built: Built, device: str) -> Built:
+    """The same call with its tensors on a device; the module is moved in place."""
+    if built.module is not None:
+        built.module.to(device)
+
+    def moved(value: Any) -> Any:
+        return _each_tensor(value, lambda t: t.to(device))
+
+    return replace(built, args=moved(built.args), kwargs=moved(dict(built.kwargs)), device=device)
+
+
+def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with the tensors in its tuples, lists and dicts changed."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_cast_value(item, dtype) for item in value)
+        return type(value)(_each_tensor(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _cast_value(item, dtype) for key, item in value.items()}
+        return {key: _each_tensor(item, change) for key, item in value.items()}
     return value
 
 
@@ -221,7 +243,7 @@ def loss_of(output: Any) -> torch.Tensor:
 @dataclass
 class TrainStep:
     """One training step: forward, loss, backward, AdamW. The batch is fixed, so that losses of contenders
-    compare.
+    compare. One that `drops` is timed with its dropout and compared without.
     """
 
     name: str
@@ -230,18 +252,32 @@ class TrainStep:
     dtype: str
     compiled: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
+    device: str = HOST
+    drops: bool = False
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
 
     def fork(self) -> TrainStep:
         """An independent copy at the same weights."""
-        return TrainStep(self.name, copy.deepcopy(self.module), self.batch, self.dtype, args=self.args)
+        return replace(self, module=copy.deepcopy(self.module), compiled=None)
+
+    def to(self, device: str) -> TrainStep:
+        """The same step on a device; the module is moved in place."""
+        built = on_device(Built(self.name, self.module, self.args, self.batch), device)
+        return replace(self, batch=dict(built.kwargs), args=built.args, device=device)
+
+    def repeatable(self) -> TrainStep:
+        """A copy of which each call gives the same loss and gradients: without dropout."""
+        step = self.fork()
+        step.module.train(not self.drops)
+        return step
 
     def backward(self) -> torch.Tensor:
         """Forward and backward; gradients are left in `.grad`. Returns the loss (scalar)."""
         self.optimizer.zero_grad(set_to_none=True)
-        amp = torch.autocast("cpu", dtype=torch.bfloat16) if self.dtype == "amp" else contextlib.nullcontext()
+        kind = torch.device(self.device).type
+        amp = torch.autocast(kind, dtype=torch.bfloat16) if self.dtype == "amp" else contextlib.nullcontext()
         forward = self.module if self.compiled is None else self.compiled
         with amp:
             loss = loss_of(forward(*self.args, **self.batch))

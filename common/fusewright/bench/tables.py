@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fusewright.bench.cases.kernels import bandwidth, is_kernel
 from fusewright.bench.contenders import EAGER
-from fusewright.bench.kernels import bandwidth, is_kernel
 from fusewright.bench.stats import geomean, over, speedups
 
 Row = dict[str, Any]
@@ -79,14 +79,17 @@ NOISY = "noisy"
 def _detail(row: Row, width: int) -> Iterator[Table]:
     first, memory = row.get("first_call", {}), row.get("memory", {})
     title = f"{row['model']} {row['dtype']} {row['mode']}, noise: {row['noise']}"
+    title += f", {tokens} tokens a call" if (tokens := row.get("extra", {}).get("tokens")) else ""
     title += ", first calls: cold / warm" if first else ""
-    columns = ["", "median ms", "p10..p90", "speed-up", *["first call s"] * bool(first), "error/eager's"]
+    timed = any("device_ms" in entry for entry in row["contenders"].values())
+    columns = ["", "median ms", "p10..p90", *["device ms"] * timed, "speed-up", *["first call s"] * bool(first), "error/eager's"]
     columns += ["call MB", "total MB"] * bool(memory)
     lines = []
     for name in dict.fromkeys((*row["contenders"], *first)):
         entry = row["contenders"].get(name, {"status": "first call only"})
         speedup = "1.00x" if name == EAGER.name else _verdict(row, entry.get("speedup"))
-        cells = [name, *(_steady(entry["steady"]) if "steady" in entry else (entry["status"], "")), speedup]
+        cells = [name, *(_steady(entry["steady"]) if "steady" in entry else (entry["status"], ""))]
+        cells += [_ms(entry["device_ms"]) if "device_ms" in entry else ""] * timed + [speedup]
         cells += [_first_cell(first.get(name, {}))] * bool(first) + [_error(entry)]
         cells += _memory_cells(memory.get(name, {})) if memory else []
         lines.append(cells)

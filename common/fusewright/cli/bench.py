@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from fusewright import machine
-from fusewright.bench import graphs, kernels, report
+from fusewright.bench import report
+from fusewright.bench.cases import check_case, counts_bytes, graphs, kernels, large
 from fusewright.bench.contenders import COPY, EAGER, Contender, from_backend
+from fusewright.bench.device import check_device
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import ModelFailed, Settings
-from fusewright.bench.suite import SUITE, TRAINABLE, DType, check_name
+from fusewright.bench.suite import SUITE, TRAINABLE, DType
 from fusewright.errors import nearest
+from fusewright.interface import HOST
 
 Case = tuple[str, str]
 PIPED = 120
@@ -50,9 +53,11 @@ def _writable(_context: click.Context, _parameter: click.Parameter, value: Path 
 @click.option("--train", is_flag=True, help=f"Training steps (default models: {', '.join(TRAINABLE)}).")
 @click.option("--kernels", "only_kernels", is_flag=True, help="Memory-bound kernels and their bandwidth.")
 @click.option("--graphs", "with_graphs", is_flag=True, help="Graph networks (also with --train) and NumPy k-means.")
+@click.option("--large", "at_large", is_flag=True, help=f"Sizes that fill a data-centre device: {', '.join(large.names())}.")
 @click.option("--int8", "in_int8", is_flag=True, help="Quantized products and models, beside torch's engines and Inductor's int8.")
 @click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
-@click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend.")
+@click.option("--device", default=HOST, show_default=True, help="Where the models are, as torch names it.")
+@click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend, or NAME[option=value].")
 @click.option("--against", callback=_list, help="Backends beside it  [default: inductor]")
 @click.option("--first-call/--no-first-call", default=True, show_default=True, help="Time first calls, with empty and full caches.")
 @click.option("--thorough/--quick", default=None, help="Inductor with freezing too; first calls twice.  [default: with --suite]")
@@ -73,8 +78,10 @@ def bench(
     train: bool,
     only_kernels: bool,
     with_graphs: bool,
+    at_large: bool,
     in_int8: bool,
     dtypes: list[str] | None,
+    device: str,
     backend: str,
     against: list[str] | None,
     first_call: bool,
@@ -108,15 +115,18 @@ def bench(
         return
     if with_graphs:
         models = (*models, *graphs.names(train))
+    if at_large:
+        models = (*models, *large.names())
+    check_device(device)
     cases = list(_cases(models, suite, train, only_kernels, dtypes))
     thorough = suite if thorough is None else thorough
     contenders = _contenders(backend, against, train, only_kernels, thorough)
     before = report.load(baseline) if baseline is not None else None
     settings = Settings(
-        size=size, train=train, threads=threads or machine.cores(), seconds=seconds, timeout=timeout,
+        size=size, train=train, threads=threads or machine.cores(), device=device, seconds=seconds, timeout=timeout,
         first_call=first_call and not only_kernels, memory=memory and not only_kernels, thorough=thorough,
     )  # fmt: skip
-    document = _document(contenders[-1 - only_kernels].name, settings, json_file if append else None)
+    document = _document(contenders[-1].name, settings, json_file if append else None)
     ran, failures, interrupted = _measure_all(console, document, cases, contenders, settings, json_file, verbose)
     if document["rows"]:
         _print(console, document)
@@ -183,28 +193,29 @@ def _cases(
     elif train and not chosen:
         chosen = list(TRAINABLE)
     elif not chosen:
-        raise click.UsageError("name a MODEL, or give --suite, --train, --kernels or --graphs")
+        raise click.UsageError("name a MODEL, or give --suite, --large, --train, --kernels or --graphs")
     default = ["fp32", "bf16"] if suite or only_kernels else ["fp32", "amp"] if train else ["fp32"]
+    on_devices = ["amp"] if train else ["bf16"]
     for dtype in dtypes or ():
         if dtype not in get_args(DType):
             raise click.UsageError(f"there is no dtype {dtype!r}; {nearest(dtype, get_args(DType))}")
         if only_kernels and dtype not in kernels.DTYPES:
             raise click.UsageError(f"kernels are measured in {', '.join(kernels.DTYPES)}, not {dtype}")
     for model in dict.fromkeys(chosen):
-        check_name(model, train)
-        for dtype in dtypes or default:
+        check_case(model, train)
+        for dtype in dtypes or (on_devices if large.is_large(model) else default):
             yield model, dtype
 
 
 def _contenders(
     backend: str, against: Sequence[str] | None, train: bool, only_kernels: bool, thorough: bool
 ) -> list[Contender]:
-    """Eager first, ours last (before the copy that kernels are held against)."""
+    """Eager first, ours last."""
     if against is None:
         against = ["inductor", "inductor-freezing"] if thorough and not train and not only_kernels else ["inductor"]
     ours = from_backend(backend)
     others = [from_backend(name) for name in dict.fromkeys(against)]
-    return [EAGER, *(c for c in others if c.name != ours.name), ours, *([COPY] if only_kernels else ())]
+    return [EAGER, *(c for c in others if c.name != ours.name), ours]
 
 
 def _document(ours: str, settings: Settings, file: Path | None) -> dict[str, Any]:
@@ -241,7 +252,7 @@ def _measure_all(
                     click.echo(f"{head}: {text}", err=True)
 
             try:
-                row = measure(model, dtype, contenders, settings, progress)
+                row = measure(model, dtype, [*contenders, *[COPY] * counts_bytes(model)], settings, progress)
             except ModelFailed as error:
                 failures.append(f"{model} {dtype}: {error}")
                 continue
@@ -261,7 +272,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
 
     where, threads = document["machine"], document["settings"]["threads"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    head = f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
+    head = f"{where['device']}; " if "device" in where else ""
+    head += f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
     console.print(head, style="dim", markup=False)
     for part in render(document, console.width):
         console.print(part)

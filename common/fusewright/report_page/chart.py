@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from fusewright.bench.kernels import is_kernel
+from fusewright.bench.cases.kernels import is_kernel
 from fusewright.bench.stats import geomean
 
 Row = Mapping[str, Any]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ci.bench.bars import BARS, judge, line
+from ci.bench.bars import BARS, DEVICE_BARS, judge, line
 from fusewright.bench.stats import over
 
 
@@ -96,3 +96,16 @@ def test_a_verdict_in_words():
     found = verdicts([row(eager=(10,), ours=(11,))])
     assert "C4  miss" in line(found["C4"]) and "bert fp32 0.91x" in line(found["C4"])
     assert "not measured" in line(found["C1"])
+
+
+def test_a_device_has_bars_of_its_own():
+    rows = [
+        row("large:bert", "bf16", eager=(10, 10), inductor=(5, 5), reduce_overhead=(4, 4), ours=(2, 2)),
+        row("large:bert", "amp", "train", eager=(10, 10), inductor=(5, 5), ours=(5, 5)),
+        row("decode:llama", "bf16", eager=(50, 50), inductor=(9, 9), reduce_overhead=(3, 3), ours=(2.5, 2.5), copy=(2, 2)),
+    ]
+    found = {bar["id"]: bar for bar in judge(rows, "ours", DEVICE_BARS)}
+    assert (found["G1"]["value"], found["G1"]["models"], found["G1"]["verdict"]) == (2.5, 1, "goal"), "decoding is no part of it"
+    assert (found["G2"]["value"], found["G3"]["value"]) == (2.0, 1.0)
+    assert (found["share"]["value"], found["share"]["verdict"]) == (0.8, "goal")
+    assert found["decode"]["value"] == pytest.approx(1.2) and found["G4"]["verdict"] == "not measured"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusewright.bench.kernels import KERNELS, SIZES, bandwidth, build_kernel, names
+from fusewright.bench.cases.kernels import KERNELS, SIZES, bandwidth, build_kernel, names
 from fusewright.bench.suite import UnknownModel
 
 

@@ -4,6 +4,7 @@ copy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "16384x1024": (16384, 1024),
 }
 """Rows by columns: within a core's L2 (192 KiB a tensor in fp32), within L3 (3 MiB), out of cache (64 MiB).
-"""
+Others are taken by name."""
+_SIZE = re.compile(r"[1-9]\d*x[1-9]\d*")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -31,6 +33,10 @@ class Kernel:
 
     fn: Callable[..., torch.Tensor]
     inputs: tuple[str, ...]
+
+
+def _silu_mul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) * y
 
 
 def _add_gelu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -57,6 +63,7 @@ def _bias_residual_norm(
 
 KERNELS: dict[str, Kernel] = {
     "add_gelu": Kernel(_add_gelu, ("full", "full")),
+    "silu_mul": Kernel(_silu_mul, ("full", "full")),
     "layer_norm": Kernel(_layer_norm, ("full", "row", "row")),
     "softmax": Kernel(_softmax, ("full",)),
     "rms_norm": Kernel(_rms_norm, ("full", "row")),
@@ -82,11 +89,11 @@ def build_kernel(ref: str, dtype: str) -> Built:
     """
     _, _, rest = ref.partition(":")
     name, _, size = rest.partition(":")
-    if name not in KERNELS or size not in SIZES:
+    if name not in KERNELS or not _SIZE.fullmatch(size):
         raise UnknownModel(f"there is no kernel {ref!r}; {nearest(ref, names())}")
     if dtype not in DTYPES:
         raise ValueError(f"kernels are measured in {', '.join(DTYPES)}, not {dtype}")
-    kernel, shape = KERNELS[name], SIZES[size]
+    kernel, shape = KERNELS[name], tuple(map(int, size.split("x")))
     generator = torch.Generator().manual_seed(0)
     args = tuple(
         torch.randn(shape if kind == "full" else shape[1:], generator=generator).to(DTYPES[dtype])

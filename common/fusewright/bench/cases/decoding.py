@@ -1,0 +1,122 @@
+"""Decoding, batch 1, with a static cache of keys that is half full: `decode:llama`.
+
+A call is some steps, one issued behind the other; none waits on the host for the one before. The tokens are given, so that the
+logits of contenders compare, and each call writes the same places of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusewright.bench.models import Size, seeded
+from fusewright.bench.suite import HALVES, Built, UnknownModel
+from fusewright.errors import nearest
+from fusewright.interface import HOST
+
+PREFIX = "decode"
+NAMES = (f"{PREFIX}:llama",)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A Llama: its configuration, how long its cache is, how many tokens a call decodes."""
+
+    config: dict[str, Any]
+    context: int
+    steps: int
+
+
+GEOMETRIES: dict[Size, Geometry] = {
+    "full": Geometry(  # 1 B parameters
+        {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "intermediate_size": 8192, "vocab_size": 32000}, 1024, 32,
+    ),
+    "small": Geometry(
+        {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 128, "vocab_size": 256}, 64, 4,
+    ),
+}  # fmt: skip
+
+
+class Decoder(nn.Module):
+    """A causal language model and its cache, filled up to the half. A conversion of the module converts the cache, too."""
+
+    def __init__(self, model: nn.Module, cache: Any) -> None:
+        super().__init__()
+        self.model, self.cache = model, cache
+        self.filled = [layer.cumulative_length.clone() for layer in cache.layers]
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """Logits [1, 1, vocabulary] of the token behind `token` [1, 1]; the cache has one token more."""
+        out: Tensor = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True).logits
+        return out
+
+    def rewind(self) -> None:
+        """Forget the tokens behind the half."""
+        for layer, before in zip(self.cache.layers, self.filled, strict=True):
+            layer.cumulative_length.copy_(before)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        super()._apply(fn, recurse)
+        for layer in self.cache.layers:
+            layer.keys, layer.values = fn(layer.keys), fn(layer.values)
+        return self
+
+
+def is_decoding(model: str) -> bool:
+    """Whether a model's name is one of this module's."""
+    return model.startswith(f"{PREFIX}:")
+
+
+def check(ref: str) -> None:
+    """Raises `UnknownModel`."""
+    if ref not in NAMES:
+        raise UnknownModel(f"there is no {ref!r}; {nearest(ref, NAMES)}")
+
+
+def build_decoding(
+    ref: str, size: Size = "full", dtype: str = "fp32", device: str = HOST, steps: int | None = None, seed: int = 0
+) -> Built:
+    """The call for `decode:llama`, made on the device. `extra["bytes"]` is what one of its `extra["tokens"]` steps must read.
+
+    Raises `UnknownModel`.
+    """
+    check(ref)
+    if dtype == "amp":
+        raise ValueError(f"decoding is measured in fp32, {', '.join(HALVES)}, not amp")
+    geometry = GEOMETRIES[size]
+    steps, start = steps or geometry.steps, geometry.context // 2
+    import transformers
+
+    config = transformers.LlamaConfig(**geometry.config)
+    with seeded(seed, device), torch.no_grad():
+        model = transformers.LlamaForCausalLM(config).eval().to(HALVES.get(dtype, torch.float32))
+        cache = transformers.StaticCache(config=config, max_cache_len=geometry.context)
+        model(torch.randint(0, config.vocab_size, (1, start)), past_key_values=cache, use_cache=True)
+        tokens = torch.randint(0, config.vocab_size, (steps, 1, 1))
+        positions = torch.arange(start, start + steps).view(steps, 1, 1)
+
+    def drive(fn: Any) -> Callable[[], list[Tensor]]:
+        given = list(zip(tokens.unbind(), positions.unbind(), strict=True))
+
+        def decode() -> list[Tensor]:
+            fn.rewind()
+            return [fn(token, position).clone() for token, position in given]  # a replay writes over its last results
+
+        return decode
+
+    extra = {"bytes": _read(model, geometry), "tokens": steps}
+    return Built(ref, Decoder(model, cache), dtype=dtype, extra=extra, device=device, drive=drive)
+
+
+def _read(model: nn.Module, geometry: Geometry) -> int:
+    """Bytes of a step: every weight but the table of embeddings, of which it reads one row, and the whole cache."""
+    weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+    c = geometry.config
+    width = c["num_key_value_heads"] * c["hidden_size"] // c["num_attention_heads"]
+    return weights + 2 * c["num_hidden_layers"] * geometry.context * width * next(model.parameters()).element_size()

@@ -1,0 +1,117 @@
+"""The device that a model is measured on: waiting for it, and its own times.
+
+A call on the host has ended when it returns. An accelerator has only been told by then: the host waits for it before and
+after what is timed, and events in its queue say what it spent itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fusewright.errors import FusewrightError
+from fusewright.interface import HOST
+
+BUSY_BYTES, BUSY_COPIES = 1 << 29, 8
+"""What a device does while the host issues calls that are to follow each other without a gap."""
+
+Call = Callable[[], Any]
+
+
+class NoDevice(FusewrightError, LookupError):
+    """This machine has no such device, or this build of torch does not know it."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times of calls on one device, in seconds."""
+
+    device: str = HOST
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether calls return before they have been computed."""
+        return torch.device(self.device).type != HOST
+
+    def begin(self) -> None:
+        """Make the device current and load what its first use takes. Raises `NoDevice`."""
+        check_device(self.device)
+        if self.asynchronous:
+            torch.accelerator.set_device_index(torch.device(self.device).index or 0)
+            torch.ones(1, device=self.device).add_(1)
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the device has done all that it was told."""
+        if self.asynchronous:
+            torch.accelerator.synchronize(torch.device(self.device))
+
+    def seconds(self, call: Call) -> float:
+        """Of a call on an idle device, until its results are there."""
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - start
+
+    def queued(self, call: Call, calls: int) -> float | None:
+        """Of the device for one of `calls` calls, issued while it is busy with other work: what the host takes is hidden as far as
+        it keeps ahead. None where the device is the host."""
+        if not self.asynchronous:
+            return None
+        start, end = self._event(), self._event()
+        self.wait()
+        self._busy()
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / calls
+
+    def memory(self, call: Call) -> dict[str, int]:
+        """Bytes of tensors on the device: between calls, and the peak during one."""
+        self.wait()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        call()
+        self.wait()
+        return {"resident": before, "peak": torch.accelerator.max_memory_allocated()}
+
+    def _event(self) -> torch.Event:
+        return torch.Event(self.device, enable_timing=True)
+
+    def _busy(self) -> None:
+        source, target = self._buffers
+        for _ in range(BUSY_COPIES):
+            target.copy_(source)
+
+    @cached_property
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.zeros(BUSY_BYTES, dtype=torch.uint8, device=self.device)
+        return source, torch.empty_like(source)
+
+
+def check_device(device: str) -> None:
+    """Raises `NoDevice` for what torch cannot use here."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as e:
+        raise NoDevice(f"{device!r} is no device of torch: {str(e).splitlines()[0]}") from None
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if wanted.type not in (HOST, here.type if here else HOST):
+        raise NoDevice(f"torch finds no {wanted.type!r} on this machine; --device {here.type if here else HOST} is here")
+    if wanted.type != HOST and (wanted.index or 0) >= torch.accelerator.device_count():
+        raise NoDevice(f"there is no {device}; torch finds {torch.accelerator.device_count()} devices of this type")
+
+
+def device_name(device: str) -> str:
+    """The product's name, where torch tells it."""
+    module = torch.get_device_module(torch.device(device))
+    name = getattr(module, "get_device_name", None)
+    return str(name(torch.device(device))) if name is not None else device

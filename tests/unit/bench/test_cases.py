@@ -1,0 +1,89 @@
+"""Cases for large devices: geometries, decoding with a cache, training with dropout, contenders with options."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fusewright.bench.accuracy import reference, train_reference
+from fusewright.bench.cases import check_case, counts_bytes, large, resolve, resolve_step
+from fusewright.bench.contenders import UnknownContender, from_backend
+from fusewright.bench.suite import SUITE, TRAINABLE, UnknownModel, flatten_outputs
+
+
+@pytest.mark.parametrize("name", large.names())
+def test_every_large_model_runs_and_trains_small(name: str) -> None:
+    built = resolve(name, "small", "bf16")
+    with torch.no_grad():
+        assert flatten_outputs(built.run())[0].dtype == torch.bfloat16
+    assert torch.isfinite(resolve_step(name, "small", "fp32").backward())
+
+
+def test_the_suite_has_no_large_model() -> None:
+    assert not any(large.is_large(name) for name in (*SUITE, *TRAINABLE))
+
+
+def test_a_step_that_drops_is_compared_without_dropout() -> None:
+    step = resolve_step("large:bert", "small", "fp32")
+    assert step.module.training and step.backward() != step.backward()
+    compared = step.repeatable()
+    assert not compared.module.training and step.module.training
+    first, second = compared.loss_and_grads(), compared.loss_and_grads()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    wide = train_reference(step)
+    assert wide[0].dtype == torch.float64
+    torch.testing.assert_close(first[0].double(), wide[0], rtol=1e-5, atol=1e-5)
+
+
+def test_decoding_gives_the_same_logits_at_every_call() -> None:
+    built = resolve("decode:llama", "small", "fp32")
+    with torch.no_grad():
+        first, second = flatten_outputs(built.run()), flatten_outputs(built.run())
+    assert len(first) == built.extra["tokens"] == 4
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_decoding_is_what_the_whole_sequence_gives() -> None:
+    """The steps' logits are those of one call without a cache."""
+    built = resolve("decode:llama", "small", "fp32")
+    decoder = built.module
+    assert decoder is not None
+    model, cache = copy.deepcopy(decoder.model), decoder.cache
+    seen = [layer.keys.clone() for layer in cache.layers]
+    with torch.no_grad():
+        step_by_step = torch.cat(flatten_outputs(built.run()), 1)
+        assert not torch.equal(seen[0], cache.layers[0].keys), "the steps wrote the cache"
+        wide = torch.cat(reference(built), 1)
+    assert next(model.parameters()).dtype == cache.layers[0].keys.dtype == torch.float32, "the reference is a copy"
+    torch.testing.assert_close(step_by_step.double(), wide, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_reads_its_weights_and_its_cache() -> None:
+    built = resolve("decode:llama", "small", "bf16")
+    assert built.module is not None
+    weights = sum(p.nbytes for name, p in built.module.named_parameters() if "embed_tokens" not in name)
+    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in built.module.cache.layers)
+    assert built.extra["bytes"] == weights + cache
+
+
+def test_names_are_checked_before_anything_is_built() -> None:
+    for name, train, says in (
+        ("decode:lama", False, "did you mean 'decode:llama'"), ("decode:llama", True, "leave out --train"),
+        ("large:brt", True, "did you mean 'large:bert'"), ("brt", False, "there is no model 'brt'"),
+    ):  # fmt: skip
+        with pytest.raises(UnknownModel, match=says):
+            check_case(name, train)
+    assert counts_bytes("decode:llama") and counts_bytes("kernel:softmax:64x768") and not counts_bytes("large:bert")
+
+
+def test_a_contender_with_options() -> None:
+    found = from_backend('inductor[max_autotune=true;epilogue_fusion="x"]')
+    assert found.options == {"max_autotune": True, "epilogue_fusion": "x"} and found.backend == "inductor"
+    assert found.name == 'inductor[max_autotune=true;epilogue_fusion="x"]'
+    assert from_backend("inductor-freezing[cpp_wrapper=true]").options == {"freezing": True, "cpp_wrapper": True}
+    with pytest.raises(UnknownContender, match="write key=value"):
+        from_backend("inductor[fast]")
+    assert from_backend("reduce-overhead").mode == "reduce-overhead"

@@ -1,0 +1,115 @@
+"""Models on an accelerator: what the host waits for, and whose time is taken. No test has one: torch's queue is a list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.bench import device
+from fusewright.bench.child import Server
+from fusewright.bench.device import BUSY_COPIES, Clock, NoDevice, check_device
+
+TOYS = Path(__file__).with_name("toy_models.py")
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an accelerator named "meta" was told, in order; each event is 1.5 s behind the one before."""
+    told: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            told.append("event")
+            self.at = 1.5 * told.count("event")
+
+        def synchronize(self) -> None:
+            told.append("wait for the event")
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at) * 1e3
+
+    answers: dict[str, Any] = {
+        "current_accelerator": lambda check_available: torch.device("meta"),
+        "device_count": lambda: 2,
+        "set_device_index": lambda index: told.append(f"device {index}"),
+        "synchronize": lambda where: told.append("wait"),
+        "reset_peak_memory_stats": lambda: told.append("forget the peak"),
+        "memory_allocated": lambda: 100,
+        "max_memory_allocated": lambda: 300,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.accelerator, name, answer)
+    monkeypatch.setattr(Clock, "_event", lambda self: Event())
+    monkeypatch.setattr(Clock, "_busy", lambda self: told.append("busy"))
+    return told
+
+
+def test_a_call_is_timed_from_an_idle_device_until_it_has_ended(queue: list[str]) -> None:
+    assert Clock("meta").seconds(lambda: queue.append("call")) >= 0
+    assert queue == ["wait", "call", "wait"]
+
+
+def test_the_devices_own_time_is_between_events_behind_other_work(queue: list[str]) -> None:
+    assert Clock("meta").queued(lambda: queue.append("call"), 3) == pytest.approx(0.5)
+    assert queue == ["wait", "busy", "event", "call", "call", "call", "event", "wait for the event"]
+
+
+def test_the_other_work_is_copies_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "BUSY_BYTES", 16)
+    copied: list[int] = []
+    clock = Clock("meta")
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: copied.append(source.nbytes))
+    clock._busy()
+    assert copied == [16] * BUSY_COPIES
+
+
+def test_the_host_needs_no_waiting() -> None:
+    clock = Clock()
+    clock.begin()
+    assert not clock.asynchronous and clock.queued(lambda: None, 3) is None
+    assert clock.seconds(lambda: None) >= 0
+
+
+def test_the_peak_is_that_of_one_call(queue: list[str]) -> None:
+    assert Clock("meta").memory(lambda: queue.append("call")) == {"resident": 100, "peak": 300}
+    assert queue == ["wait", "forget the peak", "call", "wait"]
+
+
+def test_a_process_measures_on_the_device_that_it_is_given(queue: list[str]) -> None:
+    server = Server()
+    server.load(f"{TOYS}:mlp", "bf16", "full", False, 1, "meta:1")
+    assert queue[:2] == ["device 1", "wait"]
+    assert server.built is not None and server.built.module is not None
+    assert {p.device.type for p in server.built.module.parameters()} == {"meta"}
+    assert server.built.args[0].device.type == "meta"
+    queue.clear()
+    server.clock = Clock("meta")
+    server.first("eager")
+    assert queue[-1] == "wait"
+    found = server.block("eager", calls=3, discard=0)
+    assert len(found["times"]) == 3 and found["device_s"] == pytest.approx(0.5)
+    assert server.memory("eager", calls=3) == {"resident": 100, "peak": 300}
+
+
+def test_a_kernel_is_timed_by_the_device_alone(queue: list[str]) -> None:
+    server = Server()
+    server.load("kernel:softmax:8x4", "fp32", "full", False, 1, "meta")
+    server.first("eager")
+    assert server.block("eager", calls=3, discard=1) == {"times": [pytest.approx(0.5)]}
+    server.first("copy")
+    assert server.ready["copy"]().nbytes == 8 * 4 * 4
+
+
+@pytest.mark.parametrize("name", ["meta", "meta:7", "nonsense"])
+def test_a_device_that_is_not_here_is_refused_with_what_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    if name == "meta:7":
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    else:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    says = {"meta": "--device cpu is here", "meta:7": "torch finds 1 devices", "nonsense": "no device of torch"}[name]
+    with pytest.raises(NoDevice, match=says):
+        check_device(name)
