@@ -9,5 +9,6 @@ PYTHON=${PYTHON:-python}
 "$PYTHON" -m ci.mps.models
 "$PYTHON" -m ci.mps.fusion --train bert_small,resnet18
 "$PYTHON" -m ci.mps.operators
+"$PYTHON" -m ci.mps.kernels --shard 1/4
 "$PYTHON" -m ci.operators.opinfo --backend "$name" --simulate --samples 1 --dtypes float32,float16,bfloat16 --shard 1/8
 ci/mps.sh "$name" --simulate

@@ -61,11 +61,11 @@ def merge(found: dict[str, str], more: Iterable[tuple[str, str]]) -> None:
 def _of_entry(op: Any) -> Iterator[tuple[str, str]]:
     for dtype in [t for t in DTYPES if t in op.supported_dtypes("cpu")][:1]:
         gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-        for sample in _samples(op, dtype, gradients):
+        for sample in samples(op, dtype, gradients):
             with Dispatched() as eager:
-                _run(lambda x, a, kw: op(x, *a, **kw), sample, gradients)
+                run(lambda x, a, kw: op(x, *a, **kw), sample, gradients)
             with report.recording() as reports:
-                _run(_compiled(op), sample, gradients)
+                run(compiled(op), sample, gradients)
             found = [(_operator(o.op), _where(o)) for r in reports for o in r.ops]
             yield from found
             worst = max((where for _, where in found), key=ORDER.index, default="not on MPS")
@@ -90,7 +90,7 @@ def _on_mps(name: str) -> bool:
     return computes(name.removeprefix("aten::"))
 
 
-def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
+def samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
     torch.manual_seed(0)
     found = []
     with contextlib.suppress(RuntimeError, NotImplementedError):  # some need a library that this build lacks
@@ -101,14 +101,14 @@ def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
     return found
 
 
-def _compiled(op: Any) -> Any:
+def compiled(op: Any) -> Any:
     torch.compiler.reset()
     return torch.compile(
         lambda x, a, kw: op(x, *a, **kw), backend="apple_mps", options={"simulate": True, "cache": False}
     )
 
 
-def _run(fn: Any, sample: Any, gradients: bool) -> None:
+def run(fn: Any, sample: Any, gradients: bool) -> None:
     """What does not run is not counted: whether results are right is the business of `ci/operators/opinfo.py`."""
     with contextlib.suppress(Exception):
         out = fn(sample.input, sample.args, sample.kwargs)

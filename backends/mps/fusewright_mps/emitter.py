@@ -22,7 +22,7 @@ from fusewright_mps.emit.points import Points
 from fusewright_mps.emit.prelude import PRELUDE
 from fusewright_mps.emit.rows import Rows
 from fusewright_mps.emit.schedule import Config, choose, moves
-from fusewright_mps.emit.source import MOST_ARGUMENTS, Argument, Dispatch, Source, Unsupported, Variant
+from fusewright_mps.emit.source import MOST_ARGUMENTS, Argument, Dispatch, Source, Unsupported, Variant, most_threads
 from fusewright_mps.emit.values import Writer, divides, refuse_f64, sites, without_unused
 from fusewright_mps.target import TYPICAL, Target
 
@@ -122,7 +122,7 @@ def _function(kernel: Kernel, entry: str, config: Config, variant: Variant) -> t
     program.lines = without_unused(program.lines)
     body = [*shared, *_sizes(program), *program.lines]
     arguments, parameters = _parameters(program, "\n".join(body), config)
-    head = f"kernel void {entry}(\n    " + ",\n    ".join(parameters) + ") {"
+    head = f"{most_threads(config.group)}\nkernel void {entry}(\n    " + ",\n    ".join(parameters) + ") {"
     apart = isinstance(program, Rows) and program.apart
     return "\n".join([head, *body, "}", ""]), Dispatch(entry, arguments, program.threads(), config.group), apart
 

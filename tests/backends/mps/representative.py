@@ -65,6 +65,6 @@ KERNELS = {
 
 BY_HAND: dict[str, Handwritten] = {
     "gemv_int4": Gemv("half", 4, 1, 4096, 4096, 32, "", False, 4, "tinygemm"),
-    "decode": Parts("bfloat", "bool", 128, 1, 8, 4, 1, 4096, 128, tuple(range(13))),
+    "decode": Parts("bfloat", "bool", 128, 1, 8, 4, 1, 4096, 128, (4096, 128, 4096, *(2**22, 2**19, 128) * 2, 0, 0, 0, 1)),
 }
 """Products with packed weights, and attention of one query over a cache."""

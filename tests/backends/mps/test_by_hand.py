@@ -157,16 +157,17 @@ def test_outputs_of_a_simd_group_leave_work_for_every_core() -> None:
 @given(
     batch=st.integers(1, 2), heads=st.integers(1, 3), group=st.integers(1, 4), queries=st.integers(1, 3),
     keys=st.integers(1, 150), dim=st.sampled_from([8, 32, 64, 80, 128]), mask=st.sampled_from(["", "bool", "added"]),
-    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+    dtype=st.sampled_from(DTYPES), gap=st.sampled_from([0, 2, 3]), aligned=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_attention_of_few_queries(
-    batch: int, heads: int, group: int, queries: int, keys: int, dim: int, mask: Any, dtype: torch.dtype, seed: int
-) -> None:
+    batch: int, heads: int, group: int, queries: int, keys: int, dim: int, mask: Any, dtype: torch.dtype, gap: int,
+    aligned: bool, seed: int,
+) -> None:  # fmt: skip
     """Over a cache that is laid out otherwise, with rows that see no key."""
     g = torch.Generator().manual_seed(seed)
     h = heads * group
     q = torch.randn(batch, queries, h, dim, generator=g).to(dtype).transpose(1, 2)
-    k, v = (torch.randn(batch, heads, keys + 5, dim + 3, generator=g).to(dtype)[:, :, :keys, :dim] for _ in range(2))
+    k, v = (torch.randn(batch, heads, keys + 5, dim + gap, generator=g).to(dtype)[:, :, :keys, :dim] for _ in range(2))
     hides = None
     if mask == "bool":
         hides = torch.rand(batch, 1, queries, keys, generator=g) > 0.4
@@ -183,11 +184,18 @@ def test_attention_of_few_queries(
     sums, top, total = (torch.full(s, math.nan) for s in ((*shape, dim), shape, shape))
     out = torch.full((batch, queries, h, dim), math.nan, dtype=dtype).transpose(1, 2)
     combined = Combined(METAL[dtype], dim, batch, heads, group, queries, parts.parts, out.stride()[:3])
-    run(parts, [q, k, v, *([hides] if hides is not None else []), sums, top, total], [dim**-0.5])
+    run(parts, [q, k, v, *([hides] if hides is not None else []), sums, top, total], [dim**-0.5], aligned)
     run(combined, [sums, top, total, out])
     wide = hides.double() if hides is not None and hides.is_floating_point() else hides
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, enable_gqa=True)
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dim", "row", "width"), [(128, 128, 4), (128, 130, 2), (128, 131, 1), (64, 64, 2), (80, 80, 1)])
+def test_a_lane_reads_as_many_neighbours_as_heads_and_strides_allow(dim: int, row: int, width: int) -> None:
+    parts = Parts("half", "", dim, 1, 2, 4, 1, 100, 50, (*(dim,) * 3, *(row * 100, row * 100, row) * 2))
+    assert parts.width == width and parts.name.endswith("v4" if width == 4 else "v2" if width == 2 else "r4")
+    assert parts.alignment[:3] == ((2 * width,) * 3 if width > 1 else (1, 1, 1))
 
 
 @pytest.mark.parametrize("kernel", [

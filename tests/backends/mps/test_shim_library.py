@@ -78,6 +78,15 @@ def test_what_is_not_metal_does_not_compile(text: str, error: type[Exception] | 
         compile_shader(text)
 
 
+def test_a_threadgroup_is_not_larger_than_what_its_function_was_compiled_for() -> None:
+    shaders = compile_shader(ADD.replace("kernel void", "[[max_total_threads_per_threadgroup(64)]]\nkernel void", 1))
+    x, y = torch.ones(128), torch.zeros(128)
+    shaders.add(x, y, [2.0], threads=128, group_size=64)
+    assert torch.equal(y, x + 2)
+    with pytest.raises(ValueError, match=r"a threadgroup of \(128, 1, 1\); it was compiled for 64 threads"):
+        shaders.add(x, y, [2.0], threads=128, group_size=128)
+
+
 def test_half_types_have_no_arithmetic() -> None:
     text = ADD.replace("device const float* x", "device const half* x").replace("const float v", "const half v")
     with pytest.raises(NotCompiled, match=r"no match for .operator"):

@@ -153,6 +153,12 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
     return t.as_strided((_elements(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
 
 
+def most_threads(group: Three) -> str:
+    """What stands before a function. Metal's compiler takes no more registers a thread than let such a threadgroup run: without it,
+    one that holds much of a row may be refused at the dispatch."""
+    return f"[[max_total_threads_per_threadgroup({math.prod(group)})]]"
+
+
 def error_word(errors: torch.Tensor) -> int:
     """The word of the check that eager makes first (`fusewright.toolkit.ir.checks`), or 0. Each check has four words: its number
     where it failed, the index in two."""

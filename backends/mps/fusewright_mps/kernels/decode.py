@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
-from fusewright_mps.kernels.handwritten import SHORT, Handwritten
+from fusewright_mps.kernels.handwritten import SHORT, Handwritten, vector
 from fusewright_mps.target import Target
 
 LANES = 32
@@ -58,7 +58,14 @@ class Parts(Handwritten):
 
     @property
     def name(self) -> str:
-        return "_".join(x for x in ("decode", SHORT[self.dtype], f"d{self.d}", f"r{self.rows}", self.mask) if x)
+        wide = f"v{self.width}" if self.width > 1 else ""
+        return "_".join(x for x in ("decode", SHORT[self.dtype], f"d{self.d}", f"r{self.rows}", self.mask, wide) if x)
+
+    @property
+    def width(self) -> int:
+        """Neighbours along a head that a lane reads in one load, where heads and strides are a multiple of them."""
+        strides = self.strides[:9]
+        return next((w for w in (4, 2) if self.d % (LANES * w) == 0 and not any(s % w for s in strides)), 1)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -83,46 +90,54 @@ class Parts(Handwritten):
     def threadgroup(self) -> tuple[int, int, int]:
         return LANES, 1, 1
 
-    def text(self, aligned: bool = True) -> str:
-        return "\n".join(self._lines()) + "\n"
+    @property
+    def alignment(self) -> tuple[int, ...]:
+        """What vectors want, in bytes: of queries, keys, values, and of the sums."""
+        size, w = (4 if self.dtype == "float" else 2), self.width
+        wanted = {**dict.fromkeys("qkv", size * w), "sums": 4 * w} if w > 1 else {}
+        return tuple(wanted.get(b.name, 1) for b in self.buffers)
 
-    def _lines(self) -> Iterator[str]:
-        rows, per_lane = self.rows, -(-self.d // LANES)
-        each = f"FW_UNROLL for (int i = 0; i < {per_lane}; ++i)"
-        inside = "" if self.d % LANES == 0 else f" if (int(lane) + 32 * i < {self.d})"
+    def text(self, aligned: bool = True) -> str:
+        return "\n".join(self._lines(aligned)) + "\n"
+
+    def _lines(self, aligned: bool) -> Iterator[str]:
+        rows, w, per_lane = self.rows, self.width, -(-self.d // LANES)
+        one = f"FW_UNROLL for (int i = 0; i < {per_lane}; ++i)"
+        each, at = f"FW_UNROLL for (int i = 0; i < {per_lane}; i += {w})", f"{w} * int(lane) + {LANES} * i"
+        inside = "" if self.d % LANES == 0 else f"if (int(lane) + {LANES} * i < {self.d}) "
         yield f"kernel void {self.name}({', '.join(self._parameters())}) {{"
         yield "    const int keys = int(sizes[0]), chunk = int(sizes[1]), heads = int(sizes[2]);"
         yield "    const int group = int(sizes[3]), queries = int(sizes[4]), parts = int(sizes[5]);"
         yield "    constant long* qs = sizes + 6;"
         yield "    constant long* ks = sizes + 9;"
         yield "    constant long* vs = sizes + 12;"
+        yield from ["    constant long* ms = sizes + 15;"] * bool(self.mask)
         yield "    const int b = int(at.y) / heads, h = int(at.y) % heads;"
+        yield "    const int first = int(at.x) * chunk, last = min(first + chunk, keys);"
         yield f"    float query[{rows}][{per_lane}], sum[{rows}][{per_lane}], high[{rows}], weight[{rows}];"
+        yield from [f"    long hides[{rows}];"] * bool(self.mask)
         yield f"    FW_UNROLL for (int r = 0; r < {rows}; ++r) {{"
-        yield "        const long from = b * qs[0] + (h * group + r / queries) * qs[1] + (r % queries) * qs[2];"
-        yield f"        {each} {{"
-        yield "            query[r][i] = 0.0f;"
-        yield "            sum[r][i] = 0.0f;"
-        yield f"           {inside} query[r][i] = float(q[from + lane + 32 * i]) * reals[0];"
+        yield "        const int head = h * group + r / queries, row = r % queries;"
+        yield "        const long from = b * qs[0] + head * qs[1] + row * qs[2];"
+        yield f"        {one} {{ query[r][i] = 0.0f; sum[r][i] = 0.0f; }}"
+        yield f"        {each} {inside}{{"
+        yield from self._loaded("query[r]", "q", f"from + {at}", aligned, " * reals[0]")
         yield "        }"
         yield "        high[r] = -INFINITY;"
         yield "        weight[r] = 0.0f;"
+        yield from ["        hides[r] = b * ms[0] + head * ms[1] + row * ms[2] + first * ms[3];"] * bool(self.mask)
         yield "    }"
-        yield "    const int first = int(at.x) * chunk, last = min(first + chunk, keys);"
-        yield "    for (int j = first; j < last; ++j) {"
-        yield "        const long kj = b * ks[0] + h * ks[1] + j * ks[2], vj = b * vs[0] + h * vs[1] + j * vs[2];"
-        yield f"        float one[{per_lane}], value[{per_lane}];"
-        yield f"        {each} {{"
-        yield "            one[i] = 0.0f;"
-        yield "            value[i] = 0.0f;"
-        yield f"           {inside} {{"
-        yield "                one[i] = float(k[kj + lane + 32 * i]);"
-        yield "                value[i] = float(v[vj + lane + 32 * i]);"
-        yield "            }"
+        yield "    long kj = b * ks[0] + h * ks[1] + first * ks[2], vj = b * vs[0] + h * vs[1] + first * vs[2];"
+        yield "    for (int j = first; j < last; ++j, kj += ks[2], vj += vs[2]) {"
+        yield f"        float key[{per_lane}], value[{per_lane}];"
+        yield from [f"        {one} {{ key[i] = 0.0f; value[i] = 0.0f; }}"] * bool(inside)
+        yield f"        {each} {inside}{{"
+        yield from self._loaded("key", "k", f"kj + {at}", aligned)
+        yield from self._loaded("value", "v", f"vj + {at}", aligned)
         yield "        }"
         yield f"        FW_UNROLL for (int r = 0; r < {rows}; ++r) {{"
         yield "            float dot = 0.0f;"
-        yield f"            {each} dot = metal::fma(query[r][i], one[i], dot);"
+        yield f"            {one} dot = metal::fma(query[r][i], key[i], dot);"
         yield "            float score = simd_sum(dot);"
         yield from self._masked()
         yield "            const float top_now = score > high[r] ? score : high[r];"
@@ -131,12 +146,12 @@ class Parts(Handwritten):
         yield "            const float p = metal::precise::exp(score - top_now);"
         yield "            weight[r] = metal::fma(weight[r], before, p);"
         yield "            high[r] = top_now;"
-        yield f"            {each} sum[r][i] = metal::fma(p, value[i], sum[r][i] * before);"
+        yield f"            {one} sum[r][i] = metal::fma(p, value[i], sum[r][i] * before);"
         yield "        }"
         yield "    }"
         yield f"    FW_UNROLL for (int r = 0; r < {rows}; ++r) {{"
         yield f"        const long row = (long(at.y) * parts + at.x) * {rows} + r;"
-        yield f"        {each}{inside} sums[row * {self.d} + lane + 32 * i] = sum[r][i];"
+        yield f"        {each} {inside}{{ {self._stored(f'row * {self.d} + {at}', aligned)} }}"
         yield "        if (lane == 0u) {"
         yield "            top[row] = high[r];"
         yield "            total[row] = weight[r];"
@@ -144,11 +159,28 @@ class Parts(Handwritten):
         yield "    }"
         yield "}"
 
+    def _loaded(self, to: str, buffer: str, at: str, aligned: bool, scaled: str = "") -> Iterator[str]:
+        """A lane's neighbours as fp32."""
+        w = self.width
+        if w == 1:
+            yield f"            {to}[i] = float({buffer}[{at}]){scaled};"
+            return
+        yield f"            const {self.dtype}{w} {buffer}{w} = {vector(self.dtype, w, buffer, at, aligned)};"
+        yield f"            FW_UNROLL for (int e = 0; e < {w}; ++e) {to}[i + e] = float({buffer}{w}[e]){scaled};"
+
+    def _stored(self, at: str, aligned: bool) -> str:
+        w = self.width
+        if w == 1:
+            return f"sums[{at}] = sum[r][i];"
+        if not aligned:
+            return f"FW_UNROLL for (int e = 0; e < {w}; ++e) sums[{at} + e] = sum[r][i + e];"
+        values = ", ".join(f"sum[r][i{f' + {e}' if e else ''}]" for e in range(w))
+        return f"*(device float{w}*)(sums + ({at})) = float{w}({values});"
+
     def _masked(self) -> Iterator[str]:
         if not self.mask:
             return
-        yield "            constant long* ms = sizes + 15;"
-        yield "            const long m = b * ms[0] + (h * group + r / queries) * ms[1] + (r % queries) * ms[2] + j * ms[3];"
+        yield "            const long m = hides[r] + (j - first) * ms[3];"
         if self.mask == "bool":
             yield "            if (!mask[m]) score = -INFINITY;"
         else:
@@ -202,7 +234,8 @@ class Combined(Handwritten):
         return LANES, 1, 1
 
     def text(self, aligned: bool = True) -> str:
-        t = self.dtype
+        t, per_lane = self.dtype, -(-self.d // LANES)
+        inside = "" if self.d % LANES == 0 else f"if (int(lane) + {LANES} * i < {self.d}) "
         return f"""\
 kernel void {self.name}(device const float* sums [[buffer(0)]], device const float* top [[buffer(1)]], device const float* total \
 [[buffer(2)]], device {t}* out [[buffer(3)]], constant long* sizes [[buffer(4)]], uint3 at [[threadgroup_position_in_grid]], \
@@ -210,23 +243,24 @@ uint lane [[thread_index_in_simdgroup]]) {{
     const int heads = int(sizes[0]), group = int(sizes[1]), queries = int(sizes[2]), parts = int(sizes[3]);
     const int rows = group * queries, r = int(at.y), b = int(at.z) / heads, h = int(at.z) % heads;
     const long first = long(at.z) * parts * rows + r;
-    float high = -INFINITY, whole = 0.0f;
+    float high = -INFINITY, whole = 0.0f, sum[{per_lane}];
     for (int p = 0; p < parts; ++p) {{
         const float t = top[first + long(p) * rows];
         high = t > high ? t : high;
     }}
+    FW_UNROLL for (int i = 0; i < {per_lane}; ++i) sum[i] = 0.0f;
     for (int p = 0; p < parts; ++p) {{
-        const float t = top[first + long(p) * rows], n = total[first + long(p) * rows];
-        if (n != 0.0f) whole += metal::precise::exp(t - high) * n;
+        const long row = first + long(p) * rows;
+        if (total[row] == 0.0f) continue;
+        const float factor = metal::precise::exp(top[row] - high);
+        whole += factor * total[row];
+        FW_UNROLL for (int i = 0; i < {per_lane}; ++i) {{
+            {inside}sum[i] += factor * sums[row * {self.d} + lane + 32 * i];
+        }}
     }}
     const long to = b * sizes[4] + (h * group + r / queries) * sizes[5] + (r % queries) * sizes[6];
-    for (int d = int(lane); d < {self.d}; d += 32) {{
-        float sum = 0.0f;
-        for (int p = 0; p < parts; ++p) {{
-            const long row = first + long(p) * rows;
-            if (total[row] != 0.0f) sum += metal::precise::exp(top[row] - high) * sums[row * {self.d} + d];
-        }}
-        out[to + d] = {t}(whole == 0.0f ? 0.0f : sum / whole);
+    FW_UNROLL for (int i = 0; i < {per_lane}; ++i) {{
+        {inside}out[to + lane + 32 * i] = {t}(whole == 0.0f ? 0.0f : sum[i] / whole);
     }}
 }}
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from fusewright.toolkit.ir.ir import Buffer
-from fusewright_mps.kernels.handwritten import SHORT, Handwritten
+from fusewright_mps.kernels.handwritten import SHORT, Handwritten, vector
 from fusewright_mps.target import Target
 
 LANES = 32
@@ -87,9 +87,10 @@ class Gemv(Handwritten):
 
     @property
     def alignment(self) -> tuple[int, ...]:
-        """Rows of `x` and weights are read in vectors of four."""
-        sizes = {"x": 2 if self.dtype != "float" else 4, "w": 1, "low": 1, "high": 1}
-        return tuple(4 * sizes[b.name] if b.name in sizes else 1 for b in self.buffers)
+        """Rows of `x` and weights are read in vectors of four, a scale and its zero together."""
+        size = 2 if self.dtype != "float" else 4
+        wanted = {"x": 4 * size, "w": 4, "low": 4, "high": 4, "scale": 2 * size if self.packed == "tinygemm" else 1}
+        return tuple(wanted.get(b.name, 1) for b in self.buffers)
 
     def text(self, aligned: bool = True) -> str:
         return "\n".join(self._lines(aligned)) + "\n"
@@ -105,19 +106,20 @@ class Gemv(Handwritten):
         yield "    if (first >= N) return;"
         yield f"    float total[{m}][{r}];"
         yield f"    FW_UNROLL for (int i = 0; i < {m}; ++i) FW_UNROLL for (int j = 0; j < {r}; ++j) total[i][j] = 0.0f;"
+        yield from self._places()
         yield f"    for (int k = int(lane) * {step}; k < K; k += {LANES * step}) {{"
+        yield from self._step_places()
         yield f"        float v[{m}][{step}], sum[{m}];"
         yield f"        FW_UNROLL for (int i = 0; i < {m}; ++i) {{"
         yield "            sum[i] = 0.0f;"
         yield f"            FW_UNROLL for (int b = 0; b < {step}; b += 4) {{"
-        yield f"                const {t}4 four = {_four(f'{t}4', 'x', 'long(i) * K + k + b', aligned)};"
+        yield f"                const {t}4 four = {vector(t, 4, 'x', 'long(i) * K + k + b', aligned)};"
         yield "                FW_UNROLL for (int e = 0; e < 4; ++e) { v[i][b + e] = float(four[e]); sum[i] += v[i][b + e]; }"
         yield "            }"
         yield "        }"
         yield f"        FW_UNROLL for (int j = 0; j < {r}; ++j) {{"
-        yield "            const int n = min(first + j, N - 1);"
         yield from self._weights(step, aligned)
-        yield from self._factors()
+        yield from self._factors(aligned)
         yield f"            FW_UNROLL for (int i = 0; i < {m}; ++i) {{"
         yield "                float dot = 0.0f;"
         yield f"                FW_UNROLL for (int e = 0; e < {step}; ++e) dot = metal::fma(v[i][e], q[e], dot);"
@@ -132,15 +134,36 @@ class Gemv(Handwritten):
         yield "    }"
         yield "}"
 
-    def _factors(self) -> Iterator[str]:
-        """`s` and `z`: the factor of a group and its zero."""
-        at = "(long(k / group) * N + n) * 2" if self.packed == "tinygemm" else "long(n) * groups + k / group"
-        yield f"            const long g = {at};"
-        yield "            const float s = float(scale[g]);"
+    def _places(self) -> Iterator[str]:
+        """Where the rows of weights begin, and their factors: 64 bits, and not in the loop."""
+        length = "K" if self.bits == 8 else "(K / 2)"
+        factors = "" if self.packed == "tinygemm" else f", factors[{self.rows}]"
+        yield f"    int n[{self.rows}];"
+        yield f"    long row[{self.rows}]{factors};"
+        yield f"    FW_UNROLL for (int j = 0; j < {self.rows}; ++j) {{"
+        yield "        n[j] = min(first + j, N - 1);"
+        yield f"        row[j] = long(n[j]) * {length};"
+        if factors:
+            yield "        factors[j] = long(n[j]) * groups;"
+        yield "    }"
+
+    def _step_places(self) -> Iterator[str]:
+        """Of a lane's weights in every row."""
+        yield "        const int g = k / group;"
         if self.packed == "tinygemm":
-            yield "            const float z = float(scale[g + 1]);"
-        elif self.zeros:
-            yield "            const float z = float(zero[g]);"
+            yield "        const long factors = long(g) * 2 * N;"
+        if self.bits == 4:
+            yield "        const int from = k >> 1;"
+
+    def _factors(self, aligned: bool) -> Iterator[str]:
+        """`s` and `z`: the factor of a group and its zero."""
+        if self.packed == "tinygemm":
+            yield f"            const {self.dtype}2 both = {vector(self.dtype, 2, 'scale', 'factors + 2 * n[j]', aligned)};"
+            yield "            const float s = float(both[0]), z = float(both[1]);"
+            return
+        yield "            const float s = float(scale[factors[j] + g]);"
+        if self.zeros:
+            yield "            const float z = float(zero[factors[j] + g]);"
 
     def _added(self) -> str:
         """A total with a lane's part of a row added."""
@@ -161,11 +184,10 @@ class Gemv(Handwritten):
         """`q`: the weights of a lane as numbers."""
         yield f"            float q[{step}];"
         if self.bits == 8:
-            yield f"            const char4 four = {_four('char4', 'w', 'long(n) * K + k', aligned)};"
+            yield f"            const char4 four = {vector('char', 4, 'w', 'row[j] + k', aligned)};"
             yield "            FW_UNROLL for (int e = 0; e < 4; ++e) q[e] = float(four[e]);"
             return
-        yield "            const long from = (long(n) * K + k) / 2;"
-        yield f"            const uchar4 lows = {_four('uchar4', 'low', 'from', aligned)};"
+        yield f"            const uchar4 lows = {vector('uchar', 4, 'low', 'row[j] + from', aligned)};"
         yield from self._unsigned() if self.packed else self._signed(aligned)
 
     def _unsigned(self) -> Iterator[str]:
@@ -177,22 +199,15 @@ class Gemv(Handwritten):
         yield "            }"
 
     def _signed(self, aligned: bool) -> Iterator[str]:
-        yield "            const bool whole = flags[n] != 0;"
+        yield "            const bool whole = flags[n[j]] != 0;"
         yield "            uchar4 highs = uchar4(0);"
-        yield f"            if (whole) highs = {_four('uchar4', 'high', 'from', aligned)};"
+        yield f"            if (whole) highs = {vector('uchar', 4, 'high', 'row[j] + from', aligned)};"
         yield "            FW_UNROLL for (int e = 0; e < 4; ++e) {"
         yield "                const int two = int(lows[e]), more = int(highs[e]);"
         for e, nibble in (("2 * e", "& 15"), ("2 * e + 1", ">> 4")):
             signed = f"(((two {nibble}) ^ 8) - 8)"
             yield f"                q[{e}] = float(whole ? (two {nibble}) + 16 * (((more {nibble}) ^ 8) - 8) : {signed});"
         yield "            }"
-
-
-def _four(kind: str, buffer: str, at: str, aligned: bool) -> str:
-    """Four neighbours of a buffer, in one load where it is aligned."""
-    if aligned:
-        return f"*(device const {kind}*)({buffer} + ({at}))"
-    return f"{kind}({', '.join(f'{kind[:-1]}({buffer}[{at} + {e}])' for e in range(4))})"
 
 
 def rows_for(n: int, target: Target) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright.toolkit.ir.types import DType
-from fusewright_mps.emit.source import Argument, Dispatch, Source, Variant
+from fusewright_mps.emit.source import Argument, Dispatch, Source, Variant, most_threads
 
 METAL = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 """Metal's names of the types that kernels compute from; sums are fp32."""
@@ -87,8 +87,20 @@ class Handwritten(ABC):
         buffers = tuple(Argument("buffer", k) for k in range(len(self.buffers)))
         arguments = (*buffers, *((Argument("reals"),) if self.scalars else ()), Argument("sizes"))
         alignment = self.alignment if variant.aligned else (1,) * len(self.buffers)
-        dispatch = Dispatch(self.name, arguments, self.threads, self.threadgroup)
-        return Source(self, variant, self.text(variant.aligned), (dispatch,), alignment)  # type: ignore[arg-type]
+        name = self.name if variant.aligned else f"{self.name}_unaligned"
+        text = self.text(variant.aligned).replace(f"void {self.name}(", f"void {name}(", 1)
+        dispatch = Dispatch(name, arguments, self.threads, self.threadgroup)
+        text = f"{most_threads(self.threadgroup)}\n{text}"
+        return Source(self, variant, text, (dispatch,), alignment)  # type: ignore[arg-type]
+
+
+def vector(kind: str, count: int, buffer: str, at: str, aligned: bool) -> str:
+    """`count` neighbours of a buffer, in one load where it is aligned."""
+    if count == 1:
+        return f"{buffer}[{at}]"
+    if aligned:
+        return f"*(device const {kind}{count}*)({buffer} + ({at}))"
+    return f"{kind}{count}({', '.join(f'{kind}({buffer}[{at} + {e}])' for e in range(count))})"
 
 
 def hash_of(kernel: Handwritten) -> str:

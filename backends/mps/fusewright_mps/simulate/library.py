@@ -133,6 +133,8 @@ class _Function:
         f = self.function
         if math.prod(group) > MOST_THREADS or min(group) < 1:
             raise ValueError(f"{f.name}: a threadgroup of {tuple(group)}; Metal takes 1 to {MOST_THREADS} threads")
+        if f.most is not None and math.prod(group) > f.most:
+            raise ValueError(f"{f.name}: a threadgroup of {tuple(group)}; it was compiled for {f.most} threads")
         if f.threadgroup_bytes > THREADGROUP_BYTES:
             raise ValueError(
                 f"{f.name}: {f.threadgroup_bytes} bytes of threadgroup memory; there are {THREADGROUP_BYTES}"

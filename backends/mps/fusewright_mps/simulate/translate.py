@@ -17,6 +17,7 @@ _ARRAY = re.compile(r"\bthreadgroup\s+([\w:]+)\s+(\w+)\[(\d+)\];")
 _ATTRIBUTE = re.compile(r"\[\[(\w+)(?:\((\d+)\))?\]\]")
 _FUNCTION = re.compile(r"^(?:kernel|inline|template)\b(?:[^\n]*\}$|.*?^\})", re.MULTILINE | re.DOTALL)
 _KERNEL = re.compile(r"^kernel\s+void\s+(\w+)\(([^{]*)\)\s*\{", re.MULTILINE)
+_MOST = re.compile(r"\[\[max_total_threads_per_threadgroup\((\d+)\)\]\]")
 _NAME = re.compile(r"(\w+)\s*\(")
 _MEETING = re.compile(r"\b(?:simd_\w+|threadgroup_barrier|simdgroup_barrier)\s*\(")
 
@@ -65,13 +66,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel function. `meets`: its threads meet at barriers or in simdgroup functions; `line` is its first in the source."""
+    """A kernel function. `meets`: its threads meet at barriers or in simdgroup functions; `line` is its first in the source;
+    `most`: the threads of a threadgroup that it is compiled for, where it says so."""
 
     name: str
     parameters: tuple[Parameter, ...]
     meets: bool
     threadgroup_bytes: int
     line: int
+    most: int | None = None
 
     @property
     def buffers(self) -> list[Parameter]:
@@ -94,7 +97,9 @@ def _function(text: str, m: re.Match[str], meeting: set[str]) -> Function:
         raise NotMetal(f"{name}: buffers are numbered {order}; number them from 0 on, 31 at most")
     body = text[m.start() : text.find("\n}", m.start())]
     used = sum(BYTES[t] * int(n) for t, _, n in _ARRAY.findall(body))
-    return Function(name, parameters, name in meeting, used, line)
+    before = text[text.rfind("\n", 0, max(m.start() - 1, 0)) + 1 : m.start()]
+    most = _MOST.match(before)
+    return Function(name, parameters, name in meeting, used, line, int(most[1]) if most else None)
 
 
 def _parameter(kernel: str, text: str) -> Parameter:
