@@ -167,6 +167,14 @@ def traced_size(size: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def settled_size(size: Any) -> Any:
+    """A size, as a number where guards have made its symbol one."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    number = size.node.maybe_as_int()
+    return size if number is None else number
+
+
 def statically_true(condition: Any) -> bool:
     """Whether a (symbolic) condition holds for every size, without adding a guard."""
     if isinstance(condition, bool):

@@ -18,7 +18,8 @@ from fusewright.ops.rules import is_one, masked_by, named, tensors, times, wrap
 
 
 def shape(t: Any) -> Shape:
-    return tuple(t.shape)
+    """The sizes; a symbol that tracing has found to be a number is that number."""
+    return tuple(compat.settled_size(n) for n in t.shape)
 
 
 def shape_of(arg_: str, outputs: int = 1) -> ShapeRule:
@@ -252,7 +253,7 @@ def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
     end = n if end is None or (isinstance(end, int) and end >= 2**63 - 1) else _clamp(end, n)
     if all(isinstance(v, int) for v in (n, start, end, step)):
         return max(0, -((start - end) // step))
-    return end - start if is_one(step) else (end - start + step - 1) // step
+    return _at_least_0(end - start if is_one(step) else (end - start + step - 1) // step, traced=True)
 
 
 def _clamp(i: Any, n: Any) -> Any:
@@ -264,11 +265,15 @@ def _clamp(i: Any, n: Any) -> Any:
     return i if compat.statically_true(i <= n) else torch.sym_min(i, n)
 
 
-def _at_least_0(i: Any) -> Any:
+def _at_least_0(i: Any, traced: bool = False) -> Any:
+    """`i`, or 0 where it is less. `traced`: tracing has asked that, so that its number tells."""
     if isinstance(i, int):
         return max(i, 0)
     if compat.statically_true(i >= 0):
         return i
+    if traced:
+        number = compat.traced_size(i)
+        return i if number is None or number > 0 else 0
     return 0 if compat.statically_true(i <= 0) else torch.sym_max(i, 0)
 
 
@@ -404,7 +409,9 @@ def range_length(a: Args) -> tuple[Shape]:
         return ((max(0, -((start - end) // step)),),)
     if any(isinstance(v, float) for v in (start, end, step)):
         return ((math.ceil((end - start) / step),),)
-    return (((end - start) if is_one(step) else (end - start + step - 1) // step,),)
+    if is_one(step):
+        return ((end - start,),)
+    return (((end - start + step + (1 if (compat.traced_size(step) or 1) < 0 else -1)) // step,),)
 
 
 def norm_shapes(a: Args) -> tuple[Shape, Shape, Shape]:

@@ -43,13 +43,18 @@ def conv_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
 
 def norm_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
     """The shapes of input, weight and bias, where `output_mask` asks for them."""
-    n = tuple(a["normalized_shape"])
+    n = _normalized(a)
     return sh.masked_shapes(lambda x: (tuple(x["input"].shape), n, n))(a)
+
+
+def _normalized(a: Args) -> Shape:
+    """The shape that is normalized over, as the input has it: torch 2.11 hands symbols of `normalized_shape` on as addresses."""
+    return tuple(a["input"].shape)[-len(a["normalized_shape"]) :]
 
 
 def rms_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
     """The shapes of input and weight, where `output_mask` asks for them."""
-    return sh.masked_shapes(lambda x: (tuple(x["input"].shape), tuple(x["normalized_shape"])))(a)
+    return sh.masked_shapes(lambda x: (tuple(x["input"].shape), _normalized(x)))(a)
 
 
 def channel_backward_shapes(a: Args) -> tuple[Shape | None, ...]:

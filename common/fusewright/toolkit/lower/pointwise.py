@@ -65,7 +65,7 @@ def formula(
             return f"computed in {str(dtype).removeprefix('torch.')}"
         return check(op)
 
-    return Map(run, checked, cost)
+    return Map(run, checked, cost, names)
 
 
 def _rounded(arg: Any, dtype: torch.dtype) -> Any:
@@ -367,7 +367,8 @@ TABLE: Table = {
         "copysign_scalar": formula(kernel_op("copysign"), *_XY, kinds="float"),
         **{
             f"bitwise_{n}{s}": formula(kernel_op(n), *_XY, kinds="bits")
-            for n in ("and", "or", "xor") for s in ("", "_scalar")
+            for n in ("and", "or", "xor")
+            for s in ("", "_scalar")
         },
         **{f"bitwise_left_shift{s}": formula(kernel_op("shl"), *_XY, kinds="integer") for s in ("", "_scalar")},
         **{f"bitwise_right_shift{s}": formula(kernel_op("shr"), *_XY, kinds="integer") for s in ("", "_scalar")},
@@ -380,7 +381,7 @@ TABLE: Table = {
         "logical_xor": _logical("xor"),
         "bitwise_not": formula(kernel_op("not"), "self", kinds="bits"),
         "where": Map(_where),
-        "masked_fill": Map(_masked_fill),
+        "masked_fill": Map(_masked_fill, symbols=("value",)),
         "masked_fill_tensor": Map(_masked_fill),
         "cast": Map(_cast, _same_device),
         "clone": Map(_clone),

@@ -17,7 +17,19 @@ from fusewright.toolkit.lower.movement import out_type
 from fusewright.toolkit.lower.pointwise import truth
 from fusewright.toolkit.lower.views import number
 from fusewright.toolkit.rules.evaluate import compute_dtype
-from fusewright.toolkit.rules.kinds import Check, Domain, Evaluator, Level, Map, Row, RowContext, Rules, Table, always
+from fusewright.toolkit.rules.kinds import (
+    Check,
+    Domain,
+    Evaluator,
+    Level,
+    Map,
+    Row,
+    RowContext,
+    Rules,
+    Symbols,
+    Table,
+    always,
+)
 from fusewright.toolkit.rules.space import At, Shape, product, shape_of
 
 Rows = Callable[[RowContext, OpView], tuple[Val, ...]]
@@ -183,8 +195,9 @@ def _row_op(
     levels: tuple[Level, ...] = ("row",),
     check: Check = always,
     ordered: bool = False,
+    symbols: Symbols = (),
 ) -> Row:
-    return Row(domain, code, tuple(range(len(levels))), levels, check, ordered)
+    return Row(domain, code, tuple(range(len(levels))), levels, check, ordered, symbols)
 
 
 def _float_in(op: OpView) -> str | None:
@@ -449,7 +462,7 @@ TABLE: Table = {
     "log_softmax": (_row_op(_log_softmax, one_dim, ("full",)),),
     "layer_norm": (_row_op(_layer_norm, normalised, _NORM),),
     "rms_norm": (_row_op(_rms_norm, normalised, ("full", "row")),),
-    "group_norm": (_row_op(_group_norm, grouped, _NORM, plain_groups),),
+    "group_norm": (_row_op(_group_norm, grouped, _NORM, plain_groups, symbols=("N", "HxW")),),
     "batch_norm": (Map(_batch_norm, _has_statistics, cost=12),),
     "batch_norm_train": (_row_op(_batch_norm_train, channels, (*_NORM, "row", "row"), _trains),),
     "weight_norm": (_row_op(_weight_norm, _but_one, ("full", "row")),),

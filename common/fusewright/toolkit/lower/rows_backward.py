@@ -177,7 +177,7 @@ TABLE: Table = {
     ),
     "rms_norm_backward": (Row(normalised, _rms_norm_input), Row(outer, _rms_norm_weight, (1,), ("row",))),
     "group_norm_backward": (
-        Row(grouped, _group_norm_input, check=plain_groups),
+        Row(grouped, _group_norm_input, check=plain_groups, symbols=("N", "HxW")),
         Row(_over_samples, _group_norm_affine, (1, 2), ("row", "row")),
     ),
     "batch_norm_backward": (Row(channels, _batch_norm, (0, 1, 2), ("full", "row", "row"), _given_statistics),),

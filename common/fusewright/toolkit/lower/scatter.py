@@ -25,6 +25,7 @@ from fusewright.toolkit.rules.kinds import (
     Row,
     RowContext,
     Scatter,
+    Symbols,
     Table,
     always,
 )
@@ -79,9 +80,10 @@ def _scatter(
     how: str | Callable[[OpView], str],
     check: Check = always,
     init: Any = _start,
+    symbols: Symbols = (),
 ) -> Scatter:
     accumulators = _single(how, init)
-    return Scatter(shape, accumulators, code, _finish_if_wide(accumulators), check)
+    return Scatter(shape, accumulators, code, _finish_if_wide(accumulators), check, symbols)
 
 
 def shape_like(name: str) -> Callable[[OpView], Shape]:
@@ -357,7 +359,7 @@ TABLE: Table = {
     "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth, _fitting)),),
     "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _both(_ranked, _fitting)),),
     "index_fill": (_scatter(_sliced_shape, _fill_slice, "", _ranked),),
-    "as_strided_scatter": (_scatter(shape_like("src"), _strided, "", _clear_strides),),
+    "as_strided_scatter": (_scatter(shape_like("src"), _strided, "", _clear_strides, symbols=("storage_offset",)),),
     "masked_scatter": (Row(_flat, _masked, levels=("full",), ordered=True),),
     "embedding_backward": (_scatter(shape_like("grad_output"), _embedding, "add", _unscaled, init=_zeros),),
 }

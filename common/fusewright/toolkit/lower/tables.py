@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusewright.interface import OpView, TensorSpec, Verdict, Why
+from fusewright.interface import OpView, TensorSpec, Value, Verdict, Why
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.lower import (
     activation,
@@ -50,6 +50,8 @@ def verdict(op: OpView) -> Verdict:
             return refused
     if any(v.spec is None and v.dim is None for v in op.inputs()):
         return Verdict(Why.ATTR, "an argument is a number that is only known at run time")
+    if unread := _symbols(op) - {n for rule in rules for n in rule.symbols}:
+        return Verdict(Why.ATTR, f"{min(unread)} is a symbol")
     if isinstance(rules[0], View) and not _same_count(op):
         return Verdict(Why.DYNAMIC_SHAPE, "sizes that are not known to fit together")
     for rule in rules:
@@ -66,6 +68,11 @@ def _types(specs: list[TensorSpec]) -> Verdict | None:
         except KeyError:
             return Verdict(Why.DTYPE, f"kernels have no {str(s.dtype).removeprefix('torch.')}")
     return None
+
+
+def _symbols(op: OpView) -> set[str]:
+    """Number arguments that are symbols. Those in lists are sizes, which the results' shapes tell."""
+    return {n for n, a in zip(op.argnames, op.args, strict=True) if isinstance(a, Value) and a.spec is None}
 
 
 def _sizes(op: OpView) -> Verdict | None:

@@ -118,9 +118,17 @@ def insert(at: At, dim: int, index: Index | Extent, size: Extent) -> At:
 
 
 def _select(op: OpView, k: int, at: At) -> tuple[Value, At]:
-    x, d = op.arg("self"), dim_of(op)
-    size, i = shape_of(x.spec)[d], number(op.arg("index"))
-    return x, insert(at, d, i + size if isinstance(i, int) and i < 0 else i, size)
+    x, d, given = op.arg("self"), dim_of(op), op.arg("index")
+    size, i = shape_of(x.spec)[d], number(given)
+    traced = given.dim.hint if isinstance(given, Value) and given.dim is not None else given
+    return x, insert(at, d, i + size if traced < 0 else i, size)  # tracing has guarded a symbol's sign
+
+
+def _signed(op: OpView) -> str | None:
+    """An index whose sign is known."""
+    i = number(op.arg("index"))
+    unknown = not isinstance(i, int) and any(s.startswith("u") for s in names(i))
+    return "an index that may count from the end" if unknown else None
 
 
 def _unbind(op: OpView, k: int, at: At) -> tuple[Value, At]:
@@ -170,9 +178,9 @@ TABLE: Table = {
         "t": View(_t),
         "squeeze": View(_reshape),
         "unsqueeze": View(_reshape),
-        "slice": View(_slice, static_start),
-        "select": View(_select),
-        "split": View(_piece),
+        "slice": View(_slice, static_start, ("end",)),
+        "select": View(_select, _signed, ("index",)),
+        "split": View(_piece, symbols=("split_size",)),
         "split_with_sizes": View(_piece),
         "unbind": View(_unbind),
         "diagonal": View(_diagonal, _plain("offset")),  # type: ignore[arg-type]

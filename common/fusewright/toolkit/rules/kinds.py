@@ -30,6 +30,10 @@ Check: TypeAlias = Callable[[OpView], "str | None"]
 Level: TypeAlias = Literal["full", "row"]
 
 
+Symbols: TypeAlias = tuple[str, ...]
+"""Names of number arguments that a rule computes with, or never reads, where they are symbols; elsewhere they must be known."""
+
+
 def always(op: OpView) -> str | None:
     return None
 
@@ -78,6 +82,7 @@ class View:
 
     code: Callable[[OpView, int, At], tuple[Value, At]]
     check: Check = always
+    symbols: Symbols = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Map:
     code: Callable[[Evaluator, OpView, int, At], Val]
     check: Check = always
     cost: int = 2
+    symbols: Symbols = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,7 @@ class Row:
     levels: tuple[Level, ...] = ("full",)
     check: Check = always
     ordered: bool = False
+    symbols: Symbols = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ class Scatter:
     code: Callable[[Evaluator, OpView, At], tuple[tuple[Index, ...] | Address, tuple[Val, ...]]]
     finish: Callable[[OpView], Callable[[Evaluator, OpView, At, tuple[Val, ...]], Val] | None] = lambda op: None
     check: Check = always
+    symbols: Symbols = ()
 
 
 Rule: TypeAlias = View | Map | Row | Scatter
