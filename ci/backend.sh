@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A vendor's job, on that vendor's hardware: the doctor must find the device and compute on it, then its tests run.
+# A vendor's job, on that vendor's hardware: the doctor must find the device and compute on it, then its tests run, and a part of
+# the conformance kit of every level (`fusewright conformance --backend NAME` is the whole). Its record goes to $OUT, if that is set.
 # Usage: ci/backend.sh NAME   (a name of fusewright.backends)
 set -euo pipefail
 name=$1
@@ -8,3 +9,4 @@ PYTHON=${PYTHON:-python}
 tests=(tests/backends)
 [ -d "tests/backends/$name" ] && tests=("tests/backends/$name")
 "$PYTHON" -m pytest -q "${tests[@]}" </dev/null
+"$PYTHON" -m fusewright conformance --backend "$name" --part 8 --jobs 2 ${OUT:+--json "$OUT/$name-conformance.json"}
