@@ -35,6 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("partition", "strict", "toolkit.fuse", "plan.execute"),
         ("rewrite", "toolkit.region"),
         ("toolkit.backend", "forms.passes"),
+        ("stages",),
         ("pipeline", "bench", "quantization", "quantization.bench", "scaffold"),
         ("dynamo", "report_page", "aot", "fusewright"),
         ("reference",),

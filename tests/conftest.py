@@ -75,7 +75,7 @@ def _nothing_left_behind() -> None:
 @pytest.fixture(autouse=True)
 def _no_bugs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A bug of a backend is reported, and eager takes over: a test that looks at results alone would not notice."""
-    from fusewright import pipeline
+    from fusewright.stages import account
 
     seen: list[report.GraphReport] = []
 
@@ -83,7 +83,7 @@ def _no_bugs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         seen.append(r)
         report.publish(r)
 
-    monkeypatch.setattr(pipeline, "publish", publish)
+    monkeypatch.setattr(account, "publish", publish)
     yield
     bugs = [b for r in seen for b in r.bugs]
     assert bool(bugs) <= bool(list(request.node.iter_markers("faulty"))), bugs

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.testing._internal.opinfo.core import SampleInput
 
+from ci.operators import one_call
 from fusewright.conformance.ops import opinfo as check
 
 
@@ -82,23 +83,9 @@ def nodes(skipped: Counter[str], only: str = "", every: int = 1) -> Iterator[Nod
 
 def checked(node: Node, by: check.Compiler) -> check.Outcome:
     """What differs, between eager and compiled, of one call."""
-    torch.compiler.reset()
-    outcome = check.Outcome(node.name, "")
-    sample = SampleInput(node.inputs[0], args=node.inputs[1:]) if node.inputs else SampleInput(None)
     if not node.inputs:
-        outcome.skipped = "no inputs"
-        return outcome
-    wanted = check.call(node, sample, None)
-    if wanted.error is not None:
-        outcome.skipped = f"eager raises {type(wanted.error).__name__}"
-        return outcome
-
-    def found(by: check.Compiler, note: check.Outcome | None = None) -> list[str]:
-        got = check.call(node, sample, by, outcome=note)
-        return check.differences(node, wanted, got, check.Exact(node, sample, gradients=False))
-
-    outcome.settle("call", found(by, outcome), lambda: found(by.judge()))
-    return outcome
+        return check.Outcome(node.name, "", skipped="no inputs")
+    return one_call.checked(node, SampleInput(node.inputs[0], args=node.inputs[1:]), by)
 
 
 def _why(e: Exception) -> str:

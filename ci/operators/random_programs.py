@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.testing._internal.opinfo.core import SampleInput
 
+from ci.operators import one_call
 from fusewright.conformance.ops import opinfo as check
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -326,19 +327,7 @@ STEPS: tuple[Callable[[Program, int], Drawn], ...] = (
 
 def checked(p: Program, by: check.Compiler) -> check.Outcome:
     """What differs, between eager and compiled, of one call."""
-    torch.compiler.reset()
-    outcome, sample = check.Outcome(p.name, ""), SampleInput(F32, args=tuple(p.inputs))
-    wanted = check.call(p, sample, None)
-    if wanted.error is not None:
-        outcome.skipped = f"eager raises {type(wanted.error).__name__}"
-        return outcome
-
-    def found(by: check.Compiler, note: check.Outcome | None = None) -> list[str]:
-        got = check.call(p, sample, by, outcome=note)
-        return check.differences(p, wanted, got, check.Exact(p, sample, gradients=False))
-
-    outcome.settle("call", found(by, outcome), lambda: found(by.judge()))
-    return outcome
+    return one_call.checked(p, SampleInput(F32, args=tuple(p.inputs)), by)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,6 +30,24 @@ def test_the_walk_through_shows_the_code_of_the_example() -> None:
         assert block in sources, block
 
 
+def test_the_ten_questions_are_answered_with_files_that_exist() -> None:
+    text = (ROOT / "docs/contributing.md").read_text().partition("## Ten questions")[2]
+    packages = [ROOT / "common/fusewright", *(ROOT / "backends").iterdir()]
+    assert len(re.findall(r"^\| .*\?", text, re.MULTILINE)) == 10
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", text):
+        assert any((package / name).exists() for package in packages), name
+
+
+def test_paths_that_the_docs_name_exist() -> None:
+    """Whole paths of the tree; studies and records keep those of their day."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text()
+        modules = [f"{m.replace('.', '/')}.py" for m in re.findall(r"python -m (ci[\w.]+\w)", text)]
+        paths = re.findall(r"`((?:ci|tests|common|backends|examples|docs|cmake)/[\w./-]+?)`", text)
+        missing = [name for name in (*paths, *modules) if not (ROOT / name).exists()]
+        assert not missing, f"{page.name}: {missing}"
+
+
 @pytest.mark.parametrize("page", tables.GENERATED, ids=lambda p: p.name)
 def test_generated_tables_are_up_to_date(page: Path) -> None:
     assert tables.updated(page) == page.read_text(), "run: python -m ci.docs.tables"

@@ -27,7 +27,7 @@ class Record:
 
     backend: str
     device: str
-    """Type and architecture, "cpu x86_64_v4"; why there is none where the backend is not available."""
+    """Type and architecture, the latter as torch and the system name it; why there is none where the backend is not available."""
     simulated: bool
     available: bool
     torch: tuple[str, ...]

@@ -69,13 +69,13 @@ class Difficult(FusedBackend):
 def facts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Facts]]:
     """The facts of each compilation that came to an end."""
     found: list[Facts] = []
-    account = pipeline._account
+    account = pipeline.account
 
     def noting(c: Any) -> None:
         found.append(c.facts)
         account(c)
 
-    monkeypatch.setattr(pipeline, "_account", noting)
+    monkeypatch.setattr(pipeline, "account", noting)
     yield found
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusewright import pipeline
 from fusewright.forms import passes
 from fusewright.forms.spec import Spec
 from fusewright.interface import TensorSpec
@@ -20,6 +19,7 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.plan.memory import place
 from fusewright.plan.verify import PlanError, find_problems, placement_problems
+from fusewright.stages import planning
 
 pytestmark = pytest.mark.hardware("x86_onednn")
 
@@ -53,14 +53,14 @@ def crossing(x: Tensor) -> Tensor:
 def plans() -> Iterator[list[Plan]]:
     """Plans as they were when their kernels were loaded."""
     found: list[Plan] = []
-    original = pipeline._finish
+    original = planning.finish
 
     def noting(c: Any, kernels: Any) -> None:
         found.append(c.plan)
         original(c, kernels)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(pipeline, "_finish", noting)
+        patch.setattr(planning, "finish", noting)
         torch.compiler.reset()
         options = {"cache": False, "prepack": "always"}
         torch.manual_seed(0)

@@ -1,0 +1,26 @@
+"""One call of whatever has a `name` and an `op`, compiled and in eager: what random programs and ONNX's nodes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusewright.conformance.ops import opinfo as check
+
+
+def checked(entry: Any, sample: Any, by: check.Compiler) -> check.Outcome:
+    """What differs, between eager and compiled, of `entry.op` on a sample; skipped where eager raises."""
+    torch.compiler.reset()
+    outcome = check.Outcome(entry.name, "")
+    wanted = check.call(entry, sample, None)
+    if wanted.error is not None:
+        outcome.skipped = f"eager raises {type(wanted.error).__name__}"
+        return outcome
+
+    def found(by: check.Compiler, note: check.Outcome | None = None) -> list[str]:
+        got = check.call(entry, sample, by, outcome=note)
+        return check.differences(entry, wanted, got, check.Exact(entry, sample, gradients=False))
+
+    outcome.settle("call", found(by, outcome), lambda: found(by.judge()))
+    return outcome

@@ -1,0 +1,128 @@
+"""What the stages share: one graph on its way, and the context that its backend sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright.cache.tune import Tuner
+from fusewright.config import Options
+from fusewright.forms.spec import Pass
+from fusewright.graph import constants
+from fusewright.graph.view import GraphIndex
+from fusewright.interface import (
+    Backend,
+    Compiled,
+    Decline,
+    Device,
+    OpView,
+    Phase,
+    Region,
+    RuleLog,
+    TensorSpec,
+    Unavailable,
+    Value,
+    Verdict,
+    Why,
+)  # fmt: skip
+from fusewright.partition.facts import Facts
+from fusewright.partition.partition import Partition
+from fusewright.plan import build as plan_build
+from fusewright.plan.execute import cached
+from fusewright.plan.execute.retained import Handover
+from fusewright.plan.ir import Run
+from fusewright.report import GraphReport
+
+X = ParamSpec("X")
+R = TypeVar("R")
+
+Refused: TypeAlias = Mapping[str, Verdict]
+"""What a round of planning cannot have from the backend, by name of a node of the traced graph."""
+
+
+@dataclass
+class Compilation:
+    """One graph on its way through the stages. `graph` is the traced graph; `working` the one that was lowered."""
+
+    backend: Backend
+    options: Options
+    gm: GraphModule
+    phase: Phase
+    const: frozenset[Node]
+    report: GraphReport
+    tuner: Tuner
+    again: Callable[[Compilation], Run]
+    """Compiles it once more, from the facts so far."""
+    constants: constants.Constants = field(init=False)
+    rules: RuleLog = field(init=False)
+    """What the host's rules did; every attempt to lower counts on from there."""
+    working: Graph = field(init=False)
+    index: GraphIndex = field(init=False)
+    partition: Partition = field(init=False)
+    compiled: list[tuple[Region, Compiled]] = field(default_factory=list)
+    plan: plan_build.Plan = field(init=False)
+    run: Run = field(init=False)
+    slot: cached.Slot | None = None
+    """In the plan cache; None keeps the plan out of it."""
+    handover: Handover = field(default_factory=Handover)
+    carried: set[int] = field(default_factory=set)
+    """Ids of claimed ops that eager's own call computes."""
+    facts: Facts = field(default_factory=Facts)
+    given: list[Any] = field(default_factory=list)
+    """The arguments of the first call, while somebody keeps what is compiled."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Source lines of the traced graph, and where its nodes with them stood before any rewrite."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+    def do(self, step: Pass[X, R], *args: X.args, **kwargs: X.kwargs) -> R:
+        """Run a pass, and verify what it gives if the options say so."""
+        return (step if self.options.verify else step.run)(*args, **kwargs)
+
+
+def origin(node: Node) -> str:
+    """The name of the node of the unexpanded graph that this node came from."""
+    return str(node.meta.get("origin", node.name))
+
+
+class Context:
+    """The `CompileContext` of one compilation."""
+
+    def __init__(self, c: Compilation, rules: RuleLog) -> None:
+        self._c = c
+        self._rules = rules
+
+    @property
+    def rules(self) -> RuleLog:
+        return self._rules
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._c.options.backend
+
+    @property
+    def device(self) -> Device:
+        device = self._c.backend.device
+        if device is None:
+            found = type(self._c.backend).probe()
+            if isinstance(found, Unavailable):
+                raise Decline(found.reason, Why.DEVICE)
+            device = found
+        return device
+
+    def value(self, spec: TensorSpec | None) -> Value:
+        return self._c.index.temporary(spec)
+
+    def aten(self, op: OpView) -> Any:
+        return plan_build.call_of(op)
+
+    def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
+        return self._c.tuner.choose(key, candidates)
+
+    def provisional(self) -> None:
+        self._c.tuner.settled = False

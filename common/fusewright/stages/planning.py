@@ -1,0 +1,81 @@
+"""Stage `plan`: one list of instructions, and code of its kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from fusewright.errors import BackendCrashError
+from fusewright.forms import passes
+from fusewright.graph.origin import first_trace
+from fusewright.interface import Verdict, Why
+from fusewright.plan import labels
+from fusewright.plan.ir import Launch
+from fusewright.plan.verify import PlanError
+from fusewright.stages.compilation import Compilation, Refused, origin
+from fusewright.stages.running import finish
+
+log = logging.getLogger("fusewright")
+
+
+def plan(c: Compilation) -> Refused:
+    """Build the plan and load its kernels. What keeps the plan from being valid or built is given back."""
+    try:
+        _make_plan(c)
+    except PlanError as e:
+        if c.options.strict:
+            raise
+        _report_plan(c, e)
+        if c.compiled:  # what fragments made of the plan is not valid, though each of them is
+            return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
+    try:
+        kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
+    except Exception as e:
+        if c.options.strict:
+            raise BackendCrashError(f"backend {c.backend.name!r} could not build its kernels: {e}") from e
+        return _unbuilt(c, _failing(c, e))
+    finish(c, kernels)
+    return {}
+
+
+def _make_plan(c: Compilation) -> None:
+    c.plan = c.do(passes.BUILD, c.index, c.partition.members, c.compiled)
+    c.plan.policy = c.backend.policy()
+    c.plan.origins = labels.origins(c.index, c.plan.instructions, c.lines)
+    c.plan.trace = first_trace(c.graph)
+    if c.phase == "infer":
+        c.plan = c.do(passes.UPDATE, c.plan)
+
+
+def _claimed(c: Compilation) -> list[str]:
+    return [origin(n) for nodes in c.partition.members for n in nodes]
+
+
+def _unbuilt(c: Compilation, failed: Mapping[str, Verdict]) -> Refused:
+    """The ops of kernels that could not be built; all ops of the backend where no launch names them."""
+    launches = [i for i in (*c.plan.prepare, *c.plan.instructions) if isinstance(i, Launch) and i.kernel in failed]
+    nodes = [(c.index.node_of[k], failed[i.kernel]) for i in launches for k in i.op_ids if k in c.index.node_of]
+    return {origin(n): v for n, v in nodes} or dict.fromkeys(_claimed(c), next(iter(failed.values())))
+
+
+def _failing(c: Compilation, error: Exception) -> dict[str, Verdict]:
+    """Why kernels cannot be built, by hash: those that fail alone too, else all of them."""
+    found = {}
+    for key, kernel in c.plan.kernels.items():
+        try:
+            c.backend.load({key: kernel})
+        except Exception as e:  # of whatever kind: what cannot be built must not stop the user's model
+            found[key] = Verdict(Why.CRASHED, f"{type(e).__name__}: {e}")
+    found = found or dict.fromkeys(c.plan.kernels, Verdict(Why.CRASHED, f"{type(error).__name__}: {error}"))
+    verdict = next(iter(found.values()))
+    c.report.bugs.append(f"{c.backend.name} could not build {len(found)} kernels: {verdict.detail}")
+    log.warning(
+        "fusewright: backend %s could not build %d of %d kernels; eager runs those ops. %s",
+        c.backend.name, len(found), len(c.plan.kernels), str(verdict).partition("\n")[0],
+    )  # fmt: skip
+    return found
+
+
+def _report_plan(c: Compilation, error: PlanError) -> None:
+    c.report.bugs.append(str(error))
+    log.warning("fusewright: %s\nEager runs this graph. This is a bug of Fusewright.", error)

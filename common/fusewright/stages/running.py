@@ -1,0 +1,100 @@
+"""A plan as a callable: its first run is checked, later ones may be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusewright.graph.effects import has_collectives
+from fusewright.interface import KernelCode
+from fusewright.plan import build as plan_build
+from fusewright.plan.execute import cached, codegen
+from fusewright.plan.execute.firstrun import checked_first
+from fusewright.plan.execute.observed import observed_first
+from fusewright.plan.execute.replay import replayed
+from fusewright.plan.execute.retained import retained
+from fusewright.plan.ir import Run
+from fusewright.report import Kept, is_keeping
+from fusewright.stages.compilation import Compilation, origin
+from fusewright.stages.untrue import blame, plan_again
+
+
+def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
+    """Make the plan a callable, whose first run is checked where somebody believes metadata: a lowering, or a recording."""
+    plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    if is_keeping():
+        c.report.kept = Kept(c.plan, kernels, plain, c.index, c.given)
+    _watch_weights(c, plain)
+    c.run = run = _replaying(c, c.plan, kernels, plain)
+    if c.compiled or c.facts.suspects() or run is not plain:
+        checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
+        again, passed = (lambda found: plan_again(c, found)), (lambda: _passed(c))
+        if has_collectives(c.graph):
+            eager = _believed(c, plan_build.build(c.index, (), ()))
+            c.run = observed_first(eager, checked, run, again, passed, c.backend.name)
+        else:
+            c.run = checked_first(checked, run, again, passed, _written_inputs(c.plan), _devices(c.plan))
+
+
+def from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
+    """As a plan that was just made, but without a check. Its first call is plain too: it loads what a recording of
+    training, which does not warm up, must find loaded."""
+    _watch_weights(c, plain)
+    later, called = _replaying(c, plan, kernels, plain), False
+
+    def run(args: list[Any]) -> Any:
+        nonlocal called
+        if called:
+            return later(args)
+        result = plain(args)
+        called = True
+        return result
+
+    return plain if later is plain else run
+
+
+def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
+    recorder = c.backend.recorder()
+    if recorder is not None and has_collectives(c.graph):
+        c.report.tell_replay("not replayed: it may wait for other processes, which decide for themselves")
+        return plain
+    if c.phase == "infer":
+        return replayed(plan, kernels, plain, recorder, c.report.tell_replay)
+    return retained(plan, kernels, plain, recorder, c.report.tell_replay, c.handover)
+
+
+def _watch_weights(c: Compilation, plain: Run) -> None:
+    """With `check="weights"`, all bytes of what constants are made of are compared at every call."""
+    prepared = codegen.prepared_of(plain)
+    if prepared is not None and "weights" in c.options.check:
+        prepared.whole = True
+
+
+def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
+    """A plan without the metadata of what is distrusted: the first run checks the rest."""
+    nodes = [n for n in c.working.nodes if n.op != "output" and origin(n) in c.facts.distrusted]
+    doubted = {v.id for n in nodes for v in c.index.values(n)}
+    return replace(plan, specs={i: s for i, s in plan.specs.items() if i not in doubted})
+
+
+def _passed(c: Compilation) -> None:
+    """The first run found everything true: the plan may be kept, unless noise chose how it computes."""
+    if suspects := c.facts.suspects():
+        blame(c, suspects)
+    if c.slot and c.tuner.settled:
+        cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.fallbacks else "")
+
+
+def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:
+    """Which tensors a run writes in place, among its arguments and those that the graph holds itself."""
+    ids = plan_build.written_values(plan)
+    places = [k for k, i in enumerate(plan.inputs) if i in ids]
+    held = [value for i, (_, value) in plan.attributes.items() if i in ids]
+    return lambda args: [t for t in (*(args[k] for k in places), *held) if isinstance(t, torch.Tensor)]
+
+
+def _devices(plan: plan_build.Plan) -> set[str]:
+    return {s.device for s in plan.specs.values()}
