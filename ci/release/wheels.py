@@ -3,10 +3,11 @@
     python -m ci.release.wheels build [FOLDER]              wheels of all packages into FOLDER (default: dist)
     python -m ci.release.wheels try [--torch 2.13.0 ...]    build, install beside each torch, and run the smoke test
     python -m ci.release.wheels try --wheels FOLDER ...     with wheels that are there already
+    python -m ci.release.wheels try --keep FOLDER ...       environments stay, as FOLDER/VERSION, to run tests in
 
 The smoke test compiles and runs a small model with every backend that the machine has a device for, simulates the others where
-that is possible, and asks the doctor. It needs the package `build` (extra `release`) and a package index. Each environment is
-removed when its test is done; with CUDA builds of torch one takes up to 8 GB.
+that is possible, says whether the parts in C++ are loaded, and asks the doctor. It needs the package `build` (extra `release`) and
+a package index. Each environment is removed when its test is done; with CUDA builds of torch one takes up to 8 GB.
 """
 
 from __future__ import annotations
@@ -57,9 +58,21 @@ for info in registry.backends():
             found[info.name] = "runs simulated"
         else:
             found[info.name] = f"not here: {(simulated or info.device).reason}"
-print(json.dumps({"torch": torch.__version__, "python": sys.version.split()[0], "backends": found}))
+from fusewright.plan import native
+from fusewright_int8.run import core
+parts = {"fusewright_native": native.absent(), "fusewright_int8": core.absent()}
+assert not [parts[p] for p in sys.argv[1:] if parts[p]], parts
+if parts["fusewright_int8"] is None:
+    from fusewright_int8.run.native import linear, pack_linear
+    rows, weight = torch.randint(0, 256, (5, 48), dtype=torch.uint8), torch.randint(-127, 128, (6, 48), dtype=torch.int8)
+    want = (rows.long() - 3) @ weight.long().T
+    torch.testing.assert_close(linear(rows, pack_linear(weight), torch.ones(6), None, 1.0, 3), want.float())
+print(json.dumps({
+    "torch": torch.__version__, "python": sys.version.split()[0], "backends": found,
+    "in C++": {p: why or "loaded" for p, why in parts.items()},
+}))
 """
-"""Run in the environment, from a folder that is not the checkout."""
+"""Run in the environment, from a folder that is not the checkout; its arguments are the packages whose C++ has to be there."""
 VERSION = "import importlib.metadata as m; print(m.version('torch'))"
 
 
@@ -114,10 +127,17 @@ def repaired(wheel: Path) -> Path:
     return next(wheel.parent.glob(f"{'-'.join(wheel.name.split('-')[:3])}-*manylinux*"))
 
 
-def tried(wheels: Iterable[Path], torch: str) -> str:
-    """What the smoke test says in an environment with that torch ("" for the newest). Raises CalledProcessError."""
+def compiled(wheels: Iterable[Path]) -> list[str]:
+    """Packages whose wheels hold native code: without a compiler the same packages are built as pure Python."""
+    return [w.name.split("-")[0] for w in wheels if not w.name.endswith("-none-any.whl")]
+
+
+def tried(wheels: Iterable[Path], torch: str, keep: Path | None = None) -> str:
+    """What the smoke test says in an environment with that torch ("" for the newest), which stays at `keep`.
+    Raises CalledProcessError."""
     with tempfile.TemporaryDirectory() as folder:
-        python = str(Path(folder) / "env/bin/python")
+        environment = keep or Path(folder) / "env"
+        python = str(environment / "bin/python")
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env |= {"FUSEWRIGHT_CACHE_DIR": f"{folder}/cache", "FUSEWRIGHT_STATE_DIR": f"{folder}/state"}
         exact = f"torch=={torch}" if torch else "torch"
@@ -126,12 +146,12 @@ def tried(wheels: Iterable[Path], torch: str) -> str:
             done = subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.PIPE, text=True)
             return done.stdout
 
-        run(sys.executable, "-m", "venv", f"{folder}/env")
+        run(sys.executable, "-m", "venv", "--clear", str(environment))
         run(python, "-m", "pip", "install", "-q", "--no-cache-dir", exact)
         pin = f"torch=={run(python, '-c', VERSION).strip()}"
         run(python, "-m", "pip", "install", "-q", *map(str, wheels), pin, "click", "rich")
         run(python, "-m", "pip", "check")
-        said = run(python, "-c", SMOKE).splitlines()[-1]
+        said = run(python, "-c", SMOKE, *compiled(wheels)).splitlines()[-1]
         run(python, "-m", "fusewright", "doctor")
         return said
 
@@ -146,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     building.add_argument("--repair", action="store_true", help="give native wheels a manylinux tag (needs auditwheel)")
     trying.add_argument("--torch", nargs="*", default=["2.13.0"], help='versions; "newest" for the newest release')
     trying.add_argument("--wheels", type=Path, help="use the wheels of this folder")
+    trying.add_argument("--keep", type=Path, help="leave the environments in this folder")
     a = parser.parse_args(argv)
     if a.command == "build":
         wheels = build(a.folder, a.only.split(",") if a.only else (), a.sdist)
@@ -155,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _judged(wheels)
         for version in a.torch:
             try:
-                print(f"torch {version}: {tried(wheels, '' if version == 'newest' else version)}", flush=True)
+                keep = a.keep.resolve() / version if a.keep else None
+                print(f"torch {version}: {tried(wheels, '' if version == 'newest' else version, keep)}", flush=True)
             except subprocess.CalledProcessError as e:
                 status = 1
                 print(f"torch {version}: FAILED at {e.cmd[-1] if '-c' not in e.cmd else 'the smoke test'}", flush=True)

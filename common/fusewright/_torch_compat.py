@@ -588,6 +588,15 @@ def graph_breaks() -> dict[str, int]:
     return {str(reason): int(n) for reason, n in counters["graph_break"].items()}
 
 
+def skipped_frames() -> tuple[int, dict[str, int]]:
+    """How many functions Dynamo gave back to Python whole, and what it could not trace, with how often: reasons of its breaks are
+    among them."""
+    from torch._dynamo.utils import counters
+
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"], {str(reason): int(n) for reason, n in counters["unimplemented"].items()}
+
+
 def real_tensors() -> Any:
     """A context manager under which ops compute: AOTAutograd compiles inside a FakeTensorMode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

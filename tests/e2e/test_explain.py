@@ -30,6 +30,15 @@ def net():
 
 def wrong():
     return 3
+
+class Recurrent(Net):
+    def forward(self, x):
+        return self.gru(self.head(x))[0]
+
+def recurrent():
+    net = Recurrent()
+    net.gru = torch.nn.GRU(4, 4)
+    return net, (torch.eye(8),)
 '''  # fmt: skip
 
 
@@ -59,6 +68,13 @@ def test_the_page(file: str) -> None:
         "direct",
     ):
         assert text in result.output
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_function_that_dynamo_gives_back_is_named_with_the_reason_and_a_hint(file: str) -> None:
+    result = explain(f"{file}:recurrent", "--backend", "fusewright_null")
+    assert "Dynamo gave 1 function back to Python whole" in result.output
+    assert "RNN, GRU, or LSTM" in result.output and "torch._dynamo.config.allow_rnn" in result.output
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -106,6 +122,9 @@ def test_options_and_what_they_cost_in_accuracy(file: str) -> None:
         (["brt"], "bert"),
         (["bert", "--backend", "x86_onedn"], "x86_onednn"),
         (["nofile.py:net"], "there is no file"),
+        (["nofile.py"], "there is no file 'nofile.py'; a model of your own is file.py:function"),
+        (["C:\\models\\nofile.py"], "there is no file 'C:"),
+        (["../models"], ". A model of your own is file.py:function"),
         (["bert", "--train"], "bert_small"),
     ],
 )
@@ -113,6 +132,11 @@ def test_wrong_names_get_the_nearest(args: list[str], message: str) -> None:
     result = explain(*args)
     assert result.exit_code != 0
     assert message in str(result.exception)
+
+
+def test_a_file_alone_gets_the_names_of_its_functions(file: str) -> None:
+    said = str(explain(file).exception)
+    assert f"name its function too, {file}:net (it has net, wrong, recurrent)" in said
 
 
 def test_a_function_that_builds_nothing(file: str) -> None:

@@ -15,6 +15,7 @@ from fusewright.cli import checks, doctor
 from fusewright.cli.app import app
 from fusewright.cli.checks import Report, Row
 from fusewright.interface import Device
+from fusewright.plan import native
 
 FACTS: dict[str, Any] = {
     "cache": {"path": "cache", "bytes": 0, "writable": True},
@@ -113,6 +114,12 @@ def test_the_table_says_what_lowers_nothing() -> None:
     assert "nvidia_triton" in done.stdout and "fix: " in done.stdout
     assert "fusewright_null" not in done.stdout
     assert "fusewright_null" in CliRunner().invoke(app, ["doctor", "--no-smoke", "--all"]).stdout
+
+
+@pytest.mark.parametrize(("reason", "where"), [(None, "C++\n"), ("no compiler", "Python: no compiler\n")])
+def test_it_says_whether_the_native_launcher_is_there(monkeypatch: pytest.MonkeyPatch, reason: str | None, where: str) -> None:
+    monkeypatch.setattr(native, "absent", lambda: reason)
+    assert f"checks of weights in {where}" in CliRunner().invoke(app, ["doctor", "--no-smoke"]).stdout
 
 
 def test_a_wrong_command_gets_the_nearest_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import importlib.util
@@ -97,7 +98,7 @@ def check_name(model: str, train: bool = False) -> None:
     """
     if model.startswith(("kernel:", "graph:")):
         return
-    if ":" in model:
+    if ":" in model and not model.endswith(".py"):
         _check_file(model)
     elif model not in (TRAINABLE if train else MODELS):
         raise UnknownModel(_unknown(model, TRAINABLE if train else tuple(MODELS)))
@@ -108,19 +109,37 @@ def _check_file(ref: str) -> None:
     path = Path(ref.rpartition(":")[0])
     if not path.is_file():
         raise UnknownModel(f"{ref!r}: there is no file {str(path)!r}")
+    _functions(path)
+
+
+def _functions(path: Path) -> list[str]:
+    """Names of the functions of a file, without running it."""
     try:
-        compile(path.read_bytes(), str(path), "exec")
+        parsed = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as e:
         text = f": {e.text.strip()}" if e.text else ""
         raise UnknownModel(f"{path}:{e.lineno}: syntax error, {e.msg}{text}") from None
     except ValueError as e:  # null bytes
         raise UnknownModel(f"{path} is not a Python file: {e}") from None
+    except OSError as e:
+        raise UnknownModel(f"{path} cannot be read: {e.strerror}") from None
+    return [s.name for s in parsed.body if isinstance(s, ast.FunctionDef) and not s.name.startswith("_")]
+
+
+def _without_function(path: str) -> str:
+    """What to say of a file alone."""
+    if not Path(path).is_file():
+        return f"there is no file {path!r}; a model of your own is file.py:function"
+    functions = _functions(Path(path))
+    has = f"it has {', '.join(functions)}" if functions else "it has none, so write one that returns (module, args)"
+    return f"{path!r} is a file: name its function too, {path}:{functions[0] if functions else 'function'} ({has})"
 
 
 def _unknown(model: str, among: tuple[str, ...] = tuple(MODELS)) -> str:
     if model.endswith(".py"):
-        return f"{model!r} is a file: name its function too, {model}:function"
-    return f"there is no model {model!r}; {nearest(model, among)} A model of your own is file.py:function"
+        return _without_function(model)
+    hint = nearest(model, among)
+    return f"there is no model {model!r}; {hint}{'' if hint.endswith('?') else '.'} A model of your own is file.py:function"
 
 
 def _from_file(ref: str) -> Built:

@@ -19,6 +19,7 @@ import torch
 from fusewright import __version__, config, machine, registry
 from fusewright.cache import place, store
 from fusewright.interface import INTERFACE, OPSET, Unavailable
+from fusewright.plan import native
 
 SCHEMA = 1
 SMOKE = (sys.executable, "-m", "fusewright.cli.smoke")
@@ -154,6 +155,7 @@ def machine_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "triton": _version("triton"),
+        "native": native.absent(),
         "mkldnn": torch.backends.mkldnn.is_available(),
         "cpu": machine.cpu_name(),
         "features": sorted(machine.cpu_features()),

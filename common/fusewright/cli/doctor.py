@@ -71,6 +71,7 @@ def _print_machine(console: Console, report: Report) -> None:
     lines = [
         f"fusewright {m['fusewright']}, interface {m['interface']}, opset {m['opset']}, Python {m['python']}",
         f"torch {m['torch']}{gpu}, triton {m['triton'] or 'not installed'}",
+        f"launches and checks of weights in {'C++' if m['native'] is None else 'Python: ' + m['native']}",
         f"{m['cpu']}: {' '.join(m['features']) or 'no vector extensions found'}",
         f"{m['threads']} threads, {m['cores']} cores, {quota}",
         f"cache {cache['path']}: {cache['bytes'] / 2**20:.1f} MB, "

@@ -46,7 +46,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Explained:
-    """A compile, seen from outside. `recompiles`: graphs that a second call with the same inputs made."""
+    """A compile, seen from outside. `recompiles`: graphs that a second call with the same inputs made. `skipped`: how many
+    functions Dynamo gave back to Python whole; `untraced`: what it could not trace, where that is so."""
 
     model: str
     backend: str
@@ -56,6 +57,8 @@ class Explained:
     recompiles: int
     compile_seconds: float
     accuracy: Accuracy | None = None
+    skipped: int = 0
+    untraced: tuple[str, ...] = ()
 
     def ops(self, where: str) -> list[OpRecord]:
         return [r for g in self.graphs for r in g.ops if r.where == where]
@@ -119,7 +122,7 @@ def run(
     options = dict(options or {})
     call = _train_call(model, size, dtype, options) if train else _inference_call(model, size, dtype, options)
     torch.compiler.reset()
-    breaks = compat.graph_breaks()
+    breaks, (skipped, untraced) = compat.graph_breaks(), compat.skipped_frames()
     quiet = logging.getLogger("fusewright")
     level = quiet.level
     quiet.setLevel(logging.ERROR)  # its one line per graph is what this command spells out
@@ -132,10 +135,17 @@ def run(
             call(backend)
     finally:
         quiet.setLevel(level)
-    new = {k: n - breaks.get(k, 0) for k, n in compat.graph_breaks().items() if n > breaks.get(k, 0)}
+    new, (skipped_now, untraced_now) = _more(compat.graph_breaks(), breaks), compat.skipped_frames()
+    skipped = skipped_now - skipped
+    reasons = tuple(_more(untraced_now, untraced)) if skipped else ()
     actual = reports[0].backend if reports else backend
     judged = (_train_accuracy if train else _accuracy)(model, size, dtype, backend, options) if accuracy else None
-    return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged)
+    return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged, skipped, reasons)
+
+
+def _more(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Counts that have grown, by how much."""
+    return {k: n - before.get(k, 0) for k, n in now.items() if n > before.get(k, 0)}
 
 
 def _accuracy(model: str, size: Any, dtype: Any, backend: str, options: dict[str, Any]) -> Accuracy:
@@ -220,6 +230,8 @@ def as_document(e: Explained) -> dict[str, Any]:
         "backend": e.backend,
         "dtype": e.dtype,
         "breaks": e.breaks,
+        "skipped": e.skipped,
+        "untraced": list(e.untraced),
         "recompiles": e.recompiles,
         "compile_seconds": e.compile_seconds,
         "accuracy": None if e.accuracy is None else e.accuracy.as_json(),
@@ -288,12 +300,22 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
     say(f"{counted(len(e.graphs), 'graph')}, {counted(breaks, 'graph break')}, {again} at a second equal call")
     for reason, n in e.breaks.items():
         say(f"  break ({n}x): {' '.join(reason.split('Hint:')[0].split())}")
+    if e.skipped:
+        say(f"Dynamo gave {counted(e.skipped, 'function')} back to Python whole, so eager computes all of it:")
+    for reason in e.untraced:
+        say(f"  {_first_hint(reason)}")
     share = coverage(e)
     say(f"lowered: {share['ops']:.0%} of the ops, {share['time']:.0%} of the estimated time (a roofline, no timing)")
     say(f"carried: {share['carried_ops']:.0%} of the ops, {share['carried_time']:.0%} of the time, by eager's own calls in regions")
     if e.accuracy is not None:
         say(_accuracy_line(e.accuracy))
     say("")
+
+
+def _first_hint(reason: str) -> str:
+    """What Dynamo says, on one line, with the first of its hints."""
+    text, *hints = reason.split("Developer debug context")[0].split("Hint:")
+    return " ".join("Hint:".join((text, *hints[:1])).split())
 
 
 def _accuracy_line(a: Accuracy) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def report(
     for file in filter(None, (output, json_file)):
         if not file.resolve().parent.is_dir():
             raise click.BadParameter(f"there is no folder {str(file.parent)!r}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on the terminal when it starts
     asked = document.Asked(model, backend, dtype, size, train, options, inductor)
     found = document.collect(asked, lambda text: click.echo(f"{model}: {text}", err=True))
     output.write_text(page.render(found), encoding="utf-8")

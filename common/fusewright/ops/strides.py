@@ -72,6 +72,25 @@ def _on_cpu(rule: Rule, name: str) -> Rule:
     return lambda a: rule(a) if a[name].device.type == "cpu" else ()
 
 
+def _copied(name: str) -> Rule:
+    """As it lies, gaps too, unless elements share memory: `clone_preserve_strides` of torch. Its rule in 2.11 keeps shared ones."""
+
+    def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
+        x = a[name]
+        steps = (s for n, s in zip(x.shape, x.stride(), strict=True) if not compat.statically_true(n == 1))
+        return _cloned(name)(a) if any(compat.statically_true(s == 0) for s in steps) else ()
+
+    return rule
+
+
+def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """Padded in two dimensions: laid out as the input suggests. torch's rule in 2.11 says contiguous."""
+    x, (left, right, top, bottom) = a["self"], a["padding"]
+    rows, columns = x.shape[-2] + top + bottom, x.shape[-1] + left + right
+    how = torch.channels_last if x.dim() == 4 and _like_channels_last(x) else torch.contiguous_format
+    return (torch.empty(*x.shape[:-2], rows, columns, device=x.device, memory_format=how),)
+
+
 def _kept(a: Args) -> tuple[torch.Tensor | None, ...]:
     """Without dimensions to reduce, `any` and `all` make a plain copy."""
     return _contiguous("self")(a) if a["dim"] == [] and a["self"].dim() else ()
@@ -87,6 +106,8 @@ RULES: dict[str, Rule] = {
     "elu_backward": _iterated("grad_output", "self_or_result"),
     "dropout_backward": _iterated("grad_output", "mask"),
     "scalar_pow": _contiguous("exponent"),
+    **{n: _copied("self") for n in ("slice_scatter", "select_scatter", "diagonal_scatter")},
+    **{n: _on_cpu(_padded, "self") for n in ("reflection_pad2d", "replication_pad2d")},
     "any": _kept,
     "all": _kept,
     "index_fill": _cloned("self"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from fusewright.plan.ir import Call, CallPython, Instruction, Launch, reads
 from fusewright.report import Kept, OpRecord
 
 _STACK = "nn_module_stack"
+_LOCAL = re.compile(r"^L\['\w+'\]\.?")
+"""How Dynamo writes the local variable that holds the model."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ def module_of(kept: Kept, op_id: int) -> str:
     node = kept.index.node_of.get(op_id)
     stack: Mapping[str, Any] = (node.meta.get(_STACK) if node is not None else None) or {}
     names = [str(entry[0]) for entry in stack.values() if isinstance(entry, tuple) and entry]
-    return names[-1].removeprefix("L['self']").removeprefix(".") if names else ""
+    return _LOCAL.sub("", names[-1]) if names else ""
 
 
 def _distinct(texts: Any) -> list[str]:

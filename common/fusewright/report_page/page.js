@@ -116,10 +116,15 @@ function draw(k) {
 const extent = () => { const n = doc.graphs[shown].nodes; const xs = n.map((m) => m.column * DX); return [Math.min(...xs) - 20, -20, Math.max(...xs) - Math.min(...xs) + W + 40, Math.max(...n.map((m) => m.row)) * DY + H + 40]; };
 const scale = () => Math.max(view[2] / at("graph").clientWidth, view[3] / at("graph").clientHeight);
 function look() { at("graph").setAttribute("viewBox", view.map((v) => v.toFixed(1)).join(" ")); }
-function fit() { view = extent(); look(); }
+const CLOSEST = 0.6; // units of the drawing a pixel: a graph of few boxes is not blown up
+function fit() {
+  const e = extent(), w = Math.max(e[2], at("graph").clientWidth * CLOSEST);
+  view = [e[0] - (w - e[2]) / 2, e[1], w, Math.max(e[3], at("graph").clientHeight * CLOSEST)];
+  look();
+}
 function start() {
   if (!doc.graphs[shown].nodes || !doc.graphs[shown].nodes.length) return;
-  const e = extent(), w = Math.min(e[2], at("graph").clientWidth * 1.1), h = (w * at("graph").clientHeight) / at("graph").clientWidth, first = doc.graphs[shown].nodes.find((n) => n.row === 0);
+  const e = extent(), w = Math.max(Math.min(e[2], at("graph").clientWidth * 1.1), at("graph").clientWidth * CLOSEST), h = (w * at("graph").clientHeight) / at("graph").clientWidth, first = doc.graphs[shown].nodes.find((n) => n.row === 0);
   view = [first.column * DX + W / 2 - w / 2, -20, w, h];
   look();
 }

@@ -68,7 +68,7 @@ def test_a_model_of_a_file():
     ("name", "says"),
     [
         ("brt", "no model 'brt'; did you mean 'bert'"),
-        ("toy.py", "name its function too"),
+        (str(TOYS), "name its function too"),
         ("no_such_file.py:f", "there is no file"),
         (f"{TOYS}:mlpp", "did you mean 'mlp'"),
         (f"{TOYS}:NUMBER", "no function 'NUMBER'"),

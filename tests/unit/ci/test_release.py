@@ -58,6 +58,11 @@ def test_every_package_carries_the_licence(package: Path) -> None:
     assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+def test_what_was_built_with_a_compiler_has_to_load_its_part_in_c() -> None:
+    built = ("fusewright-1-py3-none-any.whl", "fusewright_native-1-cp311-cp311-manylinux_2_28_x86_64.whl")
+    assert wheels.compiled(map(Path, built)) == ["fusewright_native"]
+
+
 def test_a_wheel_with_other_peoples_files_is_not_good(tmp_path: Path) -> None:
     path = tmp_path / "fusewright-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
