@@ -87,8 +87,12 @@ def host_target() -> CpuTarget:
 
 
 def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
-    """A generic x86-64 of level "avx512", "avx2" or "avx" (with F16C, without AVX2, FMA and masks)."""
-    cpu = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "avx": "x86-64-v2"}[isa]
+    """A generic x86-64 of level "avx512", "avx2" or "avx" (with F16C, without AVX2, FMA and masks).
+    ValueError for another."""
+    levels = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "avx": "x86-64-v2"}
+    if isa not in levels:
+        raise ValueError(f"no level {isa!r} of x86-64 (FUSEWRIGHT_CPU_ISA); known are {', '.join(levels)}")
+    cpu = levels[isa]
     wide = {"avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"], "avx2": [], "avx": []}[isa]
     mid = ["avx", "f16c"] if isa == "avx" else ["avx", "avx2", "fma", "f16c", "bmi", "bmi2"]
     return _from_features(triple, cpu, ",".join(f"+{f}" for f in mid + wide))

@@ -120,3 +120,10 @@ def test_narrow_tiles_and_pairs(isa: str, dtype: str) -> None:
     pairs, out = x.view(-1)[: 2 * 73], torch.empty(73)
     narrow(weighted_pairs(73, dtype), isa).checked([pairs, out])
     assert torch.equal(out, pairs[::2].float() + 2 * pairs[1::2].float())
+
+
+def test_an_instruction_set_that_is_not_there_is_an_error_that_names_the_others() -> None:
+    with pytest.raises(ValueError, match="no level 'sse9' of x86-64 .*known are avx512, avx2, avx"):
+        x86_target("sse9")
+    with pytest.raises(ValueError, match="no Arm core 'sse9'; known are"):
+        aarch64_target("sse9")
