@@ -1,13 +1,14 @@
 """Convolutions and their gradients in forms that ACL or oneDNN's SVE code computes, never oneDNN's reference.
 
 Read from ONEDNN_VERBOSE on aarch64: ACL takes 1-d and 2-d convolutions of one group in fp32 and bf16; depthwise ones and
-gradients are SVE code in fp32 alone, gradients in planes alone; what remains is `ref`. So other bf16 convolutions are computed
-in fp32, between kernels that cast, groups one by one, and gradients in planes, or as products of columns without SVE.
+gradients are SVE code in fp32 alone, gradients in planes alone, and where a group has whole vectors of channels; what remains is
+`ref`. So other bf16 convolutions are computed in fp32, between kernels that cast, groups one by one, and gradients in planes, or
+as products of columns without SVE, and those of groups of few channels one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,8 @@ from fusewright_cpu.onednn.patterns import is_packed, post_op
 F32 = torch.float32
 MOST_GROUPS = 64
 """Groups that are convolved one by one."""
+WHOLE = 8
+"""oneDNN's SVE code takes groups with a multiple of so many channels, or those of one channel each."""
 
 
 def kind_of(op: OpView) -> str:
@@ -57,16 +60,22 @@ def lower(m: Match, b: Builder) -> None:
     half = spec_of(op.out).dtype is not F32
     if kind == "plain" and is_packed(op, b):
         _packed(m, b)
+    elif kind == "grouped" and op.arg("groups") <= MOST_GROUPS and (is_packed(op, b) or _few_channels(op, b)):
+        _one_by_one(m, b)
     elif kind == "plain" or (not half and (kind == "other" or not is_packed(op, b))):
         _leave(m, b, "ATen: calls ACL with the weight as it is" if kind == "plain" else "ATen")
     elif kind == "depthwise" and is_packed(op, b) and "sve" in b.ctx.device.features:
         _depthwise(m, b)
-    elif kind == "grouped" and is_packed(op, b) and op.arg("groups") <= MOST_GROUPS and not half:
-        _one_by_one(m, b)
     elif half:
         _widened(m, b)
     else:
         _leave(m, b, "ATen")
+
+
+def _few_channels(op: OpView, b: Builder) -> bool:
+    """Whether oneDNN has but its reference for the groups as they are."""
+    out, own, *_ = spec_of(op.arg("weight")).shape
+    return "sve" not in b.ctx.device.features or bool(own % WHOLE or out // op.arg("groups") % WHOLE)  # type: ignore[operator]
 
 
 def _leave(m: Match, b: Builder, why: str) -> None:
@@ -129,20 +138,44 @@ def _reads(op: OpView, values: Mapping[str, Value]) -> OpView:
 
 def _one_by_one(m: Match, b: Builder) -> None:
     """Each group by ACL, then side by side."""
-    op, x, out = m.anchor, m.anchor.arg("input"), m.last.out
-    weight, bias = folded(m, b)
-    groups, geometry = op.arg("groups"), (*geometry_of(op)[:-1], 1)
-    image, parts = as_image(x, b), []
-    taken, made = spec_of(x).shape[1] // groups, spec_of(out).shape[1] // groups
-    part_of = replace(x, spec=replace(spec_of(x), shape=(spec_of(x).shape[0], taken, *spec_of(x).shape[2:])))
+    op, out, groups, held = m.anchor, m.last.out, m.anchor.arg("groups"), is_packed(m.anchor, b)
+    image, made = as_image(op.arg("input"), b), spec_of(m.last.out).shape[1] // groups
+    parts = []
     for g in range(groups):
-        own = b.prepare("aten::slice.Tensor", weight, 0, g * made, (g + 1) * made)
-        shift = None if bias is None else b.prepare("aten::slice.Tensor", bias, 0, g * made, (g + 1) * made)
-        given = _called("aten::slice.Tensor", image, 1, g * taken, (g + 1) * taken, b=b)
-        parts.append(_called(CONV, given, packed_conv(own, geometry, part_of, b), shift, *geometry, *post_op(m), b=b))
+        x = _slice(image, 1, g, spec_of(op.arg("input")).shape[1] // groups, b)
+        parts.append((_packed_group if held else _plain_group)(m, x, g, made, b))
     emit_conv("aten::cat.default", (tuple(parts), 1), out, op, b)
     b.close_call(m.ops)
     note_parts(m, b, f"{groups} ACL convolutions, one for each group")
+
+
+def _slice(value: Any, dim: int, g: int, size: Any, b: Builder) -> Ref:
+    """The `g`th of equal parts of a tensor."""
+    return _called("aten::slice.Tensor", value, dim, g * size, (g + 1) * size, b=b)
+
+
+def _packed_group(m: Match, x: Ref, g: int, made: Any, b: Builder) -> Ref:
+    """A group of a convolution whose weight is a constant."""
+    given, geometry = m.anchor.arg("input"), (*geometry_of(m.anchor)[:-1], 1)
+    weight, bias = folded(m, b)
+    bounds = (0, g * made, (g + 1) * made)
+    own = b.prepare("aten::slice.Tensor", weight, *bounds)
+    shift = None if bias is None else b.prepare("aten::slice.Tensor", bias, *bounds)
+    shape = spec_of(given).shape
+    part = replace(given, spec=replace(spec_of(given), shape=(shape[0], shape[1] // m.anchor.arg("groups"), *shape[2:])))
+    return _called(CONV, x, packed_conv(own, geometry, part, b), shift, *geometry, *post_op(m), b=b)
+
+
+def _plain_group(m: Match, x: Ref, g: int, made: Any, b: Builder) -> Ref:
+    """A group of a convolution that trains: eager's call, channels-last."""
+    padding, stride, dilation, _ = geometry_of(m.anchor)
+    weight = as_image(m.anchor.arg("weight"), b)
+    bias = m.anchor.arg("bias")
+    shift = None if bias is None else _slice(b.any_strides(bias), 0, g, made, b)
+    dense = b.ctx.value(None)
+    b.append(Call("aten::clone.default", (x,), (dense.id,), (("memory_format", torch.channels_last),)))
+    how = (stride, padding, dilation, False, (0, 0), 1)
+    return _called("aten::convolution.default", Ref(dense.id), _slice(weight, 0, g, made, b), shift, *how, b=b)
 
 
 def _widened(m: Match, b: Builder) -> None:
@@ -187,12 +220,13 @@ def backward(m: Match, b: Builder) -> None:
     op = m.anchor
     wide = {n: _dense(_cast(op.arg(n), F32, b), b) for n in ("grad_output", "input", "weight")}
     outs = tuple(_planes(v, b) for v in op.outs)
-    if _columns(op, b):
-        kernel = spec_of(op.arg("weight")).shape[2:]
-        mask = (*op.arg("output_mask")[:2], False)
-        args = (*(Ref(v.id) for v in wide.values()), kernel, op.arg("stride"), op.arg("padding"), mask)
-        products = (*outs[:2], b.ctx.value(None))
-        b.append(Call(SLOW, args, tuple(v.id for v in products), packed=True, op_id=op.id))
+    columns, apart = _columns(op, b), _apart(op, b)
+    if columns or apart:
+        given = [Ref(v.id) for v in wide.values()]
+        if apart:
+            _gradients_of_groups(op, given, outs, columns, b)
+        else:
+            _gradients(op, given, (*outs[:2], b.ctx.value(None)), columns, b)
         _bias_gradient(op, wide["grad_output"], outs[2], b)
         b.replace(_reads(op, wide), *outs)
     else:
@@ -200,17 +234,48 @@ def backward(m: Match, b: Builder) -> None:
     for made, out in zip(outs, op.outs, strict=True):
         if out.spec is not None and made is not out:
             b.append_op("cast", made, out.spec.dtype, out=b.with_layout(out, spec_of(made).stride))  # type: ignore[arg-type]
-    b.notes[op.id] = "OpenBLAS, in columns" if _columns(op, b) else "ATen in fp32 planes"
+    b.notes[op.id] = f"{'OpenBLAS, in columns' if columns else 'ATen in fp32 planes'}{', group by group' if apart else ''}"
 
 
 SLOW = "aten::_slow_conv2d_backward.output_mask"
 
 
+def _apart(op: OpView, b: Builder) -> bool:
+    """Whether each group has gradients of its own."""
+    groups = 1 < op.arg("groups") <= MOST_GROUPS and not op.arg("transposed") and any(op.arg("output_mask")[:2])
+    vectors = kind_of(op) == "depthwise" and "sve" in b.ctx.device.features
+    return groups and kind_of(op) != "other" and not vectors and _few_channels(op, b)
+
+
 def _columns(op: OpView, b: Builder) -> bool:
     """Whether its products are OpenBLAS's: oneDNN has SVE code alone."""
-    plain = spec_of(op.arg("input")).rank == 4 and not op.arg("transposed") and op.arg("groups") == 1
+    plain = spec_of(op.arg("input")).rank == 4 and not op.arg("transposed") and (op.arg("groups") == 1 or _apart(op, b))
     wanted = any(op.arg("output_mask")[:2])
     return wanted and plain and set(op.arg("dilation")) == {1} and "sve" not in b.ctx.device.features
+
+
+def _gradients(op: OpView, given: Sequence[Any], outs: Sequence[Value], columns: bool, b: Builder) -> None:
+    """Of one group, by input and weight."""
+    stride, padding, mask = op.arg("stride"), op.arg("padding"), (*op.arg("output_mask")[:2], False)
+    target, how = SLOW, (spec_of(op.arg("weight")).shape[2:], stride, padding)
+    if not columns:
+        target = "aten::convolution_backward.default"
+        how = (None, stride, padding, op.arg("dilation"), False, op.arg("output_padding"), 1)  # type: ignore[assignment]
+    b.append(Call(target, (*given, *how, mask), tuple(v.id for v in outs), packed=True, op_id=op.id))
+
+
+def _gradients_of_groups(op: OpView, given: Sequence[Any], outs: Sequence[Value], columns: bool, b: Builder) -> None:
+    """Of each group, then side by side."""
+    grad, x, weight = given
+    groups, (made, own, *_) = op.arg("groups"), spec_of(op.arg("weight")).shape
+    parts = []
+    for g in range(groups):
+        part = [_slice(grad, 1, g, made // groups, b), _slice(x, 1, g, own, b), _slice(weight, 0, g, made // groups, b)]
+        parts.append([b.ctx.value(None) for _ in range(3)])
+        _gradients(op, part, parts[-1], columns, b)
+    for k, dim in ((0, 1), (1, 0)):
+        if op.arg("output_mask")[k]:
+            b.call("aten::cat.default", tuple(Ref(p[k].id) for p in parts), dim, out=outs[k])
 
 
 def _bias_gradient(op: OpView, grad: Value, out: Value, b: Builder) -> None:

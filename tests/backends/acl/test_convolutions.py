@@ -65,6 +65,7 @@ def test_bf16_leaves_them_to_a_kernel(groups: int) -> None:
     g, y = _conv(BF16, groups=groups)
     found = targets(check(g, [g.op("relu", _normed(g, y, BF16))]))
     assert found[-1].startswith("kernel") and not any("norm" in t for t in found[:-1])
+    assert found.count(CONV) == (4 if groups == 4 else 1)
 
 
 def test_clamp_rides_and_what_acl_lacks_does_not() -> None:
@@ -77,8 +78,7 @@ def test_clamp_rides_and_what_acl_lacks_does_not() -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"groups": 16}, {"groups": 4}, {"transposed": True}, {"size": (4, 5, 6)}, {"groups": 4, "const": False},
-        {"groups": 16, "const": False},
+        {"groups": 16}, {"transposed": True}, {"size": (4, 5, 6)}, {"groups": 2, "const": False}, {"groups": 16, "const": False},
     ],
     ids=lambda h: "-".join(h),
 )  # fmt: skip
@@ -90,10 +90,21 @@ def test_bf16_that_has_only_a_reference_kernel_is_computed_in_fp32(how: dict[str
     assert heavy and found[0].startswith("kernel cast") and found[-1].startswith("kernel cast")
 
 
-def test_each_group_is_a_convolution_of_its_own() -> None:
-    g, y = _conv(groups=4)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("planes", [True, False])
+def test_each_group_is_a_convolution_of_its_own(dtype: torch.dtype, planes: bool) -> None:
+    g, y = _conv(dtype, groups=4, planes=planes)
     found = targets(check(g, [y]))
     assert found.count(CONV) == 4 and "aten::cat" in found
+
+
+@pytest.mark.parametrize("size", [(9, 7), (11,), (1, 1)])
+@pytest.mark.parametrize("planes", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_groups_of_few_channels_that_train_are_apart(dtype: torch.dtype, planes: bool, size: tuple[int, ...]) -> None:
+    g, y = _conv(dtype, groups=8, const=False, planes=planes, size=size)
+    found = targets(check(g, [y]))
+    assert found.count("aten::convolution") == 8 and "aten::cat" in found
 
 
 def test_a_depthwise_one_without_sve_is_eagers() -> None:
@@ -129,7 +140,10 @@ def test_gradients_are_computed_in_fp32_and_in_planes(dtype: torch.dtype, planes
 @pytest.mark.parametrize("on", ["neoverse-v1", "neoverse-n1"])
 def test_gradients_of_other_convolutions(how: dict[str, Any], on: str) -> None:
     g, outs = _backward(F32, [True, True, True], planes=False, **how)
-    check(g, outs, on=on)
+    found, groups = targets(check(g, outs, on=on)), how.get("groups", 1)
+    made = [t for t in found if "conv" in t and "backward" in t]
+    columns = on == "neoverse-n1" and "dilation" not in how
+    assert made == ["aten::_slow_conv2d_backward.output_mask" if columns else "aten::convolution_backward"] * groups
 
 
 def test_an_empty_image_stays_eagers() -> None:

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import machine
 from fusewright.bench import suite
 from fusewright.bench.accuracy import compare, reference, train_reference
 from fusewright.bench.suite import flatten_outputs
-from fusewright_acl import verbose
+from tests.backends.acl import common
+from tests.backends.acl.common import HERE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-HERE = machine.arch() == "aarch64"
 OPTIONS: dict[str, Any] = {"strict": True} if HERE else {"strict": True, "simulate": True}
 MODELS = ("bert", "resnet50", "gpt2", "llama", "mobilenet_v2", "convnext_tiny", "vit", "t5_small")
 on_arm = pytest.mark.hardware("graviton_acl")
@@ -38,10 +37,9 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def without_references(run: Callable[[], Any]) -> Any:
     """The result of `run`, in which nothing heavy is a reference kernel, on aarch64."""
-    kept: list[Any] = []
-    seen = verbose.executed(lambda: kept.append(run()))
-    assert not HERE or (not verbose.references(seen) and any(e.heavy for e in seen)), seen
-    return kept[0]
+    found, seen = common.without_references(run)
+    assert not HERE or any(e.heavy for e in seen), seen
+    return found
 
 
 def right(model: str, dtype: suite.DType, **options: Any) -> None:
