@@ -17,7 +17,7 @@ from fusewright_triton.run.launch import raise_errors
 from fusewright_triton.runtime import compile_kernels
 from tests.backends.cpu.test_random_kernels import Case, cases
 from tests.backends.triton import kernels
-from tests.backends.triton.test_semantics import SPECIAL
+from tests.backends.triton.emit.test_semantics import SPECIAL
 
 pytestmark = pytest.mark.hardware("rocm_triton" if torch.version.hip else "nvidia_triton")
 

@@ -29,7 +29,7 @@ from fusewright_triton.run import archive, bound, handwritten
 from fusewright_triton.run.handwritten import Kernel, Library, Order, TensorDescriptor, noting
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import rewritten
-from tests.backends.triton.test_calls import REAL, Net
+from tests.backends.triton.select.test_calls import REAL, Net
 from tests.fragments import Context
 
 H100, A100 = target.NVIDIA["sm_90"], target.NVIDIA["sm_80"]

@@ -18,7 +18,7 @@ from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.handwritten import Order, noting, source
 from fusewright_triton.run.interpreter import Simulated
 from fusewright_triton.target import named
-from tests.backends.triton.test_calls import REAL, SIMULATED, Net, check, lowered
+from tests.backends.triton.select.test_calls import REAL, SIMULATED, Net, check, lowered
 from tests.fragments import targets
 
 ARCHS = ("sm_90", "gfx942")

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads resident memory from /proc")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 COMMON = """
 import ctypes, gc, json, torch

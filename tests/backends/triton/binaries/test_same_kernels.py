@@ -25,7 +25,7 @@ from fusewright_triton.emit.schedule import choose
 from fusewright_triton.run import archive
 from fusewright_triton.runtime import compile_kernels, library, unpack_kernels
 from tests.backends.triton.kernels import column_sum, softmax
-from tests.backends.triton.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
+from tests.backends.triton.run.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
 
 H100 = target.NVIDIA["sm_90"]
 

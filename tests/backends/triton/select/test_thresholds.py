@@ -17,10 +17,10 @@ import torch
 from fusewright.interface import Device, Fragment, Value
 from fusewright_triton.backend import NvidiaTriton, RocmTriton
 from fusewright_triton.target import AMD, FORMULA, NVIDIA
-from tests.backends.triton.test_calls import Net
+from tests.backends.triton.select.test_calls import Net
 from tests.fragments import Context, by_preference, targets
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TARGETS = {**NVIDIA, **AMD}
 UNMEASURED = ("sm_80", "sm_100", "gfx942")
 

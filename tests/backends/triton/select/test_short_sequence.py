@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fusewright.interface import Device
 from fusewright_triton.backend import NvidiaTriton
 from fusewright_triton.kernels import short_sequence_ops as kernel
-from tests.backends.triton.test_calls import lowered
+from tests.backends.triton.select.test_calls import lowered
 from tests.fragments import Sketch, targets
 
 CALL = "fusewright_triton::attention_short_sequence"

@@ -18,7 +18,7 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.backend import NvidiaTriton
 from fusewright_triton.select import convolutions, products, quantized
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
-from tests.backends.triton.test_calls import REAL, Net, block, text
+from tests.backends.triton.select.test_calls import REAL, Net, block, text
 from tests.fragments import Context, by_preference
 
 ROWS: tuple[Row, ...] = (

@@ -20,7 +20,7 @@ from fusewright_cpu import llvm_loader
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.target import named
-from tests.backends.triton.test_calls import Net, lowered
+from tests.backends.triton.select.test_calls import Net, lowered
 from tests.fragments import Context, Sketch, targets
 
 TARGETS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx950", "gfx1100")

@@ -26,8 +26,8 @@ from fusewright_triton.build.binaries import Variant
 from fusewright_triton.run import archive
 from fusewright_triton.runtime import library
 from tests.backends.triton.kernels import add_gelu, column_sum, softmax
-from tests.backends.triton.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
-from tests.unit.plan.test_retained import Forgetful
+from tests.backends.triton.run.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
+from tests.unit.plan.execute.test_retained import Forgetful
 
 H100 = target.NVIDIA["sm_90"]
 KERNELS = {structural_hash(k): k for k in (add_gelu(), softmax(), column_sum(4096, 70))}
@@ -63,7 +63,7 @@ from fusewright_triton.run import launch
 from fusewright_triton import target
 from fusewright_triton.build import workers
 from fusewright_triton.backend import NvidiaTriton, TritonLoader
-from tests.backends.triton.test_launch import Recorder
+from tests.backends.triton.run.test_launch import Recorder
 from types import SimpleNamespace
 
 def no_build(*_):
@@ -91,7 +91,7 @@ def test_another_process_launches_what_is_stored_without_triton(packed: bytes, t
     wanted = next(h for h, k in KERNELS.items() if k.name == softmax().name)
     done = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS, str(tmp_path / "code"), wanted],
-        capture_output=True, text=True, cwd=Path(__file__).parents[3], env={**os.environ, "PYTHONHASHSEED": "1"}, check=False,
+        capture_output=True, text=True, cwd=Path(__file__).parents[4], env={**os.environ, "PYTHONHASHSEED": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"softmax_{wanted[:8]} b'\\x7fELF'" in done.stdout

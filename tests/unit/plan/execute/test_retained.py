@@ -10,7 +10,7 @@ import torch
 from fusewright import pipeline
 from fusewright.capture import capture
 from fusewright.report import recording
-from tests.unit.plan.test_replay import OPTIONS, Backend, Recorder, Small, captured, captured_calls
+from tests.unit.plan.execute.test_replay import OPTIONS, Backend, Recorder, Small, captured, captured_calls
 
 
 class Forgetful(Recorder):

@@ -17,7 +17,7 @@ from fusewright import _torch_compat as compat
 from fusewright.graph.view import source_line
 from fusewright.plan import labels
 from fusewright.plan.execute import codegen
-from tests.unit.plan import test_replay
+from tests.unit.plan.execute import test_replay
 from tests.unit.plan.test_vocabulary import GOOD
 
 

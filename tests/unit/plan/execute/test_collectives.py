@@ -19,8 +19,8 @@ from fusewright.plan.ir import Call, Ref
 from fusewright.plan.vocabulary import overload_of
 from fusewright.report import recording
 from fusewright.rewrite.rules import merge_common
+from tests.unit.plan.execute.test_replay import Recorder, compiled
 from tests.unit.plan.test_plan import planned
-from tests.unit.plan.test_replay import Recorder, compiled
 
 CALLS: list[str] = []
 """What the collectives of this file were called with, by name."""
