@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,13 @@ def block(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def test_a_block_is_one_program(dtype: torch.dtype) -> None:
     x, w, b = (torch.randn(s).to(dtype) for s in ((4, 8), (16, 8), (16,)))
     torch.testing.assert_close(compiled(block)(x, w, b), block(x, w, b))
+
+
+@pytest.mark.parametrize("name", "digamma lgamma rsqrt reciprocal expm1 log1p asinh atanh sigmoid".split())
+def test_poles_and_limits_are_eagers(name: str) -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, -1.0, 1.0, -2.5])
+    fn = getattr(torch, name)
+    torch.testing.assert_close(compiled(fn)(x), fn(x), equal_nan=True)
 
 
 def test_gradients_go_through_it() -> None:

@@ -63,6 +63,11 @@ def _hypot(self: Array, other: Array) -> Array:
     return jnp.where(jnp.isinf(self) | jnp.isinf(other), jnp.inf, jnp.hypot(self, other))
 
 
+def _digamma(x: Array) -> Array:
+    """XLA's is NaN at the pole at zero, where torch takes the limit from the side of its sign."""
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), special.digamma(x))
+
+
 def _same(self: Array) -> Array:
     return self
 
@@ -117,7 +122,7 @@ _ELEMENTWISE = {
     "sin": jnp.sin, "cos": jnp.cos, "tan": jnp.tan, "asin": jnp.arcsin, "acos": jnp.arccos, "atan": jnp.arctan,
     "sinh": jnp.sinh, "cosh": jnp.cosh, "tanh": jnp.tanh, "asinh": jnp.arcsinh, "acosh": jnp.arccosh,
     "atanh": jnp.arctanh, "erf": jax.lax.erf, "erfc": jax.lax.erfc, "erfinv": special.erfinv,
-    "lgamma": special.gammaln, "digamma": special.digamma,
+    "lgamma": special.gammaln, "digamma": _digamma,
 }  # fmt: skip
 add_pointwise({name: (lambda self, fn=fn: fn(self)) for name, fn in _ELEMENTWISE.items()})
 
