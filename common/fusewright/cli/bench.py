@@ -69,7 +69,7 @@ def _writable(_context: click.Context, _parameter: click.Parameter, value: Path 
 @click.option("--json", "json_file", type=_FILE, callback=_writable, help="Write the document here, row by row.")
 @click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
 @click.option("--chart", type=_FILE, callback=_writable, help="Draw the comparison here, as SVG; also of what --show reads.")
-@click.option("--show", type=_FILE, help="Print the tables of a saved document; measure nothing.")
+@click.option("--show", type=_FILE, help="Print the tables of a saved document, or of its rows by MODEL and --dtype.")
 @click.option("--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document.")
 @click.option("--verbose", "-v", is_flag=True, help="A line for each step, on a terminal too.")
 def bench(
@@ -107,7 +107,7 @@ def bench(
     """
     console = _console()
     if show is not None:
-        _print(console, saved := report.load(show))
+        _print(console, saved := _picked(report.load(show), models, dtypes))
         _draw(saved, chart)
         return
     if in_int8:
@@ -265,6 +265,15 @@ def _measure_all(
             if file is not None:
                 report.save(document, file)
     return ran, failures, interrupted
+
+
+def _picked(document: dict[str, Any], models: Sequence[str], dtypes: Sequence[str] | None) -> dict[str, Any]:
+    """The document with its rows of these models and dtypes; all where none are named. `BadParameter` where it has none of them."""
+    rows = [r for r in document["rows"] if (not models or r["model"] in models) and (not dtypes or r["dtype"] in dtypes)]
+    if not rows and (models or dtypes):
+        has = ", ".join(dict.fromkeys(f"{r['model']} {r['dtype']}" for r in document["rows"])) or "no rows"
+        raise click.BadParameter(f"the document has {has}", param_hint="--show")
+    return {**document, "rows": rows}
 
 
 def _print(console: Console, document: dict[str, Any]) -> None:

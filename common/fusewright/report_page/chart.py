@@ -15,8 +15,8 @@ Row = Mapping[str, Any]
 
 WIDTH, LEFT, RIGHT = 860, 190, 70
 BAR, GAP, TOP = 11, 9, 62
-_LIGHT = ("#1d2125", "#646b73", "#d9dce0", ("#2367b8", "#8d9299", "#b0631b", "#7a3fb0", "#2b7d4f", "#b3261e"))
-_DARK = ("#e4e6e8", "#9aa2aa", "#363c42", ("#6aa5ee", "#878e96", "#dd9a55", "#c99af0", "#63bd8c", "#ff8a80"))
+_LIGHT = ("#ffffff", "#1d2125", "#646b73", "#d9dce0", ("#2367b8", "#8d9299", "#b0631b", "#7a3fb0", "#2b7d4f", "#b3261e"))
+_DARK = ("#15181b", "#e4e6e8", "#9aa2aa", "#4a5259", ("#6aa5ee", "#878e96", "#dd9a55", "#c99af0", "#63bd8c", "#ff8a80"))
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def _svg(title: str, where: str, height: float, body: Sequence[str]) -> str:
     return "\n".join([head, *texts, *body, "</svg>"]) + "\n"
 
 
-def _style(fg: str, dim: str, grid: str, colors: Sequence[str]) -> str:
+def _style(back: str, fg: str, dim: str, grid: str, colors: Sequence[str]) -> str:
     series = " ".join(f".s{k} {{ fill: {c}; }}" for k, c in enumerate(colors))
-    return f"text {{ fill: {fg}; }} .dim {{ fill: {dim}; }} line {{ stroke: {grid}; stroke-width: 1.5; }} {series}"
+    return f"svg {{ background: {back}; }} text {{ fill: {fg}; }} .dim {{ fill: {dim}; }} line {{ stroke: {grid}; stroke-width: 1.5; }} {series}"
 
 
 def _legend(series: Sequence[str]) -> list[str]:

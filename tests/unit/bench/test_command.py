@@ -62,6 +62,9 @@ def test_a_real_run_prints_a_table_and_writes_the_document(tmp_path):
     again = call("--show", file)
     assert again.exit_code == 0
     assert "dynamo-eager" in again.output
+    assert call("--show", file, "--dtype", "fp32").output == again.output
+    none = call("--show", file, "--dtype", "bf16")
+    assert none.exit_code == 2 and "the document has" in none.output and "fp32" in none.output
 
 
 def test_the_suite_in_both_dtypes_goes_on_after_a_failure(faked, tmp_path):
