@@ -588,13 +588,18 @@ def graph_breaks() -> dict[str, int]:
     return {str(reason): int(n) for reason, n in counters["graph_break"].items()}
 
 
-def skipped_frames() -> tuple[int, dict[str, int]]:
-    """How many functions Dynamo gave back to Python whole, and what it could not trace, with how often: reasons of its breaks are
-    among them."""
+def frames() -> tuple[int, int]:
+    """How many functions Dynamo was given in this process, and how many of them it traced; the others it gave back to Python."""
     from torch._dynamo.utils import counters
 
-    frames = counters["frames"]
-    return frames["total"] - frames["ok"], {str(reason): int(n) for reason, n in counters["unimplemented"].items()}
+    return counters["frames"]["total"], counters["frames"]["ok"]
+
+
+def untraced() -> dict[str, int]:
+    """What Dynamo could not trace in this process, with how often: reasons of its graph breaks are among them."""
+    from torch._dynamo.utils import counters
+
+    return {str(reason): int(n) for reason, n in counters["unimplemented"].items()}
 
 
 def real_tensors() -> Any:

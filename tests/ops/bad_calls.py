@@ -149,5 +149,5 @@ CALLS: dict[str, BadCall] = {
 
 LOST = {"number.masked_fill_nan": "torch converts the number while it traces, and wraps the error"}
 """Calls of which `aot_eager` says something else than eager: ours is its answer."""
-if TORCH in ("2.10", "2.11"):
+if TORCH in ("2.10", "2.11", "2.12"):
     LOST["dim.log_softmax"] = "Dynamo wraps what its own rule raises, before any backend is asked"

@@ -59,6 +59,8 @@ def _authenticate(path: Path, data: bytes, sha256: str | None) -> None:
     if not data.startswith(MAGIC) or len(data) < len(MAGIC) + _TAG:
         raise ArtifactError(f"{path}: it is no file that fusewright.save wrote, or one of another version")
     if sha256 is not None:
+        if len(sha256) != 64:
+            raise ArtifactError(f"sha256={sha256!r} is no SHA-256: give the 64 hexadecimal digits that save returned")
         if not hmac.compare_digest(hashlib.sha256(data).hexdigest(), sha256.lower()):
             raise ArtifactError(
                 f"{path}: its SHA-256 is not the one given; it was changed, cut short, or is another file"

@@ -122,7 +122,7 @@ def run(
     options = dict(options or {})
     call = _train_call(model, size, dtype, options) if train else _inference_call(model, size, dtype, options)
     torch.compiler.reset()
-    breaks, (skipped, untraced) = compat.graph_breaks(), compat.skipped_frames()
+    breaks, untraced, before = compat.graph_breaks(), compat.untraced(), compat.frames()
     quiet = logging.getLogger("fusewright")
     level = quiet.level
     quiet.setLevel(logging.ERROR)  # its one line per graph is what this command spells out
@@ -135,9 +135,9 @@ def run(
             call(backend)
     finally:
         quiet.setLevel(level)
-    new, (skipped_now, untraced_now) = _more(compat.graph_breaks(), breaks), compat.skipped_frames()
-    skipped = skipped_now - skipped
-    reasons = tuple(_more(untraced_now, untraced)) if skipped else ()
+    new, (given, traced) = _more(compat.graph_breaks(), breaks), compat.frames()
+    skipped = given - before[0] - (traced - before[1])
+    reasons = tuple(_more(compat.untraced(), untraced)) if skipped else ()
     actual = reports[0].backend if reports else backend
     judged = (_train_accuracy if train else _accuracy)(model, size, dtype, backend, options) if accuracy else None
     return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged, skipped, reasons)

@@ -105,7 +105,8 @@ def _svg(title: str, where: str, height: float, body: Sequence[str]) -> str:
 
 def _style(back: str, fg: str, dim: str, grid: str, colors: Sequence[str]) -> str:
     series = " ".join(f".s{k} {{ fill: {c}; }}" for k, c in enumerate(colors))
-    return f"svg {{ background: {back}; }} text {{ fill: {fg}; }} .dim {{ fill: {dim}; }} line {{ stroke: {grid}; stroke-width: 1.5; }} {series}"
+    ground = f"svg {{ background: {back}; }} line {{ stroke: {grid}; stroke-width: 1.5; }}"
+    return f"{ground} text {{ fill: {fg}; }} .dim {{ fill: {dim}; }} {series}"
 
 
 def _legend(series: Sequence[str]) -> list[str]:

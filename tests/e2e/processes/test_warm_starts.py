@@ -168,6 +168,8 @@ def test_only_the_digest_or_the_users_own_key_opens_a_file(
     _same(model, fusewright.load(model, saved[0], sha256=saved[1]), torch.randn(4, 16))
     with pytest.raises(ArtifactError, match="SHA-256 is not the one given"):
         fusewright.load(model, saved[0], sha256="0" * 64)
+    with pytest.raises(ArtifactError, match="'1234' is no SHA-256: give the 64"):
+        fusewright.load(model, saved[0], sha256="1234")
 
 
 def test_hostile_bytes_are_refused_before_they_are_looked_at(
