@@ -359,8 +359,8 @@ class Recorder(Protocol):
 
     device_type: str
 
-    def lane(self, device: str) -> Hashable | None:
-        """What orders work now (a stream). Recordings of one lane may share memory. None: nothing can be recorded or
+    def stream(self, device: str) -> Hashable | None:
+        """What orders work now. Recordings of one stream may share memory. None: nothing can be recorded or
         replayed here and now."""
         ...
 
@@ -368,7 +368,7 @@ class Recorder(Protocol):
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """The results of `run`, which every call of the returned function fills anew. `warm`: run it once before.
-        `shared`: other recordings of this lane may use its memory when the work that follows a replay is done.
+        `shared`: other recordings of this stream may use its memory when the work that follows a replay is done.
 
         Raises `RuntimeError` (and leaves nothing behind) when something in it cannot be recorded.
         """

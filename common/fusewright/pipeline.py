@@ -122,7 +122,7 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
     def may() -> bool:
         if compat.in_process_group():  # each rank would decide for itself
             return False
-        return recorder is None or recorder.lane(backend.device_type) is not None
+        return recorder is None or recorder.stream(backend.device_type) is not None
 
     scope = f"{backend.fingerprint()}|workers={backend.policy().count_workers()}"
     return compared.Comparison(backend.name, scope, options.cache, may)

@@ -143,7 +143,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(2))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda made, device: stream)
     monkeypatch.setattr(torch.cuda, "MemPool", object)
-    monkeypatch.setattr(streams.Lane, "_take_workspaces", lambda self: None)
+    monkeypatch.setattr(streams.SideStream, "_take_workspaces", lambda self: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -151,7 +151,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(graphs.memsets, "as_kernels", lambda graph, device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda s: recording())  # any context
     monkeypatch.setattr(graphs, "errors", lambda: SimpleNamespace(check=lambda: None))
-    monkeypatch.setattr(streams, "_lanes", {})
+    monkeypatch.setattr(streams, "_sides", {})
     monkeypatch.setattr(FakeGraph, "made", [], raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     return FakeGraph
@@ -183,7 +183,7 @@ def test_no_memory_in_a_capture_leaves_the_stream_free(
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         made.record(fails_at(1), warm=True)
     assert device.made[0].calls == ["begin", "end"]
-    assert not streams._lanes[0, 5].pool.graphs, "a graph that failed keeps no memory"
+    assert not streams._sides[0, 5].pool.graphs, "a graph that failed keeps no memory"
     monkeypatch.setattr(FakeGraph, "broken", 0)
     _, again = made.record(fails_at(9), warm=True)
     again()

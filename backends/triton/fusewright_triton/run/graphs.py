@@ -11,7 +11,7 @@ import torch
 
 from fusewright_triton.run import memsets
 from fusewright_triton.run.launch import errors
-from fusewright_triton.run.streams import Pool, lane_of
+from fusewright_triton.run.streams import Pool, side_of
 
 REPEATS = 10
 """Calls of a candidate that are measured at once."""
@@ -35,12 +35,12 @@ class Graphs:
         """A context in which a device is the current one, as for `record` and `seconds`."""
         return torch.cuda.device(device)
 
-    def lane(self, device: str) -> Hashable | None:
+    def stream(self, device: str) -> Hashable | None:
         """The device's current stream, unless that is being captured."""
         index, current = _index(device), torch.cuda.current_device()
         if index is not None and index != current:
             with torch.cuda.device(index):
-                return self.lane(device)
+                return self.stream(device)
         if torch.cuda.is_current_stream_capturing():
             return None
         return current, torch.cuda.current_stream(current).cuda_stream  # without the index it takes three times as long
@@ -50,16 +50,16 @@ class Graphs:
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """See `Recorder.record`: on the current device. Warming up loads kernels, which a capture cannot."""
         current = torch.cuda.current_stream()
-        lane = lane_of(current)
-        pool = lane.pool if shared else Pool()
+        side = side_of(current)
+        pool = side.pool if shared else Pool()
         torch.cuda.synchronize()
         cuda = torch.version.hip is None
         graph = torch.cuda.CUDAGraph(keep_graph=cuda)
-        with lane.beside(current):
+        with side.beside(current):
             if warm:
                 _warm_up(run)
             torch.cuda.synchronize()
-            with lane.capturing(graph, pool=pool.handle()):
+            with side.capturing(graph, pool=pool.handle()):
                 results = run()
         if cuda:
             memsets.as_kernels(graph.raw_cuda_graph(), current.device_index)
@@ -114,11 +114,11 @@ def repeated(run: Callable[[], Any], device: str) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         current = torch.cuda.current_stream()
-        lane = lane_of(current)
-        with lane.beside(current):
+        side = side_of(current)
+        with side.beside(current):
             run()
             torch.cuda.synchronize()
-            with lane.capturing(graph):
+            with side.capturing(graph):
                 for _ in range(REPEATS):
                     run()
 

@@ -34,7 +34,7 @@ class Pool:
         return self._handle
 
 
-class Lane:
+class SideStream:
     """What recordings of one stream of the current device share. They run in order, and nothing in the pool is needed after
     the work that follows a replay on its stream."""
 
@@ -78,14 +78,14 @@ class Lane:
             torch.addmm(x[0], torch.mm(x, x), x)
 
 
-_lanes: dict[tuple[int, int], Lane] = {}
+_sides: dict[tuple[int, int], SideStream] = {}
 _creation = threading.Lock()
 
 
-def lane_of(current: torch.cuda.Stream) -> Lane:
-    """The lane of a stream of the current device."""
+def side_of(current: torch.cuda.Stream) -> SideStream:
+    """Where the work of a stream of the current device is recorded."""
     key = (current.device_index, current.cuda_stream)
     with _creation:
-        if key not in _lanes:
-            _lanes[key] = Lane(current.device_index)
-        return _lanes[key]
+        if key not in _sides:
+            _sides[key] = SideStream(current.device_index)
+        return _sides[key]

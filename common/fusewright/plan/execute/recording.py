@@ -49,11 +49,11 @@ class Recorded(abc.ABC, Generic[R]):
         self.given_up = ""
 
     def __call__(self, args: list[Any]) -> Any:
-        lane = None if self.given_up else self.recorder.lane(self.device)
-        if lane is None:
+        stream = None if self.given_up else self.recorder.stream(self.device)
+        if stream is None:
             return self.run(args)
         with self._lock:
-            found = self._recording_for(lane, args)
+            found = self._recording_for(stream, args)
             if found is None:
                 return self.run(args)
             result = self._results(found, args)
@@ -66,7 +66,7 @@ class Recorded(abc.ABC, Generic[R]):
         return contextlib.nullcontext() if on is None else on(self.device)
 
     @abc.abstractmethod
-    def _recording_for(self, lane: Hashable, args: list[Any]) -> R | None:
+    def _recording_for(self, stream: Hashable, args: list[Any]) -> R | None:
         """A recording for these arguments, made now if need be; None for the plain plan."""
 
     @abc.abstractmethod

@@ -291,7 +291,7 @@ class _Recording:
     """One recording. `addresses` are those of the arguments that it reads where they lie; `rest` is what the tail takes beside
     arguments."""
 
-    lane: Hashable
+    stream: Hashable
     addresses: list[int]
     prepared: Prepared | None
     replay: Callable[[], None]
@@ -326,14 +326,14 @@ class Replayed(Recorded[_Recording]):
         self._steady = False
         self._unused = 0
 
-    def _recording_for(self, lane: Hashable, args: list[Any]) -> _Recording | None:
-        return self._again(lane, args) or self._anew(lane, args)
+    def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
+        return self._again(stream, args) or self._anew(stream, args)
 
-    def _again(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+    def _again(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         """Replays the last recording, and gives it if it was right for these arguments. A replay writes memory of its own
         only, unless the plan writes its inputs: so the device may begin before everything has been looked at."""
         r = self._last
-        if r is None or r.lane != lane:
+        if r is None or r.stream != stream:
             return None
         steady, self._steady = self._steady, False
         if steady:
@@ -346,9 +346,9 @@ class Replayed(Recorded[_Recording]):
         self._steady = self._writes or self._unchanged(r, args)
         return r if self._steady else None
 
-    def _anew(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+    def _anew(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         """Replays the recording for these arguments among all, or a new one; None for the plain plan."""
-        r = self._last = self._found(lane, args)
+        r = self._last = self._found(stream, args)
         return r.issue(args) if r is not None else None
 
     def _addresses(self, args: list[Any]) -> list[int]:
@@ -360,10 +360,10 @@ class Replayed(Recorded[_Recording]):
         """Whether the weights are those that the constants were prepared from."""
         return r.prepared is None or r.prepared.holds(self._prepare_inputs(args))
 
-    def _found(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+    def _found(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         prepared = self.cache.prepared(self._prepare_inputs(args)) if self.cache is not None else None
         addresses = self._addresses(args)
-        key = (lane, *addresses)
+        key = (stream, *addresses)
         found = self._recordings.get(key)
         if found is None or found.prepared is not prepared:
             return self._recorded(key, addresses, args, prepared)
@@ -423,7 +423,7 @@ class Replayed(Recorded[_Recording]):
             return OTHER_TENSORS
         return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
 
-    def _record(self, lane: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
+    def _record(self, stream: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
         constants = prepared.values if prepared is not None else ()
         with torch.inference_mode(False), torch.no_grad():
             copy_in = CopiesIn(args, self.parts.copied)
@@ -433,7 +433,7 @@ class Replayed(Recorded[_Recording]):
             by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
             copy_out = copier_out([by_id[v] for v in self.parts.early])
         rest = [by_id[v] for v in self.parts.tail_rest]
-        return _Recording(lane, addresses, prepared, shown(replay, self.plan), copy_in, rest, copy_out)
+        return _Recording(stream, addresses, prepared, shown(replay, self.plan), copy_in, rest, copy_out)
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)

@@ -59,7 +59,7 @@ class Handover:
 class _Recording:
     """`fixed` are (position, address), `storages` (identity, references when nobody else holds them)."""
 
-    lane: Hashable
+    stream: Hashable
     replay: Callable[[], None]
     kept: Sequence[torch.Tensor]
     fixed: Sequence[tuple[int, int]]
@@ -88,24 +88,24 @@ class Retained(Recorded[_Recording]):
         self._recording: _Recording | None = None
         self._recorded = self._misses = 0
 
-    def _recording_for(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+    def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         r = self._recording
         if r is None:
-            return self._record(lane, args)
+            return self._record(stream, args)
         addresses = list(map(torch.Tensor.data_ptr, args))
         moved = [k for k, address in r.fixed if addresses[k] != address]
-        if r.lane == lane and not moved:
+        if r.stream == stream and not moved:
             self._misses = 0
             return None if self._held(r) else r
         self._misses += 1
         if self._held(r):
             return None
         bytes_moved = sum(args[k].numel() * args[k].element_size() for k in moved)
-        if r.lane == lane and bytes_moved <= COPY_LIMIT:
+        if r.stream == stream and bytes_moved <= COPY_LIMIT:
             self._copied.update(moved)
         elif self._misses < MISSES:
             return None
-        return self._record(lane, args)
+        return self._record(stream, args)
 
     @staticmethod
     def _held(r: _Recording) -> bool:
@@ -128,7 +128,7 @@ class Retained(Recorded[_Recording]):
             return copies[o.id]
         return r.kept[self._kept[o.id]].detach()  # a tensor of its own: autograd may take it over as a gradient
 
-    def _record(self, lane: Hashable, args: list[Any]) -> _Recording | None:
+    def _record(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         self._recording = None
         self._misses = 0
         if self._recorded >= MOST_RECORDINGS:
@@ -152,7 +152,7 @@ class Retained(Recorded[_Recording]):
         mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
-        self._recording = _Recording(lane, shown(again, self.plan), kept, fixed, copy_in, uses)
+        self._recording = _Recording(stream, shown(again, self.plan), kept, fixed, copy_in, uses)
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
         return self._recording
 

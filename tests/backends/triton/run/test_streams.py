@@ -42,7 +42,7 @@ class Devices:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     found = Devices()
-    monkeypatch.setattr(streams, "_lanes", {})
+    monkeypatch.setattr(streams, "_sides", {})
     monkeypatch.setattr(streams, "driver", lambda kind: SimpleNamespace(stream=found.new))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
     monkeypatch.setattr(torch.cuda, "current_stream", found.stream)
@@ -55,15 +55,15 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 def test_a_plan_of_another_device_is_replayed_on_its_current_stream(devices: Devices) -> None:
     made = graphs.Graphs()
-    assert made.lane("cuda:0") == (0, 10) and made.lane("cuda:1") == (1, 11) and made.lane("cuda") == (0, 10)
+    assert made.stream("cuda:0") == (0, 10) and made.stream("cuda:1") == (1, 11) and made.stream("cuda") == (0, 10)
     assert devices.current == 0
     devices.capturing = frozenset({1})
-    assert made.lane("cuda:1") is None and made.lane("cuda:0") == (0, 10)
+    assert made.stream("cuda:1") is None and made.stream("cuda:0") == (0, 10)
 
 
 def test_each_stream_has_a_stream_beside_it_that_nobody_else_has(devices: Devices) -> None:
-    first, again = streams.lane_of(devices.stream(0)), streams.lane_of(devices.stream(0))
-    other = streams.lane_of(devices.stream(1))
+    first, again = streams.side_of(devices.stream(0)), streams.side_of(devices.stream(0))
+    other = streams.side_of(devices.stream(1))
     assert first is again and first is not other
     assert (first.side.made, first.side.device_index) == (101, 0)  # type: ignore[attr-defined]
     assert (other.side.made, other.side.device_index) == (102, 1)  # type: ignore[attr-defined]

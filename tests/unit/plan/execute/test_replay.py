@@ -28,13 +28,13 @@ class Recorder:
     device_type = "cpu"
 
     def __init__(self, held: Sequence[torch.Tensor] = (), times: Sequence[float] = ()) -> None:
-        self.stream: int | None = 0
+        self.current: int | None = 0
         self.recorded = self.replays = 0
         self.held, self.times = held, iter(times)
         self.fault = ""
 
-    def lane(self, device: str) -> int | None:
-        return self.stream
+    def stream(self, device: str) -> int | None:
+        return self.current
 
     def record(self, run: Callable[[], Any], warm: bool) -> tuple[Any, Callable[[], None]]:
         if self.fault:
@@ -357,10 +357,10 @@ def test_inside_another_recording_the_plain_plan_runs() -> None:
     recorder = Recorder()
     fast, x = compiled(_long, recorder), torch.randn(4, 4)
     fast(x)
-    recorder.stream = None
+    recorder.current = None
     torch.testing.assert_close(fast(x), _long(x))
     assert recorder.recorded == 0
-    for recorder.stream in (1, 2, 1):  # each stream has its own recording
+    for recorder.current in (1, 2, 1):  # each stream has its own recording
         torch.testing.assert_close(fast(x), _long(x))
     assert recorder.recorded == 2
 
