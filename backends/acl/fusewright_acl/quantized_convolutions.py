@@ -47,7 +47,8 @@ def _reason(op: OpView, x: Quantized, w: Weight, graph: RegionGraph) -> str | No
 def geometry_of(op: OpView, x: Quantized, w: Weight) -> Geometry:
     """The convolution that the kernel computes."""
     image, (columns, _, *kernel) = spec_of(x.value).shape, spec_of(w.value).shape
-    stride, padding, dilation = (tuple(op.arg(name)) for name in ("stride", "padding", "dilation"))
+    given = (tuple(op.arg(name)) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = (pair * 2 if len(pair) == 1 else pair for pair in given)  # one number is for both
     return Geometry(image, columns, tuple(kernel), stride, padding, dilation, op.arg("groups"))  # type: ignore[arg-type]
 
 
