@@ -23,11 +23,15 @@ from fusewright.ops.rules import tensors
 DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2"})
 INDICES = frozenset({"index", "indices", "target"})
 MASKS = frozenset({"mask", "condition"})
-ANY_SIZE = 1 << 40
-"""What stands for a number that is not known before the call."""
+ANY_NUMBER = 1 << 40
+"""What stands for a number that is not known before the call; a size has two."""
 MOST_ELEMENTS = 1 << 16
 """Results beyond this are not made to ask. What may be refused then is refused."""
 MOST_ANSWERS = 4096
+
+MOST_ASKED = 1 << 22
+"""Elements of what eager makes when it is asked: a size among the arguments may be any number."""
+UNASKED = "a number may not fit in its dtype"
 
 _answers: dict[Any, str | None] = {}
 
@@ -43,7 +47,7 @@ def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
             _answers.clear()
         large = "size" not in given and any(_elements(t) > MOST_ELEMENTS for t in tensors(result))
         asked = not large or any(True for v in given.values() for _ in tensors(v))
-        _answers[key] = _asked(target, given) if asked else "a number may not fit in its dtype"
+        _answers[key] = _asked(target, given) if asked else UNASKED
     return _answers[key]
 
 
@@ -89,7 +93,7 @@ def _fits(x: Any, dtype: torch.dtype) -> bool:
     if isinstance(x, torch.Tensor):
         return bool(x.dim()) or x.dtype == dtype or all(_fits(v, dtype) for v in _limits(x.dtype))
     if isinstance(x, torch.SymInt | torch.SymFloat):
-        return _fits(ANY_SIZE, dtype)
+        return _fits(ANY_NUMBER, dtype)
     if isinstance(x, complex):
         return dtype.is_complex and _fits(x.real, dtype) and _fits(x.imag, dtype)
     limits = _limits(dtype)
@@ -117,24 +121,44 @@ def _limits(dtype: torch.dtype) -> tuple[Any, ...]:
 
 def _asked(target: Any, given: Mapping[str, Any]) -> str | None:
     """What eager says of the call with each tensor replaced by a small one."""
-    named = _parts(target)[2]
-    made = {name: _stand_in(name, v) for name, v in given.items()}
     with torch.no_grad(), compat.real_tensors():
         try:
-            target(*(v for n, v in made.items() if n not in named), **{n: v for n, v in made.items() if n in named})
+            if _largest(target, given) > MOST_ASKED:
+                return UNASKED
+            _call(target, given, HOST)
         except Exception as e:  # whatever it is: eager will say it
             return f"eager refuses this call: {' '.join(str(e).split())[:120]}"
     return None
 
 
-def _stand_in(name: str, value: Any) -> Any:
+def _largest(target: Any, given: Mapping[str, Any]) -> int:
+    """How many elements the call would make, for sizes among its arguments stay what they are."""
+    try:
+        return max((t.numel() for t in tensors(_call(target, given, "meta"))), default=0)
+    except NotImplementedError:  # an operator that has no form without memory
+        return max((abs(x) for v in given.values() for x in _each(v) if isinstance(x, int)), default=0)
+
+
+def _call(target: Any, given: Mapping[str, Any], device: str) -> Any:
+    named, numbers = _parts(target)[2], _scalars(target)
+    made = {name: _stand_in(name, v, ANY_NUMBER if name in numbers else 2, device) for name, v in given.items()}
+    return target(*(v for n, v in made.items() if n not in named), **{n: v for n, v in made.items() if n in named})
+
+
+@cache
+def _scalars(target: Any) -> frozenset[str]:
+    """Names of an overload's arguments that are numbers to compute with; its other numbers are sizes and places."""
+    return frozenset(a.name for a in target._schema.arguments if "number" in str(a.type))
+
+
+def _stand_in(name: str, value: Any, symbol: int, device: str) -> Any:
     if isinstance(value, torch.Tensor):
-        return _small(name, value)
+        return _small(name, value).to(device)
     if isinstance(value, tuple | list):
-        return [2 if name == "size" else _stand_in(name, v) for v in value]
+        return [2 if name == "size" else _stand_in(name, v, symbol, device) for v in value]
     if isinstance(value, torch.SymInt | torch.SymFloat):
-        return ANY_SIZE if isinstance(value, torch.SymInt) else float(ANY_SIZE)
-    return torch.device(HOST) if isinstance(value, torch.device) else value
+        return symbol if isinstance(value, torch.SymInt) else float(symbol)
+    return torch.device(device) if isinstance(value, torch.device) else value
 
 
 def _small(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -153,4 +177,3 @@ def _described(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_described, value))
     return "size" if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else (type(value), repr(value))
-

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusewright import _torch_compat as compat
 from fusewright.graph import refused
@@ -66,3 +67,43 @@ def test_a_number_of_many_elements_is_not_tried(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(refused, "_asked", pytest.fail)
     large = fake(torch.int8, 1 << 20)
     assert refusal(aten.arange.start_step, (0, 1 << 20), {"dtype": torch.int8}, large) is not None
+
+
+SIZE = compat.symbolic_mode().from_tensor(torch.empty(7)).shape[0]
+ROW, PLACE = fake(torch.float16, 4), fake(torch.int64)
+
+SIZED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "rows of a table": (aten.embedding_dense_backward.default, (ROW, PLACE, SIZE, -1, False)),
+    "rows that are known": (aten.embedding_dense_backward.default, (ROW, PLACE, 1 << 40, -1, False)),
+    "a slice's input": (aten.slice_backward.default, (fake(torch.float16), [SIZE], 0, 0, 1, 1)),
+    "padding": (aten.constant_pad_nd.default, (HALF, [0, SIZE], 1e9)),
+    "padding that is known": (aten.constant_pad_nd.default, (HALF, [0, 1 << 40], 1e9)),
+    "a new tensor": (aten.new_full.default, (HALF, [SIZE], 1e9)),
+}
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type != "meta":
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_asking_takes_no_memory(name: str) -> None:
+    """A size may be any number: where memory is promised without being there, asking with a large one would end the process."""
+    target, args = SIZED[name]
+    refused._answers.clear()
+    with Largest() as seen:
+        why = refusal(target, args, {}, args[0])
+    assert seen.elements <= refused.MOST_ASKED
+    assert why is None or "DefaultCPUAllocator" not in why
+
+
+def test_the_gradient_of_a_table_of_any_size_is_not_refused() -> None:
+    assert asked(*SIZED["rows of a table"]) is None
