@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from fusewright.bench.cases import large
 from fusewright.bench.steady import ModelFailed
 from fusewright.cli.bench import bench
 from fusewright.errors import FusewrightError
@@ -174,3 +175,21 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(monkeypatch, tmp_path)
     done = call("bert", "gpt2", "vit", "--backend", "eager", "--json", tmp_path / "run.json")
     assert done.exit_code == 130 and "interrupted at gpt2 fp32; 1 more were not measured" in done.output
     assert len(json.loads((tmp_path / "run.json").read_text())["rows"]) == 1
+
+
+def test_large_models_come_in_bf16_and_decoding_beside_a_copy(faked):
+    done = call("--large", "decode:llama", "--dtype", "bf16", "--backend", "eager", "--against", "reduce-overhead")
+    assert done.exit_code == 0, done.output
+    assert [model for model, *_ in faked] == ["decode:llama", *large.names()]
+    assert faked[0][2] == ["eager", "reduce-overhead", "dynamo-eager", "copy"] and faked[1][2][-1] == "dynamo-eager"
+    faked.clear()
+    call("--large", "--backend", "eager", "--against", "")
+    assert {(dtype, settings.device) for _, dtype, _, settings in faked} == {("bf16", "cpu")}
+    faked.clear()
+    call("--large", "--train", "--backend", "eager", "--against", "")
+    assert {dtype for _, dtype, *_ in faked} == {"amp"}
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(faked):
+    done = call("bert", "--device", "nonsense")
+    assert done.exit_code != 0 and "no device of torch" in str(done.exception) and not faked
