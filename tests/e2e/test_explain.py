@@ -35,6 +35,9 @@ class Recurrent(Net):
     def forward(self, x):
         return self.gru(self.head(x))[0]
 
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), (torch.eye(8),)
+
 def recurrent():
     net = Recurrent()
     net.gru = torch.nn.GRU(4, 4)
@@ -89,6 +92,12 @@ def test_json(file: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_an_op_that_no_line_of_the_users_made_has_its_module(file: str) -> None:
+    document = json.loads(explain(f"{file}:layers", "--backend", "fusewright_null", "--json").output)
+    assert {g["op"]: g["sources"] for g in document["fallbacks"]} == {"linear": ["module 0"], "gelu": ["module 1"]}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_the_graphs_and_the_plan_are_text(file: str) -> None:
     output = explain(f"{file}:net", "--backend", "fusewright_null", "--ir", "simplify", "--plan").output
     first, plan, second, _ = output.split("# graph ")[1:]
@@ -136,7 +145,7 @@ def test_wrong_names_get_the_nearest(args: list[str], message: str) -> None:
 
 def test_a_file_alone_gets_the_names_of_its_functions(file: str) -> None:
     said = str(explain(file).exception)
-    assert f"name its function too, {file}:net (it has net, wrong, recurrent)" in said
+    assert f"name its function too, {file}:net (it has net, wrong, layers, recurrent)" in said
 
 
 def test_a_function_that_builds_nothing(file: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,9 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import spec
 from fusewright.interface import Dim, GraphView, OpView, Phase, TensorSpec, Value
+
+_LOCAL = re.compile(r"^L\['\w+'\]\.?")
+"""How Dynamo writes the local variable that holds the model."""
 
 
 def is_op(node: Node) -> bool:
@@ -139,7 +143,7 @@ class GraphIndex:
             args=tuple(self.arg(a) for a in args),
             outs=self.values(node),
             users=tuple(self.op_id(u) for u in real_users(node) if is_op(u)),
-            source=source_line(node),
+            source=source_line(node) or _named(module_path(node)),
         )
 
     @cached_property
@@ -206,6 +210,18 @@ def _all_arguments(target: Any, node: Node) -> tuple[tuple[str, ...], list[Any]]
 def source_line(node: Node) -> str:
     """The last line of user code that made this node, as "file.py:12", or ""."""
     return last_line(node.meta.get("stack_trace") or "")
+
+
+def module_path(node: Node) -> str:
+    """The path of the innermost module that this node came from, as "encoder.layer.3.attention"; "" where nothing tells."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [str(entry[0]) for entry in stack.values() if isinstance(entry, tuple) and entry]
+    return _LOCAL.sub("", names[-1]) if names else ""
+
+
+def _named(path: str) -> str:
+    """Where an op is when no line of the user's made it: a `torch.nn.Sequential` has none of its own."""
+    return f"module {path}" if path else ""
 
 
 def last_line(trace: str) -> str:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusewright.graph.view import module_path
 from fusewright.interface import TensorSpec
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, reads
 from fusewright.report import Kept, OpRecord
-
-_STACK = "nn_module_stack"
-_LOCAL = re.compile(r"^L\['\w+'\]\.?")
-"""How Dynamo writes the local variable that holds the model."""
 
 
 @dataclass
@@ -116,11 +112,9 @@ def shape(spec: TensorSpec | None) -> str:
 
 
 def module_of(kept: Kept, op_id: int) -> str:
-    """The path of the innermost module that an op came from: "encoder.layer.3.attention"; "" where nothing tells."""
+    """The path of the innermost module that an op came from; "" where nothing tells."""
     node = kept.index.node_of.get(op_id)
-    stack: Mapping[str, Any] = (node.meta.get(_STACK) if node is not None else None) or {}
-    names = [str(entry[0]) for entry in stack.values() if isinstance(entry, tuple) and entry]
-    return _LOCAL.sub("", names[-1]) if names else ""
+    return module_path(node) if node is not None else ""
 
 
 def _distinct(texts: Any) -> list[str]:
