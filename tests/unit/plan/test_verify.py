@@ -19,7 +19,7 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.plan.memory import place
 from fusewright.plan.verify import PlanError, find_problems, placement_problems
-from fusewright.stages import planning
+from fusewright.stages import lowering, planning
 
 pytestmark = pytest.mark.hardware("x86_onednn")
 
@@ -253,6 +253,43 @@ def test_a_change_by_hand_is_found(net: Plan, mutate: Callable[[Plan], Plan]) ->
     assert MUTATIONS[mutate] in {v.rule for v in verify.PLAN.violations(mutate(net))}
     with pytest.raises(PlanError, match="the plan is not valid after a change"):
         verify.check(mutate(net), "a change")
+
+
+OF_A_PLAN = (unknown_result, another_dtype, result_without_a_spec)
+"""Changes of a plan's results and specs, which an answer has not."""
+OF_A_LIST = [m for m, rule in MUTATIONS.items() if rule in ("defined", "calls", "launches") and m not in OF_A_PLAN]
+"""What is as wrong in a backend's answer as in a whole plan."""
+
+
+@pytest.fixture(scope="module")
+def answer() -> Iterator[verify.Answer]:
+    """A region, what the backend made of it, and the specs of temporaries."""
+    found: list[verify.Answer] = []
+    guarded = lowering._guarded
+
+    def noting(c: Any, region: Any, result: Any) -> Any:
+        found.append((region, result, dict(c.index.temporaries)))
+        return guarded(c, region, result)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(lowering, "_guarded", noting)
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        options = {"cache": False, "prepack": "always"}
+        torch.compile(Net().eval(), backend="x86_onednn", options=options)(torch.randn(8, 64))
+        yield max(found, key=lambda a: len(a[1].instructions))
+
+
+def test_an_answer_obeys_every_rule(answer: verify.Answer) -> None:
+    assert not list(verify.FRAGMENT.violations(answer))
+    assert len(OF_A_LIST) >= 10
+
+
+@pytest.mark.parametrize("mutate", OF_A_LIST)
+def test_a_change_of_a_backends_answer_is_found(answer: verify.Answer, mutate: Callable[[Any], Any]) -> None:
+    region, fragment, temporaries = answer
+    changed = (region, mutate(fragment), temporaries)
+    assert MUTATIONS[mutate] in {v.rule for v in verify.FRAGMENT.violations(changed)}
 
 
 def the_updating_launch(p: Plan) -> tuple[int, Launch]:
