@@ -106,7 +106,8 @@ def counted(target: CpuTarget, marks: Path, script: Path, *arguments: str, given
     """What an emulated Python prints that is given `given`, and its instructions between the first and second mark, the third
     and fourth, and so on."""
     marks.unlink(missing_ok=True)
-    plugin = "-plugin", f"{counter() / 'count.so'},out={marks}"
+    # ACL has as many threads as OpenMP begins with, whatever torch is told later, and what waits in them would be counted.
+    plugin = "-plugin", f"{counter() / 'count.so'},out={marks}", "-E", "OMP_NUM_THREADS=1"
     command = [str(counter() / "usr/bin/qemu-aarch64"), *_guest(target, *plugin), str(script), *arguments]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(counter() / "usr/lib/x86_64-linux-gnu")}
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=True)
