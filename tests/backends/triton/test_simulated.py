@@ -52,6 +52,19 @@ def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType)
     assert verdict.passed, verdict.reason
 
 
+def test_torchs_own_convolution_reads_the_strides_that_were_traced() -> None:
+    """Others before it are channels-last, of which the transposed one would make what was not traced."""
+    up = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, 1, 1), torch.nn.GroupNorm(2, 8), torch.nn.SiLU(),
+        torch.nn.ConvTranspose2d(8, 8, 2, 2), torch.nn.SiLU(),
+    ).bfloat16().eval()  # fmt: skip
+    x = torch.randn(2, 3, 6, 6).bfloat16()
+    with torch.no_grad():
+        wanted, got = up(x), simulated(up, "nvidia_triton", fallback="allow")(x)
+    assert got.stride() == wanted.stride()
+    torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_pass_the_fp64_rule(backend: str) -> None:
     verdict = gradient_verdict("bert_small", "amp", backend, {"simulate": True, "strict": True})

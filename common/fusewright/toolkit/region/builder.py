@@ -234,6 +234,9 @@ class Builder:
         keep the graph's."""
         if op.op not in STRIDE_FREE or any(v.spec is None or not v.spec.static for v in op.inputs()):
             return None
+        # Libraries answer images that are channels-last with such, and the metadata function without a device does not.
+        if op.op == "conv" and any(layout_of(self.spec(v)) == "channels_last" for v in op.inputs()):
+            return None
         try:
             result = self._metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)))
         except (RuntimeError, NotImplementedError):  # a view that these strides do not allow
