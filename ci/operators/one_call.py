@@ -1,4 +1,4 @@
-"""One call of whatever has a `name` and an `op`, compiled and in eager: what random programs and ONNX's nodes share."""
+"""One call of what has a `name` and an `op`, compiled and in eager: for random programs, ONNX nodes and symbolic numbers."""
 
 from __future__ import annotations
 

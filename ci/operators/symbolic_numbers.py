@@ -16,12 +16,13 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.testing._internal.opinfo.core import SampleInput
 
+from ci.operators import one_call
 from fusewright import ops
 from fusewright.conformance.ops import opinfo as check
 from fusewright.conformance.ops.calls import UNDEFINED, arguments, with_tensors
@@ -90,24 +91,6 @@ def _numbers(row: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple
             yield from ((a.name, n) for n in sorted(numbers - {0, 1}))
 
 
-def checked(call: Call, by: check.Compiler) -> check.Outcome:
-    """What differs between eager and compiled."""
-    torch.compiler.reset()
-    outcome = check.Outcome(call.name, "")
-    wanted = check.call(call, call.sample, None)
-    if wanted.error is not None:
-        outcome.skipped = f"eager raises {type(wanted.error).__name__}"
-        return outcome
-
-    def found(by: check.Compiler, note: check.Outcome | None = None) -> list[str]:
-        torch.compiler.reset()
-        got = check.call(call, call.sample, by, outcome=note)
-        return check.differences(call, wanted, got, check.Exact(call, call.sample, gradients=False))
-
-    outcome.settle("call", found(by, outcome), lambda: found(replace(by, backend=check.JUDGE, simulate=False)))
-    return outcome
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--backend", required=True)
@@ -118,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     counted: Counter[str] = Counter()
     for call in calls(a.rows):
-        outcome = checked(call, check.Compiler(a.backend, dynamic=True, simulate=a.simulate))
+        outcome = one_call.checked(call, call.sample, check.Compiler(a.backend, dynamic=True, simulate=a.simulate))
         what = "skipped" if outcome.skipped else "wrong" if outcome.problems else "right"
         counted["wrong in aot_eager too" if outcome.shared and not outcome.problems else what] += 1
         counted["ops lowered"] += outcome.lowered

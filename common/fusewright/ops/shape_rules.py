@@ -253,7 +253,9 @@ def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
     end = n if end is None or (isinstance(end, int) and end >= 2**63 - 1) else _clamp(end, n)
     if all(isinstance(v, int) for v in (n, start, end, step)):
         return max(0, -((start - end) // step))
-    return _at_least_0(end - start if is_one(step) else (end - start + step - 1) // step, traced=True)
+    length = end - start if is_one(step) else (end - start + step - 1) // step
+    traced = compat.traced_size(length)
+    return 0 if traced is not None and traced < 0 else length  # tracing has guarded that the slice ends before it begins
 
 
 def _clamp(i: Any, n: Any) -> Any:
@@ -265,15 +267,11 @@ def _clamp(i: Any, n: Any) -> Any:
     return i if compat.statically_true(i <= n) else torch.sym_min(i, n)
 
 
-def _at_least_0(i: Any, traced: bool = False) -> Any:
-    """`i`, or 0 where it is less. `traced`: tracing has asked that, so that its number tells."""
+def _at_least_0(i: Any) -> Any:
     if isinstance(i, int):
         return max(i, 0)
     if compat.statically_true(i >= 0):
         return i
-    if traced:
-        number = compat.traced_size(i)
-        return i if number is None or number > 0 else 0
     return 0 if compat.statically_true(i <= 0) else torch.sym_max(i, 0)
 
 
