@@ -1,7 +1,7 @@
 """Judge the zoo: every model in every mode, each pair in a process of its own with a time limit.
 
     python -m tests.zoo [--backend x86_onednn] [--modes inference,training] [--models 'transformers/b*'] [--shard 1/4]
-                        [--jobs 2] [--limit 120] [--json zoo.json] [--chart zoo.svg]
+                        [--device cuda] [--jobs 2] [--limit 120] [--json zoo.json] [--chart zoo.svg]
 
 Prints a line for what is not right, and counts last. Exit code 1 when anything is wrong, crashed or hung that `aot_eager`
 runs. A record that exists is resumed: pairs that it holds are not run again.
@@ -42,12 +42,12 @@ class Job:
     data: bytes = b""
 
 
-def judged(pairs: Sequence[Pair], backend: str, jobs: int, limit: float) -> Iterator[Verdict]:
+def judged(pairs: Sequence[Pair], backend: str, jobs: int, limit: float, device: str = "cpu") -> Iterator[Verdict]:
     """Verdicts as they come. Processes are forked from this one, which has imported everything and computed nothing."""
     waiting, running = list(pairs), list[Job]()
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_started(waiting.pop(0), backend, limit))
+            running.append(_started(waiting.pop(0), backend, limit, device))
         ready, _, _ = select.select([j.pipe for j in running], [], [], 0.5)
         for job in [*running]:
             if (verdict := _ended(job, job.pipe in ready)) is not None:
@@ -55,7 +55,7 @@ def judged(pairs: Sequence[Pair], backend: str, jobs: int, limit: float) -> Iter
                 yield verdict
 
 
-def _started(pair: Pair, backend: str, limit: float) -> Job:
+def _started(pair: Pair, backend: str, limit: float, device: str) -> Job:
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -66,7 +66,7 @@ def _started(pair: Pair, backend: str, limit: float) -> Job:
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
-    verdict = check(*pair, backend)
+    verdict = check(*pair, backend, device)
     os.write(write, json.dumps(verdict.as_json()).encode())
     os._exit(0)
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [(n, m) for n in names[part - 1 :: parts] for m in given.modes.split(",")]
     found = _resumed(given.json)
     done = {(v.model, v.mode) for v in found}
-    for verdict in judged([p for p in wanted if p not in done], given.backend, given.jobs, given.limit):
+    for verdict in judged([p for p in wanted if p not in done], given.backend, given.jobs, given.limit, given.device):
         found.append(verdict)
         if verdict.status not in ("right", "not built", "not run") or verdict.bugs:
             print(f"{verdict.model} {verdict.mode}: {verdict.status}: {verdict.reason} {verdict.bugs or ''}", flush=True)
@@ -122,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="x86_onednn")
+    parser.add_argument("--device", default="cpu", help="where models and inputs are: cpu, cuda, cuda:1")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--models", default="*", help="patterns of names, comma-separated")
     parser.add_argument("--shard", default="1/1")
