@@ -3,18 +3,21 @@ looked at, whoever of the threads goes first."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fusewright.toolkit.ir import Builder, Kernel, symbol
 from fusewright.toolkit.ir.types import DType, to_torch
 from fusewright.toolkit.transform.split import split_rows
-from fusewright_mps.emit.schedule import choose
-from fusewright_mps.emitter import Unsupported, emit, variant_for
+from fusewright_mps.emit.schedule import Config, choose
+from fusewright_mps.emitter import Unsupported, emit, library, variant_for
 from fusewright_mps.policy import policy
+from fusewright_mps.simulate.library import compile_shader
 from fusewright_mps.target import TARGETS, TYPICAL
 from tests.backends.mps import representative
-from tests.backends.mps.simulated import compiled, reference
+from tests.backends.mps.simulated import Module, compiled, reference
 
 SHAPES = {"a simdgroup": (80, 300), "a threadgroup": (3, 3000), "a thread": (9, 4), "one point": (1, 40)}
 
@@ -266,6 +269,57 @@ def test_a_long_row_of_few_points_is_two_kernels(how: str) -> None:
     steps.run(1, [x, y_, *parts])
     want = {"sum": x.double().sum(1).float(), "max": x.amax(1), "argmax": x.argmax(1)}[how]
     torch.testing.assert_close(y_, want, atol=2e-4, rtol=1e-6)
+
+
+CONFIGS = {
+    "a thread": Config("thread", 1, None, 1, (0,), (16, 1, 1)),
+    "a simdgroup": Config("simd", 32, 1, 1, (0,), (64, 1, 1)),
+    "a simdgroup, two at once": Config("simd", 32, 1, 2, (0,), (64, 1, 1)),
+    "a threadgroup, held": Config("group", 128, 1, 2, (0,), (128, 1, 1), 8),
+    "a threadgroup, four at once": Config("group", 64, 1, 4, (0,), (64, 1, 1)),
+    "a full threadgroup": Config("group", 1024, 1, 1, (0,), (1024, 1, 1)),
+    "columns": Config("columns", 4, 1, 1, (0,), (32, 4, 1)),
+    "columns of one simdgroup": Config("columns", 1, 1, 1, (0,), (32, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_softmax_of_special_rows_in_every_configuration(backward: bool) -> None:
+    """In one pass for the maximum and the sum, but where a row stays in registers or is one thread's."""
+    k = representative.softmax(10, 2000)
+    sources = [emit(replace(k, name=f"softmax_{at}"), config=c) for at, c in enumerate(CONFIGS.values())]
+    once = {name for name, source in zip(CONFIGS, sources, strict=True) if "fw_online(" in source.text}
+    assert set(CONFIGS) - once == {"a thread", "a threadgroup, held"}
+    module = Module(sources, compile_shader(library(sources), True, backward))
+    x, out = torch.randn(10, 2000, generator=torch.Generator().manual_seed(3)) * 20, torch.empty(10, 2000)
+    x[0] = -torch.inf
+    x[1, :1999] = -torch.inf
+    x[2, 7] = torch.inf
+    x[3, 1020] = torch.nan
+    x[4, ::2] = -torch.inf
+    x[5] = 0.0
+    x[6, 0], x[6, 1] = torch.nan, torch.inf
+    x[7] = torch.arange(2000.0)
+    exact = x.double().softmax(-1)
+    for at, name in enumerate(CONFIGS):
+        module.run(at, [x, out])
+        torch.testing.assert_close(out, exact.float(), equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
+        assert off(out[8:], exact[8:]) <= 2 * off(x[8:].softmax(-1), exact[8:]) + 2.0**-24, name
+
+
+def test_a_softmax_over_columns_reads_them_twice() -> None:
+    """Their maximum and their sum in one pass, over neighbouring columns side by side."""
+    b = Builder("down", p=[6, 64], r=[400])
+    i, h, j = b.axes
+    v = b.load(b.input("x", "f32"), i * (400 * 64) + j * 64 + h)
+    e = b.op("exp", v - b.reduce("max", v))
+    b.store(b.output("out", "f32"), i * (400 * 64) + j * 64 + h, e / b.reduce("sum", e))
+    k = b.build()
+    text = emit(k).text
+    assert choose(k, TYPICAL).workers == "columns" and text.count("= x[") == 2
+    x, out = torch.randn(6, 400, 64), torch.empty(6, 400, 64)
+    compiled([k]).run(0, [x, out])
+    torch.testing.assert_close(out, x.softmax(1))
 
 
 def off(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -304,6 +304,25 @@ template <> inline long fw_simd_min<long>(long x) {
 inline bool fw_simd_any(bool x) { return simd_any(x); }
 inline bool fw_simd_all(bool x) { return simd_all(x); }
 
+// a row's maximum and its sum of exp(x - maximum) in one pass, rescaled as the maximum grows (Milakov and Gimelshein 2018)
+
+#define FW_ONLINE float2(-INFINITY, 0.0f)
+inline float fw_rescale(float top, float most) { return top == most ? 1.0f : metal::precise::exp(top - most); }
+inline float2 fw_online(float2 s, float x) {
+    const float e = x == s[0] ? 1.0f : metal::precise::exp(-metal::fabs(x - s[0]));
+    return fw_beats_max(x, s[0]) ? float2(x, s[1] * e + 1.0f) : float2(s[0], s[1] + e);
+}
+inline float2 fw_online_joined(float2 s, float2 t) {
+    const float most = fw_max(s[0], t[0]);
+    return float2(most, s[1] * fw_rescale(s[0], most) + t[1] * fw_rescale(t[0], most));
+}
+inline float2 fw_simd_online(float2 s) {
+    const float most = fw_simd_max(s[0]);
+    return float2(most, fw_simd_sum(s[1] * fw_rescale(s[0], most)));
+}
+// NaN where the maximum is infinite, as inf - inf is
+inline float fw_online_sum(float2 s) { return metal::isinf(s[0]) && s[1] != 0.0f ? NAN : s[1]; }
+
 struct fw_sum_of {
     template <typename T> static T of(T a, T b) { return fw_add(a, b); }
 };

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
+from fusewright.toolkit.transform.online_softmax import pairs
 from fusewright.toolkit.transform.split import identity
 from fusewright_mps.emit.memory import FUNCTORS, Order
 from fusewright_mps.emit.operators import METAL, combined, literal
@@ -35,6 +36,8 @@ class Rows(Points):
         self.apart = False
         """Whether a row is read again after an output was stored that might lie in its memory."""
         self.plan_held()
+        self.joined = self._joined()
+        """Maxima of a softmax by their ids -> the sums that are taken in the same pass."""
 
     # what stays in registers
 
@@ -66,6 +69,14 @@ class Rows(Points):
             if self.stage_of[same.id] < self.stage_of[n.id]:
                 out[n.id] = same.id
         return out
+
+    def _joined(self) -> dict[int, int]:
+        """None where rows stay in registers, or are short: nothing is read again there."""
+        if self.held or self.config.workers == "thread" or any(n.op == "scan" for n in self.nodes.values()):
+            return {}
+        own = {i for s in self.kernel.stages for n, i in self._twins(s).items() if n == i}
+        found = {top: total for total, top in pairs(self.kernel).items() if {total, top} <= own}
+        return {top: total for top, total in found.items() if self._operand_type(self.nodes[top]) == "f32"}
 
     # the function
 
@@ -133,11 +144,19 @@ class Rows(Points):
     # stages over the row
 
     def _row_stage(self, k: int, stage: Stage) -> None:
+        twins, done = self._twins(stage), set(self.joined.values())
+        reductions = [n for n in stage.nodes if twins.get(n.id) == n.id and n.id not in done]
+        roots = [n for n in stage.nodes if n.op in ("store", "bound") or n in reductions]
+        if roots:
+            self._pass(k, roots, reductions)
+        self.names.update({i: self.names[twin] for i, twin in twins.items()})
+
+    def _twins(self, stage: Stage) -> dict[int, int]:
+        """Reductions of a stage by their ids -> the first that is equal."""
         first: dict[tuple[str, int], int] = {}
-        twins = {n.id: first.setdefault((n.how, n.args[0]), n.id) for n in stage.nodes if n.op == "reduce"}
-        roots = [n for n in stage.nodes if n.op in ("store", "bound") or twins.get(n.id) == n.id]
-        if not roots:
-            return
+        return {n.id: first.setdefault((n.how, n.args[0]), n.id) for n in stage.nodes if n.op == "reduce"}
+
+    def _pass(self, k: int, roots: Sequence[Node], reductions: Sequence[Node]) -> None:
         todo = self._closure(roots, k)
         self.reading = {n.id for n in todo if n.id in self.held and (n.id in self.again or self.stage_of[n.id] < k)}
         scans = any(n.op == "scan" for n in todo)
@@ -151,8 +170,7 @@ class Rows(Points):
         self._sums_begin([n for n in todo if n.op == "reduce"], scans)
         self._loop(todo, scans and self.config.workers != "thread")
         self._gather()
-        self._finish([n for n in stage.nodes if twins.get(n.id) == n.id])
-        self.names.update({i: self.names[twin] for i, twin in twins.items()})
+        self._finish(reductions)
 
     def _closure(self, roots: Sequence[Node], k: int) -> list[Node]:
         """What the roots need of this pass: row values, those of earlier stages too where they are not held."""
@@ -210,7 +228,9 @@ class Rows(Points):
 
     def _begin(self, n: Node, fresh: bool) -> None:
         """Variables that go through the loop."""
-        if n.op == "reduce":
+        if n.id in self.joined:
+            self.put(f"float2 m{n.id} = FW_ONLINE;")
+        elif n.op == "reduce":
             dtype = self._operand_type(n)
             self.put(f"{METAL[dtype]} a{n.id} = {self._identity(n)};")
             if n.how.startswith("arg"):
@@ -351,9 +371,13 @@ class Rows(Points):
         """Sums that have an accumulator for each neighbour, or for some steps, beside that of the whole."""
         v = self.config.vector
         wanted = not scans and (v > 1 or self._chain() > LONG)
-        self.sums = [n for n in found if n.how == "sum" and n.dtype == "f32"] if wanted else []
+        in_parts = [n for n in found if (n.how == "sum" and n.dtype == "f32") or n.id in self.joined]
+        self.sums = in_parts if wanted else []
         for n in self.sums:
-            self.put(f"float{v if v > 1 else ''} q{n.id} = {self._zeros()};")
+            if n.id in self.joined:
+                self.put(f"float2 q{n.id}[{v}] = {{{', '.join(['FW_ONLINE'] * v)}}};")
+            else:
+                self.put(f"float{v if v > 1 else ''} q{n.id} = {self._zeros()};")
         if self.sums and self._chain() > LONG:
             self.put("int turn = 0;")
 
@@ -361,10 +385,20 @@ class Rows(Points):
         v = self.config.vector
         for n in self.sums:
             q = f"q{n.id}"
+            if n.id in self.joined:
+                self._gather_joined(n, again)
+                continue
             total = {1: q, 2: f"({q}[0] + {q}[1])", 4: f"(({q}[0] + {q}[1]) + ({q}[2] + {q}[3]))"}[v]
             self.put(f"a{n.id} = a{n.id} + {total};")
             if again:
                 self.put(f"{q} = {self._zeros()};")
+
+    def _gather_joined(self, n: Node, again: bool) -> None:
+        for k in range(self.config.vector):
+            self.put(f"m{n.id} = fw_online_joined(m{n.id}, q{n.id}[{k}]);")
+        if again:
+            for k in range(self.config.vector):
+                self.put(f"q{n.id}[{k}] = FW_ONLINE;")
 
     def _zeros(self) -> str:
         return f"float{self.config.vector}(0.0f)" if self.config.vector > 1 else "0.0f"
@@ -412,6 +446,10 @@ class Rows(Points):
     def _reduce(self, n: Node) -> None:
         """This thread's part of a reduction goes on by one element."""
         x, dtype = self.operand(n.args[0]), self._operand_type(n)
+        if n.id in self.joined:
+            name = f"m{n.id}" if n not in self.sums else f"q{n.id}[{'k' if self.config.vector > 1 else 0}]"
+            self.put(f"{name} = fw_online({name}, {x});")
+            return
         if n in self.sums:
             name = f"q{n.id}[k]" if self.config.vector > 1 else f"q{n.id}"
             self.put(f"{name} = {name} + {x};")
@@ -450,12 +488,20 @@ class Rows(Points):
             if n.how.startswith("arg"):
                 self.put(f"const long v{n.id} = long(b{n.id});")
                 self.names[n.id] = f"v{n.id}"
+            elif n.id in self.joined:
+                total = self.joined[n.id]
+                self.put(f"const float a{n.id} = m{n.id}[0];")
+                self.put(f"const float a{total} = fw_online_sum(m{n.id});")
+                self.names |= {n.id: f"a{n.id}", total: f"a{total}"}
             else:
                 self.names[n.id] = f"a{n.id}"
 
     def _in_simd(self, n: Node) -> None:
         """All lanes have the simdgroup's value afterwards."""
         a, b = f"a{n.id}", f"b{n.id}"
+        if n.id in self.joined:
+            self.put(f"m{n.id} = fw_simd_online(m{n.id});")
+            return
         if not n.how.startswith("arg"):
             self.put(f"{a} = fw_simd_{n.how}({a});")
             return
@@ -474,20 +520,31 @@ class Rows(Points):
         simds = self.config.count // LANES
         with self.block("if (lane == 0)"):
             for n in found:
-                self.put(f"{self._share(n, 't', METAL[self._operand_type(n)], simds)}[simd] = a{n.id};")
-                if n.how.startswith("arg"):
-                    self.put(f"{self._share(n, 'g', self.integer, simds)}[simd] = b{n.id};")
+                self._leave(n, simds, "simd")
         self.put("threadgroup_barrier(mem_flags::mem_threadgroup);")
         for n in found:
             if simds < LANES:
-                self.put(f"a{n.id} = {self._identity(n)};")
+                self.put(f"m{n.id} = FW_ONLINE;" if n.id in self.joined else f"a{n.id} = {self._identity(n)};")
                 with self.block(f"if (lane < {simds})"):
                     self._read_shared(n, "lane")
             else:
                 self._read_shared(n, "lane")
             self._in_simd(n)
 
+    def _leave(self, n: Node, count: int, at: str) -> None:
+        """This thread's part of a reduction in threadgroup memory."""
+        if n.id in self.joined:
+            for k, i in enumerate((n.id, self.joined[n.id])):
+                self.put(f"{self._share(self.nodes[i], 't', 'float', count)}[{at}] = m{n.id}[{k}];")
+            return
+        self.put(f"{self._share(n, 't', METAL[self._operand_type(n)], count)}[{at}] = a{n.id};")
+        if n.how.startswith("arg"):
+            self.put(f"{self._share(n, 'g', self.integer, count)}[{at}] = b{n.id};")
+
     def _read_shared(self, n: Node, at: str) -> None:
+        if n.id in self.joined:
+            self.put(f"m{n.id} = float2(t{n.id}[{at}], t{self.joined[n.id]}[{at}]);")
+            return
         self.put(f"a{n.id} = t{n.id}[{at}];")
         if n.how.startswith("arg"):
             self.put(f"b{n.id} = g{n.id}[{at}];")
@@ -496,10 +553,7 @@ class Rows(Points):
         """The simdgroups' values of each column, by way of threadgroup memory."""
         count = self.config.count
         for n in found:
-            kind = METAL[self._operand_type(n)]
-            self.put(f"{self._share(n, 't', kind, count * LANES)}[simd * {LANES} + lane] = a{n.id};")
-            if n.how.startswith("arg"):
-                self.put(f"{self._share(n, 'g', self.integer, count * LANES)}[simd * {LANES} + lane] = b{n.id};")
+            self._leave(n, count * LANES, f"simd * {LANES} + lane")
         self.put("threadgroup_barrier(mem_flags::mem_threadgroup);")
         for n in found:
             self._read_shared(n, "lane")
@@ -509,6 +563,10 @@ class Rows(Points):
 
     def _add_column(self, n: Node) -> None:
         dtype, at = self._operand_type(n), f"s * {LANES} + lane"
+        if n.id in self.joined:
+            there = f"float2(t{n.id}[{at}], t{self.joined[n.id]}[{at}])"
+            self.put(f"m{n.id} = fw_online_joined(m{n.id}, {there});")
+            return
         self.put(f"const {METAL[dtype]} y{n.id} = t{n.id}[{at}];")
         if not n.how.startswith("arg"):
             self.put(f"a{n.id} = {combined(n.how, dtype, f'a{n.id}', f'y{n.id}')};")

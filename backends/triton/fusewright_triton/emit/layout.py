@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fusewright.toolkit.ir.extent import Atom, Extent
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
-from fusewright_triton.emit.online_softmax import pairs
+from fusewright.toolkit.transform.online_softmax import pairs
 from fusewright_triton.emit.schedule import LANE_BYTES, Config
 
 

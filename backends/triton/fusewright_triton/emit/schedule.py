@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
-from fusewright_triton.emit.online_softmax import pairs
+from fusewright.toolkit.transform.online_softmax import pairs
 from fusewright_triton.target import FORMULA, Target
 
 LANE_BYTES = 16

@@ -10,10 +10,10 @@ from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.ir import Node
 from fusewright.toolkit.ir.optable import OPS
 from fusewright.toolkit.ir.types import is_int
+from fusewright.toolkit.transform.online_softmax import pairs
 from fusewright_triton.emit.addressing import Addresses, atom
 from fusewright_triton.emit.layout import Dim, Layout, axis_name, product
 from fusewright_triton.emit.memory import Memory
-from fusewright_triton.emit.online_softmax import pairs
 from fusewright_triton.emit.operators import TRITON, Unsupported, cast, constant, form_of, is_negative_zero, literal
 
 DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
