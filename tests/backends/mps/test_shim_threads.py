@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusewright.toolkit.ir import Extent, symbol
 from fusewright_mps.emitter import emit, library
 from fusewright_mps.simulate.library import SimulationError, compile_shader
 from tests.backends.mps import representative
@@ -95,18 +96,20 @@ def test_what_threads_do_wrong_is_said_with_kernel_and_line(body: str, says: str
         shaders.wrong(torch.zeros(64), threads=64, group_size=64)
 
 
-def test_each_emitted_barrier_is_needed() -> None:
-    """Every barrier of a long softmax, taken away, is missed."""
-    source = emit(representative.softmax(3, 5000))
+@pytest.mark.parametrize(("cols", "barriers"), [(5000, 2), (symbol("n"), 1)])
+def test_each_emitted_barrier_is_needed(cols: Extent, barriers: int) -> None:
+    """Every barrier of a long softmax, taken away, is missed: of one whose row is held, and of one that reads its row twice."""
+    source = emit(representative.softmax(3, cols))
     text = library([source])
-    count = source.text.count("threadgroup_barrier")
-    assert count == 2
-    for k in range(count):
+    assert source.text.count("threadgroup_barrier") == barriers
+    sizes = [] if isinstance(cols, int) else [[5000]]
+    for k in range(barriers):
         at = [i for i in range(len(text)) if text.startswith(BARRIER, i)][k]
         shaders = compile_shader(text[:at] + text[at + len(BARRIER) :], checked=True)
         d = source.dispatches[0]
         with pytest.raises(SimulationError, match="with no barrier between"):
-            getattr(shaders, d.entry)(torch.randn(3, 5000), torch.empty(3, 5000), threads=d.threads, group_size=d.group)
+            run = getattr(shaders, d.entry)
+            run(torch.randn(3, 5000), torch.empty(3, 5000), *sizes, threads=d.threads, group_size=d.group)
 
 
 def test_threadgroup_memory_holds_nothing_when_a_group_begins() -> None:
