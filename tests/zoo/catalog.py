@@ -5,7 +5,6 @@ A model is named `source/name`. Nothing is downloaded: weights are random, geome
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -22,11 +21,18 @@ LARGEST = 60e6
 
 Resize = Callable[[int], dict[str, Any]]
 
+def _declare_what_torchvision_misses() -> None:
+    """timm and transformers import torchvision; beside a torch that its C++ part was not built for that part is not loaded, and
+    what Python expects of it is declared here."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # it registers a fake of an operator that is not there
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
 if importlib.util.find_spec("torchvision"):
-    # timm and transformers import it, and it has no CPU wheel: what Python expects of its C++ part is declared here.
-    for _operator in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch has defined it
-            torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declare_what_torchvision_misses()
 
 
 class NotBuilt(Exception):
