@@ -329,6 +329,19 @@ def _static_grad(op: OpView) -> str | None:
     return None if ok else "a symbolic size"
 
 
+def _slice_grad(op: OpView) -> str | None:
+    """A gradient of the slice's shape, as autograd makes it; of another one eager repeats what is too small."""
+    if why := _static_grad(op):
+        return why
+    shape, sizes, end = op.arg("grad_output").spec.shape, list(op.arg("input_sizes")), op.arg("end")
+    d = int(op.arg("dim")) % len(sizes)
+    if isinstance(end, int | None):
+        sizes[d] = len(range(sizes[d])[op.arg("start") : end : op.arg("step")])
+    elif len(shape) == len(sizes) and shape[d] != 1:
+        sizes[d] = shape[d]
+    return None if list(shape) == sizes else "a gradient of another shape than the slice's"
+
+
 def _static_select(op: OpView) -> str | None:
     return None if isinstance(op.arg("index"), int) else "a symbolic index"
 
@@ -490,7 +503,7 @@ TABLE: Table = {
         "select_scatter": Map(_select_scatter, _static_select, cost=6),
         "diagonal_scatter": Map(_diagonal_scatter, _plain_offset, cost=6),
         "select_backward": Map(_select_backward, _static_grad, cost=6),
-        "slice_backward": Map(_slice_backward, _static_grad, cost=6, symbols=("end",)),
+        "slice_backward": Map(_slice_backward, _slice_grad, cost=6, symbols=("end",)),
         "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),
         "pixel_unshuffle": Map(_pixel_unshuffle, _static_self, cost=4),
         "glu": Map(_glu, cost=26),
