@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fusewright import registry
+from fusewright import _torch_compat, registry
 from fusewright.cli.conformance import conformance
 from fusewright.conformance.jobs import levels, run
 from fusewright.conformance.ops import entries, opinfo
 from fusewright.conformance.settings import Settings
 from fusewright.conformance.verdicts import Check, Verdict, summary
+from fusewright.errors import UnknownBackendError
+from fusewright.interface import Unavailable
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -54,6 +56,21 @@ def test_a_backend_without_a_device_is_not_called_right() -> None:
         pytest.skip("every installed backend has a device here")
     done = CliRunner().invoke(conformance, ["--backend", missing, "--level", "C2..C4"])
     assert done.exit_code == 2 and "NOT AVAILABLE" in done.output, done.output
+
+
+def test_a_backend_that_does_not_exist_is_told_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_compat, "op_database_lacks", lambda: "expecttest")
+    monkeypatch.setattr(run, "checks", lambda *given: pytest.fail("something was run"))
+    done = CliRunner().invoke(conformance, ["--backend", "fusewright_null", "--backend", "nosuch"])
+    assert isinstance(done.exception, UnknownBackendError) and "valid names" in str(done.exception)
+
+
+def test_what_needs_no_device_needs_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_compat, "op_database_lacks", lambda: "expecttest")
+    monkeypatch.setattr(Settings, "device", lambda self: Unavailable("none here", "buy one"))
+    found = levels.jobs(list(levels.LEVELS), Settings("fusewright_null"))
+    assert {j["part"] for j in found} == {"contract"}
+    assert levels.jobs(["C2"], Settings("fusewright_null")) == []
 
 
 def test_every_installed_backend_has_jobs_of_every_level() -> None:

@@ -79,7 +79,10 @@ def conformance(
         found = _merged(merge, names, verbose)
     else:
         found = {}
-        for name in names or [n for n, p in registry.plugins().items() if not p.reference]:
+        wanted_names = names or tuple(n for n, p in registry.plugins().items() if not p.reference)
+        for name in wanted_names:  # one that does not exist is told before hours are spent on the others
+            registry.info(name)
+        for name in wanted_names:
             settings = Settings(name, simulate, samples, dtypes, opinfo, part, rows)
             found[name] = _run(settings, run.shard(levels.jobs(wanted, settings), shard), jobs, limit, verbose)
     lost = _held_to(ratchet, renew, found) if ratchet is not None else []

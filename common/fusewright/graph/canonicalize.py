@@ -13,6 +13,7 @@ from fusewright import ops
 from fusewright.graph import foreach, retrace, verify
 from fusewright.graph.fills import number_fills, size_fills
 from fusewright.graph.refused import refusal
+from fusewright.interface import HOST
 from fusewright.ops.strides import RULES
 
 
@@ -55,14 +56,34 @@ def _refusal(node: Node) -> str | None:
 
 def _integer_products(graph: Graph) -> None:
     """`out_dtype(mm, int32, a, b)` of int8 matrices is `_int_mm`. torchao's dynamic quantization writes it so on some devices."""
-    for node in graph.nodes:
-        if getattr(node.target, "__name__", "") != "out_dtype" or node.args[:2] != (
-            torch.ops.aten.mm.default,
-            torch.int32,
-        ):
+    for node in list(graph.nodes):
+        of_mm = node.args[:2] == (torch.ops.aten.mm.default, torch.int32)
+        if getattr(node.target, "__name__", "") == "out_dtype" and of_mm:
+            if all(retrace.value_of(n).dtype == torch.int8 for n in node.args[2:]):
+                node.target, node.args = torch.ops.aten._int_mm.default, node.args[2:]
+        if node.target is torch.ops.aten._int_mm.default:
+            _separate_rows(graph, node)
+
+
+def _separate_rows(graph: Graph, node: Node) -> None:
+    """Copy operands that BLAS cannot address: given such, eager's `_int_mm` on the host gives values that mean nothing."""
+    for x in node.all_input_nodes:
+        val = retrace.value_of(x)
+        if val.device.type != HOST or _is_blas_matrix(val):
             continue
-        if all(retrace.value_of(n).dtype == torch.int8 for n in node.args[2:]):
-            node.target, node.args = torch.ops.aten._int_mm.default, node.args[2:]
+        with graph.inserting_before(node):
+            copy = graph.call_function(torch.ops.aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+        copy.meta.update(node.meta, val=retrace.infer(copy))
+        node.replace_input_with(x, copy)
+
+
+def _is_blas_matrix(val: torch.Tensor) -> bool:
+    """Whether rows, or else columns, are dense and apart, or neither are dense: those eager copies itself."""
+    (rows, columns), (down, along) = val.shape, val.stride()
+    true = compat.statically_true
+    if true(along == 1):
+        return true(down >= columns)
+    return true(along >= rows) if true(down == 1) else true(down != 1) and true(along != 1)
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:

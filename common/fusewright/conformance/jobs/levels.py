@@ -57,10 +57,10 @@ def between(text: str) -> list[str]:
 
 def jobs(levels: Sequence[str], settings: Settings) -> list[dict[str, str]]:
     """All jobs of the levels, or what of them needs no device where there is none."""
-    found = [{"part": p, "name": n} for p, part in PARTS.items() if part.level in levels for n in part.names(settings)]
-    if isinstance(settings.device(), Unavailable):
-        return [j for j in found if j["name"] in contract.NEED_NO_DEVICE]
-    return found
+    if isinstance(settings.device(), Unavailable):  # the names of other parts may need packages
+        names = [n for n in contract.names(settings) if n in contract.NEED_NO_DEVICE]
+        return [{"part": "contract", "name": n} for n in names if PARTS["contract"].level in levels]
+    return [{"part": p, "name": n} for p, part in PARTS.items() if part.level in levels for n in part.names(settings)]
 
 
 def perform(job: dict[str, str], settings: Settings) -> list[Check]:

@@ -78,6 +78,20 @@ def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return with_tensors(args, iter([change(t) for t in rules.tensors(args)]))
 
 
+def placed(t: torch.Tensor, device: Any) -> torch.Tensor:
+    """A tensor of the same values, strides and offset on a device, in memory of its own."""
+    if t.layout is not torch.strided:  # packed by a library
+        return t.clone()
+    memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.detach().untyped_storage())
+    moved = memory.to(device, copy=True).untyped_storage()
+    return torch.empty(0, dtype=t.dtype, device=device).set_(moved, t.storage_offset(), t.shape, t.stride())
+
+
+def copied(t: torch.Tensor) -> torch.Tensor:
+    """`placed` where it is."""
+    return placed(t, t.device)
+
+
 def valid(op: Op, args: list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether eager runs the call."""
     try:

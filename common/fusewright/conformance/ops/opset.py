@@ -169,7 +169,7 @@ def _checked(
         return None
     if any(t.numel() > LARGEST for t in rules.tensors(args)):
         return None
-    if not valid(op, calls.mapped(args, _copy), kwargs):
+    if not valid(op, calls.mapped(args, calls.copied), kwargs):
         return None
     try:
         return _judged(_Trial(op, case, dtype, variant, settings, backend, args, kwargs))
@@ -199,9 +199,7 @@ class _Trial:
 
     def moved(self, args: list[Any]) -> list[Any]:
         """The arguments on the backend's device, with their strides."""
-        if self.device == HOST:
-            return args
-        return list(calls.mapped(args, lambda t: torch.empty_like(t, device=self.device).copy_(t)))
+        return args if self.device == HOST else list(calls.mapped(args, lambda t: calls.placed(t, self.device)))
 
 
 def _judged(t: _Trial) -> tuple[Verdict, str]:
@@ -267,7 +265,7 @@ def _again(t: _Trial, run: Any, gm: Any, weights: Sequence[int]) -> str:
 def _differs(t: _Trial, run: Any, args: list[Any], where: str = "") -> str:
     """What is wrong with one call of the compiled graph, or ""."""
     torch.manual_seed(0)
-    given = calls.mapped(args, _copy)
+    given = calls.mapped(args, calls.copied)
     eager = [o for o in flat(t.op.target(*given, **t.kwargs)) if o is not None]
     ours = list(rules.tensors(args))
     seen = [x for x in ours if x.layout is torch.strided]
@@ -284,17 +282,9 @@ def _differs(t: _Trial, run: Any, args: list[Any], where: str = "") -> str:
     return next((f"{where}result {k}: {why}" for k, why in _results(t, args, eager, got) if why), "")
 
 
-def _copy(t: Tensor) -> Tensor:
-    """A tensor of the same values and strides, in memory of its own."""
-    if t.layout is not torch.strided:  # packed by a library
-        return t.clone()
-    memory = t.detach().untyped_storage().clone()
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
-
-
 def _shares(t: _Trial, args: list[Any]) -> bool:
     """Whether eager's result is memory of an input too."""
-    given = calls.mapped(args, _copy)
+    given = calls.mapped(args, calls.copied)
     memory = {x.untyped_storage().data_ptr() for x in rules.tensors(given) if x.layout is torch.strided}
     return any(
         o is not None and o.untyped_storage().data_ptr() in memory for o in flat(t.op.target(*given, **t.kwargs))
@@ -312,10 +302,24 @@ def _results(t: _Trial, args: list[Any], eager: Sequence[Tensor], got: Sequence[
         return
     exact = [o.to(HOST) for o in eager] if t.op.kind is Kind.RANDOM else _exact(t, args) if eager else []
     bits = t.op.name in EXACT or (t.op.kind in EXACT_KINDS and t.op.name not in APPROXIMATE)
-    for k, (g, e, x) in enumerate(zip(got, eager, exact, strict=True)):
+    home = [[calls.placed(o, HOST) for o in found] for found in (got, eager)]
+    for k, (g, e, x) in enumerate(zip(*home, exact, strict=True)):
         if k not in calls.UNDEFINED.get(t.op.name, ()):
             _defined(t, e, x)
-            yield k, difference(g, e, x.double() if e.is_floating_point() else e, bits)
+            wanted = _trusted(t, args, k, e, x)
+            yield k, difference(g, wanted, x.double() if e.is_floating_point() else wanted, bits)
+
+
+def _trusted(t: _Trial, args: list[Any], k: int, eager: Tensor, exact: Tensor) -> Tensor:
+    """Eager's result, or what eager gives for dense copies where it disagrees with itself and only those are exact: some of
+    its kernels read memory of odd strides wrongly. Only of integers, for floats that are far off say nothing (`_defined`)."""
+    if eager.is_floating_point() or t.op.kind in (Kind.RANDOM, Kind.VIEW) or eager.shape != exact.shape:
+        return eager
+    if same(eager, exact):
+        return eager
+    dense = calls.mapped(args, lambda x: x.contiguous() if x.layout is torch.strided else x)
+    again = [o for o in flat(t.op.target(*dense, **t.kwargs)) if o is not None][k].to(HOST)
+    return torch.empty_like(eager).copy_(again) if same(again, exact) else eager
 
 
 def _defined(t: _Trial, eager: Tensor, exact: Tensor) -> None:
@@ -332,7 +336,7 @@ def _exact(t: _Trial, args: list[Any]) -> Sequence[Tensor]:
     """The results in fp64, on the host."""
     torch.manual_seed(0)
     try:
-        results = evaluate(t.op, calls.mapped(args, lambda x: _copy(x).to(HOST)), t.kwargs)
+        results = evaluate(t.op, calls.mapped(args, lambda x: calls.placed(x, HOST)), t.kwargs)
     except (RuntimeError, ZeroDivisionError) as e:
         raise Undefined(f"the row's reference does not take it: {e}") from e
     found = [o for o in results if o is not None]

@@ -1,0 +1,57 @@
+"""What a result is compared with: tensors as they lie, on the host, and eager's where eager agrees with itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright import ops
+from fusewright.conformance.jobs import levels
+from fusewright.conformance.ops import calls, opset
+from fusewright.conformance.ops.cases import CASES
+from fusewright.conformance.settings import Settings
+from fusewright.interface import HOST
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BASE = torch.arange(24.0).view(4, 6)
+TENSORS = {
+    "dense": BASE,
+    "transposed": BASE.t(),
+    "gapped": opset.gapped(BASE),
+    "expanded": opset.expanded(BASE),
+    "in the middle": BASE[1:, 2:4],
+    "empty": BASE[:0],
+    "a number": BASE[2, 3],
+    "complex": torch.view_as_complex(BASE.view(4, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_placed_tensor_lies_as_the_first_one(name: str) -> None:
+    t = TENSORS[name]
+    found = calls.placed(t, HOST)
+    assert torch.equal(found, t) and (found.dtype, found.stride()) == (t.dtype, t.stride())
+    assert found.storage_offset() == t.storage_offset()
+    assert found.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not t.untyped_storage().nbytes()
+
+
+def trial(row: str, *args: Tensor) -> opset._Trial:
+    settings = Settings("fusewright_null", dtypes=("int64",))
+    variant = next(v for v in opset.VARIANTS if v.name == "expanded")
+    return opset._Trial(ops.OPS[row], CASES[row][0], torch.int64, variant, settings, settings.make(), list(args), {})
+
+
+def test_where_eager_disagrees_with_itself_only_its_exact_result_counts() -> None:
+    a = torch.arange(6).view(1, 6).expand(4, 6)
+    t, right, wrong = trial("add", a, a), a + a, a + a + 1
+    assert opset._trusted(t, t.args, 0, right, right) is right
+    assert torch.equal(opset._trusted(t, t.args, 0, wrong, right), right)
+    assert opset._trusted(t, t.args, 0, right, wrong) is right, "what eager gives of dense copies too is how it is"
+
+
+def test_the_product_of_an_expanded_matrix_is_judged_by_the_product() -> None:
+    settings = Settings("fusewright_null", dtypes=("float32",))
+    found = levels.perform({"part": "opset", "name": "int_mm"}, settings)
+    assert any("expanded" in c.name for c in found) and not [c for c in found if c.verdict.bad], found
