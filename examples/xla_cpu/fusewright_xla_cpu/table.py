@@ -68,13 +68,16 @@ def _sample(arg: Any) -> Any:
 
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
-    """`x` as `dtype`, where torch's conversion on CPUs and XLA's differ as torch's: integers wrap."""
+    """`x` as `dtype`, where torch's conversion on CPUs and XLA's differ as torch's: integers wrap. A bool becomes a float by way
+    of an integer, for XLA makes a selection of a product with a bool, where zero times NaN or an infinity is zero."""
     if not isinstance(x, jnp.ndarray):
         return jnp.asarray(x, dtype_name(dtype))
     to = dtype_name(dtype)
     if jnp.issubdtype(x.dtype, jnp.floating) and not dtype.is_floating_point and dtype is not torch.bool:
         fits = jnp.abs(x.astype("float64")) < 2.0**63
         return jnp.where(fits, jnp.where(fits, x, 0).astype("int64"), jnp.iinfo("int64").min).astype(to)
+    if x.dtype == bool and dtype.is_floating_point:
+        x = x.astype("int32")
     return x.astype(to)
 
 

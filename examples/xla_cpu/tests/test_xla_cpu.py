@@ -45,6 +45,16 @@ def test_poles_and_limits_are_eagers(name: str) -> None:
     torch.testing.assert_close(compiled(fn)(x), fn(x), equal_nan=True)
 
 
+@pytest.mark.parametrize("fn", [torch.mul, torch.div, lambda a, b: (b + a) * a, lambda a, b: (b > 1) * b])
+def test_a_bool_is_no_selection(fn: Callable[..., Tensor]) -> None:
+    """XLA takes a product with a bool for one; zero times an infinity is NaN."""
+    a = torch.tensor([[False], [True]])
+    b = torch.tensor([math.nan, math.inf, 0.0, -0.0, 2.0])
+    torch.testing.assert_close(compiled(fn)(a, b), fn(a, b), equal_nan=True)
+    c = torch.tensor([False, True])
+    torch.testing.assert_close(compiled(torch.div)(a, c), a / c, equal_nan=True)
+
+
 def test_gradients_go_through_it() -> None:
     leaves = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((4, 8), (16, 8), (16,))]
     copies = [t.detach().clone().requires_grad_() for t in leaves]

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusewright import report
+from fusewright import ops, report
+from fusewright.conformance.ops.judge import strides
 from fusewright.ops.semantics import resize
+from tests.ops.test_kernels_vs_eager import check
 
 aten = torch.ops.aten
 SIZES = st.integers(1, 20)
@@ -34,6 +36,37 @@ def test_an_infinite_gradient_stays_where_it_belongs():
     for small in ([1, 1, 4, 4], [1, 1, 3, 3], [1, 1, 16, 16]):
         expected = aten.upsample_bilinear2d_backward(grad, [8, 8], small, False)
         assert torch.equal(resize.bilinear2d_backward(grad, [8, 8], small, False).isfinite(), expected.isfinite())
+
+
+FORWARD = [
+    ([12, 9], False, None, None),
+    ([12, 9], True, None, None),
+    ([3, 4], False, None, None),
+    ([1, 1], True, None, None),
+    ([8, 6], False, None, None),
+    ([8, 12], False, None, 2.0),
+    ([13, 9], False, 1.7, 1.4),
+    ([8, 6], True, 0.0, -1.0),
+]
+
+
+@pytest.mark.parametrize("odd", [0.0, torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("args", FORWARD, ids=str)
+def test_bilinear_forward_weighs_as_the_operator(args, odd):
+    """Also of as many elements as there are: eager takes each with the weights one and zero."""
+    x = torch.randn(2, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 3, 2] = odd
+    for given_ in (x, x.bfloat16(), x.contiguous(memory_format=torch.channels_last)):
+        expected, got = aten.upsample_bilinear2d(given_, *args), resize.bilinear2d(given_, *args)
+        assert (got.dtype, strides(got)) == (expected.dtype, strides(expected))
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [[12, 9], [8, 9], [8, 6]], ids=str)
+def test_the_kernel_weighs_as_the_operator(size):
+    x = torch.randn(1, 2, 8, 6, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 3, 2] = torch.inf
+    assert check(ops.OPS["upsample_bilinear2d"], [x, size, False, None, None], {}, "interpreter")
 
 
 CASES = {

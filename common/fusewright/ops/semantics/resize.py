@@ -1,4 +1,5 @@
-"""Gradients of resizing as sums over the outputs that an element reached: gathers, one dimension after the other.
+"""Resizing: the bilinear one as eager weighs it; gradients as sums over the outputs that an element reached: gathers, one
+dimension after the other.
 
 Autograd of the forward pass gives scatters instead, whose stores collide: four with accumulation for a bilinear resize.
 """
@@ -11,7 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusewright import _torch_compat as compat
+
 _AXES = (-1, -2)
+
+
+def bilinear2d(
+    x: Tensor, output_size: Any, align_corners: bool, scale_h: float | None = None, scale_w: float | None = None
+) -> Tensor:
+    """The mean of four elements, each times its weight, as eager's kernel has it: torch's decomposition, `a + (b - a) * share`, has
+    NaN beside an infinity. Integers are left to that one, which rounds."""
+    aten = torch.ops.aten
+    if not x.is_floating_point():
+        found: Tensor = compat.decomposition(aten.upsample_bilinear2d.default)(
+            x, output_size, align_corners, scale_h, scale_w
+        )
+        return found
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    top, bottom, down = _taps(x.shape[-2], output_size[0], align_corners, scale_h, wide, x.device)
+    left, right, across = _taps(x.shape[-1], output_size[1], align_corners, scale_w, wide, x.device)
+
+    def row(at: Tensor) -> Tensor:
+        a, b = (aten._unsafe_index(x, [None, None, at[:, None], c]).to(wide) for c in (left, right))
+        return a * (1 - across) + b * across
+
+    out = row(top) * (1 - down[:, None]) + row(bottom) * down[:, None]
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return out.to(x.dtype).contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _taps(
+    n: Any, made: Any, align_corners: bool, scale: float | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two places among `n` for each of `made` results, and the share of the second: ATen's
+    `area_pixel_compute_source_index` and `compute_source_index_and_lambda`."""
+    place = torch.arange(made, device=device)
+    if compat.statically_true(n == made):
+        return place, place, torch.zeros((), dtype=dtype, device=device).expand(made)
+    place = place.to(dtype)
+    if align_corners:
+        source = place * ((n - 1) / (made - 1) if made > 1 else 0.0)
+    else:
+        step = 1.0 / scale if scale is not None and scale > 0 else n / made
+        source = ((place + 0.5) * step - 0.5).clamp(min=0)
+    first = source.to(torch.int64).clamp(max=n - 1)
+    return first, (first + 1).clamp(max=n - 1), (source - first).clamp(0, 1)
 
 
 def nearest2d_backward(grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Any:

@@ -13,6 +13,7 @@ from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, Kind, Op, Shape, row
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
+from fusewright.ops.semantics import resize
 
 _op = partial(row, Kind.COMPOSITE)
 
@@ -168,7 +169,7 @@ ROWS: tuple[Op, ...] = (
     _op("upsample_nearest2d", "aten::upsample_nearest2d", dt.SELF, sh.resized(2), m.nearest2d_ref,
         "resized, nearest pixel", "ONNX Resize", m.torch_decomposition("aten::upsample_nearest2d")),
     _op("upsample_bilinear2d", "aten::upsample_bilinear2d", dt.SELF, sh.resized(2), m.bilinear2d_ref,
-        "resized, bilinear", "ONNX Resize", m.torch_decomposition("aten::upsample_bilinear2d")),
+        "resized, bilinear", "ONNX Resize", resize.bilinear2d),
     _op("upsample_bicubic2d", "aten::upsample_bicubic2d", dt.SELF, sh.resized(2), m.bicubic2d_ref,
         "resized, bicubic", "ONNX Resize", m.torch_decomposition("aten::upsample_bicubic2d")),
     _op("pixel_shuffle", "aten::pixel_shuffle", dt.SELF, m.pixel_shuffle_shape, m.pixel_shuffle_ref,

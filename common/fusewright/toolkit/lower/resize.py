@@ -36,8 +36,6 @@ def _bilinear(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     say."""
     x = op.arg("self")
     shape = shape_of(x.spec)
-    if all(shape[d] == at.shape[d] for d, _ in AXES):
-        return e.value(x, At(shape, at.dims))
     upper, lower, down = _taps(e, op, at, *AXES[0])
     left, right, across = _taps(e, op, at, *AXES[1])
 
@@ -52,6 +50,8 @@ def _taps(e: Evaluator, op: OpView, at: At, d: int, scale: str) -> tuple[Index, 
     """Two places of the input along a dimension, and the share of the second."""
     t = compute_dtype(op.out.spec.dtype)  # type: ignore[union-attr]
     n, made = int(shape_of(op.arg("self").spec)[d]), int(at.shape[d])  # type: ignore[arg-type]
+    if n == made:
+        return at.dims[d], at.dims[d], e.b.const(0.0, t)
     place = e.b.cast(e.position(at.dims[d]), t)
     if op.arg("align_corners"):
         place = place * ((n - 1) / (made - 1) if made > 1 else 0.0)
