@@ -23,7 +23,8 @@ def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH
     if not main:
         return
     first = getattr(module, "main_input_name", main[0])
-    chosen = [[n for n in main], [n for n in main if not n.startswith("decoder_")], [first] if first in _MAKERS else main[:1]]
+    least = [n for n in ([first] if isinstance(first, str) else first) if n in _MAKERS]
+    chosen = [main, [n for n in main if not n.startswith("decoder_")], least or main[:1]]
     seen: list[list[str]] = []
     for keys in chosen:
         if keys in seen:

@@ -4,7 +4,7 @@ partition, backends see the mark on their specs, and a plan moves what makes the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,12 @@ def _repeatable(node: Node) -> bool:
     return not effect and (row is None or "empty" not in row.name)
 
 
-def repeatable(operator: Any, known: bool) -> bool:
-    """Whether a call of an operator, as a backend may add it to a plan, gives the same tensors every time. `known`: the backend
-    says so; an operator of unknown origin may wait for other processes."""
-    if operator is None or ops.is_random(operator) or ops.is_mutating(operator) or operator_asserts(operator):
+def repeatable(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: bool) -> bool:
+    """Whether a call, as a backend may add it to a plan, gives the same tensors every time. `known`: the backend says so; an
+    operator of unknown origin may wait for other processes."""
+    if operator is None or ops.is_mutating(operator) or operator_asserts(operator):
+        return False
+    if ops.call_draws(operator, args, kwargs):
         return False
     if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
         return False  # a number, which sizes may be made of

@@ -20,10 +20,7 @@ def writes(node: Node) -> bool:
 
 def draws(node: Node) -> bool:
     """Whether the node draws random numbers; attention or dropout with probability 0 does not."""
-    if not is_op(node):
-        return False
-    row = ops.find(node.target)
-    return ops.is_random(node.target) if row is None else ops.draws(row, node.args, node.kwargs)
+    return is_op(node) and ops.call_draws(node.target, node.args, node.kwargs)
 
 
 def asserts(node: Node) -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "Kind",
     "Op",
     "Shape",
+    "call_draws",
     "canonical",
     "draws",
     "find",
@@ -180,3 +181,14 @@ def draws(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     bound = op.bind(args, kwargs)
     chance = next((bound[n] for n in _CHANCE if n in bound), 1.0)
     return bool(chance) and bound.get("train") is not False
+
+
+def call_draws(target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of any operator, of the table or not, draws random numbers. See `draws`."""
+    row = find(target)
+    if row is not None:
+        return draws(row, args, kwargs)
+    if not is_random(target):
+        return False
+    names = [a.name for a in target._schema.arguments]
+    return "dropout_p" not in names or {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0) != 0.0

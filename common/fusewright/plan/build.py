@@ -322,13 +322,17 @@ def _makes_constants(i: Instruction, index: GraphIndex, specs: Mapping[int, Tens
     if isinstance(i, CallPython) or not i.outs:
         return False
     if isinstance(i, Call) and i.prepare:
-        return constants.repeatable(operator_of(i.target), known=True)
+        return _repeatable(i, known=True)
     values = [o for o in i.outs if index.node_by_value(o) is not None]
     if values:
         return index.constants.issuperset(values)
     made, given = ([specs[v] for v in ids if v in specs] for ids in (i.outs, set(reads(i))))
-    again = not isinstance(i, Call) or constants.repeatable(operator_of(i.target), known=False)
+    again = not isinstance(i, Call) or _repeatable(i, known=False)
     return again and constants.fits(made, given)
+
+
+def _repeatable(i: Call, known: bool) -> bool:
+    return constants.repeatable(operator_of(i.target), i.args, dict(i.kwargs), known)
 
 
 def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:

@@ -308,7 +308,7 @@ def _repeatable(p: PlanFacts) -> Iterator[str]:
     for k, i in enumerate(p.plan.prepare):
         if isinstance(i, CallPython):
             yield f"prepare: {_name(k, i)} is an opaque function"
-        elif isinstance(i, Call) and _unrepeatable(p.prepare.operators[i.target]):
+        elif isinstance(i, Call) and _unrepeatable(p.prepare.operators[i.target], i):
             yield f"prepare: {_name(k, i)} does not give the same each time"
 
 
@@ -341,10 +341,10 @@ def find_problems(plan: Plan) -> Iterator[str]:
     return (v.text for v in PLAN.violations(plan))
 
 
-def _unrepeatable(operator: Any) -> bool:
+def _unrepeatable(operator: Any, i: Call) -> bool:
     if isinstance(operator, Exception):
         return False  # `_called` says so
-    return operator is None or ops.is_random(operator) or ops.is_mutating(operator)
+    return operator is None or ops.is_mutating(operator) or ops.call_draws(operator, i.args, dict(i.kwargs))
 
 
 def check(plan: Plan, after: str, kernels: Mapping[str, Any] | None = None) -> None:

@@ -10,6 +10,7 @@ from fusewright.forms import passes
 from fusewright.graph.origin import first_trace
 from fusewright.interface import Verdict, Why
 from fusewright.plan import labels
+from fusewright.plan.execute.compared import eager_of
 from fusewright.plan.ir import Launch
 from fusewright.plan.verify import PlanError
 from fusewright.stages.compilation import Compilation, Refused, origin
@@ -28,6 +29,8 @@ def plan(c: Compilation) -> Refused:
         _report_plan(c, e)
         if c.compiled:  # what fragments made of the plan is not valid, though each of them is
             return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
+        c.run = eager_of(c.gm)
+        return {}
     try:
         kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
     except Exception as e:

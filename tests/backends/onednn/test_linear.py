@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusewright import _torch_compat as compat
 from fusewright.interface import Dim, Why
 from fusewright.plan.ir import Launch
 from fusewright_onednn.backend import X86OneDnn
@@ -155,6 +156,16 @@ def test_a_slice_that_a_view_refuses_is_copied_first() -> None:
     flat = g.op("view", q, [2, 8 * 32])  # merges the sliced dimension: no view of a slice
     rest = g.op("add", k, v)
     assert targets(check(g, [flat, rest])).count("kernel clone") == 1
+
+
+def test_a_part_of_a_slice_that_a_view_refuses_is_copied_first() -> None:
+    g, (q, k, v) = _qkv()
+    part = g.op("slice", g.op("view", q, [2, 8, 2, 16]), 3, 8, 16, 1)
+    rows = g.op("view", part, [32, 8])  # the strides of q, but not those of a slice, make one dimension of three
+    outs = [g.op("mul", rows, 2.0), g.op("add", k, v)]
+    check(g, outs)
+    with compat.python_dispatcher():  # as AOTAutograd traces: torch's metadata functions raise other errors there
+        check(g, outs)
 
 
 def test_a_repeated_slice_is_copied_once_and_repeated() -> None:

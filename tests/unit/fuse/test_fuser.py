@@ -7,9 +7,13 @@ import torch
 
 from fusewright.interface import Device, DevicePolicy, Value
 from fusewright.plan.ir import Call, Launch, Ref
+from fusewright.toolkit.fuse import fuser
+from fusewright.toolkit.fuse.build import Built
 from fusewright.toolkit.fuse.fuser import fuse
+from fusewright.toolkit.fuse.group import Group
 from fusewright.toolkit.fuse.signature import KernelMemo
 from fusewright.toolkit.lower.tables import RULES
+from fusewright.toolkit.rules.evaluate import NotAligned
 from fusewright_cpu.policy import CPU
 from fusewright_cpu.policy import EAGER as CONDITIONS
 from tests.fragments import Context, Sketch
@@ -284,3 +288,27 @@ def test_a_copy_into_another_order_is_a_kernel_and_a_plain_one_is_not() -> None:
     g = Sketch()
     x = g.input(torch.randn(256, 256))
     check(g, [g.op("clone", x)], 0)
+
+
+def test_any_number_of_groups_may_turn_out_to_be_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, rounds = fuser._Planner._kernel, 0
+
+    def refusing(self: fuser._Planner, group: Group, stored: set[int]) -> Built:
+        if len(group.units) > 1:
+            raise NotAligned("by hand")
+        return plain(self, group, stored)
+
+    def counted(self: fuser._Planner) -> fuser.Fused:
+        nonlocal rounds
+        rounds += 1
+        return run(self)
+
+    run = fuser._Planner.run
+    monkeypatch.setattr(fuser._Planner, "_kernel", refusing)
+    monkeypatch.setattr(fuser._Planner, "run", counted)
+    g = Sketch()
+    negated = [g.op("neg", g.input(torch.randn(4, k))) for k in range(1, 71)]
+    outs = [*negated, *(g.op("exp", x) for x in negated)]
+    fragment, got = run_sketch(g, outs, LOADERS["interpreter"])
+    assert kernel_count(fragment) == 140 and rounds == 2
+    torch.testing.assert_close(got, g.expected(outs))

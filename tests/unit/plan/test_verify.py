@@ -235,6 +235,12 @@ def prepare_draws(p: Plan) -> Plan:
     return replace(p, prepare=[*p.prepare, drawn])
 
 
+def prepare_draws_in_an_attention(p: Plan) -> Plan:
+    given = Ref(p.prepare_inputs[0])
+    call = Call("aten::scaled_dot_product_attention.default", (given, given, given, None, 0.5), (9999,))
+    return replace(p, prepare=[*p.prepare, call])
+
+
 MUTATIONS: dict[Callable[[Plan], Plan], str] = {
     **dict.fromkeys((read_too_early, never_made, made_twice, unknown_result), "defined"),
     **dict.fromkeys((input_given_twice, prepared_of_an_input, prepared_value_never_made), "interface"),
@@ -243,7 +249,7 @@ MUTATIONS: dict[Callable[[Plan], Plan], str] = {
     **dict.fromkeys((kernel_that_is_not_there, tensor_too_few, size_too_many, scalar_too_many), "launches"),
     **dict.fromkeys((size_of_no_dimension, another_dtype, result_without_a_spec, inplace_of_nothing), "launches"),
     **dict.fromkeys((weight_written, prepared_constant_written), "constants"),
-    prepare_draws: "repeatable",
+    **dict.fromkeys((prepare_draws, prepare_draws_in_an_attention), "repeatable"),
 }
 """Changes with the id of the rule that forbids them."""
 
@@ -253,6 +259,12 @@ def test_a_change_by_hand_is_found(net: Plan, mutate: Callable[[Plan], Plan]) ->
     assert MUTATIONS[mutate] in {v.rule for v in verify.PLAN.violations(mutate(net))}
     with pytest.raises(PlanError, match="the plan is not valid after a change"):
         verify.check(mutate(net), "a change")
+
+
+def test_an_attention_that_drops_nothing_may_be_prepared(net: Plan) -> None:
+    given = Ref(net.prepare_inputs[0])
+    call = Call("aten::scaled_dot_product_attention.default", (given, given, given), (9999,))
+    assert "repeatable" not in {v.rule for v in verify.PLAN.violations(replace(net, prepare=[*net.prepare, call]))}
 
 
 OF_A_PLAN = (unknown_result, another_dtype, result_without_a_spec)

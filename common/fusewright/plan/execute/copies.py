@@ -57,14 +57,17 @@ def flat(t: torch.Tensor) -> torch.Tensor:
 
 
 def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides, which share memory where the given tensors do."""
+    """Copies with the same strides, which share memory where the given tensors do. None is a view: autograd refuses to have a
+    view that a function of its own gave written in place."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for t in tensors:
         by_storage.setdefault(t.untyped_storage().data_ptr(), []).append(t)
     made: dict[int, torch.Tensor] = {}
     for group in by_storage.values():
         if len(group) == 1 or all(t is group[0] for t in group):
-            made[id(group[0])] = flat(group[0]).clone().as_strided(group[0].shape, group[0].stride(), 0)
+            x = group[0]
+            made[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            flat(made[id(x)]).copy_(flat(x))
             continue
         whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
         whole.set_(group[0].untyped_storage())

@@ -105,7 +105,7 @@ def host_scalars(plan: Plan) -> set[int]:
     for i in plan.instructions:
         if isinstance(i, Call) and i.outs and set(reads(i)) <= scalars and all(map(single, i.outs)):
             operator = operator_of(i.target)
-            if operator is not None and not _draws(i, operator):
+            if operator is not None and not ops.call_draws(operator, i.args, dict(i.kwargs)):
                 scalars.update(i.outs)
     return scalars
 
@@ -136,7 +136,7 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
     operator = operator_of(i.target)
     if operator is None:
         return "sizes are computed at run time"
-    if not training and _draws(i, operator):
+    if not training and ops.call_draws(operator, i.args, dict(i.kwargs)):
         return f"{i.target} draws random numbers"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
         return f"the result of {i.target} depends on data"
@@ -167,18 +167,6 @@ def _given_offset(call: Call) -> bool:
     operator = operator_of(call.target)
     names = [a.name for a in operator._schema.arguments] if operator is not None else []
     return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
-
-
-def _draws(i: Call, operator: Any) -> bool:
-    """Whether a call draws random numbers; attention that drops nothing does not."""
-    row = ops.find(operator)
-    if row is not None:
-        return ops.draws(row, i.args, dict(i.kwargs))
-    names = [a.name for a in operator._schema.arguments]
-    if "dropout_p" not in names:
-        return ops.is_random(operator)
-    given = {**dict(zip(names, i.args, strict=False)), **dict(i.kwargs)}
-    return ops.is_random(operator) and given.get("dropout_p", 0.0) != 0.0
 
 
 def _result_obstacle(plan: Plan) -> str | None:

@@ -83,6 +83,7 @@ class Retained(Recorded[_Recording]):
         self._body = codegen.load(replace(plan, outputs=tuple(map(Ref, wanted))), kernels)[0]
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
+        self._written = {k for k, i in enumerate(plan.inputs) if i in written_inputs(plan)}
         self._fixed = handover.fixed
         self._copied: set[int] = set()
         self._recording: _Recording | None = None
@@ -101,8 +102,8 @@ class Retained(Recorded[_Recording]):
         if self._held(r):
             return None
         bytes_moved = sum(args[k].numel() * args[k].element_size() for k in moved)
-        if r.stream == stream and bytes_moved <= COPY_LIMIT:
-            self._copied.update(moved)
+        if r.stream == stream and bytes_moved <= COPY_LIMIT and not self._written.intersection(moved):
+            self._copied.update(moved)  # not what is written: the caller would not see it
         elif self._misses < MISSES:
             return None
         return self._record(stream, args)

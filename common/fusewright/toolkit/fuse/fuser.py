@@ -24,10 +24,6 @@ from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
 POLICY = DevicePolicy()
 """Of a device about which nothing is known."""
 
-MAX_ROUNDS = 64
-"""Rounds of planning again after a group turned out to be no kernel."""
-
-
 @dataclass(frozen=True)
 class LibraryCall:
     """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region.
@@ -43,7 +39,15 @@ class Unplaceable(Exception):
 
     def __init__(self, ops: Sequence[OpView], why: str) -> None:
         super().__init__(why)
-        self.ops = tuple(ops)
+        self.groups = (tuple(ops),)
+
+
+class NoKernels(Exception):
+    """All groups of a round that are no kernels."""
+
+    def __init__(self, groups: Iterable[Unplaceable]) -> None:
+        super().__init__("groups that are no kernels")
+        self.groups = tuple(ops for g in groups for ops in g.groups)
 
 
 class BetterEager(Exception):
@@ -94,24 +98,21 @@ def fuse(
     ours = [op for op in region.ops if op.id not in called]
     plain = dict.fromkeys(constant_ops(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
     plain |= {op.id: row.note for op in ours if (row := faster(policy.eager, op))}
-    for _ in range(MAX_ROUNDS):
+    while True:  # each round that raises makes one of these sets larger
+        known = len(plain), len(solo), len(whole)
         try:
             fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo, whole, policy).run()
+            return Fragment(_ordered(fused.items), fused.notes, fused.kernels)
         except BetterEager as e:
             plain |= {i: row.note for i, row in e.ops.items()}
-            continue
         except Unchecked as e:
             plain |= dict.fromkeys(e.ops & whole, "eager")  # stored, and still not known to be looked at in full
             whole |= e.ops
-            continue
-        except Unplaceable as e:
-            if len(e.ops) > 1:
-                solo |= {op.id for op in e.ops}
-            else:
-                plain[e.ops[0].id] = "eager"
-            continue
-        return Fragment(_ordered(fused.items), fused.notes, fused.kernels)
-    raise AssertionError(f"{region.name} has no plan after {MAX_ROUNDS} rounds")
+        except (NoKernels, Unplaceable) as e:
+            plain |= {ops[0].id: "eager" for ops in e.groups if len(ops) == 1}
+            solo |= {op.id for ops in e.groups if len(ops) > 1 for op in ops}
+        if known == (len(plain), len(solo), len(whole)):
+            raise AssertionError(f"{region.name} is planned again with nothing changed")
 
 
 def _called(calls: Sequence[LibraryCall]) -> set[int]:
@@ -165,13 +166,23 @@ class _Planner:
         slower = {g.units[0].op.id: row for g in groups if (row := self._better_eager(g, stored))}
         if slower:
             raise BetterEager(slower)
-        for group in groups:
-            self._add_group(group, stored)
+        self._add_groups(groups, stored)
         if self.partly - self.checked:
             raise Unchecked(self.flow.producer[v][0].id for v in self.partly - self.checked)
         for call in self.all_calls:
             self._add_call(call)
         return self.out
+
+    def _add_groups(self, groups: Iterable[Group], stored: set[int]) -> None:
+        """Every group: one that is no kernel does not hide the next, which would cost a round for each."""
+        failed: list[Unplaceable] = []
+        for group in groups:
+            try:
+                self._add_group(group, stored)
+            except Unplaceable as e:
+                failed.append(e)
+        if failed:
+            raise NoKernels(failed)
 
     # ---- what must be in memory ----
 

@@ -239,7 +239,7 @@ class Builder:
             return None
         try:
             result = self._metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)))
-        except (RuntimeError, NotImplementedError):  # a view that these strides do not allow
+        except (RuntimeError, ValueError, NotImplementedError):  # a view that these strides do not allow
             return None
         results = result if isinstance(result, tuple | list) else (result,)
         return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]

@@ -131,3 +131,57 @@ def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are
     model.zero_grad(set_to_none=True)
     wanted = step(model, x), step(model, 2 * x)
     torch.testing.assert_close((first.detach(), second.detach()), tuple(w.detach() for w in wanted))
+
+
+class Working(Forgetful):
+    """A recorder whose first recording, which is forward's, computes again when it is replayed, where its results lie. To repeat
+    backward it would have to hold what forward saved."""
+
+    def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
+        results, again = super().record(run, warm, shared)
+        if self.recorded > 1:
+            return results, again
+        repeats = iter([lambda: results])  # it was run while it was recorded
+
+        def repeat() -> None:
+            again()
+            for kept, new in zip(results, next(repeats, run)(), strict=True):
+                kept.copy_(new)
+
+        return results, repeat
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x).sigmoid())
+
+
+def test_layers_that_share_a_plan_write_their_own_buffers() -> None:
+    torch.manual_seed(0)
+    layers, x = [Normed(), Normed()], torch.randn(64, 8)
+    with torch.no_grad():
+        wanted = [x.mean(0), 2 * x.mean(0)]
+    recorder = Working()
+    fast = compiled(lambda layer, x: layer(x), recorder)
+    for calls in range(1, 6):
+        for k, layer in enumerate(layers, 1):
+            fast(layer, k * x).sum().backward()
+        for layer, mean in zip(layers, wanted, strict=True):
+            layer.zero_grad(set_to_none=True)
+            torch.testing.assert_close(layer.norm.running_mean, mean * (1 - 0.9**calls))
+    assert recorder.replays > 3
+
+
+def test_what_the_caller_gets_may_be_written_in_place() -> None:
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(64, 8)
+    fast = compiled(model, Working())
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        y = fast(x)
+        y[:2] = 0.0
+        y.sum().backward()
