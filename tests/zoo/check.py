@@ -9,11 +9,13 @@ What exceeds them all is compared with `aot_eager`, which shares everything with
 from __future__ import annotations
 
 import copy
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -134,7 +136,7 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
 
     def grads(own: nn.Module, fn: Callable[..., Any], given: dict[str, Any]) -> Outputs:
         own.zero_grad(set_to_none=True)
-        torch.manual_seed(1)
+        _seed()
         loss = _loss(flatten_outputs(fn(**given)))
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in own.parameters() if p.grad is not None), *_buffers(own)]
@@ -290,8 +292,15 @@ def _layout(got: Outputs, eager: Outputs) -> str:
 
 
 def _seeded(built: Built, fn: Callable[..., Any] | None) -> Any:
-    torch.manual_seed(1)
+    _seed()
     return built.run(fn)
+
+
+def _seed() -> None:
+    """The generators that models draw from: layers are dropped by Python's, parts of a spectrum masked by NumPy's."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
 
 
 def _loss(outputs: Outputs) -> Tensor:
