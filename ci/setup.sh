@@ -16,7 +16,8 @@ if [ "$version" = newest ]; then
 else
   "$PYTHON" -m pip install -q "torch==$version"
 fi
-"$PYTHON" -c 'import torch; print(f"torch=={torch.__version__}")' >>"$constraints"
+# As the index names it: of a CUDA build, `torch.__version__` has a local part that its wheel has not.
+"$PYTHON" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >>"$constraints"
 "$PYTHON" -m pip install -q -c "$constraints" ".[$extras]"
 # A CUDA build of torch brings its own Triton; the others need one to simulate the GPU backends.
 if [ "$(uname -s)" = Linux ] && ! "$PYTHON" -c 'import triton' 2>/dev/null; then

@@ -110,7 +110,13 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        yield "| " + " | ".join(map(_cell, row)) + " |"
+
+
+def _cell(text: str) -> str:
+    """Text of a cell; `a[i][j]` outside of code is a link to Markdown."""
+    text = text.replace("|", "\\|")
+    return text if "`" in text else text.replace("[", "\\[")
 
 
 def main() -> int:

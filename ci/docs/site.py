@@ -69,14 +69,23 @@ def unanswered(site: Path) -> Iterator[str]:
             yield f"{link}: {e}"
 
 
+def build(folder: Path) -> Iterator[str]:
+    """Build the site of a folder with a mkdocs.yml. Lines of what is wrong."""
+    # Not `--quiet`: what is not printed is not counted by `--strict` either.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean"]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("INFO ")]
+    yield from lines or [f"mkdocs ended with {done.returncode}"] * bool(done.returncode)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--external", action="store_true", help="ask for links to elsewhere too")
     external = parser.parse_args(argv).external
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--quiet"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
-    if done.returncode:
-        return done.returncode
+    if warnings := list(build(ROOT)):
+        print("\n".join(warnings))
+        return 1
     wrong = [*broken(SITE), *(unanswered(SITE) if external else ())]
     print("\n".join(wrong) or f"site: {len(pages(SITE))} pages in {SITE.relative_to(ROOT)}, every link leads somewhere")
     return 1 if wrong else 0

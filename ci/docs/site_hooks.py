@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files of the checkout's root."""
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -35,8 +35,8 @@ def localized(markdown: str, source: str) -> str:
 
 
 def _link(m: re.Match[str], source: str) -> str:
-    folder = ROOT / PurePosixPath(source).parent
-    target = (folder / m[2]).resolve()
+    image, text, path, heading = m[1], m[2], m[3], m[4] or ""
+    target = (ROOT / PurePosixPath(source).parent / path).resolve()
     if not target.exists():
         return m[0]
     inside = target.relative_to(ROOT).as_posix()
@@ -44,6 +44,7 @@ def _link(m: re.Match[str], source: str) -> str:
     if inside in pages or (inside.startswith("docs/") and target.is_file()):
         here = PurePosixPath(pages.get(source, source.removeprefix("docs/"))).parent
         there = pages.get(inside, inside.removeprefix("docs/"))
-        up = "../" * len(here.parts)
-        return f"[{m[1]}]({up}{there}{m[3] or ''})"
-    return m[1] if m[1].startswith("`") else f"{m[1]} (`{inside}`)"
+        return f"{image}[{text}]({'../' * len(here.parts)}{there}{heading})"
+    if image:
+        return m[0]
+    return text if text.startswith("`") else f"{text} (`{inside}`)"

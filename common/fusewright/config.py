@@ -119,15 +119,17 @@ def options_of_mode(mode: str | None, backend: type[Backend] | None) -> dict[str
     return {k: v for k, v in MODES[mode].items() if backend is not None and k in backend.options}
 
 
-def options_of_text(texts: Sequence[str], backend: type[Backend] | None = None) -> dict[str, Any]:
-    """Options from texts like "fpmath=bf16", as `Options.parse` takes them. Raises `OptionError`."""
+def options_of_text(texts: Sequence[str], *backends: type[Backend]) -> dict[str, Any]:
+    """Options from texts like "fpmath=bf16", common ones and those of any of `backends`, as `Options.parse` takes them. Raises
+    `OptionError`."""
     kinds = {k: v for k, v in typing.get_type_hints(Options).items() if k != "backend"}
-    kinds |= {k: type(v) for k, v in (backend.options if backend else {}).items()}
+    kinds |= {k: type(v) for b in backends for k, v in b.options.items()}
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name not in kinds:
-            raise OptionError(f"{text!r} is no option; write NAME=VALUE; {nearest(name, kinds)}")
+            hint = f"; {nearest(name, kinds)}" if name not in kinds else ""
+            raise OptionError(f"{text!r} is no option; write NAME=VALUE{hint}")
         found[name] = _parse_text(f"option {name}", value, kinds[name])
     return found
 

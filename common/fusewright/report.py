@@ -94,9 +94,11 @@ class GraphReport:
         ops = counted(lowered + carried + eager, "op")
         return (
             f"{self.backend}: {eager} of {ops} of this {self.phase} graph run in eager{inside} "
-            f'({counted(reasons, "reason")}); see "fusewright explain"'
+            f"({counted(reasons, 'reason')}); {SEE}"
         )
 
+
+SEE = 'see "fusewright explain"'
 
 log = logging.getLogger("fusewright")
 

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusewright import pipeline, report
+from fusewright.plan import vocabulary
 
 BACKEND = "x86_onednn"
 
@@ -161,3 +162,21 @@ def test_a_slice_that_reaches_beyond_a_symbolic_size_is_clipped(bounds: tuple[in
             x = torch.randn(2, length, 3)
             assert torch.equal(twin(x), fn(x))
     assert [b for r in reports for b in r.bugs] == []
+
+
+@torch.no_grad()
+def test_a_size_whose_formula_is_too_long_for_a_plan_is_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grown(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.cat([x, x[: x.shape[0] // 3]]) * 1.5 + 1
+        return x
+
+    monkeypatch.setattr(vocabulary, "_LONGEST", 30)  # 2000 characters take eight rounds, and a while
+    with report.recording() as reports:
+        twin = torch.compile(grown, backend=BACKEND, dynamic=True, options={"fallback": "allow", "strict": True})
+        for length in (11, 17):
+            x = torch.randn(length)
+            torch.testing.assert_close(twin(x), grown(x))
+    (found,) = reports
+    assert {r.verdict.detail for r in found.fallbacks} == {"the formula of a size is too long"}
+    assert found.count("lowered") and not found.bugs

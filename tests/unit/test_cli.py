@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pydoc
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +44,7 @@ def test_plurals() -> None:
 
 def test_no_text_spells_a_plural_without_looking_at_the_number() -> None:
     texts = "\n".join(p.read_text() for p in Path(app.__file__).parent.glob("*.py"))
-    found = re.findall(r"\{[^{}]*\} (?:graphs|plans|regions|breaks|recompiles|products|kernels)\b", texts)
+    found = re.findall(r"\{[^{}]*\} (?:graphs|plans|regions|breaks|recompiles|products|kernels|threads|cores)\b", texts)
     assert not found, found
 
 
@@ -58,6 +60,13 @@ def test_help_of_the_package_shows_what_is_public() -> None:
 
 
 # ---------------------------------------------------------------- exit codes
+
+
+class Wrapped(Exception):
+    """As `torch.compile` wraps what a backend raises."""
+
+    def __init__(self, inner_exception: Exception) -> None:
+        self.inner_exception = inner_exception
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, *args: str) -> Any:
@@ -81,6 +90,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, *args: s
         (KeyboardInterrupt(), 130, "interrupted"),
         (FusewrightError("no"), 2, "fusewright: no"),
         (click.UsageError("bad"), 2, "bad"),
+        (Wrapped(FusewrightError("no")), 2, "fusewright: no"),
     ],
 )
 def test_an_error_has_its_exit_code_and_one_line(
@@ -96,6 +106,17 @@ def test_an_error_has_its_exit_code_and_one_line(
 )
 def test_usage_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], code: int) -> None:
     assert ended(monkeypatch, None, *args) == code
+
+
+def test_what_ends_a_job_ends_it_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(**_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "argv", ["fusewright", "config"])
+    monkeypatch.setattr(app.app.get_command(click.Context(app.app), "config"), "callback", killed)
+    with pytest.raises(SystemExit) as e:
+        cli.main()
+    assert e.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # ---------------------------------------------------------------- a model of one's own

@@ -98,3 +98,7 @@ def test_options_as_text_get_the_type_of_their_default() -> None:
 def test_options_as_text_that_fit_nothing(text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         options_of_text([text], Toy)
+
+
+def test_options_as_text_for_whichever_backend_is_chosen_are_those_of_any() -> None:
+    assert options_of_text(["tile=8", "fallback=error"], Backend, Toy) == {"tile": 8, "fallback": "error"}

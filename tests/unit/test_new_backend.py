@@ -84,7 +84,7 @@ def test_mypy_accepts_it(package: Path) -> None:
 )
 def test_a_bad_name_is_refused_with_a_way_out(name: str, said: str, tmp_path: Path) -> None:
     done = run(name, "--into", str(tmp_path / "x"))
-    assert done.exit_code == 1 and said in done.output, done.output
+    assert done.exit_code == 2 and said in done.output, done.output
     assert not (tmp_path / "x").exists()
 
 
@@ -96,7 +96,7 @@ def test_an_installed_backends_name_is_taken() -> None:
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "keep").write_text("mine")
     done = run("demo", "--into", str(tmp_path))
-    assert done.exit_code == 1 and "not empty" in done.output
+    assert done.exit_code == 2 and "not empty" in done.output
     assert [p.name for p in tmp_path.iterdir()] == ["keep"]
 
 

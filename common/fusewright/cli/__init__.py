@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 good, 1 a check failed, 2 wrong usage, 130 interrupted."""
+    """Entry point of the console script. Exit codes: 0 good, 1 a check failed, 2 wrong usage, 130 interrupted, 143 ended."""
     try:
         from fusewright.cli.app import app
     except ModuleNotFoundError as e:
@@ -21,7 +25,8 @@ def main() -> None:
     from fusewright.errors import FusewrightError
 
     try:
-        sys.exit(app(standalone_mode=False))
+        with _ended_by_signals():
+            sys.exit(app(standalone_mode=False))
     except click.ClickException as e:
         e.show()
         sys.exit(e.exit_code)
@@ -31,6 +36,25 @@ def main() -> None:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except FusewrightError as e:
-        print(f"fusewright: {e}", file=sys.stderr)
+    except Exception as e:
+        said = getattr(e, "inner_exception", e)  # torch.compile wraps what a backend raises
+        if not isinstance(said, FusewrightError):
+            raise
+        print(f"fusewright: {said}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """What ends a job (`timeout`, a scheduler, a closed terminal) ends it as Ctrl-C does: processes and temporary files go too."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    ending = [signal.SIGTERM] + [signal.SIGHUP] * hasattr(signal, "SIGHUP")
+    before = {s: signal.signal(s, end) for s in ending if signal.getsignal(s) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

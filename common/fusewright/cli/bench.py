@@ -23,7 +23,7 @@ from fusewright.bench.device import check_device
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import ModelFailed, Settings
 from fusewright.bench.suite import SUITE, TRAINABLE, DType
-from fusewright.errors import nearest
+from fusewright.errors import counted, nearest
 from fusewright.interface import HOST
 
 Case = tuple[str, str]
@@ -257,7 +257,8 @@ def _measure_all(
                 failures.append(f"{model} {dtype}: {error}")
                 continue
             except KeyboardInterrupt:
-                failures.append(f"interrupted at {model} {dtype}; {len(cases) - index} more were not measured")
+                left = len(cases) - index
+                failures.append(f"interrupted at {model} {dtype}; {left} more {'was' if left == 1 else 'were'} not measured")
                 interrupted = True
                 break
             ran += 1
@@ -282,7 +283,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
     where, threads = document["machine"], document["settings"]["threads"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     head = f"{where['device']}; " if "device" in where else ""
-    head += f"{where['cpu']}, {threads} threads of {where['cores']} cores, load {where['load_1min']}; {versions}"
+    used = f"{counted(threads, 'thread')} of {counted(where['cores'], 'core')}"
+    head += f"{where['cpu']}, {used}, load {where['load_1min']}; {versions}"
     console.print(head, style="dim", markup=False)
     for part in render(document, console.width):
         console.print(part)

@@ -18,6 +18,7 @@ import torch
 
 from fusewright import __version__, config, machine, registry
 from fusewright.cache import place, store
+from fusewright.errors import counted
 from fusewright.interface import INTERFACE, OPSET, Unavailable
 from fusewright.plan import native
 
@@ -226,5 +227,5 @@ def judge(report: Report) -> None:
         report.warnings.append("no backend works here: backend='fusewright' runs everything in eager")
     granted = min(facts["cores"], facts["quota"] or facts["cores"])
     if facts["threads"] > granted:
-        crowd = f"{facts['threads']} threads on {granted:g} granted cores"
+        crowd = f"{counted(facts['threads'], 'thread')} on {granted:g} granted cores"
         report.warnings.append(f"{crowd}: timings will be noisy; set OMP_NUM_THREADS")

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusewright.cli.checks import Report, Row, collect
+from fusewright.errors import counted
 
 
 @click.command()
@@ -73,7 +74,7 @@ def _print_machine(console: Console, report: Report) -> None:
         f"torch {m['torch']}{gpu}, triton {m['triton'] or 'not installed'}",
         f"launches and checks of weights in {'C++' if m['native'] is None else 'Python: ' + m['native']}",
         f"{m['cpu']}: {' '.join(m['features']) or 'no vector extensions found'}",
-        f"{m['threads']} threads, {m['cores']} cores, {quota}",
+        f"{counted(m['threads'], 'thread')}, {counted(m['cores'], 'core')}, {quota}",
         f"cache {cache['path']}: {cache['bytes'] / 2**20:.1f} MB, "
         + ("writable" if cache["writable"] else "NOT writable"),
         *(f"{name}={value}" for name, value in m["env"].items()),

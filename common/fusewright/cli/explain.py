@@ -104,13 +104,13 @@ def explain(
 
 def _options(name: str, given: Sequence[str]) -> Mapping[str, Any]:
     """What "name=value" texts say, checked, for a backend that can work here."""
-    if name == "fusewright":
-        return options_of_text(given)
+    if name == "fusewright":  # which one that is depends on where the model's tensors are
+        return options_of_text(given, *(i.cls for i in registry.backends() if i.cls is not None and i.available))
     if name not in registry.plugins():
         known = ["fusewright", *registry.plugins()]
         raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, known)}")
     cls = registry.info(name).cls
-    options = options_of_text(given, cls)
+    options = options_of_text(given, *filter(None, [cls]))
     registry.create(name, Options.parse(options, cls))  # raises with the reason when it cannot work here
     return options
 
@@ -123,9 +123,8 @@ def run(
     call = _train_call(model, size, dtype, options) if train else _inference_call(model, size, dtype, options)
     torch.compiler.reset()
     breaks, untraced, before = compat.graph_breaks(), compat.untraced(), compat.frames()
-    quiet = logging.getLogger("fusewright")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)  # its one line per graph is what this command spells out
+    log = logging.getLogger("fusewright")
+    log.addFilter(_said_better)
     try:
         with report.recording() as reports:
             start = time.perf_counter()
@@ -134,13 +133,18 @@ def run(
             first = len(reports)
             call(backend)
     finally:
-        quiet.setLevel(level)
+        log.removeFilter(_said_better)
     new, (given, traced) = _more(compat.graph_breaks(), breaks), compat.frames()
     skipped = given - before[0] - (traced - before[1])
     reasons = tuple(_more(compat.untraced(), untraced)) if skipped else ()
     actual = reports[0].backend if reports else backend
     judged = (_train_accuracy if train else _accuracy)(model, size, dtype, backend, options) if accuracy else None
     return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged, skipped, reasons)
+
+
+def _said_better(record: logging.LogRecord) -> bool:
+    """Whether a line is no note that sends its reader to this command."""
+    return report.SEE not in record.getMessage()
 
 
 def _more(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

@@ -22,9 +22,9 @@ def new_backend(name: str, into: Path | None, license: str) -> None:
         scaffold.check_name(name, (*registry.plugins(), *_torch_names()))
         made = scaffold.write(package, folder)
     except ScaffoldError as e:
-        raise click.ClickException(str(e)) from None
+        raise click.UsageError(str(e)) from None
     except OSError as e:
-        raise click.ClickException(f"cannot write {e.filename}: {e.strerror}") from None
+        raise click.UsageError(f"cannot write {e.filename}: {e.strerror}") from None
     for path in made:
         click.echo(f"  {path}")
     click.echo(f"\npip install {folder if folder.is_absolute() else f'./{folder}'}")

@@ -245,7 +245,7 @@ def _number_problems(x: Any) -> Iterator[str]:
         case Ref():
             fine = _is_id(x.id)
         case SizeExpr():
-            fine = _is_size(x)
+            fine = is_size(x)
         case bool() | float():
             fine = True
         case _:
@@ -263,7 +263,7 @@ def _spec_problems(s: TensorSpec) -> Iterator[str]:
         if type(d) is int:
             fine = -_LARGEST_SIZE < d < _LARGEST_SIZE
         else:
-            fine = isinstance(d, Dim) and _is_size(d.expr) and all(map(_is_bound, (d.hint, d.lo, d.hi or 0)))
+            fine = isinstance(d, Dim) and is_size(d.expr) and all(map(_is_bound, (d.hint, d.lo, d.hi or 0)))
         if not fine:
             yield f"{d!r} is no size"
 
@@ -276,7 +276,8 @@ def _is_id(i: Any) -> bool:
     return type(i) is int and 0 <= i < LARGEST_ID
 
 
-def _is_size(size: Any) -> bool:
+def is_size(size: Any) -> bool:
+    """Whether plans have a text for a symbolic size."""
     try:
         text_of_size(size)
     except (Foreign, TypeError):

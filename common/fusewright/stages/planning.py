@@ -13,6 +13,8 @@ from fusewright.plan import labels
 from fusewright.plan.execute.compared import eager_of
 from fusewright.plan.ir import Launch
 from fusewright.plan.verify import PlanError
+from fusewright.plan.vocabulary import is_size
+from fusewright.sizes.expr import SizeExpr
 from fusewright.stages.compilation import Compilation, Refused, origin
 from fusewright.stages.running import finish
 
@@ -31,6 +33,8 @@ def plan(c: Compilation) -> Refused:
             return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
         c.run = eager_of(c.gm)
         return {}
+    if unsayable := _unsayable(c):
+        return unsayable
     try:
         kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
     except Exception as e:
@@ -48,6 +52,20 @@ def _make_plan(c: Compilation) -> None:
     c.plan.trace = first_trace(c.graph)
     if c.phase == "infer":
         c.plan = c.do(passes.UPDATE, c.plan)
+
+
+def _unsayable(c: Compilation) -> Refused:
+    """The ops of launches whose sizes plans have no text for: formulas of formulas grow with the depth of a model."""
+    launches = [i for i in (*c.plan.prepare, *c.plan.instructions) if isinstance(i, Launch)]
+    found = [i for i in launches if not all(map(is_size, _sizes(c, i)))]
+    verdict = Verdict(Why.DYNAMIC_SHAPE, "the formula of a size is too long")
+    return {origin(c.index.node_of[k]): verdict for i in found for k in i.op_ids if k in c.index.node_of}
+
+
+def _sizes(c: Compilation, i: Launch) -> list[SizeExpr]:
+    """Every formula that the text of a launch holds."""
+    dims = [d.expr for o in i.outs for d in (*c.plan.specs[o].shape, *c.plan.specs[o].stride) if not isinstance(d, int)]
+    return [x for x in (*i.sizes, *i.scalars, *dims) if isinstance(x, SizeExpr)]
 
 
 def _claimed(c: Compilation) -> list[str]:

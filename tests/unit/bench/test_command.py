@@ -173,7 +173,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(monkeypatch, tmp_path)
 
     monkeypatch.setattr("fusewright.cli.bench.measure", measure)
     done = call("bert", "gpt2", "vit", "--backend", "eager", "--json", tmp_path / "run.json")
-    assert done.exit_code == 130 and "interrupted at gpt2 fp32; 1 more were not measured" in done.output
+    assert done.exit_code == 130 and "interrupted at gpt2 fp32; 1 more was not measured" in done.output
     assert len(json.loads((tmp_path / "run.json").read_text())["rows"]) == 1
 
 

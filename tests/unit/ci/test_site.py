@@ -36,9 +36,22 @@ def test_a_link_into_a_page_itself_needs_its_heading(tmp_path: Path) -> None:
         ("docs/interface.md", "[c](../CHANGELOG.md)", "[c](changelog.md)"),
         ("docs/interface.md", "[an example](../tests/plugin_example)", "an example (`tests/plugin_example`)"),
         ("docs/interface.md", "[`ci/jobs.py`](../ci/jobs.py)", "`ci/jobs.py`"),
+        ("README.md", "![a chart](docs/suite.svg)", "![a chart](suite.svg)"),
+        ("docs/performance.md", "![a chart](suite.svg)", "![a chart](suite.svg)"),
         ("docs/interface.md", "[gone](../gone.md)", "[gone](../gone.md)"),
         ("docs/interface.md", "[out](https://pytorch.org/docs)", "[out](https://pytorch.org/docs)"),
     ],
 )
 def test_links_are_those_of_the_site(source: str, text: str, expected: str) -> None:
     assert site_hooks.localized(text, source) == expected
+
+
+def test_a_warning_of_mkdocs_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs comes with the extra `docs` (pip install '.[docs]')")
+    (tmp_path / "mkdocs.yml").write_text("site_name: x\nstrict: true\ntheme: {name: mkdocs}\n")
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs/index.md"
+    page.write_text("# x\n")
+    assert not list(site.build(tmp_path))
+    page.write_text("# x\n\n[gone](gone.md)\n")
+    assert any("gone.md" in line for line in site.build(tmp_path))

@@ -8,6 +8,7 @@ import os
 import queue
 import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +35,11 @@ class Pool:
     def run(self, jobs: Sequence[Job], until: float = float("inf")) -> Iterator[Result]:
         """Results as they come. No job is begun after `until` (of `time.monotonic`)."""
         found: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+        children = _Children(self.command, self.env)
 
         def work(part: Sequence[Job]) -> None:
             try:
-                with contextlib.closing(self._in_turn(part)) as results:
+                with contextlib.closing(self._in_turn(part, children)) as results:
                     for result in results:
                         found.put(result)
                         if time.monotonic() > until:
@@ -47,25 +49,28 @@ class Pool:
 
         with ThreadPoolExecutor(self.jobs) as pool:
             parts = [pool.submit(work, jobs[k :: self.jobs]) for k in range(self.jobs)]
-            for _ in parts:
-                yield from iter(found.get, None)
+            try:
+                for _ in parts:
+                    yield from iter(found.get, None)
+            finally:  # also after Ctrl-C, or when no more results are wanted: the pool waits for its threads, and they for children
+                children.stop()
             for part in parts:
                 part.result()
 
-    def _in_turn(self, jobs: Sequence[Job]) -> Generator[Result, None, None]:
+    def _in_turn(self, jobs: Sequence[Job], children: _Children) -> Generator[Result, None, None]:
         """Results in order. After a crash or a timeout the rest of the group goes on in a new child."""
         todo = list(jobs)
-        while todo:
+        while todo and not children.stopped:
             done = 0
-            with contextlib.closing(self._group(todo[: self.group])) as results:
+            with contextlib.closing(self._group(todo[: self.group], children)) as results:
                 for result in results:
                     done += 1
                     yield result
             todo = todo[done:]
 
-    def _group(self, group: Sequence[Job]) -> Generator[Result, None, None]:
+    def _group(self, group: Sequence[Job], children: _Children) -> Generator[Result, None, None]:
         """Results of one child until it ends; the last is that of the job that it ended in."""
-        child = _start(self.command, self.env, group)
+        child = children.start(group)
         done, why = 0, ""
         try:
             for line in _lines(child, self.limit):
@@ -76,10 +81,40 @@ class Pool:
                     done += 1
                     yield json.loads(line)
         finally:  # also when no more results are wanted
-            child.kill()
-            code = child.wait()
-        if done < len(group):
+            code = children.end(child)
+        if done < len(group) and not children.stopped:
             yield self.ended(group[done], why or f"crash: the process ended with {code}")
+
+
+class _Children:
+    """The children of a run, which all end with it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._command, self._env = command, env
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self.stopped = False
+
+    def start(self, group: Sequence[Job]) -> subprocess.Popen[bytes]:
+        child = _start(self._command, self._env, group)
+        with self._lock:
+            self._running.add(child)
+            if self.stopped:
+                child.kill()
+        return child
+
+    def end(self, child: subprocess.Popen[bytes]) -> int:
+        """The exit code of a child that is not needed any longer."""
+        with self._lock:
+            self._running.discard(child)
+        child.kill()
+        return child.wait()
+
+    def stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            for child in self._running:
+                child.kill()
 
 
 def finishes(command: Sequence[str], env: Mapping[str, str], job: Job, limit: float) -> bool:
@@ -93,11 +128,13 @@ def finishes(command: Sequence[str], env: Mapping[str, str], job: Job, limit: fl
 
 def _start(command: Sequence[str], env: Mapping[str, str], group: Sequence[Job]) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **env}
-    )
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **env},
+        start_new_session=True,  # Ctrl-C is the parent's business
+    )  # fmt: skip
     assert child.stdin is not None
-    child.stdin.write(json.dumps([dict(j) for j in group]).encode())
-    child.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says why
+        child.stdin.write(json.dumps([dict(j) for j in group]).encode())
+        child.stdin.close()
     return child
 
 
