@@ -1,9 +1,11 @@
 """Eager's instructions for the kernels that `kernels.py count` counts: run by it in an emulated Python, with torch
-alone. Two calls are made first; the third is between two marks for `count.c`. Prints the names of the cases."""
+alone. Two calls are made first; the third is between two marks for `count.c`. Arguments: names of cases, else all are counted.
+Prints their names."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 
 import torch
@@ -43,6 +45,8 @@ def cases(dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
 
 for dtype in (torch.float32, torch.bfloat16):
     for name, call in cases(dtype).items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         for _ in range(2):
             call()
         system_call(MARK)

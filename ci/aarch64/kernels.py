@@ -2,6 +2,7 @@
 
     python -m ci.aarch64.kernels random [--count 500]  # random kernels and int8 convolutions on each core, against references
     python -m ci.aarch64.kernels count                 # instructions of kernels beside eager's, as a table
+    python -m ci.aarch64.kernels count --cores neoverse-n1 --cases gelu,softmax    # of some, on some
 
 Both run on what `ci/aarch64.sh fetch` unpacks; eager is that torch's. Counting needs an emulator with plugins, which is unpacked
 into the same folder, and a C compiler.
@@ -139,27 +140,30 @@ def sources(dtype: DType) -> dict[str, tuple[Source, list[torch.Tensor], list[in
     return found
 
 
-def eager(core: str) -> dict[str, int]:
+def eager(core: str, cases: Sequence[str]) -> dict[str, int]:
     """Instructions of eager by "case|dtype"."""
     with tempfile.TemporaryDirectory() as folder:
         script = HERE / "eager.py"
-        said, found = counted(aarch64_target(core), Path(folder) / "marks", script)
+        said, found = counted(aarch64_target(core), Path(folder) / "marks", script, *cases)
     return dict(zip([line for line in said.splitlines() if "|" in line], found, strict=True))
 
 
-def count() -> None:
-    """Prints a row of Markdown for each kernel and type, with the instructions of each core and their share of eager's."""
+def count(cores: Sequence[str], cases: Sequence[str]) -> None:
+    """Prints a row of Markdown for each kernel (all, where no `cases` are named) and type, with the instructions of each core
+    and their share of eager's."""
     found: dict[str, list[str]] = {}
-    for core in CORES:
-        theirs = eager(core)
+    for core in cores:
+        theirs = eager(core, cases)
         with tempfile.TemporaryDirectory() as folder, Emulator(aarch64_target(core), Path(folder)) as emulator:
             for dtype in ("f32", "bf16"):
                 for name, (source, tensors, sizes) in sources(dtype).items():
+                    if cases and name not in cases:
+                        continue
                     ours = emulator.count(source, emulator.build([source])[hash_of(source)], tensors, sizes)
                     other = theirs.get(f"{name}|{to_torch(dtype)}")
                     row = found.setdefault(f"{name}, {dtype}", [])
                     row.append(f"{ours:,} ({ours / other:.2f} of {other:,})" if other else f"{ours:,}")
-    print(f"| | {' | '.join(CORES)} |\n|---|{'---|' * len(CORES)}")
+    print(f"| | {' | '.join(cores)} |\n|---|{'---|' * len(cores)}")
     for name, row in found.items():
         print(f"| {name} | {' | '.join(row)} |")
 
@@ -169,13 +173,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["random", "count"])
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--cores", default=",".join(CORES), help="names, comma-separated")
+    parser.add_argument("--cases", default="", help="names as the table has them, with `+` for a comma; all by default")
     given = parser.parse_args(arguments)
     if why := missing():
         print(why, file=sys.stderr)
         return 2
     if given.what == "count":
         fetch_counter()
-        count()
+        count(given.cores.split(","), [c.replace("+", ",") for c in given.cases.split(",") if c])
         return 0
     return 1 if random(given.count) else 0
 

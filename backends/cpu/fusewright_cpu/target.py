@@ -40,6 +40,17 @@ class CpuTarget:
         return self.vector_bytes * 8 if self.has("sve") else 0
 
     @property
+    def fma_overwrites_addend(self) -> bool:
+        """Whether a multiply-add writes to the register of its addend alone, as NEON's does, so that a constant one costs a
+        move. SVE's and x86's may write to a factor."""
+        return self.arm and self.vector_bytes == 16
+
+    @property
+    def masks_by_lanes(self) -> bool:
+        """Whether masked loads and stores are made of single lanes, as on NEON: whole vectors cost less."""
+        return self.arm and not self.has("sve")
+
+    @property
     def registers(self) -> int:
         """Vector registers."""
         return 32 if self.arm or self.has("avx512f") else 16

@@ -79,6 +79,21 @@ def test_arithmetic_has_the_width_of_the_core(core: str, unit: str) -> None:
     assert sum(bool(re.match(rf"fml?ad?\s.*{unit}", line)) for line in main) > 8, main
 
 
+@pytest.mark.parametrize("core", ["neoverse-n1", "neoverse-v2"])
+@pytest.mark.parametrize("name", ["gelu", "softmax"])
+def test_constants_of_polynomials_cost_no_moves(name: str, core: str) -> None:
+    """A multiply-add of NEON overwrites its addend."""
+    main = max(loops(instructions(KERNELS[name]("f32"), elf(core))), key=len)
+    products = sum(line.startswith("fmla") for line in main)
+    assert sum(bool(re.match(r"mov\s+v\d+\.16b", line)) for line in main) <= products / 8, main
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_pointwise_step_takes_several_vectors(core: str) -> None:
+    main = loops(instructions(add_gelu(1003), elf(core)))[0]
+    assert sum(bool(re.match("fmaxn?m?", line)) for line in main) == 2 and len(main) <= 2 * 42, main
+
+
 @pytest.mark.parametrize("core", ["neoverse-v1", "neoverse-v2"])
 def test_the_last_elements_are_read_under_a_predicate(core: str) -> None:
     tail = loops(instructions(add_gelu(1003), elf(core)))[-1]

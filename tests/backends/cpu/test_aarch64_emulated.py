@@ -16,12 +16,14 @@ from ci.aarch64.emulator import Emulator, missing
 from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import from_torch, to_torch
+from fusewright_cpu.emit.math import MATH
 from fusewright_cpu.kernels.attention import Attention
 from fusewright_cpu.kernels.gemv import Gemv
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu import test_attention as attention
 from tests.backends.cpu import test_gemv as gemv
+from tests.backends.cpu.emit import test_math as elementary
 from tests.backends.cpu.test_aarch64_assembly import KERNELS, reversed_places
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs
@@ -79,6 +81,30 @@ def test_kernels_of_models_are_as_near_to_fp64_as_the_interpreter(arm: Emulator,
     got, want = run(arm, kernel, made).double(), exact[-1].double()
     theirs, eps = float((near[-1].double() - want).abs().max()), torch.finfo(made[-1].dtype).eps
     assert float((got - want).abs().max()) <= 2 * theirs + 2 * eps * float(want.abs().max())
+
+
+@pytest.mark.parametrize("name", sorted(elementary.EXACT))
+def test_elementary_functions_are_within_their_bounds(arm: Emulator, name: str) -> None:
+    """Polynomials are evaluated in another order than on x86."""
+    x = elementary.sweep(200_003, near=8)
+    b = Builder(name, p=[x.numel()])
+    i, source, out = b.axes[0], b.input("x", "f32"), b.output("y", "f32")
+    b.store(out, i, b.op(name, b.load(source, i)))
+    got = run(arm, b.build(), [x, torch.empty_like(x)])
+    assert elementary.ulps(got, elementary.EXACT[name](x.double())) <= MATH[name].ulp
+    assert name != "erf" or bool(((got.abs() <= 1) | x.isnan()).all())
+    assert name not in elementary.ODD or torch.equal(torch.signbit(got)[x == 0], torch.signbit(x)[x == 0])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_lengths_around_whole_steps(arm: Emulator, dtype: str) -> None:
+    """Steps of several vectors, whole vectors, and the lanes of a last one."""
+    for n in (1, 3, 4, 7, 15, 16, 31, 36, 53):
+        x, y = torch.randint(-9, 9, (2, n)).to(to_torch(dtype))
+        b = Builder("add", p=[n])
+        i, (p, q), out = b.axes[0], (b.input("x", dtype), b.input("y", dtype)), b.output("out", dtype)
+        b.store(out, i, (b.load(p, i).to("f32") + b.load(q, i).to("f32")).to(dtype))
+        assert torch.equal(run(arm, b.build(), [x, y, torch.empty_like(x)]), x + y)
 
 
 def test_bf16_rounds_to_even_and_keeps_subnormals_and_nan(arm: Emulator) -> None:

@@ -15,7 +15,7 @@ from fusewright_cpu.emit.memory import Arguments, Lanes
 from fusewright_cpu.emit.pointwise import IntegerDivision, cast, emit_op, literal, memory_type
 from fusewright_cpu.emit.rows import RowLoops
 from fusewright_cpu.emit.segments import segments
-from fusewright_cpu.emit.strategy import Strategy, tile_units
+from fusewright_cpu.emit.strategy import Strategy, pointwise_units, tile_units
 from fusewright_cpu.emit.text import Fn, Module, V, i64
 from fusewright_cpu.emit.tiles import transpose
 
@@ -67,12 +67,17 @@ class Body:
 
     def width(self) -> int:
         """Vectors that one tile of column mode holds."""
-        if not self.kernel.r or self.how.row or self.how.v is None:
+        if self.how.row or self.how.v is None:
             return 1
-        units, n = tile_units(self.kernel), self.kernel.sizes[self.how.v]
+        n = self.kernel.sizes[self.how.v]
+        units = tile_units(self.kernel) if self.kernel.r else self._pointwise_units()
         while isinstance(n, int) and units > 1 and units * self.how.lanes > n:
             units //= 2
         return units
+
+    def _pointwise_units(self) -> int:
+        plain = self.how.lanes > 1 and self.how.tile is None and not self.how.serial
+        return pointwise_units(self.kernel, self.target) if plain else 1
 
     # row buffers
 
@@ -288,13 +293,14 @@ class Body:
                 at = span(at, hi, units, lanes, False)
                 if self._divides(units * lanes):
                     return
-        if self.target.masks or lanes == 1:
+        masks = self.target.masks or lanes == 1
+        if masks and (units == 1 or not self.target.masks_by_lanes):
             span(at, hi, 1, lanes, lanes > 1 and not self._divides(lanes))
             return
         if units > 1:
             at = span(at, hi, 1, lanes, False)
         if not self._divides(lanes):
-            span(at, hi, 1, 1, False)
+            span(at, hi, 1, lanes if masks else 1, masks)
 
     def _whole(self, lo: V, hi: V, step: int) -> V:
         """The greatest lo + k * step <= hi (lo itself when hi < lo)."""

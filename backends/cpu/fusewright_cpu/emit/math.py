@@ -32,12 +32,12 @@ COEFS: dict[str, tuple[float, ...]] = {
         -0.3333328068256378, 0.13331419229507446, -0.053738292306661606, 0.02063542976975441,
         -0.005701635032892227,
     ),
-    # erf(x)/x in (x / 3.925)^2 * 2 - 1, |x| <= 3.925, where erf reaches 1
+    # erf(x)/x in x^2 - 7.875, x^2 <= 14.5, where erf is 1 but for a last place
     "erf": (
-        0.36027792096138, -0.1798841953277588, 0.133933424949646, -0.10909121483564377,
-        0.09057234972715378, -0.0740567147731781, 0.058542363345623016, -0.04367220401763916,
-        0.029758142307400703, -0.019919639453291893, 0.014489807188510895, -0.00805392861366272,
-        0.0018329550512135029, -0.001201334991492331, 0.0021711369045078754, -0.0009218090563081205,
+        0.3563225567340851, -0.022596411406993866, 0.0021384309511631727, -0.00022175750927999616,
+        2.350168324483093e-05, -2.457227310515009e-06, 2.487535653017403e-07, -2.410424215781859e-08,
+        2.146263833324724e-09, -1.7328688484141708e-10, 1.5726130467297317e-11, -1.4651358468467657e-12,
+        5.737549107695528e-14, 3.2617650611987004e-16, 5.894706626641201e-16, -5.92264759659316e-17,
     ),
     # f64: (sin(r)/r - 1) / r^2 and (cos(r) - 1 + r^2/2) / r^4 in r^2, |r| <= pi/4
     "sin": (
@@ -65,7 +65,7 @@ LOG10_2 = (0.301025390625, 4.605039066518657e-06)
 LOG2E = (1.44287109375, -0.00017605285393074155)
 LOG10E = (0.434326171875, -3.168997136526741e-05)
 PIO2 = (1.5707963267948966, 6.123233995736766e-17)
-ERF_TOP = 3.925
+ERF_TOP, ERF_CENTER = 14.5, 7.875
 LONG_POLY = 12
 """Coefficients from which a polynomial is evaluated in parts."""
 MAX_ANGLE = 2.0**28
@@ -78,7 +78,10 @@ def _c(x: float, like: V) -> V:
 
 def _poly(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
     """Horner's scheme; a long polynomial in four parts by powers of x^4, which do not wait for each other: the chain
-    of one long scheme takes more cycles than a core can fill with the next vectors."""
+    of one long scheme takes more cycles than a core can fill with the next vectors. Where each constant addend costs a
+    move, in powers of x."""
+    if f.module.target.fma_overwrites_addend:
+        return _poly_in_powers(f, x, coefs)
     if len(coefs) < LONG_POLY:
         acc = f.splat(_c(coefs[-1], x), x.w)
         for c in reversed(coefs[:-1]):
@@ -90,6 +93,45 @@ def _poly(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
     return f.fma(x2, f.fma(part[3], x, part[2]), f.fma(part[1], x, part[0]))
 
 
+def _poly_in_powers(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
+    """Blocks of `k` coefficients times 1, x, x^2 ..., and Horner's scheme in x^k over them (Paterson and Stockmeyer, SIAM
+    J. Comput. 2, 1973): constants are factors, or added by themselves."""
+    k = min(range(2, len(coefs)), key=lambda k: len(_starts(coefs, k)) + k)
+    starts = _starts(coefs, k)
+    blocks = [coefs[a:b] for a, b in zip(starts, (*starts[1:], len(coefs)), strict=True)]
+    factor, powers = _factors(f, x, [c for block in blocks for c in block[1:]]), _powers(f, x, k)
+    acc: V | None = None
+    for block in reversed(blocks):
+        part = x if block[1] == 1.0 else f.bin("fmul", x, factor[block[1]])
+        for power, c in zip(powers[2:], block[2:], strict=False):
+            part = f.fma(power, factor[c], part)
+        part = part if acc is None else f.fma(acc, powers[k], part)
+        acc = f.bin("fadd", part, _c(block[0], x))  # largest near 0, so last
+    assert acc is not None
+    return acc
+
+
+def _starts(coefs: tuple[float, ...], k: int) -> range:
+    """Where blocks begin; a last coefficient by itself belongs to the block before."""
+    return range(0, len(coefs) - 1, k)
+
+
+def _powers(f: Fn, x: V, k: int) -> list[V]:
+    """x^0 (never used) to x^k."""
+    powers = [x, x]
+    while len(powers) <= k:
+        half = len(powers) // 2
+        powers.append(f.bin("fmul", powers[len(powers) - half], powers[half]))
+    return powers
+
+
+def _factors(f: Fn, x: V, values: list[float]) -> dict[float, V]:
+    """Constants to multiply by."""
+    if x.w == 1:
+        return {c: _c(c, x) for c in values}
+    return dict(zip(values, f.lane_constants(values, x), strict=True))
+
+
 def _abs(f: Fn, x: V) -> V:
     return f.call("fabs", x.t, [x])
 
@@ -98,11 +140,18 @@ def _sign_of(f: Fn, magnitude: V, sign: V) -> V:
     return f.call("copysign", magnitude.t, [magnitude, sign])
 
 
+def _at_most(f: Fn, x: V, hi: float) -> V:
+    """x, or `hi` where that is less; NaN stays NaN."""
+    if f.module.target.arm:  # an instruction, where x86 has none that keeps NaN on both sides
+        return f.call("minimum", x.t, [x, _c(hi, x)])
+    return f.select(f.cmp("fcmp olt", _c(hi, x), x), _c(hi, x), x)
+
+
 def _clamp(f: Fn, x: V, lo: float, hi: float) -> V:
     """x in [lo, hi]; NaN stays NaN."""
-    if f.module.target.arm:  # an instruction each, where x86 has none that keeps NaN on both sides
-        return f.call("maximum", x.t, [f.call("minimum", x.t, [x, _c(hi, x)]), _c(lo, x)])
-    x = f.select(f.cmp("fcmp olt", _c(hi, x), x), _c(hi, x), x)
+    x = _at_most(f, x, hi)
+    if f.module.target.arm:
+        return f.call("maximum", x.t, [x, _c(lo, x)])
     return f.select(f.cmp("fcmp ogt", _c(lo, x), x), _c(lo, x), x)
 
 
@@ -134,15 +183,14 @@ def _exp_reduced(f: Fn, x: V) -> tuple[V, V]:
 def exp(f: Fn, x: V) -> V:
     x = _clamp(f, x, -104.0, 89.0)
     n, r = _exp_reduced(f, x)
-    p = f.fma(f.fma(_poly(f, r, COEFS["exp"]), r, _c(1.0, x)), r, _c(1.0, x))
-    return _scale(f, p, n)
+    return _scale(f, _poly(f, r, (1.0, 1.0, *COEFS["exp"])), n)
 
 
 def exp2(f: Fn, x: V) -> V:
     x = _clamp(f, x, -151.0, 129.0)
     n = f.call("rint", x.t, [x])
     r = f.bin("fsub", x, n)
-    return _scale(f, f.fma(_poly(f, r, COEFS["exp2"]), r, _c(1.0, x)), n)
+    return _scale(f, _poly(f, r, (1.0, *COEFS["exp2"])), n)
 
 
 def expm1(f: Fn, x: V) -> V:
@@ -166,7 +214,7 @@ def _log_parts(f: Fn, x: V) -> tuple[V, V, V]:
     m = f.conv("bitcast", f.bin("sub", bits, f.bin("shl", k, const(23, "i32"))), "float")
     n = f.bin("fsub", f.conv("sitofp", k, "float"), f.select(tiny, _c(24.0, x), _c(0.0, x)))
     d = f.bin("fsub", m, _c(1.0, x))
-    q = f.fma(_poly(f, d, COEFS["log"]), d, _c(-0.5, x))
+    q = _poly(f, d, (-0.5, *COEFS["log"]))
     return n, d, f.bin("fmul", f.bin("fmul", d, d), q)
 
 
@@ -234,10 +282,9 @@ def sigmoid(f: Fn, x: V) -> V:
 
 def erf(f: Fn, x: V) -> V:
     """One polynomial over the whole range, in a variable centred so that its rounding errors stay small: no
-    exp, no branch."""
-    t = _clamp(f, x, -ERF_TOP, ERF_TOP)
-    u = f.fma(f.bin("fmul", t, t), _c(2 / ERF_TOP**2, x), _c(-1.0, x))
-    return _clamp(f, f.bin("fmul", _poly(f, u, COEFS["erf"]), t), -1.0, 1.0)
+    exp, no branch. Where x^2 is cut off, its value times x goes on to 1 and is cut off there."""
+    u = f.bin("fsub", _at_most(f, f.bin("fmul", x, x), ERF_TOP), _c(ERF_CENTER, x))
+    return _clamp(f, f.bin("fmul", _poly(f, u, COEFS["erf"]), x), -1.0, 1.0)
 
 
 def _sincos(f: Fn, x: V, quarter: int, symbol: str) -> V:
@@ -313,7 +360,7 @@ def _exp2_double(f: Fn, x: V) -> V:
     x = _clamp(f, x, -160.0, 130.0)
     n = f.call("rint", "double", [x])
     r = f.bin("fsub", x, n)
-    p = f.fma(_poly(f, r, COEFS["pow_exp2"]), r, const(1.0, "double"))
+    p = _poly(f, r, (1.0, *COEFS["pow_exp2"]))
     k = f.conv("sext", f.conv("fptosi", n, "i32"), "i64")
     scale = f.conv("bitcast", f.bin("shl", f.bin("add", k, const(1023, "i64")), const(52, "i64")), "double")
     return f.bin("fmul", p, scale)

@@ -86,6 +86,13 @@ def tile_units(kernel: Kernel) -> int:
     return 8 if sum(cost(n) for n in nodes) <= 16 else 4
 
 
+def pointwise_units(kernel: Kernel, target: CpuTarget) -> int:
+    """Vectors in one step of column mode without rows: on Arm, whose loops step each pointer by an instruction and load and
+    store pairs of registers, several of a body that is not long."""
+    total = sum(map(cost, kernel.nodes()))
+    return 1 if not target.arm or total > 60 else 2 if total > 12 else 4
+
+
 def row_units(nodes: Sequence[Node], target: CpuTarget) -> int:
     """Vectors in flight in a row loop: several accumulators hide the latency of cheap bodies. On Arm, whose loops step
     each pointer by an instruction, more of them."""

@@ -14,6 +14,10 @@ from fusewright_cpu.target import CpuTarget
 BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 
+CONSTANTS = 4
+"""Constants in a register of which lanes are factors."""
+
+
 @dataclass(frozen=True, slots=True)
 class V:
     """A scalar (`w` 1) or vector value of element type `t`. `lit` marks a literal that can be written as a
@@ -72,6 +76,8 @@ class Module:
     symbols: set[str] = field(default_factory=set)
     """External symbols (libm, the thread pool) that the JIT must give addresses for."""
     helpers: set[str] = field(default_factory=set)
+    constants: dict[str, str] = field(default_factory=dict)
+    """Names of constants in memory, by type and value."""
 
     def declare(self, name: str, result: str, args: Sequence[str], external: bool = False) -> None:
         self.declarations.setdefault(name, f"declare {result} @{name}({', '.join(args)})")
@@ -79,7 +85,8 @@ class Module:
             self.symbols.add(name)
 
     def render(self) -> str:
-        parts = [f'target triple = "{self.target.triple}"', *self.declarations.values(), *self.functions]
+        constants = [f"{name} = private constant {value}" for value, name in self.constants.items()]
+        parts = [f'target triple = "{self.target.triple}"', *constants, *self.declarations.values(), *self.functions]
         return "\n".join([*parts, f"attributes #0 = {{ {self.attributes} }}", ""])
 
 
@@ -96,6 +103,7 @@ class Fn:
         self.here = "entry"
         self.splats: dict[tuple[str, V, int], V] = {}
         self.memo: dict[tuple[str, str], V] = {}
+        self.held: dict[str, V] = {}
 
     def finish(self) -> None:
         """Adds the function to the module; it must have been terminated."""
@@ -189,6 +197,26 @@ class Fn:
             zero = f"<{w} x i32> zeroinitializer"
             self.splats[key] = self.let(v.t, w, f"shufflevector {one}, <{w} x {v.t}> poison, {zero}")
         return self.splats[key]
+
+    def lane_constants(self, xs: Sequence[float], like: V) -> list[V]:
+        """Each of `xs` in every lane, as one lane of a register that holds several: NEON multiplies by such a lane. LLVM
+        would give each constant a register of its own."""
+        out: list[V] = []
+        for k in range(0, len(xs), CONSTANTS):
+            some = xs[k : k + CONSTANTS]
+            held = self._held([*some, *[0.0] * (CONSTANTS - len(some))], like.t)
+            out += [self.lanes(held, [lane] * like.w) for lane in range(len(some))]
+        return out
+
+    def _held(self, xs: Sequence[float], t: str) -> V:
+        """A vector of constants that LLVM does not know, read at the entry."""
+        ty = f"<{len(xs)} x {t}>"
+        value = f"{ty} <{', '.join(str(const(x, t)) for x in xs)}>"
+        if value not in self.held:
+            name = self.module.constants.setdefault(value, f"@fw.constants.{len(self.module.constants)}")
+            self.held[value] = V(self.fresh(), t, len(xs))
+            self.allocas.append(f"  {self.held[value].name} = load volatile {ty}, ptr {name}")
+        return self.held[value]
 
     def same(self, *vs: V) -> list[V]:
         """The values with one common lane count."""

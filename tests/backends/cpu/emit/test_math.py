@@ -31,6 +31,9 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     for n in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "sigmoid", "erf", "sin", "cos")
 }
 
+ODD = ("expm1", "log1p", "tanh", "erf", "sin")
+"""Those that keep the sign of zero."""
+
 
 def unary(name: str, dtype: str = "f32") -> Kernel:
     b = Builder(name, p=[symbol("n")], symbols={"n": 1 << 16})
@@ -44,11 +47,14 @@ def run(kernel: Kernel, *tensors: torch.Tensor) -> None:
     compile_kernels([kernel]).launcher(kernel).checked(tensors, (tensors[0].numel(),))
 
 
-def sweep(step: int = 2003) -> torch.Tensor:
-    """Every `step`-th float of both signs, and the values where things happen."""
+def sweep(step: int = 2003, near: int = 1) -> torch.Tensor:
+    """Every `step`-th float of both signs, and the values where things happen, every `near`-th of them."""
     bits = np.arange(0, 2**32, step, dtype=np.uint64).astype(np.uint32)
-    near = torch.cat([torch.linspace(-20, 20, 40001), torch.linspace(-110, 100, 20001), torch.linspace(0.5, 2, 20001)])
-    return torch.cat([torch.from_numpy(bits.view(np.float32)), near, torch.tensor(SPECIAL)])
+    happens = [
+        torch.linspace(-20, 20, 40001), torch.linspace(-4, 4, 400_001),
+        torch.linspace(-110, 100, 20001), torch.linspace(0.5, 2, 20001),
+    ]  # fmt: skip
+    return torch.cat([torch.from_numpy(bits.view(np.float32)), *(x[::near] for x in happens), torch.tensor(SPECIAL)])
 
 
 def ulps(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -79,8 +85,16 @@ def test_every_own_function_is_tested() -> None:
     assert set(MATH) == {*EXACT, "pow"}
 
 
+def test_erf_reaches_one_and_goes_no_further() -> None:
+    x = sweep()
+    y = torch.empty_like(x)
+    run(unary("erf"), x, y)
+    assert bool(((y.abs() <= 1) | x.isnan()).all())
+    assert torch.equal(y[x.abs() > 3.95], x[x.abs() > 3.95].sign())
+
+
 def test_signed_zeros() -> None:
-    for name in ("expm1", "log1p", "tanh", "erf", "sin"):
+    for name in ODD:
         x = torch.tensor([0.0, -0.0])
         y = torch.empty(2)
         run(unary(name), x, y)
