@@ -6,14 +6,14 @@
 #   ci/aarch64.sh fetch           only unpack what is missing; tests that hand kernels to an emulated Python run from then on
 #   ci/aarch64.sh python ARG...   the emulated Python, with the packages of this checkout
 #
-# FUSEWRIGHT_AARCH64_ROOT  the folder, kept between runs (default: fusewright/aarch64 in the user's cache)
-# FUSEWRIGHT_AARCH64_CPU   the emulated core (default: vectors of 256 bits, as Graviton3 has; `neoverse-n1` has no SVE)
+# AARCH64_ROOT  the folder, kept between runs (default: fusewright/aarch64 in the user's cache)
+# AARCH64_CPU   the emulated core (default: vectors of 256 bits, as Graviton3 has; `neoverse-n1` has no SVE)
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHON=${PYTHON:-python}
 case "${1:-test}" in fetch | python) what=$1 ;; *) what=test ;; esac
 [ "$what" = test ] && [ "${1:-}" != graviton_acl ] || shift
-root=${FUSEWRIGHT_AARCH64_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/fusewright/aarch64}
+root=${AARCH64_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/fusewright/aarch64}
 TORCH=2.10.0 # later ones are CUDA builds
 DEBS="libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libffi8 libexpat1 libuuid1 libbz2-1.0 liblzma5 libssl3 libsqlite3-0
   libpython3.11-minimal libpython3.11-stdlib python3.11-minimal"
@@ -79,7 +79,7 @@ fetch_wheels() {
 fetch() {
   mkdir -p "$root"
   root=$(cd "$root" && pwd)
-  export FUSEWRIGHT_AARCH64_ROOT=$root
+  export AARCH64_ROOT=$root
   exec 9>"$root/lock"
   flock 9
   fetch_emulator
@@ -95,8 +95,8 @@ write_python() {
   text=$(cat <<RUN
 #!/bin/sh
 unset PYTHONHOME LD_PRELOAD LD_LIBRARY_PATH
-export FUSEWRIGHT_EMULATED_PYTHON="\$0" PYTHONPATH="\$FUSEWRIGHT_EMULATED_PATH\${PYTHONPATH:+:\$PYTHONPATH}"
-exec "$emulator" -cpu "\${FUSEWRIGHT_AARCH64_CPU:-max,sve-max-vq=2,sme=off}" -L "$root/system" \\
+export AARCH64_PYTHON="\$0" PYTHONPATH="\$AARCH64_PATH\${PYTHONPATH:+:\$PYTHONPATH}"
+exec "$emulator" -cpu "\${AARCH64_CPU:-max,sve-max-vq=2,sme=off}" -L "$root/system" \\
   "$root/system/usr/bin/python3.11" "\$@"
 RUN
   )
@@ -113,8 +113,8 @@ path() {
 
 fetch
 write_python
-FUSEWRIGHT_EMULATED_PATH=$(path)
-export FUSEWRIGHT_EMULATED_PATH
+AARCH64_PATH=$(path)
+export AARCH64_PATH
 cd "$repository"
 case "$what" in
 fetch) printf 'aarch64: %s\n' "$root" ;;

@@ -116,7 +116,6 @@ def run(job: Job, require: bool = False, results: Path | None = None) -> bool:
     env = {
         **os.environ,
         "PYTHON": os.environ.get("PYTHON", sys.executable),
-        "FUSEWRIGHT_JOB_BACKEND": job.backend,
         **(_kept_in(results.resolve(), job) if results else {}),
     }
     code = None

@@ -45,7 +45,7 @@ define i64 @marked(ptr %kernel, ptr %block, i64 %threads) {{
 
 def root() -> Path:
     """The folder that `ci/aarch64.sh fetch` unpacks into."""
-    given = os.environ.get("FUSEWRIGHT_AARCH64_ROOT")
+    given = os.environ.get("AARCH64_ROOT")
     return Path(given) if given else platformdirs.user_cache_path("fusewright") / "aarch64"
 
 

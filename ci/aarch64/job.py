@@ -30,7 +30,7 @@ runpy.run_module("fusewright", run_name="__main__")
 """`fusewright doctor --json` with time for an emulated machine that others load."""
 
 STARTUP = """import os, sys
-sys.executable = os.environ.get("FUSEWRIGHT_EMULATED_PYTHON", sys.executable)
+sys.executable = os.environ.get("AARCH64_PYTHON", sys.executable)
 """
 """`sitecustomize` of the emulated Python: its children run under the emulator, too."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from ci import jobs, workflows
 from ci.release import wheels
+from fusewright import config, registry
 
 ROOT = Path(__file__).parents[3]
 TEXTS = workflows.workflows()
@@ -17,6 +18,16 @@ TEXTS = workflows.workflows()
 
 def test_the_workflows_are_what_the_matrix_makes_of_them() -> None:
     assert not workflows.stale(), "run: python -m ci.workflows"
+
+
+@pytest.mark.parametrize("folder", ["ci", ".ci", ".github"])
+def test_variables_with_the_projects_prefix_are_read_by_a_package(folder: str) -> None:
+    """`doctor` warns of others, which tools of `ci` therefore name differently."""
+    found: set[str] = set()
+    for path in (ROOT / folder).rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            found.update(re.findall(r"FUSEWRIGHT_\w+", path.read_text(errors="ignore")))
+    assert found <= {*config.ENV, *registry.environment()}
 
 
 def test_a_file_that_was_edited_or_left_over_is_stale(tmp_path: Path) -> None:
