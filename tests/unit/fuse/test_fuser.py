@@ -312,3 +312,15 @@ def test_any_number_of_groups_may_turn_out_to_be_no_kernels(monkeypatch: pytest.
     fragment, got = run_sketch(g, outs, LOADERS["interpreter"])
     assert kernel_count(fragment) == 140 and rounds == 2
     torch.testing.assert_close(got, g.expected(outs))
+
+
+def test_an_op_of_several_results_that_is_no_kernel_is_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(self: fuser._Planner, group: Group, stored: set[int]) -> Built:
+        raise NotAligned("by hand")
+
+    monkeypatch.setattr(fuser._Planner, "_kernel", refusing)
+    g = Sketch()
+    g.op("var_mean", g.input(torch.randn(6, 16)), [1], correction=0, keepdim=True)
+    fragment, got = run_sketch(g, [*g.ops[-1].outs], LOADERS["interpreter"])
+    assert kernel_count(fragment) == 0
+    torch.testing.assert_close(got, g.expected([*g.ops[-1].outs]))

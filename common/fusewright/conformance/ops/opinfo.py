@@ -322,7 +322,7 @@ def _nudged(sample: Any, seed: int) -> Any:
     def nudge(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
             return x
-        step = torch.randint(-1, 2, x.shape, generator=g).to(x.dtype)
+        step = torch.randint(-1, 2, x.shape, generator=g).to(x)
         return (x.detach() * (1 + step * torch.finfo(x.dtype).eps)).requires_grad_(x.requires_grad)
 
     return sample.transform(nudge)

@@ -39,7 +39,7 @@ class Unplaceable(Exception):
 
     def __init__(self, ops: Sequence[OpView], why: str) -> None:
         super().__init__(why)
-        self.groups = (tuple(ops),)
+        self.groups = (frozenset(op.id for op in ops),)
 
 
 class NoKernels(Exception):
@@ -47,7 +47,7 @@ class NoKernels(Exception):
 
     def __init__(self, groups: Iterable[Unplaceable]) -> None:
         super().__init__("groups that are no kernels")
-        self.groups = tuple(ops for g in groups for ops in g.groups)
+        self.groups = tuple(ids for g in groups for ids in g.groups)
 
 
 class BetterEager(Exception):
@@ -109,8 +109,11 @@ def fuse(
             plain |= dict.fromkeys(e.ops & whole, "eager")  # stored, and still not known to be looked at in full
             whole |= e.ops
         except (NoKernels, Unplaceable) as e:
-            plain |= {ops[0].id: "eager" for ops in e.groups if len(ops) == 1}
-            solo |= {op.id for ops in e.groups if len(ops) > 1 for op in ops}
+            for ids in e.groups:
+                if len(ids) == 1 or ids <= solo:
+                    plain |= dict.fromkeys(ids, "eager")
+                else:
+                    solo |= ids
         if known == (len(plain), len(solo), len(whole)):
             raise AssertionError(f"{region.name} is planned again with nothing changed")
 

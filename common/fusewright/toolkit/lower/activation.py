@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fusewright.interface import OpView
 from fusewright.toolkit.ir import Builder, Val
 from fusewright.toolkit.lower.movement import out_type
@@ -138,6 +140,10 @@ def _one_type(op: OpView) -> str | None:
     return None if weight.dtype == x.dtype else "a weight of another type"
 
 
+def _no_fp64(op: OpView) -> str | None:
+    return "eager's fractions are fp32 numbers in fp64 too" if op.out.spec.dtype == torch.float64 else None  # type: ignore[union-attr]
+
+
 def _dropout_backward(b: Builder, op: OpView, g: Val, mask: Val) -> Val:
     return g * mask * op.arg("scale")
 
@@ -150,8 +156,8 @@ TABLE: Table = {
         "gelu": formula(_gelu, *_X, kinds="float", cost=30),
         "silu": formula(_silu, *_X, kinds="float", cost=24),
         "mish": formula(_mish, *_X, kinds="float", cost=60),
-        "hardswish": formula(_hardswish, *_X, kinds="float", cost=6),
-        "hardsigmoid": formula(_hardsigmoid, *_X, kinds="float", cost=6),
+        "hardswish": formula(_hardswish, *_X, kinds="float", cost=6, check=_no_fp64),
+        "hardsigmoid": formula(_hardsigmoid, *_X, kinds="float", cost=6, check=_no_fp64),
         "leaky_relu": formula(_leaky_relu, *_X, kinds="float"),
         "elu": formula(_elu, *_X, kinds="float", cost=28),
         "softplus": formula(_softplus, *_X, kinds="float", cost=40),
@@ -165,8 +171,8 @@ TABLE: Table = {
         "sigmoid_backward": formula(lambda b, op, g, y: g * (1 - y) * y, *_GY, kinds="float"),
         "threshold_backward": formula(_threshold_backward, *_GX, kinds="number"),
         "hardtanh_backward": formula(_hardtanh_backward, *_GX, kinds="float"),
-        "hardswish_backward": formula(_hardswish_backward, *_GX, kinds="float", cost=6),
-        "hardsigmoid_backward": formula(_hardsigmoid_backward, *_GX, kinds="float", cost=4),
+        "hardswish_backward": formula(_hardswish_backward, *_GX, kinds="float", cost=6, check=_no_fp64),
+        "hardsigmoid_backward": formula(_hardsigmoid_backward, *_GX, kinds="float", cost=4, check=_no_fp64),
         "leaky_relu_backward": formula(_leaky_relu_backward, *_GX, kinds="float"),
         "elu_backward": formula(_elu_backward, "grad_output", "self_or_result", kinds="float", cost=20),
         "softplus_backward": formula(_softplus_backward, *_GX, kinds="float", cost=26),
