@@ -77,6 +77,21 @@ def test_the_parts_of_a_run_are_counted_apart() -> None:
     assert levels["C0"] == Level({}, (1, 1), (0, 0), {})
 
 
+def test_what_a_run_does_not_have_stays_as_it_stood() -> None:
+    before = Coverage.of(
+        record(*ONE, *checks(("OpInfo sin float32", "LOWERED_OK")), torch=("2.12.0",), entries={"float32": 3})
+    )
+    contract = Coverage.of(record(Check("C0", "loads", Verdict.PASSED)))
+    found = contract.over(before)
+    assert set(found.levels) == {"C0", ROWS, OPINFO} and found.torch == ("2.12.0", "2.13.0")
+    assert (found.rows, found.tried, found.entries) == (before.rows, before.tried, before.entries)
+    again = Coverage.of(record(*ONE[:1], torch=("2.14.0",)))
+    assert again.over(found).rows == again.rows and set(again.over(found).levels) == set(found.levels)
+    assert again.over(Coverage.of(record(*ONE))) == again, "nothing is kept: no release of torch either"
+    elsewhere = Coverage.of(record(*ONE, device="cpu other"))
+    assert contract.over(elsewhere) == contract
+
+
 def test_a_row_that_eager_does_not_run_says_why() -> None:
     nothing = Check("C2", "rms_norm_backward", Verdict.SKIPPED, "eager runs none of its calls in float32")
     found = Coverage.of(record(*ONE, nothing))

@@ -66,7 +66,7 @@ def _dtypes(_context: click.Context, _parameter: click.Parameter, value: str) ->
     "--merge", "merge", type=_FILE, multiple=True, help="Run nothing: take what --json wrote, of shards or machines."
 )
 @click.option("--coverage", "ratchet", type=_FILE, help="Fail when a lowering of this file is lost.")
-@click.option("--renew", is_flag=True, help="Write --coverage anew instead: after a whole run.")
+@click.option("--renew", is_flag=True, help="Write --coverage instead: what the run had of it, the rest stays.")
 @click.option("--json", "json_file", type=_FILE, help="Write every check to this file.")
 @click.option("--verbose", "-v", is_flag=True, help="Print checks that are right too.")
 def conformance(
@@ -118,7 +118,12 @@ def _held_to(path: Path, renew: bool, found: Mapping[str, Record]) -> list[str]:
         raise click.UsageError(f"{one.backend} is unavailable: {one.device}")
     if not renew:
         return Coverage.read(path).lost(one.checks)
-    Coverage.of(one).write(path)
+    try:
+        before = Coverage.read(path)
+    except (OSError, ValueError):  # there is none, or one of another version
+        Coverage.of(one).write(path)
+    else:
+        Coverage.of(one).over(before).write(path)
     return []
 
 

@@ -1,4 +1,4 @@
-"""What a backend lowers of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run.
+"""What a backend lowers of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run of a level.
 
 Schema: {"schema": 2, "backend": name, "device": its architecture, "simulated": bool, "torch": [releases],
 "entries": {dtype: OpInfo entries that there are}, "tried": rows, "untried": {row: reason},
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,18 @@ class Coverage:
         head = json.dumps({"schema": SCHEMA, **{k: v for k, v in found.items() if k not in ("levels", "rows")}})
         levels, rows = _lines(found["levels"]), _lines(found["rows"])
         path.write_text(f'{head[:-1]}, "levels": {levels}, "rows": {rows}}}\n', encoding="utf-8")
+
+    def over(self, before: Coverage) -> Coverage:
+        """This run's, and of parts that it did not have what stood in the file, if that is of the same device."""
+        if (before.device, before.simulated) != (self.device, self.simulated):
+            return self
+        kept = {title: level for title, level in before.levels.items() if title not in self.levels}
+        calls, entries = (before if part in kept else self for part in (ROWS, OPINFO))
+        return replace(
+            self, torch=tuple(sorted({*self.torch, *before.torch})) if kept else self.torch,
+            levels=dict(sorted({**kept, **self.levels}.items())), entries=entries.entries,
+            tried=calls.tried, untried=calls.untried, rows=calls.rows,
+        )  # fmt: skip
 
     def lost(self, checks: Iterable[Check]) -> list[str]:
         """Lowerings of the file that these checks, which need not be all, have tried and no longer find."""

@@ -169,10 +169,14 @@ def _checked(
         return None
     if any(t.numel() > LARGEST for t in rules.tensors(args)):
         return None
-    if not valid(op, calls.mapped(args, calls.copied), kwargs):
+    try:
+        trial = _Trial(op, case, dtype, variant, settings, backend, args, kwargs)
+    except (TypeError, RuntimeError):  # the device has not a dtype among them
+        return None
+    if not valid(op, calls.mapped(trial.args, calls.copied), kwargs):
         return None
     try:
-        return _judged(_Trial(op, case, dtype, variant, settings, backend, args, kwargs))
+        return _judged(trial)
     except Undefined as e:
         return Verdict.SKIPPED, str(e)
     except Exception as e:
