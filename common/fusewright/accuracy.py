@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Pair: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""Results of a call in fp64 and in eager."""
 
 LIMIT = 2.0
 FLOOR = 4.0
@@ -50,15 +53,20 @@ class Accuracy:
 
 
 def compare(
-    wide: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], ours: Sequence[torch.Tensor], dtype: str
+    wide: Sequence[torch.Tensor],
+    eager: Sequence[torch.Tensor],
+    ours: Sequence[torch.Tensor],
+    dtype: str,
+    near: Sequence[Pair] = (),
 ) -> Accuracy:
     """Judges `ours` beside `eager`, output by output; the worst output (a failed one first, then the highest
-    ratio) is returned.
+    ratio) is returned. `near`: the same call on neighbouring numbers, in fp64 and in eager, whose largest error is eager's then.
     """
     if not len(wide) == len(eager) == len(ours):
         return _failed(f"{len(ours)} outputs, eager has {len(eager)}")
     leaves = [
-        _compare_leaf(w, e, o, dtype, f"output {i}") for i, (w, e, o) in enumerate(zip(wide, eager, ours, strict=True))
+        _compare_leaf(w, e, o, dtype, f"output {i}", [(ws[i], es[i]) for ws, es in near])
+        for i, (w, e, o) in enumerate(zip(wide, eager, ours, strict=True))
     ]
     if not leaves:
         return _failed("no outputs to compare")
@@ -69,7 +77,14 @@ def _failed(reason: str) -> Accuracy:
     return Accuracy(False, math.inf, math.inf, math.inf, math.inf, math.nan, math.nan, reason)
 
 
-def _compare_leaf(wide: torch.Tensor, eager: torch.Tensor, ours: torch.Tensor, dtype: str, name: str) -> Accuracy:
+def _compare_leaf(
+    wide: torch.Tensor,
+    eager: torch.Tensor,
+    ours: torch.Tensor,
+    dtype: str,
+    name: str,
+    near: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Accuracy:
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
         return _failed(f"{name}: {ours.dtype} {tuple(ours.shape)}, eager has {eager.dtype} {tuple(eager.shape)}")
     if not eager.dtype.is_floating_point:
@@ -88,7 +103,9 @@ def _compare_leaf(wide: torch.Tensor, eager: torch.Tensor, ours: torch.Tensor, d
     if not finite.any():
         return Accuracy(True, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     exact = wide[finite].double()
-    eager_max, eager_rms = _norms(eager[finite].double() - exact)
+    beside = [(e.double() - w.double())[finite] for w, e in near]
+    errors = [_norms(eager[finite].double() - exact), *(_norms(d[d.isfinite()]) for d in beside if d.isfinite().any())]
+    eager_max, eager_rms = (max(each) for each in zip(*errors, strict=True))
     ours_max, ours_rms = _norms(ours[finite].double() - exact)
     scale_max, scale_rms = _norms(exact)
     if dtype == "fp32" and scale_max <= VANISHED * eager_max:

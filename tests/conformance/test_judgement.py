@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fusewright import ops
+from fusewright.conformance import models, trained
 from fusewright.conformance.jobs import levels
 from fusewright.conformance.ops import calls, opset
 from fusewright.conformance.ops.cases import CASES
@@ -55,3 +56,12 @@ def test_the_product_of_an_expanded_matrix_is_judged_by_the_product() -> None:
     settings = Settings("fusewright_null", dtypes=("float32",))
     found = levels.perform({"part": "opset", "name": "int_mm"}, settings)
     assert any("expanded" in c.name for c in found) and not [c for c in found if c.verdict.bad], found
+
+
+def test_neighbours_of_a_model_are_a_rounding_step_away() -> None:
+    """Eager is measured on them too, where a result of C4 is too far off."""
+    base, near, other = models.build("residual"), *(trained._nudged(models.build("residual"), seed) for seed in (0, 1))
+    numbers = [[*m.module.parameters(), *m.inputs] for m in (base, near, other)]
+    for p, q, r in zip(*numbers, strict=True):
+        assert not p.any() or not (torch.equal(p, q) or torch.equal(q, r))
+        assert ((p - q).abs() <= 2 * torch.finfo(p.dtype).eps * p.abs()).all()

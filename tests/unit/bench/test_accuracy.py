@@ -31,6 +31,16 @@ def test_twice_eagers_error_passes_and_ten_times_does_not():
     assert "output 0" in found.reason
 
 
+def test_eager_that_is_right_by_luck_is_measured_on_neighbouring_numbers_too():
+    lucky, ours = EXACT.float(), (EXACT * (1 + 1.5e-6)).float()
+    near = [([EXACT], [(EXACT * (1 + k * 1e-6)).float()]) for k in (0.5, 1.0)]
+    endless = [([EXACT], [torch.full_like(EAGER, math.inf)])]
+    assert compare([EXACT], [lucky], [ours], "fp32", near).passed
+    assert not compare([EXACT], [lucky], [ours], "fp32", near[:1]).passed
+    assert not compare([EXACT], [lucky], [ours], "fp32", endless).passed
+    assert not compare([EXACT], [lucky], [(EXACT * (1 + 1e-4)).float()], "fp32", near).passed
+
+
 def test_where_eager_is_exact_an_epsilon_is_allowed():
     exact = torch.ones(8, dtype=torch.float64)
     assert judge(torch.ones(8) + torch.finfo(torch.float32).eps, torch.ones(8), exact).passed
