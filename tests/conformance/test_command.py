@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from fusewright import _torch_compat, registry
+from fusewright.cli import conformance as command
 from fusewright.cli.conformance import conformance
 from fusewright.conformance.jobs import levels, run
 from fusewright.conformance.ops import entries, opinfo
@@ -78,6 +79,22 @@ def test_every_installed_backend_has_jobs_of_every_level() -> None:
         simulate = not registry.info(name).available
         parts = {j["part"] for j in levels.jobs(list(levels.LEVELS), Settings(name, simulate, opinfo=False, part=50))}
         assert parts == set(levels.PARTS) - {"opinfo"}, name
+
+
+def test_a_run_tells_how_many_jobs_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "perform", lambda job, settings: [Check("C0", job["name"], Verdict.PASSED)] * 2)
+    done: list[int] = []
+    jobs = [{"part": "contract", "name": str(k)} for k in range(3)]
+    assert len(list(run.checks(Settings("fusewright_null"), jobs, 0, 300, done.append))) == 6
+    assert done == [1, 2, 3]
+
+
+def test_progress_is_for_a_terminal_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command._progress(3, 9, 0.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command._progress(3, 9, 0.0)
+    assert "3 of 9 jobs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "words"), [("3/2", "parts go from 1"), ("half", "write k/n")])

@@ -129,16 +129,30 @@ def _held_to(path: Path, renew: bool, found: Mapping[str, Record]) -> list[str]:
 
 def _run(settings: Settings, jobs: Sequence[dict[str, str]], processes: int, limit: float, verbose: bool) -> Record:
     found, start = [], time.monotonic()
-    for check in run.checks(settings, jobs, processes, limit):
+    for check in run.checks(settings, jobs, processes, limit, lambda done: _progress(done, len(jobs), start)):
         found.append(check)
         _say(check, verbose)
+    _clear()
     one = Record.of(settings, found)
     _tell(one, settings.device(), time.monotonic() - start)
     return one
 
 
+def _progress(done: int, total: int, start: float) -> None:
+    """A line that is written over, for somebody who watches."""
+    if sys.stderr.isatty():
+        _clear()
+        click.echo(f"{done} of {total} jobs, {time.monotonic() - start:.0f} s", err=True, nl=False)
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", err=True, nl=False)
+
+
 def _say(check: Check, verbose: bool) -> None:
     if check.verdict.bad or verbose:
+        _clear()
         click.echo(f"{check.level} {check.name}: {check.verdict} {check.detail}".rstrip())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fusewright.conformance.jobs import levels, worker
 from fusewright.conformance.jobs.children import Job, Pool, Result
@@ -26,11 +26,16 @@ def shard(jobs: Sequence[dict[str, str]], part: str) -> list[dict[str, str]]:
     return list(jobs[k - 1 :: n])
 
 
-def checks(settings: Settings, jobs: Sequence[dict[str, str]], processes: int, limit: float) -> Iterator[Check]:
-    """The checks of jobs, as they come. `processes` 0: in this process, where a crash is the end."""
+def checks(
+    settings: Settings, jobs: Sequence[dict[str, str]], processes: int, limit: float,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Iterator[Check]:  # fmt: skip
+    """The checks of jobs, as they come. `processes` 0: in this process, where a crash is the end. `progress` is told how many jobs
+    are done."""
     if processes == 0:
-        for job in jobs:
+        for done, job in enumerate(jobs, 1):
             yield from levels.perform(job, settings)
+            progress(done)
         return
     pool = Pool(
         [sys.executable, "-m", worker.__name__, json.dumps(settings.as_json())],
@@ -39,8 +44,9 @@ def checks(settings: Settings, jobs: Sequence[dict[str, str]], processes: int, l
         jobs=processes,
         limit=limit,
     )
-    for result in pool.run(jobs):
+    for done, result in enumerate(pool.run(jobs), 1):
         yield from map(Check.from_json, result["checks"])
+        progress(done)
 
 
 def _ended(job: Job, why: str) -> Result:
