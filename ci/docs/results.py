@@ -36,6 +36,17 @@ def pages() -> dict[Path, str]:
     return {FOLDER / f"{m}.md": _page(m, [p for p in found if _machine(p) == m]) for m in MACHINES}
 
 
+def newest(what: str, folder: Path = FOLDER) -> str:
+    """Where the newest record of this name comes from, and its table of times; "" where there is none."""
+    named = ((m, p) for p in folder.glob("*.json") if (m := NAME.fullmatch(p.name)) and m["what"] == what)
+    if not (found := sorted((m["date"], p) for m, p in named)):
+        return ""
+    date, path = found[-1]
+    record: Record = json.loads(path.read_text(encoding="utf-8"))
+    head = f"{MACHINES[_machine(path)]}, {date} ([record](results/{path.name})):"
+    return "\n\n".join([head, _steady(record["rows"], record["backend"])])
+
+
 def _machine(path: Path) -> str:
     match = NAME.fullmatch(path.name)
     if match is None:

@@ -12,7 +12,7 @@ from ci.docs import results, support
 from fusewright.config import ENV, PREFIX, Options
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = [ROOT / "docs/reliability.md", ROOT / "docs/contributing.md", ROOT / "docs/support.md"]
+GENERATED = [ROOT / "docs/reliability.md", ROOT / "docs/contributing.md", ROOT / "docs/support.md", ROOT / "docs/libraries.md"]
 
 
 def options() -> str:
@@ -38,7 +38,14 @@ def _spelled(kind: Any) -> str:
     )
 
 
-TABLES = {"options": options, "jobs": lambda: jobs.table(jobs.read()[0]), "support": support.matrix}
+TABLES = {
+    "options": options, "jobs": lambda: jobs.table(jobs.read()[0]), "support": support.matrix,
+    "libraries": lambda: results.newest("libraries") or NOT_MEASURED.format("libraries"),
+}  # fmt: skip
+NOT_MEASURED = (
+    "No figures yet: `python -m ci.bench.{0} --json docs/results/DATE-MACHINE-{0}.json` measures them on an idle machine, and "
+    "`python -m ci.docs.tables` puts them here."
+)
 
 
 def updated(page: Path) -> str:

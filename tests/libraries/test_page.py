@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,26 +10,38 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs/libraries.md"
-BLOCKS = dict(re.findall(r"```python\n# ([^\n]+)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+from ci.bench.libraries import IN_PLACE, PAGE, blocks, run
+from fusewright.report import recording
+
+BLOCKS = blocks()
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
-
-
-def run(title: str, **names: Any) -> dict[str, Any]:
-    """The names that a block of the page leaves behind."""
-    found = {"torch": torch, **names}
-    exec(compile(BLOCKS[title], str(PAGE), "exec"), found)
-    return found
 
 
 def library(name: str) -> Any:
     return pytest.importorskip(name, reason=f"{name} is not here: it comes with the extra `libraries` (pip install '.[libraries]')")
 
 
+@contextlib.contextmanager
+def compiles() -> Iterator[None]:
+    """What is inside compiles something: torch says nothing where it does not."""
+    with recording() as graphs:
+        yield
+    assert graphs
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 1))
+    return Net()
 
 
 def batches() -> list[torch.Tensor]:
@@ -72,14 +84,15 @@ def test_generate_with_a_static_cache_takes_transformers_own_mode(monkeypatch: p
 
     monkeypatch.setattr(CompileConfig, "_compile_all_devices", True)  # generate leaves CPUs alone else
     want = model.generate(ids, max_new_tokens=8, do_sample=False, cache_implementation="static", disable_compile=True)
-    assert torch.equal(run("transformers: generate", model=model, ids=ids)["tokens"], want)
+    with compiles():
+        assert torch.equal(run("transformers: generate", model=model, ids=ids)["tokens"], want)
     assert model._compiled_call is not None
 
 
 @pytest.mark.parametrize("title", [t for t in BLOCKS if "in place" in t])
 def test_a_model_is_compiled_in_place(title: str) -> None:
     model, ids = llama(), torch.arange(5)[None]
-    with torch.no_grad():
+    with torch.no_grad(), compiles():
         want = model(ids).logits
         run(title, model=model)
         torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-5)
@@ -88,7 +101,7 @@ def test_a_model_is_compiled_in_place(title: str) -> None:
 def test_weights_of_torchao() -> None:
     pytest.importorskip("torchao", reason="torchao is an optional dependency of fusewright-int8 (extra `quantize`)")
     model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()).eval(), torch.randn(4, 64)
-    with torch.no_grad():
+    with torch.no_grad(), compiles():
         torch.testing.assert_close(run("torchao", model=model)["compiled"](x), model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -105,7 +118,7 @@ def alone() -> Iterator[None]:
 def test_accelerate_trains_a_model_that_was_compiled_in_place() -> None:
     def step(model: torch.nn.Module) -> None:
         accelerator = library("accelerate").Accelerator(cpu=True)
-        run("any module, in place: Accelerator().prepare(model), Trainer(model=model), pipeline.unet", model=model)
+        run(IN_PLACE, model=model)
         compiled, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         for x in batches():
             optimizer.zero_grad()
@@ -113,7 +126,9 @@ def test_accelerate_trains_a_model_that_was_compiled_in_place() -> None:
             optimizer.step()
         assert accelerator.unwrap_model(compiled) is model
 
-    same(trained(step), trained(by_hand))
+    with compiles():
+        found = trained(step)
+    same(found, trained(by_hand))
 
 
 @pytest.mark.usefixtures("alone")
@@ -134,7 +149,9 @@ def test_transformers_trainer_trains_a_model_that_was_compiled_in_place(tmp_path
         Trainer(model=model, args=how, train_dataset=rows).train()
         return [p.detach() for p in model.parameters()]
 
-    same(weights(True), weights(False))
+    with compiles():
+        found = weights(True)
+    same(found, weights(False))
 
 
 def test_lightning_fits_a_compiled_module() -> None:
@@ -157,16 +174,19 @@ def test_lightning_fits_a_compiled_module() -> None:
         compiled = run("Lightning", module=Module(model))["compiled"]
         lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet).fit(compiled, loader)
 
-    same(trained(step), trained(by_hand))
+    with compiles():
+        found = trained(step)
+    same(found, trained(by_hand))
 
 
 @torch.no_grad()
 def in_place(module: torch.nn.Module, *calls: Callable[[], Any]) -> None:
     """What `calls` give is the same before and after `module` is compiled."""
     want = [call() for call in calls]
-    run("any module, in place: Accelerator().prepare(model), Trainer(model=model), pipeline.unet", model=module)
+    run(IN_PLACE, model=module)
     assert module._compiled_call_impl is not None
-    same([call() for call in calls], want)
+    with compiles():
+        same([call() for call in calls], want)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
@@ -217,4 +237,14 @@ def test_a_sentence_transformer(tmp_path: Path) -> None:
     BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     model = sentences.SentenceTransformer(str(tmp_path), device="cpu")
-    in_place(model[0].auto_model, lambda: model.encode(["a b c", "d"], convert_to_tensor=True))
+    in_place(model[0], lambda: model.encode(["a b c", "d"], convert_to_tensor=True))
+
+
+def test_torch_compiles_nothing_of_its_own_classes_in_place() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    run(IN_PLACE, model=model)
+    with recording() as graphs:
+        model(torch.ones(2, 8))
+    assert not graphs  # as the page says; where torch learns to, the page and this test go
+    with compiles():
+        torch.compile(model, backend="fusewright")(torch.ones(2, 8))
