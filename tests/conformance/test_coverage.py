@@ -115,6 +115,10 @@ def test_files_of_shards_and_machines_are_one_record(tmp_path: Path) -> None:
     assert done.exit_code == 1 and "no longer lowered: add float32 static" in done.output, done.output
 
 
+def test_a_device_of_two_words_keeps_both() -> None:
+    assert Coverage.of(record(*ONE, device="mps M3 Pro")).device == "M3 Pro"
+
+
 def test_a_row_that_crashed_counts_no_more_when_it_was_done_again() -> None:
     before = record(*checks(("add", "CRASHED"), ("exp", "CRASHED")))
     assert [c.name for c in before.with_more(record(*ONE)).checks] == ["exp", *(c.name for c in ONE)]

@@ -46,7 +46,7 @@ class Record:
 
     @property
     def arch(self) -> str:
-        return self.device.rpartition(" ")[2]
+        return self.device.partition(" ")[2]
 
     def as_json(self) -> dict[str, Any]:
         return {
