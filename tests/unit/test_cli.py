@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pydoc
@@ -91,6 +92,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, *args: s
         (FusewrightError("no"), 2, "fusewright: no"),
         (click.UsageError("bad"), 2, "bad"),
         (Wrapped(FusewrightError("no")), 2, "fusewright: no"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "cannot write a file: No space left on device"),
     ],
 )
 def test_an_error_has_its_exit_code_and_one_line(

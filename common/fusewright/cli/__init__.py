@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -36,6 +37,11 @@ def main() -> None:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        print(f"fusewright: cannot write {e.filename or 'a file'}: {e.strerror}", file=sys.stderr)
+        sys.exit(2)
     except Exception as e:
         said = getattr(e, "inner_exception", e)  # torch.compile wraps what a backend raises
         if not isinstance(said, FusewrightError):

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import threading
 import time
@@ -100,21 +101,29 @@ class _Children:
         with self._lock:
             self._running.add(child)
             if self.stopped:
-                child.kill()
+                _kill(child)
         return child
 
     def end(self, child: subprocess.Popen[bytes]) -> int:
         """The exit code of a child that is not needed any longer."""
         with self._lock:
             self._running.discard(child)
-        child.kill()
+        _kill(child)
         return child.wait()
 
     def stop(self) -> None:
         with self._lock:
             self.stopped = True
             for child in self._running:
-                child.kill()
+                _kill(child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a child that was not waited for, and what it has started: it leads a group of its own."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
 
 
 def finishes(command: Sequence[str], env: Mapping[str, str], job: Job, limit: float) -> bool:
