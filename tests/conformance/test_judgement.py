@@ -9,7 +9,7 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.conformance import models, trained
 from fusewright.conformance.jobs import levels
-from fusewright.conformance.ops import calls, opset
+from fusewright.conformance.ops import calls, opinfo, opset
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.settings import Settings
 from fusewright.interface import HOST
@@ -65,3 +65,25 @@ def test_neighbours_of_a_model_are_a_rounding_step_away() -> None:
     for p, q, r in zip(*numbers, strict=True):
         assert not p.any() or not (torch.equal(p, q) or torch.equal(q, r))
         assert ((p - q).abs() <= 2 * torch.finfo(p.dtype).eps * p.abs()).all()
+
+
+class _Known(opinfo.Exact):
+    """An exact result that is known."""
+
+    def __init__(self, exact: Tensor) -> None:
+        self._seen, self._pairs = opinfo.Seen([exact], []), [(opinfo.Seen([], []), opinfo.Seen([], []))]
+
+
+@pytest.mark.parametrize(
+    ("got", "exact", "right"),
+    [(-7612.0, -7615.6, True), (-7000.0, -7615.6, False), (60000.0, -1e6, False), (-torch.inf, -7615.6, True)],
+)
+def test_a_half_type_that_overflows_between_eagers_ops_is_judged_by_the_exact_result(
+    got: float, exact: float, right: bool
+) -> None:
+    """As a tangent's gradient does, whose square is beyond fp16."""
+    eager, ours = torch.tensor([1.0, -torch.inf]).half(), torch.tensor([1.0, got]).half()
+    known = _Known(torch.tensor([1.0, exact], dtype=torch.float64))
+    said = opinfo._value_difference(eager, ours, known, lambda seen: seen.outputs[0], 0.0)
+    assert (said == "") == right, said
+    assert opinfo._value_difference(ours, eager, known, lambda seen: seen.outputs[0], 0.0) or got == -torch.inf
