@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from fusewright.interface import HOST
 
 BUSY_BYTES, BUSY_COPIES = 1 << 29, 8
 """What a device does while the host issues calls that are to follow each other without a gap."""
+
+MARKS_WHILE_BUSY = 16
+"""Steps that a host tells a device meanwhile, at the least."""
 
 Call = Callable[[], Any]
 
@@ -73,6 +77,26 @@ class Clock:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / calls
+
+    def between(self, run: Callable[[Call], Any], marks: int) -> list[float]:
+        """Seconds between the marks, about so many, that `run` sets by calling what it is given: the device's own, told while it is
+        busy with other work, so that a step is not as long as the host takes to tell it."""
+        if not self.asynchronous:
+            times: list[float] = []
+            run(lambda: times.append(time.perf_counter()))
+            return [after - before for before, after in pairwise(times)]
+        events: list[torch.Event] = []
+
+        def mark() -> None:
+            events.append(self._event())
+            events[-1].record()
+
+        self.wait()
+        for _ in range(1 + marks // MARKS_WHILE_BUSY):
+            self._busy()
+        run(mark)
+        self.wait()
+        return [float(before.elapsed_time(after)) / 1e3 for before, after in pairwise(events)]
 
     def memory(self, call: Call) -> dict[str, int]:
         """Bytes of tensors on the device: between calls, and the peak during one."""

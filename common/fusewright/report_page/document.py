@@ -17,6 +17,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import report
 from fusewright.bench import suite
+from fusewright.bench.device import Clock
 from fusewright.bench.report import environment
 from fusewright.dynamo import entry, fusewright
 from fusewright.errors import printable
@@ -105,7 +106,8 @@ def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
         call()
         calls["ours"] = call
     say("timing calls")
-    totals = {who: statistics.median(s) for who, s in peers.interleaved(calls, ROUNDS).items()}
+    clock = Clock(observe.device_of(*(r.kept for r in reports if r.kept)))
+    totals = {who: statistics.median(s) for who, s in peers.interleaved(calls, ROUNDS, clock).items()}
     say("comparing with fp64")
     files = _files(reports)
     return {

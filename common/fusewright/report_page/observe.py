@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fusewright.bench.device import Clock
 from fusewright.interface import HOST
 from fusewright.plan import build
 from fusewright.plan.execute import codegen
@@ -17,21 +17,17 @@ from fusewright.report import Kept
 
 def seconds(kept: Kept, rounds: int) -> list[float]:
     """The median seconds of each instruction; empty where the graph was never called."""
-    samples: list[list[float]] = [[] for _ in kept.plan.instructions]
-    last, wait = 0.0, _waiting(kept)
+    if not kept.args:
+        return []
+    marks: list[Callable[[], Any]] = []
+    run, clock = _observed(kept, lambda k, results: marks[-1]()), Clock(device_of(kept))
 
-    def observe(k: int, _: tuple[Any, ...]) -> None:
-        nonlocal last
-        wait()
-        now = time.perf_counter()
-        if k >= 0:
-            samples[k].append(now - last)
-        last = time.perf_counter()
-
-    run = _observed(kept, observe)
-    for _ in range(rounds if kept.args else 0):
+    def marked(mark: Callable[[], Any]) -> None:
+        marks.append(mark)
         _call(run, kept)
-    return [statistics.median(s) for s in samples] if kept.args else []
+
+    steps = [clock.between(marked, len(kept.plan.instructions)) for _ in range(rounds)]
+    return [statistics.median(s) for s in zip(*steps, strict=True)]
 
 
 def values(kept: Kept) -> dict[int, torch.Tensor]:
@@ -64,9 +60,7 @@ def _call(run: Any, kept: Kept) -> None:
         run(arguments(kept))
 
 
-def _waiting(kept: Kept) -> Any:
-    """What waits for the devices of a plan; nothing where all of it is on the host."""
-    types = {torch.device(s.device).type for s in kept.plan.specs.values()} - {HOST}
-    modules: Mapping[str, Any] = {t: getattr(torch, t, None) for t in sorted(types)}
-    waits = [m.synchronize for m in modules.values() if hasattr(m, "synchronize")]
-    return lambda: [w() for w in waits]
+def device_of(*graphs: Kept) -> str:
+    """The device that plans are on beside the host; the host where there is none."""
+    found = sorted({s.device for kept in graphs for s in kept.plan.specs.values()} - {HOST})
+    return found[0] if found else HOST

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusewright.bench.device import Clock
 from fusewright.graph.view import last_line
 from fusewright.report import GraphReport
 from fusewright.report_page import observe
@@ -147,13 +147,11 @@ def _shares(roots: Iterable[str], lines: Sequence[str], weight: dict[str, float]
     return [(key, s / total) for key, s in sums.items()] if sums else [("", 1.0)]
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of whole calls, taken in turns."""
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, clock: Clock) -> dict[str, list[float]]:
+    """Seconds of whole calls, until their results are there, taken in turns."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             call()  # the one before it left the caches to itself
-            start = time.perf_counter()
-            call()
-            found[name].append(time.perf_counter() - start)
+            found[name].append(clock.seconds(call))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def test_a_call_is_timed_from_an_idle_device_until_it_has_ended(queue: list[str]
 def test_the_devices_own_time_is_between_events_behind_other_work(queue: list[str]) -> None:
     assert Clock("meta").queued(lambda: queue.append("call"), 3) == pytest.approx(0.5)
     assert queue == ["wait", "busy", "event", "call", "call", "call", "event", "wait for the event"]
+
+
+def test_steps_of_a_call_are_timed_by_the_device_behind_other_work_for_as_long_as_the_host_needs(queue: list[str]) -> None:
+    def steps(mark: Callable[[], None]) -> None:
+        for _ in range(3):
+            mark()
+            queue.append("step")
+
+    assert Clock("meta").between(steps, marks=20) == [1.5, 1.5]
+    assert queue == ["wait", "busy", "busy", *["event", "step"] * 3, "wait"]
+    assert len(Clock().between(steps, marks=3)) == 2
 
 
 def test_the_other_work_is_copies_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

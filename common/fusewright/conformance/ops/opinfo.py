@@ -460,7 +460,9 @@ def _not_overflowed(w: torch.Tensor, g: torch.Tensor, exact: Callable[[], torch.
 
 
 def _reference(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
-    """The fp64 result where there is one that can be compared; None otherwise."""
+    """The fp64 result where there is one that can be compared; None otherwise, and for fp64, which is no nearer to the truth."""
+    if like.dtype == torch.float64:
+        return None
     try:
         r = exact()
     except (IndexError, AttributeError, RuntimeError, TypeError):
