@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
@@ -116,10 +116,13 @@ def _laid_out(made: Any, like: Any) -> Any:
     """`made` with the strides of `like`, which views of the whole were made for; primitives may give others."""
     if isinstance(made, tuple | list):
         return tuple(map(_laid_out, made, like))
-    if not isinstance(made, torch.Tensor) or not isinstance(like, torch.Tensor) or _strides(made) == _strides(like):
+    if not isinstance(made, torch.Tensor) or not isinstance(like, torch.Tensor):
         return made
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    with disable_proxy_modes_tracing():  # the trace does not know the symbols of `like`
+        if _strides(made) == _strides(like):
+            return made
+        strides = like.stride()
+        order = sorted(range(like.dim()), key=lambda d: -strides[d])
     return made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
 
 

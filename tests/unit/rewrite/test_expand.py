@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import pipeline, report
+from fusewright import ops, pipeline, report
 from fusewright.capture import capture
 from fusewright.config import Options
+from fusewright.conformance.ops.calls import arguments, traced
+from fusewright.conformance.ops.cases import CASES
 from fusewright.graph.constants import find
 from fusewright.graph.parser import parse
 from fusewright.interface import YES, CompileContext, Device, OpView, Region, Verdict, Why
@@ -114,3 +116,16 @@ def test_a_composite_stays_whole_where_opening_it_would_assume_sizes() -> None:
     """The decomposition makes a number of the head's size, which held the graph to the first call's."""
     calls = [tuple(torch.randn(2, 4, n, n + 3) for _ in range(3)) for n in (5, 7)]
     assert "bmm" not in lowered_ops(torch.nn.functional.scaled_dot_product_attention, *calls)
+
+
+def test_strides_of_symbolic_sizes_are_compared_outside_of_the_trace() -> None:
+    """Those of the whole are products of symbols that the trace of what is in it does not know."""
+    op = ops.OPS["group_norm"]
+    for case in CASES[op.name]:
+        args, kwargs = arguments(op, case, torch.float32)
+        run = pipeline.compile_graph(
+            Opening(Opening.probe(), {}), Options.parse({"cache": False, "fallback": "allow", "strict": True}),
+            traced(op, args, kwargs, symbolic=True), "infer", frozenset(), "direct",
+        )  # fmt: skip
+        found, wanted = run([a for a in args if isinstance(a, torch.Tensor)])[0], op.target(*args, **kwargs)[0]
+        torch.testing.assert_close(found, wanted)
