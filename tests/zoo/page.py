@@ -70,7 +70,8 @@ def _counts(verdicts: Sequence[Verdict], modes: Sequence[str]) -> list[str]:
 def _others(verdicts: Sequence[Verdict]) -> list[str]:
     """What is neither right nor excused, with the reason."""
     found = [v for v in verdicts if v.status not in MARKS or v.bugs]
-    lines = [f"- `{v.model}`, {v.mode}: {v.status}: {(v.reason.splitlines() or [''])[0]}" for v in found]
+    said = [(v.reason or "; ".join(v.bugs)).splitlines() or [""] for v in found]
+    lines = [f"- `{v.model}`, {v.mode}: {v.status}: {text[0]}" for v, text in zip(found, said, strict=True)]
     return [*lines, ""] if lines else []
 
 
