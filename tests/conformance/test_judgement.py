@@ -87,3 +87,8 @@ def test_a_half_type_that_overflows_between_eagers_ops_is_judged_by_the_exact_re
     said = opinfo._value_difference(eager, ours, known, lambda seen: seen.outputs[0], 0.0)
     assert (said == "") == right, said
     assert opinfo._value_difference(ours, eager, known, lambda seen: seen.outputs[0], 0.0) or got == -torch.inf
+
+
+def test_places_of_a_storage_are_eagers_in_every_layout() -> None:
+    found = {c.name: c.verdict for c in opset.check("as_strided_scatter", Settings("x86_onednn", dtypes=("int64",)))}
+    assert found["as_strided_scatter int64 gapped 0"] is opset.Verdict.LOWERED_OK

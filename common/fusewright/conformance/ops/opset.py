@@ -319,11 +319,11 @@ def _trusted(t: _Trial, args: list[Any], k: int, eager: Tensor, exact: Tensor) -
     its kernels read memory of odd strides wrongly. Only of integers, for floats that are far off say nothing (`_defined`)."""
     if eager.is_floating_point() or t.op.kind in (Kind.RANDOM, Kind.VIEW) or eager.shape != exact.shape:
         return eager
-    if same(eager, exact):
-        return eager
+    if same(eager, exact) or any(a.name == "storage_offset" for a in t.op.target._schema.arguments):
+        return eager  # strides are what an op means that is told places of a storage
     dense = calls.mapped(args, lambda x: x.contiguous() if x.layout is torch.strided else x)
     again = [o for o in flat(t.op.target(*dense, **t.kwargs)) if o is not None][k].to(HOST)
-    return torch.empty_like(eager).copy_(again) if same(again, exact) else eager
+    return calls.copied(eager).copy_(again) if same(again, exact) else eager
 
 
 def _defined(t: _Trial, eager: Tensor, exact: Tensor) -> None:
