@@ -17,6 +17,10 @@ from fusewright.config import Options
 from fusewright.graph.parser import parse
 from fusewright.interface import CompileContext, Compiled, Decline, Device, KernelCode, Region, Verdict, Why
 from fusewright.partition.facts import TRIALS, Facts
+from fusewright.plan.verify import PlanError
+from fusewright.report import recording
+from fusewright.stages import planning
+from fusewright.stages.compilation import Compilation
 from fusewright.toolkit.backend.fused import FusedBackend
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -136,6 +140,18 @@ def test_a_backend_that_declines_in_every_round_is_given_up(facts: list[Facts], 
     strict = Options.parse({"cache": False, "fallback": "allow", "strict": True})
     with pytest.raises(Exception, match="BackendCrashError: backend 'difficult' still gives ops back after 3 rounds"):
         compiled(chain, Difficult(("sin",) * 12), strict)(x)
+
+
+@pytest.mark.faulty
+def test_a_graph_that_has_no_valid_plan_at_all_runs_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(c: Compilation) -> None:
+        raise PlanError("by hand")
+
+    monkeypatch.setattr(planning, "_make_plan", refused)
+    x = torch.randn(5)
+    with recording() as reports:
+        torch.testing.assert_close(compiled(lambda x: x.sin().cos(), Difficult())(x), x.sin().cos())
+    assert "by hand" in reports[-1].bugs and reports[-1].count("lowered") == 0
 
 
 def test_a_decline_of_an_op_that_was_not_asked_for_gives_the_region_back(facts: list[Facts]) -> None:

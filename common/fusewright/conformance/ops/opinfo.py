@@ -449,27 +449,24 @@ def _value_difference(
 def _not_overflowed(w: torch.Tensor, g: torch.Tensor, exact: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`w` with the exact result where `g` is finite and eager is not: half types overflow between eager's ops."""
     only = w.isinf() & g.isfinite()
-    if not only.any():
-        return w
-    try:
-        r = exact()
-    except (IndexError, AttributeError, RuntimeError, TypeError):
-        return w
-    r = torch.view_as_real(r) if r.is_complex() else r
-    return torch.where(only, r.to(w.dtype), w) if r.shape == w.shape and r.dtype == torch.float64 else w
+    r = _in_fp64(exact, w) if only.any() else None
+    return w if r is None else torch.where(only, r.to(w.dtype), w)
 
 
 def _reference(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
     """The fp64 result where there is one that can be compared; None otherwise, and for fp64, which is no nearer to the truth."""
-    if like.dtype == torch.float64:
-        return None
+    r = _in_fp64(exact, like) if like.dtype != torch.float64 else None
+    return r if r is not None and torch.equal(r.isfinite(), like.isfinite()) else None
+
+
+def _in_fp64(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
+    """The fp64 result, if there is one of this shape; complex numbers are pairs."""
     try:
         r = exact()
     except (IndexError, AttributeError, RuntimeError, TypeError):
         return None
     r = torch.view_as_real(r) if r.is_complex() else r
-    usable = r.shape == like.shape and r.dtype == torch.float64 and bool(torch.equal(r.isfinite(), like.isfinite()))
-    return r if usable else None
+    return r if r.shape == like.shape and r.dtype == torch.float64 else None
 
 
 def _wide(sample: Any) -> Any:

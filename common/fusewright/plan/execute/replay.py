@@ -248,6 +248,12 @@ def written_inputs(plan: Plan) -> set[int]:
     return written_values(plan) & {*plan.inputs, *plan.attributes}
 
 
+def written_places(plan: Plan) -> frozenset[int]:
+    """Positions of the inputs that a run writes."""
+    written = written_inputs(plan)
+    return frozenset(k for k, i in enumerate(plan.inputs) if i in written)
+
+
 def _late(plan: Plan) -> set[int]:
     """Positions of the instructions that make large results, with all that depends on them."""
     if written_inputs(plan):

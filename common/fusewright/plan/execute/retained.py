@@ -22,7 +22,7 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copied_out
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.execute.recording import Recorded, shown
-from fusewright.plan.execute.replay import OTHER_TENSORS, obstacle, plan_device, written_inputs
+from fusewright.plan.execute.replay import OTHER_TENSORS, obstacle, plan_device, written_places
 from fusewright.plan.ir import Ref, Run, reads
 
 SMALL = 1 << 12
@@ -83,7 +83,7 @@ class Retained(Recorded[_Recording]):
         self._body = codegen.load(replace(plan, outputs=tuple(map(Ref, wanted))), kernels)[0]
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
-        self._written = {k for k, i in enumerate(plan.inputs) if i in written_inputs(plan)}
+        self._written = written_places(plan)
         self._fixed = handover.fixed
         self._copied: set[int] = set()
         self._recording: _Recording | None = None
@@ -185,8 +185,7 @@ def _handed_out(plan: Plan, handover: Handover) -> str | None:
     written and may lie elsewhere next time."""
     if not handover.known:
         return "AOTAutograd does not say which results are the caller's"
-    written = {k for k, i in enumerate(plan.inputs) if i in written_inputs(plan)}
-    if not written <= (handover.fixed or frozenset()):
+    if not written_places(plan) <= (handover.fixed or frozenset()):
         return "it writes into its inputs"
     own = {o.id for o in plan.outputs[: handover.copies] if isinstance(o, Ref)}
     return "a result is an input" if own & set(plan.inputs) else None
