@@ -1,10 +1,11 @@
 """Judge the zoo: every model in every mode, each pair in a process of its own with a time limit.
 
     python -m tests.zoo [--backend x86_onednn] [--modes inference,training] [--models 'transformers/b*'] [--shard 1/4]
-                        [--device cuda] [--jobs 2] [--limit 120] [--json zoo.json] [--chart zoo.svg]
+                        [--device cuda] [--jobs 2] [--limit 120] [--seconds 540] [--json zoo.json] [--chart zoo.svg]
 
 Prints a line for what is not right, and counts last. Exit code 1 when anything is wrong, crashed or hung that `aot_eager`
-runs. A record that exists is resumed: pairs that it holds are not run again.
+runs. A record that exists is resumed: pairs that it holds are not run again. With `--seconds` the command ends in time; the same
+command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import os
 import select
 import signal
@@ -19,13 +21,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fusewright.report_page import chart
 from tests.zoo import catalog
-from tests.zoo.check import MODES, Verdict, check
+from tests.zoo.check import MODES, Verdict, check, said
 
 BAD = ("wrong", "crashed", "out of time", "died")
 Pair = tuple[str, str]
@@ -42,16 +44,29 @@ class Job:
     data: bytes = b""
 
 
-def judged(pairs: Sequence[Pair], backend: str, jobs: int, limit: float, device: str = "cpu") -> Iterator[Verdict]:
-    """Verdicts as they come. Processes are forked from this one, which has imported everything and computed nothing."""
-    waiting, running = list(pairs), list[Job]()
+def judged(
+    pairs: Sequence[Pair], backend: str, jobs: int, limit: float, device: str = "cpu", until: float = math.inf
+) -> Iterator[Verdict]:
+    """Verdicts as they come. Processes are forked from this one, which has imported everything and computed nothing.
+    What still runs when `until` comes (of `time.monotonic`) ends without a verdict."""
+    waiting, running, unbuilt = list(pairs), list[Job](), dict[str, Verdict]()
     while waiting or running:
+        if time.monotonic() > until:
+            for job in running:
+                os.killpg(job.pid, signal.SIGKILL)
+            return
         while waiting and len(running) < jobs:
-            running.append(_started(waiting.pop(0), backend, limit, device))
+            model, mode = waiting.pop(0)
+            if model in unbuilt:
+                yield replace(unbuilt[model], mode=mode)
+            else:
+                running.append(_started((model, mode), backend, limit, device))
         ready, _, _ = select.select([j.pipe for j in running], [], [], 0.5)
         for job in [*running]:
             if (verdict := _ended(job, job.pipe in ready)) is not None:
                 running.remove(job)
+                if verdict.status == "not built":
+                    unbuilt[verdict.model] = verdict
                 yield verdict
 
 
@@ -59,14 +74,18 @@ def _started(pair: Pair, backend: str, limit: float, device: str) -> Job:
     read, write = os.pipe()
     pid = os.fork()
     if pid:
+        os.setpgid(pid, pid)  # a group of its own, whichever of the two says so first
         os.close(write)
         return Job(pair, pid, read, time.monotonic() + limit)
-    os.setsid()
+    os.setpgid(0, 0)
     os.close(read)
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
-    verdict = check(*pair, backend, device)
+    try:
+        verdict = check(*pair, backend, device)
+    except BaseException as error:  # the judge's own failure, or an example's: nobody else could say it
+        verdict = Verdict(*pair, "died", said(error))
     os.write(write, json.dumps(verdict.as_json()).encode())
     os._exit(0)
 
@@ -103,16 +122,20 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     part, parts = map(int, given.shard.split("/"))
-    names = [n for n in catalog.names() if any(fnmatch.fnmatch(n, p) for p in given.models.split(","))]
-    wanted = [(n, m) for n in names[part - 1 :: parts] for m in given.modes.split(",")]
+    known = catalog.names()
+    names = list(dict.fromkeys(n for p in given.models.split(",") for n in fnmatch.filter(known, p)))[part - 1 :: parts]
+    blocks = [names[k : k + given.jobs] for k in range(0, len(names), given.jobs)]
+    wanted = [(n, m) for block in blocks for m in given.modes.split(",") for n in block]
     found = _resumed(given.json)
     done = {(v.model, v.mode) for v in found}
-    for verdict in judged([p for p in wanted if p not in done], given.backend, given.jobs, given.limit, given.device):
+    left = [p for p in wanted if p not in done]
+    until = time.monotonic() + given.seconds
+    for verdict in judged(left, given.backend, given.jobs, given.limit, given.device, until):
         found.append(verdict)
         if verdict.status not in ("right", "not built", "not run") or verdict.bugs:
             print(f"{verdict.model} {verdict.mode}: {verdict.status}: {verdict.reason} {verdict.bugs or ''}", flush=True)
         if given.json is not None:
-            given.json.write_text(json.dumps({"backend": given.backend, "zoo": [v.as_json() for v in found]}, indent=0))
+            _written(given.json, {"backend": given.backend, "zoo": [v.as_json() for v in found]})
     print(table(found))
     if given.chart is not None:
         given.chart.write_text(chart.of_verdicts("Models of the zoo", given.backend, [(v.mode, v.status) for v in found]))
@@ -124,13 +147,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="x86_onednn")
     parser.add_argument("--device", default="cpu", help="where models and inputs are: cpu, cuda, cuda:1")
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--models", default="*", help="patterns of names, comma-separated")
+    parser.add_argument("--models", default="*", help="patterns of names, comma-separated, in the order to run them in")
     parser.add_argument("--shard", default="1/1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one model in one mode")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all of it: what is left is for the next run")
     parser.add_argument("--chart", type=Path, help="draw how many models are right here, as SVG")
     parser.add_argument("--json", type=Path, default=None)
     return parser
+
+
+def _written(path: Path, record: dict[str, Any]) -> None:
+    """A record is whole at any time: this process may be killed at any."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(record, indent=0))
+    beside.replace(path)
 
 
 def _resumed(path: Path | None) -> list[Verdict]:

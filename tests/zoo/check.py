@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import random
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,7 +118,7 @@ def _forward(
         eager = [flatten_outputs(_seeded(b, None)) for b in built]
         wide = [accuracy.reference(replace(b, fn=_in_plain_ops(b.fn))) for b in built]
     except Exception as error:  # a model that eager does not run in this mode says nothing about us
-        return replace(v, status="not run", reason=_said(error))
+        return replace(v, status="not run", reason=said(error))
 
     def run(backend: str) -> Calls:
         torch.compiler.reset()
@@ -149,7 +151,7 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
             own = _in_plain_ops(module).double()
             wide = grads(own, own, wide_given)
     except Exception as error:  # as above
-        return replace(v, status="not run", reason=_said(error))
+        return replace(v, status="not run", reason=said(error))
 
     if [t.shape for t in eager] != [t.shape for t in wide]:
         return replace(v, status="not run", reason="in fp64 it draws other random numbers, and drops other layers")
@@ -181,7 +183,7 @@ def _generate(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
     try:
         wanted = module.generate(**given)
     except Exception as error:  # as above
-        return replace(v, status="not run", reason=_said(error))
+        return replace(v, status="not run", reason=said(error))
     plain = module.forward
 
     def run(backend: str) -> Calls:
@@ -210,7 +212,7 @@ def _judge(v: Verdict, run: Run, backend: str, eager: Calls, wide: Calls, dtype:
         try:
             got = run(backend)
         except Exception as error:  # the verdict says it
-            crash = _said(error)
+            crash = said(error)
     v = replace(
         v, first_s=time.perf_counter() - start, graphs=len(reports), lowered=sum(r.count("lowered") for r in reports),
         eager=sum(r.count("eager") for r in reports), bugs=[b for r in reports for b in r.bugs][:3],
@@ -231,7 +233,7 @@ def _excused(v: Verdict, other: Callable[[], str]) -> Verdict:
     try:
         why = other()
     except Exception as error:  # torch's own failure
-        why = _said(error)
+        why = said(error)
     return replace(v, status=f"{v.status} in aot_eager too", reason=f"{v.reason} | {why}") if why else v
 
 
@@ -322,5 +324,10 @@ def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:300]}"
+def said(error: BaseException) -> str:
+    """The kind and the text of what is behind all causes, and where it was raised."""
+    while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = inner
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in where)
+    return f"{type(error).__name__}: {str(error).strip()[:300]}{place}"

@@ -46,7 +46,8 @@ class GraphConv(nn.Module):
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         source, target = edges
-        degree = torch.zeros(x.shape[0]).index_add_(0, target, torch.ones(target.shape[0])) + 1
+        ones = torch.ones_like(target, dtype=torch.float32)
+        degree = torch.zeros(x.shape[0], device=x.device).index_add_(0, target, ones) + 1
         weight = (degree[source] * degree[target]).rsqrt()[:, None].to(x.dtype)
         for k, layer in enumerate(self.layers):
             x = layer(x)
@@ -69,7 +70,7 @@ class GraphAttention(nn.Module):
         h = self.project(x).view(-1, self.heads, self.width)
         score = F.leaky_relu((h * self.source).sum(-1)[source] + (h * self.target).sum(-1)[target], 0.2)
         index = target[:, None].expand_as(score)
-        top = torch.full((x.shape[0], self.heads), -torch.inf, dtype=x.dtype).scatter_reduce(0, index, score, "amax")
+        top = x.new_full((x.shape[0], self.heads), -torch.inf).scatter_reduce(0, index, score, "amax")
         e = (score - top[target]).exp()
         total = torch.zeros_like(top).scatter_add(0, index, e)
         weight = (e / total[target]).unsqueeze(-1)
@@ -177,7 +178,7 @@ class DiffusionBlock(nn.Module):
         self.qkv, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
 
     def forward(self, x: Tensor, step: Tensor) -> Tensor:
-        wave = torch.exp(torch.arange(16) * (-math.log(10000.0) / 16))
+        wave = torch.exp(torch.arange(16, device=x.device) * (-math.log(10000.0) / 16))
         angle = (step[:, None].float() * wave).to(x.dtype)
         emb = self.time(torch.cat([angle.sin(), angle.cos()], -1))
         h = self.convs[0](F.silu(self.norms[0](x))) + emb[:, :, None, None]
@@ -215,7 +216,7 @@ class RadianceField(nn.Module):
         self.net = nn.Sequential(nn.Linear(36, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
     def forward(self, points: Tensor, lengths: Tensor) -> Tensor:
-        scaled = points[..., None] * (2.0 ** torch.arange(6)).to(points.dtype)
+        scaled = points[..., None] * (2.0 ** torch.arange(6, device=points.device)).to(points.dtype)
         colour, density = self.net(torch.cat([scaled.sin(), scaled.cos()], -1).flatten(-2)).split([3, 1], -1)
         alpha = 1 - torch.exp(-F.relu(density[..., 0]) * lengths)
         through = torch.cumprod(torch.cat([torch.ones_like(alpha[:, :1]), 1 - alpha + 1e-6], 1), 1)[:, :-1]
@@ -232,7 +233,7 @@ class Siamese(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         logits = F.normalize(self.left(a), dim=-1) @ F.normalize(self.right(b), dim=-1).T * self.scale.exp()
-        target = torch.arange(a.shape[0])
+        target = torch.arange(a.shape[0], device=a.device)
         return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,14 @@ def test_a_process_that_hangs_or_dies_costs_itself_alone(monkeypatch: pytest.Mon
         monkeypatch.setattr(command, "check", work)
         (verdict,) = command.judged([("handmade/siamese", "inference")], "x86_onednn", 1, 0.5)
         assert verdict.status == status
+
+
+def test_a_run_that_ends_in_time_leaves_the_rest_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "check", lambda *_: signal.pause())
+    started = time.monotonic()
+    pairs = [("handmade/siamese", "inference"), ("handmade/unet", "inference")]
+    assert list(command.judged(pairs, "x86_onednn", 1, 60.0, until=started + 0.5)) == []
+    assert time.monotonic() - started < 10
 
 
 def test_a_model_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
