@@ -52,6 +52,15 @@ def test_where_eager_disagrees_with_itself_only_its_exact_result_counts() -> Non
     assert opset._trusted(t, t.args, 0, right, wrong) is right, "what eager gives of dense copies too is how it is"
 
 
+def test_what_a_device_would_assert_is_asked_of_the_host_first() -> None:
+    x, mask, short = torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.ones(3)
+    scatter = ops.OPS["masked_scatter"]
+    assert calls.bad_values(scatter, [x, mask, short], {})
+    assert not calls.bad_values(scatter, [x, mask, torch.ones(4)], {})
+    lgamma_of_complex = [torch.zeros(2, dtype=torch.complex64)]  # "not implemented for" says nothing of another device
+    assert not calls.bad_values(ops.OPS["lgamma"], lgamma_of_complex, {})
+
+
 def test_the_product_of_an_expanded_matrix_is_judged_by_the_product() -> None:
     settings = Settings("fusewright_null", dtypes=("float32",))
     found = levels.perform({"part": "opset", "name": "int_mm"}, settings)

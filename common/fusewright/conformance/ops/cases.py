@@ -208,7 +208,7 @@ CASES: Cases = {
     "constant_pad_nd": (c(X, [1, 2]), c(X, [1, -1, 2, 0], 3)),
     "reflection_pad2d": (c(IMAGE, [1, 2, 0, 1]),),
     "replication_pad2d": (c(IMAGE, [1, 2, 0, 1]),),
-    "roll": (c(X, [1], [1]), c(X, [1, 2], [0, 1]), c(X, [3])),
+    "roll": (c(X, [1], [1]), c(X, [1, 2], [0, 1]), c(X, [3]), c(t(), [3])),
     "flip": (c(X, [0]), c(X, [0, -1])),
     "repeat": (c(X, [2, 1, 3]),),
     "tril": (c(X), c(t(2, 3, 4), 1)),

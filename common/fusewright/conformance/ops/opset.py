@@ -173,6 +173,8 @@ def _checked(
         trial = _Trial(op, case, dtype, variant, settings, backend, args, kwargs)
     except (TypeError, RuntimeError):  # the device has not a dtype among them
         return None
+    if trial.device != HOST and calls.bad_values(op, calls.mapped(args, calls.copied), kwargs):
+        return None
     if not valid(op, calls.mapped(trial.args, calls.copied), kwargs):
         return None
     try:

@@ -210,6 +210,8 @@ def _roll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     shape = shape_of(x.spec)
     if not dims and len(shape) > 1:  # as if it had one dim
         return e.value(x, _unflattened(e, _around(e, at.linear, shifts[0], product(shape)), shape))
+    if not shape:  # eager takes a shift of a scalar and does nothing
+        return e.value(x, at)
     for s, d in zip(shifts, dims or range(len(shape)), strict=True):
         d, n = d % len(shape), shape[d % len(shape)]
         moved = (at.dims[d] + (-s) % n) % n if isinstance(n, int) else e.b.indirect(_around(e, at.dims[d], s, n))
