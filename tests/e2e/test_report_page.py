@@ -10,18 +10,22 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
+import tempfile
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from fusewright import registry
 from fusewright.cli.app import app
 from fusewright.report_page import document, page
 from fusewright.report_page.document import Asked
+from tests import accelerator
 
 BACKEND = registry.best("cpu") or "fusewright_interp"
 HOSTILE = "</script><script>document['title']='taken'</script><img src=x onerror=alert(1)>"
@@ -142,6 +146,41 @@ def test_training_has_a_graph_for_each_direction(tmp_path: Path) -> None:
     assert [g["phase"] for g in trained["graphs"]] == ["forward", "backward"]
     assert [c["phase"] for c in trained["bars"]] == ["forward", "backward"]
     assert all(g["not_judged"] for g in trained["graphs"])
+
+
+def test_a_page_of_another_device_has_its_times_and_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(MODEL.replace("HOSTILE", repr("inner")))
+    told = accelerator.pretend(monkeypatch)
+    made = document.collect(Asked(f"{tmp_path / 'm.py'}:build", "fusewright_null", against_inductor=False, device="meta"))
+    (graph,), (chart,) = made["graphs"], made["bars"]
+    assert made["device"] == "meta" and made["environment"]["device"] == accelerator.NAME
+    assert {n["seconds"] for n in graph["nodes"]} == {1.5}, "the device's own events"
+    assert chart["who"] == ["ours", "eager"] and graph["not_judged"] and "device 0" in told
+    assert accelerator.NAME in page.render(made)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_step_of_decoding_is_one_graph_held_to_fp64(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the models of the suite need transformers: pip install 'fusewright[bench]'")
+    file = tmp_path / "page.html"
+    options = ("--backend", BACKEND, "--device", "cpu", "--dtype", "bf16", "--size", "small", "--no-inductor")
+    done = CliRunner().invoke(app, ["report", "decode:llama", *options, "-o", str(file), "--json", str(tmp_path / "page.json")])
+    assert done.exit_code == 0, done.output
+    made = json.loads((tmp_path / "page.json").read_text())
+    (graph,) = made["graphs"]
+    assert not graph["not_judged"] and graph["layers"] and made["seconds"]["ours"] > 0
+    _says_no_folder(file.read_text())
+
+
+def test_a_page_says_nothing_of_the_folders_it_was_made_in(found: dict[str, Any]) -> None:
+    assert found["model"] == "hostile.py:build"
+    _says_no_folder(page.render(found))
+
+
+def _says_no_folder(text: str) -> None:
+    """Pages are given to others."""
+    folders = {Path(f).parent for f in (torch.__file__, sys.executable, document.__file__, tempfile.gettempdir() + "/x")}
+    assert not [f for f in (*map(str, folders), str(Path.home()) + "/") if f in text]
 
 
 def test_the_command_says_at_once_what_it_cannot_write(tmp_path: Path) -> None:

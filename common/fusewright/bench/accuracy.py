@@ -10,7 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fusewright.accuracy import Accuracy, compare
-from fusewright.bench.suite import Built, TrainStep, cast_inputs, flatten_outputs
+from fusewright.bench.device import computes_fp64
+from fusewright.bench.suite import Built, TrainStep, cast_inputs, flatten_outputs, on_device
+from fusewright.interface import HOST
 
 __all__ = ["Accuracy", "compare", "reference", "train_reference"]
 
@@ -34,19 +36,26 @@ class _Widen(TorchFunctionMode):
 
 
 def reference(built: Built) -> list[torch.Tensor]:
-    """Outputs of the call in fp64: the weights and inputs as rounded to the dtype, in wider arithmetic."""
-    fn = copy.deepcopy(built.module).double() if built.module is not None else built.fn
-    wide = replace(cast_inputs(built, torch.float64), fn=fn, dtype="fp32")
+    """Outputs of the call in fp64: the weights and inputs as rounded to the dtype, in wider arithmetic, on the host where the
+    device has none."""
+    built = replace(built, fn=copy.deepcopy(built.fn) if built.module is not None else built.fn)
+    if not computes_fp64(built.device):
+        built = on_device(built, HOST)
+    if built.module is not None:
+        built.module.double()
+    wide = replace(cast_inputs(built, torch.float64), dtype="fp32")
     with torch.no_grad(), wide_arithmetic():
         return flatten_outputs(wide.run())
 
 
 def train_reference(step: TrainStep) -> list[torch.Tensor]:
-    """Loss and gradients of the step in fp64."""
+    """Loss and gradients of the step in fp64, on the host where the device has none."""
     wide = step.repeatable()
+    if not computes_fp64(step.device):
+        wide = wide.to(HOST)
     wide.module.double()
-    wide.batch = {name: _wide(value) for name, value in step.batch.items()}
-    wide.args, wide.dtype = tuple(map(_wide, step.args)), "fp32"
+    wide.batch = {name: _wide(value) for name, value in wide.batch.items()}
+    wide.args, wide.dtype = tuple(map(_wide, wide.args)), "fp32"
     with wide_arithmetic():
         return wide.loss_and_grads()
 

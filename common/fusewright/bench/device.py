@@ -7,7 +7,7 @@ after what is timed, and events in its queue say what it spent itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fusewright import registry
+from fusewright.config import Options, env
 from fusewright.errors import FusewrightError
 from fusewright.interface import HOST
 
@@ -132,6 +134,25 @@ def check_device(device: str) -> None:
         raise NoDevice(f"torch finds no {wanted.type!r} on this machine; --device {here.type if here else HOST} is here")
     if wanted.type != HOST and (wanted.index or 0) >= torch.accelerator.device_count():
         raise NoDevice(f"there is no {device}; torch finds {torch.accelerator.device_count()} devices of this type")
+
+
+def default_device(backend: str, options: Mapping[str, Any]) -> str:
+    """Where models are if nobody says: on the device of a backend that works here; on the host for one that is simulated or is no
+    plugin. Raises `OptionError`."""
+    name = (env("BACKEND") or registry.best()) if backend == "fusewright" else backend
+    found = registry.info(name) if name in registry.plugins() else None
+    if found is None or found.cls is None or not found.available or Options.parse(options, found.cls).simulate:
+        return HOST
+    return found.cls.device_type
+
+
+def computes_fp64(device: str) -> bool:
+    """Whether torch has fp64 on a device."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):  # torch raises the first on MPS
+        return False
+    return True
 
 
 def device_name(device: str) -> str:

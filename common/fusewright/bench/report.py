@@ -76,10 +76,10 @@ def _accelerator(device: str) -> Row:
     return {} if torch.device(device).type == HOST else {"device": device_name(device)}
 
 
-def environment() -> Row:
+def environment(device: str = HOST) -> Row:
     """When and where something is measured, and with what."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": now, "versions": _versions(), **_machine(), "threads": torch.get_num_threads()}
+    return {"date": now, "versions": _versions(), **_machine(), **_accelerator(device), "threads": torch.get_num_threads()}
 
 
 def put(document: Row, row: Row) -> None:

@@ -39,8 +39,8 @@ class Built:
     """A callable with example inputs. `run(fn)` calls `fn` (by default `fn` itself) as a user would at this
     dtype.
 
-    `extra` holds what a builder wants to tell (a kernel's bytes, for one). `drive` makes a call out of `fn` where that is more
-    than `fn` on the inputs.
+    `extra` holds what a builder wants to tell (a kernel's bytes, for one). `drive` makes a call out of `fn` and the inputs where
+    that is more than `fn` on them.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Built:
     dtype: str = "fp32"
     extra: Mapping[str, Any] = field(default_factory=dict)
     device: str = HOST
-    drive: Callable[[Callable[..., Any]], Callable[[], Any]] | None = None
+    drive: Callable[..., Callable[[], Any]] | None = None
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -63,9 +63,9 @@ class Built:
         """A zero-argument call of `fn` on the inputs. Autocast is entered per call: its weight cache must not
         outlive one.
         """
-        if self.drive is not None:
-            return self.drive(fn)
         args, kwargs = self.args, dict(self.kwargs)
+        if self.drive is not None:
+            return self.drive(fn, *args, **kwargs)
         if self.dtype != "amp":
             return (lambda: fn(*args, **kwargs)) if kwargs else (lambda: fn(*args))
         kind = torch.device(self.device).type
@@ -96,8 +96,6 @@ def check_name(model: str, train: bool = False) -> None:
     """Raises `UnknownModel` for a name that `build` (or `train_step`) would refuse, without building
     anything.
     """
-    if model.startswith(("kernel:", "graph:")):
-        return
     if ":" in model and not model.endswith(".py"):
         _check_file(model)
     elif model not in (TRAINABLE if train else MODELS):

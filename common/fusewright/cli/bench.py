@@ -19,12 +19,11 @@ from fusewright import machine
 from fusewright.bench import report
 from fusewright.bench.cases import check_case, counts_bytes, graphs, kernels, large
 from fusewright.bench.contenders import COPY, EAGER, Contender, from_backend
-from fusewright.bench.device import check_device
+from fusewright.bench.device import check_device, default_device
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import ModelFailed, Settings
 from fusewright.bench.suite import SUITE, TRAINABLE, DType
 from fusewright.errors import counted, nearest
-from fusewright.interface import HOST
 
 Case = tuple[str, str]
 PIPED = 120
@@ -56,7 +55,7 @@ def _writable(_context: click.Context, _parameter: click.Parameter, value: Path 
 @click.option("--large", "at_large", is_flag=True, help=f"Sizes that fill a data-centre device: {', '.join(large.names())}.")
 @click.option("--int8", "in_int8", is_flag=True, help="Quantized products and models, beside torch's engines and Inductor's int8.")
 @click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
-@click.option("--device", default=HOST, show_default=True, help="Where the models are, as torch names it.")
+@click.option("--device", help="Where the models are, as torch names it.  [default: where our backend computes]")
 @click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend, or NAME[option=value].")
 @click.option("--against", callback=_list, help="Backends beside it  [default: inductor]")
 @click.option("--first-call/--no-first-call", default=True, show_default=True, help="Time first calls, with empty and full caches.")
@@ -81,7 +80,7 @@ def bench(
     at_large: bool,
     in_int8: bool,
     dtypes: list[str] | None,
-    device: str,
+    device: str | None,
     backend: str,
     against: list[str] | None,
     first_call: bool,
@@ -117,10 +116,12 @@ def bench(
         models = (*models, *graphs.names(train))
     if at_large:
         models = (*models, *large.names())
-    check_device(device)
+    if device is not None:
+        check_device(device)
     cases = list(_cases(models, suite, train, only_kernels, dtypes))
     thorough = suite if thorough is None else thorough
     contenders = _contenders(backend, against, train, only_kernels, thorough)
+    device = device or default_device(contenders[-1].backend or "", contenders[-1].options)
     before = report.load(baseline) if baseline is not None else None
     settings = Settings(
         size=size, train=train, threads=threads or machine.cores(), device=device, seconds=seconds, timeout=timeout,

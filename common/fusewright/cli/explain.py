@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +19,13 @@ from rich.table import Table
 from fusewright import _torch_compat as compat
 from fusewright import registry, report
 from fusewright.accuracy import Accuracy, compare
-from fusewright.bench import suite
 from fusewright.bench.accuracy import reference, train_reference
-from fusewright.config import Options, options_of_text
-from fusewright.errors import UnknownBackendError, counted, nearest
-from fusewright.interface import Unavailable
+from fusewright.bench.cases import resolve, resolve_step
+from fusewright.bench.device import Clock
+from fusewright.bench.suite import flatten_outputs
+from fusewright.cli import case
+from fusewright.errors import counted
+from fusewright.interface import HOST, Unavailable
 from fusewright.report import GraphReport, OpRecord
 
 STAGES = ("canonicalize", "simplify", "constants", "lower")
@@ -68,29 +69,23 @@ class Explained:
 
 
 @click.command()
-@click.argument("model")
-@click.option("--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True, help="amp: bf16 autocast.")
-@click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of a model of the suite.")
-@click.option("--train", is_flag=True, help="The training step. A model of your own: of its loss, else of its outputs' squares.")
+@case.arguments
 @click.option("--ir", "stage", type=click.Choice(STAGES), help="Print the graphs after this stage.")
 @click.option("--plan", is_flag=True, help="Print the plan of every graph as the Python function that it is.")
-@click.option("--option", "given", multiple=True, metavar="NAME=VALUE", help="An option of torch.compile, e.g. fpmath=bf16.")
 @click.option("--accuracy", is_flag=True, help="The error against fp64, beside eager's own.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 @click.option("--output", "-o", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the JSON to this file.")
 def explain(
-    model: str, backend: str, dtype: Any, size: Any, train: bool, stage: str | None, plan: bool, given: tuple[str, ...],
-    accuracy: bool, as_json: bool, output: Path | None,
+    model: str, backend: str, device: str | None, dtype: Any, size: Any, train: bool, given: tuple[str, ...], stage: str | None,
+    plan: bool, accuracy: bool, as_json: bool, output: Path | None,
 ) -> None:  # fmt: skip
-    """Show what becomes of MODEL, a name of the suite or file.py:function: coverage, every fallback with its
+    """Show what becomes of MODEL, file.py:function or a name that bench knows: coverage, every fallback with its
     reason and source line, regions, rules and the plan.
     """
-    options = _options(backend, given)
-    suite.check_name(model, train)
+    found = case.chosen(model, backend, device, train, given)
     if output is not None and not output.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(output.absolute().parent)!r}", param_hint="--output")
-    explained = run(model, backend, dtype, size, train, options, accuracy)
+    explained = run(model, backend, dtype, size, train, found.options, accuracy, found.device)
     if output is not None:
         output.write_text(json.dumps(as_document(explained), indent=1) + "\n")
         click.echo(f"wrote {output}", err=True)
@@ -102,34 +97,22 @@ def explain(
         _print(explained)
 
 
-def _options(name: str, given: Sequence[str]) -> Mapping[str, Any]:
-    """What "name=value" texts say, checked, for a backend that can work here."""
-    if name == "fusewright":  # which one that is depends on where the model's tensors are
-        return options_of_text(given, *(i.cls for i in registry.backends() if i.cls is not None and i.available))
-    if name not in registry.plugins():
-        known = ["fusewright", *registry.plugins()]
-        raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, known)}")
-    cls = registry.info(name).cls
-    options = options_of_text(given, *filter(None, [cls]))
-    registry.create(name, Options.parse(options, cls))  # raises with the reason when it cannot work here
-    return options
-
-
 def run(
-    model: str, backend: str, dtype: Any, size: Any, train: bool, options: Mapping[str, Any] | None = None, accuracy: bool = False
-) -> Explained:
-    """Compile and call the model twice, recording; then judge what it computes, if `accuracy`."""
-    options = dict(options or {})
-    call = _train_call(model, size, dtype, options) if train else _inference_call(model, size, dtype, options)
+    model: str, backend: str, dtype: Any, size: Any, train: bool, options: Mapping[str, Any] | None = None,
+    accuracy: bool = False, device: str = HOST,
+) -> Explained:  # fmt: skip
+    """Compile and call the model twice, recording; then judge what it computes, if `accuracy`. Of a decoding, one step."""
+    options, clock = dict(options or {}), Clock(device)
+    clock.begin()
+    make = _train_call if train else _inference_call
+    call = make(model, size, dtype, device, options)
     torch.compiler.reset()
     breaks, untraced, before = compat.graph_breaks(), compat.untraced(), compat.frames()
     log = logging.getLogger("fusewright")
     log.addFilter(_said_better)
     try:
         with report.recording() as reports:
-            start = time.perf_counter()
-            call(backend)
-            seconds = time.perf_counter() - start
+            seconds = clock.seconds(lambda: call(backend))
             first = len(reports)
             call(backend)
     finally:
@@ -138,7 +121,7 @@ def run(
     skipped = given - before[0] - (traced - before[1])
     reasons = tuple(_more(compat.untraced(), untraced)) if skipped else ()
     actual = reports[0].backend if reports else backend
-    judged = (_train_accuracy if train else _accuracy)(model, size, dtype, backend, options) if accuracy else None
+    judged = (_train_accuracy if train else _accuracy)(model, size, dtype, device, backend, options) if accuracy else None
     return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged, skipped, reasons)
 
 
@@ -152,24 +135,24 @@ def _more(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     return {k: n - before.get(k, 0) for k, n in now.items() if n > before.get(k, 0)}
 
 
-def _accuracy(model: str, size: Any, dtype: Any, backend: str, options: dict[str, Any]) -> Accuracy:
+def _accuracy(model: str, size: Any, dtype: Any, device: str, backend: str, options: dict[str, Any]) -> Accuracy:
     """Outputs of the compiled model beside eager's and those in fp64."""
-    built = suite.build(model, size, dtype)
+    built = resolve(model, size, dtype, device, steps=1)
     with torch.no_grad():
-        ours = suite.flatten_outputs(built.run(torch.compile(built.fn, backend=backend, options=options)))
-        return compare(reference(built), suite.flatten_outputs(built.run()), ours, dtype)
+        ours = flatten_outputs(built.run(torch.compile(built.fn, backend=backend, options=options)))
+        return compare(reference(built), flatten_outputs(built.run()), ours, dtype)
 
 
-def _train_accuracy(model: str, size: Any, dtype: Any, backend: str, options: dict[str, Any]) -> Accuracy:
+def _train_accuracy(model: str, size: Any, dtype: Any, device: str, backend: str, options: dict[str, Any]) -> Accuracy:
     """The same of the loss and the gradients of a step."""
-    eager = suite.train_step(model, size, dtype)
+    eager = resolve_step(model, size, dtype, device).repeatable()
     ours = copy.deepcopy(eager)
     ours.compiled = torch.compile(ours.module, backend=backend, options=options)
     return compare(train_reference(eager), eager.loss_and_grads(), ours.loss_and_grads(), dtype)
 
 
-def _inference_call(model: str, size: Any, dtype: Any, options: dict[str, Any]) -> Callable[[str], Any]:
-    built = suite.build(model, size, dtype)
+def _inference_call(model: str, size: Any, dtype: Any, device: str, options: dict[str, Any]) -> Callable[[str], Any]:
+    built = resolve(model, size, dtype, device, steps=1)
     compiled: list[Any] = []
 
     def call(backend: str) -> Any:
@@ -181,8 +164,8 @@ def _inference_call(model: str, size: Any, dtype: Any, options: dict[str, Any]) 
     return call
 
 
-def _train_call(model: str, size: Any, dtype: Any, options: dict[str, Any]) -> Callable[[str], Any]:
-    step = suite.train_step(model, size, dtype)
+def _train_call(model: str, size: Any, dtype: Any, device: str, options: dict[str, Any]) -> Callable[[str], Any]:
+    step = resolve_step(model, size, dtype, device)
 
     def call(backend: str) -> Any:
         if step.compiled is None:

@@ -9,41 +9,30 @@ from typing import Any
 
 import click
 
-from fusewright.bench import suite
-from fusewright.cli.explain import _options
+from fusewright.cli import case
 from fusewright.report_page import document, page
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @click.command()
-@click.argument("model")
+@case.arguments
 @click.option("-o", "--output", type=_FILE, required=True, help="The page, one HTML file.")
-@click.option("--backend", default="fusewright", show_default=True, help="An installed backend; see doctor --all.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp"]), default="fp32", show_default=True, help="amp: bf16 autocast.")
-@click.option(
-    "--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of a model of the suite."
-)
-@click.option("--train", is_flag=True, help="The training step: forward and backward graphs.")
-@click.option(
-    "--option", "given", multiple=True, metavar="NAME=VALUE", help="An option of torch.compile, e.g. fpmath=bf16."
-)
 @click.option("--inductor/--no-inductor", default=True, show_default=True, help="Inductor's kernels beside ours.")
 @click.option("--json", "json_file", type=_FILE, help="Write the page's data here too.")
 def report(
-    model: str, output: Path, backend: str, dtype: Any, size: Any, train: bool, given: tuple[str, ...], inductor: bool,
-    json_file: Path | None,
+    model: str, backend: str, device: str | None, dtype: Any, size: Any, train: bool, given: tuple[str, ...], output: Path,
+    inductor: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Write a page about MODEL, a name of the suite or file.py:function: what ran where, the fusion graph, time of each kernel
+    """Write a page about MODEL, file.py:function or a name that bench knows: what ran where, the fusion graph, time of each kernel
     beside eager's and Inductor's, plan and source, the first call by stage, memory, and accuracy by layer.
     """
-    options = _options(backend, given)
-    suite.check_name(model, train)
+    chosen = case.chosen(model, backend, device, train, given)
     for file in filter(None, (output, json_file)):
         if not file.resolve().parent.is_dir():
             raise click.BadParameter(f"there is no folder {str(file.parent)!r}")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on the terminal when it starts
-    asked = document.Asked(model, backend, dtype, size, train, options, inductor)
+    asked = document.Asked(model, backend, dtype, size, train, chosen.options, inductor, chosen.device)
     found = document.collect(asked, lambda text: click.echo(f"{model}: {text}", err=True))
     output.write_text(page.render(found), encoding="utf-8")
     if json_file is not None:

@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fusewright import _torch_compat as compat
 from fusewright import report
-from fusewright.bench import suite
-from fusewright.bench.device import Clock
+from fusewright.bench.cases import resolve, resolve_step
+from fusewright.bench.device import Clock, computes_fp64
 from fusewright.bench.report import environment
 from fusewright.dynamo import entry, fusewright
 from fusewright.errors import printable
@@ -50,6 +51,7 @@ class Asked:
     train: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     against_inductor: bool = True
+    device: str = HOST
 
 
 @dataclass
@@ -83,9 +85,11 @@ class Subject:
 
 
 def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
-    """The document of a model. Raises what building or running the model raises."""
-    make = suite.train_step if asked.train else suite.build
-    subject = Subject(asked, make(asked.model, asked.size, asked.dtype))
+    """The document of a model; of a decoding, of one step. Raises what building or running the model raises."""
+    clock = Clock(asked.device)
+    clock.begin()
+    case = (asked.model, asked.size, asked.dtype, asked.device)
+    subject = Subject(asked, resolve_step(*case) if asked.train else resolve(*case, steps=1))
     say("compiling")
     reports, breaks, first, spans = _first_call(subject)
     call = subject.compiled(asked.backend, asked.options)
@@ -106,20 +110,20 @@ def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
         call()
         calls["ours"] = call
     say("timing calls")
-    clock = Clock(observe.device_of(*(r.kept for r in reports if r.kept)))
     totals = {who: statistics.median(s) for who, s in peers.interleaved(calls, ROUNDS, clock).items()}
     say("comparing with fp64")
     files = _files(reports)
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
-        "model": asked.model,
+        "model": _shown(asked.model),
         "backend": reports[0].backend if reports else asked.backend,
         "dtype": asked.dtype,
         "size": asked.size,
         "mode": "train" if asked.train else "inference",
         "options": dict(asked.options),
-        "environment": environment(),
+        "device": asked.device,
+        "environment": environment(asked.device),
         "breaks": breaks,
         "seconds": totals,
         "without_inductor": missing,
@@ -128,6 +132,12 @@ def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
         "graphs": [_graph(r) for r in reports],
         "kernels": _kernels(reports),
     }
+
+
+def _shown(model: str) -> str:
+    """The name of a model without the folders of its file: pages are given to others."""
+    file, colon, function = model.rpartition(":")
+    return f"{Path(file).name}{colon}{function}"
 
 
 def _phases(reports: Sequence[GraphReport]) -> list[str]:
@@ -151,8 +161,11 @@ def _first_call(subject: Subject) -> tuple[list[GraphReport], dict[str, int], fl
     inside: list[tuple[float, float]] = []
     with _silent(), report.recording(keep=True) as reports:
         call = subject.compiled(_timed(subject.asked.backend, inside), subject.asked.options)
+        clock = Clock(subject.asked.device)
+        clock.wait()
         start = time.perf_counter()
         call()
+        clock.wait()
         end = time.perf_counter()
     new = {k: n - breaks.get(k, 0) for k, n in compat.graph_breaks().items() if n > breaks.get(k, 0)}
     return [r for r in reports if not r.superseded], new, end - start, _spans(start, end, inside, reports)
@@ -191,7 +204,7 @@ def _spans(
 
 
 def _eager(subject: Subject, phases: Mapping[str, Any]) -> dict[str, list[peers.Piece]]:
-    """Eager's kernels as the plan of the backend that lowers nothing; none where the model is not on the host."""
+    """Eager's kernels as the plan of the backend that lowers nothing."""
     with _silent(), report.recording(keep=True) as reports:
         subject.compiled(peers.EAGER, {"cache": False})()
     live = [r for r in reports if not r.superseded]
@@ -207,6 +220,8 @@ def _inductor(
             call = subject.compiled("inductor")
             call()
             call()
+        if Clock(subject.asked.device).asynchronous:
+            return {"inductor": call}, "its kernels are told apart on the host only"
         runs = compat.inductor_calls(call, INDUCTOR_ROUNDS)
     except Exception as e:  # whatever keeps Inductor from a model, the page is about ours
         return {}, f"Inductor failed: {type(e).__name__}: {printable(e)[:300]}"
@@ -293,8 +308,8 @@ def _layers(r: GraphReport, kept: Kept) -> tuple[list[dict[str, Any]], str]:
     """Values judged, or the reason why they are not."""
     if r.phase != "infer":
         return [], "only graphs for inference are compared value by value"
-    if any(torch.device(s.device).type != HOST for s in kept.plan.specs.values()):
-        return [], "fp64 is computed on the host only"
+    if not computes_fp64(device := observe.device_of(kept)):
+        return [], f"torch has no fp64 on {device}"
     try:
         return [asdict(j) for j in layers.judge(kept)], ""
     except Exception as e:  # an op without a reference in fp64 must not cost the page

@@ -35,7 +35,8 @@ def judge(kept: Kept) -> list[Judged]:
 
 
 def _judge(kept: Kept, ours: Mapping[int, torch.Tensor]) -> list[Judged]:
-    eager, wide = _inputs(kept)
+    eager = _inputs(kept)
+    wide: dict[int, Any] = {}
     views = list(kept.index.ops.items())
     last = {v.id: k for k, (_, op) in enumerate(views) for v in (*op.inputs(), *op.outs)}
     dying: dict[int, list[int]] = {}
@@ -43,6 +44,7 @@ def _judge(kept: Kept, ours: Mapping[int, torch.Tensor]) -> list[Judged]:
         dying.setdefault(k, []).append(id)
     found = []
     for k, (_, op) in enumerate(views):
+        wide.update((v.id, oracle.widen(eager[v.id])) for v in op.inputs() if v.id not in wide)  # all weights at once are too much
         eager.update(zip((v.id for v in op.outs), contract.called(op, eager), strict=True))
         wide.update(zip((v.id for v in op.outs), contract.evaluated(op, wide), strict=False))
         for v in op.outs:
@@ -55,13 +57,10 @@ def _judge(kept: Kept, ours: Mapping[int, torch.Tensor]) -> list[Judged]:
     return found
 
 
-def _inputs(kept: Kept) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Arguments and tensors that the graph holds, as they are and in fp64, by id."""
-    plan = kept.plan
-    given = dict(zip(plan.inputs, observe.arguments(kept), strict=True)) | {
-        i: t for i, (_, t) in plan.attributes.items()
-    }
-    return given, {i: oracle.widen(t) for i, t in given.items()}
+def _inputs(kept: Kept) -> dict[int, Any]:
+    """Arguments and tensors that the graph holds, by id."""
+    given = zip(kept.plan.inputs, observe.arguments(kept), strict=True)
+    return dict(given) | {i: t for i, (_, t) in kept.plan.attributes.items()}
 
 
 def _judged(op: str, source: str, module: str, wide: Any, eager: Any, ours: Any) -> Judged:

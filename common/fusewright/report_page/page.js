@@ -21,7 +21,7 @@ function table(titles, rows, numeric = []) {
 function summary() {
   at("title").textContent = `${doc.model}, ${doc.dtype} ${doc.mode}, by ${doc.backend}`;
   const e = doc.environment;
-  at("about").textContent = `${e.cpu}, ${e.threads} threads; torch ${e.versions.torch}, Fusewright ${e.versions.fusewright}; ${e.date}` + (e.load_1min > 1 ? `; the machine was busy (load ${e.load_1min})` : "");
+  at("about").textContent = `${e.device ? e.device + "; " : ""}${e.cpu}, ${e.threads} threads; torch ${e.versions.torch}, Fusewright ${e.versions.fusewright}; ${e.date}` + (e.load_1min > 1 ? `; the machine was busy (load ${e.load_1min})` : "");
   const card = (big, small) => at("cards").append(make("div", { class: "card" }, make("b", {}, big), make("span", {}, small)));
   const s = doc.seconds;
   card(ms(s.ours), "a call");

@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 
+from fusewright.bench import accuracy
 from fusewright.bench.accuracy import reference, train_reference
 from fusewright.bench.cases import check_case, counts_bytes, large, resolve, resolve_step
 from fusewright.bench.contenders import UnknownContender, from_backend
-from fusewright.bench.suite import SUITE, TRAINABLE, UnknownModel, flatten_outputs
+from fusewright.bench.suite import SUITE, TRAINABLE, UnknownModel, flatten_outputs, on_device
 
 
 @pytest.mark.parametrize("name", large.names())
@@ -61,6 +62,33 @@ def test_decoding_is_what_the_whole_sequence_gives() -> None:
     torch.testing.assert_close(step_by_step.double(), wide, rtol=1e-4, atol=1e-4)
 
 
+def test_one_step_is_the_first_of_many() -> None:
+    one, many = resolve("decode:llama", "small", "fp32", steps=1), resolve("decode:llama", "small", "fp32")
+    with torch.no_grad():
+        (first,), steps = flatten_outputs(one.run()), flatten_outputs(many.run())
+    assert one.extra["tokens"] == 1 and first.shape == steps[0].shape
+
+
+def test_a_decoding_moves_with_all_that_a_call_reads() -> None:
+    """To be judged where fp64 is, if its device has none."""
+    built = on_device(resolve("decode:llama", "small", "fp32"), "meta")
+    assert built.module is not None
+    cache = [t for layer in built.module.cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+    assert {t.device.type for t in (*built.module.parameters(), *cache, *built.args)} == {"meta"}
+    with torch.no_grad():
+        assert {t.device.type for t in flatten_outputs(built.run())} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["decode:llama", "large:bert"])
+def test_fp64_is_computed_on_the_host_where_the_device_has_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    on_its_own = reference(resolve(name, "small", "fp32"))
+    monkeypatch.setattr(accuracy, "computes_fp64", lambda device: False)
+    monkeypatch.setattr(accuracy, "on_device", lambda built, device: moved.append(device) or on_device(built, device))
+    assert all(torch.equal(a, b) for a, b in zip(reference(resolve(name, "small", "fp32")), on_its_own, strict=True))
+    assert moved == ["cpu"]
+
+
 def test_a_step_reads_its_weights_and_its_cache() -> None:
     built = resolve("decode:llama", "small", "bf16")
     assert built.module is not None
@@ -73,6 +101,8 @@ def test_names_are_checked_before_anything_is_built() -> None:
     for name, train, says in (
         ("decode:lama", False, "did you mean 'decode:llama'"), ("decode:llama", True, "leave out --train"),
         ("large:brt", True, "did you mean 'large:bert'"), ("brt", False, "there is no model 'brt'"),
+        ("kernel:softmax:big", False, "there is no kernel"), ("kernel:softmax:64x768", True, "leave out --train"),
+        ("graph:gnc", False, "did you mean 'graph:gcn'"), ("graph:kmeans_numpy", True, "cannot be trained"),
     ):  # fmt: skip
         with pytest.raises(UnknownModel, match=says):
             check_case(name, train)

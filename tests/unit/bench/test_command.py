@@ -190,6 +190,15 @@ def test_large_models_come_in_bf16_and_decoding_beside_a_copy(faked):
     assert {dtype for _, dtype, *_ in faked} == {"amp"}
 
 
+def test_models_are_where_our_backend_computes_unless_a_device_is_named(faked, monkeypatch):
+    monkeypatch.setattr("fusewright.cli.bench.default_device", lambda backend, options: f"{backend} {dict(options)}")
+    monkeypatch.setattr("fusewright.cli.bench.report.device_name", lambda device: "named")
+    monkeypatch.setattr("fusewright.bench.report._accelerator", lambda device: {})
+    call("bert", "--backend", "x86_onednn[simulate=true]", "--seconds", "0.1")
+    call("bert", "--device", "cpu", "--seconds", "0.1")
+    assert [settings.device for *_, settings in faked] == ["x86_onednn {'simulate': True}", "cpu"]
+
+
 def test_a_device_that_is_not_here_is_refused_before_anything_runs(faked):
     done = call("bert", "--device", "nonsense")
     assert done.exit_code != 0 and "no device of torch" in str(done.exception) and not faked

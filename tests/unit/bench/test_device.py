@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from fusewright import registry
 from fusewright.bench import device
 from fusewright.bench.child import Server
-from fusewright.bench.device import BUSY_COPIES, Clock, NoDevice, check_device
+from fusewright.bench.device import BUSY_COPIES, Clock, NoDevice, check_device, computes_fp64, default_device
+from fusewright.cli import case
+from fusewright.errors import OptionError
+from fusewright.interface import Unavailable
+from tests import accelerator
 
 TOYS = Path(__file__).with_name("toy_models.py")
 
@@ -19,33 +23,7 @@ TOYS = Path(__file__).with_name("toy_models.py")
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an accelerator named "meta" was told, in order; each event is 1.5 s behind the one before."""
-    told: list[str] = []
-
-    class Event:
-        def record(self) -> None:
-            told.append("event")
-            self.at = 1.5 * told.count("event")
-
-        def synchronize(self) -> None:
-            told.append("wait for the event")
-
-        def elapsed_time(self, end: Any) -> float:
-            return float(end.at - self.at) * 1e3
-
-    answers: dict[str, Any] = {
-        "current_accelerator": lambda check_available: torch.device("meta"),
-        "device_count": lambda: 2,
-        "set_device_index": lambda index: told.append(f"device {index}"),
-        "synchronize": lambda where: told.append("wait"),
-        "reset_peak_memory_stats": lambda: told.append("forget the peak"),
-        "memory_allocated": lambda: 100,
-        "max_memory_allocated": lambda: 300,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.accelerator, name, answer)
-    monkeypatch.setattr(Clock, "_event", lambda self: Event())
-    monkeypatch.setattr(Clock, "_busy", lambda self: told.append("busy"))
-    return told
+    return accelerator.pretend(monkeypatch)
 
 
 def test_a_call_is_timed_from_an_idle_device_until_it_has_ended(queue: list[str]) -> None:
@@ -125,3 +103,48 @@ def test_a_device_that_is_not_here_is_refused_with_what_is(name: str, monkeypatc
     says = {"meta": "--device cpu is here", "meta:7": "torch finds 1 devices", "nonsense": "no device of torch"}[name]
     with pytest.raises(NoDevice, match=says):
         check_device(name)
+
+
+@pytest.mark.parametrize("named", ["fusewright", "the backend"])
+def test_models_are_where_the_backend_computes(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = accelerator.pretend_backend(monkeypatch)
+    backend = name if named == "the backend" else named
+    assert default_device(backend, {}) == "meta"
+    assert default_device(backend, {"simulate": True}) == "cpu"
+    with pytest.raises(OptionError):
+        default_device(backend, {"simulate": "perhaps"})
+    monkeypatch.setenv("FUSEWRIGHT_SIMULATE", "1")
+    assert default_device(backend, {}) == "cpu"
+
+
+def test_models_are_on_the_host_for_what_does_not_work_here_or_is_no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent(accelerator.Far):
+        @classmethod
+        def probe(cls) -> Unavailable:  # type: ignore[override]
+            return Unavailable("no such device", "buy one")
+
+    assert default_device("inductor", {}) == "cpu"
+    name = accelerator.pretend_backend(monkeypatch, Absent)
+    assert default_device(name, {}) == "cpu"
+    monkeypatch.setattr(registry, "best", lambda device_type=None: None)
+    assert default_device("fusewright", {}) == "cpu"
+
+
+@pytest.mark.usefixtures("queue")
+def test_explain_and_report_take_the_backends_device_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = accelerator.pretend_backend(monkeypatch)
+    assert case.chosen(f"{TOYS}:mlp", name, None, False, ()).device == "meta"
+    assert case.chosen("decode:llama", name, "cpu", False, ()).device == "cpu"
+    assert case.chosen("large:bert", name, None, True, ("simulate=true",)).device == "cpu"
+    with pytest.raises(NoDevice, match="torch finds 2 devices"):
+        case.chosen("bert", name, "meta:7", False, ())
+
+
+def test_fp64_is_where_torch_can_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert computes_fp64("cpu")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    assert not computes_fp64("mps")

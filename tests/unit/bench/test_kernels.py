@@ -34,5 +34,5 @@ def test_bandwidth_of_a_row():
 def test_an_unknown_kernel():
     with pytest.raises(UnknownModel, match="did you mean 'kernel:softmax:64x768'"):
         build_kernel("kernel:softmx:64x768", "fp32")
-    with pytest.raises(ValueError, match="not amp"):
+    with pytest.raises(UnknownModel, match="not amp"):
         build_kernel("kernel:softmax:64x768", "amp")

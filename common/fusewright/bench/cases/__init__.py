@@ -8,10 +8,10 @@ from fusewright.bench.suite import Built, DType, TrainStep, UnknownModel, build,
 from fusewright.interface import HOST
 
 
-def resolve(model: str, size: Size, dtype: DType, device: str = HOST) -> Built:
-    """A call of any case or model on a device. Raises `UnknownModel`."""
+def resolve(model: str, size: Size, dtype: DType, device: str = HOST, steps: int | None = None) -> Built:
+    """A call of any case or model on a device, of a decoding so many steps. Raises `UnknownModel`."""
     if decoding.is_decoding(model):
-        return decoding.build_decoding(model, size, dtype, device)
+        return decoding.build_decoding(model, size, dtype, device, steps)
     if large.is_large(model):
         return large.build_large(model, size, dtype, device)
     if kernels.is_kernel(model):
@@ -31,10 +31,14 @@ def resolve_step(model: str, size: Size, dtype: DType, device: str = HOST) -> Tr
 
 def check_case(model: str, train: bool = False) -> None:
     """Raises `UnknownModel` for a name that `resolve` (or `resolve_step`) would refuse, without building anything."""
+    if train and (decoding.is_decoding(model) or kernels.is_kernel(model)):
+        raise UnknownModel(f"{model!r} cannot be trained; leave out --train")
     if decoding.is_decoding(model):
-        if train:
-            raise UnknownModel(f"{model!r} cannot be trained; leave out --train")
         decoding.check(model)
+    elif kernels.is_kernel(model):
+        kernels.check(model)
+    elif graphs.is_graph(model):
+        graphs.check(model, train)
     elif large.is_large(model):
         large.spec_of(model)
     else:

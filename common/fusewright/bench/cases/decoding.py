@@ -64,7 +64,8 @@ class Decoder(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         super()._apply(fn, recurse)
         for layer in self.cache.layers:
-            layer.keys, layer.values = fn(layer.keys), fn(layer.values)
+            layer.keys, layer.values, layer.cumulative_length = map(fn, (layer.keys, layer.values, layer.cumulative_length))
+            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         return self
 
 
@@ -88,7 +89,7 @@ def build_decoding(
     """
     check(ref)
     if dtype == "amp":
-        raise ValueError(f"decoding is measured in fp32, {', '.join(HALVES)}, not amp")
+        raise UnknownModel(f"{ref} decodes in fp32, {', '.join(HALVES)}, not amp")
     geometry = GEOMETRIES[size]
     steps, start = steps or geometry.steps, geometry.context // 2
     import transformers
@@ -101,7 +102,7 @@ def build_decoding(
         tokens = torch.randint(0, config.vocab_size, (steps, 1, 1))
         positions = torch.arange(start, start + steps).view(steps, 1, 1)
 
-    def drive(fn: Any) -> Callable[[], list[Tensor]]:
+    def drive(fn: Any, tokens: Tensor, positions: Tensor) -> Callable[[], list[Tensor]]:
         given = list(zip(tokens.unbind(), positions.unbind(), strict=True))
 
         def decode() -> list[Tensor]:
@@ -111,7 +112,7 @@ def build_decoding(
         return decode
 
     extra = {"bytes": _read(model, geometry), "tokens": steps}
-    return Built(ref, Decoder(model, cache), dtype=dtype, extra=extra, device=device, drive=drive)
+    return Built(ref, Decoder(model, cache), (tokens, positions), dtype=dtype, extra=extra, device=device, drive=drive)
 
 
 def _read(model: nn.Module, geometry: Geometry) -> int:

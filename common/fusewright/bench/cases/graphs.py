@@ -121,12 +121,17 @@ def build_graph(ref: str, size: Size = "full", dtype: str = "fp32", seed: int = 
 
 def graph_step(ref: str, size: Size = "full", dtype: str = "fp32", seed: int = 0) -> TrainStep:
     """The training step for `graph:NAME`. Raises `UnknownModel`, for a case without weights too."""
-    if not _case(ref).layer:
-        raise UnknownModel(f"{ref!r} cannot be trained; {nearest(ref, names(train=True))}")
+    check(ref, train=True)
     built = build_graph(ref, size, dtype, seed)
     assert built.module is not None
     labels = torch.randint(CLASSES, (NODES[size],), generator=torch.Generator().manual_seed(seed))
     return TrainStep(ref, built.module.train(), {**built.kwargs, "labels": labels}, dtype)
+
+
+def check(ref: str, train: bool = False) -> None:
+    """Raises `UnknownModel`."""
+    if not _case(ref).layer and train:
+        raise UnknownModel(f"{ref!r} cannot be trained; {nearest(ref, names(train=True))}")
 
 
 def _case(ref: str) -> Case:

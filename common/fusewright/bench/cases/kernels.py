@@ -81,18 +81,23 @@ def names() -> list[str]:
     return [f"{PREFIX}:{kernel}:{size}" for kernel in KERNELS for size in SIZES]
 
 
+def check(ref: str) -> tuple[str, str]:
+    """The name and the size in `kernel:NAME:SIZE`. Raises `UnknownModel`."""
+    name, _, size = ref.partition(":")[2].partition(":")
+    if name not in KERNELS or not _SIZE.fullmatch(size):
+        raise UnknownModel(f"there is no kernel {ref!r}; {nearest(ref, names())}")
+    return name, size
+
+
 def build_kernel(ref: str, dtype: str) -> Built:
     """The call for `kernel:NAME:SIZE`. `extra["bytes"]` is what it must move: every input read once, the
     output written once.
 
     Raises `UnknownModel`.
     """
-    _, _, rest = ref.partition(":")
-    name, _, size = rest.partition(":")
-    if name not in KERNELS or not _SIZE.fullmatch(size):
-        raise UnknownModel(f"there is no kernel {ref!r}; {nearest(ref, names())}")
+    name, size = check(ref)
     if dtype not in DTYPES:
-        raise ValueError(f"kernels are measured in {', '.join(DTYPES)}, not {dtype}")
+        raise UnknownModel(f"{ref} is computed in {', '.join(DTYPES)}, not {dtype}")
     kernel, shape = KERNELS[name], tuple(map(int, size.split("x")))
     generator = torch.Generator().manual_seed(0)
     args = tuple(
