@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = _rules(
 LISTS: tuple[Rule, ...] = _rules(
     {
         r".*depths?|.*layers?|num_blocks.*": lambda old: [min(1, x) if isinstance(x, int) else x for x in old],
+        r".*_indexes": lambda old: [LAYERS - 1],  # of blocks that do something more than the others
         r".*hidden_sizes|.*channels|embed_dims?|.*_dims?|widths?": lambda old: (
             old if max(old) <= WIDTH else [max(8, x // 4 // 8 * 8) for x in old]
         ),
@@ -69,12 +70,19 @@ LISTS: tuple[Rule, ...] = _rules(
 )
 
 
+def _in_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions of time, height and width, each on its part of a head."""
+    half = int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
+    return {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+
+
 GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("small", {}),
+    ("small, positions in sections", {"rope_parameters": _in_sections}),
     ("small, as many heads for keys as for queries", {"num_key_value_heads": HEADS}),
     ("shallow", {}),
 )
-"""What is tried, in order: a name, and values that stand above the rules."""
+"""What is tried, in order: a name, and values that stand above the rules, or make one of the default."""
 
 
 def small(config: type, geometry: str = "small") -> Any:
@@ -86,7 +94,8 @@ def small(config: type, geometry: str = "small") -> Any:
     given, defaults = {}, _defaults(config)
     depth = defaults.get("num_hidden_layers")
     for name, default in defaults.items():
-        value = own.get(name, _small_value(name, default, geometry, depth))
+        value = own.get(name) or _small_value(name, default, geometry, depth)
+        value = value(default) if callable(value) else value
         if value is not default:
             given[name] = value
     made = config(**given)
@@ -100,6 +109,8 @@ def _defaults(config: type) -> dict[str, Any]:
     instance = config()
     names = [n for n in inspect.signature(config).parameters if n not in ("self", "kwargs", "args")]
     names += [n for n in getattr(config, "sub_configs", {}) if n not in names]
+    if hasattr(instance, "allow_global_per_layer_attribute_access"):
+        instance.allow_global_per_layer_attribute_access = True
     return {n: getattr(instance, n) for n in names if getattr(instance, n, None) is not None}
 
 

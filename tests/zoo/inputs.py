@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-BATCH, LENGTH, FRAMES = 2, 16, 64
+BATCH, LENGTH, FRAMES, GRID = 2, 16, 64, 4
 
 Inputs = dict[str, Any]
 
@@ -19,6 +20,9 @@ def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH
     torch.manual_seed(0)
     names = list(inspect.signature(module.forward).parameters)
     config: Any = module.config
+    if "grid_thw" in names:
+        yield _patches(config, names, batch)
+        return
     main = [n for n in names if n in _MAKERS]
     if not main:
         return
@@ -30,8 +34,20 @@ def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH
         if keys in seen:
             continue
         seen.append(keys)
-        for image in _images(config):
-            yield {n: _MAKERS[n](config, batch, length, image) for n in keys}
+        for form in _forms(config, keys):
+            yield {n: _MAKERS[n](config, batch, length, form) for n in keys}
+
+
+class Form(NamedTuple):
+    """Shapes of one example, for what configurations do not say."""
+
+    image: tuple[int, int, int]
+    sound: tuple[int, ...]
+
+
+def _forms(config: Any, keys: list[str]) -> Iterator[Form]:
+    sounds = _sounds(config) if "input_values" in keys else [()]
+    yield from itertools.starmap(Form, itertools.product(_images(config), sounds))
 
 
 def _images(config: Any) -> list[tuple[int, int, int]]:
@@ -52,36 +68,56 @@ def _find(config: Any, name: str) -> Any:
     return next((v for c in inner if (v := _find(c, name)) is not None), None)
 
 
-def _tokens(config: Any, batch: int, length: int, _: Any) -> Tensor:
+def _tokens(config: Any, batch: int, length: int, form: Form) -> Tensor:
     special = {v for k, v in config.to_dict().items() if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
     known = [t for t in range(_find(config, "vocab_size") or 128) if t not in special] or [0]
     return torch.tensor(known)[torch.randint(0, len(known), (batch, length))]
 
 
-def _pixels(config: Any, batch: int, length: int, image: tuple[int, int, int]) -> Tensor:
-    return torch.randn(batch, *image)
+def _pixels(config: Any, batch: int, length: int, form: Form) -> Tensor:
+    return torch.randn(batch, *form.image)
 
 
-def _video(config: Any, batch: int, length: int, image: tuple[int, int, int]) -> Tensor:
-    return torch.randn(batch, _find(config, "num_frames") or 8, *image)
+def _video(config: Any, batch: int, length: int, form: Form) -> Tensor:
+    return torch.randn(batch, _find(config, "num_frames") or 8, *form.image)
 
 
-def _boxes(config: Any, batch: int, length: int, _: Any) -> Tensor:
+def _boxes(config: Any, batch: int, length: int, form: Form) -> Tensor:
     low, high = torch.randint(0, 20, (2, batch, length, 2))
     return torch.cat([low, low + high], -1)
 
 
-def _mel(config: Any, batch: int, length: int, _: Any) -> Tensor:
+def _mel(config: Any, batch: int, length: int, form: Form) -> Tensor:
     bins = _find(config, "num_mel_bins") or _find(config, "input_feat_per_channel") or 80
     positions = _find(config, "max_source_positions")
     return torch.randn(batch, bins, 2 * positions) if positions else torch.randn(batch, FRAMES, bins)
 
 
-def _wave(config: Any, batch: int, length: int, _: Any) -> Tensor:
-    return torch.randn(batch, 4000)
+def _sound(config: Any, batch: int, length: int, form: Form) -> Tensor:
+    return torch.randn(batch, *form.sound)
+
+
+def _sounds(config: Any) -> list[tuple[int, ...]]:
+    """Samples, samples of one channel, a spectrogram."""
+    return [(4000,), (1, 4000), (_find(config, "max_length") or FRAMES, _find(config, "num_mel_bins") or 16)]
+
+
+def _series(config: Any, batch: int, length: int, form: Form) -> Tensor:
+    return torch.randn(batch, _find(config, "context_length") or FRAMES, _find(config, "num_input_channels") or 1)
+
+
+def _task(config: Any, batch: int, length: int, form: Form) -> Tensor:
+    return torch.randint(1, 100, (batch, _find(config, "task_seq_len") or 77))
+
+
+def _patches(config: Any, names: list[str], batch: int) -> Inputs:
+    """Images as rows of pixels, `GRID` by `GRID` patches each."""
+    count = (_find(config, "in_channels") or 3) * (_find(config, "temporal_patch_size") or 1) * _find(config, "patch_size") ** 2
+    pixels = next(n for n in names if n != "grid_thw")
+    return {pixels: torch.randn(batch * GRID * GRID, count), "grid_thw": torch.tensor([[1, GRID, GRID]] * batch)}
 
 
 _MAKERS = {
     "input_ids": _tokens, "decoder_input_ids": _tokens, "pixel_values": _pixels, "pixel_values_videos": _video, "bbox": _boxes,
-    "input_features": _mel, "input_values": _wave,
+    "input_features": _mel, "input_values": _sound, "past_values": _series, "task_inputs": _task,
 }  # fmt: skip

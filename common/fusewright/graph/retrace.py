@@ -18,6 +18,9 @@ from fusewright.ops import strides
 __all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "value_of"]
 
 
+_VIEW = torch.ops.aten.view.default
+
+
 def fake_like(
     val: torch.Tensor,
     *,
@@ -89,15 +92,30 @@ def _computation(node: Node) -> Any:
 
 
 def downstream(graph: Graph, changed: Node) -> None:
-    """Compute the metadata of every node that depends on `changed` anew."""
+    """Compute the metadata of every node that depends on `changed` anew.
+
+    A reshape was traced as a view where the untrue strides had one. Where the true ones have none, it is a reshape again.
+    """
     stale = {changed}
     for node in graph.nodes:
         if node.op != "call_function" or node is changed or not stale & set(node.all_input_nodes):
             continue
+        if node.target is _VIEW and not _viewable(*node.args):
+            node.target = torch.ops.aten.reshape.default
         before, after = value_of(node), infer(node)
         node.meta["val"] = after = _sized(before, after) if names_sizes(node) else after
         if _kind(before) != _kind(after):
             stale.add(node)
+
+
+def _viewable(of: Any, sizes: Any) -> bool:
+    val, sizes = value_of(of), torch.fx.node.map_arg(sizes, value_of)
+    try:
+        with compat.fake_mode_of(val):
+            _VIEW(val, sizes)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _sized(before: Any, after: Any) -> Any:

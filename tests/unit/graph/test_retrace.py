@@ -32,3 +32,23 @@ def test_gradients_of_a_norm_have_the_type_of_its_input_whatever_its_statistics_
     assert {retrace.value_of(n).dtype for n in graph.nodes if n.target is torch.ops.aten.exp.default} == {
         torch.bfloat16
     }
+
+
+RESHAPED = """
+%0: f32[2,16,8] = input('x')
+%1: f32[32,8] = view(%0, [32, 8])
+%2: f32[32,8] = exp(%1)
+return [%2]
+"""
+
+
+def test_what_was_traced_as_a_view_of_untrue_strides_is_a_reshape_of_the_true_ones() -> None:
+    """`reshape` is traced as a view where metadata have one: a convolution's gradient was traced as contiguous, and is not."""
+    graph = parse(RESHAPED)
+    assert canonicalize(graph) == []
+    (given,) = graph.find_nodes(op="placeholder")
+    actual = torch.empty(2, 8, 16).transpose(1, 2)
+    retrace.mend(graph, given, actual)
+    verify.check(graph, "a mend")
+    (made,) = (n for n in graph.nodes if n.target is torch.ops.aten.reshape.default)
+    assert retrace.value_of(made).stride() == actual.reshape(32, 8).stride()
