@@ -82,24 +82,22 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels) {
   Columns columns;
   auto of_columns = reinterpret_cast<const std::int32_t*>(c.weight + round_up(c.c, kPanel) * round_up(c.taps(), kQuad));
   const std::uint8_t* end = c.x + (c.batch - 1) * c.batch_stride + (c.h - 1) * c.h_stride + (c.w - 1) * c.w_stride + c.c;
-  const bool plain = ends_plainly(c.after);
+  const bool quick = ends_quickly(c.after);
+  Levels levels;
   for (i64 block = 0; block < c.c; block += kPanel) {
     i64 count = smaller(kPanel, c.c - block);
     std::int32_t zero = c.x_zero + (c.x_signed ? 128 : 0);
     columns.of(c.w_scale, c.bias, of_columns, block, count, static_cast<double>(c.x_scale), zero);
+    if (quick) levels.of<V>(columns, c.after);
     const std::int8_t* w = c.weight + block / kPanel * depthwise_block(c.taps());
     Window window(c, pixel);
     for (i64 p = pixel; p < pixel + pixels; ++p, window.next()) {
       for (i64 part = 0; part < count; part += WIDE)
         depthwise_sums<V>(c, window.taps(), zeros, block + part, count - part, w + part, end, sums + part);
-      if (plain) {
-        finish_plainly<V>(c.after, columns, p, 1, block, count, sums);
-        continue;
-      }
-      for (i64 j = 0; j < count; j += V::W) {
-        auto s = V::sub(V::load(sums + j), V::load(columns.offset + j));
-        finish<V>(c.after, p, block + j, V::scaled(s, columns.scale + j, columns.bias + j), count - j);
-      }
+      if (levels.certain > 0)
+        finish_quickly<V>(c.after, columns, levels, p, 1, block, count, sums);
+      else
+        finish_exactly<V, false>(c.after, columns, p, block, 0, count, sums);
     }
   }
 }

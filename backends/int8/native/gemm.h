@@ -1,7 +1,7 @@
 // Products of 8 bits for one instruction set: blocks of rows by a panel of columns, all of k at a time, sums in registers.
 #pragma once
 
-#include "post.h"
+#include "ends.h"
 
 namespace fusewright::int8 {
 namespace {
@@ -9,35 +9,6 @@ namespace {
 constexpr i64 kFewRows = 4;  // so few wait for memory, and leave tiles mostly empty
 constexpr i64 kAhead = 8192;  // bytes of weights that are asked for before they are needed
 constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the nearest cache
-
-inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
-
-// What the columns of a panel need after the sums, in fp64: see `Columns::of`.
-struct Columns {
-  alignas(64) double scale[kPanel];
-  alignas(64) double bias[kPanel];
-  alignas(64) std::int32_t offset[kPanel];
-
-  // Of columns [first, first + count): scale is that of the weight, times that of x unless rows have their own; offset is the
-  // sum of the weights, times the zero point of x likewise.
-  void of(const float* w_scale, const float* bias_of, const std::int32_t* sums, i64 first, i64 count, double x_scale,
-          std::int32_t zero) {
-    for (i64 i = 0; i < kPanel; ++i) {
-      bool there = i < count;
-      scale[i] = there ? x_scale * static_cast<double>(w_scale[first + i]) : 0;
-      bias[i] = there && bias_of ? static_cast<double>(bias_of[first + i]) : -0.0;  // x + -0.0 is x for every x
-      offset[i] = there ? static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[first + i]) * static_cast<std::uint32_t>(zero)) : 0;
-    }
-  }
-};
-
-// The zero point of what the instructions multiply: those that take only uint8 see int8 with 128 added.
-template <bool FLIPS> std::int32_t zero_of(const Gemm& g, i64 row) { return g.x_zero[row] + (FLIPS && g.x_signed ? 128 : 0); }
-
-template <bool FLIPS> void columns_of_panel(Columns& c, const Gemm& g, i64 first, i64 count) {
-  double scale = g.per_row ? 1.0 : static_cast<double>(g.x_scale[0]);
-  c.of(g.w_scale, g.bias, g.sums, first, count, scale, g.per_row ? 1 : zero_of<FLIPS>(g, 0));
-}
 
 // MR rows of x by NV vectors of columns; sums to `to`, rows of kPanel. `step`: bytes of weights from one quad of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
@@ -118,59 +89,18 @@ void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows
   }
 }
 
-// The most frequent end by itself: quantized, with nothing added but the bias, relu or nothing behind it. A relu before a
-// quantization is a higher lower limit.
-inline bool ends_plainly(const After& a) {
-  return !a.residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu);
-}
-
-template <class V>
-void finish_plainly(const After& a, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
-  const std::int32_t low = a.post == Post::relu && a.zero > a.low ? a.zero : a.low;
-  const Quantizer<V> q(a.inverse, a.zero, low, a.high);
-  const i64 whole = count / V::W * V::W;
-  for (i64 r = 0; r < rows; ++r, sums += kPanel) {
-    std::uint8_t* to = static_cast<std::uint8_t*>(a.out) + (row + r) * a.out_stride + first;
-    for (i64 j = 0; j < whole; j += V::W)
-      q.store(to + j, V::scaled(V::sub(V::load(sums + j), V::load(c.offset + j)), c.scale + j, c.bias + j));
-    if (whole == count) continue;
-    std::uint8_t rest[V::W];
-    q.store(rest, V::scaled(V::sub(V::load(sums + whole), V::load(c.offset + whole)), c.scale + whole, c.bias + whole));
-    __builtin_memcpy(to + whole, rest, static_cast<std::size_t>(count - whole));
-  }
-}
-
-// Sums to results: rows [row, row + rows), columns from `first`.
-template <class V, bool FLIPS>
-void finish_sums(const Gemm& g, const Columns& c, i64 row, i64 rows, i64 first, i64 count, const std::int32_t* sums) {
-  if (!g.per_row && ends_plainly(g.after)) return finish_plainly<V>(g.after, c, row, rows, first, count, sums);
-  for (i64 r = 0; r < rows; ++r, sums += kPanel)
-    for (i64 j = 0; j < count; j += V::W) {
-      auto s = V::load(sums + j), offset = V::load(c.offset + j);
-      if (g.per_row) {
-        s = V::sub(s, V::mul(offset, V::set(zero_of<FLIPS>(g, row + r))));
-        auto y = V::scaled(s, c.scale + j, c.bias + j, static_cast<double>(g.x_scale[row + r]));
-        finish<V>(g.after, row + r, first + j, y, count - j);
-      } else {
-        auto y = V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
-        finish<V>(g.after, row + r, first + j, y, count - j);
-      }
-    }
-}
-
 template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
   alignas(64) std::int32_t sums[kBlockRows * kPanel];
-  Columns columns;
   for (i64 p = panel; p < panel + panels; ++p) {
     i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
-    columns_of_panel<true>(columns, g, first, count);
+    const Ends<V, true> ends(g, first, count);
     const std::int8_t* w = g.weight + p * panel_bytes(g.k);
     constexpr i64 most = V::MR[V::NV];
     constexpr i64 step = kBlockRows / most * most;
     for (i64 r = row; r < row + rows; r += step) {
       i64 height = smaller(step, row + rows - r);
       sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w, width, g.k, sums);
-      finish_sums<V, true>(g, columns, r, height, first, count, sums);
+      ends.finish(r, height, sums);
     }
   }
 }

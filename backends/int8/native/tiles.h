@@ -100,11 +100,10 @@ template <class T, bool SIGNED> void tile_panel(const TileWork& all, i64 width, 
 template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
   if (rows <= kFewRows) return gemm<V>(g, row, rows, panel, panels);
   alignas(64) std::int32_t sums[kTileRows * kPanel];
-  Columns columns;
   i64 configured = 0;
   for (i64 p = panel; p < panel + panels; ++p) {
     i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
-    columns_of_panel<false>(columns, g, first, count);
+    const Ends<V, false> ends(g, first, count);
     for (i64 r = row; r < row + rows; r += kTileRows) {
       i64 height = smaller(kTileRows, row + rows - r);
       if (height != configured) T::configure({smaller(height, kTile), height - smaller(height, kTile)});
@@ -114,7 +113,7 @@ template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64
         tile_panel<T, true>(t, width, sums);
       else
         tile_panel<T, false>(t, width, sums);
-      finish_sums<V, false>(g, columns, r, height, first, count, sums);
+      ends.finish(r, height, sums);
     }
   }
   T::release();

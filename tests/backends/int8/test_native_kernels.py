@@ -91,7 +91,8 @@ def same(own: torch.Tensor, want: torch.Tensor) -> None:
 
 SIZES = st.tuples(st.integers(0, 70), st.integers(1, 150), st.integers(0, 300))
 SEEDS = st.integers(0, 1 << 30)
-BYTES = st.sampled_from([torch.uint8, torch.int8])
+BYTE_TYPES = (torch.uint8, torch.int8)
+BYTES = st.sampled_from(BYTE_TYPES)
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16])
 RULE = st.sampled_from(sorted(RULES))
 
@@ -105,6 +106,26 @@ def test_linear_is_the_reference(sizes: tuple[int, int, int], seed: int, dtype: 
     zero, after = zero_point(g, dtype), some_epilogue(g, (m, n), 0.5 * max(k, 1) ** 0.5)
     own = native.linear(x, native.pack_linear(w), w_scale, bias, 0.011, zero, **after)
     same(own, reference.linear(x, w, w_scale, bias, 0.011, zero, Epilogue(**after)))
+
+
+@check
+@given(
+    SEEDS, st.sampled_from(EXACT), st.sampled_from([None, *BYTE_TYPES]), st.sampled_from([1.0, 1e-30, 1e30, 2.0**-126])
+)
+def test_levels_in_the_middle_of_two_round_half_to_even(
+    seed: int, post: str, residual: torch.dtype | None, unit: float
+) -> None:
+    """Every level is a half, and the bias many times what is left of it: fp32 arithmetic alone would round either way."""
+    g = torch.Generator().manual_seed(seed)
+    x, w = some_bytes(g, (9, 31), torch.uint8), torch.randint(-1, 2, (83, 31), generator=g, dtype=torch.int8)
+    bias = (torch.randint(-9, 9, (83,), generator=g) * (0.5 if seed % 2 else 1000.5)).float() * unit
+    after: dict[str, Any] = {"post": post, "out_dtype": torch.uint8, "out_scale": unit, "out_zero_point": 101}
+    if post == "clamp":
+        after["post_args"] = [-20.5 * unit, 60.5 * unit]
+    if residual is not None:
+        after |= {"residual": some_bytes(g, (9, 83), residual), "residual_scale": 1.5 * unit, "residual_zero_point": 7}
+    own = native.linear(x, native.pack_linear(w), torch.full((83,), 0.5 * unit), bias, 1.0, 3, **after)
+    same(own, reference.linear(x, w, torch.full((83,), 0.5 * unit), bias, 1.0, 3, Epilogue(**after)))
 
 
 @check

@@ -67,6 +67,13 @@ struct Vec {
   static void store_low8(std::uint8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
+  // Four vectors of numbers that fit 8 bits.
+  static void store_low8(std::uint8_t* p, const I (&a)[4]) {
+    const I low = _mm512_set1_epi16(255);
+    I ab = _mm512_and_si512(_mm512_packs_epi32(a[0], a[1]), low), cd = _mm512_and_si512(_mm512_packs_epi32(a[2], a[3]), low);
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd)));
+  }
   static void store_low16(std::uint16_t* p, I a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
   }
@@ -83,6 +90,7 @@ struct Vec {
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F where_less(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x); }
   static I ordered(F a) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, a, _CMP_ORD_Q)); }
+  static bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
   static F rint(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
   static I round(F a) { return _mm512_cvtps_epi32(a); }

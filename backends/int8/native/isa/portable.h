@@ -71,6 +71,10 @@ struct Vec {
   static void store_low8(std::uint8_t* p, I a) {
     for (int i = 0; i < W; ++i) p[i] = static_cast<std::uint8_t>(a.v[i]);
   }
+  // Four vectors of numbers that fit 8 bits.
+  static void store_low8(std::uint8_t* p, const I (&a)[4]) {
+    for (int v = 0; v < 4; ++v) store_low8(p + v * W, a[v]);
+  }
   static void store_low16(std::uint16_t* p, I a) {
     for (int i = 0; i < W; ++i) p[i] = static_cast<std::uint16_t>(a.v[i]);
   }
@@ -89,6 +93,11 @@ struct Vec {
   static F min(F a, F b) { return each<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
   static F where_less(F a, F b, F x, F y) { return each<F>([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; }); }
   static I ordered(F a) { return each<I>([&](int i) { return a.v[i] == a.v[i] ? -1 : 0; }); }
+  static bool any_above(F a, F b) {
+    bool any = false;
+    for (int i = 0; i < W; ++i) any = any || a.v[i] > b.v[i];
+    return any;
+  }
   static F rint(F a) { return each<F>([&](int i) { return ::rintf(a.v[i]); }); }
   static F to_float(I a) { return each<F>([&](int i) { return static_cast<float>(a.v[i]); }); }
   static I round(F a) { return each<I>([&](int i) { return static_cast<std::int32_t>(::lrintf(a.v[i])); }); }
