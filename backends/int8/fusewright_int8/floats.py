@@ -30,6 +30,7 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.engines import ENGINES, Dynamic, Engine, fastest, reading_pays
 from fusewright_int8.lowerings import (
     UNARY,
+    beside_rows,
     bias_of,
     centered,
     dense,
@@ -118,16 +119,16 @@ def _dynamic_write(e: Engine, m: Match, b: Builder) -> None:
     op, x, w = m.anchor, float_input(m.anchor, b.graph), _weighted(m, b)
     assert x is not None and w is not None
     weight, scale = centered(w, b)
-    rest = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *_after(m, b))
+    rest = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *_after(m, x.value, b))
     emit_rows(e.dynamic, x.value, rest, m, b)
     note(m, b, f"int8 linear, {e.name}, input quantized by {'row' if x.rule != 'tensor' else 'tensor'}")
 
 
-def _after(m: Match, b: Builder) -> tuple[Any, ...]:
-    """Residual, post-op and type of a result in floats."""
+def _after(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
+    """Residual, post-op and type of a result in floats, computed of `x`."""
     found, post = residual_of(m), post_of(m.get("unary"))
     assert post is not None
-    return (None if found is None else b.any_strides(found), *post, spec_of(m.out).dtype)
+    return (None if found is None else beside_rows(found, x, m, b), *post, spec_of(m.out).dtype)
 
 
 def _computed(op: OpView, graph: RegionGraph) -> Quantized | None:
@@ -152,7 +153,7 @@ def _computed_write(e: Engine, m: Match, b: Builder) -> None:
     assert x is not None and w is not None
     weight, scale = centered(w, b)
     given = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), b.exact(x.scale), b.exact(x.zero_point))
-    emit_rows(e.linear_tensor, x.value, (*given, *epilogue(m, b)), m, b)
+    emit_rows(e.linear_tensor, x.value, (*given, *epilogue(m, x.value, b)), m, b)
     note(m, b, f"int8 linear, {e.name}, input quantized by tensor")
 
 
@@ -186,8 +187,8 @@ def _weight_only_write(m: Match, b: Builder) -> None:
     op, w = m.anchor, _weighted(m, b)
     assert w is not None
     weight, scale = centered(w, b)
-    packed = b.prepare(name("pack_linear"), weight)
-    emit_rows(name("weight_linear"), _plain_input(m, b), (packed, scale, bias_of(op, b), *_after(m, b)), m, b)
+    packed, x = b.prepare(name("pack_linear"), weight), _plain_input(m, b)
+    emit_rows(name("weight_linear"), x, (packed, scale, bias_of(op, b), *_after(m, x, b)), m, b)
     note(m, b, "int8 weight, core")
 
 

@@ -143,6 +143,16 @@ def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder
     b.close_call(m.ops)
 
 
+def beside_rows(residual: Value, x: Value, m: Match, b: Builder) -> Ref | None:
+    """What is added to a product of the rows of `x`: in their shape, where views between the two have changed it."""
+    given, rows = b.any_strides(residual), spec_of(x).shape[:-1]
+    if m.anchor.op != "linear" or rows == spec_of(m.out).shape[:-1]:
+        return given
+    made = b.ctx.value(None)
+    b.call("aten::reshape.default", given, (*rows, spec_of(residual).shape[-1]), out=made, op=m.anchor)
+    return Ref(made.id)
+
+
 def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]:
     """Dense strides; those of a batch of images with the channels innermost."""
     order = [*range(spec.rank)]
@@ -195,13 +205,13 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
     weight, scale = centered(w, b)
     given = (b.any_strides(x.value), None, scale, bias_of(op, b), float(x.scale), x.zero_point)
     if op.op == "linear":
-        rest = (b.prepare(e.pack_linear, weight), *given[2:], *epilogue(m, b))
+        rest = (b.prepare(e.pack_linear, weight), *given[2:], *epilogue(m, x.value, b))
         emit_rows(e.linear, x.value, rest, m, b)
     else:
         kernel = tuple(spec_of(w.value).shape[2:])
         geometry = geometry_of(op)
         rest = geometry[-1:] if e.name == "core" else (scale, *given[4:], *geometry)
-        args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, b))
+        args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, x.value, b))
         b.library(e.conv, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
         b.close_call(m.ops)
     note(m, b, f"int8 {op.op}, {e.name}")
@@ -240,22 +250,22 @@ def bias_of(op: OpView, b: Builder) -> Ref | None:
     )
 
 
-def epilogue(m: Match, b: Builder) -> tuple[Any, ...]:
-    """Residual, post-op and quantization, as the operators take them."""
+def epilogue(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
+    """Residual, post-op and quantization of what is computed of `x`, as the operators take them."""
     found, target, post = residual_of(m), target_of(m.get("quantize")), post_of(m.get("unary"))
     assert post is not None
-    residual = (None, 1.0, 0) if found is None else _residual(found, b)
+    residual = (None, 1.0, 0) if found is None else _residual(found, x, m, b)
     if target is None:
         return (*residual, *post, spec_of(m.out).dtype, 1.0, 0, 0, 0)
     return (*residual, *post, target.dtype, float(target.scale), target.zero_point, target.low, target.high)
 
 
-def _residual(value: Value, b: Builder) -> tuple[Any, ...]:
+def _residual(value: Value, x: Value, m: Match, b: Builder) -> tuple[Any, ...]:
     """What is added, in 8 bits where it was dequantized."""
     q = dequantized(value, b.graph)
     if isinstance(q, Quantized) and q.static:
-        return b.any_strides(q.value), float(q.scale), q.zero_point
-    return b.any_strides(value), 1.0, 0
+        return beside_rows(q.value, x, m, b), float(q.scale), q.zero_point
+    return beside_rows(value, x, m, b), 1.0, 0
 
 
 def note(m: Match, b: Builder, text: str) -> None:

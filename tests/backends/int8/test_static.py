@@ -103,6 +103,20 @@ def test_a_residual_in_either_type_is_added_by_the_core() -> None:
         same_levels(ours, torch.relu(exact + ((r.double() - 3) * 0.5 if quantized else r.double())), 0.7, 1)
 
 
+@needs_core
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 32), (6, 1, 32)])
+def test_a_residual_is_added_behind_a_view_of_the_rows(quantized: bool, shape: tuple[int, ...]) -> None:
+    """As a linear written for rows (GPT-2's `Conv1D`) gives it back to a batch of sequences."""
+    g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
+    r = quantized_input(shape, I8) if quantized else torch.randn(shape)
+    added = dequantize(g, g.input(r), 0.5, 3) if quantized else g.input(r)
+    ours, fragment = run(g, g.op("add", g.op("view", y, list(shape)), added))
+    assert "fusewright_int8::linear" in calls(fragment)
+    exact = exact.view(shape) + ((r.double() - 3) * 0.5 if quantized else r.double())
+    assert float((ours.double() - exact).abs().max()) <= 1e-6 * float(exact.abs().max())
+
+
 def test_onednn_leaves_the_residual_to_a_kernel() -> None:
     g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
     r = quantized_input((6, 32), U8)
