@@ -32,13 +32,13 @@ class Far(Null):
 
 
 def pretend(patch: pytest.MonkeyPatch) -> list[str]:
-    """What the accelerator will have been told, in order; each event is 1.5 s behind the one before."""
+    """What the accelerator will have been told, in order. An event is 1.5 s behind the one before, and 2 s for each step between."""
     told: list[str] = []
 
     class Event:
         def record(self) -> None:
             told.append("event")
-            self.at = 1.5 * told.count("event")
+            self.at = 1.5 * told.count("event") + 2 * told.count("step")
 
         def synchronize(self) -> None:
             told.append("wait for the event")

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from fusewright import report
 from fusewright.errors import BackendContractError
+from fusewright.plan.execute import contract
 from fusewright.reference import Faulty
+from tests.fragments import Sketch
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.faulty]
 
@@ -180,3 +182,12 @@ def test_bugs_are_reported(net: Net, fault: str) -> None:
 def test_a_fault_that_does_not_exist_is_refused(net: Net) -> None:
     with pytest.raises(Exception, match="there is no fault 'wrong_shap'; did you mean 'wrong_shape'"):
         run(net, "wrong_shap")
+
+
+def test_the_reference_of_a_fragment_is_on_the_devices_of_its_values() -> None:
+    g = Sketch()
+    positions = g.op("arange", 0, 4, device=torch.device("meta"))
+    total = g.op("add", g.input(torch.ones(4, device="meta")), positions)
+    region = g.region([total])
+    exact = contract._in_fp64(region, [torch.ones(4, device="meta")])
+    assert {str(exact[v.id].device) for v in (positions, total)} == {"meta"}, "arange's own reference names no device"

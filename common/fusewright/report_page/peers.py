@@ -10,6 +10,7 @@ from typing import Any
 
 from fusewright.bench.device import Clock
 from fusewright.graph.view import last_line
+from fusewright.interface import HOST
 from fusewright.report import GraphReport
 from fusewright.report_page import observe
 from fusewright.report_page.flow import label, owned
@@ -50,8 +51,11 @@ def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piec
         if report.phase != phase or report.kept is None:
             continue
         made = owned(report.kept, {r.id: r for r in report.ops})
+        host = observe.device_of(report.kept) == HOST
         for k, seconds in enumerate(observe.seconds(report.kept, rounds)):
             records = made.get(k)
+            if records is None and not host:  # only the host has something to do for a view
+                continue
             lines = tuple(sorted({r.source for r in records or () if r.source}))
             name = "views" if records is None else label(report.kept.plan.instructions[k], report.kept)
             piece = found.setdefault((name, lines), Piece(name, lines, 0.0, 0))

@@ -14,7 +14,7 @@ import torch
 
 from fusewright import accuracy, ops
 from fusewright.errors import BackendContractError
-from fusewright.interface import Backend, Dim, Fragment, OpView, Region, TensorSpec, Value
+from fusewright.interface import HOST, Backend, Dim, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.ops import oracle
 from fusewright.ops.core import unbind
 from fusewright.plan.build import Plan, call_of, operator_of
@@ -166,7 +166,8 @@ def evaluated(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
     if row is None:
         return called(op, env)
     bound = {name: _read_view(a, env) for name, a in zip(op.argnames, op.args, strict=True)}
-    return oracle.evaluate(row, *unbind(row.params, bound))
+    with torch.device(next((v.spec.device for v in op.outs if v.spec is not None), HOST)):  # where references make tensors
+        return oracle.evaluate(row, *unbind(row.params, bound))
 
 
 def _read(a: Any, env: Mapping[int, Any]) -> Any:
