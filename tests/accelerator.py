@@ -32,7 +32,7 @@ class Far(Null):
 
 
 def pretend(patch: pytest.MonkeyPatch) -> list[str]:
-    """What the accelerator will have been told, in order. An event is 1.5 s behind the one before, and 2 s for each step between."""
+    """What the accelerator will have been told, in order. An event is 1.5 s behind the one before, a step takes 2 s more."""
     told: list[str] = []
 
     class Event:
