@@ -63,23 +63,24 @@ def present(engines: Sequence[Engine] = ENGINES) -> tuple[Engine, ...]:
 
 @dataclass(frozen=True)
 class Product:
-    """x[m, k] @ w[n, k].T of 8 bits, into `out`."""
+    """x[m, k] @ w[n, k].T of 8 bits, into `out`. `adds`: a residual too."""
 
     m: int
     k: int
     n: int
     x: torch.dtype
     out: torch.dtype
+    adds: bool = False
 
     @property
     def key(self) -> str:
         types = "->".join(str(t).removeprefix("torch.") for t in (self.x, self.out))
-        return f"int8 product {types} {self.m}x{self.k}x{self.n}"
+        return f"int8 product {types} {self.m}x{self.k}x{self.n}{' adds' if self.adds else ''}"
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """x[shape] with w[weight], into `out`; strides and padding over two dimensions."""
+    """x[shape] with w[weight], into `out`; strides and padding over two dimensions. `adds`: a residual too."""
 
     shape: tuple[int, ...]
     weight: tuple[int, ...]
@@ -89,12 +90,13 @@ class Convolution:
     groups: int
     x: torch.dtype
     out: torch.dtype
+    adds: bool = False
 
     @property
     def key(self) -> str:
         types = "->".join(str(t).removeprefix("torch.") for t in (self.x, self.out))
         parts = (self.shape, self.weight, self.stride, self.padding, self.dilation)
-        return f"int8 conv {types} {' '.join('x'.join(map(str, p)) for p in parts)} {self.groups}"
+        return f"int8 conv {types} {' '.join('x'.join(map(str, p)) for p in parts)} {self.groups}{' adds' if self.adds else ''}"
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ class Dynamic:
         return f"int8 dynamic {self.rule} {str(self.x).removeprefix('torch.')} {self.m}x{self.k}x{self.n}"
 
 
-def fastest(ctx: CompileContext, shape: Product | Convolution | Dynamic) -> str:
-    """The name of the engine that is fastest for a shape."""
-    there = present()
-    make: Callable[[Engine, Any], Callable[[], Thunk]] = _MAKERS[type(shape)]
+def fastest(ctx: CompileContext, shape: Product | Convolution | Dynamic, among: Sequence[Engine] | None = None) -> str:
+    """The name of the engine that is fastest for a shape: of those that are there, or of `among`."""
+    there = present() if among is None else among
+    make: Callable[[Engine, Any], Callable[[], Thunk]] = MAKERS[type(shape)]
     wanted = str(ctx.options.get("engine", "auto"))
     if any(e.name == wanted for e in there):
         return wanted
@@ -128,8 +130,19 @@ def _operator(target: str) -> Callable[..., torch.Tensor]:
     return getattr(getattr(torch.ops, namespace), rest.partition(".")[0])
 
 
-def _after(out: torch.dtype) -> tuple[object, ...]:
-    return None, 1.0, 0, "none", (), out, 0.1, 3, 0 if out is torch.uint8 else -128, 255 if out is torch.uint8 else 127
+def _after(out: torch.dtype, residual: torch.Tensor | None = None) -> tuple[object, ...]:
+    if out.is_floating_point:
+        return residual, 1.0, 0, "none", (), out, 1.0, 0, 0, 0
+    low, high = (0, 255) if out is torch.uint8 else (-128, 127)
+    return residual, 1.0, 0, "none", (), out, 0.1, 3, low, high
+
+
+def _with_residual(e: Engine, run: Callable[..., torch.Tensor], out: torch.dtype, given: Sequence[Any]) -> Thunk:
+    """A call that adds a residual, by the engine or behind it: there a loop kernel reads floats and stores what is wanted."""
+    y = run(*given, *_after(torch.float32))
+    if e.residual:
+        return lambda: run(*given, *_after(out, y.to(out)))
+    return lambda: torch.add(run(*given, *_after(torch.float32)), y).to(out)
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -142,7 +155,8 @@ def _linear(e: Engine, p: Product) -> Callable[[], Thunk]:
         x, scale, bias = _bytes((p.m, p.k), p.x), torch.full((n,), 0.01), torch.zeros(n)
         packed = _operator(e.pack_linear)(_bytes((n, p.k), torch.int8))
         run = _operator(e.linear)
-        return lambda: run(x, packed, scale, bias, 0.1, 3, *_after(p.out))
+        given = (x, packed, scale, bias, 0.1, 3)
+        return _with_residual(e, run, p.out, given) if p.adds else lambda: run(*given, *_after(p.out))
 
     return make
 
@@ -187,12 +201,13 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
         weight = _bytes(c.weight, torch.int8)
         rest = (c.groups,) if e.name == "core" else (scale, 0.1, 3, *geometry)
         packed, run = _operator(e.pack_conv)(weight, *rest), _operator(e.conv)
-        return lambda: run(x, packed, scale, None, 0.1, 3, c.weight[2:], *geometry, *_after(c.out))
+        given = (x, packed, scale, None, 0.1, 3, c.weight[2:], *geometry)
+        return _with_residual(e, run, c.out, given) if c.adds else lambda: run(*given, *_after(c.out))
 
     return make
 
 
-_MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
+MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
     Product: _linear,
     Convolution: _conv,
     Dynamic: _dynamic,
@@ -209,4 +224,4 @@ def bare(op: str, sizes: Sequence[Any]) -> dict[str, Thunk]:
         x, w, stride, groups = sizes
         edges = (stride, stride), (w[2] // 2, w[3] // 2), (1, 1)
         shape = Convolution(tuple(x), tuple(w), *edges, groups, torch.uint8, torch.uint8)
-    return {e.name: _MAKERS[type(shape)](e, shape)() for e in present()}
+    return {e.name: MAKERS[type(shape)](e, shape)() for e in present()}

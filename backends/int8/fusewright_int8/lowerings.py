@@ -22,7 +22,7 @@ from fusewright.toolkit.region.quantized import (
     weight_of,
 )
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_int8.engines import ENGINES, Convolution, Engine, Product, fastest
+from fusewright_int8.engines import ENGINES, Convolution, Engine, Product, fastest, present
 from fusewright_int8.operators import name
 from fusewright_int8.run.native import MOST_K
 
@@ -168,8 +168,8 @@ def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]
     return tuple(found[d] for d in range(spec.rank))
 
 
-def _takes(e: Engine, m: Match, b: Builder) -> bool:
-    """Whether an engine computes the whole match."""
+def _takes(e: Engine, m: Match) -> bool:
+    """Whether an engine can quantize as the match does."""
     target = target_of(m.get("quantize"))
     if target is None or e.limits:
         return True
@@ -178,7 +178,14 @@ def _takes(e: Engine, m: Match, b: Builder) -> bool:
 
 
 def _pays(e: Engine, m: Match, b: Builder) -> bool:
-    return _takes(e, m, b) and fastest(b.ctx, shape_of(m, b)) == e.name
+    """Whether this engine takes the match. Each is asked with what it takes in, so with a shape of its own: the last one that
+    can take what the others left does, or nobody would."""
+    wanted, able = b.ctx.options.get("engine", "auto"), [o for o in present() if _takes(o, m)]
+    if e not in able:
+        return False
+    if wanted == "auto" and e == able[-1]:
+        return True
+    return fastest(b.ctx, shape_of(m, b), able) == e.name
 
 
 def shape_of(m: Match, b: Builder) -> Product | Convolution:
@@ -186,7 +193,7 @@ def shape_of(m: Match, b: Builder) -> Product | Convolution:
     op, x, w = m.anchor, static_input(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
     assert x is not None and w is not None
     xs, ws = (tuple(map(hint, spec_of(v).shape)) for v in (x.value, w.value))
-    types = spec_of(x.value).dtype, spec_of(m.out).dtype
+    types = spec_of(x.value).dtype, spec_of(m.out).dtype, residual_of(m) is not None
     if op.op == "linear":
         rows = spec_of(x.value).numel_hint() // max(xs[-1], 1)
         return Product(rows, ws[1], ws[0], *types)

@@ -169,7 +169,7 @@ def models(
     backend: str, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
     floats: str = "fusewright", inductor: bool = True,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each model: ours in fp32 and bf16, static and dynamic int8 by ours and by Inductor."""
+    """A row for each model: ours in fp32 and bf16; of each, static and dynamic int8 by ours, of the first by Inductor too."""
     by = quantization_of(backend)
     for name in names:
         torch.compiler.reset()
@@ -178,19 +178,19 @@ def models(
         for dtype in ("fp32", "bf16"):
             built = suite.build(name, size, dtype)
             assert built.module is not None
-            model = built.module.eval()
-            compiled = torch.compile(model, backend=floats)
+            compiled = torch.compile(built.module.eval(), backend=floats)
             contenders[dtype] = _no_grad(compiled, *built.args, **built.kwargs)
-        built = suite.build(name, size, "fp32")
-        assert built.module is not None
-        inputs = [dict(built.kwargs) if built.kwargs and not built.args else built.args]
-        for recipe in ("static", "dynamic"):
-            quantized = by.quantize(built.module.eval(), inputs, recipe, keep=(), dynamic_batch=False)
-            fast = torch.compile(quantized, backend=backend)
-            contenders[f"int8 {recipe}"] = _no_grad(fast, *built.args, **built.kwargs)
-            if inductor:
-                theirs = torch.compile(quantized, backend="inductor", options={"freezing": True})
-                contenders[f"inductor {recipe}"] = _no_grad(theirs, *built.args, **built.kwargs)
+        for dtype in ("fp32", "bf16"):
+            built = suite.build(name, size, dtype)
+            assert built.module is not None
+            inputs, around = [dict(built.kwargs) if built.kwargs and not built.args else built.args], dtype == "bf16"
+            for recipe in ("static", "dynamic"):
+                quantized = by.quantize(built.module.eval(), inputs, recipe, keep=(), dynamic_batch=False)
+                fast = torch.compile(quantized, backend=backend)
+                contenders[f"int8 {recipe}{', bf16 around' * around}"] = _no_grad(fast, *built.args, **built.kwargs)
+                if inductor and not around:
+                    theirs = torch.compile(quantized, backend="inductor", options={"freezing": True})
+                    contenders[f"inductor {recipe}"] = _no_grad(theirs, *built.args, **built.kwargs)
         yield interleaved(name, contenders, seconds)
 
 

@@ -52,7 +52,7 @@ def test_each_engine_of_ours_has_a_bare_call() -> None:
 def test_the_command_prints_a_row_for_a_model() -> None:
     done = CliRunner().invoke(app, ["bench", "--int8", "distilbert", "--size", "small", "--seconds", "0.2", "--against", ""])
     assert done.exit_code == 0, done.output
-    assert all(f"{who} " in done.output for who in ("fp32", "bf16", "int8 static", "int8 dynamic"))
+    assert all(f"{who} " in done.output for who in ("fp32", "bf16", "int8 static", "int8 dynamic, bf16 around"))
 
 
 def test_the_quantize_command_tells_each_layer(tmp_path: pytest.TempPathFactory) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fusewright.interface import Value
+from fusewright.interface import Fragment, Value
+from fusewright_int8.backend import X86Int8
+from fusewright_int8.engines import MAKERS, Convolution, Product, present
 from fusewright_int8.run.native import MOST_K
 from tests.backends.int8.common import (
     BF16,
+    DEVICE,
     ENGINES,
     F32,
     I8,
@@ -28,7 +33,7 @@ from tests.backends.int8.common import (
     same_levels,
     weight,
 )
-from tests.fragments import Sketch
+from tests.fragments import Context, Sketch
 
 CALL = {"core": "fusewright_int8::{}", "onednn": "fusewright_int8::{}_onednn"}
 
@@ -210,6 +215,37 @@ def test_a_residual_block_is_two_calls() -> None:
     assert calls(fragment) == ["fusewright_int8::conv"] * 2
     (ours,) = g.run(fragment, [out])
     assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
+
+
+@needs_core
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_product_for_which_each_engine_prefers_the_other_is_int8_all_the_same(adds: bool) -> None:
+    """Each is asked with what it takes in: our core with the residual, oneDNN without."""
+
+    def the_other(key: str, candidates: Sequence[str]) -> str:
+        return "onednn" if "adds" in key or "->uint8" in key else "core"
+
+    g = Sketch()
+    x = quantized_input((1, 16, 6, 6), U8, channels_last=True)
+    held, (w, _) = dequantize(g, g.input(x), 0.05, 0), weight(g, _int8(16, 16, 3, 3))
+    y = g.op("conv", held, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    out = quantize(g, g.op("relu", g.op("add", y, held) if adds else y), 2.0, 0, U8)
+    g.temporaries.clear()
+    ctx = Context(dict(X86Int8.options), DEVICE, the_other, specs=g.temporaries)
+    fragment = X86Int8(DEVICE).compile(g.region([out]), ctx)
+    assert isinstance(fragment, Fragment)
+    assert "fusewright_int8::conv_onednn" in calls(fragment)
+    (ours,) = g.run(fragment, [out])
+    assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("out", [U8, I8, F32, BF16])
+def test_every_engine_can_be_measured_for_every_result(out: torch.dtype, adds: bool) -> None:
+    conv = Convolution((1, 8, 6, 6), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1, U8, out, adds)
+    for shape in (Product(4, 32, 16, U8, out, adds), conv):
+        for e in present():
+            assert MAKERS[type(shape)](e, shape)()().dtype == out
 
 
 # -- what stays in floats
