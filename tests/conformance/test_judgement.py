@@ -9,7 +9,7 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.conformance import models, trained
 from fusewright.conformance.jobs import levels
-from fusewright.conformance.ops import calls, opinfo, opset
+from fusewright.conformance.ops import calls, judge, opinfo, opset
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.settings import Settings
 from fusewright.interface import HOST
@@ -101,3 +101,16 @@ def test_a_half_type_that_overflows_between_eagers_ops_is_judged_by_the_exact_re
 def test_places_of_a_storage_are_eagers_in_every_layout() -> None:
     found = {c.name: c.verdict for c in opset.check("as_strided_scatter", Settings("x86_onednn", dtypes=("int64",)))}
     assert found["as_strided_scatter int64 gapped 0"] is opset.Verdict.LOWERED_OK
+
+
+def test_where_an_infinity_meets_padding_is_what_eager_gives_in_either_type() -> None:
+    """A weight's gradient: of bf16 eager multiplies it by the zeros, in fp32 it skips them; nothing else may be finite there."""
+    eager = torch.tensor([torch.nan, torch.nan, 1.0]).bfloat16()
+    exact, wide = eager.double(), torch.tensor([torch.nan, 2.0, 1.0])
+    said = [judge.difference(wide.bfloat16(), eager, exact, wide=lambda w=w: w) for w in (wide, eager.float(), None)]
+    assert not said[0] and "NaN" in said[1] and "NaN" in said[2]
+    assert judge.difference(torch.tensor([torch.nan, 2.0, torch.inf]).bfloat16(), eager, exact, wide=lambda: wide)
+    found = {
+        c.name: c.verdict for c in opset.check("conv_backward", Settings("graviton_acl", True, dtypes=("bfloat16",)))
+    }
+    assert found["conv_backward bfloat16 not finite 0"] is opset.Verdict.LOWERED_OK
