@@ -1,4 +1,4 @@
-"""Ten backends with one bug each, on top of the reference interpreter: what the conformance kit must catch."""
+"""Backends with one bug each, on top of the reference interpreter: what the conformance kit must catch."""
 
 from __future__ import annotations
 
@@ -128,6 +128,64 @@ class WrongRounding(Mutant):
         return bits.view(torch.float32).to(torch.bfloat16)
 
 
+class LostSign(Mutant):
+    """A difference from zero, which has no negative zero."""
+
+    name, op = "lost_sign", "neg"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return 0 - inputs[0]  # type: ignore[no-any-return]
+
+
+class LostDigits(Mutant):
+    """The formula of the textbook: near zero, 1 + x keeps few digits of x."""
+
+    name, op = "lost_digits", "expm1"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        return inputs[0].exp() - 1  # type: ignore[no-any-return]
+
+
+class Overflow(Mutant):
+    """A softmax of numbers that it takes to be small."""
+
+    name, op = "overflow", "softmax"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        e = inputs[0].exp()
+        return e / e.sum(op.arg("dim"), keepdim=True)  # type: ignore[no-any-return]
+
+
+class IntegersAsFloats(Mutant):
+    """Products of int64 in a device's only wide type."""
+
+    name, op = "integers_as_floats", "mul"
+
+    def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
+        if result.dtype is not torch.int64 or len(inputs) != 2:
+            return result
+        return (inputs[0].double() * inputs[1].double()).to(torch.int64)  # type: ignore[no-any-return]
+
+
+class ReusedMemory(Mutant):
+    """Each call writes its result to where the last one's is."""
+
+    name, op = "reused_memory", "exp"
+
+    def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        right = super().compile(region, ctx)
+        assert isinstance(right, Opaque)
+        if region.ops[0].op != self.op:
+            return right
+        kept: dict[Any, Tensor] = {}
+
+        def run(*inputs: Any) -> Sequence[Tensor]:
+            (result,) = right.fn(*inputs)
+            return (kept.setdefault((result.shape, result.stride()), result).copy_(result),)
+
+        return Opaque(run)
+
+
 class FingerprintOfOneProcess(Mutant):
     name = "fingerprint_of_one_process"
 
@@ -143,9 +201,3 @@ class Crashing(Mutant):
     def change(self, op: OpView, inputs: Sequence[Any], result: Tensor) -> Tensor:
         os.kill(os.getpid(), 11)
         return result
-
-
-MUTANTS = (
-    WrongStride, WrongDtype, SwappedOperands, MissingMask, OffByOne, StaleConstant, AliasingOutput, DroppedNaN, WrongRounding,
-    FingerprintOfOneProcess, Crashing,
-)  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.conformance import models, trained
 from fusewright.conformance.jobs import levels
-from fusewright.conformance.ops import calls, judge, opinfo, opset
+from fusewright.conformance.ops import calls, judge, opinfo, opset, variants
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.settings import Settings
 from fusewright.interface import HOST
@@ -20,8 +20,8 @@ BASE = torch.arange(24.0).view(4, 6)
 TENSORS = {
     "dense": BASE,
     "transposed": BASE.t(),
-    "gapped": opset.gapped(BASE),
-    "expanded": opset.expanded(BASE),
+    "gapped": variants.gapped(BASE),
+    "expanded": variants.expanded(BASE),
     "in the middle": BASE[1:, 2:4],
     "empty": BASE[:0],
     "a number": BASE[2, 3],
@@ -40,7 +40,7 @@ def test_a_placed_tensor_lies_as_the_first_one(name: str) -> None:
 
 def trial(row: str, *args: Tensor) -> opset._Trial:
     settings = Settings("fusewright_null", dtypes=("int64",))
-    variant = next(v for v in opset.VARIANTS if v.name == "expanded")
+    variant = next(v for v in variants.VARIANTS if v.name == "expanded")
     return opset._Trial(ops.OPS[row], CASES[row][0], torch.int64, variant, settings, settings.make(), list(args), {})
 
 

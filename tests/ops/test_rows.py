@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.conformance.ops.calls import UNDEFINED, arguments, dtypes_of, with_tensors
+from fusewright.conformance.ops.calls import UNDEFINED, arguments, dtypes_of, mapped, with_tensors
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.ops.samples import F32, FLOATS, Case, NotFinite
 from fusewright.ops import Kind, Op, rules
@@ -92,6 +92,16 @@ def test_decomposition_agrees(op: Op, dtype: torch.dtype, case: Case) -> None:
         if d is not None:
             assert got is not None and want is not None and got.dtype == d
             _close(got, want, dtype)
+
+
+@pytest.mark.parametrize("op", COMPOSITES, ids=lambda op: op.name)
+def test_a_decomposition_stays_on_the_device_of_its_tensors(op: Op) -> None:
+    assert op.decompose is not None
+    for case in CASES[op.name]:
+        args, kwargs = arguments(op, case, F32)
+        given, named = mapped([args, list(kwargs.values())], lambda t: t.to("meta"))
+        outs = flat(op.decompose(*given, **dict(zip(kwargs, named, strict=True))))
+        assert {o.device.type for o in outs if o is not None} == {"meta"}
 
 
 @pytest.mark.parametrize("op", COMPOSITES, ids=lambda op: op.name)

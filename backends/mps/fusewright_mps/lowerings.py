@@ -10,8 +10,9 @@ from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Verdict, Why
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.lower.tables import RULES
+from fusewright.toolkit.region.graph import Claim
 from fusewright_mps.select import attention, packed, products, quantized
-from fusewright_mps.select.calls import FLOATS, OpCode, by_rows
+from fusewright_mps.select.calls import FLOATS, Calls, OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 """Calls that differ from torch's own."""
@@ -20,6 +21,20 @@ LOWERINGS.add("linear", dtypes=FLOATS, when=products.reason)(by_rows((quantized.
 LOWERINGS.add("mm", dtypes=FLOATS)(by_rows((quantized.INT8,)))
 LOWERINGS.add(*packed.OPS, dtypes=FLOATS, when=packed.reason)(by_rows((packed.PACKED,)))
 LOWERINGS.add("sdpa", when=attention.reason)(by_rows((attention.DECODE,)))
+
+IN_DOUBLES = {"arange": "call, integers: kernel", "linspace": "call"}
+"""Rows whose kernels compute the places of floats in fp64, as eager does elsewhere: of floats they are torch's own call."""
+
+
+def _in_integers(op: OpView) -> str | None:
+    """Why a row of `IN_DOUBLES` is not left to torch."""
+    return None if any(s.dtype.is_floating_point for s in _specs(op)) else "integers have kernels"
+
+
+@LOWERINGS.add(*sorted(IN_DOUBLES), dynamic=True, when=_in_integers)
+def _torchs_own(op: OpView, c: Calls) -> Claim:
+    return Claim((op,), op, lambda c: c.b.append(c.ctx.aten(op)), "torch's own call on MPS")
+
 
 REFUSED: dict[torch.dtype, str] = {
     torch.float64: "Metal has no 64-bit floats",
@@ -52,9 +67,10 @@ def refused(op: OpView) -> str | None:
 
 
 def carried(op: OpView, verdict: Verdict) -> Verdict:
-    """A row that no kernel computes as torch's own call, where MPS has one; `verdict` says why no kernel does."""
+    """A row that no kernel computes as torch's own call, where MPS has one; `verdict` is what rules of kernels say of it."""
     reasons = (Why.NO_LOWERING, Why.ATTR) if op.op in RULES else (Why.NO_LOWERING, Why.ATTR, Why.DTYPE)
-    if verdict or verdict.why not in reasons or op.op not in ops.OPS:
+    doubles = op.op in IN_DOUBLES and _in_integers(op) is None
+    if not doubles and (verdict or verdict.why not in reasons or op.op not in ops.OPS):
         return verdict
     if op.op in WITHOUT_CALL:
         return Verdict(Why.NO_LOWERING, WITHOUT_CALL[op.op])
@@ -64,6 +80,8 @@ def carried(op: OpView, verdict: Verdict) -> Verdict:
 def computed_by(row: str) -> str:
     """What computes a row of the opset on MPS, at the best: "kernel" (Metal), "call" (torch's own on MPS, inside of regions), or ""
     for what neither does."""
+    if row in IN_DOUBLES:
+        return IN_DOUBLES[row]
     if row in RULES:
         return "kernel"
     if row in WITHOUT_CALL or row in CPU_ATTENTION:

@@ -10,35 +10,58 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 HOSTS = ("torch", "fusewright")
 """Distributions that every backend stands on; what they require is there too."""
+FAMILY = "fusewright"
+"""What its packages' names begin with, of modules and of distributions."""
 
 
-class Missing(MetaPathFinder):
-    """Refuses modules of every distribution that is not allowed, as if it were not installed."""
+class Missing:
+    """Hides modules of every distribution that is not allowed, as if it were not installed: for imports, and for who asks
+    `find_spec` first, as torch does before it registers Triton's kernels."""
 
     def __init__(self, allowed: frozenset[str]) -> None:
         self.allowed = allowed
         self.refused: set[str] = set()
         self.on = True
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def install(self) -> None:
+        """Stand before every finder there is."""
+        sys.meta_path[:] = [_Finder(f, self) for f in sys.meta_path]
+
+    def hides(self, name: str) -> bool:
         top = name.partition(".")[0]
-        if not self.on or name in sys.modules or top in self.allowed or top.startswith("fusewright"):
-            return None
+        if not self.on or name in sys.modules or top in self.allowed or top.startswith(FAMILY):
+            return False
         self.refused.add(top)
-        raise ModuleNotFoundError(f"No module named {name!r} (hidden by the conformance kit)", name=name)
+        return True
+
+
+class _Finder:
+    """A finder of `sys.meta_path` that finds nothing hidden."""
+
+    def __init__(self, finder: Any, missing: Missing) -> None:
+        self._finder, self._missing = finder, missing
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if self._missing.hides(name):
+            return None
+        found: ModuleSpec | None = self._finder.find_spec(name, path, target)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
 
 
 def allowed(own: str) -> frozenset[str]:
     """Top-level modules that are no vendor's: the standard library, what is loaded with torch and the host, what these two
-    require, and the backend's own package. (The family's own are always allowed.)"""
-    required = {d for host in HOSTS for d in _required(host)}
+    and the family's packages under the backend's require, and the backend's own package. (The family's are always allowed.)"""
     tops = importlib.metadata.packages_distributions()
+    below = {r for d in tops.get(own, ()) for r in _direct(d) if _canonical(r).startswith(FAMILY)}
+    required = {d for host in (*HOSTS, *below) for d in _required(host)}
     known = {top for top, dists in tops.items() if any(_canonical(d) in required for d in dists)}
     loaded = {name.partition(".")[0] for name in sys.modules}
     return frozenset({*sys.stdlib_module_names, *known, *loaded, own})
@@ -55,13 +78,18 @@ def _required(name: str, seen: set[str] | None = None) -> Iterator[str]:
         return
     seen.add(_canonical(name))
     yield _canonical(name)
+    for r in _direct(name):
+        yield from _required(r, seen)
+
+
+def _direct(name: str) -> list[str]:
+    """What a distribution requires itself, without extras and what builds of torch bring; nothing where it is not installed."""
     try:
         requires = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
-        return
-    for r in requires:
-        if "extra ==" not in r and not re.match(r"triton\b|nvidia", r):
-            yield from _required(re.split(r"[^\w.-]", r, maxsplit=1)[0], seen)
+        return []
+    kept = (r for r in requires if "extra ==" not in r and not re.match(r"triton\b|nvidia", r))
+    return [re.split(r"[^\w.-]", r, maxsplit=1)[0] for r in kept]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     from fusewright.conformance.settings import Settings
 
     finder = Missing(allowed(value.partition(":")[0].partition(".")[0]))
-    sys.meta_path.insert(0, finder)
+    finder.install()
     info = registry.info(name)
     found = {"import": "", "probe": "", "fingerprint": ""}
     if info.cls is None:

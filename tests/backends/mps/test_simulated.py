@@ -175,6 +175,23 @@ def test_what_metal_cannot_print_is_given_back() -> None:
 # ---------------------------------------------------------------- the validation script of a Mac
 
 
+def test_places_of_floats_are_torchs_own_call_and_their_readers_are_lowered() -> None:
+    """Kernels compute them in fp64, which Metal does not have: claimed, they took their readers to eager with them."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (
+            x * 100 ** (torch.arange(x.shape[0]).float() / 9) + torch.arange(0.5, 9) - torch.linspace(0, 1, x.shape[0])
+        )
+
+    x = torch.randn(9)
+    with report.recording() as reports:
+        got = torch.compile(fn, backend="apple_mps", options=STRICT)(x.requires_grad_())
+    torch.testing.assert_close(got, fn(x))
+    found = {o.op: o.where for o in reports[0].ops}
+    assert found.pop("arange") == found.pop("linspace") == "carried"
+    assert set(found.values()) == {"lowered"}, found
+
+
 def test_the_validation_script_runs_dry(tmp_path: Path) -> None:
     out = tmp_path / "mps.json"
     code = mps_check.main(["--simulate", "--entries", "^(softmax|sort)$", "--models", "", "--json", str(out)])

@@ -12,18 +12,23 @@ FLOOR = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1.01, torch.float
 
 
 def difference(
-    got: Tensor, eager: Tensor, exact: Tensor, bits: bool = False, wide: Callable[[], Tensor | None] = lambda: None
-) -> str:
+    got: Tensor, eager: Tensor, exact: Tensor, bits: bool = False, signs: bool = False, relative: bool = False,
+    wide: Callable[[], Tensor | None] = lambda: None,
+) -> str:  # fmt: skip
     """Why `got` is wrong, or "". Floats may be off by twice eager's error (against `exact`, fp64) and a few units in the last
-    place; NaN and Inf are where eager or the exact result has them, or `wide`, eager's result of half-type numbers in fp32.
-    Everything else is equal, and with `bits` so are floats."""
+    place, of the largest value or with `relative` of each; NaN and Inf are where eager or the exact result has them, or `wide`,
+    eager's result of half-type numbers in fp32. Everything else is equal, with `bits` floats are, with `signs` zeros too."""
     if (got.dtype, got.shape, strides(got)) != (eager.dtype, eager.shape, strides(eager)):
         return f"{told(got)}, eager has {told(eager)}"
     if got.numel() == 0 or _equal(got, eager):
-        return ""
+        return "a zero of the other sign than eager's" if signs and _other_zeros(got, eager) else ""
     if bits or not got.is_floating_point():
         return f"{int((got != eager).sum())} of {got.numel()} elements differ from eager's, which are exact"
-    return _odd(got, eager, exact, wide) or _off(got, eager, exact)
+    return _odd(got, eager, exact, wide) or (_off_each if relative else _off)(got, eager, exact)
+
+
+def _other_zeros(got: Tensor, eager: Tensor) -> bool:
+    return got.is_floating_point() and bool(((got.signbit() != eager.signbit()) & (eager == 0)).any())
 
 
 def told(t: Tensor) -> str:
@@ -67,3 +72,14 @@ def _off(got: Tensor, eager: Tensor, exact: Tensor) -> str:
     allowed = 2 * (eager.double() - exact)[fine].abs().max() + FLOOR[got.dtype] * torch.finfo(got.dtype).eps * size
     worst = (got.double() - exact)[fine].abs().max()
     return "" if worst <= allowed else f"off by {float(worst):.3g}, allowed is {float(allowed):.3g}"
+
+
+def _off_each(got: Tensor, eager: Tensor, exact: Tensor) -> str:
+    """`_off` with each element's own size."""
+    fine = torch.isfinite(exact) & torch.isfinite(eager)
+    info, size = torch.finfo(got.dtype), exact[fine].abs().clamp(min=torch.finfo(got.dtype).tiny)
+    eagers, ours = ((t.double() - exact)[fine].abs() / size for t in (eager, got))
+    if not ours.numel():
+        return ""
+    allowed, worst = 2 * eagers.max() + FLOOR[got.dtype] * info.eps, ours.max()
+    return "" if worst <= allowed else f"off by {float(worst):.3g} of a value, allowed is {float(allowed):.3g}"

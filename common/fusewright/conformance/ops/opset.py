@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch.fx import Node
 from fusewright import _torch_compat as compat
 from fusewright import ops, pipeline, report
 from fusewright.conformance.ops import calls
-from fusewright.conformance.ops.calls import Arguments, arguments, traced, valid
+from fusewright.conformance.ops.calls import arguments, traced, valid
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.ops.judge import difference
 from fusewright.conformance.ops.samples import Case, NotFinite
+from fusewright.conformance.ops.variants import VARIANTS, Variant, odd
 from fusewright.conformance.settings import Settings
 from fusewright.conformance.verdicts import Check, Verdict
 from fusewright.interface import HOST, Backend, Why
@@ -27,81 +27,6 @@ from fusewright.ops import Kind, Op, rules
 from fusewright.ops.oracle import evaluate, flat
 
 LEVEL = "C2"
-
-Change = Callable[[Op, Case, torch.dtype], Arguments]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to call a sample. `first`: only the first sample of a row, `weights`: its weights are constants, and change."""
-
-    name: str
-    make: Change
-    symbolic: bool = False
-    first: bool = True
-    weights: bool = False
-
-
-def _plain(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-    return arguments(op, case, dtype)
-
-
-def _sized(size: Callable[[int], int]) -> Change:
-    return lambda op, case, dtype: arguments(op, calls.resized(case, size), dtype)
-
-
-def _laid_out(layout: Callable[[Tensor], Tensor]) -> Change:
-    def make(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-        args, kwargs = arguments(op, case, dtype)
-        return calls.mapped(args, lambda t: layout(t) if t.layout is torch.strided and t.dim() else t), kwargs
-
-    return make
-
-
-def transposed(t: Tensor) -> Tensor:
-    """The same values with the dimensions in the opposite order in memory."""
-    order = tuple(reversed(range(t.dim())))
-    return t.permute(order).contiguous().permute(order)
-
-
-def gapped(t: Tensor) -> Tensor:
-    """The same values in every second element of memory, from the second on."""
-    memory = torch.zeros(*t.shape[:-1], 2 * t.shape[-1] + 1, dtype=t.dtype, device=t.device)
-    return memory[..., 1::2].copy_(t)
-
-
-def expanded(t: Tensor) -> Tensor:
-    """The first row again and again, without memory of its own."""
-    return t[:1].expand(t.shape)
-
-
-ODD = (math.nan, math.inf, -math.inf, -0.0)
-
-
-def _odd(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-    """NaN, infinities and a negative zero in the first floating tensor."""
-    args, kwargs = arguments(op, case, dtype)
-    first = next(
-        (t for t in rules.tensors(args) if t.is_floating_point() and t.is_contiguous() and t.numel() > 4), None
-    )
-    if first is None or op.kind is Kind.RANDOM:
-        raise NotFinite
-    first.view(-1)[torch.arange(4) * (first.numel() // 4)] = torch.tensor(ODD, dtype=first.dtype)
-    return args, kwargs
-
-
-VARIANTS = (
-    Variant("static", _plain, first=False, weights=True),
-    Variant("dynamic", _plain, symbolic=True, first=False),
-    Variant("large", _sized(lambda n: 16 * n + 5 if n > 1 else n)),
-    Variant("transposed", _laid_out(transposed)),
-    Variant("gapped", _laid_out(gapped)),
-    Variant("expanded", _laid_out(expanded)),
-    Variant("empty", _sized(lambda n: 0 if n == 3 else n)),
-    Variant("ones", _sized(lambda n: 1)),
-    Variant("not finite", _odd),
-)
-"""What is tried with each row and dtype. What eager refuses of it is left out."""
 
 EXACT = frozenset(
     "cast clone copy where masked_fill masked_fill_tensor neg abs sign sgn round floor ceil trunc relu maximum minimum clamp "
@@ -111,6 +36,11 @@ EXACT = frozenset(
 """Rows that round nothing, or round once by a rule: their bits are eager's."""
 EXACT_KINDS = (Kind.VIEW, Kind.GATHER, Kind.RANDOM, Kind.CREATION)
 APPROXIMATE = frozenset(("linspace", "logspace"))
+CHOOSING = frozenset(
+    "relu maximum minimum clamp clamp_tensor threshold amax amin max_with_indices min_with_indices sort topk cummax max_pool2d "
+    "fmax fmin".split()
+)
+"""Exact rows that may give either of two equal zeros."""
 
 FAR = 0.05
 """Of the largest value: what eager's error may be before its result counts as undefined."""
@@ -201,6 +131,8 @@ class _Trial:
     args: list[Any]
     kwargs: dict[str, Any]
     device: str = field(init=False)
+    given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Results of calls, and their values when they were given."""
 
     def __post_init__(self) -> None:
         self.device = self.settings.tensors_on()
@@ -221,7 +153,7 @@ def _judged(t: _Trial) -> tuple[Verdict, str]:
     const: frozenset[Node] = frozenset(holders[i] for i in weights)
     with report.recording() as reports:
         run = pipeline.compile_graph(t.backend, t.settings.options(), gm, "infer", const, "direct")
-        wrong = _differs(t, run, t.args) or _again(t, run, gm, weights)
+        wrong = _differs(t, run, t.args) or _again(t, run, gm, weights) or _changed(t)
     found = reports[-1]
     if bugs := [b for r in reports for b in r.bugs]:
         return Verdict.ERROR, "; ".join(bugs)[:300]
@@ -271,6 +203,11 @@ def _again(t: _Trial, run: Any, gm: Any, weights: Sequence[int]) -> str:
     return _differs(t, run, calls.with_tensors(args, iter(mixed)), "second call: ")
 
 
+def _changed(t: _Trial) -> str:
+    """Whether a later call wrote over what an earlier one gave."""
+    return "" if all(same(result, then) for result, then in t.given) else "a later call changed an earlier result"
+
+
 def _differs(t: _Trial, run: Any, args: list[Any], where: str = "") -> str:
     """What is wrong with one call of the compiled graph, or ""."""
     torch.manual_seed(0)
@@ -281,6 +218,7 @@ def _differs(t: _Trial, run: Any, args: list[Any], where: str = "") -> str:
     before = [x.clone() for x in seen]
     torch.manual_seed(0)
     got = list(run(list(ours)))
+    t.given += [(g, calls.copied(g)) for g in got if g.layout is torch.strided]
     if any(not same(a, b) for a, b in zip(seen, before, strict=True)):
         return f"{where}an input was changed"
     aliases = {x.untyped_storage().data_ptr() for x in seen if x.numel()}
@@ -317,7 +255,13 @@ def _results(t: _Trial, args: list[Any], eager: Sequence[Tensor], got: Sequence[
             _defined(t, e, x)
             wanted = _trusted(t, args, k, e, x)
             exactly = x.double() if e.is_floating_point() else wanted
-            yield k, difference(g, wanted, exactly, bits, functools.partial(_in_fp32, t, args, k))
+            signs = bits and t.op.name not in CHOOSING
+            yield (
+                k,
+                difference(
+                    g, wanted, exactly, bits, signs, t.variant.relative, functools.partial(_in_fp32, t, args, k)
+                ),
+            )
 
 
 def _in_fp32(t: _Trial, args: list[Any], k: int) -> Tensor | None:
@@ -346,7 +290,7 @@ def _trusted(t: _Trial, args: list[Any], k: int, eager: Tensor, exact: Tensor) -
 
 def _defined(t: _Trial, eager: Tensor, exact: Tensor) -> None:
     """Raise `Undefined` where eager is far from the exact result."""
-    if not eager.is_floating_point() or eager.shape != exact.shape or t.variant.make is _odd:
+    if not eager.is_floating_point() or eager.shape != exact.shape or t.variant.make is odd:
         return
     fine = exact.isfinite() & (exact.abs() < torch.finfo(eager.dtype).max)
     off, size = (eager.double() - exact)[fine].abs(), exact[fine].abs()

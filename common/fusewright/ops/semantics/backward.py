@@ -217,7 +217,7 @@ def embedding_backward_ref(
         ones = torch.ones_like(at, dtype=rows.dtype)
         rows = rows / torch.index_select(counts.index_add(0, at, ones), 0, at).unsqueeze(1)
     rows = torch.where((at == padding_idx).unsqueeze(1), 0.0, rows)
-    return torch.zeros(num_weights, grad.shape[-1], dtype=grad.dtype).index_add(0, at, rows)
+    return torch.zeros(num_weights, grad.shape[-1], dtype=grad.dtype, device=grad.device).index_add(0, at, rows)
 
 
 def embedding_backward(grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:

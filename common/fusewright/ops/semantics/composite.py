@@ -294,7 +294,7 @@ def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
 def nearest2d_ref(x: Any, output_size: Any, scales_h: float | None = None, scales_w: float | None = None) -> Any:
     def source(n: int, out: int, scale: float | None) -> Any:
         ratio = 1 / scale if scale else n / out
-        return (torch.arange(out) * ratio).floor().to(torch.int64).clamp(max=n - 1)
+        return (torch.arange(out, device=x.device) * ratio).floor().to(torch.int64).clamp(max=n - 1)
 
     rows, cols = source(x.shape[-2], output_size[0], scales_h), source(x.shape[-1], output_size[1], scales_w)
     return x[..., rows[:, None], cols]
