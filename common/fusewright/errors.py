@@ -72,6 +72,12 @@ def printable(words: object) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
+def in_brief(words: object, most: int = 200) -> str:
+    """The first line that says something, at most so long."""
+    first = next((line for line in map(str.strip, str(words).splitlines()) if line), "")
+    return printable(first if len(first) <= most else f"{first[:most]} ...")
+
+
 def counted(n: int, noun: str) -> str:
     """ "1 graph", "2 graphs"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -12,6 +12,7 @@ from rich.text import Text
 from fusewright.bench.cases.kernels import bandwidth, is_kernel
 from fusewright.bench.contenders import EAGER
 from fusewright.bench.stats import geomean, over, speedups
+from fusewright.errors import in_brief
 
 Row = dict[str, Any]
 DETAIL_MODELS = 2
@@ -207,15 +208,15 @@ def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
         where = f"{row['model']} {row['dtype']}"
         for name, entry in row["contenders"].items():
             if entry["status"] != "ok":
-                yield Text(f"! {where}: {name} {entry['status']}: {entry['reason']}", style="yellow")
+                yield Text(f"! {where}: {name} {entry['status']}: {in_brief(entry['reason'])}", style="yellow")
             elif not entry.get("accuracy", {}).get("passed", True):
-                yield Text(f"! {where}: {name} is not accurate: {entry['accuracy']['reason']}", style="red")
+                yield Text(f"! {where}: {name} is not accurate: {in_brief(entry['accuracy']['reason'])}", style="red")
             for note in entry.get("notes", ()):
                 yield Text(f"  {where}: {note}", style="dim")
         for part in ("first_call", "memory"):
             for name, entry in row.get(part, {}).items():
                 if "reason" in entry:
-                    yield Text(f"! {where}: {part.replace('_', ' ')} of {name}: {entry['reason']}", style="yellow")
+                    yield Text(f"! {where}: {part.replace('_', ' ')} of {name}: {in_brief(entry['reason'])}", style="yellow")
         if row.get("disturbed_rounds"):
             rounds = row["disturbed_rounds"]
             yield Text(f"! {where}: other processes were busy in {rounds} of the rounds counted", style="yellow")

@@ -4,7 +4,6 @@ the exit code.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -23,7 +22,8 @@ from fusewright.bench.device import check_device, default_device
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import ModelFailed, Settings
 from fusewright.bench.suite import SUITE, TRAINABLE, DType
-from fusewright.errors import counted, nearest
+from fusewright.cli.files import Written
+from fusewright.errors import counted, in_brief, nearest
 
 Case = tuple[str, str]
 PIPED = 120
@@ -35,15 +35,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 def _list(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
     return None if value is None else [item.strip() for item in value.split(",") if item.strip()]
-
-
-def _writable(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a file that could not be written when the measuring is done."""
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(value.absolute().parent)!r}")
-    if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"{str(value)!r} cannot be written")
-    return value
 
 
 @click.command()
@@ -65,9 +56,9 @@ def _writable(_context: click.Context, _parameter: click.Parameter, value: Path 
 @click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Timing per model.")
 @click.option("--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="For one compile.")
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of the suite's models.")
-@click.option("--json", "json_file", type=_FILE, callback=_writable, help="Write the document here, row by row.")
+@click.option("--json", "json_file", type=Written(), help="Write the document here, row by row.")
 @click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
-@click.option("--chart", type=_FILE, callback=_writable, help="Draw the comparison here, as SVG; also of what --show reads.")
+@click.option("--chart", type=Written(), help="Draw the comparison here, as SVG; also of what --show reads.")
 @click.option("--show", type=_FILE, help="Print the tables of a saved document, or of its rows by MODEL and --dtype.")
 @click.option("--baseline", type=_FILE, help="Exit with 1 when a speed-up over eager fell against this document.")
 @click.option("--verbose", "-v", is_flag=True, help="A line for each step, on a terminal too.")
@@ -172,9 +163,9 @@ def _int8(
     for _, row in int8.measure(models, size, seconds, ours, against != []):  # type: ignore[arg-type]
         first = next(iter(row.seconds.values()), 0.0)
         cells = [f"{who} {t * 1e3:.3f} ms ({first / t:.2f}x)" for who, t in row.seconds.items()]
-        console.print(f"{row.name}: {', '.join(cells)}", markup=False)
+        console.print(f"{row.name}: {', '.join(cells)}", markup=False, soft_wrap=True)
         for who, why in row.failed.items():
-            console.print(f"  ! {who}: {why}", style="red", markup=False)
+            console.print(f"  ! {who}: {in_brief(why)}", style="red", markup=False, soft_wrap=True)
 
 
 def _console() -> Console:

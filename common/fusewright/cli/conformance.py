@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusewright import registry
+from fusewright.cli.files import Written
 from fusewright.conformance import record
 from fusewright.conformance.coverage import Coverage
 from fusewright.conformance.jobs import levels, run
@@ -67,7 +68,7 @@ def _dtypes(_context: click.Context, _parameter: click.Parameter, value: str) ->
 )
 @click.option("--coverage", "ratchet", type=_FILE, help="Fail when a lowering of this file is lost.")
 @click.option("--renew", is_flag=True, help="Write --coverage instead: what the run had of it, the rest stays.")
-@click.option("--json", "json_file", type=_FILE, help="Write every check to this file.")
+@click.option("--json", "json_file", type=Written(), help="Write every check to this file.")
 @click.option("--verbose", "-v", is_flag=True, help="Print checks that are right too.")
 def conformance(
     names: tuple[str, ...], simulate: bool, wanted: list[str], shard: str, jobs: int, dtypes: tuple[str, ...], samples: int,

@@ -24,6 +24,7 @@ from fusewright.bench.cases import resolve, resolve_step
 from fusewright.bench.device import Clock
 from fusewright.bench.suite import flatten_outputs
 from fusewright.cli import case
+from fusewright.cli.files import Written
 from fusewright.errors import counted
 from fusewright.interface import HOST, Unavailable
 from fusewright.report import GraphReport, OpRecord
@@ -74,7 +75,7 @@ class Explained:
 @click.option("--plan", is_flag=True, help="Print the plan of every graph as the Python function that it is.")
 @click.option("--accuracy", is_flag=True, help="The error against fp64, beside eager's own.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the JSON to this file.")
+@click.option("--output", "-o", type=Written(), help="Write the JSON to this file.")
 def explain(
     model: str, backend: str, device: str | None, dtype: Any, size: Any, train: bool, given: tuple[str, ...], stage: str | None,
     plan: bool, accuracy: bool, as_json: bool, output: Path | None,
@@ -83,8 +84,6 @@ def explain(
     reason and source line, regions, rules and the plan.
     """
     found = case.chosen(model, backend, device, train, given)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(output.absolute().parent)!r}", param_hint="--output")
     explained = run(model, backend, dtype, size, train, found.options, accuracy, found.device)
     if output is not None:
         output.write_text(json.dumps(as_document(explained), indent=1) + "\n")

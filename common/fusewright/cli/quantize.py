@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fusewright import quantization
 from fusewright.bench import suite
+from fusewright.cli.files import Written
 from fusewright.errors import counted
 from fusewright.interface import QuantizationReport
 
@@ -28,7 +29,7 @@ NOISY = 20.0
 @click.option("--report", "with_report", is_flag=True, help="Signal to noise of every layer, the worst first.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the model before it.")
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of a model of the suite.")
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the model here, for torch.export.load.")
+@click.option("--save", type=Written(), help="Write the model here, for fusewright.quantization.load.")
 def quantize(
     model: str, recipe: str, backend: str | None, keep: tuple[str, ...], with_report: bool, dtype: str, size: str, save: Path | None
 ) -> None:
@@ -51,7 +52,8 @@ def quantize(
     if save is not None:
         args, kwargs = (inputs[0], {}) if isinstance(inputs[0], tuple) else ((), inputs[0])
         torch.export.save(torch.export.export(quantized, args, kwargs), save)
-        console.print(f"saved; load it by torch.export.load({str(save)!r}).module(), then torch.compile")
+        loading = f"from fusewright.quantization import load; load({str(save)!r})"
+        console.print(f"saved; load it by `{loading}`, then torch.compile", soft_wrap=True)
 
 
 def _loaded(model: str, dtype: str, size: str) -> tuple[torch.nn.Module, list[Any]]:

@@ -10,16 +10,15 @@ from typing import Any
 import click
 
 from fusewright.cli import case
+from fusewright.cli.files import Written
 from fusewright.report_page import document, page
-
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @click.command()
 @case.arguments
-@click.option("-o", "--output", type=_FILE, required=True, help="The page, one HTML file.")
+@click.option("-o", "--output", type=Written(), required=True, help="The page, one HTML file.")
 @click.option("--inductor/--no-inductor", default=True, show_default=True, help="Inductor's kernels beside ours.")
-@click.option("--json", "json_file", type=_FILE, help="Write the page's data here too.")
+@click.option("--json", "json_file", type=Written(), help="Write the page's data here too.")
 def report(
     model: str, backend: str, device: str | None, dtype: Any, size: Any, train: bool, given: tuple[str, ...], output: Path,
     inductor: bool, json_file: Path | None,
@@ -28,9 +27,6 @@ def report(
     beside eager's and Inductor's, plan and source, the first call by stage, memory, and accuracy by layer.
     """
     chosen = case.chosen(model, backend, device, train, given)
-    for file in filter(None, (output, json_file)):
-        if not file.resolve().parent.is_dir():
-            raise click.BadParameter(f"there is no folder {str(file.parent)!r}")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on the terminal when it starts
     asked = document.Asked(model, backend, dtype, size, train, chosen.options, inductor, chosen.device)
     found = document.collect(asked, lambda text: click.echo(f"{model}: {text}", err=True))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
+from fusewright import _torch_compat as compat
 from fusewright import registry
 from fusewright.errors import QuantizationError, nearest
 from fusewright.interface import Quantization, QuantizationReport
@@ -34,6 +36,13 @@ def quantize(
 def report(model: torch.nn.Module, quantized: torch.nn.Module, inputs: Any, backend: str | None = None) -> QuantizationReport:
     """Where quantization costs accuracy, layer by layer, on these inputs."""
     return quantization_of(backend).report(model, quantized, listed(inputs))
+
+
+def load(file: str | Path | BinaryIO) -> torch.nn.Module:
+    """The quantized model of a file that `torch.export.save` or `fusewright quantize --save` wrote, ready for `torch.compile`.
+    Torch reads its ops only once they are defined, which is done here; torchao is not needed."""
+    compat.register_quantized_decomposed()
+    return torch.export.load(file).module()
 
 
 def listed(inputs: Iterable[Any] | torch.Tensor) -> list[Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +13,9 @@ pytest.importorskip("torchao", reason="torchao is an optional dependency of fuse
 
 from click.testing import CliRunner
 
+import fusewright
 from fusewright.cli.app import app
+from fusewright.errors import QuantizationError
 from fusewright.quantization import bench, quantization_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -63,4 +69,31 @@ def test_the_quantize_command_tells_each_layer(tmp_path: pytest.TempPathFactory)
     done = CliRunner().invoke(app, ["quantize", f"{file}:build", "--report", "--save", str(saved)])
     assert done.exit_code == 0, done.output
     assert "dB" in done.output and saved.exists()
-    assert torch.export.load(saved).module()(torch.randn(3, 8)).shape == (3, 4)
+    shown = done.output.partition("`")[2].partition("`")[0]
+    assert str(saved) in shown
+    alone = f"import sys, torch; {shown}(torch.ones(3, 8)); assert 'torchao' not in sys.modules"
+    fresh = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, f"a process that has not quantized cannot load it: {fresh.stderr}"
+
+
+@pytest.mark.parametrize("recipe", ["static", "dynamic", "weight_only"])
+def test_a_saved_model_loads_where_nothing_was_quantized(recipe: str, tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    quantized = fusewright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)).eval(), [x], recipe)
+    torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "m.pt2")
+    torch.save((x, quantized(x)), tmp_path / "answer")
+    program = (
+        "import torch; from fusewright.quantization import load; x, y = torch.load('answer'); m = load('m.pt2'); "
+        "assert torch.equal(m(x), y); torch.testing.assert_close(torch.compile(m, backend='x86_int8')(x), y)"
+    )
+    fresh = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, fresh.stderr
+
+
+def test_what_cannot_be_written_or_kept_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def build():\n    raise AssertionError('never built')\n")
+    done = CliRunner().invoke(app, ["quantize", f"{tmp_path / 'm.py'}:build", "--save", str(tmp_path / "no" / "m.pt2")])
+    assert done.exit_code == 2 and "there is no folder" in done.output
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4)).eval()
+    with pytest.raises(QuantizationError, match=r"keep='encoder\.\*' names no module of the model; valid names: 0, 2"):
+        fusewright.quantize(model, [torch.randn(3, 8)], keep=["0", "encoder.*"])

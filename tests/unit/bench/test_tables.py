@@ -64,3 +64,11 @@ def test_a_noisy_row_has_no_verdict_and_no_part_in_the_mean(width):
     assert NOISY in one and "2.80x" not in one and "is the machine busy" in one
     three = printed(row("bert"), row("vit"), row("gpt2", "high", ours=1.0), width=width)
     assert "150.20x" not in three and "1 noisy" in three and three.count("2.80x") >= 3
+
+
+def test_what_a_compiler_printed_is_one_line_of_the_table():
+    failed = row("bert")
+    said = "InductorError: CppCompileError: C++ compile error\n\nCommand:\ng++ " + "-I/a/folder " * 99 + "\n\nOutput:\nno -ltorch\n"
+    failed["contenders"]["inductor"] = {"status": "failed", "reason": said}
+    text = printed(failed, width=120)
+    assert "! bert fp32: inductor failed: InductorError: CppCompileError: C++ compile error" in text and "g++" not in text

@@ -16,7 +16,7 @@ from torchao.quantization.pt2e import ObserverBase
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from fusewright.errors import QuantizationError
-from fusewright_int8.flow.quantizer import OPS, Int8Quantizer, layer_of
+from fusewright_int8.flow.quantizer import OPS, Int8Quantizer, check_kept, layer_of
 from fusewright_int8.flow.recipes import RECIPES, Recipe
 
 log = logging.getLogger("fusewright")
@@ -38,6 +38,7 @@ def quantize(
     for number, call in enumerate(calls):
         check_finite(call, f"calibration input {number}")
     exported = export(model, calls[0], dynamic_batch)
+    check_kept(exported, keep)
     quantizer = Int8Quantizer(chosen, keep)
     prepared = prepare_pt2e(exported, quantizer)
     if not any("quantization_annotation" in n.meta for n in prepared.graph.nodes):

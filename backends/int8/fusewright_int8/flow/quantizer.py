@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 
+from fusewright.errors import QuantizationError, nearest
 from fusewright_int8.flow.recipes import Recipe
 
 aten = torch.ops.aten
@@ -40,6 +41,14 @@ def kept(node: Node, keep: Sequence[str]) -> str | None:
     return next(
         (k for k in keep for n in names_of(node) if fnmatch(n, k) or fnmatch(n.removeprefix("L__self___"), k)), None
     )
+
+
+def check_kept(model: GraphModule, keep: Sequence[str]) -> None:
+    """Raises QuantizationError for a pattern that names nothing in the model: it would keep nothing, silently."""
+    for pattern in keep:
+        if not any(kept(node, [pattern]) for node in model.graph.nodes):
+            layers = {layer_of(node) for node in model.graph.nodes if node.target in OPS}
+            raise QuantizationError(f"keep={pattern!r} names no module of the model; {nearest(pattern, layers)}")
 
 
 def activation(observer: Any = HistogramObserver) -> QuantizationSpec:
