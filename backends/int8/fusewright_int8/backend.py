@@ -13,6 +13,8 @@ from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
 from fusewright_cpu.onednn.lowerings import ROWS as FLOAT_ROWS
 from fusewright_cpu.onednn.quantized import QuantizedBackend
+from fusewright_int8.activations import PRODUCTS as MATMULS
+from fusewright_int8.activations import ROWS as MATMUL_ROWS
 from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
 from fusewright_int8.flow.api import Int8Quantization
 from fusewright_int8.lowerings import ROWS, why_not
@@ -27,8 +29,8 @@ class X86Int8(QuantizedBackend):
 
     name = "x86_int8"
     priority = 10  # quantized models only: for the others the float backend of this CPU comes first
-    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
-    carried = frozenset({"conv", "int_mm", "choose_qparams"})
+    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *MATMUL_ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
+    carried = frozenset({"conv", "int_mm", "choose_qparams", *MATMULS})
     products = ("linear", "conv")
     namespaces = (*QuantizedBackend.namespaces, NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {

@@ -131,6 +131,16 @@ def linear(
     return native.linear(x, packed, w_scale, bias, scale, zero, **_named(after))
 
 
+@_operator(
+    f"matmul(Tensor x, Tensor y, float x_scale, int x_zero_point, float y_scale, int y_zero_point, {_EPILOGUE}) -> Tensor"
+)
+def matmul(x: Tensor, y: Tensor, x_scale: float, x_zero: int, y_scale: float, y_zero: int, *rest: Any) -> Tensor:
+    """Of two activations, by our core; adds no residual."""
+    after = _named(_epilogue(*rest))
+    given = {k: v for k, v in after.items() if not k.startswith("residual")}
+    return native.matmul(x, y, x_scale, x_zero, y_scale, y_zero, **given)
+
+
 ONEDNN_POSTS = {
     "none": ("none", "none"), "relu": ("relu", "none"), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"),
 }  # fmt: skip

@@ -185,7 +185,8 @@ template <class V, bool FLIPS> class Ends {
     if (!g.per_row && ends_quickly(g.after)) levels.of<V>(columns, g.after);
   }
   // Rows [row, row + rows), whose sums are rows of kPanel.
-  void finish(i64 row, i64 rows, const std::int32_t* sums) const {
+  void finish(i64 row, i64 rows, std::int32_t* sums) const {
+    if (g.row_terms) take_terms(row, rows, sums);
     if (levels.certain > 0) return finish_quickly<V>(g.after, columns, levels, row, rows, first, count, sums);
     for (i64 r = row; r < row + rows; ++r, sums += kPanel) {
       if (g.per_row)
@@ -196,6 +197,11 @@ template <class V, bool FLIPS> class Ends {
   }
 
  private:
+  void take_terms(i64 row, i64 rows, std::int32_t* sums) const {
+    for (i64 r = row; r < row + rows; ++r, sums += kPanel)
+      for (i64 j = 0; j < count; j += V::W) V::store(sums + j, V::sub(V::load(sums + j), V::set(g.row_terms[r])));
+  }
+
   const Gemm& g;
   i64 first, count;
   Columns columns;

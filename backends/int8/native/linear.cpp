@@ -81,6 +81,18 @@ void quantize_row(const Kernels& kernels, const Floats& f, const Rule& rule, con
     kernels.quantize(f.row(row), f.type, f.k, 1.0f / c.scale, c.zero, rule.low, rule.high, q);
 }
 
+// `zero` times the sums of (x - x_zero), for each row.
+const std::int32_t* terms_of_rows(const Gemm& g, std::int32_t zero) {
+  std::int32_t* terms = scratch<std::int32_t, 1>(g.m);
+  for (i64 r = 0; r < g.m; ++r) {
+    const std::uint8_t* row = g.x + r * g.x_stride;
+    std::int32_t sum = 0;
+    for (i64 j = 0; j < g.k; ++j) sum += g.x_signed ? static_cast<std::int8_t>(row[j]) : row[j];
+    terms[r] = static_cast<std::int32_t>(static_cast<std::uint32_t>(zero) * static_cast<std::uint32_t>(sum - static_cast<std::int32_t>(g.k) * g.x_zero[0]));
+  }
+  return terms;
+}
+
 // f(row) for all rows, some at a time.
 template <class Fn> void each_row(const Floats& x, i64 threads, Fn f) {
   i64 rows = std::max<i64>(1, kQuantized / std::max<i64>(x.k, 1));
@@ -117,6 +129,28 @@ void run_gemm(const Kernels& kernels, const Gemm& g, i64 threads) {
   parallel(parts_of(g.m, rows) * panels, threads, [&](i64 part) {
     i64 row = part / panels * rows;
     kernels.gemm(g, row, std::min(rows, g.m - row), part % panels, 1);
+  });
+}
+
+// sum (x - x_zero) (y - y_zero) = sum (x - x_zero) y' - z' sum (x - x_zero), where y' is y in int8 and z' the zero point of that:
+// the first is a product with a packed weight, the second a term of each row.
+void run_matmul(const Kernels& kernels, const Batched& b, i64 threads) {
+  if (b.m == 0 || b.n == 0) return;
+  const std::int32_t zero = b.y_zero - (b.y_signed ? 0 : 128);
+  const i64 out_size = b.m * b.n * (b.after.out_type == Type::f32 ? 4 : b.after.out_type == Type::bf16 ? 2 : 1);
+  parallel(b.batch, threads, [&](i64 part) {
+    std::int8_t* packed = scratch<std::int8_t, 1>(packed_bytes(b.n, b.k));
+    pack(reinterpret_cast<const std::int8_t*>(b.y) + part * b.y_batch, b.y_n, b.y_k, b.n, b.k, packed, b.y_signed);
+    float* scale = scratch<float, 1>(b.n);
+    std::fill(scale, scale + b.n, b.y_scale);
+    Gemm g;
+    g.x = b.x + part * b.x_batch, g.x_stride = b.x_row, g.x_signed = b.x_signed;
+    g.m = b.m, g.n = b.n, g.k = b.k, g.x_scale = &b.x_scale, g.x_zero = &b.x_zero, g.w_scale = scale;
+    g.weight = packed, g.sums = reinterpret_cast<const std::int32_t*>(packed + matrix_bytes(b.n, b.k));
+    if (zero) g.row_terms = terms_of_rows(g, zero);
+    g.after = b.after;
+    g.after.out = static_cast<char*>(b.after.out) + part * out_size;
+    kernels.gemm(g, 0, g.m, 0, panels_of(g.n));
   });
 }
 

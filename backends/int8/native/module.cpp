@@ -83,6 +83,21 @@ void linear(Address x, i64 x_stride, bool x_signed, i64 m, i64 n, i64 k, Address
   run_gemm(kernels(), g, threads);
 }
 
+// x_strides: batch, row. y_strides: batch, k, n. sizes: batch, m, n, k. points: x's scale and zero point, y's.
+void matmul(Address x, const py::tuple& x_strides, bool x_signed, Address y, const py::tuple& y_strides, bool y_signed,
+            const py::tuple& sizes, const py::tuple& points, const py::tuple& after, i64 threads) {
+  Batched b;
+  b.x = at<const std::uint8_t>(x), b.y = at<const std::uint8_t>(y), b.x_signed = x_signed, b.y_signed = y_signed;
+  b.x_batch = x_strides[0].cast<i64>(), b.x_row = x_strides[1].cast<i64>();
+  b.y_batch = y_strides[0].cast<i64>(), b.y_k = y_strides[1].cast<i64>(), b.y_n = y_strides[2].cast<i64>();
+  b.batch = sizes[0].cast<i64>(), b.m = sizes[1].cast<i64>(), b.n = sizes[2].cast<i64>(), b.k = sizes[3].cast<i64>();
+  b.x_scale = static_cast<float>(points[0].cast<double>()), b.x_zero = points[1].cast<std::int32_t>();
+  b.y_scale = static_cast<float>(points[2].cast<double>()), b.y_zero = points[3].cast<std::int32_t>();
+  b.after = after_of(after);
+  py::gil_scoped_release released;
+  run_matmul(kernels(), b, threads);
+}
+
 void dynamic_linear(Address x, i64 x_stride, int type, i64 m, i64 n, i64 k, Address packed, Address w_scale, Address bias,
                     const py::tuple& rule, const py::tuple& after, i64 threads) {
   Gemm g = weights_of(packed, w_scale, bias, n, k);
@@ -162,6 +177,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.def("packed_bytes", packed_bytes);
   m.def("depthwise_bytes", depthwise_bytes);
   m.def("linear", linear);
+  m.def("matmul", matmul);
   m.def("dynamic_linear", dynamic_linear);
   m.def("weight_linear", weight_linear);
   m.def("conv2d", conv2d);

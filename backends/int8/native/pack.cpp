@@ -27,8 +27,9 @@ template <class Fn> void pack_matrix(i64 n, i64 k, Fn weight_of, std::int8_t* to
 
 }  // namespace
 
-void pack(const std::int8_t* weight, i64 n_stride, i64 k_stride, i64 n, i64 k, std::int8_t* to) {
-  pack_matrix(n, k, [=](i64 i, i64 j) { return weight[i * n_stride + j * k_stride]; }, to);
+void pack(const std::int8_t* weight, i64 n_stride, i64 k_stride, i64 n, i64 k, std::int8_t* to, bool is_signed) {
+  const int flip = is_signed ? 0 : 0x80;
+  pack_matrix(n, k, [=](i64 i, i64 j) { return static_cast<std::int8_t>(weight[i * n_stride + j * k_stride] ^ flip); }, to);
 }
 
 void pack_conv(const std::int8_t* weight, const i64 (&stride)[4], i64 n, i64 c, i64 kh, i64 kw, i64 groups, std::int8_t* to) {

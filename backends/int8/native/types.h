@@ -54,6 +54,7 @@ struct Gemm {
   const float* x_scale = nullptr;  // [m] when per_row, else [1]
   const std::int32_t* x_zero = nullptr;
   bool per_row = false;
+  const std::int32_t* row_terms = nullptr;  // taken from every sum of a row
   After after;
 };
 

@@ -166,6 +166,32 @@ def test_torchaos_own_quantizer_is_lowered(plans: Any) -> None:
         assert plans.calls() == calls
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], 4, 16).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return torch.matmul((torch.matmul(q, k.transpose(-1, -2)) / 4).softmax(-1), v)
+
+
+@needs_core
+def test_attention_whose_products_torchaos_quantizer_marks_is_lowered(plans: Any) -> None:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as xiq
+
+    model, x = Attention().eval(), torch.randn(2, 32, 64)
+    quantizer, config = xiq.X86InductorQuantizer(), xiq.get_default_x86_inductor_quantization_config()
+    quantizer.set_global(config).set_function_type_qconfig(torch.matmul, config)
+    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+    prepared(x)
+    quantized = convert_pt2e(prepared)
+    with torch.no_grad():
+        judge(torch.compile(quantized, backend="x86_int8", options={"engine": "core"})(x), quantized(x), model(x))
+    assert plans.calls() == ["linear"] * 3 + ["matmul"] * 2
+
+
 @needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchaos_tensors_are_lowered(dtype: torch.dtype, plans: Any) -> None:

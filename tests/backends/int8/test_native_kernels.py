@@ -129,6 +129,31 @@ def test_levels_in_the_middle_of_two_round_half_to_even(
 
 
 @check
+@given(SIZES, SEEDS, BYTES, BYTES, st.booleans(), st.integers(1, 3))
+def test_a_product_of_two_activations_is_the_reference(
+    sizes: tuple[int, int, int], seed: int, left: torch.dtype, right: torch.dtype, transposed: bool, batch: int
+) -> None:
+    (m, n, k), g = sizes, torch.Generator().manual_seed(seed)
+    x, y = some_bytes(g, (batch, m, k), left), some_bytes(g, (batch, n, k) if transposed else (batch, k, n), right)
+    y = y.transpose(1, 2) if transposed else y
+    points, after = (0.011, zero_point(g, left), 0.02, zero_point(g, right)), some_epilogue(g, (batch, m, n), 100.0)
+    after = {name: value for name, value in after.items() if not name.startswith("residual")}
+    own = native.matmul(x, y, *points, **after)
+    same(own, reference.matmul(x, y, *points, Epilogue(**after)))
+
+
+def test_the_longest_sums_of_two_activations_do_not_overflow() -> None:
+    k = native.MOST_INNER
+    x, y = torch.full((1, 1, k), 255, dtype=torch.uint8), torch.zeros(1, k, 17, dtype=torch.uint8)
+    own = native.matmul(x, y, 1.0, 0, 1.0, 255)
+    assert own[0, 0, 0] == torch.tensor(-255.0 * 255 * k)
+    with pytest.raises(ValueError, match="can overflow int32"):
+        native.matmul(
+            torch.zeros(1, k + 1, dtype=torch.uint8), torch.zeros(k + 1, 1, dtype=torch.uint8), 1.0, 0, 1.0, 0
+        )
+
+
+@check
 @given(SIZES, SEEDS, RULE, FLOATS)
 def test_dynamic_linear_is_the_reference(sizes: tuple[int, int, int], seed: int, rule: str, dtype: torch.dtype) -> None:
     (m, n, k), g = (sizes[0] + 1, sizes[1], sizes[2] + 1), torch.Generator().manual_seed(seed)

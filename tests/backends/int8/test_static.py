@@ -248,6 +248,59 @@ def test_every_engine_can_be_measured_for_every_result(out: torch.dtype, adds: b
             assert MAKERS[type(shape)](e, shape)()().dtype == out
 
 
+# -- activations alone
+
+
+def _activation(g: Sketch, x: torch.Tensor, scale: float, zero: int) -> tuple[Value, torch.Tensor]:
+    return dequantize(g, g.input(x), scale, zero), (x.double() - zero) * scale
+
+
+@needs_core
+@pytest.mark.parametrize("requantized", [True, False])
+@pytest.mark.parametrize(("op", "batch"), [("mm", ()), ("bmm", (3,)), ("matmul", (2, 3))])
+@pytest.mark.parametrize(("left", "right"), [((U8, 0), (U8, 140)), ((I8, -5), (U8, 255)), ((U8, 128), (I8, 0))])
+def test_a_product_of_two_quantized_activations_is_one_call(
+    op: str, batch: tuple[int, ...], left: tuple[torch.dtype, int], right: tuple[torch.dtype, int], requantized: bool
+) -> None:
+    g = Sketch()
+    x, exact_x = _activation(g, quantized_input((*batch, 7, 33), left[0]), 0.02, left[1])
+    y, exact_y = _activation(g, quantized_input((*batch, 33, 20), right[0]), 0.05, right[1])
+    out, exact = g.op(op, x, y), torch.matmul(exact_x, exact_y)
+    scale = float(exact.abs().max()) / 120
+    ours, fragment = run(g, quantize(g, out, scale, 128, U8) if requantized else out)
+    assert calls(fragment) == ["fusewright_int8::matmul"]
+    if requantized:
+        same_levels(ours, exact, scale, 128)
+    else:
+        assert float((ours.double() - exact).abs().max()) <= 1e-6 * float(exact.abs().max())
+
+
+def test_a_product_of_activations_stays_in_floats_where_those_measure_faster() -> None:
+    g = Sketch()
+    x, exact_x = _activation(g, quantized_input((4, 8), U8), 0.02, 3)
+    y, exact_y = _activation(g, quantized_input((8, 4), U8), 0.05, 9)
+    ours, fragment = run(g, g.op("mm", x, y), "onednn")
+    assert "fusewright_int8::matmul" not in calls(fragment)
+    torch.testing.assert_close(ours, (exact_x @ exact_y).float())
+
+
+@given(
+    dtypes=st.tuples(*[st.sampled_from([U8, I8])] * 3), scales=st.tuples(*[st.sampled_from([0.5, 0.25, 0.03, 1e-3])] * 3),
+    zeros=st.tuples(*[st.integers(0, 127)] * 3), relu=st.booleans(), size=st.integers(1, 90), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_an_addition_of_quantized_tensors_is_one_kernel_from_bytes_to_bytes(
+    dtypes: tuple[torch.dtype, ...], scales: tuple[float, ...], zeros: tuple[int, ...], relu: bool, size: int, seed: int
+) -> None:
+    """Scales whose quotients are whole numbers make every other sum a tie."""
+    torch.manual_seed(seed)
+    g = Sketch()
+    a, b = (_activation(g, quantized_input((2, size + 1), dtypes[i]), scales[i], zeros[i])[0] for i in range(2))
+    y = g.op("add", a, b)
+    ours, fragment = run(g, out := quantize(g, g.op("relu", y) if relu else y, scales[2], zeros[2], dtypes[2]))
+    assert len(calls(fragment)) == 1 and calls(fragment)[0].startswith("kernel ")
+    assert torch.equal(ours, g.tensors[out.id])
+
+
 # -- what stays in floats
 
 

@@ -22,12 +22,28 @@ from fusewright_int8.run.core import absent, isa, isas, use_isa
 from fusewright_int8.run.reference import POSTS, RULES, limits
 
 __all__ = [
-    "MOST_K", "absent", "conv2d", "dynamic_linear", "isa", "isas", "linear", "pack_conv2d", "pack_linear", "quantize",
-    "quantize_dynamic", "use_isa", "weight_linear",
+    "MOST_INNER",
+    "MOST_K",
+    "absent",
+    "conv2d",
+    "dynamic_linear",
+    "isa",
+    "isas",
+    "linear",
+    "matmul",
+    "pack_conv2d",
+    "pack_linear",
+    "quantize",
+    "quantize_dynamic",
+    "use_isa",
+    "weight_linear",
 ]  # fmt: skip
 
 MOST_K = 65_536
 """Longest sum of products that fits int32 whatever the values are: 65,536 * 255 * 128 < 2**31."""
+
+MOST_INNER = 33_025
+"""The same for two operands with zero points: 33,025 * 255 * 255 < 2**31."""
 
 MOST_TAPS = 1024
 """Largest window of a depthwise convolution with a kernel of its own."""
@@ -81,6 +97,37 @@ def linear(
     core.extension().linear(
         rows.data_ptr(), rows.stride(0), x.dtype == torch.int8, rows.shape[0], n, k, packed.data_ptr(), w_scale.data_ptr(),
         _address(bias), x_scale, x_zero_point, after, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def matmul(
+    x: Tensor, y: Tensor, x_scale: float, x_zero_point: int, y_scale: float, y_zero_point: int, *,
+    post: str = "none", post_args: Sequence[float] = (), out_dtype: torch.dtype = torch.float32,
+    out_scale: float = 1.0, out_zero_point: int = 0, out_low: int | None = None, out_high: int | None = None,
+) -> Tensor:  # fmt: skip
+    """post((x - x_zero_point) * x_scale @ (y - y_zero_point) * y_scale), perhaps quantized: both operands are activations.
+
+    x [..., m, k] and y [..., k, n] of uint8 or int8 with the same leading sizes; y is packed at each call, whatever its
+    strides. The rest as in `linear`. ValueError when k is above `MOST_INNER`.
+    """
+    _check(x.dtype in _BYTES and x.dim() >= 2, "x", x, "uint8 or int8 [..., m, k]")
+    fits = y.dtype in _BYTES and y.dim() == x.dim() and y.shape[:-1] == (*x.shape[:-2], x.shape[-1])
+    _check(fits, "y", y, f"uint8 or int8 ({', '.join(map(str, (*x.shape[:-2], x.shape[-1])))}, n)")
+    _check_zero("x_zero_point", x_zero_point, x.dtype)
+    _check_zero("y_zero_point", y_zero_point, y.dtype)
+    (m, k), n = x.shape[-2:], y.shape[-1]
+    if k > MOST_INNER:
+        raise ValueError(f"sums of {k} products can overflow int32; leave those of more than {MOST_INNER} in floats")
+    batch = math.prod(x.shape[:-2])
+    left, right = x.reshape(batch, m, k), y.reshape(batch, k, n)
+    left = left if left.stride(2) == 1 else left.contiguous()
+    out, after = _after(
+        (*x.shape[:-1], n), n, None, 1.0, 0, post, post_args, out_dtype, out_scale, out_zero_point, out_low, out_high
+    )
+    core.extension().matmul(
+        left.data_ptr(), left.stride()[:2], x.dtype == torch.int8, right.data_ptr(), right.stride(), y.dtype == torch.int8,
+        (batch, m, n, k), (x_scale, x_zero_point, y_scale, y_zero_point), after, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

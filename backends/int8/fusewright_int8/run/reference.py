@@ -163,6 +163,16 @@ def linear(
     return epilogue.apply(_scaled(sums, x_scale, w_scale, bias))
 
 
+def matmul(
+    x: Tensor, y: Tensor, x_scale: float, x_zero_point: int, y_scale: float, y_zero_point: int,
+    epilogue: Epilogue = Epilogue(),
+) -> Tensor:  # fmt: skip
+    """x [..., m, k] and y [..., k, n], both of 8 bits -> [..., m, n]."""
+    sums = torch.matmul(x.double() - x_zero_point, y.double() - y_zero_point)  # exact: below 2**53
+    scales = torch.tensor([x_scale, y_scale], dtype=torch.float32).double()
+    return epilogue.apply((sums * scales.prod()).float())
+
+
 def dynamic_linear(
     x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, rule: Dynamic, epilogue: Epilogue = Epilogue()
 ) -> Tensor:

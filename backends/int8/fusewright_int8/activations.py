@@ -1,0 +1,116 @@
+"""Rows of products of two activations: attention's scores and values where a graph quantizes both operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, Value, hint
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Match
+from fusewright.toolkit.region.quantized import Quantized, dequantized, product
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, result_strides, spec_of
+from fusewright_int8.operators import name
+from fusewright_int8.run import native
+
+PRODUCTS = ("matmul", "bmm", "mm")
+
+
+SAME = frozenset({"view", "reshape", "expand", "clone"})
+"""Ops between an operand and its dequantization that leave its matrices as they are."""
+
+
+def _keeps_matrices(op: OpView) -> bool:
+    x, out = op.args[0], op.out
+    if not isinstance(x, Value) or op.op not in SAME:
+        return False
+    before, after = spec_of(x), spec_of(out)
+    return (
+        before.shape[-2:] == after.shape[-2:]
+        and before.static
+        and after.static
+        and before.numel_hint() == after.numel_hint()
+    )
+
+
+def operands(op: OpView, graph: RegionGraph) -> tuple[Quantized, Quantized] | None:
+    """Both operands, quantized by numbers that are known; perhaps batched in another way."""
+    found = []
+    for value in op.args[:2]:
+        while isinstance(value, Value) and (made := graph.producer(value)) is not None and _keeps_matrices(made):
+            value = made.args[0]
+        q = dequantized(value, graph)
+        if not isinstance(q, Quantized) or not q.static or not q.scale:
+            return None
+        found.append(q)
+    return found[0], found[1]
+
+
+def _when(m: Match, b: Builder) -> bool:
+    if operands(m.anchor, b.graph) is None or spec_of(m.anchor.out).dtype not in FLOATS:
+        return False
+    x, y = (spec_of(value) for value in m.anchor.args[:2])
+    alike = x.rank == y.rank >= 2 and x.shape[:-2] == y.shape[:-2]
+    inner = x.shape[-1]
+    return (
+        alike
+        and isinstance(inner, int)
+        and 0 < inner <= native.MOST_INNER
+        and 0 not in x.shape + y.shape
+        and dense(m.out)
+    )
+
+
+def _pays(m: Match, b: Builder) -> bool:
+    """Whether packing an operand at each call and multiplying bytes is faster than widening both and multiplying floats."""
+    wanted = b.ctx.options.get("engine", "auto")
+    if wanted != "auto":
+        return wanted == "core"
+    xs, ys = (tuple(map(hint, spec_of(value).shape)) for value in m.anchor.args[:2])
+    dtype = spec_of(m.anchor.out).dtype
+
+    def core() -> Thunk:
+        x, y = torch.full(xs, 3, dtype=torch.uint8), torch.full(ys, 5, dtype=torch.uint8)
+        return lambda: native.matmul(x, y, 0.1, 3, 0.1, 3, out_dtype=dtype)
+
+    def floats() -> Thunk:
+        x, y = torch.full(xs, 3, dtype=torch.uint8), torch.full(ys, 5, dtype=torch.uint8)
+        return lambda: torch.matmul(x.to(dtype), y.to(dtype))
+
+    key = f"int8 matmul {str(dtype).removeprefix('torch.')} {'x'.join(map(str, xs))} {'x'.join(map(str, ys))}"
+    return b.ctx.choose(key, Lazy({"core": core, "float": floats})) == "core"
+
+
+def _batched(q: Quantized, value: Any, m: Match, b: Builder) -> Ref | None:
+    """The 8 bits of an operand in the operand's shape."""
+    given, shape = b.any_strides(q.value), spec_of(value).shape
+    if spec_of(q.value).shape == shape:
+        return given
+    made = b.ctx.value(None)
+    b.call("aten::reshape.default", given, tuple(shape), out=made, op=m.anchor)
+    return Ref(made.id)
+
+
+def _write(m: Match, b: Builder) -> None:
+    found = operands(m.anchor, b.graph)
+    assert found is not None
+    x, y = found
+    points = float(x.scale), x.zero_point, float(y.scale), y.zero_point
+    bytes_of = (_batched(q, value, m, b) for q, value in zip(found, m.anchor.args[:2], strict=True))
+    args = *bytes_of, *points, *epilogue(m, x.value, b)
+    b.library(name("matmul"), *args, out=m.out, stride=result_strides(m.out), op=m.anchor)
+    b.close_call(m.ops)
+    note(m, b, f"int8 {m.anchor.op}, core")
+
+
+ROWS: tuple[Row, ...] = () if native.absent() else (
+    Row(
+        "int8.matmul.core", product(PRODUCTS, "int8.matmul.core", post_of, UNARY, residual=False), when=_when, pays=_pays,
+        write=_write, note="int8 matmul",
+    ),
+)  # fmt: skip
