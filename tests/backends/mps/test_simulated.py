@@ -192,6 +192,15 @@ def test_places_of_floats_are_torchs_own_call_and_their_readers_are_lowered() ->
     assert set(found.values()) == {"lowered"}, found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_saturated_tanh_is_one_in_half_types(dtype: torch.dtype) -> None:
+    """Metal's fast one is NaN from 45 on, and gelu's argument grows with the cube."""
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 50.0, -100.0, 1e4, 0.5]).to(dtype)
+    torch.testing.assert_close(simulated(torch.tanh)(x), torch.tanh(x), rtol=0, atol=1e-2, equal_nan=True)
+    got = simulated(lambda x: F.gelu(x, approximate="tanh"))(x[3:])
+    torch.testing.assert_close(got, F.gelu(x[3:], approximate="tanh"), rtol=1e-2, atol=1e-2)
+
+
 def test_the_validation_script_runs_dry(tmp_path: Path) -> None:
     out = tmp_path / "mps.json"
     code = mps_check.main(["--simulate", "--entries", "^(softmax|sort)$", "--models", "", "--json", str(out)])

@@ -356,7 +356,6 @@ inline float off(float y, float x, float ulps) {
 inline float exp(float x) { return off(std::exp(x), x, 3.0f + std::floor(std::fabs(2.0f * x))); }
 inline float exp2(float x) { return off(std::exp2(x), x, 3.0f + std::floor(std::fabs(2.0f * x))); }
 inline float log(float x) { return off(std::log(x), x, 3.0f); }
-inline float tanh(float x) { return off(std::tanh(x), x, 16.0f + 4.0f * std::fabs(x)); }
 inline float rsqrt(float x) { return off(precise::rsqrt(x), x, 2.0f); }
 inline float sqrt(float x) { return off(std::sqrt(x), x, 4.0f); }
 inline float divide(float x, float y) { return off(x / y, x, 2.5f); }
