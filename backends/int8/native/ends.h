@@ -68,7 +68,8 @@ struct Levels {
     limits<V>(a);
     // Ten roundings of levels up to 257 (those beyond are clamped alike), and of what they are the difference of.
     float error = kUnit * (3072.0f + 8.0f * most + 4096.0f * residual_scale);
-    bool usual = sum - sum == 0.0f && a.clamp_low <= a.clamp_high && a.inverse > 0x1p-100f && a.inverse < 0x1p100f && error < 0.125f;
+    bool usual = sum - sum == 0.0f && a.clamp_low <= a.clamp_high && error < 0.125f;
+    usual = usual && a.inverse > 0x1p-100f && a.inverse < 0x1p100f;
     certain = usual ? 0.5f - error : -1.0f;
   }
 
@@ -100,6 +101,26 @@ void finish_exactly(const After& a, const Columns& c, i64 row, i64 first, i64 fr
       y = V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
     finish<V>(a, row, first + j, y, from + count - j);
   }
+}
+
+// Floats with nothing added to them: whole vectors of a row, with no question asked at each.
+template <class V, Type OUT, bool PER_ROW>
+void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 count, const std::int32_t* sums, double row_scale,
+                   std::int32_t zero) {
+  const i64 whole = count / V::W * V::W, at = row * a.out_stride + first;
+  for (i64 j = 0; j < whole; j += V::W) {
+    auto s = V::load(sums + j), offset = V::load(c.offset + j);
+    typename V::F y;
+    if constexpr (PER_ROW)
+      y = V::scaled(V::sub(s, V::mul(offset, V::set(zero))), c.scale + j, c.bias + j, row_scale);
+    else
+      y = V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
+    if constexpr (OUT == Type::f32)
+      V::store(static_cast<float*>(a.out) + at + j, y);
+    else
+      store_bf16<V>(static_cast<std::uint16_t*>(a.out) + at + j, y);
+  }
+  if (whole < count) finish_exactly<V, PER_ROW>(a, c, row, first, whole, count - whole, sums, row_scale, zero);
 }
 
 // 4 W columns the quick way. What is the same for all rows is held in registers: a store of bytes may change any number, and each
@@ -188,15 +209,23 @@ template <class V, bool FLIPS> class Ends {
   void finish(i64 row, i64 rows, std::int32_t* sums) const {
     if (g.row_terms) take_terms(row, rows, sums);
     if (levels.certain > 0) return finish_quickly<V>(g.after, columns, levels, row, rows, first, count, sums);
-    for (i64 r = row; r < row + rows; ++r, sums += kPanel) {
-      if (g.per_row)
-        finish_exactly<V, true>(g.after, columns, r, first, 0, count, sums, static_cast<double>(g.x_scale[r]), zero_of<FLIPS>(g, r));
-      else
-        finish_exactly<V, false>(g.after, columns, r, first, 0, count, sums);
-    }
+    const bool plain = !g.after.residual && g.after.post == Post::none && size_of(g.after.out_type) > 1;
+    auto end = g.per_row ? row_end<true>(plain) : row_end<false>(plain);
+    for (i64 r = row; r < row + rows; ++r, sums += kPanel)
+      end(g.after, columns, r, first, count, sums, g.per_row ? static_cast<double>(g.x_scale[r]) : 1.0,
+          g.per_row ? zero_of<FLIPS>(g, r) : 1);
   }
 
  private:
+  template <bool PER_ROW> auto row_end(bool plain) const {
+    if (!plain) return finish_row<PER_ROW>;
+    return g.after.out_type == Type::f32 ? finish_floats<V, Type::f32, PER_ROW> : finish_floats<V, Type::bf16, PER_ROW>;
+  }
+  template <bool PER_ROW>
+  static void finish_row(const After& a, const Columns& c, i64 row, i64 first, i64 count, const std::int32_t* sums,
+                         double row_scale, std::int32_t zero) {
+    finish_exactly<V, PER_ROW>(a, c, row, first, 0, count, sums, row_scale, zero);
+  }
   void take_terms(i64 row, i64 rows, std::int32_t* sums) const {
     for (i64 r = row; r < row + rows; ++r, sums += kPanel)
       for (i64 j = 0; j < count; j += V::W) V::store(sums + j, V::sub(V::load(sums + j), V::set(g.row_terms[r])));

@@ -88,7 +88,8 @@ const std::int32_t* terms_of_rows(const Gemm& g, std::int32_t zero) {
     const std::uint8_t* row = g.x + r * g.x_stride;
     std::int32_t sum = 0;
     for (i64 j = 0; j < g.k; ++j) sum += g.x_signed ? static_cast<std::int8_t>(row[j]) : row[j];
-    terms[r] = static_cast<std::int32_t>(static_cast<std::uint32_t>(zero) * static_cast<std::uint32_t>(sum - static_cast<std::int32_t>(g.k) * g.x_zero[0]));
+    sum -= static_cast<std::int32_t>(g.k) * g.x_zero[0];
+    terms[r] = static_cast<std::int32_t>(static_cast<std::uint32_t>(zero) * static_cast<std::uint32_t>(sum));
   }
   return terms;
 }
