@@ -81,9 +81,9 @@ def _collecting(plans: list[dict[str, Any]]) -> Iterator[None]:
     load = codegen.load
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        run, text = load(*args, **kwargs)
+        run = load(*args, **kwargs)
         plans.append(run.__globals__)
-        return run, text
+        return run
 
     codegen.load = noting
     try:

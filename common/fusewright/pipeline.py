@@ -183,8 +183,9 @@ def _after(c: Compilation, stage: str) -> None:
     wanted = stage in c.options.dump or "all" in c.options.dump
     if wanted or is_recording():
         const = c.constants.values if stage == "constants" else ()
-        report_text = c.report.texts.get("plan", "") if stage == "plan" else printer.to_text(graph, const=const)
+        report_text = c.plan_text() if stage == "plan" else printer.to_text(graph, const=const)
         c.report.texts[stage] = report_text
         if wanted:
             print(f"# {c.backend.name}: {c.phase} graph after {stage}\n{report_text}")
-    compat.trace_artifact(f"fusewright_{stage}", lambda: c.report.texts.get(stage) or printer.to_text(graph))
+    traced = c.plan_text if stage == "plan" else partial(printer.to_text, graph)
+    compat.trace_artifact(f"fusewright_{stage}", lambda: c.report.texts.get(stage) or traced())

@@ -191,7 +191,7 @@ def _restored(module: torch.nn.Module, backend: Backend, data: Mapping[str, Any]
             constants.append((k, _tensor(blobs[key], leaf)))
         elif leaves[key] != leaf:
             raise ValueError("an input is not what its call gives")
-    run = codegen.load(plan, kernels)[0]
+    run = codegen.load(plan, kernels)
     run = replayed(plan, kernels, run, backend.recorder(), log.debug)
     return Program(leaves, takes, gives, tuple(places), tuple(weights), tuple(constants), run)
 

@@ -7,7 +7,7 @@ formats, and tuples or lists of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -112,18 +112,18 @@ Run: TypeAlias = Callable[[list[Any]], Any]
 def refs(arg: Any) -> list[int]:
     """Ids of every value that `arg` mentions, in order, repeats included."""
     found: list[int] = []
-    _collect(arg, found)
+    _collect((arg,), found)
     return found
 
 
-def _collect(arg: Any, found: list[int]) -> None:
-    if isinstance(arg, Ref):
-        found.append(arg.id)
-    elif isinstance(arg, SizeExpr):
-        found.extend(values(arg))
-    elif isinstance(arg, tuple | list):
-        for a in arg:
+def _collect(args: Iterable[Any], found: list[int]) -> None:
+    for a in args:  # most are numbers and names, not worth a call each
+        if isinstance(a, Ref):
+            found.append(a.id)
+        elif isinstance(a, tuple | list):
             _collect(a, found)
+        elif isinstance(a, SizeExpr):
+            found.extend(values(a))
 
 
 def reads(i: Instruction) -> list[int]:
@@ -132,8 +132,7 @@ def reads(i: Instruction) -> list[int]:
     match i:
         case Call():
             _collect(i.args, found)
-            for _, v in i.kwargs:
-                _collect(v, found)
+            _collect((v for _, v in i.kwargs), found)
         case Launch():
             for given in (i.inputs, i.sizes, i.scalars):
                 _collect(given, found)

@@ -52,7 +52,7 @@ def arguments(kept: Kept) -> list[Any]:
 
 
 def _observed(kept: Kept, observe: Any) -> Any:
-    return codegen.load(kept.plan, kept.kernels, prepared=codegen.prepared_of(kept.run), observe=observe)[0]
+    return codegen.load(kept.plan, kept.kernels, prepared=codegen.prepared_of(kept.run), observe=observe)
 
 
 def _call(run: Any, kept: Kept) -> None:

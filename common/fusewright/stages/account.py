@@ -47,7 +47,8 @@ def _log(c: Compilation) -> None:
         what = compiled_at(first_trace(c.graph)) or "a graph"
         regions = counted(c.report.regions, "region")
         log.info("%s: %s graph of %s: %s, %s; %s", c.backend.name, c.phase, what, counts, regions, stages)
-        log.debug("%s", c.report.texts.get("plan", ""))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", c.plan_text())
 
 
 def _as_it_came(claim: Verdict, where: str, note: str) -> Verdict:

@@ -65,6 +65,8 @@ class Compilation:
     compiled: list[tuple[Region, Compiled]] = field(default_factory=list)
     plan: plan_build.Plan = field(init=False)
     run: Run = field(init=False)
+    plan_text: Callable[[], str] = lambda: ""
+    """Writes the plan as it is shown: few look at it."""
     slot: cached.Slot | None = None
     """In the plan cache; None keeps the plan out of it."""
     handover: Handover = field(default_factory=Handover)

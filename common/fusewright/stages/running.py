@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from fusewright.stages.untrue import blame, plan_again
 
 def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
     """Make the plan a callable, whose first run is checked where somebody believes metadata: a lowering, or a recording."""
-    plain, c.report.texts["plan"] = codegen.load(c.plan, kernels)
+    plain = codegen.load(c.plan, kernels)
+    c.plan_text = partial(codegen.to_text, c.plan, kernels)
     if is_keeping():
         c.report.kept = Kept(c.plan, kernels, plain, c.index, c.given)
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.facts.suspects() or run is not plain:
-        checked, _ = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
+        checked = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
         again, passed = (lambda found: plan_again(c, found)), (lambda: _passed(c))
         if has_collectives(c.graph):
             eager = _believed(c, plan_build.build(c.index, (), ()))

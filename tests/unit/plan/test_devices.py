@@ -61,7 +61,7 @@ def test_a_tensor_on_another_gpu_is_not_what_was_traced() -> None:
 def test_kernels_write_to_memory_of_their_device() -> None:
     launch = Launch("k", (Ref(0),), (1,))
     plan = Plan((0,), (Ref(1),), [launch], [], (), (), {0: spec("cuda:1"), 1: spec("cuda:1")}, kernels={"k": None})
-    _, text = codegen.load(plan, {"k": KernelCode(lambda *_: None)})
+    text = codegen.to_text(plan, {"k": KernelCode(lambda *_: None)})
     assert "empty_strided((4, ), (1, ), dtype=torch.float32, device='cuda:1')" in text
 
 

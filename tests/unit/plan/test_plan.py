@@ -39,7 +39,7 @@ def planned(text: str, const: Sequence[str] = ()) -> Plan:
 
 
 def source(text: str, *const: str) -> str:
-    return codegen.load(planned(text, const))[1]
+    return codegen.to_text(planned(text, const))
 
 
 @pytest.mark.parametrize("name", golden.names("plan"))
@@ -51,7 +51,7 @@ def test_golden(name: str, goldens: golden.Goldens) -> None:
 
 
 def call(text: str, *inputs: Tensor, const: Sequence[str] = ()) -> tuple[Any, ...]:
-    run, _ = codegen.load(planned(text, const))
+    run = codegen.load(planned(text, const))
     return run(list(inputs))
 
 
@@ -118,10 +118,21 @@ def test_random_ops_keep_their_order() -> None:
 def test_a_shared_constant_is_never_written() -> None:
     """A copy of a weight that is then written in place is made anew in every call."""
     text = "%0: f32[3] = input('w')\n%1: f32[3] = exp(%0)\n%2: f32[3] = aten.add_.Tensor(%1, 1)\n%3: f32[3] = relu(%2)\nreturn [%3]\n"
-    run, plan = codegen.load(planned(text, ["w"]))
+    made = planned(text, ["w"])
+    run, plan = codegen.load(made), codegen.to_text(made)
     assert "def prepare" not in plan
     w = torch.zeros(3)
     assert [run([w])[0].tolist() for _ in range(2)] == [[2.0] * 3] * 2
+
+
+def test_the_text_is_written_once_a_callable_and_shown_to_who_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bool] = []
+    source = codegen.source
+    monkeypatch.setattr(codegen, "source", lambda *args, **kwargs: written.append(True) or source(*args, **kwargs))
+    plan = planned(X + "%1: f32[2,3] = exp(%0)\nreturn [%1]\n")
+    codegen.load(plan)
+    assert len(written) == 1
+    assert "exp" in codegen.to_text(plan) and len(written) == 2
 
 
 # ---------------------------------------------------------------- lifetimes

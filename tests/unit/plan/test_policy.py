@@ -58,14 +58,15 @@ def given() -> Iterator[list[int]]:
 def test_a_native_kernel_is_given_the_devices_workers(policy: DevicePolicy, workers: int, given: list[int]) -> None:
     entry = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)(lambda block, n: given.append(n) or 0)
     address = ctypes.cast(entry, ctypes.c_void_p).value
-    run, text = codegen.load(chain(policy), {"k": KernelCode(lambda *_: None, address)})
+    plan, kernels = chain(policy), {"k": KernelCode(lambda *_: None, address)}
+    run, text = codegen.load(plan, kernels), codegen.to_text(plan, kernels)
     run([torch.zeros(20)])
     assert given == [workers, workers]
     assert ("count_workers" in text) == (policy.workers is not None)
 
 
 def test_launches_that_are_not_native_ask_nobody_for_workers() -> None:
-    _, text = codegen.load(chain(DevicePolicy(workers=lambda: 7)), {"k": KernelCode(lambda *_: None)})
+    text = codegen.to_text(chain(DevicePolicy(workers=lambda: 7)), {"k": KernelCode(lambda *_: None)})
     assert "workers" not in text
 
 

@@ -83,12 +83,13 @@ def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple
             raise vocabulary.Foreign(problem)
         kernels = backend.restore(found.code, list(plan.kernels)) if found.code else {}
         verify.check(plan, "reading it", {h: code.kernel for h, code in kernels.items()})
-        run, text = codegen.load(plan, kernels)
-        compat.trace_artifact("fusewright_plan", lambda: text)
+        run = codegen.load(plan, kernels)
+        compat.trace_artifact("fusewright_plan", lambda: codegen.to_text(plan, kernels))
         if log.isEnabledFor(logging.INFO):
             size = counted(len(plan.instructions), "instruction")
             log.info("%s: plan of %s from the cache, %s", backend.name, plan_name(plan), size)
-            log.debug("%s", text)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", codegen.to_text(plan, kernels))
         return finish(plan, kernels, run), str(found.data["summary"])
     except Exception as e:  # whatever keeps an entry from loading, the model is compiled
         store.reject(slot.key.name, e)

@@ -334,15 +334,11 @@ def source(
 def load(
     plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, prepared: PreparedCache | None = None,
     observe: Callable[[int, tuple[Any, ...]], None] | None = None,
-) -> tuple[Callable[[list[Any]], tuple[Any, ...]], str]:
-    """The plan as a callable that takes (and empties) a list of inputs, and its source text. `prepared`: constants
-    of another callable of this plan, to be shared. The text is that of launches by Python, whoever launches. `observe` is told
-    the position and the results of each instruction that ran.
+) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """The plan as a callable that takes (and empties) a list of inputs. `prepared`: constants of another callable of this plan, to
+    be shared. `observe` is told the position and the results of each instruction that ran.
     """
-    placement = PLACE(plan)
-    core, observed = native.extension(), observe is not None
-    names, launches, text = _written(plan, placement, kernels or {}, core, checked, observed)
-    shown = text if core is None else _written(plan, placement, kernels or {}, None, checked, observed)[2]
+    names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
@@ -352,15 +348,21 @@ def load(
     exec(compile(asking, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
-    return names.space["run"], shown
+    run: Callable[[list[Any]], tuple[Any, ...]] = names.space["run"]
+    return run
+
+
+def to_text(plan: Plan, kernels: Mapping[str, KernelCode] | None = None) -> str:
+    """The source text of a plan as it is shown: with launches by Python, whoever launches."""
+    return _written(plan, kernels or {}, None, False, False)[2]
 
 
 def _written(
-    plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], core: Any | None, checked: bool, observed: bool
+    plan: Plan, kernels: Mapping[str, KernelCode], core: Any | None, checked: bool, observed: bool
 ) -> tuple[Names, _Launches, str]:
     """The text of a plan, what it names, and what its frames hold."""
     names = Names()
-    launches = _Launches(plan, placement, kernels, names, core)
+    launches = _Launches(plan, PLACE(plan), kernels, names, core)
     return names, launches, source(plan, names, launches, checked, observed)
 
 

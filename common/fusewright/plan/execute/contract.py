@@ -34,7 +34,7 @@ def checked(
     given = list({v.id: v for v in (*region.inputs, *(v for v in inputs if _binds(v)))}.values())
     plan = _plan_of(region, fragment, temporaries, given)
     plan.policy = backend.policy()
-    run = codegen.load(plan, backend.load(plan.kernels) if plan.kernels else {})[0]
+    run = codegen.load(plan, backend.load(plan.kernels) if plan.kernels else {})
     fn = _Checked(backend.name, region, run)
     args, outs = tuple(Ref(v.id) for v in given), tuple(v.id for v in region.outputs)
     ids = tuple(op.id for op in region.ops)

@@ -22,7 +22,7 @@ from fusewright.plan.ir import Run
 
 def eagerly(plan: Plan, check: Check, found: list[MetadataMismatch]) -> Run:
     """A plan of eager's calls alone as a callable, which notes what `check` finds untrue and goes on."""
-    run, _ = codegen.load(plan, checked=True)
+    run = codegen.load(plan, checked=True)
 
     def note(values: Mapping[int, Any]) -> None:
         try:

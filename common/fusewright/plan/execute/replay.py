@@ -310,8 +310,8 @@ class Replayed(Recorded[_Recording]):
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
         self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()})
         self.cache = codegen.prepared_of(run)
-        self._head = codegen.load(self.parts.head, kernels)[0]
-        self._tail = codegen.load(self.parts.tail, kernels)[0] if self.parts.tail else None
+        self._head = codegen.load(self.parts.head, kernels)
+        self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
         self._prepare_inputs = picker([plan.inputs.index(i) for i in plan.prepare_inputs])
         self._writes = bool(written_inputs(plan))

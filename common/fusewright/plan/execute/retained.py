@@ -80,7 +80,7 @@ class Retained(Recorded[_Recording]):
         wanted = dict.fromkeys(o.id for o in plan.outputs if isinstance(o, Ref) and o.id in made)
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
-        self._body = codegen.load(replace(plan, outputs=tuple(map(Ref, wanted))), kernels)[0]
+        self._body = codegen.load(replace(plan, outputs=tuple(map(Ref, wanted))), kernels)
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)

@@ -74,7 +74,7 @@ def test_a_replay_shows_what_was_compiled_and_how_much_of_it() -> None:
 
 
 def test_a_plan_asks_for_a_profiler_by_one_look_and_writes_no_range_before() -> None:
-    run, text = codegen.load(GOOD)
+    run, text = codegen.load(GOOD), codegen.to_text(GOOD)
     assert "profile" not in text  # what `explain` prints
     code = list(dis.get_instructions(run))
     assert not any(i.opname.endswith("_WITH") for i in code)
