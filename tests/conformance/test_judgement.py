@@ -61,6 +61,21 @@ def test_what_a_device_would_assert_is_asked_of_the_host_first() -> None:
     assert not calls.bad_values(ops.OPS["lgamma"], lgamma_of_complex, {})
 
 
+def test_what_a_device_refuses_of_larger_sizes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA layer norm checks the size that its graph holds as a number; the host's does not."""
+    settings = Settings("fusewright_null", dtypes=("float32",))
+    variant = next(v for v in opset.VARIANTS if v.symbolic)
+    case = CASES["relu"][0]
+    x = torch.ones(3, 4)
+    t = opset._Trial(ops.OPS["relu"], case, torch.float32, variant, settings, settings.make(), [x], {})
+    t.device = "meta"
+    asked = iter([True, False])
+    monkeypatch.setattr(opset.calls, "guards", lambda gm: lambda tensors: True)
+    monkeypatch.setattr(opset, "valid", lambda op, args, kwargs: next(asked))
+    monkeypatch.setattr(opset.calls, "placed", lambda x, device: x)
+    assert opset._again(t, None, None, ()) == "" and next(asked, None) is None
+
+
 def test_the_product_of_an_expanded_matrix_is_judged_by_the_product() -> None:
     settings = Settings("fusewright_null", dtypes=("float32",))
     found = levels.perform({"part": "opset", "name": "int_mm"}, settings)

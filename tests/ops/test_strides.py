@@ -120,3 +120,15 @@ NAMES = [n for n, op in ops.OPS.items() if n in CASES and op.kind is not Kind.VI
 @pytest.mark.parametrize("name", NAMES)
 def test_traced_strides_are_eagers(name: str, device: str) -> None:
     assert not list(differences(ops.OPS[name], device))[:5]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_gradient_of_a_layer_norm_is_dense_whatever_the_layout_of_its_input(device: str) -> None:
+    """So eager was seen to give it on an H200; no GPU is needed to trace it."""
+    with compat.fake_mode():
+        x, grad = (torch.empty(4, 3, device=device).t() for _ in range(2))
+        weight, mean = torch.empty(4, device=device), torch.empty(3, 1, device=device)
+        args = [grad, x, [4], mean, mean, weight, weight, [True, True, True]]
+        op = ops.OPS["layer_norm_backward"]
+        dx, *_ = retrace.as_eager(op, args, {}, op.target(*args))
+    assert dx.stride() == (4, 1)

@@ -121,7 +121,7 @@ RULES: dict[str, Rule] = {
     "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),
     "log_sigmoid": _on_cpu(_contiguous("self", 2), "self"),
     "log_softmax_backward": _on_cpu(_contiguous("grad_output"), "grad_output"),
-    "layer_norm_backward": _on_cpu(_contiguous("input"), "input"),
+    "layer_norm_backward": _contiguous("input"),
 }
 
 
