@@ -624,6 +624,14 @@ def has_python_form(op: Any) -> bool:
     return torch._C.DispatchKey.CompositeImplicitAutograd in op.py_kernels
 
 
+def without_modes() -> Any:
+    """A context in which operators are torch's own, whatever modes the caller runs under: the view of a FakeTensor may exist where
+    a tensor of the same strides has none."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def python_dispatcher() -> Any:
     """A context manager under which torch's Python forms of operators are taken, as AOTAutograd traces."""
     from torch._dispatch.python import enable_python_dispatcher

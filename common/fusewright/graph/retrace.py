@@ -109,10 +109,16 @@ def downstream(graph: Graph, changed: Node) -> None:
 
 
 def _viewable(of: Any, sizes: Any) -> bool:
-    val, sizes = value_of(of), torch.fx.node.map_arg(sizes, value_of)
+    """Whether a tensor has a view of these sizes. Torch is asked without FakeTensorMode, which finds views that there are not;
+    symbolic sizes are known to that mode alone."""
+    spec, sizes = tensor_spec(value_of(of)), torch.fx.node.map_arg(sizes, value_of)
     try:
-        with compat.fake_mode_of(val):
-            _VIEW(val, sizes)
+        if spec.static:
+            with compat.without_modes():
+                _VIEW(torch.empty_strided(spec.shape, spec.stride, device="meta"), sizes)
+        else:
+            with compat.fake_mode_of(value_of(of)):
+                _VIEW(value_of(of), sizes)
     except (RuntimeError, ValueError):
         return False
     return True

@@ -9,7 +9,7 @@ from fusewright import _torch_compat as compat
 from fusewright.interface import Dim, Why
 from fusewright.plan.ir import Launch
 from fusewright_onednn.backend import X86OneDnn
-from tests.backends.onednn.common import BF16, DEVICE, F32, check, compiled
+from tests.backends.onednn.common import BF16, DEVICE, F32, check, close, compiled
 from tests.fragments import Sketch, symbolic, targets
 
 LINEAR, PACK = "mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight"
@@ -126,9 +126,9 @@ def test_addmm_with_a_constant_weight_is_packed() -> None:
     assert targets(fragment, prepare=True) == ["aten::t", PACK] and targets(fragment) == [LINEAR]
 
 
-def _qkv(users: bool = True) -> tuple[Sketch, list[object]]:
+def _qkv(*rows: int) -> tuple[Sketch, list[object]]:
     g = Sketch()
-    x = g.input(torch.randn(2, 8, 32))
+    x = g.input(torch.randn(*(rows or (2, 8)), 32))
     made = []
     for width in (32, 16, 16):
         w, b = g.input(torch.randn(width, 32), const=True), g.input(torch.randn(width), const=True)
@@ -156,6 +156,18 @@ def test_a_slice_that_a_view_refuses_is_copied_first() -> None:
     flat = g.op("view", q, [2, 8 * 32])  # merges the sliced dimension: no view of a slice
     rest = g.op("add", k, v)
     assert targets(check(g, [flat, rest])).count("kernel clone") == 1
+
+
+def test_whether_a_view_refuses_is_not_asked_of_fake_tensors() -> None:
+    """Of a dimension of size one behind the batch FakeTensor makes a view that no tensor has: a step of decoding compiled under
+    AOTAutograd's mode crashed."""
+    g, (q, k, v) = _qkv(2)
+    parts = g.op("view", g.op("view", q, [2, 1, 32]), [4, 16])
+    outs = [g.op("linear", parts, g.input(torch.randn(24, 16), const=True)), g.op("add", k, v)]
+    with compat.symbolic_mode():
+        fragment = compiled(g, outs)
+    for ours, eager in zip(g.run(fragment, outs), g.expected(outs), strict=True):
+        close(ours, eager)
 
 
 def test_a_part_of_a_slice_that_a_view_refuses_is_copied_first() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
@@ -247,10 +248,11 @@ class Builder:
     def _metadata(self, operator: Any, given: Mapping[str, Any]) -> Any:
         """What torch's metadata functions say that an operator makes of values at hand."""
         named = {a.name for a in operator._schema.arguments if a.kwarg_only}
-        meta = {k: self._on_meta(a) for k, a in given.items()}
-        return operator(
-            *(v for k, v in meta.items() if k not in named), **{k: v for k, v in meta.items() if k in named}
-        )
+        with compat.without_modes():
+            meta = {k: self._on_meta(a) for k, a in given.items()}
+            return operator(
+                *(v for k, v in meta.items() if k not in named), **{k: v for k, v in meta.items() if k in named}
+            )
 
     def _on_meta(self, arg: Any) -> Any:
         if isinstance(arg, Value):
