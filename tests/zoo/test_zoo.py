@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from tests.zoo import __main__ as command
 from tests.zoo import catalog
+from tests.zoo import check as judge
 from tests.zoo.check import check
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -95,6 +96,18 @@ def test_a_model_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(catalog, "LARGEST", 1000)
     with pytest.raises(catalog.NotBuilt, match=r"M parameters"):
         catalog.build("transformers/bert")
+
+
+def test_errors_of_one_distribution_are_right_and_larger_ones_are_not() -> None:
+    """Draws of a heavy tail differ by far more than twice; their median does not."""
+    torch.manual_seed(0)
+    exact = torch.zeros(7, 1, dtype=torch.float64) + 1e-9
+
+    def drawn(scale: float) -> list[Any]:
+        errors = torch.distributions.Cauchy(0.0, 1e-3).sample((7, 2))
+        return [([[scale * a]], [[b]], [[w]]) for (a, b), w in zip(errors.abs()[..., None], exact, strict=True)]
+
+    assert judge._typical(drawn(1.0), "fp32") == "" and "median" in judge._typical(drawn(10.0), "fp32")
 
 
 def test_eager_alone_is_never_called_wrong() -> None:
