@@ -3,8 +3,8 @@
 Right is the fp64 rule (`fusewright.accuracy`): at most twice eager's own error. One run of eager is one draw of that error, and
 where a model amplifies roundings (batch norms over eight values, gradients that vanish) draws differ by far more than twice: what
 exceeds the first draw is held against the largest of several, made with weights and inputs that are moved by one rounding.
-What exceeds them all is drawn several times itself: of the ratios of both errors, each to fp64 of the same numbers, the median
-decides. What exceeds that is compared with `aot_eager`, which shares everything with us but our lowerings.
+What exceeds them all is drawn several times itself, with other numbers each time, and is wrong if it exceeds twice eager's error on
+the same numbers in all draws but one. Then it is compared with `aot_eager`, which shares everything with us but our lowerings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ TOKENS = 4
 """That `generate` makes."""
 DRAWS = 8
 """Of eager's error."""
+APART = 1 / 64
+"""By how much weights and inputs differ between draws of both errors: an element that happens to lie beside a kink, where its
+gradient jumps, lies there in one draw alone."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -137,8 +140,8 @@ def _forward(
         own = copy.deepcopy(example.module)
         compiled = torch.compile(own, backend=backend, dynamic=dynamic)
         for k in range(1, DRAWS):
-            own.load_state_dict(_moved(example.module, k).state_dict())
-            moved = [replace(b, fn=own, kwargs=_moved_inputs(b.kwargs, k)) for b in built]
+            own.load_state_dict(_moved(example.module, k, APART).state_dict())
+            moved = [replace(b, fn=own, kwargs=_moved_inputs(b.kwargs, k, APART)) for b in built]
             exact = [accuracy.reference(replace(b, fn=_in_plain_ops(own))) for b in moved]
             yield [flatten_outputs(_seeded(b, compiled)) for b in moved], [flatten_outputs(_seeded(b, None)) for b in moved], exact
 
@@ -186,7 +189,7 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
         own = copy.deepcopy(module)
         compiled = torch.compile(own, backend=backend)
         for k in range(1, DRAWS):
-            moved, given = _moved(module, k), _moved_inputs(example.inputs, k)
+            moved, given = _moved(module, k, APART), _moved_inputs(example.inputs, k, APART)
             own.load_state_dict(moved.state_dict())
             ours = grads(own, compiled, given)
             with accuracy.wide_arithmetic():
@@ -258,15 +261,15 @@ def _judge(
 
 
 def _typical(drawn: Sequence[tuple[Calls, Calls, Calls]], dtype: str) -> str:
-    """What is wrong with the tensor whose median ratio is too large, if one is."""
+    """What is wrong with a tensor whose error is too large in all draws but one, if there is such a tensor."""
     for k in range(len(drawn[0][0])):
         if why := next((why for g, e, _ in drawn if (why := _layout(g[k], e[k]))), ""):
             return f"call {k}: {why}"
         for n in range(len(drawn[0][0][k])):
             found = [accuracy.compare([w[k][n]], [e[k][n]], [g[k][n]], dtype) for g, e, w in drawn]
-            middle = sorted(found, key=lambda a: (not a.passed, a.ratio_max))[len(found) // 2]
-            if not middle.passed:
-                return f"call {k}, tensor {n}, median of {len(found)} draws: {middle.reason}"
+            _, second, *_ = sorted(found, key=lambda a: (not a.passed, a.ratio_max))
+            if not second.passed:
+                return f"call {k}, tensor {n}, in {len(found) - 1} of {len(found)} draws: {second.reason}"
     return ""
 
 
@@ -295,20 +298,20 @@ def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple
     return "", ratio
 
 
-def _moved(module: nn.Module, seed: int) -> nn.Module:
-    """A copy whose weights are moved by at most one rounding."""
+def _moved(module: nn.Module, seed: int, by: float | None = None) -> nn.Module:
+    """A copy whose weights are moved by at most one rounding, or by a part of themselves."""
     own = copy.deepcopy(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for p in own.parameters():
-            p.copy_(_rounded(p))
+            p.copy_(_changed(p, by))
     return own
 
 
-def _moved_inputs(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _moved_inputs(given: Mapping[str, Any], seed: int, by: float | None = None) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return {k: _rounded(x) if _floating(x) else x for k, x in given.items()}
+        return {k: _changed(x, by) if _floating(x) else x for k, x in given.items()}
 
 
 def _in_plain_ops(module: Any) -> nn.Module:
@@ -320,10 +323,10 @@ def _in_plain_ops(module: Any) -> nn.Module:
     return own
 
 
-def _rounded(x: Tensor) -> Tensor:
+def _changed(x: Tensor, by: float | None) -> Tensor:
     if not x.is_floating_point():
         return x
-    return x * (1 + (torch.rand(x.shape).to(x.device) - 0.5).to(x.dtype) * torch.finfo(x.dtype).eps * 2)
+    return x * (1 + (torch.rand(x.shape).to(x.device) - 0.5).to(x.dtype) * 2 * (torch.finfo(x.dtype).eps if by is None else by))
 
 
 def _layout(got: Outputs, eager: Outputs) -> str:

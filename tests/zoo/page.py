@@ -24,7 +24,8 @@ Models at small geometry with random weights, each mode of each model in a proce
 records and this page is generated from them (`tests/zoo/page.py`).
 
 Right (✓) is within twice eager's own error against fp64, with eager's shapes and strides, in a first and a second call. Where one
-draw exceeds that, and the largest of eight of eager's too, the median ratio of seven draws of both decides (`tests/zoo/check.py`).
+draw exceeds that, and the largest of eight of eager's too, wrong is what exceeds it in six of seven draws of both
+(`tests/zoo/check.py`).
 ≈: exceeds that under `aot_eager` too, which has none of our kernels. –: eager does not run this mode, or sizes are fixed.
 The last columns: seconds of the first call, number of graphs, ops that were lowered, ops that ran in eager.
 """

@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_errors_of_one_distribution_are_right_and_larger_ones_are_not() -> None:
-    """Draws of a heavy tail differ by far more than twice; their median does not."""
+    """Draws of a heavy tail differ by far more than twice, but not always in one direction."""
     torch.manual_seed(0)
     exact = torch.zeros(7, 1, dtype=torch.float64) + 1e-9
 
@@ -107,7 +107,7 @@ def test_errors_of_one_distribution_are_right_and_larger_ones_are_not() -> None:
         errors = torch.distributions.Cauchy(0.0, 1e-3).sample((7, 2))
         return [([[scale * a]], [[b]], [[w]]) for (a, b), w in zip(errors.abs()[..., None], exact, strict=True)]
 
-    assert judge._typical(drawn(1.0), "fp32") == "" and "median" in judge._typical(drawn(10.0), "fp32")
+    assert judge._typical(drawn(1.0), "fp32") == "" and "6 of 7" in judge._typical(drawn(100.0), "fp32")
 
 
 def test_eager_alone_is_never_called_wrong() -> None:

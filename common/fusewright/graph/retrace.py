@@ -115,7 +115,7 @@ def _viewable(of: Any, sizes: Any) -> bool:
     try:
         if spec.static:
             with compat.without_modes():
-                _VIEW(torch.empty_strided(spec.shape, spec.stride, device="meta"), sizes)
+                _VIEW(torch.empty_strided(spec.shape, spec.stride, device="meta"), sizes)  # type: ignore[arg-type]
         else:
             with compat.fake_mode_of(value_of(of)):
                 _VIEW(value_of(of), sizes)

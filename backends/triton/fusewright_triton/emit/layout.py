@@ -126,8 +126,19 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
         {}, kernel.node_map(), stage_of, rowwise,
         {} if config.persistent else pairs(kernel), _together(kernel),
     )  # fmt: skip
-    layout.dims_of = {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()}
+    layout.dims_of = _spread_scans(kernel, layout, {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()})
     return layout
+
+
+def _spread_scans(kernel: Kernel, layout: Layout, dims_of: dict[int, frozenset[str]]) -> dict[int, frozenset[str]]:
+    """Scans, and what is made of them, over every row of a block, even where all rows are alike: Triton's lowering of a scan
+    asserts that its operand fills the layout."""
+    rows, spread = layout.vector_names(over_row=False), set[int]()
+    for n in kernel.nodes():
+        if n.id in dims_of and (n.op == "scan" or spread & set(n.uses())):
+            spread.add(n.id)
+            dims_of[n.id] |= rows
+    return dims_of
 
 
 def _together(kernel: Kernel) -> int | None:

@@ -216,8 +216,13 @@ class Program(Values):
 
     def scan(self, n: Node) -> None:
         """A scan over a row that is all there."""
-        x = self._masked(n.args[0], red.identity(n.how, n.dtype))
-        self.put(f"{self.name(n.id)} = fw.scan_{n.how}({x}, {self.layout.row_axis()})")
+        self.put(f"{self.name(n.id)} = fw.scan_{n.how}({self._scanned(n)}, {self.layout.row_axis()})")
+
+    def _scanned(self, n: Node) -> str:
+        """What a scan goes over, as a block of its rows."""
+        x, dims = self._masked(n.args[0], red.identity(n.how, n.dtype)), self.layout.dims_of
+        same = dims[n.id] == dims[n.args[0]] | {self._row().var}
+        return x if same else f"tl.broadcast_to({x}, {self.layout.shape(dims[n.id])})"
 
     # loops over the row
 
@@ -254,8 +259,7 @@ class Program(Values):
 
     def _scan_step(self, n: Node) -> None:
         v, axis, carry = self.name(n.id), self.layout.row_axis(), f"carry{n.id}"
-        x = self._masked(n.args[0], red.identity(n.how, n.dtype))
-        self.put(f"{v}_x = {x}")
+        self.put(f"{v}_x = {self._scanned(n)}")
         self.put(f"{v} = {red.step(n.how, n.dtype, carry, f'fw.scan_{n.how}({v}_x, {axis})')}")
         self.put(f"{carry} = {red.step(n.how, n.dtype, carry, red.fold(n.how, f'{v}_x', axis))}")
 

@@ -171,6 +171,26 @@ def test_scans_like_torch(how: str, name: str) -> None:
     torch.testing.assert_close(out, ref if isinstance(ref, torch.Tensor) else ref.values)
 
 
+@pytest.mark.parametrize("name", ["at once", "in steps", "one row, in steps"])
+def test_a_scan_of_what_all_rows_share_fills_the_block(name: str) -> None:
+    """Triton's lowering asserts that: positions of an image, a cumulative sum of ones, were built for no GPU."""
+    rows, cols = 5, 41
+    b = Builder("cumsum", p=[rows], r=[cols])
+    x, y, whole = b.input("x", "f32"), b.output("y", "f32"), b.output("whole", "f32")
+    i, j = b.axes
+    ones, shared = b.scan("sum", b.const(1.0, "f32")), b.scan("sum", b.load(x, j))
+    b.store(y, i * cols + j, ones)
+    b.store(whole, j, b.op("mul", shared, b.const(0.5, "f32")))
+    k = b.build()
+    source = emit(k, CONFIGS[name])
+    if "XB" in source.text:
+        assert source.text.count("[XB, RB])") >= 2
+    data, out, half = torch.rand(cols), torch.empty(rows, cols), torch.empty(cols)
+    SimulatedLauncher(k, source)([data, out, half])
+    torch.testing.assert_close(out, torch.ones(rows, cols).cumsum(1))
+    torch.testing.assert_close(half, data.cumsum(0) / 2)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_softmax_of_special_rows_in_every_configuration(name: str) -> None:
     k = softmax(9, 50)
