@@ -146,8 +146,9 @@ def test_integers_are_divided_as_torch_divides_them(mode: str) -> None:
         (lambda x, i: x[i], (torch.randn(4), torch.tensor([0, 4])), IndexError),
         (lambda x, i: F.embedding(i, x), (torch.randn(4, 2), torch.tensor([-1])), IndexError),
         (lambda x, i: x.gather(0, i), (torch.randn(4), torch.tensor([9])), RuntimeError),
+        (lambda x, i: x.index_add(0, i, torch.ones(2)), (torch.randn(3, 2), torch.tensor([0, 2])), RuntimeError),
     ],
-    ids=["zero divisor", "index", "embedding", "gather"],
+    ids=["zero divisor", "index", "embedding", "gather", "source of another rank"],
 )
 def test_what_eager_refuses_is_refused(fn: Callable[..., Tensor], args: tuple[Tensor, ...], error: type[Exception]) -> None:
     with pytest.raises(error):

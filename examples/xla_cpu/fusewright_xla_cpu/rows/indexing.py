@@ -113,7 +113,13 @@ def scatter_reduce(site: Site, self: Array, dim: int, index: Array, src: Array, 
     return _scattered(site, self, dim, index, src, _REDUCES[reduce])
 
 
-@add("index_add")
+def _same_rank(op: OpView) -> str | None:
+    """JAX broadcasts a source that eager refuses."""
+    x, source = (op.arg(n).spec for n in ("self", "source"))
+    return None if len(x.shape) == len(source.shape) else "a source of another rank"
+
+
+@add("index_add", when=_same_rank)
 def index_add(site: Site, self: Array, dim: int, index: Array, source: Array, alpha: Any) -> Array:
     dtype = wide(site.spec.dtype)
     x, at = _vector(cast(self, dtype), index)
