@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -246,8 +246,10 @@ Label = Callable[[Instruction], str]
 
 def _body(
     plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
-    checked: bool = False, framed: bool = True, symbols: _Symbols | None = None, observed: bool = False, label: Label | None = None,
+    checked: Container[int] = (), framed: bool = True, symbols: _Symbols | None = None, observed: bool = False,
+    label: Label | None = None,
 ) -> list[str]:  # fmt: skip
+    """Lines of code for instructions. `checked`: values whose metadata a first run compares, where eager's calls make them."""
     dead = _last_reads(instructions, keep)
     lines: list[str] = []
     asserted: dict[int, str] = {}
@@ -257,7 +259,7 @@ def _body(
         written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
         lines += [f"    {line}" for line in (_marked(written, names.object("label", label(i))) if label else written)]
-        checks = {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in plan.specs} if checked and isinstance(i, Call) else {}
+        checks = {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in checked} if isinstance(i, Call) else {}
         if symbols is not None and isinstance(i, Call):
             asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
         lines += checks.values()
@@ -303,7 +305,8 @@ def source(
     if plan.prepare:
         kept = set(plan.prepare_outputs) | set(plan.attributes)
         lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.prepare_inputs)}):")
-        lines += _body(plan, plan.prepare, kept, names, launches, framed=False)
+        believed = {r for i in (*plan.prepare, *plan.instructions) if isinstance(i, Launch) for r in reads(i)}
+        lines += _body(plan, plan.prepare, kept, names, launches, believed & plan.specs.keys() if checked else (), framed=False)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.prepare_outputs)})")
         lines.append("")
     lines.append("def run(args):")
@@ -320,7 +323,8 @@ def source(
     symbols = _Symbols(plan)
     given = symbols.of(plan.inputs)
     start = ["    observe(-1, ())"] if observed else []
-    body = _body(plan, plan.instructions, keep, names, launches, checked, symbols=symbols, observed=observed, label=label)
+    traced = plan.specs if checked else ()
+    body = _body(plan, plan.instructions, keep, names, launches, traced, symbols=symbols, observed=observed, label=label)
     if any(isinstance(i, Launch) for i in plan.instructions):
         workers = ["    workers = count_workers()"] if launches.blocks and plan.policy.workers else []
         lines += [*given, "    frame = frames.take()", *workers, *start, *body]
@@ -347,6 +351,8 @@ def load(
     asking = text.replace(*_ASKS) if observe is None else text  # who observes is asked for each instruction already
     exec(compile(asking, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
+        if prepared is not None and checked:
+            prepared.made_by(names.space["prepare"])
         names.space["prepared"] = prepared or PreparedCache(names.space["prepare"])
     run: Callable[[list[Any]], tuple[Any, ...]] = names.space["run"]
     return run

@@ -182,6 +182,10 @@ class PreparedCache:
         self.runs = 0
         _CACHES.add(self)
 
+    def made_by(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
+        """Call another `prepare` of the same plan from now on: that of a first run compares what kernels believe of its results."""
+        self._prepare = prepare
+
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
         return self.prepared(weights).values
 

@@ -246,21 +246,7 @@ class Builder:
         return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]
 
     def _metadata(self, operator: Any, given: Mapping[str, Any]) -> Any:
-        """What torch's metadata functions say that an operator makes of values at hand."""
-        named = {a.name for a in operator._schema.arguments if a.kwarg_only}
-        with compat.without_modes():
-            meta = {k: self._on_meta(a) for k, a in given.items()}
-            return operator(
-                *(v for k, v in meta.items() if k not in named), **{k: v for k, v in meta.items() if k in named}
-            )
-
-    def _on_meta(self, arg: Any) -> Any:
-        if isinstance(arg, Value):
-            spec = self.spec(arg)
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")  # type: ignore[arg-type]
-        if isinstance(arg, tuple):
-            return [self._on_meta(a) for a in arg]
-        return arg
+        return metadata(operator, given, self.spec)
 
     def finish(self) -> Region:
         """The region for the fuser: every output with its strides."""
@@ -334,3 +320,18 @@ def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense [N, C, H, W] tensor with C innermost."""
     _, c, h, w = shape
     return (h * w * c, 1, w * c, c)
+
+
+def metadata(operator: Any, given: Mapping[str, Any], spec: Callable[[Value], TensorSpec]) -> Any:
+    """What torch's metadata functions say that an operator makes of values of fixed sizes. Raises what they refuse."""
+
+    def on_meta(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            s = spec(arg)
+            return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")  # type: ignore[arg-type]
+        return [on_meta(a) for a in arg] if isinstance(arg, tuple | list) else arg
+
+    named = {a.name for a in operator._schema.arguments if a.kwarg_only}
+    with compat.without_modes():
+        meta = {k: on_meta(a) for k, a in given.items()}
+        return operator(*(v for k, v in meta.items() if k not in named), **{k: v for k, v in meta.items() if k in named})

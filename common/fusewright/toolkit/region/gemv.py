@@ -16,7 +16,8 @@ import torch
 
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, TensorSpec, Value
-from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.ops import Kind
+from fusewright.toolkit.region.builder import contiguous_strides, metadata
 from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.pattern import ANY, Match, find, p, siblings
 from fusewright.toolkit.region.rewrite import Row, rewrite
@@ -113,14 +114,15 @@ class _Sums:
     # ---- ops
 
     def _op(self, name: str, *args: Any, shape: Shape, dtype: torch.dtype = torch.float32, **named: Any) -> Value:
-        """A new op with a dense result of this type."""
+        """A new op with a result of this type: dense, or a view with the strides that its memory gives it."""
         row = ops.OPS[name]
         bound = row.bind(args, named)
         given = tuple(tuple(a) if isinstance(a, list) else a for a in bound.values())
         target = row.target.name()
         op = OpView(0, name, target if "." in target else f"{target}.default", tuple(bound), given, ())
         device = next(v.spec.device for v in op.inputs() if v.spec is not None)
-        out = self.ctx.value(made_of(op.inputs(), TensorSpec(shape, contiguous_strides(shape), dtype, device)))
+        strides = metadata(row.target, bound, spec_of).stride() if row.kind is Kind.VIEW else contiguous_strides(shape)
+        out = self.ctx.value(made_of(op.inputs(), TensorSpec(shape, tuple(strides), dtype, device)))
         self.made.append(replace(op, id=out.id, outs=(out,)))
         return out
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright import report
+from fusewright.errors import BackendContractError
+from fusewright.toolkit.region import gemv
 from fusewright_triton.target import H100
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -140,3 +142,29 @@ def test_more_rows_stay_a_library_call(rows: int) -> None:
         got = torch.compile(model, backend="nvidia_triton", options=OPTIONS)(x)
         torch.testing.assert_close(got, model(x))
     assert "linear" in reports[0].texts["plan"] or reports[0].count("eager")
+
+
+class Pooled(torch.nn.Module):
+    """Two rows that are one row of a parameter, as the latent query of an attention that pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent, self.query = torch.nn.Parameter(torch.rand(1, 1, K)), torch.nn.Linear(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.query(self.latent.expand(2, -1, -1))
+
+
+def test_rows_that_share_their_memory() -> None:
+    model, x = Pooled().eval(), torch.rand(2, 1, N)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="nvidia_triton", options=OPTIONS)(x), model(x))
+
+
+@pytest.mark.faulty
+def test_strides_that_a_kernel_believes_of_a_constant_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a row's parameter as if each had memory of its own: beyond the first, a kernel would read what lies behind."""
+    monkeypatch.setattr(gemv, "metadata", lambda op, given, spec: torch.empty(given["size"] if "size" in given else given["shape"]))
+    model, x = Pooled().eval(), torch.rand(2, 1, N)
+    with torch.no_grad(), pytest.raises(BackendContractError, match=r"has strides \(0, 512, 1\), expected \(512, 512, 1\)"):
+        torch.compile(model, backend="nvidia_triton", options=OPTIONS)(x)
