@@ -24,7 +24,7 @@ BUSY_BYTES, BUSY_COPIES = 1 << 29, 8
 """What a device does while the host issues calls that are to follow each other without a gap."""
 
 EMPTY_MARKS = 8
-"""Marks with nothing between them, for what a mark itself takes: some 3 us on an H200, as much as a small kernel."""
+"""Marks with nothing between them, for what a mark itself takes: some 3 us on a GPU, as much as a small kernel."""
 
 MARKS_WHILE_BUSY = 16
 """Steps that a host tells a device meanwhile, at the least."""
@@ -157,7 +157,7 @@ def computes_fp64(device: str) -> bool:
     """Whether torch has fp64 on a device."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError):  # torch raises the first on MPS
+    except (TypeError, RuntimeError):  # some devices raise the first
         return False
     return True
 
