@@ -243,9 +243,12 @@ def _partition(r: report.GraphReport) -> str:
 
 
 def texts(case: Case) -> Texts:
-    """All sections of a case."""
+    """All sections of a case, as in a new process: the shapes that oneDNN has code for are counted for one."""
+    from fusewright_cpu.onednn.left_behind import SHAPES
+
     torch.compiler.reset()
     torch.manual_seed(0)
+    SHAPES.clear()
     with observed(case.backend) as found:
         (_train if case.phase == "train" else _infer)(case)
     return {section: "\n\n".join(parts) + "\n" for section, parts in found.items()}

@@ -39,6 +39,18 @@ def test_hash_seeds_and_threads_change_nothing(tmp_path: Path) -> None:
     assert str(ROOT) not in "".join(first.values())
 
 
+@needs_onednn
+def test_cases_before_it_change_nothing() -> None:
+    from fusewright_cpu.onednn.left_behind import MOST, SHAPES
+
+    case = replay.Case("graviton_acl", "llama", "fp32", "infer")
+    for k in range(MOST):  # models that are gone
+        SHAPES.admit(f"shape {k}", None)
+    behind = replay.texts(case)
+    SHAPES.clear()
+    assert replay.first_difference(replay.digests(behind), replay.digests(replay.texts(case))) is None
+
+
 def test_the_record_has_every_case() -> None:
     every = replay.cases(tuple(replay.BACKENDS), replay.MODELS, replay.DTYPES, replay.PHASES)
     for rows in json.loads(replay.RECORD.read_text()).values():
