@@ -624,12 +624,15 @@ def has_python_form(op: Any) -> bool:
     return torch._C.DispatchKey.CompositeImplicitAutograd in op.py_kernels
 
 
-def without_modes() -> Any:
-    """A context in which operators are torch's own, whatever modes the caller runs under: the view of a FakeTensor may exist where
-    a tensor of the same strides has none."""
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which operators are torch's own, whatever modes and dispatcher the caller runs under: the view of a FakeTensor,
+    or by an operator's Python form, may exist where a tensor of the same strides has none."""
+    from torch._dispatch.python import no_python_dispatcher
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
 
 
 def python_dispatcher() -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 
@@ -158,13 +161,14 @@ def test_a_slice_that_a_view_refuses_is_copied_first() -> None:
     assert targets(check(g, [flat, rest])).count("kernel clone") == 1
 
 
-def test_whether_a_view_refuses_is_not_asked_of_fake_tensors() -> None:
+@pytest.mark.parametrize("tracing", [compat.symbolic_mode, compat.python_dispatcher])
+def test_whether_a_view_refuses_is_not_asked_of_fake_tensors(tracing: Callable[[], AbstractContextManager[object]]) -> None:
     """Of a dimension of size one behind the batch FakeTensor makes a view that no tensor has: a step of decoding compiled under
     AOTAutograd's mode crashed."""
     g, (q, k, v) = _qkv(2)
     parts = g.op("view", g.op("view", q, [2, 1, 32]), [4, 16])
     outs = [g.op("linear", parts, g.input(torch.randn(24, 16), const=True)), g.op("add", k, v)]
-    with compat.symbolic_mode():
+    with tracing():
         fragment = compiled(g, outs)
     for ours, eager in zip(g.run(fragment, outs), g.expected(outs), strict=True):
         close(ours, eager)
