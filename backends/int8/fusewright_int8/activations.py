@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fusewright.interface import OpView, Value, hint
-from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Match
 from fusewright.toolkit.region.quantized import Quantized, dequantized, product
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, result_strides, spec_of
+from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, reshaped, result_strides, spec_of
 from fusewright_int8.operators import name
 from fusewright_int8.run import native
 
 PRODUCTS = ("matmul", "bmm", "mm")
-
 
 SAME = frozenset({"view", "reshape", "expand", "clone"})
 """Ops between an operand and its dequantization that leave its matrices as they are."""
@@ -86,22 +82,12 @@ def _pays(m: Match, b: Builder) -> bool:
     return b.ctx.choose(key, Lazy({"core": core, "float": floats})) == "core"
 
 
-def _batched(q: Quantized, value: Any, m: Match, b: Builder) -> Ref | None:
-    """The 8 bits of an operand in the operand's shape."""
-    given, shape = b.any_strides(q.value), spec_of(value).shape
-    if spec_of(q.value).shape == shape:
-        return given
-    made = b.ctx.value(None)
-    b.call("aten::reshape.default", given, tuple(shape), out=made, op=m.anchor)
-    return Ref(made.id)
-
-
 def _write(m: Match, b: Builder) -> None:
     found = operands(m.anchor, b.graph)
     assert found is not None
     x, y = found
     points = float(x.scale), x.zero_point, float(y.scale), y.zero_point
-    bytes_of = (_batched(q, value, m, b) for q, value in zip(found, m.anchor.args[:2], strict=True))
+    bytes_of = (reshaped(q.value, spec_of(value).shape, m.anchor, b) for q, value in zip(found, m.anchor.args[:2], strict=True))
     args = *bytes_of, *points, *epilogue(m, x.value, b)
     b.library(name("matmul"), *args, out=m.out, stride=result_strides(m.out), op=m.anchor)
     b.close_call(m.ops)

@@ -145,11 +145,19 @@ def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder
 
 def beside_rows(residual: Value, x: Value, m: Match, b: Builder) -> Ref | None:
     """What is added to a product of the rows of `x`: in their shape, where views between the two have changed it."""
-    given, rows = b.any_strides(residual), spec_of(x).shape[:-1]
+    rows = spec_of(x).shape[:-1]
     if m.anchor.op != "linear" or rows == spec_of(m.out).shape[:-1]:
+        return b.any_strides(residual)
+    return reshaped(residual, (*rows, spec_of(residual).shape[-1]), m.anchor, b)
+
+
+def reshaped(value: Value, shape: tuple[Any, ...], op: OpView, b: Builder) -> Ref | None:
+    """A value in another shape, for the call that computes `op`."""
+    given = b.any_strides(value)
+    if spec_of(value).shape == shape:
         return given
     made = b.ctx.value(None)
-    b.call("aten::reshape.default", given, (*rows, spec_of(residual).shape[-1]), out=made, op=m.anchor)
+    b.call("aten::reshape.default", given, shape, out=made, op=op)
     return Ref(made.id)
 
 

@@ -87,18 +87,22 @@ struct Levels {
   void raise(float to) { low = to > low ? to : low; }
 };
 
-// Sums to results the exact way: columns [from, from + count) of a row of sums that starts at `first`. `row_scale` times the
-// columns' scale; `zero` times their offset.
+// W sums from column j on, in fp32 with the bias. `row_scale` times the columns' scale; `zero` times their offset.
+template <class V, bool PER_ROW>
+inline typename V::F scaled_sums(const Columns& c, i64 j, const std::int32_t* sums, double row_scale, std::int32_t zero) {
+  auto s = V::load(sums + j), offset = V::load(c.offset + j);
+  if constexpr (PER_ROW)
+    return V::scaled(V::sub(s, V::mul(offset, V::set(zero))), c.scale + j, c.bias + j, row_scale);
+  else
+    return V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
+}
+
+// Sums to results the exact way: columns [from, from + count) of a row of sums that starts at `first`.
 template <class V, bool PER_ROW>
 void finish_exactly(const After& a, const Columns& c, i64 row, i64 first, i64 from, i64 count, const std::int32_t* sums,
                     double row_scale = 1.0, std::int32_t zero = 1) {
   for (i64 j = from; j < from + count; j += V::W) {
-    auto s = V::load(sums + j), offset = V::load(c.offset + j);
-    typename V::F y;
-    if constexpr (PER_ROW)
-      y = V::scaled(V::sub(s, V::mul(offset, V::set(zero))), c.scale + j, c.bias + j, row_scale);
-    else
-      y = V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
+    auto y = scaled_sums<V, PER_ROW>(c, j, sums, row_scale, zero);
     finish<V>(a, row, first + j, y, from + count - j);
   }
 }
@@ -109,12 +113,7 @@ void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 cou
                    std::int32_t zero) {
   const i64 whole = count / V::W * V::W, at = row * a.out_stride + first;
   for (i64 j = 0; j < whole; j += V::W) {
-    auto s = V::load(sums + j), offset = V::load(c.offset + j);
-    typename V::F y;
-    if constexpr (PER_ROW)
-      y = V::scaled(V::sub(s, V::mul(offset, V::set(zero))), c.scale + j, c.bias + j, row_scale);
-    else
-      y = V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
+    auto y = scaled_sums<V, PER_ROW>(c, j, sums, row_scale, zero);
     if constexpr (OUT == Type::f32)
       V::store(static_cast<float*>(a.out) + at + j, y);
     else

@@ -22,21 +22,8 @@ from fusewright_int8.run.core import absent, isa, isas, use_isa
 from fusewright_int8.run.reference import POSTS, RULES, limits
 
 __all__ = [
-    "MOST_INNER",
-    "MOST_K",
-    "absent",
-    "conv2d",
-    "dynamic_linear",
-    "isa",
-    "isas",
-    "linear",
-    "matmul",
-    "pack_conv2d",
-    "pack_linear",
-    "quantize",
-    "quantize_dynamic",
-    "use_isa",
-    "weight_linear",
+    "MOST_INNER", "MOST_K", "absent", "conv2d", "dynamic_linear", "isa", "isas", "linear", "matmul", "pack_conv2d", "pack_linear",
+    "quantize", "quantize_dynamic", "use_isa", "weight_linear",
 ]  # fmt: skip
 
 MOST_K = 65_536

@@ -259,12 +259,8 @@ def _results(t: _Trial, args: list[Any], eager: Sequence[Tensor], got: Sequence[
             wanted = _trusted(t, args, k, e, x)
             exactly = x.double() if e.is_floating_point() else wanted
             signs = bits and t.op.name not in CHOOSING
-            yield (
-                k,
-                difference(
-                    g, wanted, exactly, bits, signs, t.variant.relative, functools.partial(_in_fp32, t, args, k)
-                ),
-            )
+            wide = functools.partial(_in_fp32, t, args, k)
+            yield k, difference(g, wanted, exactly, bits, signs, t.variant.relative, wide)
 
 
 def _in_fp32(t: _Trial, args: list[Any], k: int) -> Tensor | None:

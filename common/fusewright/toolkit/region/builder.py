@@ -191,7 +191,7 @@ class Builder:
         target = row.target.name()
         target = target if "." in target else f"{target}.default"
         if out is None:
-            made = self._metadata(row.target, given)
+            made = metadata(row.target, given, self.spec)
             read = [a for a in given.values() if isinstance(a, Value)]
             out = self.ctx.value(made_of(read, TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype)))
         id = self.ctx.value(None).id
@@ -239,14 +239,11 @@ class Builder:
         if op.op == "conv" and any(layout_of(self.spec(v)) == "channels_last" for v in op.inputs()):
             return None
         try:
-            result = self._metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)))
+            result = metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)), self.spec)
         except (RuntimeError, ValueError, NotImplementedError):  # a view that these strides do not allow
             return None
         results = result if isinstance(result, tuple | list) else (result,)
         return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]
-
-    def _metadata(self, operator: Any, given: Mapping[str, Any]) -> Any:
-        return metadata(operator, given, self.spec)
 
     def finish(self) -> Region:
         """The region for the fuser: every output with its strides."""
