@@ -10,11 +10,10 @@ from typing import TypeAlias
 
 import torch
 
-from fusewright.interface import OpView, Verdict
+from fusewright.interface import OpView
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.pattern import Match, chain, maybe
-from fusewright.toolkit.region.rewrite import Row
 from fusewright_acl import convolutions, products
 from fusewright_acl.convolutions import takes_neighbours
 from fusewright_cpu.onednn import lowerings as shared
@@ -81,19 +80,14 @@ CONV = chain(
 )
 
 
-def _lowered(m: Match, b: Builder) -> None:
-    """By the code of the table."""
-    row = LOWERINGS.find(m.anchor, b.ctx.device)
-    if isinstance(row, Verdict):
-        raise ValueError(f"{m.anchor.op} is in the region, but the table says {row}")
-    row.code(m, b)
-
-
-ROWS = (
-    Row("acl.product", PRODUCT, write=_lowered, note="product"),
-    Row("acl.batched", chain("bmm"), write=_lowered, note="product of batches"),
-    Row("acl.conv", CONV, write=_lowered, note="convolution"),
-    Row("acl.conv_backward", chain("conv_backward"), write=_lowered, note="gradients of a convolution"),
-    Row("acl.attention", ATTENTION, write=_lowered, note="attention"),
-)  # fmt: skip
+ROWS = tuple(
+    shared.of_table(LOWERINGS, id, pattern, note)
+    for id, pattern, note in (
+        ("acl.product", PRODUCT, "product"),
+        ("acl.batched", chain("bmm"), "product of batches"),
+        ("acl.conv", CONV, "convolution"),
+        ("acl.conv_backward", chain("conv_backward"), "gradients of a convolution"),
+        ("acl.attention", ATTENTION, "attention"),
+    )
+)
 """In the order in which they are asked."""

@@ -18,7 +18,7 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
-from fusewright.toolkit.region.pattern import Match, chain, find, siblings
+from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.attention import Attention
 from fusewright_cpu.onednn import choices, patterns, sums
@@ -442,17 +442,20 @@ def _steps(s: TensorSpec) -> tuple[Any, ...]:
 # -- rows
 
 
-def _lowered(m: Match, b: Builder) -> None:
-    """By the code of the table."""
-    row = LOWERINGS.find(m.anchor, b.ctx.device)
-    if isinstance(row, Verdict):
-        raise ValueError(f"{m.anchor.op} is in the region, but the table says {row}")
-    row.code(m, b)
+def of_table(table: LoweringTable[OpCode], id: str, pattern: Chain, note: str) -> Row:
+    """A row that writes by the code of the table. It asks the table first: an op may lie in a region for another row's sake, or
+    as eager's own call."""
 
+    def takes(m: Match, b: Builder) -> bool:
+        return bool(table.supports(m.anchor, b.ctx.device))
 
-def _in_table(m: Match, b: Builder) -> bool:
-    """Whether the table takes the op: a backend that carries it for other rows has it in its regions all the same."""
-    return not isinstance(LOWERINGS.find(m.anchor, b.ctx.device), Verdict)
+    def write(m: Match, b: Builder) -> None:
+        row = table.find(m.anchor, b.ctx.device)
+        if isinstance(row, Verdict):
+            raise ValueError(f"{m.anchor.op} was claimed, but the table says {row}")
+        row.code(m, b)
+
+    return Row(id, pattern, when=takes, write=write, note=note)
 
 
 ROWS = (
@@ -460,8 +463,8 @@ ROWS = (
         "onednn.product.siblings", chain("linear"), extend=_siblings, pays=_concat_pays, write=_concatenated,
         note="one product for several",
     ),
-    Row("onednn.product", patterns.PRODUCT, write=_lowered, note="product"),
-    Row("onednn.conv", patterns.CONV, when=_in_table, write=_lowered, note="convolution"),
-    Row("onednn.attention", patterns.ATTENTION, write=_lowered, note="attention"),
+    of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
+    of_table(LOWERINGS, "onednn.conv", patterns.CONV, "convolution"),
+    of_table(LOWERINGS, "onednn.attention", patterns.ATTENTION, "attention"),
 )  # fmt: skip
 """In the order in which they are asked."""

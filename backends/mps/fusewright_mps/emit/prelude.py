@@ -182,7 +182,7 @@ inline float fw_lgamma_1(float z) {
     p = metal::fma(p, z, -0.400686026f);
     p = metal::fma(p, z, 0.822466969f);
     p = metal::fma(p, z, -0.577215672f);
-    return p * z;
+    return p * z + 0.0f;  // lgamma(1) is the positive zero
 }
 inline float fw_lgamma_2(float z) {
     float p = 0.00011992739f;
