@@ -329,7 +329,8 @@ def _prepared(here: _Here, contenders: Sequence[Contender], settings: Settings, 
         lane = Lane(contender, here, settings)  # type: ignore[arg-type]  # asked in the same way
         try:
             with recording() as graphs:
-                lane.prepare()
+                lane.compile()
+                lane.warm_up()
             if contender is contenders[-1] and not graphs:
                 raise WorkerError("nothing was compiled: the library does not call the module that the page's line compiles", False)
         except WorkerError as e:

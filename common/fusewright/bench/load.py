@@ -13,7 +13,8 @@ _PROC = Path("/proc")
 class OthersMeter:
     """CPU time taken by everything but this process and `pids`, in cores, between one reading and the next.
 
-    Other processes count, and so does what a hypervisor took away. Where there is no /proc it always reads 0.
+    Other processes count, and so does what a hypervisor took away, on the cores that this process may run on. Where there is no
+    /proc it always reads 0.
     """
 
     def __init__(self, pids: Sequence[int], proc: Path = _PROC) -> None:
@@ -33,10 +34,20 @@ class OthersMeter:
         if not self._known:
             return time.monotonic(), 0.0
         # proc(5): user nice system idle iowait irq softirq steal; and fields 14 and 15 of a process's stat.
-        user, nice, system, _, _, irq, softirq, steal = self._ticks(self._proc / "stat", 1)[:8]
+        lines = self._of_cores((self._proc / "stat").read_text())
+        user, nice, system, _, _, irq, softirq, steal = (sum(ticks) for ticks in zip(*lines, strict=True))
         own = sum(sum(self._ticks(self._proc / str(pid) / "stat", 13)[:2]) for pid in self._pids)
         busy = user + nice + system + irq + softirq + steal - own
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK")
+
+    @staticmethod
+    def _of_cores(text: str) -> list[list[int]]:
+        """The first eight fields of each core that this process may run on, or of all of them together."""
+        fields = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("cpu")}
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        mine = [f"cpu{k}" for k in allowed if f"cpu{k}" in fields]
+        chosen = mine if 0 < len(mine) < len(fields) - 1 else ["cpu"]
+        return [[int(field) for field in fields[name][:8]] for name in chosen]
 
     @staticmethod
     def _ticks(file: Path, skip: int) -> list[int]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from fusewright.bench.contenders import EAGER, KNOWN, Contender, Unavailable
 from fusewright.bench.steady import Progress, Row, Settings, steady
-from fusewright.bench.worker import Worker, WorkerError
+from fusewright.bench.turns import TURNS
+from fusewright.bench.worker import WorkerError
 
 REPEAT_BELOW = 8.0  # first calls faster than this are taken twice: C6 looks at differences of them
 # Freed memory goes back to the system at once, so that resident memory says what is in use.
@@ -134,7 +135,7 @@ def memory(load: Row, contender: Contender, settings: Settings, progress: Progre
 
 def _fresh(load: Row, contender: Contender, settings: Settings, env: Mapping[str, str], do: str, **fields: Any) -> Row:
     """One request in a new process that has built the model (and made its first call, if `do` is another)."""
-    with Worker({**contender.env, **env}, settings.threads) as worker:
+    with TURNS.worker({**contender.env, **env}, settings.threads) as worker:
         worker.ask("load", settings.timeout, **load)
         if do != "first":
             worker.ask("first", settings.timeout, contender=contender.name)

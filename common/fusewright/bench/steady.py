@@ -6,11 +6,12 @@ import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fusewright.bench.contenders import EAGER, Contender
 from fusewright.bench.load import OthersMeter
 from fusewright.bench.stats import noise_verdict, paired_ratio, summarize
+from fusewright.bench.turns import TURNS
 from fusewright.bench.worker import Worker, WorkerError
 from fusewright.interface import HOST
 
@@ -42,6 +43,10 @@ class Settings:
     memory: bool = False
     thorough: bool = False
     """First calls in processes that do nothing else, twice where they are short, and what Dynamo takes alone."""
+    ahead: int = 0
+    """Rows that are prepared beside the one that is measured; they stand still while it is timed."""
+    check: Literal["all", "ours", "none"] = "all"
+    """Whose answers are compared with fp64."""
 
 
 class ModelFailed(RuntimeError):
@@ -62,10 +67,13 @@ class Lane:
     blocks: list[list[float]] = field(default_factory=list)
     device_s: list[float] = field(default_factory=list)
 
-    def prepare(self) -> None:
-        """Compiles, warms up, and chooses how many calls make a block. Raises `WorkerError`."""
+    def compile(self) -> None:
+        """Compiles and calls once. Raises `WorkerError`."""
         first = self.ask("first")
         self.compile_s, self.notes = first["seconds"], first["notes"]
+
+    def warm_up(self) -> None:
+        """Warms up, and chooses how many calls make a block. Raises `WorkerError`."""
         call_s = self.ask("warm_up", seconds=self.settings.warm_seconds)["call_s"]
         self.calls = min(MAX_CALLS, max(1, round(BLOCK_SECONDS / max(call_s, 1e-7))))
         self.discard = int(call_s < DISCARD_BELOW)
@@ -95,24 +103,62 @@ def steady(
     model took 5 to 40% longer here. One that fails, crashes or hangs is marked as failed, the rest go on.
     """
     with contextlib.ExitStack() as stack:
-        lanes: list[Lane] = []
         failed: dict[str, Row] = {}
         extra: Row = {}
-        for contender in contenders:
-            env = {**caches[contender.name], **contender.env}
-            lane = Lane(contender, stack.enter_context(Worker(env, settings.threads)), settings)
-            progress(f"building the model for {contender.name}")
-            try:
-                extra |= lane.worker.ask("load", settings.timeout, **load)["extra"]
-                progress(f"running {contender.name}" if contender is EAGER else f"compiling by {contender.name}")
-                lane.prepare()
-            except WorkerError as error:
-                _fail(failed, contender, error)
-                continue
-            lanes.append(lane)
-        progress(f"timing {', '.join(lane.contender.name for lane in lanes)}")
-        disturbed = run_rounds(lanes, settings, OthersMeter([lane.worker.pid for lane in lanes]), failed)
-        return {"extra": extra, "disturbed_rounds": disturbed, **_collect(lanes, failed, progress)}
+        lanes = _started(contenders, settings, caches, stack)
+        progress(f"building the model for {_named(lanes)}")
+        _each(lanes, failed, lambda lane: lane.worker.tell("load", **load))
+        _each(lanes, failed, lambda lane: extra.update(lane.worker.answer(settings.timeout)["extra"]))
+        judged = [c for c in contenders if c.checked]
+        # On a host ours chooses among kernels by timing them while it compiles: that is part of its turn.
+        chosen_by_time = [lane for lane in lanes if settings.device == HOST and lane.contender in judged[-1:]]
+        compiled_before = [lane for lane in lanes if lane not in chosen_by_time]
+        _compile(compiled_before, failed, progress)
+        with TURNS.alone([lane.worker.pid for lane in lanes]):
+            _compile(chosen_by_time, failed, progress)
+            lanes = [*compiled_before, *chosen_by_time]
+            _each(lanes, failed, Lane.warm_up)
+            progress(f"timing {_named(lanes)}")
+            disturbed = run_rounds(lanes, settings, OthersMeter([lane.worker.pid for lane in lanes]), failed)
+        held = {"all": judged, "ours": judged[-1:], "none": []}[settings.check]
+        return {"extra": extra, "disturbed_rounds": disturbed, **_collect(lanes, failed, held, progress)}
+
+
+def _started(
+    contenders: Sequence[Contender], settings: Settings, caches: Mapping[str, Mapping[str, str]], stack: contextlib.ExitStack
+) -> list[Lane]:
+    """A process for each contender."""
+
+    def lane(contender: Contender) -> Lane:
+        env = {**caches[contender.name], **contender.env}
+        return Lane(contender, stack.enter_context(TURNS.worker(env, settings.threads)), settings)
+
+    return [lane(contender) for contender in contenders]
+
+
+def _compile(lanes: list[Lane], failed: dict[str, Row], progress: Progress) -> None:
+    """Each lane's first call, one at a time. A lane that fails is taken out."""
+
+    def first(lane: Lane) -> None:
+        eager = lane.contender is EAGER
+        progress(f"running {EAGER.name}" if eager else f"compiling by {lane.contender.name}")
+        lane.compile()
+
+    _each(lanes, failed, first)
+
+
+def _each(lanes: list[Lane], failed: dict[str, Row], do: Callable[[Lane], None]) -> None:
+    """`do` for each lane; one that fails is taken out of `lanes` and noted in `failed`."""
+    for lane in [*lanes]:
+        try:
+            do(lane)
+        except WorkerError as error:
+            _fail(failed, lane.contender, error)
+            lanes.remove(lane)
+
+
+def _named(lanes: Sequence[Lane]) -> str:
+    return ", ".join(lane.contender.name for lane in lanes)
 
 
 def _fail(failed: dict[str, Row], contender: Contender, error: WorkerError) -> None:
@@ -165,7 +211,7 @@ def _round(lanes: list[Lane], number: int, failed: dict[str, Row]) -> tuple[floa
     return seconds, {lane.contender.name: lane.blocks.pop() for lane in lanes}
 
 
-def _collect(lanes: Sequence[Lane], failed: dict[str, Row], progress: Progress) -> Row:
+def _collect(lanes: Sequence[Lane], failed: dict[str, Row], checked: Sequence[Contender], progress: Progress) -> Row:
     summaries = {lane.contender.name: summarize(lane.blocks) for lane in lanes}
     eager = summaries[EAGER.name]
     entries: dict[str, Row] = dict(failed)
@@ -177,7 +223,7 @@ def _collect(lanes: Sequence[Lane], failed: dict[str, Row], progress: Progress) 
             entry["device_ms"] = statistics.median(lane.device_s) * 1e3
         if lane.notes:
             entry["notes"] = lane.notes
-        if lane.contender.checked:
+        if lane.contender in checked:
             progress(f"checking {lane.contender.name} against fp64")
             entry["accuracy"] = _accuracy(lane)
         entries[lane.contender.name] = entry

@@ -49,12 +49,20 @@ class Worker:
 
     def ask(self, do: str, timeout: float, **fields: Any) -> dict[str, Any]:
         """The answer to one request. Raises `WorkerError`; after a fatal one this worker is stopped."""
+        self.tell(do, **fields)
+        return self.answer(timeout)
+
+    def tell(self, do: str, **fields: Any) -> None:
+        """Send one request, whose answer is to be asked for before the next. Raises `WorkerError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._died() from error
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The answer to what was told last. Raises `WorkerError`."""
         answer: dict[str, Any] = json.loads(self._read_line(timeout))
         if "error" in answer:
             raise WorkerError(answer["error"], fatal=False)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 from rich.console import Console
@@ -22,6 +23,7 @@ from fusewright.bench.device import check_device, default_device
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import ModelFailed, Settings
 from fusewright.bench.suite import SUITE, TRAINABLE, DType
+from fusewright.bench.turns import TURNS
 from fusewright.cli.files import Written
 from fusewright.errors import counted, in_brief, nearest
 
@@ -55,6 +57,8 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--threads", type=click.IntRange(1), help="Default: the cores of this machine.")
 @click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Timing per model.")
 @click.option("--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="For one compile.")
+@click.option("--ahead", type=click.IntRange(0), default=0, show_default=True, help="Rows to prepare beside one.")
+@click.option("--check", type=click.Choice(["all", "ours", "none"]), default="all", show_default=True, help="Held against fp64.")
 @click.option("--size", type=click.Choice(["full", "small"]), default="full", show_default=True, help="Of the suite's models.")
 @click.option("--json", "json_file", type=Written(), help="Write the document here, row by row.")
 @click.option("--append", is_flag=True, help="Keep what the --json file holds and add to it.")
@@ -80,6 +84,8 @@ def bench(
     threads: int | None,
     seconds: float,
     timeout: float,
+    ahead: int,
+    check: Literal["all", "ours", "none"],
     size: str,
     json_file: Path | None,
     append: bool,
@@ -117,7 +123,10 @@ def bench(
     settings = Settings(
         size=size, train=train, threads=threads or machine.cores(), device=device, seconds=seconds, timeout=timeout,
         first_call=first_call and not only_kernels, memory=memory and not only_kernels, thorough=thorough,
+        ahead=ahead, check=check,
     )  # fmt: skip
+    if ahead and settings.first_call:
+        raise click.UsageError("--ahead compiles beside other rows: first calls are not timed, give --no-first-call")
     document = _document(contenders[-1].name, settings, json_file if append else None)
     ran, failures, interrupted = _measure_all(console, document, cases, contenders, settings, json_file, verbose)
     if document["rows"]:
@@ -231,33 +240,53 @@ def _measure_all(
 ) -> tuple[int, list[str], bool]:
     """How many cases ran, a line for each that could not, and whether Ctrl-C was pressed, which ends the measuring but not the
     report."""
-    ran, failures, interrupted = 0, [], False
+    ran, failures = 0, []
     show_status = console.is_terminal and not verbose
+    pool = ThreadPoolExecutor(settings.ahead + 1)
+    TURNS.open()
     with console.status("") as status:
-        for index, (model, dtype) in enumerate(cases, 1):
+
+        def row_of(index: int, model: str, dtype: str) -> dict[str, Any]:
             head = f"[{index}/{len(cases)}] {model} {dtype}"
 
-            def progress(text: str, head: str = head) -> None:
+            def progress(text: str) -> None:
                 if show_status:
                     status.update(f"{escape(head)}: {text}")
                 else:
                     click.echo(f"{head}: {text}", err=True)
 
-            try:
-                row = measure(model, dtype, [*contenders, *[COPY] * counts_bytes(model)], settings, progress)
-            except ModelFailed as error:
-                failures.append(f"{model} {dtype}: {error}")
-                continue
-            except KeyboardInterrupt:
-                left = len(cases) - index
-                failures.append(f"interrupted at {model} {dtype}; {left} more {'was' if left == 1 else 'were'} not measured")
-                interrupted = True
-                break
-            ran += 1
-            report.put(document, row)
-            if file is not None:
-                report.save(document, file)
-    return ran, failures, interrupted
+            return measure(model, dtype, [*contenders, *[COPY] * counts_bytes(model)], settings, progress)
+
+        left = {pool.submit(row_of, k, *case): case for k, case in enumerate(cases, 1)}
+        try:
+            for future in as_completed(list(left)):
+                model, dtype = case = left.pop(future)
+                try:
+                    row = future.result()
+                except ModelFailed as error:
+                    failures.append(f"{model} {dtype}: {error}")
+                    continue
+                except KeyboardInterrupt:
+                    left[future] = case
+                    raise
+                ran += 1
+                report.put(document, row)
+                if file is not None:
+                    report.save(document, file)
+        except KeyboardInterrupt:
+            failures.append(_interrupted([case for case in cases if case in left.values()]))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if left:
+                TURNS.stop()  # or threads would go on waiting for their processes
+            pool.shutdown()
+    return ran, failures, bool(left)
+
+
+def _interrupted(left: Sequence[Case]) -> str:
+    """What to say of the rows that were not measured."""
+    others = len(left) - 1
+    return f"interrupted at {' '.join(left[0])}; {others} more {'was' if others == 1 else 'were'} not measured"
 
 
 def _picked(document: dict[str, Any], models: Sequence[str], dtypes: Sequence[str] | None) -> dict[str, Any]:

@@ -177,6 +177,13 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(monkeypatch, tmp_path)
     assert len(json.loads((tmp_path / "run.json").read_text())["rows"]) == 1
 
 
+def test_rows_are_prepared_ahead_only_where_first_calls_are_not_timed(faked):
+    assert "first calls are not timed" in call("bert", "--backend", "eager", "--ahead", "2").output
+    done = call("bert", "gpt2", "vit", "--backend", "eager", "--ahead", "2", "--no-first-call")
+    assert done.exit_code == 0 and {model for model, *_ in faked} == {"bert", "gpt2", "vit"}
+    assert {settings.ahead for *_, settings in faked} == {2}
+
+
 def test_large_models_come_in_bf16_and_decoding_beside_a_copy(faked):
     done = call("--large", "decode:llama", "--dtype", "bf16", "--backend", "eager", "--against", "reduce-overhead")
     assert done.exit_code == 0, done.output

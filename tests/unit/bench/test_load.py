@@ -42,6 +42,21 @@ def test_time_that_the_hypervisor_took_counts(tmp_path, clock):
     assert meter.read() == pytest.approx(1.0)
 
 
+def test_cores_that_this_process_may_not_run_on_do_not_count(tmp_path, clock, monkeypatch):
+    """Rows that are timed side by side, each on cores of its own, do not disturb each other."""
+    monkeypatch.setattr(load.os, "sched_getaffinity", lambda pid: {1, 2})
+
+    def cores(*busy_s):
+        write(tmp_path, busy_s=sum(busy_s), own_s=0)
+        lines = [f"cpu{k} {s * TICKS} 0 0 9 9 0 0 0 0 0" for k, s in enumerate(busy_s)]
+        (tmp_path / "stat").write_text("cpu  " + " ".join(["1"] * 10) + "\n" + "\n".join(lines) + "\nintr 5 5\n")
+
+    cores(100, 100, 100)
+    meter = OthersMeter([77], tmp_path)
+    cores(200, 100, 105)
+    assert meter.read() == pytest.approx(0.5)
+
+
 def test_a_system_without_proc_reads_nothing(tmp_path):
     assert OthersMeter([77], tmp_path / "none").read() == 0.0
 

@@ -6,79 +6,40 @@ without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
-from fusewright.bench.models import (
-    SMALL_GPT2,
-    SMALL_RESNET,
-    SMALL_TEXT,
-    SMALL_VIT,
-    Kwargs,
-    MakeInputs,
-    ModelSpec,
-    Size,
-    instantiate,
-)
+from fusewright.bench.cases.published import FEW, IMAGES, NO_CACHE, PUBLISHED, classes, pixels, tokens
+from fusewright.bench.models import SMALL_GPT2, SMALL_RESNET, SMALL_TEXT, SMALL_VIT, ModelSpec, Size, instantiate
 from fusewright.bench.suite import Built, DType, TrainStep, UnknownModel, cast
 from fusewright.errors import nearest
 from fusewright.interface import HOST
 
 PREFIX = "large"
-SMALL_BATCH, SMALL_LENGTH = 2, 16
-
-
-def _tokens(batch: int, length: int, *names: str) -> MakeInputs:
-    def make(config: Any, size: Size) -> Kwargs:
-        shape = (batch, length) if size == "full" else (SMALL_BATCH, SMALL_LENGTH)
-        return {name: torch.randint(0, config.vocab_size, shape) for name in names or ("input_ids",)}
-
-    return make
-
-
-def _pixels(batch: int) -> MakeInputs:
-    def make(config: Any, size: Size) -> Kwargs:
-        side = 224 if size == "full" else getattr(config, "image_size", 64)
-        return {"pixel_values": torch.randn(batch if size == "full" else SMALL_BATCH, 3, side, side)}
-
-    return make
-
-
-def _classes(batch: int) -> MakeInputs:
-    return lambda config, size: {"labels": torch.randint(0, config.num_labels, (batch if size == "full" else SMALL_BATCH,))}
-
-
-_IMAGES: Mapping[str, Any] = {"num_labels": 1000, "problem_type": "single_label_classification"}
-_FEW: Mapping[str, Any] = {"num_labels": 10, "problem_type": "single_label_classification"}
-_NO_CACHE = {"use_cache": False}
 
 LARGE: dict[str, ModelSpec] = {
     "bert": ModelSpec(  # 16 x 512 tokens
-        "BertForMaskedLM", "BertConfig", _tokens(16, 512), small=SMALL_TEXT, labels=_tokens(16, 512, "labels"),
+        "BertForMaskedLM", "BertConfig", tokens(16, 512), small=SMALL_TEXT, labels=tokens(16, 512, "labels"),
     ),
     "vit": ModelSpec(  # 64 images
-        "ViTForImageClassification", "ViTConfig", _pixels(64), full=_IMAGES, small={**SMALL_VIT, **_FEW}, labels=_classes(64),
+        "ViTForImageClassification", "ViTConfig", pixels(64), full=IMAGES, small={**SMALL_VIT, **FEW}, labels=classes(64),
     ),
     "distilgpt2": ModelSpec(  # 16 x 512 tokens
-        "GPT2LMHeadModel", "GPT2Config", _tokens(16, 512), full={"n_layer": 6}, small=SMALL_GPT2, call=_NO_CACHE,
-        labels=_tokens(16, 512, "labels"),
+        "GPT2LMHeadModel", "GPT2Config", tokens(16, 512), full={"n_layer": 6}, small=SMALL_GPT2, call=NO_CACHE,
+        labels=tokens(16, 512, "labels"),
     ),
     "t5_small": ModelSpec(  # 8 x 512 tokens
-        "T5ForConditionalGeneration", "T5Config", _tokens(8, 512, "input_ids", "decoder_input_ids"), call=_NO_CACHE,
+        "T5ForConditionalGeneration", "T5Config", tokens(8, 512, "input_ids", "decoder_input_ids"), call=NO_CACHE,
         small={"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 96},
-        labels=_tokens(8, 512, "labels"),
+        labels=tokens(8, 512, "labels"),
     ),
     "resnet50": ModelSpec(  # 128 images
-        "ResNetForImageClassification", "ResNetConfig", _pixels(128), full=_IMAGES,
-        small={**SMALL_RESNET, "hidden_sizes": [16, 32], **_FEW}, labels=_classes(128),
+        "ResNetForImageClassification", "ResNetConfig", pixels(128), full=IMAGES,
+        small={**SMALL_RESNET, "hidden_sizes": [16, 32], **FEW}, labels=classes(128),
     ),
     "llama": ModelSpec(  # eight layers of 2048, 4 x 1024 tokens
-        "LlamaForCausalLM", "LlamaConfig", _tokens(4, 1024), call=_NO_CACHE, labels=_tokens(4, 1024, "labels"),
+        "LlamaForCausalLM", "LlamaConfig", tokens(4, 1024), call=NO_CACHE, labels=tokens(4, 1024, "labels"),
         full={"hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "intermediate_size": 5632},
         small={**SMALL_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
     ),
+    **PUBLISHED,
 }  # fmt: skip
 
 
