@@ -30,7 +30,8 @@ def entry(name: str) -> Entry:
         options: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
-        return compile_dynamo(name, gm, example_inputs, options, mode)
+        with gc_paused():  # from the first import on
+            return compile_dynamo(name, gm, example_inputs, options, mode)
 
     backend.__name__ = backend.__qualname__ = name
     return backend
@@ -57,14 +58,13 @@ def compile_dynamo(
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
     comparison = pipeline.comparison(backend, parsed)
-    with gc_paused():
-        if backend.constant_masks:
-            masks.fold(gm)
-        return capture.capture(
-            gm,
-            example_inputs,
-            lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison),
-        )
+    if backend.constant_masks:
+        masks.fold(gm)
+    return capture.capture(
+        gm,
+        example_inputs,
+        lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison),
+    )
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:

@@ -76,6 +76,18 @@ def test_rounds_that_disagree_choose_for_this_process_only(clock: Clock, scope: 
     assert quiet.choose("k", {"a": clock.takes(3 * SLOW), "b": clock.takes(SLOW)}) == "b" and quiet.settled
 
 
+def test_where_rounds_disagree_more_of_them_decide(clock: Clock, scope: str) -> None:
+    tuner = Tuner(scope)
+    b = clock.takes(0.0, 5e-3, 1e-3)  # once beside somebody else's work
+    assert tuner.choose("k", {"a": clock.takes(2e-3), "b": b}) == "b" and tuner.settled
+
+
+def test_rounds_without_end_are_not_tried(clock: Clock, scope: str) -> None:
+    noise = [1e-3, 3e-3, 2e-3, 5e-3, 1.5e-3, 4e-3] * 40
+    Tuner(scope).choose("k", {"a": clock.takes(0.0, *noise), "b": clock.takes(0.0, *noise[1::2], *noise)})
+    assert clock.now < tune.MOST_SECONDS + 20e-3
+
+
 def test_a_round_that_finds_both_equal_agrees(clock: Clock, scope: str) -> None:
     tuner = Tuner(scope)
     close = 1.04 * SLOW

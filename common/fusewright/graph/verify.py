@@ -20,6 +20,9 @@ UNTRUSTED = "fusewright_untrusted"
 """Key in `node.meta` of an op that the table does not describe as torch traced it, or that eager refuses: eager runs it,
 nobody checks it. The value says why."""
 
+RIGHT = "fusewright_right"
+"""Key in `node.meta` of an op that was found to obey its rules: what it read and gave then. A pass leaves most ops as they were."""
+
 
 class VerifyError(FormError, AssertionError):
     """A pass left a graph that breaks the specification: a bug of Fusewright."""
@@ -60,9 +63,10 @@ class Facts:
         self.nodes = list(graph.nodes)
 
     @cached_property
-    def ops(self) -> list[TypedNode]:
+    def wrong(self) -> list[TypedNode]:
+        """Ops that break one of `OP_RULES`."""
         trusted = (n for n in self.nodes if is_op(n) and UNTRUSTED not in n.meta)
-        return [d for n in trusted if (d := typed_node(n)) is not None]
+        return [d for n in trusted if (d := _wrong(n)) is not None]
 
 
 def _frame(f: Facts) -> Iterator[str]:
@@ -102,35 +106,35 @@ def _projections(f: Facts) -> Iterator[str]:
             yield f"{node.name} takes result {k} of {len(val)}"
 
 
-def _metadata(f: Facts) -> Iterator[str]:
-    for d in f.ops:
+def _metadata(ops: Sequence[TypedNode]) -> Iterator[str]:
+    for d in ops:
         if "val" not in d.node.meta:
             yield f"{d.node.name}: {d.row.name} has no metadata"
 
 
-def _arguments(f: Facts) -> Iterator[str]:
-    for d in f.ops:
+def _arguments(ops: Sequence[TypedNode]) -> Iterator[str]:
+    for d in ops:
         if d.wrong:
             yield f"{d.node.name}: {d.row.name}: {d.wrong}"
 
 
-def _dtypes(f: Facts) -> Iterator[str]:
-    for d in f.ops:
+def _dtypes(ops: Sequence[TypedNode]) -> Iterator[str]:
+    for d in ops:
         for k, r in d.results:
             dtype = d.dtypes[k] if k < len(d.dtypes) else None
             if dtype is not None and r.dtype != dtype and k not in d.row.fake_differs:
                 yield f"{d.node.name}: {d.row.name} result {k} is {r.dtype}; the table says {dtype}"
 
 
-def _shapes(f: Facts) -> Iterator[str]:
-    for d in f.ops:
+def _shapes(ops: Sequence[TypedNode]) -> Iterator[str]:
+    for d in ops:
         for k, r in d.results:
             shape = d.shapes[k] if k < len(d.shapes) else None
             if shape is not None and not _could_be(r.shape, shape):
                 yield f"{d.node.name}: {d.row.name} result {k} has shape {tuple(r.shape)}; the table says {tuple(shape)}"
 
 
-OP_RULES: tuple[Rule[Facts], ...] = (
+OP_RULES: tuple[Rule[Sequence[TypedNode]], ...] = (
     Rule("metadata", "torch traced what an op of the table gives", _metadata),
     Rule("arguments", "an op of the table has the arguments of its row", _arguments),
     Rule("dtypes", "results have the dtypes that the table says", _dtypes),
@@ -138,12 +142,17 @@ OP_RULES: tuple[Rule[Facts], ...] = (
 )
 """What each op obeys."""
 
+
+def _of_ops(rule: Rule[Sequence[TypedNode]]) -> Rule[Facts]:
+    return Rule(rule.id, rule.says, lambda f: rule.check(f.wrong))
+
+
 RULES: tuple[Rule[Facts], ...] = (
     Rule("frame", "a graph has inputs, attributes and calls, and one output at its end", _frame),
     Rule("order", "each node is defined before it is used", _order),
     Rule("users", "the users of a node are those that read it", _users),
     Rule("projections", "what is taken of several results is there", _projections),
-    *OP_RULES,
+    *map(_of_ops, OP_RULES),
 )
 
 
@@ -165,21 +174,25 @@ def find_problems(graph: Graph) -> Iterator[str]:
     return (v.text for v in GRAPH.violations(graph))
 
 
-class _One(Facts):
-    """One op alone."""
+def _wrong(node: Node) -> TypedNode | None:
+    """None for an op that obeys its rules, or that is in no row."""
+    known = (node.target, node.args, node.kwargs, value_of(node), *map(value_of, node.all_input_nodes))
+    if node.meta.get(RIGHT) == (now := Identities(known)):
+        return None
+    found = typed_node(node)
+    if found is not None and any(_op_problems(found)):
+        return found
+    node.meta[RIGHT] = now
+    return None
 
-    def __init__(self, node: Node) -> None:
-        self.nodes = [node]
 
-    @cached_property
-    def ops(self) -> list[TypedNode]:
-        return [d for n in self.nodes if (d := typed_node(n)) is not None]
+def _op_problems(found: TypedNode) -> Iterator[str]:
+    return (text for rule in OP_RULES for text in rule.check([found]))
 
 
 def op_problems(node: Node) -> Iterator[str]:
     """One line per way in which an op's metadata is not what the table says."""
-    one = _One(node)
-    return (text for rule in OP_RULES for text in rule.check(one))
+    return iter(()) if (found := _wrong(node)) is None else _op_problems(found)
 
 
 def _flat(val: Any) -> Iterator[Any]:

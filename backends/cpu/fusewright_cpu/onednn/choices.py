@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +23,10 @@ milliseconds."""
 
 PROXY_ELEMENTS = 1 << 23
 """Largest weight that a measurement makes."""
+
+
+Matrix: TypeAlias = Callable[[int, int, bool, torch.dtype], torch.Tensor]
+"""Makes an operand: rows, columns, whether rows are the dense ones, dtype."""
 
 
 def penalised(run: Thunk, factor: float) -> Thunk:
@@ -73,16 +79,18 @@ def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> 
     on a transposed x that a kernel has copied to rows, which oneDNN's own copy takes several times as long for."""
     if len(forms) == 1:
         return forms[0]
-    candidates = {f: _linear_thunk(product.proxy(), f, product.n) for f in forms}
+    matrix = cache(_matrix)
+    candidates = {f: _linear_thunk(product.proxy(), f, matrix, product.n) for f in forms}
     return ctx.choose(f"{product.key} {'/'.join(forms)}", Lazy(candidates))
 
 
-def _linear_thunk(p: Product, form: str, columns: int = 0) -> Callable[[], Thunk]:
-    """A product in one form. `p` may have fewer columns than are meant: a copy of x then counts in proportion."""
+def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0) -> Callable[[], Thunk]:
+    """A product in one form, of operands that `matrix` makes. `p` may have fewer columns than are meant: a copy of x then
+    counts in proportion."""
 
     def make() -> Thunk:
-        x = _matrix(p.m, p.k, p.x_rows or form == "copied", p.dtype)
-        w = _matrix(p.n, p.k, p.w_rows, p.dtype)
+        x = matrix(p.m, p.k, p.x_rows or form == "copied", p.dtype)
+        w = matrix(p.n, p.k, p.w_rows, p.dtype)
         b = torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
         if form == "aten":
             return lambda: torch.nn.functional.linear(x, w, b)
@@ -102,12 +110,14 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
     """Whether one product with concatenated weights beats separate ones, each in its packed form."""
     key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
 
+    matrix = cache(_matrix)
+
     def separate() -> Thunk:
-        thunks = [_linear_thunk(Product(m, k, n, dtype, bias), "packed")() for n in widths]
+        thunks = [_linear_thunk(Product(m, k, n, dtype, bias), "packed", matrix)() for n in widths]
         return lambda: [t() for t in thunks]
 
     def together() -> Thunk:
-        return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed")()
+        return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed", matrix)()
 
     return ctx.choose(key, Lazy({"separate": separate, "together": together})) == "together"
 
