@@ -5,7 +5,14 @@ set -euo pipefail
 PYTHON=${PYTHON:-python}
 venv=${1:-build/xla}
 export PYTHONPATH="$PWD/common${PYTHONPATH:+:$PYTHONPATH}"
-[ -x "$venv/bin/python" ] || "$PYTHON" -m venv --system-site-packages "$venv"
+if [ ! -x "$venv/bin/python" ]; then
+  "$PYTHON" -m venv --system-site-packages "$venv"
+  # Where this one is a virtual environment, the system's packages are not its own: it is named too.
+  "$PYTHON" - >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/beneath.pth" <<'EOF'
+import site
+print("import site;", "; ".join(f"site.addsitedir({folder!r})" for folder in site.getsitepackages()))
+EOF
+fi
 "$venv/bin/python" -m pip install -q "jax>=0.8,<0.12"
 "$venv/bin/python" -m pip install -q --no-deps --no-build-isolation ./examples/xla_cpu
 report=$("$venv/bin/python" -m fusewright doctor --json) || true # it fails for any backend that is broken; only this one counts

@@ -81,6 +81,17 @@ def test_every_installed_backend_has_jobs_of_every_level() -> None:
         assert parts == set(levels.PARTS) - {"opinfo"}, name
 
 
+def test_a_process_of_its_own_has_jobs_of_every_row() -> None:
+    """Rows of operators that torch defines when it is asked to are rows too."""
+    script = (
+        "from fusewright import ops; from fusewright.conformance.ops import opset; "
+        "from fusewright.conformance.settings import Settings; "
+        "print(len(ops.ROWS) - len(opset.names(Settings('fusewright_null'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 0
+
+
 def test_a_run_tells_how_many_jobs_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "perform", lambda job, settings: [Check("C0", job["name"], Verdict.PASSED)] * 2)
     done: list[int] = []

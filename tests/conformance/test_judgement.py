@@ -61,6 +61,14 @@ def test_what_a_device_would_assert_is_asked_of_the_host_first() -> None:
     assert not calls.bad_values(ops.OPS["lgamma"], lgamma_of_complex, {})
 
 
+def test_what_a_library_of_the_host_packed_goes_to_no_device() -> None:
+    """Eager's kernels of the host read a GPU's memory beside it, and end the process."""
+    packed = torch.ones(4, 4).to_mkldnn()
+    assert calls.placed(packed, "cpu").layout == packed.layout
+    with pytest.raises(RuntimeError, match="of the cpu alone"):
+        calls.placed(packed, "meta")
+
+
 def test_what_a_device_refuses_of_larger_sizes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA layer norm checks the size that its graph holds as a number; the host's does not."""
     settings = Settings("fusewright_null", dtypes=("float32",))

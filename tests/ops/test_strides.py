@@ -122,13 +122,32 @@ def test_traced_strides_are_eagers(name: str, device: str) -> None:
     assert not list(differences(ops.OPS[name], device))[:5]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_gradient_of_a_layer_norm_is_dense_whatever_the_layout_of_its_input(device: str) -> None:
-    """So eager was seen to give it on an H200; no GPU is needed to trace it."""
+DENSE = "layer_norm_backward rms_norm_backward log_softmax_backward dropout_backward batch_norm_backward".split()
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_these_gradients_are_dense_on_a_gpu_whatever_the_layout_of_what_they_read(name: str) -> None:
+    """So eager was seen to give them on an H200; no GPU is needed to trace them."""
+    op = ops.OPS[name]
+    args, kwargs = CASES[name][0].make(F32)
     with compat.fake_mode():
-        x, grad = (torch.empty(4, 3, device=device).t() for _ in range(2))
-        weight, mean = torch.empty(4, device=device), torch.empty(3, 1, device=device)
-        args = [grad, x, [4], mean, mean, weight, weight, [True, True, True]]
-        op = ops.OPS["layer_norm_backward"]
+        args = [backwards(a) if isinstance(a, Tensor) else a for a in args]
+        dx, *_ = flat(retrace.as_eager(op, args, kwargs, op.target(*args, **kwargs)))
+    assert dx.is_contiguous()
+
+
+def backwards(t: Tensor) -> Tensor:
+    """One like it on a GPU, with its dimensions in the opposite order in memory."""
+    return torch.empty(*reversed(t.shape), dtype=t.dtype, device="cuda").permute(*reversed(range(t.dim())))
+
+
+@pytest.mark.parametrize(("train", "last"), [(True, True), (False, False)])
+def test_the_gradient_of_a_batch_norm_is_channels_last_on_a_gpu_in_training_alone(train: bool, last: bool) -> None:
+    """By ATen's source: its kernel for channels-last images is one of training."""
+    op = ops.OPS["batch_norm_backward"]
+    with compat.fake_mode():
+        image = torch.empty(2, 4, 6, 6, device="cuda").to(memory_format=torch.channels_last)
+        c = torch.empty(4, device="cuda")
+        args = [image, image, c, c, c, c, c, train, 1e-5, [True, True, True]]
         dx, *_ = retrace.as_eager(op, args, {}, op.target(*args))
-    assert dx.stride() == (4, 1)
+    assert dx.is_contiguous(memory_format=torch.channels_last) is last

@@ -159,16 +159,16 @@ def range_dtype(a: Args) -> tuple[torch.dtype]:
     return (a["dtype"] or (torch.int64 if whole else torch.get_default_dtype()),)
 
 
-def norm_stats(input_: str = "input", weight_: str = "weight") -> DtypeRule:
-    """Mean and reciprocal deviation of a norm: fp32 for half inputs, except on a CPU with weights of the
-    input's own dtype."""
+def norm_stats(input_: str = "input", weight_: str = "weight", wide: bool = True) -> DtypeRule:
+    """Mean and reciprocal deviation of a norm: on a CPU of its weights' dtype, elsewhere of its input's, which with `wide` is
+    fp32 for half types."""
 
     def rule(a: Args) -> tuple[torch.dtype, torch.dtype]:
         x, w = a[input_], a[weight_]
         if device_type(x) == "cpu":
             d = x.dtype if w is None else w.dtype
         else:
-            d = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+            d = torch.float32 if wide and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         return d, d
 
     return named(rule, "norm_stats")

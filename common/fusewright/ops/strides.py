@@ -69,7 +69,28 @@ def _like_channels_last(x: torch.Tensor) -> bool:
 
 def _on_cpu(rule: Rule, name: str) -> Rule:
     """A rule of the CPU's kernels: other devices have others."""
-    return lambda a: rule(a) if a[name].device.type == "cpu" else ()
+    return _by_device(name, cpu=rule)
+
+
+def _by_device(name: str, **rules: Rule) -> Rule:
+    """A rule of the kernels of each device; of others FakeTensor is right."""
+
+    def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
+        found = rules.get(a[name].device.type)
+        return () if found is None else found(a)
+
+    return rule
+
+
+def _cuda_batch_norm_backward(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """Dense; channels last in training where both operands are."""
+    x, formats = a["input"], {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = a["train"] and x.dim() in formats and all(_dense_in(t, formats[x.dim()]) for t in (x, a["grad_out"]))
+    return (torch.empty(x.shape, device=x.device, memory_format=formats[x.dim()] if last else torch.contiguous_format),)
+
+
+def _dense_in(t: torch.Tensor, how: torch.memory_format) -> bool:
+    return t.is_contiguous(memory_format=how) and not t.is_contiguous()
 
 
 def _copied(name: str) -> Rule:
@@ -104,7 +125,9 @@ RULES: dict[str, Rule] = {
     },
     **{f"{n}_backward": _iterated("self", "grad_output") for n in ("threshold", "leaky_relu")},
     "elu_backward": _iterated("grad_output", "self_or_result"),
-    "dropout_backward": _iterated("grad_output", "mask"),
+    "dropout_backward": _by_device(
+        "grad_output", cpu=_iterated("grad_output", "mask"), mps=_iterated("grad_output", "mask"), cuda=_suggested("grad_output")
+    ),
     "scalar_pow": _contiguous("exponent"),
     **{n: _copied("self") for n in ("slice_scatter", "select_scatter", "diagonal_scatter")},
     **{n: _on_cpu(_padded, "self") for n in ("reflection_pad2d", "replication_pad2d")},
@@ -116,12 +139,13 @@ RULES: dict[str, Rule] = {
     "roll": _on_cpu(_suggested("self"), "self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),
     "batch_norm_train": _on_cpu(_suggested("input"), "input"),
-    "batch_norm_backward": _on_cpu(_suggested("input"), "input"),
+    "batch_norm_backward": _by_device("input", cpu=_suggested("input"), cuda=_cuda_batch_norm_backward),
     "group_norm_backward": _on_cpu(_suggested("input"), "input"),
     "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),
     "log_sigmoid": _on_cpu(_contiguous("self", 2), "self"),
-    "log_softmax_backward": _on_cpu(_contiguous("grad_output"), "grad_output"),
+    "log_softmax_backward": _contiguous("grad_output"),
     "layer_norm_backward": _contiguous("input"),
+    "rms_norm_backward": _contiguous("input"),
 }
 
 

@@ -79,8 +79,11 @@ def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def placed(t: torch.Tensor, device: Any) -> torch.Tensor:
-    """A tensor of the same values, strides and offset on a device, in memory of its own."""
-    if t.layout is not torch.strided:  # packed by a library
+    """A tensor of the same values, strides and offset on a device, in memory of its own. RuntimeError where there is no such
+    tensor: a library of the host packed it."""
+    if t.layout is not torch.strided:
+        if torch.device(device).type != t.device.type:
+            raise RuntimeError(f"{t.layout} is of the {t.device.type} alone")
         return t.clone()
     memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.detach().untyped_storage())
     moved = memory.to(device, copy=True).untyped_storage()

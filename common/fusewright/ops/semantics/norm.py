@@ -109,7 +109,7 @@ def group_norm(
     var, mean = torch.var_mean(g, [-1], correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
     out = affine(((g - mean) * rstd).reshape(x.shape), per_channel(weight, x.dim()), per_channel(bias, x.dim()))
-    stats = _stats_dtype(x, weight)
+    stats = _stats_dtype(x, weight) if x.device.type == "cpu" else x.dtype
     return out.to(x.dtype), mean.squeeze(-1).to(stats), rstd.squeeze(-1).to(stats)
 
 
@@ -117,8 +117,14 @@ def batch_norm_ref(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
     rank = max(x.dim(), 2)
-    out = (x - per_channel(mean, rank)) / torch.sqrt(per_channel(var, rank) + eps)
-    return affine(out, per_channel(weight, rank), per_channel(bias, rank)), x.new_empty(0), x.new_empty(0)
+    deviation = torch.sqrt(var + eps)
+    out = affine((x - per_channel(mean, rank)) / per_channel(deviation, rank), per_channel(weight, rank), per_channel(bias, rank))
+    return out, *_inference_stats(mean, 1 / deviation)
+
+
+def _inference_stats(mean: Any, rstd: Any) -> tuple[Any, Any]:
+    """What inference gives beside its result: nothing on a CPU."""
+    return (mean[:0].clone(), rstd[:0]) if mean.device.type == "cpu" else (mean.clone(), rstd)
 
 
 def batch_norm(
@@ -127,11 +133,10 @@ def batch_norm(
     w, rank = widened(x), max(x.dim(), 2)
     rstd = torch.rsqrt(widened(var) + eps)
     out = (w - per_channel(widened(mean), rank)) * per_channel(rstd, rank)
-    empty = torch.empty(0, dtype=_stats_dtype(x, mean), device=x.device)
+    stats = _stats_dtype(x, mean)
     return (
         affine(out, per_channel(weight, rank), per_channel(bias, rank)).to(x.dtype),
-        empty,
-        empty.clone(),
+        *_inference_stats(mean.to(stats), rstd.to(stats)),
     )
 
 
@@ -146,8 +151,8 @@ def batch_norm_train_ref(
     eps: float,
 ) -> tuple[Any, ...]:
     if not training:
-        out = batch_norm_ref(x, weight, bias, running_mean, running_var, momentum, eps)[0]
-        return out, x.new_empty(0), x.new_empty(0), running_mean.clone(), running_var.clone()
+        normed = batch_norm_ref(x, weight, bias, running_mean, running_var, momentum, eps)
+        return *normed, running_mean.clone(), running_var.clone()
     dims, rank = [d for d in range(x.dim()) if d != 1], max(x.dim(), 2)
     mean = x.mean(dims)
     var = ((x - per_channel(mean, rank)) ** 2).mean(dims)

@@ -11,6 +11,7 @@ import torch
 from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, Kind, Op, Shape, row
+from fusewright.ops.rules import device_type
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
 from fusewright.ops.semantics import resize
@@ -48,8 +49,13 @@ def lse_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
 
 
 def inference_stats(a: Args) -> tuple[Shape, Shape, Shape]:
-    """The input's shape; a CPU gives two empty statistics, as does CUDA."""
-    return tuple(a["input"].shape), (0,), (0,)
+    """The input's shape; two statistics, which a CPU leaves empty."""
+    return tuple(a["input"].shape), _given(a), _given(a)
+
+
+def _given(a: Args) -> Shape:
+    """The shape of the statistics that inference gives."""
+    return (0,) if device_type(a["input"]) == "cpu" else tuple(a["running_mean"].shape)
 
 
 def bn_train_dtypes(a: Args) -> tuple[torch.dtype, ...]:
@@ -58,9 +64,9 @@ def bn_train_dtypes(a: Args) -> tuple[torch.dtype, ...]:
 
 
 def bn_train_shapes(a: Args) -> tuple[Shape, ...]:
-    """The input's shape, and [C] four times; batch statistics that are not computed are empty."""
+    """The input's shape, and [C] four times; a CPU leaves batch statistics empty that it does not compute."""
     channels = tuple(a["input"].shape[1:2])
-    batch = channels if a["training"] else (0,)
+    batch = channels if a["training"] else _given(a)
     return (tuple(a["input"].shape), batch, batch, channels, channels)
 
 
@@ -88,6 +94,7 @@ def pointwise_loss_shape(a: Args) -> tuple[Shape]:
 
 _SELF_INT64 = dt.dtypes(dt.SELF, dt.INT64)
 _NORM = dt.dtypes(dt.INPUT, dt.norm_stats())
+_GROUP_NORM = dt.dtypes(dt.INPUT, dt.norm_stats(wide=False))
 _BATCH_NORM = dt.dtypes(dt.INPUT, dt.norm_stats(weight_="running_mean"))
 
 # On a CPU a half input with fp32 weights has fp32 statistics; FakeTensor says half.
@@ -118,11 +125,11 @@ ROWS: tuple[Op, ...] = (
     _op("rms_norm", "aten::_fused_rms_norm", rms_dtypes, rms_shapes, nm.rms_norm_ref,
         "input * rrms * weight over the last dimensions; rrms", "Zhang & Sennrich, arXiv:1910.07467",
         nm.rms_norm),
-    _op("group_norm", "aten::native_group_norm", _NORM, sh.group_norm_shapes, nm.group_norm_ref,
+    _op("group_norm", "aten::native_group_norm", _GROUP_NORM, sh.group_norm_shapes, nm.group_norm_ref,
         "normalised over groups of channels; mean; rstd", "Wu & He, arXiv:1803.08494", nm.group_norm,
         fake_differs=_STATISTICS),
     _op("batch_norm", "aten::_native_batch_norm_legit_no_training", _BATCH_NORM, inference_stats,
-        nm.batch_norm_ref, "normalised by running statistics; two empty tensors",
+        nm.batch_norm_ref, "normalised by running statistics; these, or on a CPU two empty tensors",
         "Ioffe & Szegedy, arXiv:1502.03167", nm.batch_norm, fake_differs=_STATISTICS),
     _op("batch_norm_train", "aten::_native_batch_norm_legit_functional", bn_train_dtypes, bn_train_shapes,
         nm.batch_norm_train_ref, "normalised by batch statistics; mean; rstd; new running mean and variance",

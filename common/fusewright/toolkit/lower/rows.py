@@ -312,7 +312,7 @@ def channels(op: OpView) -> Domain:
 def _batch_norm(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     t = norm_type(op)
     if k:
-        return e.const(0, t)
+        return _inference_stats(e, op, k, at)
     mean, var, w, b = (
         None if op.arg(n) is None else e(op.arg(n), at.pick((1,)), t)
         for n in ("running_mean", "running_var", "weight", "bias")
@@ -320,6 +320,16 @@ def _batch_norm(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     assert mean is not None and var is not None
     rstd = e.b.op("rsqrt", var + op.arg("eps"))
     return affine((e(op.arg("input"), at, t) - mean) * rstd, w, b)
+
+
+def _inference_stats(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """What devices but the CPU give beside the result: the running mean, and what it was multiplied by."""
+    t, spec = norm_type(op), op.outs[k].spec
+    if spec is None or 0 in spec.shape:
+        return e.const(0, t)
+    if k == 1:
+        return e(op.arg("running_mean"), at, t)
+    return e.b.op("rsqrt", e(op.arg("running_var"), at, t) + op.arg("eps"))
 
 
 def _has_statistics(op: OpView) -> str | None:
