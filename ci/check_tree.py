@@ -44,7 +44,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
     ),
     "fusewright_cpu": (
-        ("arm", "policy"), ("target",), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",),
+        ("arm", "openmp"), ("target", "policy"), ("emit",), ("kernels",), ("run",), ("loader",), ("onednn",), ("fusewright_cpu",),
     ),
     "fusewright_acl": (
         ("rows", "target", "verbose"), ("fpmath",), ("int8",), ("products", "convolutions"), ("lowerings", "quantized"),

@@ -291,6 +291,11 @@ class DevicePolicy:
     bytes_per_second: float = 2e10
     call_seconds: float = 3e-6
     """Round figures for estimates of time; only ratios between ops matter."""
+    limit: Callable[[int], int] | None = None
+    """Let so many threads at most share what the calling thread computes; returns how many it were. Since interface 1.4."""
+    worth_waking: float = 0.0
+    """Seconds of an op, by the figures above, from which on more threads gain more than it costs to wake them and to wait for one
+    that has no core. A plan whose every op is shorter runs on the calling thread, where there is `limit`. Since interface 1.4."""
 
     def count_workers(self) -> int:
         """How many threads compute now."""

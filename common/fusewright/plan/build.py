@@ -30,6 +30,7 @@ class Plan:
     `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that
     inputs and results carry as numbers;
     `kernels` are the loop kernels of its launches by structural hash; `policy` is that of the backend which runs them.
+    `alone`: no op of it is worth a second thread.
     """
 
     inputs: tuple[int, ...]
@@ -43,6 +44,7 @@ class Plan:
     comments: dict[int, str] = field(default_factory=dict)
     scalars: dict[int, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
     policy: DevicePolicy = field(default=DevicePolicy(), compare=False)
     origins: dict[int, Origin] = field(default_factory=dict, compare=False)
     """For profilers, by the first value that an instruction makes."""

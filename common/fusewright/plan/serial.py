@@ -20,7 +20,7 @@ from fusewright.sizes.expr import Extent, SizeExpr
 from fusewright.sizes.serial import from_data as size_from_data
 from fusewright.sizes.serial import to_data as size_to_data
 
-FORMAT = 4
+FORMAT = 5
 """Changes when the JSON does: entries of another format are misses."""
 
 
@@ -42,6 +42,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "attributes": {str(i): name for i, (name, _) in plan.attributes.items()},
         "scalars": {str(i): symbol for i, symbol in plan.scalars.items()},
         "kernels": sorted(plan.kernels),
+        "alone": plan.alone,
         "origins": {str(i): [o.ops, o.position] for i, o in plan.origins.items()},
     }
 
@@ -64,6 +65,7 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
         attributes={int(i): (name, attribute(name)) for i, name in data["attributes"].items()},
         scalars={int(i): symbol for i, symbol in data["scalars"].items()},
         kernels=dict.fromkeys(data["kernels"]),
+        alone=data["alone"] is True,
         origins={int(i): Origin(str(ops), position) for i, (ops, position) in data["origins"].items()},
     )
 

@@ -9,6 +9,7 @@ from fusewright.errors import BackendCrashError
 from fusewright.forms import passes
 from fusewright.graph.origin import first_trace
 from fusewright.interface import Verdict, Why
+from fusewright.partition.cost import work
 from fusewright.plan import labels
 from fusewright.plan.execute.compared import eager_of
 from fusewright.plan.ir import Launch
@@ -48,10 +49,18 @@ def plan(c: Compilation) -> Refused:
 def _make_plan(c: Compilation) -> None:
     c.plan = c.do(passes.BUILD, c.index, c.partition.members, c.compiled)
     c.plan.policy = c.backend.policy()
+    c.plan.alone = _alone(c)
     c.plan.origins = labels.origins(c.index, c.plan.instructions, c.lines)
     c.plan.trace = first_trace(c.graph)
     if c.phase == "infer":
         c.plan = c.do(passes.UPDATE, c.plan)
+
+
+def _alone(c: Compilation) -> bool:
+    """Whether no op is worth a second thread, at whatever sizes the plan is called with."""
+    known = all(isinstance(n, int) for spec in c.plan.specs.values() for n in spec.shape)
+    ops, policy = c.index.ops.values(), c.plan.policy
+    return known and all(work(op).seconds(policy) - policy.call_seconds < policy.worth_waking for op in ops)
 
 
 def _unsayable(c: Compilation) -> Refused:

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
 from fusewright_cpu.emit.entry import PARALLEL, THREAD, THREADS
+from fusewright_cpu.openmp import libraries
 
 
 def _address(lib: ctypes.CDLL, name: str) -> int:
@@ -23,29 +22,12 @@ def _address(lib: ctypes.CDLL, name: str) -> int:
 def pool_symbols() -> Mapping[str, int]:
     """Entry points of the OpenMP library that this process has loaded, or nothing: kernels are then
     serial."""
-    if "openmp" not in torch.__config__.parallel_info().lower():
-        return MappingProxyType({})
-    for path in _loaded_openmp():
+    for lib in libraries():
         try:
-            # already loaded by torch: this only gives a handle on it
-            lib = ctypes.CDLL(path)
             return MappingProxyType({n: _address(lib, n) for n in (PARALLEL, THREAD, THREADS)})
-        except (OSError, AttributeError):
+        except AttributeError:
             continue
     return MappingProxyType({})
-
-
-def _loaded_openmp() -> list[str]:
-    """Paths of OpenMP libraries in this process that come with torch; empty where the system does not
-    tell."""
-    if not sys.platform.startswith("linux"):
-        return []
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "/" in line}
-    names = ("libgomp", "libomp", "libiomp5")
-    found = [p for p in paths if p.rsplit("/", 1)[-1].startswith(names)]
-    # with several, the one that lies beside torch is the one that torch calls
-    return sorted(found, key=lambda p: ("torch" not in p, p))
 
 
 @functools.cache

@@ -346,9 +346,11 @@ def load(
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
-    names.space.update(observe=observe)
+    names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
     asking = text.replace(*_ASKS) if observe is None else text  # who observes is asked for each instruction already
+    if plan.alone and plan.policy.limit is not None:
+        asking = asking.replace(*_RUNS) + _ALONE
     exec(compile(asking, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         if prepared is not None and checked:
@@ -374,6 +376,20 @@ def _written(
 
 _ASKS = "def run(args):\n", f"def run(args):\n    if profiling({compat.PROFILING!r}): return profiled(args)\n"
 """What every plan begins with: one look into a dict, some 20 nanoseconds."""
+
+
+_RUNS = "def run(args):", "def crew(args):"
+
+_ALONE = """
+def run(args):
+    workers = limited(1)
+    try:
+        return crew(args)
+    finally:
+        limited(workers)
+"""
+"""A call of which no part is worth a second thread wakes none, and waits for none: a library's loops would share out 10 us of
+work, and beside a busy process wait milliseconds for a thread that has no core."""
 
 
 def _profiled(

@@ -1,0 +1,98 @@
+"""A call of which no part is worth a second thread wakes none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusewright.plan.build import Plan
+from fusewright.plan.execute import codegen
+from fusewright.plan.ir import Call, Ref
+from fusewright.plan.serial import from_data, to_data
+from fusewright_cpu import openmp
+from fusewright_cpu.loader import LlvmLoader
+from fusewright_cpu.policy import CPU
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of threads that plans ask for."""
+    seen: list[int] = []
+
+    def limited(threads: int) -> int:
+        seen.append(threads)
+        return openmp.limited(threads)
+
+    monkeypatch.setattr(LlvmLoader, "policy", dataclasses.replace(CPU, limit=limited))
+    return seen
+
+
+@pytest.fixture
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def called(module: Callable[..., Any], *args: Tensor, **how: Any) -> None:
+    torch.compiler.reset()
+    fast = torch.compile(module, backend="x86_onednn", options={"cache": False}, **how)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(*args), module(*args), rtol=1e-4, atol=1e-4)
+
+
+SMALL = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).eval()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_plan_of_small_ops_runs_on_the_calling_thread(asked: list[int]) -> None:
+    called(SMALL, torch.randn(1, 3, 8, 8))
+    assert asked and asked == [1, 2] * (len(asked) // 2) and torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_one_op_that_is_worth_it_wakes_all(asked: list[int]) -> None:
+    called(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 64, 3)).eval(), torch.randn(2, 3, 64, 64))
+    assert not asked
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_sizes_that_may_grow_wake_all(asked: list[int]) -> None:
+    called(nn.Linear(8, 8).eval(), torch.randn(3, 8), dynamic=True)
+    assert not asked
+
+
+def plan_of(target: str) -> Plan:
+    policy = dataclasses.replace(CPU, limit=openmp.limited)
+    return Plan((1,), (Ref(2),), [Call(target, (Ref(1),), (2,))], [], (), (), {}, alone=True, policy=policy)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_are_given_back_where_a_call_fails() -> None:
+    run = codegen.load(plan_of("aten::inverse"))
+    with pytest.raises(RuntimeError):
+        run([torch.zeros(2, 3)])
+    assert torch.get_num_threads() == 2
+
+
+def test_a_stored_plan_is_alone_as_it_was() -> None:
+    plan = plan_of("aten::relu")
+    assert from_data(to_data(plan), lambda name: None).alone
+    assert not from_data(to_data(dataclasses.replace(plan, alone=False)), lambda name: None).alone
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_limit_is_the_calling_threads() -> None:
+    assert openmp.limited(1) == 2
+    try:
+        assert torch.get_num_threads() == (1 if any(openmp.libraries()) else 2)
+    finally:
+        assert openmp.limited(2) in (1, 2)
+    assert torch.get_num_threads() == 2
