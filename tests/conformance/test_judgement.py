@@ -84,6 +84,16 @@ def test_what_a_device_refuses_of_larger_sizes_is_left_out(monkeypatch: pytest.M
     assert opset._again(t, None, None, ()) == "" and next(asked, None) is None
 
 
+def test_larger_sizes_that_mean_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two and four heads read by three and six: eager runs it, past the end of its memory."""
+    settings = Settings("fusewright_null", dtypes=("float32",))
+    variant, op = next(v for v in opset.VARIANTS if v.symbolic), ops.OPS["sdpa_with_lse"]
+    case = next(c for c in CASES[op.name] if c.args[0].shape[1] != c.args[1].shape[1])
+    t = opset._Trial(op, case, torch.float32, variant, settings, settings.make(), *calls.arguments(op, case, torch.float32))
+    monkeypatch.setattr(opset.calls, "guards", lambda gm: lambda tensors: True)
+    assert opset._again(t, lambda tensors: pytest.fail("it was run"), None, ()) == ""
+
+
 def test_the_product_of_an_expanded_matrix_is_judged_by_the_product() -> None:
     settings = Settings("fusewright_null", dtypes=("float32",))
     found = levels.perform({"part": "opset", "name": "int_mm"}, settings)

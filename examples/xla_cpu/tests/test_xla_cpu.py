@@ -45,6 +45,13 @@ def test_poles_and_limits_are_eagers(name: str) -> None:
     torch.testing.assert_close(compiled(fn)(x), fn(x), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_power_of_two_is_as_exact_as_eagers_however_large(dtype: torch.dtype) -> None:
+    x = torch.linspace(-120, 126, 997, dtype=dtype)
+    exact = torch.exp2(x.double())
+    assert ((compiled(torch.exp2)(x).double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
+
+
 @pytest.mark.parametrize("fn", [torch.mul, torch.div, lambda a, b: (b + a) * a, lambda a, b: (b > 1) * b])
 def test_a_bool_is_no_selection(fn: Callable[..., Tensor]) -> None:
     """XLA takes a product with a bool for one; zero times an infinity is NaN."""
