@@ -107,7 +107,8 @@ def bench(
         _draw(saved, chart)
         return
     if in_int8:
-        _int8(console, models, backend, against, size, seconds, threads)
+        settings = Settings(size=size, threads=threads or machine.cores(), seconds=seconds)
+        _int8(console, models, backend, against, settings, json_file, append)
         return
     if with_graphs:
         models = (*models, *graphs.names(train))
@@ -158,23 +159,27 @@ def _draw(document: dict[str, Any], file: Path | None) -> None:
 
 
 def _int8(
-    console: Console, models: Sequence[str], backend: str, against: Sequence[str] | None, size: str, seconds: float,
-    threads: int | None,
+    console: Console, models: Sequence[str], backend: str, against: Sequence[str] | None, settings: Settings,
+    file: Path | None, append: bool,
 ) -> None:
-    """Print each row as it comes: what contenders a row has depends on what runs here."""
+    """Print each row as it comes, and write what there is: what contenders a row has depends on what runs here."""
     import torch
 
     from fusewright.quantization import bench as int8
     from fusewright.quantization import quantizing
 
-    torch.set_num_threads(threads or machine.cores())
+    torch.set_num_threads(settings.threads)
     ours = quantizing() if backend == "fusewright" else backend
-    for _, row in int8.measure(models, size, seconds, ours, against != []):  # type: ignore[arg-type]
+    document = _document(ours, settings, file if append else None)
+    for part, row in int8.measure(models, settings.size, settings.seconds, ours, against != []):  # type: ignore[arg-type]
         first = next(iter(row.seconds.values()), 0.0)
         cells = [f"{who} {t * 1e3:.3f} ms ({first / t:.2f}x)" for who, t in row.seconds.items()]
         console.print(f"{row.name}: {', '.join(cells)}", markup=False, soft_wrap=True)
         for who, why in row.failed.items():
             console.print(f"  ! {who}: {in_brief(why)}", style="red", markup=False, soft_wrap=True)
+        if file is not None:
+            report.put(document, row.as_json(f"int8 {part}, {counted(settings.threads, 'thread')}"))
+            report.save(document, file)
 
 
 def _console() -> Console:

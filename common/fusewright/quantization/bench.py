@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from fusewright.bench import suite
+from fusewright.bench import stats, suite
 from fusewright.quantization import quantization_of
 
 LINEARS = (
@@ -28,6 +28,7 @@ CONVS = (
     ((1, 3, 224, 224), (64, 3, 7, 7), 2, 1), ((1, 96, 112, 112), (96, 1, 3, 3), 2, 96), ((1, 144, 56, 56), (144, 1, 3, 3), 1, 144),
 )  # fmt: skip
 """Input, weight, stride and groups of the suite's convolutions: ResNet-50 and MobileNetV2."""
+RECIPES = ("static", "dynamic")
 MODELS = ("bert", "gpt2", "resnet50", "mobilenet_v2", "vit")
 ENGINES = tuple(e for e in torch.backends.quantized.supported_engines if e not in ("none", "qnnpack"))
 """Torch's own, but the one for phones."""
@@ -39,11 +40,28 @@ Timed = Mapping[str, Callable[[], Any]]
 
 @dataclass
 class Row:
-    """Median seconds by contender, and why others did not run."""
+    """The seconds of each contender's calls, and why others did not run."""
 
     name: str
-    seconds: dict[str, float] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Medians."""
+        return {who: statistics.median(t) for who, t in self.times.items()}
+
+    def as_json(self, mode: str) -> dict[str, Any]:
+        """As a row of a document of `fusewright bench`; speed-ups are over the first contender, each call being a round."""
+        summaries = {who: stats.summarize([[t] for t in times]) for who, times in self.times.items()}
+        base = next(iter(self.times.values()), [])
+        found: dict[str, Any] = {
+            who: {"status": "ok", "steady": s.as_json(), "speedup": stats.paired_ratio(base, self.times[who])}
+            for who, s in summaries.items()
+        }
+        found |= {who: {"status": "failed", "reason": why} for who, why in self.failed.items()}
+        noise = stats.noise_verdict([s.spread for s in summaries.values()])
+        return {"model": self.name, "dtype": "int8", "mode": mode, "noise": noise, "contenders": found}
 
 
 def interleaved(name: str, contenders: Timed, seconds: float = 1.0) -> Row:
@@ -62,7 +80,7 @@ def interleaved(name: str, contenders: Timed, seconds: float = 1.0) -> Row:
             start = time.perf_counter()
             run()
             times[who].append(time.perf_counter() - start)
-    row.seconds = {who: statistics.median(t) for who, t in times.items()}
+    row.times = times
     return row
 
 
@@ -167,9 +185,9 @@ def _no_grad(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], 
 
 def models(
     backend: str, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
-    floats: str = "fusewright", inductor: bool = True,
+    floats: str = "fusewright", inductor: bool = True, recipes: Sequence[str] = RECIPES,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each model: ours in fp32 and bf16; of each, static and dynamic int8 by ours, of the first by Inductor too."""
+    """A row for each model: ours in fp32 and bf16; of each, int8 by each recipe by ours, of the first by Inductor too."""
     by = quantization_of(backend)
     for name in names:
         torch.compiler.reset()
@@ -184,7 +202,7 @@ def models(
             built = suite.build(name, size, dtype)
             assert built.module is not None
             inputs, around = [dict(built.kwargs) if built.kwargs and not built.args else built.args], dtype == "bf16"
-            for recipe in ("static", "dynamic"):
+            for recipe in recipes:
                 quantized = by.quantize(built.module.eval(), inputs, recipe, keep=(), dynamic_batch=False)
                 fast = torch.compile(quantized, backend=backend)
                 contenders[f"int8 {recipe}{', bf16 around' * around}"] = _no_grad(fast, *built.args, **built.kwargs)

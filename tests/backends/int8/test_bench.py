@@ -14,6 +14,7 @@ pytest.importorskip("torchao", reason="torchao is an optional dependency of fuse
 from click.testing import CliRunner
 
 import fusewright
+from fusewright.bench import report, tables
 from fusewright.cli.app import app
 from fusewright.errors import QuantizationError
 from fusewright.quantization import bench, quantization_of
@@ -46,6 +47,18 @@ def test_contenders_that_fail_are_told_and_the_others_measured() -> None:
     assert row.seconds.keys() == {"good"} and row.failed == {"bad": "ValueError: not here"}
 
 
+def test_a_row_is_one_of_a_document_of_bench() -> None:
+    row = bench.Row("linear 1x2x3", {"fp32": [2e-3, 4e-3, 2e-3], "int8 static": [1e-3, 2e-3, 1e-3]}, {"inductor": "not here"})
+    assert row.seconds == {"fp32": 2e-3, "int8 static": 1e-3}
+    written = row.as_json("int8 shapes, 1 thread")
+    ours = written["contenders"]["int8 static"]
+    assert ours["speedup"] == pytest.approx(2) and ours["steady"]["median_ms"] == pytest.approx(1)
+    assert written["contenders"]["inductor"] == {"status": "failed", "reason": "not here"}
+    document = report.new_document(["fusewright"], "x86_int8", {"threads": 1})
+    report.put(document, written)
+    assert document["rows"] == [written] and list(tables.render(document))
+
+
 def test_each_engine_of_ours_has_a_bare_call() -> None:
     by = quantization_of("x86_int8")
     for op, sizes, shape in (("linear", (4, 32, 8), (4, 8)), ("conv", ((1, 4, 6, 6), (8, 4, 3, 3), 1, 1), (1, 8, 6, 6))):
@@ -55,9 +68,12 @@ def test_each_engine_of_ours_has_a_bare_call() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_row_for_a_model() -> None:
-    done = CliRunner().invoke(app, ["bench", "--int8", "distilbert", "--size", "small", "--seconds", "0.2", "--against", ""])
+def test_the_command_prints_and_writes_a_row_for_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "int8.json"
+    asked = ["bench", "--int8", "distilbert", "--size", "small", "--seconds", "0.2", "--against", "", "--json", str(file)]
+    done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
+    assert [row["model"] for row in report.load(file)["rows"]] == ["distilbert"]
     assert all(f"{who} " in done.output for who in ("fp32", "bf16", "int8 static", "int8 dynamic, bf16 around"))
 
 
