@@ -75,11 +75,17 @@ void gather(const Conv& c, i64 pixel, i64 rows, i64 first, i64 bytes, std::uint8
   }
 }
 
+// Rows that a part gathers: as many as the cache holds, fewer where there would be too few parts for the threads. Each thread is
+// given as many parts as the others.
 i64 rows_of_part(const Kernels& kernels, const Conv& c, i64 k, i64 threads) {
-  i64 unit = kernels.rows;
-  i64 rows = std::clamp(kGathered / std::max<i64>(k, 1), unit, kMostRows) / unit * unit;
-  while (rows > 2 * unit && c.pixels() < 3 * threads * rows) rows = std::max(unit, round_up(rows / 2, unit));
-  return rows;
+  const i64 unit = kernels.rows, pixels = c.pixels();
+  const i64 most = std::clamp(kGathered / std::max<i64>(k, 1), unit, kMostRows);
+  i64 parts = (pixels + most - 1) / most;
+  parts = std::max(parts, std::min(3 * threads, pixels / (2 * unit)));
+  const i64 even = std::max<i64>(parts / threads, 1) * threads;
+  if (pixels <= 2 * most * even && pixels >= unit * even) parts = even;
+  const i64 rows = (pixels + parts - 1) / parts;
+  return parts > 4 * threads ? std::min(round_up(rows, unit), pixels) : rows;
 }
 
 void run_gathered(const Kernels& kernels, const Conv& c, i64 threads) {

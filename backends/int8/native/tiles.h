@@ -12,6 +12,8 @@ namespace {
 constexpr i64 kTile = 16;  // rows of a tile, and its columns of int32
 constexpr i64 kTileRows = 2 * kTile;
 constexpr i64 kTileK = 64;
+constexpr i64 kDeep = 448;  // of k at a time: 64 columns of weights and 32 rows of x so long stay in the nearest cache
+constexpr i64 kHighRows = 4 * kTileRows;  // rows whose sums are kept meanwhile
 
 enum Tile : int { SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 };
 
@@ -70,11 +72,19 @@ template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileW
   tile_step<T, SIGNED, TALL, WIDE>(x[0], kTileK, w[0], 128);
 }
 
-template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_block(const TileWork& t, std::int32_t* to) {
-  T::template zero<SUM00>();
-  if constexpr (WIDE) T::template zero<SUM01>();
-  if constexpr (TALL) T::template zero<SUM10>();
-  if constexpr (TALL && WIDE) T::template zero<SUM11>();
+// Sums begin at 0, or (ADDS) at those in `to`.
+template <class T, bool ADDS, int SUM> void tile_begin(const std::int32_t* to) {
+  if constexpr (ADDS)
+    T::template load<SUM>(to, 4 * kPanel);
+  else
+    T::template zero<SUM>();
+}
+
+template <class T, bool SIGNED, bool ADDS, bool TALL, bool WIDE> void tile_block(const TileWork& t, std::int32_t* to) {
+  tile_begin<T, ADDS, SUM00>(to);
+  if constexpr (WIDE) tile_begin<T, ADDS, SUM01>(to + kTile);
+  if constexpr (TALL) tile_begin<T, ADDS, SUM10>(to + kTile * kPanel);
+  if constexpr (TALL && WIDE) tile_begin<T, ADDS, SUM11>(to + kTile * kPanel + kTile);
   i64 at = 0;
   for (; at + kTileK <= t.k; at += kTileK)
     tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.w + at / 4 * t.step, t.step);
@@ -85,38 +95,65 @@ template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_block(const Tile
   if constexpr (TALL && WIDE) T::template store<SUM11>(to + kTile * kPanel + kTile, 4 * kPanel);
 }
 
-template <class T, bool SIGNED> void tile_panel(const TileWork& all, i64 width, std::int32_t* to) {
+template <class T, bool SIGNED, bool ADDS> void tile_panel(const TileWork& all, i64 width, std::int32_t* to) {
   bool tall = all.rows > kTile;
   for (i64 c = 0; c < width; c += 2 * kTile) {
     TileWork t = all;
     t.w += 4 * c;
     bool wide = width - c >= 2 * kTile;
-    auto run = tall ? (wide ? tile_block<T, SIGNED, true, true> : tile_block<T, SIGNED, true, false>)
-                    : (wide ? tile_block<T, SIGNED, false, true> : tile_block<T, SIGNED, false, false>);
+    auto run = tall ? (wide ? tile_block<T, SIGNED, ADDS, true, true> : tile_block<T, SIGNED, ADDS, true, false>)
+                    : (wide ? tile_block<T, SIGNED, ADDS, false, true> : tile_block<T, SIGNED, ADDS, false, false>);
     run(t, to + c);
   }
 }
 
+// The sizes of the tiles, set where the height of a block changes.
+template <class T> class TileRows {
+ public:
+  TileRows() = default;
+  TileRows(const TileRows&) = delete;
+  ~TileRows() { T::release(); }
+  void of(i64 height) {
+    if (height != configured) T::configure({smaller(height, kTile), height - smaller(height, kTile)});
+    configured = height;
+  }
+
+ private:
+  i64 configured = 0;
+};
+
+// Sums of rows [row, row + rows) by a panel at `w`, `width` wide: a part of k for all rows before the next, so that its weights are
+// read from the nearest cache.
+template <class T> void tile_sums(const Gemm& g, TileRows<T>& sizes, i64 row, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
+  const i64 parts = (g.k + kDeep - 1) / kDeep, deep = parts > 1 ? round_up((g.k + parts - 1) / parts, kTileK) : kDeep;
+  i64 at = 0;
+  do {
+    for (i64 r = 0; r < rows; r += kTileRows) {
+      i64 height = smaller(kTileRows, rows - r);
+      sizes.of(height);
+      TileWork t{g.x + (row + r) * g.x_stride + at, g.x_stride, w + at * width, 4 * width, height, smaller(deep, g.k - at)};
+      auto run = at ? (g.x_signed ? tile_panel<T, true, true> : tile_panel<T, false, true>)
+                    : (g.x_signed ? tile_panel<T, true, false> : tile_panel<T, false, false>);
+      run(t, width, to + r * kPanel);
+    }
+    at += deep;
+  } while (at < g.k);
+}
+
 template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
   if (rows <= kFewRows) return gemm<V>(g, row, rows, panel, panels);
-  alignas(64) std::int32_t sums[kTileRows * kPanel];
-  i64 configured = 0;
+  alignas(64) std::int32_t sums[kHighRows * kPanel];
+  const i64 step = g.k > kDeep ? kHighRows : kTileRows;
+  TileRows<T> sizes;
   for (i64 p = panel; p < panel + panels; ++p) {
     i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
     const Ends<V, false> ends(g, first, count);
-    for (i64 r = row; r < row + rows; r += kTileRows) {
-      i64 height = smaller(kTileRows, row + rows - r);
-      if (height != configured) T::configure({smaller(height, kTile), height - smaller(height, kTile)});
-      configured = height;
-      TileWork t{g.x + r * g.x_stride, g.x_stride, g.weight + p * panel_bytes(g.k), 4 * width, height, g.k};
-      if (g.x_signed)
-        tile_panel<T, true>(t, width, sums);
-      else
-        tile_panel<T, false>(t, width, sums);
+    for (i64 r = row; r < row + rows; r += step) {
+      i64 height = smaller(step, row + rows - r);
+      tile_sums(g, sizes, r, height, g.weight + p * panel_bytes(g.k), width, sums);
       ends.finish(r, height, sums);
     }
   }
-  T::release();
 }
 
 }  // namespace

@@ -108,6 +108,33 @@ def test_linear_is_the_reference(sizes: tuple[int, int, int], seed: int, dtype: 
     same(own, reference.linear(x, w, w_scale, bias, 0.011, zero, Epilogue(**after)))
 
 
+@settings(max_examples=6, deadline=None)
+@given(st.integers(30, 200), st.integers(1, 80), st.integers(449, 1200), SEEDS, BYTES)
+def test_a_deep_product_is_the_reference(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> None:
+    """Longer than tiles take at a time, and higher: sums are put aside in between."""
+    g = torch.Generator().manual_seed(seed)
+    x, w = some_bytes(g, (m, k), dtype), some_bytes(g, (n, k), torch.int8)
+    w_scale, bias = factors(g, n)
+    zero, after = zero_point(g, dtype), some_epilogue(g, (m, n), 0.5 * k**0.5)
+    own = native.linear(x, native.pack_linear(w), w_scale, bias, 0.011, zero, **after)
+    same(own, reference.linear(x, w, w_scale, bias, 0.011, zero, Epilogue(**after)))
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_a_convolution_is_the_reference_however_it_is_divided(threads: int) -> None:
+    g, before = torch.Generator().manual_seed(threads), torch.get_num_threads()
+    x = some_bytes(g, (2, 64, 12, 12), torch.uint8).contiguous(memory_format=torch.channels_last)
+    w, after = some_bytes(g, (40, 64, 3, 3), torch.int8), some_epilogue(g, (2, 40, 12, 12), 12.0)
+    w_scale, bias = factors(g, 40)
+    geometry = (1, 1), (1, 1), (1, 1), 1
+    torch.set_num_threads(threads)
+    try:
+        own = native.conv2d(x, native.pack_conv2d(w), (3, 3), w_scale, bias, 0.011, 7, *geometry, **after)
+    finally:
+        torch.set_num_threads(before)
+    same(own, reference.conv2d(x, w, w_scale, bias, 0.011, 7, *geometry, Epilogue(**after)))
+
+
 @check
 @given(
     SEEDS, st.sampled_from(EXACT), st.sampled_from([None, *BYTE_TYPES]), st.sampled_from([1.0, 1e-30, 1e30, 2.0**-126])
