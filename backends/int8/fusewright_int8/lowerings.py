@@ -225,7 +225,8 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
     else:
         kernel = tuple(spec_of(w.value).shape[2:])
         geometry = geometry_of(op)
-        rest = geometry[-1:] if e.name == "core" else (scale, *given[4:], *geometry)
+        unsigned = x.zero_point + (128 if spec_of(x.value).dtype is torch.int8 else 0)  # as oneDNN's operator multiplies
+        rest = geometry[-1:] if e.name == "core" else (scale, float(x.scale), unsigned, *geometry)
         args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, x.value, b))
         b.library(e.conv, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
         b.close_call(m.ops)

@@ -45,6 +45,16 @@ class Call:
     """The op of the graph that this instruction stands for, for reports."""
 
 
+DIRECT: dict[str, Callable[..., Any]] = {}
+"""Operators that are written in Python, by name: what plans call in their place. torch's dispatcher would box each argument and
+unbox it again, 10 us for twenty of them."""
+
+
+def call_directly(target: str, run: Callable[..., Any]) -> None:
+    """Have plans call `run` for an operator of which it is the only kernel."""
+    DIRECT[target] = run
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Run a loop kernel: `kernel` is its structural hash (the code is in the plan's kernel table).

@@ -22,7 +22,7 @@ from fusewright.errors import printable
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.build import Plan, operator_of
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref
+from fusewright.plan.ir import DIRECT, Call, CallPython, Instruction, Launch, Ref
 from fusewright.sizes.expr import NumberOf, OffsetOf, SizeExpr, SizeOf, leaves
 from fusewright.sizes.functions import FUNCTIONS
 
@@ -42,7 +42,8 @@ def function_of(target: str) -> Callable[..., Any]:
     found = PYTHON.get(target)
     if found is not None:
         return found
-    return compat.bound_op(overload_of(target))
+    operator = overload_of(target)
+    return DIRECT.get(target) or compat.bound_op(operator)
 
 
 def overload_of(target: str) -> Any:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from fusewright.errors import BackendUnavailableError, OptionError
-from fusewright_int8.run import core, native
+from fusewright.plan.vocabulary import function_of
+from fusewright_int8 import operators
+from fusewright_int8.run import core, native, reference
 
 PACKAGE = Path(__file__).resolve().parents[3] / "backends" / "int8"
 here = pytest.mark.skipif(core.absent() is not None, reason=f"no native core: {core.absent()}")
@@ -137,3 +140,49 @@ def test_without_a_compiler_the_package_is_built_as_pure_python(tmp_path: Path) 
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "fusewright_int8/run/native.py" in names and not [n for n in names if n.endswith(".so")]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_onednn_multiplies_signed_activations_as_fast_as_unsigned_ones(dynamic: bool) -> None:
+    """Its own int8 product of them is a reference of three nested loops: measuring it once took a first call of minutes."""
+    ops = torch.ops.fusewright_int8
+    w, scale = torch.randint(-128, 128, (768, 768), dtype=torch.int8), torch.rand(768) * 0.01
+    packed, x = ops.pack_linear_onednn(w), torch.randn(64, 768)
+    q = torch.randint(-128, 128, (64, 768), dtype=torch.int8)
+
+    def run(signed: bool) -> torch.Tensor:
+        if dynamic:
+            rule = "token_symmetric" if signed else "tensor"
+            return ops.dynamic_linear_onednn(x, packed, scale, None, rule, None, "none", [], torch.float32)
+        rows, zero = (q, -3) if signed else (q.view(torch.uint8) ^ 0x80, 125)
+        none = None, 1.0, 0, "none", [], torch.float32, 1.0, 0, 0, 0
+        return ops.linear_onednn(rows, packed, scale, None, 0.02, zero, *none)
+
+    def best(signed: bool) -> float:
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            run(signed)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    if not dynamic:
+        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+    assert best(True) < 50 * best(False)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+def test_onednn_convolves_signed_activations() -> None:
+    ops = torch.ops.fusewright_int8
+    x = torch.randint(-128, 128, (2, 16, 9, 9), dtype=torch.int8)
+    w, scale = torch.randint(-127, 128, (8, 16, 3, 3), dtype=torch.int8), torch.rand(8) * 0.01
+    geometry, after = ([1, 1], [1, 1], [1, 1], 1), (None, 1.0, 0, "none", [], torch.float32, 1.0, 0, 0, 0)
+    packed = ops.pack_conv_onednn(w, scale, 0.1, -5 + 128, *geometry)
+    own = ops.conv_onednn(x, packed, scale, None, 0.1, -5, [3, 3], *geometry, *after)
+    torch.testing.assert_close(own, reference.conv2d(x, w, scale, None, 0.1, -5, *geometry))
+
+
+def test_plans_call_an_operator_that_is_python_past_the_dispatcher() -> None:
+    assert function_of(operators.name("conv")) is operators.conv
+    assert function_of("aten::relu.default") is not torch.ops.aten.relu.default  # its C++ entry: no Python of anyone's

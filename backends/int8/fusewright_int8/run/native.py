@@ -10,6 +10,7 @@ calls raise `BackendUnavailableError`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -43,6 +44,7 @@ _RULES = {
 }  # fmt: skip
 _BYTES = (torch.uint8, torch.int8)
 _FLOATS = (torch.float32, torch.bfloat16)
+_LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 
 _After: TypeAlias = tuple[Any, ...]
 
@@ -191,27 +193,41 @@ def conv2d(
     """
     _check(x.dtype in _BYTES and x.dim() == 4, "x", x, "uint8 or int8 [batch, c, h, w]")
     _check_zero("x_zero_point", x_zero_point, x.dtype)
-    batch, c, h, w = x.shape
     n = w_scale.numel()
     _check_factors(w_scale, bias, n)
-    window = _window(kernel_size, stride, padding, dilation)
-    if groups < 1 or c % groups or n % groups:
-        raise ValueError(f"{c} input and {n} output channels do not make {groups} groups of one size")
-    taps = window[0] * window[1]
-    _check_packed(packed, _packed_conv(n, c // groups, taps, groups, _is_depthwise(c, n, groups, taps)))
-    oh, ow = (_positions(size, *window[d::2]) for d, size in enumerate((h, w)))
-    x = x if x.stride(1) == 1 or c == 1 else x.contiguous(memory_format=torch.channels_last)
-    shape = (batch, oh, ow, n)
+    window, sizes, packed_bytes = _conv_sizes(
+        tuple(x.shape), n, tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), groups
+    )
+    _check_packed(packed, packed_bytes)
+    x = x if x.stride(1) == 1 or sizes[1] == 1 else x.contiguous(memory_format=torch.channels_last)
+    shape = sizes[0], sizes[5], sizes[6], n
     residual = _residual(None if residual is None else residual.permute(0, 2, 3, 1), shape)
     out, after = _after(
         shape, n, residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale,
         out_zero_point, out_low, out_high,
     )  # fmt: skip
+    strides = x.stride()
     core.extension().conv2d(
-        x.data_ptr(), (x.stride(0), x.stride(2), x.stride(3)), x.dtype == torch.int8, (batch, c, h, w, n, oh, ow, groups),
-        window, packed.data_ptr(), w_scale.data_ptr(), _address(bias), x_scale, x_zero_point, after, torch.get_num_threads(),
+        x.data_ptr(), (strides[0], strides[2], strides[3]), x.dtype == torch.int8, sizes, window, packed.data_ptr(),
+        w_scale.data_ptr(), _address(bias), x_scale, x_zero_point, after, torch.get_num_threads(),
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)
+
+
+@functools.lru_cache(4096)
+def _conv_sizes(
+    shape: tuple[int, ...], n: int, kernel_size: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
+    dilation: tuple[int, ...], groups: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:  # fmt: skip
+    """The window and the sizes as the extension takes them, and the bytes of the packed weight."""
+    batch, c, h, w = shape
+    window = _window(kernel_size, stride, padding, dilation)
+    if groups < 1 or c % groups or n % groups:
+        raise ValueError(f"{c} input and {n} output channels do not make {groups} groups of one size")
+    taps = window[0] * window[1]
+    oh, ow = (_positions(size, *window[d::2]) for d, size in enumerate((h, w)))
+    depthwise = _is_depthwise(c, n, groups, taps)
+    return window, (batch, c, h, w, n, oh, ow, groups), _packed_conv(n, c // groups, taps, groups, depthwise)
 
 
 def _window(*pairs: Sequence[int]) -> tuple[int, ...]:
@@ -314,15 +330,22 @@ def _after(
     if residual is not None:
         address, row, kind = residual.data_ptr(), residual.stride(0), residual.dtype
     out = torch.empty(shape, dtype=out_dtype)
-    inverse, low, high = 1.0, 0, 255
-    if out_dtype in _BYTES:
-        inverse, (low, high) = 1.0 / _scale("out_scale", out_scale), limits(out_dtype, out_low, out_high)
-        _check_zero("out_zero_point", out_zero_point, out_dtype)
     after = (
         address, row, _TYPES[kind], residual_scale, residual_zero_point, *_post(post, post_args), out.data_ptr(), n,
-        _TYPES[out_dtype], inverse, out_zero_point, low, high,
+        *_levels(out_dtype, out_scale, out_zero_point, out_low, out_high),
     )  # fmt: skip
     return out, after
+
+
+@functools.lru_cache(4096)
+def _levels(
+    dtype: torch.dtype, scale: float, zero_point: int, low: int | None, high: int | None
+) -> tuple[int, float, int, int, int]:
+    """A result's type, the inverse of its scale, its zero point and its limits."""
+    if dtype not in _BYTES:
+        return _TYPES[dtype], 1.0, zero_point, 0, 255
+    _check_zero("out_zero_point", zero_point, dtype)
+    return _TYPES[dtype], 1.0 / _scale("out_scale", scale), zero_point, *limits(dtype, low, high)
 
 
 def _post(post: str, args: Sequence[float]) -> tuple[int, float, float]:
@@ -355,7 +378,7 @@ def _float(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check(fine: bool, name: str, t: Tensor, wanted: str) -> None:
-    if not fine or t.device.type != "cpu":
+    if not fine or not t.is_cpu:
         raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}; the core takes {wanted} on the CPU")
 
 
@@ -367,22 +390,24 @@ def _check_k(k: int) -> None:
 
 
 def _check_zero(name: str, zero_point: int, dtype: torch.dtype) -> None:
-    info = torch.iinfo(dtype)
-    if not info.min <= zero_point <= info.max:
-        raise ValueError(f"{name} is {zero_point}; {dtype} holds {info.min} to {info.max}")
+    least, most = _LIMITS[dtype]
+    if not least <= zero_point <= most:
+        raise ValueError(f"{name} is {zero_point}; {dtype} holds {least} to {most}")
 
 
 def _check_factors(w_scale: Tensor, bias: Tensor | None, n: int) -> None:
     for name, t in (("w_scale", w_scale), ("the bias", bias)):
         if t is not None:
-            _check(t.dtype == torch.float32 and t.shape == (n,) and t.is_contiguous(), name, t, f"dense float32 [{n}]")
+            fine = t.dtype == torch.float32 and t.dim() == 1 and t.numel() == n and t.is_contiguous()
+            if not fine or not t.is_cpu:
+                _check(False, name, t, f"dense float32 [{n}]")
 
 
 def _check_packed(packed: Tensor, size: int) -> None:
-    fine = packed.dtype == torch.int8 and packed.shape == (size,) and packed.is_contiguous()
-    _check(
-        fine, "the packed weight", packed, f"int8 ({size},) for these sizes, as pack_linear or pack_conv2d makes it,"
-    )
+    fine = packed.dtype == torch.int8 and packed.dim() == 1 and packed.numel() == size and packed.is_contiguous()
+    if not fine or not packed.is_cpu:
+        wanted = f"int8 ({size},) for these sizes, as pack_linear or pack_conv2d makes it,"
+        _check(False, "the packed weight", packed, wanted)
 
 
 def _residual(residual: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
