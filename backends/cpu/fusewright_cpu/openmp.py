@@ -5,33 +5,49 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 
-def libraries() -> Iterator[ctypes.CDLL]:
-    """Handles on the OpenMP libraries that this process has loaded, torch's first; none where torch computes without."""
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """A handle on the OpenMP library that torch computes with; None where it computes without, or where none is found."""
     if "openmp" not in torch.__config__.parallel_info().lower():
-        return
-    for path in _loaded():
+        return None
+    for path in loaded():
         try:
-            yield ctypes.PyDLL(path)  # already loaded by torch: this only gives a handle on it
+            found = ctypes.PyDLL(path)  # already loaded: this only gives a handle on it
         except OSError:
             continue
+        if _is_torchs(found):
+            return found
+    return None
 
 
-def _loaded() -> list[str]:
-    """Paths of OpenMP libraries in this process that come with torch; empty where the system does not
-    tell."""
+def loaded() -> list[str]:
+    """Paths of the OpenMP libraries in this process; empty where the system does not tell. There may be several: packages bring
+    their own."""
     if not sys.platform.startswith("linux"):
         return []
     with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "/" in line}
-    names = ("libgomp", "libomp", "libiomp5")
-    found = [p for p in paths if p.rsplit("/", 1)[-1].startswith(names)]
-    # with several, the one that lies beside torch is the one that torch calls
-    return sorted(found, key=lambda p: ("torch" not in p, p))
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line}
+    return sorted(p for p in paths if p.rsplit("/", 1)[-1].startswith(("libgomp", "libomp", "libiomp5")))
+
+
+def _is_torchs(lib: ctypes.CDLL) -> bool:
+    """Whether torch sees what this library is told. Paths do not say it, and on the pool of another library each of our kernels
+    would wait for torch's threads, which go on spinning for milliseconds after their own work."""
+    try:
+        tell, ask = lib.omp_set_num_threads, lib.omp_get_max_threads
+    except AttributeError:
+        return False
+    tell.argtypes, tell.restype = (ctypes.c_int,), None
+    before, own = torch.get_num_threads(), ask()
+    tell(before + 1)
+    seen = torch.get_num_threads() == before + 1
+    tell(own)
+    return seen
 
 
 def limited(threads: int) -> int:
@@ -44,9 +60,5 @@ def limited(threads: int) -> int:
 
 @functools.cache
 def _set_threads() -> Callable[[int], object]:
-    for lib in libraries():
-        if hasattr(lib, "omp_set_num_threads"):
-            found = lib.omp_set_num_threads
-            found.argtypes, found.restype = (ctypes.c_int,), None
-            return found
-    return lambda threads: None
+    lib = library()
+    return lib.omp_set_num_threads if lib is not None else lambda threads: None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +95,30 @@ def test_a_stored_plan_is_alone_as_it_was() -> None:
 def test_the_limit_is_the_calling_threads() -> None:
     assert openmp.limited(1) == 2
     try:
-        assert torch.get_num_threads() == (1 if any(openmp.libraries()) else 2)
+        assert torch.get_num_threads() == (1 if openmp.library() is not None else 2)
     finally:
         assert openmp.limited(2) in (1, 2)
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(openmp.library() is None, reason="torch computes without OpenMP here")
+def test_the_pool_is_torchs_whatever_other_libraries_are_called(tmp_path: Path) -> None:
+    """A copy of the library is another pool, as packages bring one; in an environment named torch every path has that word."""
+    script = """
+import ctypes, pathlib, shutil, sys, torch
+from fusewright_cpu import openmp
+(real,) = openmp.loaded()
+other = pathlib.Path(sys.argv[1], "torch", "a", pathlib.Path(real).name)
+other.parent.mkdir(parents=True)
+shutil.copy(real, other)
+ctypes.CDLL(str(other)).omp_set_num_threads(7)
+assert sorted([real, str(other)]) == openmp.loaded()
+from fusewright_cpu.run.pool import pool_symbols
+assert [openmp._is_torchs(ctypes.PyDLL(p)) for p in (str(other), real)] == [False, True]
+torch.set_num_threads(2)
+address = ctypes.cast(ctypes.CDLL(real).GOMP_parallel, ctypes.c_void_p).value
+assert pool_symbols()["GOMP_parallel"] == address
+assert torch.get_num_threads() == 2 and ctypes.CDLL(str(other)).omp_get_max_threads() == 7
+assert openmp.limited(1) == 2 and torch.get_num_threads() == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fusewright_cpu.emit.entry import PARALLEL, THREAD, THREADS
-from fusewright_cpu.openmp import libraries
+from fusewright_cpu.openmp import library
 
 
 def _address(lib: ctypes.CDLL, name: str) -> int:
@@ -20,14 +20,13 @@ def _address(lib: ctypes.CDLL, name: str) -> int:
 
 @functools.cache
 def pool_symbols() -> Mapping[str, int]:
-    """Entry points of the OpenMP library that this process has loaded, or nothing: kernels are then
+    """Entry points of the OpenMP library that torch computes with, or nothing: kernels are then
     serial."""
-    for lib in libraries():
-        try:
-            return MappingProxyType({n: _address(lib, n) for n in (PARALLEL, THREAD, THREADS)})
-        except AttributeError:
-            continue
-    return MappingProxyType({})
+    lib = library()
+    try:
+        return MappingProxyType({n: _address(lib, n) for n in (PARALLEL, THREAD, THREADS)} if lib is not None else {})
+    except AttributeError:
+        return MappingProxyType({})
 
 
 @functools.cache
