@@ -13,8 +13,8 @@ DTYPES = ("float32", "bfloat16", "int64", "bool")
 
 
 def read() -> dict[str, Coverage]:
-    """Every committed file, by the backend's name."""
-    return {c.backend: c for c in map(Coverage.read, sorted(FOLDER.glob("*.json")))}
+    """Every committed file, by its name: the backend's, with more where a backend has files of several devices."""
+    return {path.stem: Coverage.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
 def matrix() -> str:
@@ -42,7 +42,7 @@ def _levels(found: Sequence[Coverage]) -> str:
     """What is right of each level; of OpInfo what is lowered too, and how far the run went in each dtype."""
     plain = ("C0", "C1", "C3", "C4")
     head = ["backend", "OpInfo entries tried", "correct", "lowered", *(f"correct in {level}" for level in plain)]
-    return _table(head, [[f"`{c.backend}`", *_entries(c), *(_right(c, level) for level in plain)] for c in found])
+    return _table(head, [[_name(c), *_entries(c), *(_right(c, level) for level in plain)] for c in found])
 
 
 def _entries(c: Coverage) -> Sequence[str]:
@@ -51,6 +51,10 @@ def _entries(c: Coverage) -> Sequence[str]:
     level = c.levels[OPINFO]
     tried = (f"{d} {_of((n, c.entries[d])) if d in c.entries else n}" for d, n in level.dtypes.items())
     return ", ".join(tried), _of(level.correct), _of(level.lowered)
+
+
+def _name(c: Coverage) -> str:
+    return f"`{c.backend}`, simulated" if c.simulated else f"`{c.backend}`"
 
 
 def _right(c: Coverage, level: str) -> str:
@@ -63,7 +67,7 @@ def _left_out(found: Sequence[Coverage]) -> str:
     for c in found:
         skipped = [f"{n} {title}: {why}" for title, level in c.levels.items() for why, n in level.skipped.items()]
         untried = [f"`{row}`: {why}" for row, why in c.untried.items()]
-        rows.append([f"`{c.backend}`", "<br>".join(skipped) or "none", "<br>".join(untried) or "none"])
+        rows.append([_name(c), "<br>".join(skipped) or "none", "<br>".join(untried) or "none"])
     return _table(["backend", "checks skipped", "rows without a call"], rows)
 
 

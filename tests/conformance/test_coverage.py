@@ -26,9 +26,10 @@ STEP = 61
 """Every how manieth row; the whole is `fusewright conformance --level C2 --no-opinfo --coverage FILE`."""
 
 
-@pytest.mark.parametrize("backend", FILES)
-def test_no_committed_lowering_is_lost(backend: str) -> None:
-    committed = FILES[backend]
+@pytest.mark.parametrize("name", FILES)
+def test_no_committed_lowering_is_lost(name: str) -> None:
+    committed = FILES[name]
+    backend = committed.backend
     settings = Settings(backend, committed.simulated, dtypes=("float32",))
     device = settings.device()
     if isinstance(device, Unavailable):
@@ -36,7 +37,7 @@ def test_no_committed_lowering_is_lost(backend: str) -> None:
     if device.arch != committed.device:
         pytest.skip(f"the file is of {committed.device}, this is {device.arch}: what is lowered there may not be here")
     rows = sorted(r for r in committed.rows if r in ops.OPS and ops.OPS[r].kind in DECIDED)[
-        list(FILES).index(backend) :: STEP
+        list(FILES).index(name) :: STEP
     ]
     found = [c for row in rows for c in levels.perform({"part": "opset", "name": row}, settings)]
     assert not [c for c in found if c.verdict.bad]
@@ -122,6 +123,13 @@ def test_a_device_of_two_words_keeps_both() -> None:
 def test_a_row_that_crashed_counts_no_more_when_it_was_done_again() -> None:
     before = record(*checks(("add", "CRASHED"), ("exp", "CRASHED")))
     assert [c.name for c in before.with_more(record(*ONE)).checks] == ["exp", *(c.name for c in ONE)]
+
+
+def test_a_row_that_has_no_call_in_the_dtypes_of_one_file_has_those_of_the_other() -> None:
+    floats, integers = record(*ONE), record(*checks(("add", "SKIPPED"), ("erf", "SKIPPED")))
+    for both in (floats.with_more(integers), integers.with_more(floats)):
+        assert {c.name for c in both.checks} == {"erf", *(c.name for c in ONE)}
+        assert list(Coverage.of(both).untried) == ["erf"]
 
 
 def test_files_of_two_devices_are_not_merged(tmp_path: Path) -> None:

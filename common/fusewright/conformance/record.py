@@ -62,13 +62,15 @@ class Record:
         return cls(backend, *where, tuple(found["torch"]), checks, found.get("entries", {}))
 
     def with_more(self, other: Record) -> Record:
-        """Both records as one: a check of `other` replaces this one's of the same name. ValueError for another device."""
+        """Both records as one: a check of `other` replaces this one's of the same name. A job that was skipped in one of them,
+        say for its dtypes, is what it is in the other. ValueError for another device."""
         if (other.device, other.simulated) != (self.device, self.simulated):
             raise ValueError(
                 f"{self.backend} was checked on {_place(self)} and on {_place(other)}: merge files of one device"
             )
         kept = (c for c in self.checks if not _done_again(c, other))
-        checks = {(c.level, c.name): c for c in (*kept, *other.checks)}
+        new = (c for c in other.checks if c.verdict is not Verdict.SKIPPED or not _done_again(c, self))
+        checks = {(c.level, c.name): c for c in (*kept, *new)}
         return replace(
             self, torch=tuple(sorted({*self.torch, *other.torch})), checks=tuple(checks.values()),
             entries={**self.entries, **other.entries},
