@@ -7,6 +7,7 @@ namespace fusewright::int8 {
 namespace {
 
 constexpr i64 kMostTaps = 1024;
+constexpr i64 kEndRows = 16;  // pixels whose sums end together
 
 // An output pixel and where its taps lie: null for those in the padding and those that fill the last four.
 class Window {
@@ -78,7 +79,7 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels) {
   constexpr i64 WIDE = 4 * V::W;
   alignas(64) std::uint8_t zeros[WIDE];
   for (auto& z : zeros) z = static_cast<std::uint8_t>(c.x_zero);
-  alignas(64) std::int32_t sums[kPanel];
+  alignas(64) std::int32_t sums[kEndRows * kPanel];
   Columns columns;
   auto of_columns = reinterpret_cast<const std::int32_t*>(c.weight + round_up(c.c, kPanel) * round_up(c.taps(), kQuad));
   const std::uint8_t* end = c.x + (c.batch - 1) * c.batch_stride + (c.h - 1) * c.h_stride + (c.w - 1) * c.w_stride + c.c;
@@ -91,13 +92,16 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels) {
     if (quick) levels.of<V>(columns, c.after);
     const std::int8_t* w = c.weight + block / kPanel * depthwise_block(c.taps());
     Window window(c, pixel);
-    for (i64 p = pixel; p < pixel + pixels; ++p, window.next()) {
-      for (i64 part = 0; part < count; part += WIDE)
-        depthwise_sums<V>(c, window.taps(), zeros, block + part, count - part, w + part, end, sums + part);
-      if (levels.certain > 0)
-        finish_quickly<V>(c.after, columns, levels, p, 1, block, count, sums);
-      else
-        finish_exactly<V, false>(c.after, columns, p, block, 0, count, sums);
+    for (i64 p = pixel, rows; p < pixel + pixels; p += rows) {
+      rows = smaller(kEndRows, pixel + pixels - p);
+      for (i64 r = 0; r < rows; ++r, window.next())
+        for (i64 part = 0; part < count; part += WIDE)
+          depthwise_sums<V>(c, window.taps(), zeros, block + part, count - part, w + part, end, sums + r * kPanel + part);
+      if (levels.certain > 0) {
+        finish_quickly<V>(c.after, columns, levels, p, rows, block, count, sums);
+        continue;
+      }
+      for (i64 r = 0; r < rows; ++r) finish_exactly<V, false>(c.after, columns, p + r, block, 0, count, sums + r * kPanel);
     }
   }
 }

@@ -18,6 +18,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from fusewright.errors import QuantizationError
 from fusewright_int8.flow.quantizer import OPS, Int8Quantizer, check_kept, layer_of
 from fusewright_int8.flow.recipes import RECIPES, Recipe
+from fusewright_int8.flow.simplify import after_converting, before_observing
 
 log = logging.getLogger("fusewright")
 
@@ -55,6 +56,8 @@ def finished(prepared: GraphModule, recipe: Recipe, stayed: Mapping[str, str]) -
         converted: GraphModule = convert_pt2e(prepared)
     if recipe.inputs == "row":
         quantize_rows(converted)
+    else:
+        after_converting(converted)
     for p in converted.parameters():
         p.requires_grad_(False)
     converted.meta[META] = {"recipe": recipe.name, "stayed": dict(stayed)}
@@ -89,7 +92,7 @@ def export(model: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]],
     for shapes in ([_batches(args, kwargs)] if dynamic_batch else []) + [None]:
         try:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
-            return with_linears(program.module(check_guards=False))
+            return before_observing(with_linears(program.module(check_guards=False)))
         except Exception as e:  # whatever a model's own code raises: the user is told
             failures.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
     raise QuantizationError(
