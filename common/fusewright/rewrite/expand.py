@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     def body(*values: Any) -> Any:
         env = dict(zip(nodes, values, strict=True))
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        return _laid_out(decompose(*args, **kwargs), value_of(node))
+        return _apart(_laid_out(decompose(*args, **kwargs), value_of(node)), value_of(node), values)
 
     try:
         with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
@@ -124,6 +124,20 @@ def _laid_out(made: Any, like: Any) -> Any:
         strides = like.stride()
         order = sorted(range(like.dim()), key=lambda d: -strides[d])
     return made.permute(order).contiguous().permute([order.index(d) for d in range(like.dim())])
+
+
+def _apart(made: Any, like: Any, given: Sequence[Any]) -> Any:
+    """`made` in memory of its own, where it is a view of what was given and `like` is none: primitives that move nothing."""
+    if isinstance(made, tuple | list):
+        return tuple(_apart(m, w, given) for m, w in zip(made, like, strict=True))
+    if not _shares(made, given) or _shares(like, given):
+        return made
+    return made.clone()
+
+
+def _shares(t: Any, others: Sequence[Any]) -> bool:
+    memory = {compat.storage_id(o) for o in others if isinstance(o, torch.Tensor) and o.layout is torch.strided}
+    return isinstance(t, torch.Tensor) and t.layout is torch.strided and compat.storage_id(t) in memory
 
 
 def _strides(x: torch.Tensor) -> list[Any]:

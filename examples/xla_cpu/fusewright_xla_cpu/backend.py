@@ -9,12 +9,14 @@ from fusewright.interface import (
     Backend,
     CompileContext,
     Compiled,
+    Decline,
     Device,
     Opaque,
     OpView,
     Region,
     Unavailable,
     Verdict,
+    Why,
 )
 from fusewright_xla_cpu import target
 
@@ -47,4 +49,7 @@ class XlaCpu(Backend):
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
         from fusewright_xla_cpu.runtime import Program
 
-        return Opaque(Program(region))
+        program = Program(region)
+        if why := program.refusal():
+            raise Decline(f"JAX refuses it: {why}", Why.ATTR)
+        return Opaque(program)

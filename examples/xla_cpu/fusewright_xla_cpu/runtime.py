@@ -11,7 +11,7 @@ import torch
 
 from fusewright.interface import HOST, Device, Region, TensorSpec, Value, hint
 from fusewright_xla_cpu.emitter import emit
-from fusewright_xla_cpu.target import COMPILER_OPTIONS
+from fusewright_xla_cpu.target import COMPILER_OPTIONS, DTYPES
 
 Order: TypeAlias = tuple[int, ...]
 """Dimensions from the slowest in memory to the fastest."""
@@ -27,7 +27,7 @@ class Program:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.wanted = [_wanted(v) for v in region.outputs]
-        self._functions: dict[Any, tuple[Callable[..., Any], list[Exception]]] = {}
+        self._functions: dict[Any, tuple[Any, list[Exception]]] = {}
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         tensors = [_dense(x) for x in inputs if isinstance(x, torch.Tensor)]
@@ -40,9 +40,32 @@ class Program:
             _raise_first(flags, errors)
         return self._owned(results, tensors)
 
+    def refusal(self) -> str:
+        """What JAX says against the region where its sizes are known, or "": torch traces calls that no kernel takes, and eager
+        raises their errors."""
+        specs = [v.spec for v in self.region.inputs]
+        if not all(s is not None and s.static for s in specs):
+            return ""
+        shapes = [tuple(map(hint, s.shape)) for s in specs if s is not None]
+        orders = tuple(_order_of(s) for s in specs if s is not None)
+        dtypes = [DTYPES[s.dtype] for s in specs if s is not None]
+        function, _ = self._function(tuple(map(torch.Size, shapes)), (), orders)
+        try:
+            with jax.enable_x64(True):
+                function.eval_shape(
+                    *(
+                        jax.ShapeDtypeStruct([n[d] for d in o], t)
+                        for n, o, t in zip(shapes, orders, dtypes, strict=True)
+                    )
+                )
+        except (TypeError, ValueError) as e:
+            return str(e).partition("\n")[0]
+        return ""
+
     def _function(
         self, shapes: tuple[torch.Size, ...], numbers: tuple[Any, ...], orders: tuple[Order, ...]
-    ) -> tuple[Callable[..., Any], list[Exception]]:
+    ) -> tuple[Any, list[Exception]]:
+        """What `jax.jit` makes, and the errors that its flags stand for."""
         key = (shapes, numbers, tuple(map(type, numbers)), orders)
         if key not in self._functions:
             errors: list[Exception] = []
@@ -105,6 +128,12 @@ def _order(shape: Sequence[int], stride: Sequence[int]) -> Order:
     moved = [d for d, n in enumerate(shape) if n != 1]
     ordered = iter(sorted(moved, key=lambda d: -stride[d]))
     return tuple(d if n == 1 else next(ordered) for d, n in enumerate(shape))
+
+
+def _order_of(spec: TensorSpec) -> Order:
+    """The order in which a tensor of known sizes is given to a program."""
+    shape, stride = ([hint(n) for n in numbers] for numbers in (spec.shape, spec.stride))
+    return _order(shape, stride) if _is_dense(shape, stride) else tuple(range(len(shape)))
 
 
 def _inverse(order: Order) -> Order:

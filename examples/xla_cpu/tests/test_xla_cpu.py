@@ -52,6 +52,21 @@ def test_a_power_of_two_is_as_exact_as_eagers_however_large(dtype: torch.dtype) 
     assert ((compiled(torch.exp2)(x).double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
 
 
+def test_what_jax_refuses_raises_eagers_error() -> None:
+    x, boundaries = torch.randn(4), torch.randn(2, 2)
+    torch.compiler.reset()
+    refused = torch.compile(torch.bucketize, backend="xla_cpu", options={"cache": False})
+    with pytest.raises(RuntimeError, match="1 dimension"):
+        refused(x, boundaries)
+
+
+def test_an_inverse_of_erf_is_right_where_its_gradient_is_steep() -> None:
+    x = torch.linspace(-0.999, 0.999, 997)
+    exact = torch.special.erfinv(x.double())
+    off = (compiled(torch.special.erfinv)(x).double() - exact).abs()
+    assert (off <= torch.finfo(torch.float32).eps * exact.abs()).all()
+
+
 @pytest.mark.parametrize("fn", [torch.mul, torch.div, lambda a, b: (b + a) * a, lambda a, b: (b > 1) * b])
 def test_a_bool_is_no_selection(fn: Callable[..., Tensor]) -> None:
     """XLA takes a product with a bool for one; zero times an infinity is NaN."""

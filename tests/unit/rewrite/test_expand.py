@@ -33,7 +33,7 @@ class Opening(FusedBackend):
         return Device("cpu", "test")
 
     def supports(self, op: OpView) -> Verdict:
-        if op.op in ("layer_norm", "group_norm"):
+        if op.op in ("layer_norm", "group_norm", "pixel_shuffle"):
             return Verdict(Why.NO_LOWERING, "as a whole")
         return super().supports(op)
 
@@ -116,6 +116,15 @@ def test_a_composite_stays_whole_where_opening_it_would_assume_sizes() -> None:
     """The decomposition makes a number of the head's size, which held the graph to the first call's."""
     calls = [tuple(torch.randn(2, 4, n, n + 3) for _ in range(3)) for n in (5, 7)]
     assert "bmm" not in lowered_ops(torch.nn.functional.scaled_dot_product_attention, *calls)
+
+
+def test_what_primitives_leave_where_it_is_is_copied_as_by_the_whole() -> None:
+    """Blocks of one pixel: eager gives fresh memory, a permutation of nothing does not."""
+    x = torch.randn(1, 9, 2, 2)
+    with report.recording() as reports:
+        y = compiled(lambda x: torch.nn.functional.pixel_shuffle(x, 1))(x)
+    assert "pixel_shuffle" not in {o.op for o in reports[-1].ops}, "it is opened"
+    assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
 
 
 def test_strides_of_symbolic_sizes_are_compared_outside_of_the_trace() -> None:
