@@ -30,12 +30,11 @@ def _opset(found: Sequence[Coverage]) -> str:
 
 
 def _cells(c: Coverage) -> Sequence[str]:
-    where = f"simulated `{c.device}`" if c.simulated else f"`{c.device}`"
     calls = c.levels[ROWS]
     rows = [sum(d in found for found in c.rows.values()) for d in DTYPES]
     tried = [str(n) if d in calls.dtypes else "not tried" for d, n in zip(DTYPES, rows, strict=True)]
     release, of_all = ", ".join(c.torch), _of((c.tried, len(ops.ROWS)))
-    return (f"`{c.backend}`", where, release, of_all, _of(calls.correct), _of(calls.lowered), *tried)
+    return (f"`{c.backend}`", _where(c), release, of_all, _of(calls.correct), _of(calls.lowered), *tried)
 
 
 def _levels(found: Sequence[Coverage]) -> str:
@@ -54,7 +53,11 @@ def _entries(c: Coverage) -> Sequence[str]:
 
 
 def _name(c: Coverage) -> str:
-    return f"`{c.backend}`, simulated" if c.simulated else f"`{c.backend}`"
+    return f"`{c.backend}`, {_where(c)}"
+
+
+def _where(c: Coverage) -> str:
+    return f"simulated `{c.device}`" if c.simulated else f"`{c.device}`"
 
 
 def _right(c: Coverage, level: str) -> str:
