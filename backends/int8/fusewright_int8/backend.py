@@ -17,7 +17,7 @@ from fusewright_int8.activations import PRODUCTS as MATMULS
 from fusewright_int8.activations import ROWS as MATMUL_ROWS
 from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
 from fusewright_int8.flow.api import Int8Quantization
-from fusewright_int8.lowerings import ROWS, why_not
+from fusewright_int8.lowerings import ROWS, dense, static_input, why_not
 from fusewright_int8.operators import NAMESPACE
 from fusewright_int8.run import native
 from fusewright_int8.target import best
@@ -70,4 +70,8 @@ class X86Int8(QuantizedBackend):
         return Int8Quantization()
 
     def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:
-        return why_not(op, graph)
+        found = why_not(op, graph)
+        taken = note.startswith(("int8", "in the call of"))
+        if found is None and not taken and static_input(op, graph) is not None and dense(op.out):
+            return "floats are faster for its shape, as was measured"
+        return found

@@ -114,14 +114,24 @@ class Dynamic:
         return f"int8 dynamic {self.rule} {str(self.x).removeprefix('torch.')} {self.m}x{self.k}x{self.n}"
 
 
-def fastest(ctx: CompileContext, shape: Product | Convolution | Dynamic, among: Sequence[Engine] | None = None) -> str:
-    """The name of the engine that is fastest for a shape: of those that are there, or of `among`."""
+FLOATS = "floats"
+"""What `fastest` says where no engine is as fast as a product of floats."""
+
+
+def fastest(
+    ctx: CompileContext, shape: Product | Convolution | Dynamic, among: Sequence[Engine] | None = None,
+    floats: torch.dtype | None = None,
+) -> str:  # fmt: skip
+    """The name of the engine that is fastest for a shape: of those that are there, or of `among`. Where the graph computes in
+    `floats`, it may be `FLOATS`: its product between a conversion from bytes and one to them."""
     there = present() if among is None else among
     make: Callable[[Engine, Any], Callable[[], Thunk]] = MAKERS[type(shape)]
     wanted = str(ctx.options.get("engine", "auto"))
     if any(e.name == wanted for e in there):
         return wanted
-    candidates: Mapping[str, Callable[[], Thunk]] = {e.name: make(e, shape) for e in there}
+    candidates: dict[str, Callable[[], Thunk]] = {e.name: make(e, shape) for e in there}
+    if floats is not None and torch.backends.mkldnn.is_available():
+        candidates[FLOATS] = FLOAT_MAKERS[type(shape)](shape, floats)
     return ctx.choose(f"{shape.key} {'/'.join(candidates)}", Lazy(candidates))
 
 
@@ -207,6 +217,38 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
     return make
 
 
+def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> Thunk:
+    """A product of floats where its neighbours have bytes, which it reads and stores."""
+    if not shape.adds:
+        return lambda: run(x.to(dtype)).to(shape.out)
+    y = run(x.to(dtype))
+    return lambda: torch.add(run(x.to(dtype)), y).to(shape.out)
+
+
+def _linear_floats(p: Product, dtype: torch.dtype) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        n = min(p.n, max(64, MOST_MEASURED // p.k))
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(n, p.k, dtype=dtype), p.m)
+        run = torch.ops.mkldnn._linear_pointwise
+        return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, lambda x: run(x, packed, None, "none", [], ""))
+
+    return make
+
+
+def _conv_floats(c: Convolution, dtype: torch.dtype) -> Callable[[], Thunk]:
+    def make() -> Thunk:
+        geometry = c.padding, c.stride, c.dilation, c.groups
+        x = _bytes(c.shape, c.x).contiguous(memory_format=torch.channels_last)
+        packed = torch.ops.mkldnn._reorder_convolution_weight(torch.ones(c.weight, dtype=dtype), *geometry, c.shape)
+        run = torch.ops.mkldnn._convolution_pointwise
+        return _between_bytes(c, x, dtype, lambda x: run(x, packed, None, *geometry, "none", [], ""))
+
+    return make
+
+
+FLOAT_MAKERS: Mapping[type, Callable[[Any, torch.dtype], Callable[[], Thunk]]] = {
+    Product: _linear_floats, Convolution: _conv_floats,
+}  # fmt: skip
 MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
     Product: _linear,
     Convolution: _conv,

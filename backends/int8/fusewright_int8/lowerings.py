@@ -22,6 +22,7 @@ from fusewright.toolkit.region.quantized import (
     weight_of,
 )
 from fusewright.toolkit.region.rewrite import Row
+from fusewright_int8 import engines
 from fusewright_int8.engines import ENGINES, Convolution, Engine, Product, fastest, present
 from fusewright_int8.operators import name
 from fusewright_int8.run.native import MOST_K
@@ -187,13 +188,13 @@ def _takes(e: Engine, m: Match) -> bool:
 
 def _pays(e: Engine, m: Match, b: Builder) -> bool:
     """Whether this engine takes the match. Each is asked with what it takes in, so with a shape of its own: the last one that
-    can take what the others left does, or nobody would."""
-    wanted, able = b.ctx.options.get("engine", "auto"), [o for o in present() if _takes(o, m)]
+    can take what the others left does, unless floats are faster than it."""
+    able = [o for o in present() if _takes(o, m)]
     if e not in able:
         return False
-    if wanted == "auto" and e == able[-1]:
-        return True
-    return fastest(b.ctx, shape_of(m, b), able) == e.name
+    found = fastest(b.ctx, shape_of(m, b), able, spec_of(m.anchor.out).dtype)
+    last = b.ctx.options.get("engine", "auto") == "auto" and e == able[-1]
+    return found == e.name or (last and found != engines.FLOATS)
 
 
 def shape_of(m: Match, b: Builder) -> Product | Convolution:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fusewright.interface import Fragment, Value
 from fusewright_int8.backend import X86Int8
-from fusewright_int8.engines import MAKERS, Convolution, Product, present
+from fusewright_int8.engines import FLOAT_MAKERS, MAKERS, Convolution, Product, present
 from fusewright_int8.run.native import MOST_K
 from tests.backends.int8.common import (
     BF16,
@@ -33,7 +33,7 @@ from tests.backends.int8.common import (
     same_levels,
     weight,
 )
-from tests.fragments import Context, Sketch
+from tests.fragments import Context, Sketch, by_preference
 
 CALL = {"core": "fusewright_int8::{}", "onednn": "fusewright_int8::{}_onednn"}
 
@@ -237,6 +237,35 @@ def test_a_product_for_which_each_engine_prefers_the_other_is_int8_all_the_same(
     assert "fusewright_int8::conv_onednn" in calls(fragment)
     (ours,) = g.run(fragment, [out])
     assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("op", ["linear", "conv"])
+def test_a_layer_whose_floats_are_faster_stays_one_of_floats_and_says_so(op: str) -> None:
+    g = Sketch()
+    if op == "linear":
+        x, (w, _) = quantized_input((6, 32), U8), weight(g, _int8(16, 32))
+        y = g.op("linear", dequantize(g, g.input(x), 0.05, 3), w, None)
+    else:
+        x, (w, _) = quantized_input((1, 16, 6, 6), U8, channels_last=True), weight(g, _int8(16, 16, 3, 3))
+        y = g.op("conv", dequantize(g, g.input(x), 0.05, 3), w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    out = quantize(g, g.op("relu", y), 2.0, 0, U8)
+    g.temporaries.clear()
+    pick = by_preference("floats", "packed", "aten", "together", "kernel")
+    fragment = X86Int8(DEVICE).compile(g.region([out]), Context(dict(X86Int8.options), DEVICE, pick, specs=g.temporaries))
+    assert isinstance(fragment, Fragment)
+    assert not [c for c in calls(fragment) if "fusewright_int8" in c]
+    assert any("not int8: floats are faster for its shape" in note for note in fragment.notes.values())
+    (ours,) = g.run(fragment, [out])
+    assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("floats", [F32, BF16])
+@pytest.mark.parametrize("out", [U8, I8, F32, BF16])
+def test_floats_can_be_measured_for_every_result(out: torch.dtype, floats: torch.dtype, adds: bool) -> None:
+    conv = Convolution((1, 8, 6, 6), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1, U8, out, adds)
+    for shape in (Product(4, 32, 16, U8, out, adds), conv):
+        assert FLOAT_MAKERS[type(shape)](shape, floats)()().dtype == out
 
 
 @pytest.mark.parametrize("adds", [True, False])
