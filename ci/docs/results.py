@@ -17,6 +17,7 @@ MACHINES = {
     "x86": "2-core AMD Zen 5 virtual machine (AVX-512, VNNI, BF16), 2 threads",
     "h100": "NVIDIA H100 80 GB",
     "h200x2": "Two NVIDIA H200; Intel Xeon with AMX, 32 cores",
+    "xeon": "Intel Xeon with AMX, torch 2.11",
     "gpu": "Six GPU targets, built without a GPU",
 }
 INTRO = """\
