@@ -52,6 +52,15 @@ def test_a_power_of_two_is_as_exact_as_eagers_however_large(dtype: torch.dtype) 
     assert ((compiled(torch.exp2)(x).double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("stable", [False, True])
+def test_equal_elements_are_in_eagers_order(stable: bool, dtype: torch.dtype) -> None:
+    x = torch.randint(0, 40, (20, 400)).to(dtype)
+    torch.compiler.reset()
+    ours = torch.compile(torch.sort, backend="xla_cpu")(x, dim=-1, stable=stable)
+    assert all(map(torch.equal, ours, torch.sort(x, dim=-1, stable=stable)))
+
+
 def test_what_jax_refuses_raises_eagers_error() -> None:
     x, boundaries = torch.randn(4), torch.randn(2, 2)
     torch.compiler.reset()

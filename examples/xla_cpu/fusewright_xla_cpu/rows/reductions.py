@@ -218,14 +218,19 @@ def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
     return jnp.take_along_axis(self, at, dim), at
 
 
-@add("sort")
-def sort(site: Site, self: Array, stable: Any, dim: int, descending: bool) -> tuple[Array, Array]:
-    return _sorted(self, dim, descending)
-
-
 def _few(op: OpView) -> str | None:
     """Which of equal elements torch takes is its own affair: only floats, where ties are rare, are worth it."""
     return None if op.arg("self").spec.dtype in (torch.float32, torch.float64) else "ties of equal elements"
+
+
+def _ordered(op: OpView) -> str | None:
+    """Of a sort that is to be stable, the order of equal elements is known."""
+    return None if op.arg("stable") else _few(op)
+
+
+@add("sort", when=_ordered)
+def sort(site: Site, self: Array, stable: Any, dim: int, descending: bool) -> tuple[Array, Array]:
+    return _sorted(self, dim, descending)
 
 
 @add("topk", when=_few)
