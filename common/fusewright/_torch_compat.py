@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree  # noqa: F401  a private name, by which others reach it
 
 DYNAMO = "torch._dynamo"
@@ -216,6 +216,11 @@ def bound_op(op: Any) -> Callable[..., Any]:
 def is_overload(target: object) -> bool:
     """Whether an FX target is an ATen-style operator overload."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def is_literal(node: Node) -> bool:
+    """Whether a node is a tensor that tracing made of numbers in the program, which nobody else holds."""
+    return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
 
 
 def is_higher_order(target: object) -> bool:

@@ -37,12 +37,12 @@ class Constants:
 
 
 def find(graph: Graph, weights: frozenset[Node], phase: Phase) -> Constants:
-    """The constants of a graph. Not what the caller could see and change, nor what takes much more room than what it is made of.
-    Training changes its weights, so nothing is added to them there."""
+    """The constants of a graph, tensors that the program writes out (`torch.tensor(3)`) among them. Not what the caller could see and
+    change, nor what takes much more room than what it is made of. Training changes its weights, so nothing is added to them there."""
     if phase != "infer":
         return Constants(weights)
-    found = set(weights)
     seen = exposed(graph)
+    found = set(weights) | {n for n in graph.find_nodes(op="get_attr") if compat.is_literal(n) and n not in seen}
     for node in graph.nodes:
         if node not in seen and all(i in found for i in node.all_input_nodes):
             if is_projection(node) or (is_op(node) and _repeatable(node) and _fits(node)):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -94,6 +96,33 @@ def test_others_stand_still_during_a_turn_and_go_on_behind_it() -> None:
         with turns.alone([mine.pid]):
             assert eventually(other.pid, "T") and state(mine.pid) != "T"
         assert eventually(other.pid, "SRD")
+
+
+KILLED = """
+import os, signal
+from fusewright.bench.turns import Turns
+turns = Turns()
+with turns.worker({}, 1) as worker, turns.alone([]):
+    print(worker.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a process's state is read from /proc")
+def test_who_stands_still_ends_with_a_killed_run() -> None:
+    run = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    end = time.monotonic() + 20
+    while alive(int(run.stdout)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(int(run.stdout))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return state(pid) != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_turn_waits_for_the_one_before_it_even_if_that_fails() -> None:
