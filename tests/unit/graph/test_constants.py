@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.fx import Graph, Node
 
 from fusewright.graph.constants import Constants, find
 from fusewright.graph.parser import parse
@@ -78,3 +80,19 @@ def test_the_dump_of_the_stage_says_which_values_are_constant() -> None:
     lines = to_text(graph, const=find(graph, weights, "infer").values).splitlines()
     assert [line.endswith("# const") for line in lines] == [False, True, True, True, False, False]
     assert to_text(parse("\n".join(lines)), sources=False) == to_text(graph)
+
+
+def test_a_literal_of_the_program_is_a_constant() -> None:
+    """Positions that are filled with numbers of the program are made once (BEiT's index, DeBERTa's buckets)."""
+    graph = Graph()
+    x, literal, held = graph.placeholder("x"), graph.get_attr("_tensor_constant0"), graph.get_attr("constant0")
+
+    def called(op: object, *args: Node) -> Node:
+        return graph.call_function(op, args)  # type: ignore[arg-type]
+
+    made, other = (called(torch.ops.aten.neg.default, n) for n in (literal, held))
+    graph.output(tuple(called(torch.ops.aten.add.Tensor, x, n) for n in (made, other)))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(3, device="meta")
+    found = find(graph, frozenset(), "infer").values
+    assert {literal, made} <= found and not {held, other} & found
