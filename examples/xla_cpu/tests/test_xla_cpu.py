@@ -61,6 +61,11 @@ def test_equal_elements_are_in_eagers_order(stable: bool, dtype: torch.dtype) ->
     assert all(map(torch.equal, ours, torch.sort(x, dim=-1, stable=stable)))
 
 
+def test_lgamma_of_one_and_two_is_zero() -> None:
+    x = torch.tensor([1.0, 2.0])
+    assert torch.equal(compiled(torch.lgamma)(x), torch.zeros(2))
+
+
 def test_what_jax_refuses_raises_eagers_error() -> None:
     x, boundaries = torch.randn(4), torch.randn(2, 2)
     torch.compiler.reset()
