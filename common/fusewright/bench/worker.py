@@ -40,7 +40,9 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **fixed, **env},
-            start_new_session=True,  # Ctrl-C is the parent's business
+            # Ctrl-C is the parent's business. In a session of its own a child that stands still (`turns`) would outlive a parent
+            # that was killed; the system ends an orphaned group of this session.
+            process_group=0,
         )
 
     @property
