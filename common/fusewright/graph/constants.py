@@ -37,8 +37,9 @@ class Constants:
 
 
 def find(graph: Graph, weights: frozenset[Node], phase: Phase) -> Constants:
-    """The constants of a graph, tensors that the program writes out (`torch.tensor(3)`) among them. Not what the caller could see and
-    change, nor what takes much more room than what it is made of. Training changes its weights, so nothing is added to them there."""
+    """The constants of a graph, tensors that the program writes out (`torch.tensor(3)`) among them. Not what the caller could see
+    and change, nor what takes much more room than what it is made of. Training changes its weights, so nothing is added to them
+    there."""
     if phase != "infer":
         return Constants(weights)
     seen = exposed(graph)
