@@ -15,7 +15,7 @@ from fusewright import ops
 from fusewright.conformance.ops.cases import CASES, DTYPES
 from fusewright.conformance.ops.samples import F32, NotFinite
 from fusewright.graph import retrace
-from fusewright.ops import Kind, Op
+from fusewright.ops import Kind, Op, strides
 
 compat.register_quantized_decomposed()
 
@@ -151,3 +151,10 @@ def test_the_gradient_of_a_batch_norm_is_channels_last_on_a_gpu_in_training_alon
         args = [image, image, c, c, c, c, c, train, 1e-5, [True, True, True]]
         dx, *_ = retrace.as_eager(op, args, {}, op.target(*args))
     assert dx.is_contiguous(memory_format=torch.channels_last) is last
+
+
+def test_what_lies_as_eager_lays_it_out_is_not_traced_again() -> None:
+    for x in (torch.empty(1, 3, 4, 5), torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        assert strides.RULES["batch_norm"]({"input": x})[0] is x
+    gapped = torch.empty(2, 3, 4, 9)[..., :5]
+    assert strides.RULES["batch_norm"]({"input": gapped})[0].stride() == (60, 20, 5, 1)

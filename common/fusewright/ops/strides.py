@@ -34,8 +34,20 @@ def _iterated(*names: str) -> Rule:
     return rule
 
 
+def _in_format(x: torch.Tensor, how: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    """A tensor of the sizes of `x` in a memory format: `x` itself where it lies so, for tracing another takes longer."""
+    step, wanted = 1, [0] * x.dim()
+    if all(isinstance(n, int) and n > 0 for n in x.shape):
+        dims = range(x.dim() - 1, -1, -1) if how is torch.contiguous_format else (1, *range(x.dim() - 1, 1, -1), 0)
+        for d in dims:
+            wanted[d], step = step, step * x.shape[d]
+        if x.stride() == tuple(wanted):
+            return x
+    return torch.empty(x.shape, device=x.device, memory_format=how)
+
+
 def _contiguous(name: str, results: int = 1) -> Rule:
-    return lambda a: (torch.empty(a[name].shape, device=a[name].device),) * results
+    return lambda a: (_in_format(a[name]),) * results
 
 
 def _cloned(name: str) -> Rule:
@@ -49,7 +61,7 @@ def _suggested(name: str) -> Rule:
         x = a[name]
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         how = formats[x.dim()] if x.dim() in formats and _like_channels_last(x) else torch.contiguous_format
-        return (torch.empty(x.shape, device=x.device, memory_format=how),)
+        return (_in_format(x, how),)
 
     return rule
 
@@ -86,7 +98,7 @@ def _cuda_batch_norm_backward(a: Args) -> tuple[torch.Tensor | None, ...]:
     """Dense; channels last in training where both operands are."""
     x, formats = a["input"], {4: torch.channels_last, 5: torch.channels_last_3d}
     last = a["train"] and x.dim() in formats and all(_dense_in(t, formats[x.dim()]) for t in (x, a["grad_out"]))
-    return (torch.empty(x.shape, device=x.device, memory_format=formats[x.dim()] if last else torch.contiguous_format),)
+    return (_in_format(x, formats[x.dim()] if last else torch.contiguous_format),)
 
 
 def _dense_in(t: torch.Tensor, how: torch.memory_format) -> bool:
