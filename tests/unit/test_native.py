@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusewright.cache.tune import Tuner
 from fusewright.errors import FreedStorageError
 from fusewright.plan import native
 from fusewright.plan.execute import codegen
@@ -161,6 +162,7 @@ def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: 
         return load(*args, **kwargs)
 
     monkeypatch.setattr(codegen, "load", noting)
+    monkeypatch.setattr(Tuner, "choose", lambda self, key, candidates: next(iter(candidates)))  # two measurements may differ
     torch.manual_seed(0)
     w, inputs = torch.randn(33, 17), [torch.randn(n, 33) for n in (5, 5, 9, 1)]
     results = []
