@@ -91,6 +91,16 @@ def test_a_bool_is_no_selection(fn: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(compiled(torch.div)(a, c), a / c, equal_nan=True)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sum_of_bools_is_whether_one_is_true(dynamic: bool) -> None:
+    x, at, y = torch.tensor([False, True, False, False]), torch.tensor([0, 0, 2]), torch.tensor([True, True, False])
+
+    def fn(x: Tensor, at: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x.scatter_add(0, at, y), x.index_put((at,), y, accumulate=True), x.index_add(0, at, y)
+
+    torch.testing.assert_close(compiled(fn, dynamic)(x, at, y), fn(x, at, y))
+
+
 def test_gradients_go_through_it() -> None:
     leaves = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((4, 8), (16, 8), (16,))]
     copies = [t.detach().clone().requires_grad_() for t in leaves]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import torch
 
 from fusewright.interface import OpView, Value
 from fusewright_xla_cpu.rows.shapes import sliced
@@ -68,8 +69,13 @@ def index_put(site: Site, self: Array, indices: Sequence[Array | None], values: 
     at = _places(site, self, indices)
     if not accumulate:
         return self.at[at].set(values)
-    x = cast(self, wide(site.spec.dtype))
-    return x.at[at].add(cast(values, wide(site.spec.dtype)))
+    x = cast(self, _summed(site.spec.dtype))
+    return x.at[at].add(cast(values, _summed(site.spec.dtype)))
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    """What sums and products of a dtype are computed in: JAX adds no bools, and torch's sum of them is whether one is true."""
+    return torch.int32 if dtype is torch.bool else wide(dtype)
 
 
 def _taken(at: Array, src: Array) -> Array:
@@ -78,9 +84,9 @@ def _taken(at: Array, src: Array) -> Array:
 
 
 def _scattered(site: Site, self: Array, dim: int, index: Array, src: Any, how: str) -> Array:
-    x, at = _vector(cast(self, wide(site.spec.dtype)), index)
+    x, at = _vector(cast(self, _summed(site.spec.dtype)), index)
     at = _held(site, at, x.shape[dim], error=RuntimeError)
-    source = cast(src, wide(site.spec.dtype))
+    source = cast(src, _summed(site.spec.dtype))
     source = _taken(at, source) if source.ndim else source
     return getattr(x.at[_along(x.ndim, at, dim)], how)(source).reshape(self.shape)
 
@@ -121,7 +127,7 @@ def _same_rank(op: OpView) -> str | None:
 
 @add("index_add", when=_same_rank)
 def index_add(site: Site, self: Array, dim: int, index: Array, source: Array, alpha: Any) -> Array:
-    dtype = wide(site.spec.dtype)
+    dtype = _summed(site.spec.dtype)
     x, at = _vector(cast(self, dtype), index)
     at = _held(site, at, x.shape[dim])
     places = (*(slice(None),) * (dim % x.ndim), at)
