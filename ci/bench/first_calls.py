@@ -13,13 +13,12 @@ minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,20 +65,16 @@ def _round(given: argparse.Namespace, trees: dict[str, Path], built: Any) -> Ite
 
 def _forked(given: argparse.Namespace, root: Path, caches: Path, built: Any) -> Row:
     """What a child measured. RuntimeError where it failed."""
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(write, json.dumps(_measured(given, root, caches, *built)).encode())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(write)
-    with open(read, "rb") as answer:
-        text = answer.read()
-    if os.waitpid(pid, 0)[1]:
-        raise RuntimeError(f"a first call with {root} failed")
-    row: Row = json.loads(text)
+    fork = multiprocessing.get_context("fork")
+    answer, end = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: end.send(_measured(given, root, caches, *built)))
+    child.start()
+    end.close()
+    try:
+        row: Row = answer.recv()
+    except EOFError as e:  # multiprocessing has printed why
+        raise RuntimeError(f"a first call with {root} failed") from e
+    child.join()
     return row
 
 
