@@ -20,6 +20,7 @@ from torch.fx import Graph
 
 from fusewright.forms.spec import Pass, in_place
 from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.cse import merge_common
 from fusewright.graph.verify import GRAPH
 from fusewright.interface import Backend, CompileContext, Compiled, Fragment, Region, RuleLog, TensorSpec
 from fusewright.partition.partition import partition
@@ -29,7 +30,7 @@ from fusewright.plan.inplace import updated_in_place
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
-from fusewright.rewrite.rules import RULES, merge_common
+from fusewright.rewrite.rules import RULES
 from fusewright.toolkit.fuse.build import with_buffers
 from fusewright.toolkit.ir.builder import scheduled
 from fusewright.toolkit.ir.simplify import in_order, simplify_axes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import asserts, communicates, draws, exposed, has_writes, names_sizes, writes
+from fusewright.graph.effects import has_writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
@@ -189,45 +189,3 @@ RULES: tuple[Rule, ...] = (
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),
     Rule("clone.same", p("clone", "x"), _needless_copy, "clone(x) = x where nothing is written in place"),
 )
-
-
-def merge_common(graph: Graph) -> int:
-    """Common subexpression elimination over pure ops. Memory that is seen from outside or written keeps its own tensor."""
-    kept = exposed(graph)
-    seen: dict[Any, Node] = {}
-    merged = 0
-    for node in list(graph.nodes):
-        if writes(node):
-            seen.clear()  # what is computed after a write may differ from the same before it
-        if node.op != "call_function" or node in kept or not _pure(node):
-            continue
-        key = _key(node)
-        first = seen.setdefault(key, node) if key is not None else node
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-            merged += 1
-    return merged
-
-
-def _pure(node: Node) -> bool:
-    if not compat.is_overload(node.target):
-        return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-    return not (draws(node) or writes(node) or asserts(node) or names_sizes(node) or communicates(node))
-
-
-def _key(node: Node) -> Any:
-    def freeze(a: Any) -> Any:
-        if isinstance(a, list | tuple):
-            return tuple(freeze(x) for x in a)
-        if isinstance(a, dict):
-            return tuple(sorted((k, freeze(v)) for k, v in a.items()))
-        # 1, 1.0 and True are equal in Python but not to an op; -0.0 == 0.0 likewise
-        return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float | complex) else a)
-
-    key = (node.target, freeze(node.args), freeze(node.kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

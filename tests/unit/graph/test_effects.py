@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.constants import find
+from fusewright.graph.cse import merge_common
 from fusewright.graph.effects import asserts, drop_dead_code
 from fusewright.graph.parser import parse
 from fusewright.graph.verify import find_problems
@@ -15,7 +16,6 @@ from fusewright.interface import YES, Backend, Device, Opaque, OpView, Verdict, 
 from fusewright.partition.partition import convex_groups, make_region, partition, wait_for_each_other
 from fusewright.plan import build
 from fusewright.plan.ir import CallPython
-from fusewright.rewrite.rules import merge_common
 
 ASSERTED = """
 %0: f32[4] = input('x')

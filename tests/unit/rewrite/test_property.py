@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright.graph import verify
 from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.cse import merge_common
 from fusewright.rewrite.engine import Rewriter
-from fusewright.rewrite.rules import RULES, merge_common
+from fusewright.rewrite.rules import RULES
 
 N = 4
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -9,11 +9,12 @@ import pytest
 from torch.fx import Graph
 
 from fusewright.graph import verify
+from fusewright.graph.cse import merge_common
 from fusewright.graph.parser import parse
 from fusewright.graph.printer import to_text
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import ANY, Rewriter, Rule, match, p
-from fusewright.rewrite.rules import RULES, merge_common
+from fusewright.rewrite.rules import RULES
 
 X = "%0: f32[2,3] = input('x')\n"
 XW = "%0: f32[5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[4] = input('b')\n"

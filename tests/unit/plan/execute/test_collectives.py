@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright.graph.cse import merge_common
 from fusewright.graph.effects import held_in_order
 from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
@@ -18,7 +19,6 @@ from fusewright.plan.execute.replay import obstacle
 from fusewright.plan.ir import Call, Ref
 from fusewright.plan.vocabulary import overload_of
 from fusewright.report import recording
-from fusewright.rewrite.rules import merge_common
 from tests.unit.plan.execute.test_replay import Recorder, compiled
 from tests.unit.plan.test_plan import planned
 

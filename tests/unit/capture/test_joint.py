@@ -1,0 +1,42 @@
+"""The graph of forward and backward before it is cut in two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from fusewright.capture.capture import through_aot
+
+STEP = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.GELU())
+torch.compile(model, backend="x86_onednn")(torch.randn(3, 4)).sum().backward()
+print(*sys.modules)
+"""
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_equal_calls_are_one_before_the_graph_is_cut() -> None:
+    found: dict[str, list[str]] = {}
+
+    def keep(aten: GraphModule, phase: str, constants: Any, mode: str) -> Any:
+        found[phase] = [str(n.target) for n in aten.graph.nodes if n.op == "call_function"]
+        return lambda args: aten(*args)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, keep, "test")
+
+    x = torch.randn(8, 8, requires_grad=True)
+    y = torch.compile(lambda x: (x @ x).sin() + (x @ x).cos(), backend=backend)(x)
+    y.sum().backward()
+    assert found["forward"].count("aten.mm.default") == 1
+
+
+def test_a_step_does_not_import_inductors_lowerings() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    assert not {"torch._inductor.lowering", "torch._inductor.pattern_matcher"} & set(done.stdout.split())
