@@ -1,0 +1,202 @@
+"""Models that are divided between two GPUs: right, timed beside eager and Inductor, and a hundred calls in a row without a hang.
+
+    python -m ci.gpu.parallel [--ways decode,ddp] [--calls 100] [--limit 240] [--json out.json]
+
+A Llama of eight layers (2048 wide, 16 heads): inference of one token a sequence (decode) and of whole sequences (prefill) and a
+training step (train) with DTensor's tensor parallelism, and training steps of FSDP2 and DDP. Each way is a process group of its own;
+all compile side by side, then one is timed after the other. A hang ends at --limit and says so. The table comes last; exit code 1
+when a way is wrong, hung or failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+WAYS = ("decode", "prefill", "train", "fsdp2", "ddp")
+BACKENDS = ("eager", "inductor", "nvidia_triton")
+ROWS = {"decode": (8, 1), "prefill": (4, 512), "train": (4, 512), "fsdp2": (4, 512), "ddp": (4, 512)}
+"""Sequences and their length, of each rank."""
+BF16 = torch.bfloat16
+RANKS, WARM, CHUNK = 2, 5, 10
+NEAR = 0.03
+"""Of a loss or of results in bf16, beside eager's."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--calls", type=int, default=100, help="timed, of each backend")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a way counts as hung")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    ways = given.ways.split(",")
+    if given.rank is not None:
+        _rank(int(given.rank), ways[0], given.calls, Path(os.environ["MEETING"]))
+        return 0
+    rows = _run(ways, given.calls, given.limit)
+    if given.json:
+        command = " ".join(["python -m ci.gpu.parallel", *sys.argv[1:]])
+        given.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
+    print(f"{'way':8s} " + " ".join(f"{b:>14s}" for b in BACKENDS) + "  over Inductor, over eager")
+    for way in ways:
+        print(_line(way, rows[way]))
+    return int(any(row["outcome"] != "right" for row in rows.values()))
+
+
+def _line(way: str, row: dict[str, Any]) -> str:
+    if row["outcome"] != "right":
+        return f"{way:8s} {row['outcome']}"
+    eager, inductor, ours = (row["ms"][b] for b in BACKENDS)
+    return f"{way:8s} {eager:11.2f} ms {inductor:11.2f} ms {ours:11.2f} ms  {inductor / ours:.2f}x, {eager / ours:.2f}x"
+
+
+def _run(ways: Sequence[str], calls: int, limit: float) -> dict[str, dict[str, Any]]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        children = {(way, rank): _start(way, rank, calls, Path(folder), len(ways)) for way in ways for rank in range(RANKS)}
+        end = time.monotonic() + limit
+        for child in children.values():
+            try:
+                child.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+        return {way: _outcome(way, [children[way, r].wait() for r in range(RANKS)], Path(folder)) for way in ways}
+
+
+def _start(way: str, rank: int, calls: int, folder: Path, ways: int) -> subprocess.Popen[bytes]:
+    caches = {n: f"{folder}/{way}{rank}{n}" for n in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")}
+    for cache in caches.values():
+        Path(cache).mkdir(mode=0o700)
+    env = {**os.environ, **caches, "MEETING": str(folder), "PEERS": str(ways * RANKS), "LOCAL_RANK": str(rank)}
+    command = [sys.executable, "-m", "ci.gpu.parallel", "--ways", way, "--calls", str(calls), "--rank", str(rank)]
+    with (folder / f"{way}{rank}.log").open("wb") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _outcome(way: str, codes: list[int], folder: Path) -> dict[str, Any]:
+    if any(codes):
+        worst = min(range(RANKS), key=lambda r: codes[r])
+        said = (folder / f"{way}{worst}.log").read_text(errors="replace")[-1500:]
+        return {"outcome": "hung" if codes[worst] < 0 else "failed", "codes": codes, "words": said}
+    row: dict[str, Any] = json.loads((folder / f"{way}.json").read_text())
+    return row
+
+
+def _rank(rank: int, way: str, calls: int, folder: Path) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/{way}", rank=rank, world_size=RANKS, device_id=device)
+    torch.manual_seed(rank if way in ("fsdp2", "ddp") else 0)
+    x = torch.randint(1000, ROWS[way], device=device)
+    model = _divided(way, _llama(device))
+    steps = {backend: _step(way, model, backend, x) for backend in BACKENDS}
+    results = {}
+    for backend, step in steps.items():
+        for _ in range(WARM):
+            results[backend] = step()
+        print(backend, "compiled", time.monotonic(), flush=True)
+    off = {b: abs(r - results["eager"]).max().item() / abs(results["eager"]).max().item() for b, r in results.items()}
+    _await_others(folder, way, rank)
+    ms = _timed(steps, calls, rank, folder)
+    right = off[BACKENDS[-1]] <= NEAR
+    if rank == 0:
+        row = {"outcome": "right" if right else "wrong", "ms": ms, "off": off, "calls": calls}
+        (folder / f"{way}.json").write_text(json.dumps(row))
+    dist.destroy_process_group()
+
+
+def _llama(device: torch.device) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    seed = torch.random.get_rng_state()
+    torch.manual_seed(0)  # replicas start equal
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, **heads)
+    model: nn.Module = LlamaForCausalLM(config).to(device)
+    torch.random.set_rng_state(seed)
+    return model
+
+
+def _divided(way: str, model: Any) -> Any:
+    mesh = init_device_mesh("cuda", (RANKS,))
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    if way == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    how: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+    how |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    return parallelize_module(model.to(BF16), mesh, how)
+
+
+def _step(way: str, model: nn.Module, backend: str, x: Tensor) -> Callable[[], Tensor]:
+    """A call: logits, or the loss of a training step."""
+    fast: Any = model if backend == "eager" else torch.compile(model, backend=backend)
+
+    def infer() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = fast(input_ids=x, use_cache=False).logits
+        return logits.float()
+
+    def train() -> Tensor:
+        with torch.autocast("cuda", BF16, enabled=way == "ddp"):
+            loss: Tensor = fast(input_ids=x, labels=x, use_cache=False).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return infer if way in ("decode", "prefill") else train
+
+
+def _await_others(folder: Path, way: str, rank: int) -> None:
+    """Until every rank of every way has compiled, as nothing is timed beside a compiler."""
+    (folder / f"{way}{rank}.ready").touch()
+    start = time.monotonic()
+    while len(list(folder.glob("*.ready"))) < int(os.environ["PEERS"]) and time.monotonic() - start < 150:
+        time.sleep(0.2)
+
+
+def _timed(steps: dict[str, Callable[[], Tensor]], calls: int, rank: int, folder: Path) -> dict[str, float]:
+    """Median milliseconds of a call, of chunks in turns, with no other group at work."""
+    with (folder / "lock").open("w") as lock:
+        if rank == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        dist.barrier()
+        found: dict[str, list[float]] = {backend: [] for backend in steps}
+        for _ in range(-(-calls // CHUNK)):
+            for backend, step in steps.items():
+                dist.barrier()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(CHUNK):
+                    step()
+                torch.cuda.synchronize()
+                found[backend].append((time.perf_counter() - start) * 1000 / CHUNK)
+        dist.barrier()
+    return {backend: round(statistics.median(times), 3) for backend, times in found.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
