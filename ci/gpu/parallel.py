@@ -3,7 +3,7 @@
     python -m ci.gpu.parallel [--ways decode,ddp] [--calls 100] [--limit 240] [--json out.json]
 
 A Llama of eight layers (2048 wide, 16 heads): inference of one token a sequence (decode) and of whole sequences (prefill) and a
-training step (train) with DTensor's tensor parallelism, and training steps of FSDP2 and DDP. Each way is a process group of its own;
+step of training (train) by DTensor's tensor parallelism, and training steps of FSDP2 and DDP. Each way is a process group;
 all compile side by side, then one is timed after the other. A hang ends at --limit and says so. The table comes last; exit code 1
 when a way is wrong, hung or failed.
 """
