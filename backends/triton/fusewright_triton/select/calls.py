@@ -23,8 +23,8 @@ class Calls:
 
     graph: RegionGraph
     b: Builder
-    padded: dict[int, Ref] = field(default_factory=dict)
-    """Copies with padded rows, by id of what was copied."""
+    padded: dict[tuple[int, int, int], Value] = field(default_factory=dict)
+    """Copies with zeros behind their rows, by id of what was copied and how many rows and columns were added."""
 
     @property
     def ctx(self) -> CompileContext:

@@ -126,30 +126,49 @@ def _copies_pay(m: Match, c: Calls) -> bool:
 
 
 def _with_padded_rows(m: Match, c: Calls) -> None:
-    op = m.anchor
-    args = [_suited(op.arg(n), c) for n in ("self", "mat2")]
-    c.b.call("aten::mm.default", *args, out=op.out, op=op)
+    """The product of operands with zeros behind their rows, for the fast kernels want sizes that suit as well as strides; what is
+    added to the rows of the result is cut off, which leaves no gaps."""
+    op, out = m.anchor, m.anchor.out
+    left, right = op.arg("self"), op.arg("mat2")
+    specs = [spec_of(left), spec_of(right)]
+    rows, inner, columns = _added(specs, [_worth_a_copy(s, c) for s in specs])
+    a, b = _enlarged(left, rows, inner, c), _enlarged(right, inner, columns, c)
+    if columns:
+        b = _each_call(c, "aten::slice.Tensor", b, 1, 0, specs[1].shape[1])
+    whole = c.ctx.value(None) if rows else out
+    c.b.call("aten::mm.default", a, b, out=whole, op=op)
+    if rows:
+        c.b.call("aten::slice.Tensor", Ref(whole.id), 0, 0, spec_of(out).shape[0], out=out)
 
 
-def _suited(value: Value, c: Calls) -> Ref:
-    """A matrix with padded rows: of the tensor itself, or of what it is the transpose of."""
-    spec = spec_of(value)
-    if not _worth_a_copy(spec, c):
+def _added(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> tuple[int, int, int]:
+    """What is added to M, K and N: to the rows, or to the columns where these lie dense, of each operand that is copied."""
+    (m, k), (_, n) = (tuple(map(int, s.shape)) for s in specs)  # type: ignore[arg-type]
+    left, right = (s.stride[1] == 1 for s in specs)
+    inner = (copied[0] and left) or (copied[1] and not right)
+    return -m % PADDED_TO * (copied[0] and not left), -k % PADDED_TO * inner, -n % PADDED_TO * (copied[1] and right)
+
+
+def _enlarged(value: Value, rows: int, columns: int, c: Calls) -> Ref:
+    """A matrix with so many rows and columns of zeros behind it: of what it is the transpose of, if its columns lie dense."""
+    if not rows and not columns:
         return c.b.exact(value)
-    made = c.graph.producer(value)
-    if spec.stride[0] == 1 and made is not None and made.op in ("t", "transpose", "permute"):
+    if spec_of(value).stride[1] != 1:
+        return _each_call(c, "aten::t.default", _enlarged(_transposed(value, c), columns, rows, c))
+    key = value.id, rows, columns
+    if key not in c.padded:
+        c.padded[key] = c.b.append_op("constant_pad_nd", c.b.at_hand(value), (0, columns, 0, rows), 0)
+    return Ref(c.padded[key].id)
+
+
+def _transposed(value: Value, c: Calls) -> Value:
+    """What `value` is the transpose of, or an op that makes it."""
+    spec, made = spec_of(value), c.graph.producer(value)
+    if made is not None and made.op in ("t", "transpose", "permute"):
         base = next(iter(made.inputs()))
         if spec_of(base).shape == spec.shape[::-1] and spec_of(base).stride == spec.stride[::-1]:
-            return _each_call(c, "aten::t.default", _suited(base, c))
-    if value.id not in c.padded:
-        n, m = (int(s) for s in spec.shape)  # type: ignore[arg-type]
-        rows = spec.stride[1] == 1
-        wide = (m if rows else n) + -(m if rows else n) % PADDED_TO
-        empty = _each_call(
-            c, "aten::new_empty_strided.default", Ref(value.id), (n, m), (wide, 1) if rows else (1, wide)
-        )
-        c.padded[value.id] = _each_call(c, "aten::copy_.default", empty, c.b.exact(value))
-    return c.padded[value.id]
+            return base
+    return c.b.append_op("t", c.b.at_hand(value))
 
 
 def _concat_pays(m: Match, c: Calls) -> bool:
@@ -191,22 +210,24 @@ def _products(
 
 
 def _mms(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> Thunk:
-    """A product of matrices, those that are `copied` to padded rows first."""
+    """A product of matrices, with zeros behind the rows of those that are `copied`."""
     given = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(0.5) for s in specs]  # type: ignore[arg-type]
+    rows, inner, columns = _added(specs, copied)
+    more = (rows, inner), (inner, columns)
 
     def run() -> None:
         for _ in range(REPEATS):
-            torch.mm(*(_with_gaps(t) if copy else t for t, copy in zip(given, copied, strict=True)))
+            torch.mm(*(_with_zeros(t, *added) for t, added in zip(given, more, strict=True)))
         torch.cuda.synchronize(given[0].device)
 
     return run
 
 
-def _with_gaps(t: torch.Tensor) -> torch.Tensor:
-    n, m = t.shape
-    rows = t.stride(1) == 1
-    wide = (m if rows else n) + -(m if rows else n) % PADDED_TO
-    return torch.empty_strided((n, m), (wide, 1) if rows else (1, wide), dtype=t.dtype, device=t.device).copy_(t)
+def _with_zeros(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    if not rows and not columns:
+        return t
+    pad = torch.nn.functional.pad
+    return pad(t, (0, columns, 0, rows)) if t.stride(1) == 1 else pad(t.t(), (0, rows, 0, columns)).t()
 
 
 ROWS = (

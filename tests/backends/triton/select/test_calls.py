@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 import torch
 
 from fusewright.interface import Device, Fragment, OpView, Value
-from fusewright.plan.ir import Call, Ref
+from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
 from fusewright.toolkit.region.graph import Claim
@@ -374,8 +375,8 @@ def test_training_pads_at_every_call(thresholds: Callable[..., None]) -> None:
     assert text(fragment)[0] == "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)"
 
 
-def test_products_of_a_gradient_share_a_padded_copy(thresholds: Callable[..., None]) -> None:
-    """The gradient of the LM head: [rows, 30] and its transpose, whose rows suit no fast kernel."""
+def test_products_of_a_gradient_share_a_copy_with_zeros_behind_its_rows(thresholds: Callable[..., None]) -> None:
+    """The gradient of the LM head: [rows, 30] and its transpose. Sizes are padded, not only strides: cuBLAS looks at both."""
     thresholds(padded_results=16 * 30)
     g = Net()
     g.phase = "backward"
@@ -384,7 +385,18 @@ def test_products_of_a_gradient_share_a_padded_copy(thresholds: Callable[..., No
     second = g.op("mm", g.op("t", grad), x)
     fragment = lowered(g, [first, second])
     assert [t for t in text(fragment) if "t(" not in t] == [
-        "aten::new_empty_strided('_', (16, 30), (32, 1))", "aten::copy_('_', '_')", "aten::mm('_', '_')",
-        "aten::mm('_', '_')",
+        "aten::mm('_', '_')", "aten::mm('_', '_')", "aten::slice.Tensor('_', 0, 0, 30)"
     ]  # fmt: skip
+    assert len([i for i in fragment.instructions if isinstance(i, Launch)]) == 2, "of the gradient, once, and of the weight"
     check(g, [first, second])
+
+
+@pytest.mark.parametrize("turned", list(itertools.product((False, True), repeat=2)))
+def test_a_product_of_sizes_that_suit_no_fast_kernel_is_padded_all_round(
+    turned: tuple[bool, bool], thresholds: Callable[..., None]
+) -> None:
+    thresholds(padded_results=1)
+    g = Net()
+    g.phase = "backward"
+    shapes = zip(((27, 35), (35, 29)), turned, strict=True)
+    check(g, [g.op("mm", *(g.op("t", g.tensor(*shape[::-1])) if turn else g.tensor(*shape) for shape, turn in shapes))])

@@ -63,7 +63,7 @@ def short_sequence(g: Net) -> Value:
 
 MEASURED: dict[str, tuple[Callable[[Net], Value], str, str]] = {
     "padded": (padded_linear, "aten::slice.Tensor", "aten::linear"),
-    "padded operands": (padded_operands, "aten::copy_", "aten::mm"),
+    "padded operands": (padded_operands, "kernel", "aten::mm"),
     "int8 weights": (int8_weights, "fusewright_triton::int8_linear", "aten::mm"),
     "attention of few": (decoding, "fusewright_triton::attention_decode", "aten::scaled_dot_product_attention"),
     "attention": (masked, "fusewright_triton::attention", "aten::scaled_dot_product_attention"),
