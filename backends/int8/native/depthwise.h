@@ -89,7 +89,7 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels) {
     i64 count = smaller(kPanel, c.c - block);
     std::int32_t zero = c.x_zero + (c.x_signed ? 128 : 0);
     columns.of(c.w_scale, c.bias, of_columns, block, count, static_cast<double>(c.x_scale), zero);
-    if (quick) levels.of<V>(columns, c.after);
+    if (quick) levels.of(columns, c.after, c.taps());
     const std::int8_t* w = c.weight + block / kPanel * depthwise_block(c.taps());
     Window window(c, pixel);
     for (i64 p = pixel, rows; p < pixel + pixels; p += rows) {
@@ -97,7 +97,7 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels) {
       for (i64 r = 0; r < rows; ++r, window.next())
         for (i64 part = 0; part < count; part += WIDE)
           depthwise_sums<V>(c, window.taps(), zeros, block + part, count - part, w + part, end, sums + r * kPanel + part);
-      if (levels.certain > 0) {
+      if (levels.usable) {
         finish_quickly<V>(c.after, columns, levels, p, rows, block, count, sums);
         continue;
       }

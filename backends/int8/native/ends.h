@@ -44,47 +44,62 @@ inline bool ends_quickly(const After& a) {
   return residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu || a.post == Post::clamp);
 }
 
-// A panel's columns in levels of the result: level = sum * scale + bias + residual * residual_scale.
+// The largest magnitude of a panel's numbers; NaN where one of them is, for its bits are above all others.
+inline float largest(const float (&x)[kPanel]) {
+  std::int32_t bits[kPanel], most = 0;
+  __builtin_memcpy(bits, x, sizeof bits);
+  for (std::int32_t b : bits) most = (b & 0x7FFFFFFF) > most ? b & 0x7FFFFFFF : most;
+  float found;
+  __builtin_memcpy(&found, &most, sizeof found);
+  return found;
+}
+
+// A panel's columns in levels of the result, those of int8 with 128 added: (sum - offset) * scale + bias + residual *
+// residual_scale. It is computed with a bias that is surely too small and with one that is surely too large: where both round to
+// the same level, the exact way gives that one too.
 struct Levels {
   static constexpr float kUnit = 0x1p-24f;  // the largest relative error of one rounding to fp32
 
   alignas(64) float scale[kPanel];
-  alignas(64) float bias[kPanel];
+  alignas(64) float below[kPanel];
+  alignas(64) float above[kPanel];
   float residual_scale = 0;
-  float low = 0, high = 0;
-  float certain = 0;  // a level this close to a whole number rounds to it on either way; negative: only the exact way is right
+  std::uint8_t low = 0, high = 255;
+  std::uint8_t flip = 0;  // what makes bytes of the result of levels
+  bool usable = false;    // else only the exact way is right
 
-  template <class V> void of(const Columns& c, const After& a) {
+  // `k`: of how many products sums are.
+  void of(const Columns& c, const After& a, i64 k) {
+    flip = a.out_type == Type::s8 ? 128 : 0;
     const double inverse = static_cast<double>(a.inverse), rest = inverse * static_cast<double>(a.residual_scale);
-    const double shift = a.zero - (a.residual ? rest * a.residual_zero : 0.0);
-    float most = 0, sum = 0;
-    for (i64 i = 0; i < kPanel; ++i) {
+    const double shift = a.zero + flip - (a.residual ? rest * a.residual_zero : 0.0);
+    alignas(64) float bias[kPanel];
+    for (i64 i = 0; i < kPanel; ++i)
       scale[i] = static_cast<float>(c.scale[i] * inverse), bias[i] = static_cast<float>(c.bias[i] * inverse + shift);
-      float size = __builtin_fabsf(bias[i]);
-      most = size > most ? size : most;
-      sum += __builtin_fabsf(scale[i]) + size;  // NaN or Inf once one of them is
-    }
     residual_scale = a.residual ? static_cast<float>(rest) : 0.0f;
-    limits<V>(a);
-    // Ten roundings of levels up to 257 (those beyond are clamped alike), and of what they are the difference of.
-    float error = kUnit * (3072.0f + 8.0f * most + 4096.0f * residual_scale);
-    bool usual = sum - sum == 0.0f && a.clamp_low <= a.clamp_high && error < 0.125f;
-    usual = usual && a.inverse > 0x1p-100f && a.inverse < 0x1p100f;
-    certain = usual ? 0.5f - error : -1.0f;
+    limits(a);
+    const float steepest = largest(scale), most = largest(bias);
+    const float added = 256.0f * __builtin_fabsf(residual_scale);
+    // All roundings on either way, of levels up to 257 (those beyond are clamped alike) and of what they are the sum of.
+    const float error = kUnit * (2560.0f + 5.0f * most + 6.0f * added);
+    for (i64 i = 0; i < kPanel; ++i) below[i] = bias[i] - error, above[i] = bias[i] + error;
+    const float sum = 65025.0f * static_cast<float>(k);  // at most: both operands may have zero points
+    const bool fits = (sum < 0x1p31f ? sum : 0x1p31f) * steepest + most + added < 0x1p30f;  // int32; false for NaN and Inf
+    usable = fits && error < 0.125f && a.inverse > 0x1p-100f && a.inverse < 0x1p100f && a.clamp_low <= a.clamp_high;
   }
 
  private:
   // Quantizing is monotonic: limits of the post-op are levels too.
-  template <class V> void limits(const After& a) {
-    low = static_cast<float>(a.low), high = static_cast<float>(a.high);
-    if (a.post == Post::relu) return raise(static_cast<float>(a.zero));
-    if (a.post != Post::clamp) return;
-    const float top = __builtin_rintf(a.clamp_high * a.inverse) + static_cast<float>(a.zero);
-    raise(__builtin_rintf(a.clamp_low * a.inverse) + static_cast<float>(a.zero));
-    high = top < high ? top : high;
-    high = high < static_cast<float>(a.low) ? static_cast<float>(a.low) : high;
+  void limits(const After& a) {
+    float least = static_cast<float>(a.low), most = static_cast<float>(a.high);
+    if (a.post == Post::relu) least = within(static_cast<float>(a.zero), least, most);
+    if (a.post == Post::clamp) {
+      const float zero = static_cast<float>(a.zero), top = __builtin_rintf(a.clamp_high * a.inverse) + zero;
+      least = within(__builtin_rintf(a.clamp_low * a.inverse) + zero, least, most), most = within(top, static_cast<float>(a.low), most);
+    }
+    low = static_cast<std::uint8_t>(static_cast<int>(least) + flip), high = static_cast<std::uint8_t>(static_cast<int>(most) + flip);
   }
-  void raise(float to) { low = to > low ? to : low; }
+  static float within(float x, float least, float most) { return x > most ? most : x > least ? x : least; }
 };
 
 // W sums from column j on, in fp32 with the bias. `row_scale` times the columns' scale; `zero` times their offset.
@@ -127,40 +142,36 @@ void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 cou
 // RESIDUAL is f32 where there is none.
 template <class V, Type RESIDUAL> class QuickEnd {
  public:
-  QuickEnd(const Columns& c, const Levels& l, i64 from)
-      : low(V::set(l.low)), high(V::set(l.high)), residual_scale(V::set(l.residual_scale)), certain(V::set(l.certain)) {
+  QuickEnd(const Columns& c, const Levels& l, i64 from) : residual_scale(V::set(l.residual_scale)), bytes(l.low, l.high, l.flip) {
     for (int v = 0; v < 4; ++v) {
-      offset[v] = V::load(c.offset + from + v * V::W);
-      scale[v] = V::load(l.scale + from + v * V::W), bias[v] = V::load(l.bias + from + v * V::W);
+      offset[v] = V::load(c.offset + from + v * V::W), scale[v] = V::load(l.scale + from + v * V::W);
+      below[v] = V::load(l.below + from + v * V::W), above[v] = V::load(l.above + from + v * V::W);
     }
   }
 
   // False, with nothing stored, where a level is uncertain.
   bool store(const std::int32_t* sums, const std::uint8_t* residual, std::uint8_t* to) const {
-    typename V::F level[4], off[4];
+    typename V::I level[4], differing = V::set(0);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
-      auto y = V::fma(V::to_float(V::sub(V::load(sums + v * V::W), offset[v])), scale[v], bias[v]);
-      if constexpr (RESIDUAL == Type::u8) y = V::fma(V::to_float(V::load_u8(residual + v * V::W)), residual_scale, y);
-      if constexpr (RESIDUAL == Type::s8)
-        y = V::fma(V::to_float(V::load_s8(reinterpret_cast<const std::int8_t*>(residual) + v * V::W)), residual_scale, y);
-      level[v] = V::rint(y), off[v] = absolute<V>(V::sub(y, level[v]));
+      auto sum = V::to_float(V::sub(V::load(sums + v * V::W), offset[v]));
+      auto low = below[v], high = above[v];
+      if constexpr (RESIDUAL != Type::f32) {
+        auto r = load_as<V>(residual, RESIDUAL, v * V::W);
+        low = V::fma(r, residual_scale, low), high = V::fma(r, residual_scale, high);
+      }
+      level[v] = V::round(V::fma(sum, scale[v], low));
+      differing = V::with_difference(differing, level[v], V::round(V::fma(sum, scale[v], high)));
     }
-    // An infinite level is certain; its difference, NaN, is left out by taking the second operand.
-    auto worst = V::max(off[0], V::set(0.0f));
-#pragma GCC unroll 3
-    for (int v = 1; v < 4; ++v) worst = V::max(off[v], worst);
-    if (V::any_above(worst, certain)) return false;
-    typename V::I whole[4];
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) whole[v] = V::round(V::min(V::max(level[v], low), high));
-    V::store_low8(to, whole);
+    if (V::any(differing)) return false;
+    bytes.store(to, level);
     return true;
   }
 
  private:
   typename V::I offset[4];
-  typename V::F scale[4], bias[4], low, high, residual_scale, certain;
+  typename V::F scale[4], below[4], above[4], residual_scale;
+  typename V::Saturated bytes;
 };
 
 template <class V, Type RESIDUAL>
@@ -202,12 +213,12 @@ template <class V, bool FLIPS> class Ends {
  public:
   Ends(const Gemm& gemm, i64 first_, i64 count_) : g(gemm), first(first_), count(count_) {
     columns_of_panel<FLIPS>(columns, g, first, count);
-    if (!g.per_row && ends_quickly(g.after)) levels.of<V>(columns, g.after);
+    if (!g.per_row && ends_quickly(g.after)) levels.of(columns, g.after, g.k);
   }
   // Rows [row, row + rows), whose sums are rows of kPanel.
   void finish(i64 row, i64 rows, std::int32_t* sums) const {
     if (g.row_terms) take_terms(row, rows, sums);
-    if (levels.certain > 0) return finish_quickly<V>(g.after, columns, levels, row, rows, first, count, sums);
+    if (levels.usable) return finish_quickly<V>(g.after, columns, levels, row, rows, first, count, sums);
     const bool plain = !g.after.residual && g.after.post == Post::none && size_of(g.after.out_type) > 1;
     auto end = g.per_row ? row_end<true>(plain) : row_end<false>(plain);
     for (i64 r = row; r < row + rows; ++r, sums += kPanel)

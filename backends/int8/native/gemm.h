@@ -13,8 +13,11 @@ constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the ne
 // MR rows of x by NV vectors of columns; sums to `to`, rows of kPanel. `step`: bytes of weights from one quad of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
 void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, std::int32_t* to) {
+  // Every loop over `acc` is unrolled: one that is not would keep it in memory, stored at the begin and the end of the product.
   typename V::I acc[MR][NV];
+#pragma GCC unroll 12
   for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[r][v] = V::set(0);
   const std::uint8_t* row[MR];
   std::uint8_t rest[MR][4] = {};  // the last k % 4 of each row: beyond its end nothing may be read
@@ -48,7 +51,9 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
       for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, V::load_b(w + v * V::W * 4));
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) V::store(to + r * kPanel + v * V::W, acc[r][v]);
 }
 

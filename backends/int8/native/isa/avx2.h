@@ -78,6 +78,8 @@ struct Vec {
   static I shl(I a, int n) { return _mm256_slli_epi32(a, n); }
   static I sar(I a, int n) { return _mm256_srai_epi32(a, n); }
   static I shr(I a, int n) { return _mm256_srli_epi32(a, n); }
+  static I with_difference(I found, I a, I b) { return _mm256_or_si256(found, _mm256_xor_si256(a, b)); }
+  static bool any(I a) { return !_mm256_testz_si256(a, a); }
   static I both(I a, I b) { return _mm256_and_si256(a, b); }
   static I load_u8(const std::uint8_t* p) { return _mm256_cvtepu8_epi32(half(p)); }
   static I load_s8(const std::int8_t* p) { return _mm256_cvtepi8_epi32(half(p)); }
@@ -90,19 +92,24 @@ struct Vec {
     __m128i hi = _mm_shuffle_epi8(_mm256_extracti128_si256(a, 1), first);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_unpacklo_epi32(lo, hi));
   }
-  // Four vectors of numbers that fit 8 bits.
-  static void store_low8(std::uint8_t* p, const I (&a)[4]) {
-    const I low = _mm256_set1_epi16(255);
-    I ab = _mm256_and_si256(_mm256_packs_epi32(a[0], a[1]), low), cd = _mm256_and_si256(_mm256_packs_epi32(a[2], a[3]), low);
-    const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    I bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
-  }
   static void store_low16(std::uint16_t* p, I a) {
     a = _mm256_and_si256(a, _mm256_set1_epi32(0xFFFF));
     __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
   }
+
+  // Stores four vectors as bytes, clamped to [low, high], then changed by `flip`.
+  struct Saturated {
+    I low, high, flip, order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+
+    Saturated(std::uint8_t low_, std::uint8_t high_, std::uint8_t flip_) : low(all(low_)), high(all(high_)), flip(all(flip_)) {}
+    static I all(std::uint8_t x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+    void store(std::uint8_t* p, const I (&a)[4]) const {
+      I bytes = _mm256_packus_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
+      bytes = _mm256_xor_si256(_mm256_min_epu8(_mm256_max_epu8(bytes, low), high), flip);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+    }
+  };
 
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
@@ -116,7 +123,6 @@ struct Vec {
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F where_less(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
   static I ordered(F a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
-  static bool any_above(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
   static F rint(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   static I round(F a) { return _mm256_cvtps_epi32(a); }

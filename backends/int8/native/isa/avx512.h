@@ -58,6 +58,8 @@ struct Vec {
   static I shl(I a, int n) { return _mm512_slli_epi32(a, n); }
   static I sar(I a, int n) { return _mm512_srai_epi32(a, n); }
   static I shr(I a, int n) { return _mm512_srli_epi32(a, n); }
+  static I with_difference(I found, I a, I b) { return _mm512_ternarylogic_epi32(found, a, b, 0xF6); }  // found | (a ^ b)
+  static bool any(I a) { return _mm512_test_epi32_mask(a, a) != 0; }
   static I both(I a, I b) { return _mm512_and_si512(a, b); }
   static I load_u8(const std::uint8_t* p) { return _mm512_cvtepu8_epi32(bytes(p)); }
   static I load_s8(const std::int8_t* p) { return _mm512_cvtepi8_epi32(bytes(p)); }
@@ -67,16 +69,22 @@ struct Vec {
   static void store_low8(std::uint8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
   }
-  // Four vectors of numbers that fit 8 bits.
-  static void store_low8(std::uint8_t* p, const I (&a)[4]) {
-    const I low = _mm512_set1_epi16(255);
-    I ab = _mm512_and_si512(_mm512_packs_epi32(a[0], a[1]), low), cd = _mm512_and_si512(_mm512_packs_epi32(a[2], a[3]), low);
-    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd)));
-  }
   static void store_low16(std::uint16_t* p, I a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
   }
+
+  // Stores four vectors as bytes, clamped to [low, high], then changed by `flip`.
+  struct Saturated {
+    I low, high, flip, order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+
+    Saturated(std::uint8_t low_, std::uint8_t high_, std::uint8_t flip_) : low(all(low_)), high(all(high_)), flip(all(flip_)) {}
+    static I all(std::uint8_t x) { return _mm512_set1_epi8(static_cast<char>(x)); }
+    void store(std::uint8_t* p, const I (&a)[4]) const {
+      I bytes = _mm512_packus_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
+      bytes = _mm512_xor_si512(_mm512_min_epu8(_mm512_max_epu8(bytes, low), high), flip);
+      _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+    }
+  };
 
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
@@ -90,7 +98,6 @@ struct Vec {
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F where_less(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x); }
   static I ordered(F a) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, a, _CMP_ORD_Q)); }
-  static bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
   static F rint(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
   static I round(F a) { return _mm512_cvtps_epi32(a); }

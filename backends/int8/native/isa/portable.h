@@ -64,6 +64,12 @@ struct Vec {
   static I shl(I a, int n) { return each<I>([&](int i) { return wrap(u(a.v[i]) << n); }); }
   static I sar(I a, int n) { return each<I>([&](int i) { return a.v[i] >> n; }); }
   static I shr(I a, int n) { return each<I>([&](int i) { return wrap(u(a.v[i]) >> n); }); }
+  static I with_difference(I found, I a, I b) { return each<I>([&](int i) { return found.v[i] | (a.v[i] ^ b.v[i]); }); }
+  static bool any(I a) {
+    std::int32_t bits = 0;
+    for (int i = 0; i < W; ++i) bits |= a.v[i];
+    return bits != 0;
+  }
   static I both(I a, I b) { return each<I>([&](int i) { return a.v[i] & b.v[i]; }); }
   static I load_u8(const std::uint8_t* p) { return each<I>([&](int i) { return std::int32_t{p[i]}; }); }
   static I load_s8(const std::int8_t* p) { return each<I>([&](int i) { return std::int32_t{p[i]}; }); }
@@ -71,13 +77,22 @@ struct Vec {
   static void store_low8(std::uint8_t* p, I a) {
     for (int i = 0; i < W; ++i) p[i] = static_cast<std::uint8_t>(a.v[i]);
   }
-  // Four vectors of numbers that fit 8 bits.
-  static void store_low8(std::uint8_t* p, const I (&a)[4]) {
-    for (int v = 0; v < 4; ++v) store_low8(p + v * W, a[v]);
-  }
   static void store_low16(std::uint16_t* p, I a) {
     for (int i = 0; i < W; ++i) p[i] = static_cast<std::uint16_t>(a.v[i]);
   }
+
+  // Stores four vectors as bytes, clamped to [low, high], then changed by `flip`.
+  struct Saturated {
+    std::uint8_t low, high, flip;
+
+    Saturated(std::uint8_t low_, std::uint8_t high_, std::uint8_t flip_) : low(low_), high(high_), flip(flip_) {}
+    void store(std::uint8_t* p, const I (&a)[4]) const {
+      for (int i = 0; i < 4 * W; ++i) {
+        std::int32_t x = a[i / W].v[i % W];
+        p[i] = static_cast<std::uint8_t>((x < low ? low : x > high ? high : x) ^ flip);
+      }
+    }
+  };
 
   // -- fp32
   static F load(const float* p) { return each<F>([&](int i) { return p[i]; }); }
@@ -93,11 +108,6 @@ struct Vec {
   static F min(F a, F b) { return each<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
   static F where_less(F a, F b, F x, F y) { return each<F>([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; }); }
   static I ordered(F a) { return each<I>([&](int i) { return a.v[i] == a.v[i] ? -1 : 0; }); }
-  static bool any_above(F a, F b) {
-    bool any = false;
-    for (int i = 0; i < W; ++i) any = any || a.v[i] > b.v[i];
-    return any;
-  }
   static F rint(F a) { return each<F>([&](int i) { return ::rintf(a.v[i]); }); }
   static F to_float(I a) { return each<F>([&](int i) { return static_cast<float>(a.v[i]); }); }
   static I round(F a) { return each<I>([&](int i) { return static_cast<std::int32_t>(::lrintf(a.v[i])); }); }
