@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fusewright.errors import BackendUnavailableError, OptionError, nearest
-from fusewright.interface import HOST, Backend
+from fusewright.interface import HOST, Backend, Phase
 from fusewright.report import warn_once
 
 if TYPE_CHECKING:
     from fusewright.config import Options
+
+log = logging.getLogger("fusewright")
 
 Entry = Callable[..., Callable[..., Any]]
 
@@ -43,7 +46,7 @@ def compile_dynamo(
     """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why. `mode` is
     torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
-    from fusewright.capture import capture, masks
+    from fusewright.capture import capture, layouts, masks
 
     cls = registry.info(name).cls
     parsed = _parsed(cls, options, mode)
@@ -60,11 +63,17 @@ def compile_dynamo(
     comparison = pipeline.comparison(backend, parsed)
     if backend.constant_masks:
         masks.fold(gm)
-    return capture.capture(
-        gm,
-        example_inputs,
-        lambda aten, phase, const, mode: pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison),
-    )
+
+    def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
+        return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison)
+
+    laid = layouts.channels_last(gm) if backend.channels_last_training else None
+    if laid is not None:
+        try:
+            return capture.capture(laid, example_inputs, compile_graph)
+        except (RuntimeError, ValueError) as e:  # a view that has no such strides
+            log.info("a training step is not channels-last: %s", str(e).partition("\n")[0])
+    return capture.capture(gm, example_inputs, compile_graph)
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:

@@ -18,7 +18,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 4)
+INTERFACE: tuple[int, int] = (1, 5)
 """(major, minor) of this interface. A minor only adds members with defaults."""
 
 OPSET = 1
@@ -512,6 +512,9 @@ class Backend(abc.ABC):
     constant_masks: ClassVar[bool] = False
     """Whether attention masks that are constants are dropped where they keep everything, and become `is_causal` where
     they hide the future, before anything is lowered."""
+    channels_last_training: ClassVar[bool] = False
+    """Whether images of training steps lie channels-last between convolutions in half precision, before gradients are traced. Since
+    interface 1.5."""
     real_views: ClassVar[bool] = False
     """Whether a view op in a region always gives a view of its input's memory. If not, eager makes the views that the
     caller sees."""

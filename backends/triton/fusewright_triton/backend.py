@@ -268,6 +268,7 @@ class NvidiaTriton(TritonBackend):
 
     name = "nvidia_triton"
     lowerings = CUDNN
+    channels_last_training = True  # cuDNN's kernels for tensor cores are, and transpose images that are not
     targets, typical = target.NVIDIA, "sm_90"
 
     @classmethod

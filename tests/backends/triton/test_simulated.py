@@ -150,3 +150,39 @@ def _without(package: str) -> Any:
     from importlib.util import find_spec
 
     return lambda name, *rest: None if name == package else find_spec(name, *rest)
+
+
+class Blocks(torch.nn.Module):
+    """Convolutions with training batch norms between them, and rows made of their images: by a view, or a mean."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(3))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(8) for _ in range(3))
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)) + x)
+        return x.view(len(x), -1) if self.view else x.mean((2, 3))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["mean", "a view that has no such strides"])
+def test_images_of_training_are_channels_last(view: bool) -> None:
+    x, steps = torch.randn(4, 8, 6, 6), []
+    torch.manual_seed(0)
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = Blocks(view)
+        run = simulated(module, "nvidia_triton", fallback="allow", cache=False) if compiled else module
+        with report.recording(keep=True) as reports, torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = run(x).float().square().mean()
+            loss.backward()
+        steps.append((loss.detach(), *(p.grad for p in module.parameters()), module.norms[1].running_var))
+    for a, b in zip(*steps, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+        assert a.stride() == b.stride()
+    plans = [r.kept.plan for r in reports if not r.superseded and r.kept is not None]
+    images = [s for plan in plans for s in plan.specs.values() if len(s.shape) == 4 and s.shape[1:] == (8, 6, 6)]
+    last = sum(s.stride[1] == 1 for s in images)
+    assert last > 0.9 * len(images) if not view else not last

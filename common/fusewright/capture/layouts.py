@@ -1,0 +1,155 @@
+"""Images of a training step lie channels-last between convolutions in half precision, for devices that are faster so.
+
+Works on Dynamo's graph, before gradients are traced: each convolution asks for its image and its weight in that layout, which
+is nothing to do behind another one, and what stands between them follows by torch's own rules. So forward and backward agree
+about what they share. What strides mean something to keeps eager's: results, gradients of weights, and whatever draws random
+numbers, for these go to elements in the order of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+LAST = torch.channels_last
+
+_CONVOLUTIONS = {
+    getattr(torch, f"conv{kind}") for kind in ("1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d")
+}
+_DRAWS = frozenset(
+    """
+    dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout native_dropout bernoulli bernoulli_ rand_like randn_like randint_like normal normal_ uniform_
+    exponential_ geometric_ cauchy_ log_normal_ random_ multinomial rrelu rrelu_ gumbel_softmax
+    """.split()
+)
+_TELLS_STRIDES = frozenset({"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "stride", "untyped_storage", "data_ptr"})
+_PLAIN = frozenset({"torch", "_operator", "math", "builtins", "einops"})
+"""Packages of functions that give the same values for any strides of tensors; in torch's, what others registered does not count."""
+_OPAQUE = (torch._ops.HigherOrderOperator, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+class _Weight(torch.autograd.Function):
+    """A weight in channels-last, whose gradient lies as the weight does: autograd copies one that does not once more."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.layout = torch.contiguous_format if weight.is_contiguous() else LAST
+        return weight.contiguous(memory_format=LAST)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous(memory_format=ctx.layout)
+
+
+def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Weight.apply(weight)
+    return found
+
+
+def channels_last(gm: GraphModule) -> GraphModule | None:
+    """The graph with its convolutions in channels-last; None where no such convolution of a training step reads what another one
+    makes, or where strides may mean something. The graph itself is left as it is."""
+    convs = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _CONVOLUTIONS]
+    images = _made_of(convs)
+    behind = [n for n in convs if _given(n, 0, "input") in images]
+    if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
+        return None
+    drawn = [n for n in gm.graph.nodes if n in images and _name(n) in _DRAWS]
+    results = [n for n in gm.graph.output_node().all_input_nodes if n in images]
+    kept = {*results, *(i for n in drawn for i in n.all_input_nodes if i in images)}
+    if any(map(_bound_to_strides, gm.graph.nodes)) or not _apart(results) or None in map(_order, kept):
+        return None
+    graph = Graph(tracer_cls=gm.graph._tracer_cls)
+    made: dict[Node, Node] = {}
+
+    def at_hand(i: Node) -> Node:
+        return made[i]
+
+    def as_traced(i: Node) -> Node:
+        return _laid(graph, made[i], i) if i in kept else made[i]
+
+    for n in gm.graph.nodes:
+        made[n] = graph.node_copy(n, as_traced if n.op == "output" or n in drawn else at_hand)
+        if n in convs and n.target is torch.conv2d:
+            _rewrite(graph, made[n])
+    found = GraphModule(gm, graph)
+    found.meta = gm.meta
+    return found
+
+
+def _made_of(convs: Iterable[Node]) -> set[Node]:
+    """What convolutions make, and all that is computed of it."""
+    found: set[Node] = set()
+    rest = list(convs)
+    while rest:
+        n = rest.pop()
+        if n not in found and n.op != "output":
+            found.add(n)
+            rest.extend(n.users)
+    return found
+
+
+def _given(n: Node, position: int, name: str) -> Any:
+    return n.args[position] if len(n.args) > position else n.kwargs.get(name)
+
+
+def _example(n: Any) -> torch.Tensor:
+    found = n.meta.get("example_value") if isinstance(n, Node) else None
+    return found if isinstance(found, torch.Tensor) else torch.empty(0)
+
+
+def _wanted(n: Node) -> bool:
+    """Whether a convolution may be in channels-last: of fixed size, in half precision (in fp32 libraries round to TF32 there where
+    they do not otherwise), and without groups, whose gradients nobody has measured so."""
+    made, groups = _example(n), _given(n, 6, "groups")
+    return made.dtype in (torch.bfloat16, torch.float16) and groups in (None, 1) and all(isinstance(s, int) for s in made.shape)
+
+
+def _name(n: Node) -> str:
+    return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+
+
+def _bound_to_strides(n: Node) -> bool:
+    """Whether a node may see strides: it asks for them, or is code that says nothing about them."""
+    if n.op in ("call_function", "call_method") and _name(n) in _TELLS_STRIDES:
+        return True
+    package = str(getattr(n.target, "__module__", None) or "torch").partition(".")[0]
+    return n.op == "call_module" or (n.op == "call_function" and (isinstance(n.target, _OPAQUE) or package not in _PLAIN))
+
+
+def _apart(results: Sequence[Node]) -> bool:
+    """Whether no two results share memory, which copies of them would not."""
+    storages = [_example(n).untyped_storage()._cdata for n in results]
+    return len(set(storages)) == len(storages)
+
+
+def _order(n: Node) -> tuple[int, ...] | None:
+    """Dimensions of what a node makes from the outermost in memory on; None where it is not dense."""
+    x = _example(n)
+    stride = x.stride()
+    order = tuple(sorted(range(x.dim()), key=lambda d: (-stride[d], d)))
+    return order if x.permute(order).is_contiguous() else None
+
+
+def _laid(graph: Graph, made: Node, traced: Node) -> Node:
+    """`made` with the strides that were traced; nothing happens where it has them."""
+    order = _order(traced)
+    assert order is not None
+    if order == tuple(range(len(order))):
+        return graph.call_method("contiguous", (made,))
+    dense = graph.call_method("contiguous", (graph.call_method("permute", (made, order)),))
+    return graph.call_method("permute", (dense, tuple(map(order.index, range(len(order))))))
+
+
+def _rewrite(graph: Graph, conv: Node) -> None:
+    """A convolution with image and weight in channels-last."""
+    image, weight = _given(conv, 0, "input"), _given(conv, 1, "weight")
+    with graph.inserting_before(conv):
+        last = graph.call_method("contiguous", (image,), {"memory_format": LAST})
+        packed = graph.call_function(channels_last_weight, (weight,))
+    conv.replace_input_with(image, last)
+    conv.replace_input_with(weight, packed)

@@ -1,0 +1,165 @@
+"""Convolutions of a training step lie channels-last; what strides mean something to has eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusewright.capture import layouts
+
+LAST = torch.channels_last
+
+
+class Images(nn.Module):
+    """Two convolutions, and what is made of them."""
+
+    def __init__(self, then: Callable[..., Any], groups: int = 1) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+        self.second, self.then = nn.Conv2d(8, 8, 3, groups=groups), then
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.then(self.second(F.relu(self.norm(self.first(x)))))
+
+
+def run(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
+    """Whether the graph was rewritten; its results, and the gradients of the weights."""
+    rewritten: list[bool] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        before = str(gm.graph)
+        laid = layouts.channels_last(gm)
+        assert str(gm.graph) == before
+        rewritten.append(laid is not None)
+        if laid is None:
+            return gm.forward
+        laid.graph.lint()
+        return laid.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        results = torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+    results = list(results) if isinstance(results, tuple) else [results]
+    weights = [module.first.weight, module.second.weight]  # type: ignore[union-attr]
+    return rewritten[0], results, list(torch.autograd.grad(sum(r.float().sin().sum() for r in results), weights))  # type: ignore[arg-type]
+
+
+def eager(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = module(torch.randn(2, 4, 9, 9))
+    results = list(results) if isinstance(results, tuple) else [results]
+    weights = [module.first.weight, module.second.weight]  # type: ignore[union-attr]
+    return results, list(torch.autograd.grad(sum(r.float().sin().sum() for r in results), weights))  # type: ignore[arg-type]
+
+
+def _seen(x: torch.Tensor, found: list[bool]) -> torch.Tensor:
+    found.append(x.is_contiguous(memory_format=LAST))
+    return x
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda x: x,
+        lambda x: x * 2,
+        lambda x: x.flatten(2).transpose(1, 2),
+        lambda x: (x + 1, x.mean((2, 3))),
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.dropout2d(x, 0.5).permute(0, 2, 3, 1),
+        lambda x: torch.bernoulli(x.sigmoid()) * x,
+    ],
+    ids=["itself", "more", "rows", "two", "dropout", "channels dropped", "drawn"],
+)  # fmt: skip
+def test_results_and_gradients_are_eagers(then: Callable[..., Any]) -> None:
+    torch.manual_seed(1)
+    module = Images(then)
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    for a, b in zip((*results, *found), (*wanted, *gradients), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        assert a.stride() == b.stride()
+
+
+def test_images_are_channels_last_between_convolutions() -> None:
+    """A second convolution asks for what it gets."""
+    module, asked = Images(lambda x: x), []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        laid = layouts.channels_last(gm)
+        assert laid is not None
+
+        class Watch(torch.fx.Interpreter):
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                if target is torch.conv2d:
+                    asked.extend(a.is_contiguous(memory_format=LAST) for a in args[:2])
+                made = super().call_function(target, args, kwargs)
+                return _seen(made, asked) if target is torch.conv2d else made
+
+        return Watch(laid).run
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+    assert len(asked) == 6 and all(asked)
+
+
+def test_a_gradient_lies_as_its_weight_does() -> None:
+    module = Images(lambda x: x).to(memory_format=LAST)
+    _, _, gradients = run(module)
+    assert all(g.is_contiguous(memory_format=LAST) for g in gradients)
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(x, (2, 8), (8, 1))
+
+
+def _shared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x, x[:, :2]
+
+
+def _overlapping(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, :1].expand(-1, -1, 3, -1)
+
+
+@pytest.mark.parametrize("then", [_strided, _shared, _overlapping])
+def test_what_strides_mean_something_to_is_left_alone(then: Callable[..., Any]) -> None:
+    assert not run(Images(then))[0]
+
+
+def test_only_half_precision_without_groups() -> None:
+    assert not run(Images(lambda x: x), torch.float32)[0]
+    assert not run(Images(lambda x: x, groups=2))[0]
+
+
+def test_one_convolution_is_no_reason() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = nn.Conv2d(4, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x).flatten(2)  # type: ignore[no-any-return]
+
+    assert not run(Patches())[0]
+
+
+def test_inference_is_left_alone() -> None:
+    module = Images(lambda x: x)
+    found: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(layouts.channels_last(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+    assert found == [None]
