@@ -43,10 +43,13 @@ def reciprocal(x):
 
 @triton.jit
 def divide(a, b):
+    """a / b, rounded correctly. Dividends of zero are kept from the division, where each would take the slow path: half of the
+    exponentials of a causal softmax."""
     if a.dtype == tl.float64:
         return a / b
     else:
-        return tl.div_rn(a, b)
+        zero = (a == 0) & (b > 0)
+        return tl.where(zero, a, tl.div_rn(tl.where(zero, 1.0, a), b))
 
 
 @triton.jit

@@ -104,8 +104,8 @@ FORMS: dict[str, Form] = {
 }
 
 EXACT_F32: dict[str, str] = {
-    "div": "tl.div_rn({0}, {1})",
-    "truncdiv": "libdevice.trunc(tl.div_rn({0}, {1}))",
+    "div": "fw.divide({0}, {1})",
+    "truncdiv": "libdevice.trunc(fw.divide({0}, {1}))",
     "reciprocal": "fw.reciprocal({0})",
     "sqrt": "tl.sqrt_rn({0})",
 }
