@@ -25,7 +25,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.forms.spec import Pass
-from fusewright.interface import HOST, KernelCode, Recorder
+from fusewright.interface import HOST, KernelCode, Recorder, TensorSpec
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.copies import CopiesIn, copier_out
@@ -76,7 +76,7 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
         return "sizes are symbolic"
     roots = roots_of(plan.instructions)
     for i in plan.instructions:
-        why = _unrecordable(i, training) or _misplaced(i, plan, roots)
+        why = _unrecordable(i, plan.specs, training) or _misplaced(i, plan, roots)
         if why is not None:
             return why
     unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
@@ -127,7 +127,7 @@ def _devices(plan: Plan, device: str) -> set[str]:
     return set(found[:1])
 
 
-def _unrecordable(i: Instruction, training: bool = False) -> str | None:
+def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: bool = False) -> str | None:
     """Why an instruction does not do the same at every replay, or waits for the device."""
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
@@ -138,11 +138,19 @@ def _unrecordable(i: Instruction, training: bool = False) -> str | None:
         return "sizes are computed at run time"
     if not training and ops.call_draws(operator, i.args, dict(i.kwargs)):
         return f"{i.target} draws random numbers"
-    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags):
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags) and not _by_positions(i, specs):
         return f"the result of {i.target} depends on data"
     if operator.namespace == "aten" and _FACTORIZATION.match(operator._opname):
         return f"{i.target} may wait for the device"
     return None
+
+
+def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:
+    """Whether this is an `index` by positions alone, of which each gives one element; a mask gives as many as it says."""
+    if i.target != "aten::index.Tensor":
+        return False
+    indices = [specs.get(r.id) for r in i.args[1] if isinstance(r, Ref)]
+    return all(s is not None and s.dtype in (torch.int64, torch.int32) for s in indices)
 
 
 def _communicates(i: Call) -> bool:

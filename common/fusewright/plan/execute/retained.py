@@ -4,11 +4,14 @@ What forward saves for backward, and the gradients that backward gives, are hand
 not happen while somebody still holds what the last one gave: a second forward before the backward, a retained graph,
 gradients that are accumulated. Such calls run as the plain plan. Backward finds the saved tensors at the addresses that
 forward's recording has.
+
+Layers that share a plan, as where a graph breaks between them, have a recording each: by the weights that forward reads, by what it
+saved for backward. What moves alone is copied; a set of arguments that is new is recorded when it comes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,12 +31,15 @@ from fusewright.plan.ir import Ref, Run, reads
 SMALL = 1 << 12
 """Inputs of backward below this many bytes are copied; others are taken to lie where forward's recording left them."""
 
-COPY_LIMIT = 1 << 24
+COPY_LIMIT = 1 << 25
 """Bytes of inputs that may be copied because they turned out to lie elsewhere at every call."""
 
-MOST_RECORDINGS = 8
-MISSES = 3
-"""Calls in a row with other addresses, after which the plan is recorded anew."""
+MOST_SETS = 64
+"""Sets of arguments of one plan that are kept in mind."""
+MISSES = 24
+"""Calls in a row with addresses that nobody has had, after which arguments are taken to move, not to be another layer's."""
+MOST_UNUSED = 8
+"""Recordings that were dropped before they were used twice, after which replay is given up."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,28 @@ class Handover:
 
 @dataclass
 class _Recording:
-    """`fixed` are (position, address), `storages` (identity, references when nobody else holds them)."""
+    """`storages` are (identity, references when nobody else holds them)."""
 
-    stream: Hashable
     replay: Callable[[], None]
     kept: Sequence[torch.Tensor]
-    fixed: Sequence[tuple[int, int]]
     copy_in: CopiesIn
     storages: Sequence[tuple[Any, int]]
+    uses: int = 0
+
+
+@dataclass
+class _Set:
+    """Arguments that come together, by a stream and the addresses of those that are read where they lie. `last` is the call that
+    had them last."""
+
+    stream: Hashable
+    addresses: tuple[int, ...]
+    last: int = 0
+    recording: _Recording | None = None
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        return self.stream, *self.addresses
 
 
 class Retained(Recorded[_Recording]):
@@ -85,28 +105,70 @@ class Retained(Recorded[_Recording]):
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
         self._fixed = handover.fixed
-        self._copied: set[int] = set()
-        self._recording: _Recording | None = None
-        self._recorded = self._misses = 0
+        self._places: list[int] | None = None
+        self._sets: dict[tuple[Hashable, ...], _Set] = {}
+        self._calls = self._recorded = self._misses = self._unused = 0
 
     def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        r = self._recording
-        if r is None:
-            return self._record(stream, args)
-        addresses = list(map(torch.Tensor.data_ptr, args))
-        moved = [k for k, address in r.fixed if addresses[k] != address]
-        if r.stream == stream and not moved:
-            self._misses = 0
-            return None if self._held(r) else r
-        self._misses += 1
-        if self._held(r):
+        if self._places is None:
+            self._places = [k for k in self._used if self._stays(k, args[k])]
+        self._calls += 1
+        given = _Set(stream, tuple(args[k].data_ptr() for k in self._places))
+        found = self._sets.get(given.key) or self._but_for_copies(given, args) or given
+        before, found.last = found.last, self._calls
+        if found.recording is not None:
+            return None if self._held(found.recording) else found.recording
+        self._sets[found.key] = found
+        self._misses = 0 if before else self._misses + 1
+        if self._recorded and not before:  # addresses that nobody has had may never come again
+            self._forget(self._sets.values(), MOST_SETS)
             return None
-        bytes_moved = sum(args[k].numel() * args[k].element_size() for k in moved)
-        if r.stream == stream and bytes_moved <= COPY_LIMIT and not self._written.intersection(moved):
-            self._copied.update(moved)  # not what is written: the caller would not see it
-        elif self._misses < MISSES:
+        recorded = [s for s in self._sets.values() if s.recording is not None]
+        self._forget([s for s in recorded if found.last - s.last >= 2 * len(recorded)])
+        if self._unused >= MOST_UNUSED:
+            self._give_up("addresses change from call to call")
             return None
-        return self._record(stream, args)
+        found.recording = self._record(args)
+        return found.recording
+
+    def _but_for_copies(self, given: _Set, args: list[Any]) -> _Set | None:
+        """The set that these arguments are of, but for some that move and are copied from now on: less than half of it, or, where
+        addresses never come again, whatever is cheap enough."""
+        assert self._places is not None
+        size = {k: args[k].numel() * args[k].element_size() for k in self._places}
+
+        def moved(s: _Set) -> list[int]:
+            pairs = zip(self._places or (), s.addresses, given.addresses, strict=True)
+            return [k for k, old, new in pairs if old != new]
+
+        def cost(s: _Set) -> int:
+            return sum(size[k] for k in moved(s))
+
+        known = [s for s in self._sets.values() if s.recording is not None and s.stream == given.stream and s.last]
+        nearest = min(known, key=cost, default=None)
+        if nearest is None or nearest.recording is None or self._held(nearest.recording):
+            return None
+        alone = self._misses >= MISSES or 2 * cost(nearest) < sum(size.values())
+        places = moved(nearest)
+        if not alone or cost(nearest) > COPY_LIMIT or self._written.intersection(places):
+            return None  # of what is written the caller would not see a copy
+        self._copy(places)
+        return nearest
+
+    def _copy(self, moving: Sequence[int]) -> None:
+        """Have arguments copied that are read where they lie so far: every set is recorded anew when it comes again."""
+        places = self._places or []
+        stay = [n for n, k in enumerate(places) if k not in moving]
+        self._places = [places[n] for n in stay]
+        for s in self._sets.values():
+            s.addresses, s.recording = tuple(s.addresses[n] for n in stay), None
+        self._sets = {s.key: s for s in self._sets.values()}
+
+    def _forget(self, sets: Iterable[_Set], but: int = 0) -> None:
+        """Drop sets of arguments, but for so many that came last."""
+        for s in sorted(sets, key=lambda s: -s.last)[but:]:
+            self._unused += s.recording is not None and s.recording.uses < 2
+            del self._sets[s.key]
 
     @staticmethod
     def _held(r: _Recording) -> bool:
@@ -114,6 +176,7 @@ class Retained(Recorded[_Recording]):
         return any(compat.storage_uses(s) > count for s, count in r.storages)
 
     def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+        r.uses += 1
         r.copy_in(args)
         r.replay()
         own = [o.id for o in self.plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
@@ -129,17 +192,12 @@ class Retained(Recorded[_Recording]):
             return copies[o.id]
         return r.kept[self._kept[o.id]].detach()  # a tensor of its own: autograd may take it over as a gradient
 
-    def _record(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        self._recording = None
-        self._misses = 0
-        if self._recorded >= MOST_RECORDINGS:
-            self._give_up("addresses change from call to call")
-            return None
+    def _record(self, args: list[Any]) -> _Recording | None:
         self._recorded += 1
+        fixed = set(self._places or ())
         try:
             with torch.inference_mode(False), torch.no_grad(), self.on_device():
-                fixed = [(k, args[k].data_ptr()) for k in self._used if self._stays(k, args[k])]
-                copy_in = CopiesIn(args, sorted(set(self._used) - {k for k, _ in fixed}))
+                copy_in = CopiesIn(args, sorted(set(self._used) - fixed))
                 run = partial(self._run_body, copy_in.given(args))
                 kept, again = self.recorder.record(run, warm=False, shared=False)
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
@@ -149,21 +207,22 @@ class Retained(Recorded[_Recording]):
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
         del run  # what forward saved must be held by nobody but its recording
-        outside = {compat.storage_id(args[k]) for k, _ in fixed}
+        outside = {compat.storage_id(args[k]) for k in fixed}
         mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
-        self._recording = _Recording(stream, shown(again, self.plan), kept, fixed, copy_in, uses)
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
-        return self._recording
+        return _Recording(shown(again, self.plan), kept, copy_in, uses)
 
     def _run_body(self, given: list[Any]) -> Any:
         return self._body(list(given))
 
     def _stays(self, position: int, x: torch.Tensor) -> bool:
-        if position in self._copied:
-            return False
         return x.numel() * x.element_size() >= SMALL if self._fixed is None else position in self._fixed
+
+    def _give_up(self, why: str) -> None:
+        super()._give_up(why)
+        self._sets.clear()
 
 
 def retained(

@@ -329,20 +329,26 @@ def test_what_stands_in_the_way_is_reported(fn: Any, reason: str) -> None:
     assert reason in _reason(fn, torch.randn(4, 4))
 
 
+def test_an_index_by_positions_is_recorded_and_one_by_a_mask_is_not() -> None:
+    index = Call("aten::index.Tensor", (Ref(1), (None, Ref(2))), (3,))
+    assert replay._unrecordable(index, {2: TensorSpec((4,), (1,), torch.int64)}) is None
+    assert "depends on data" in str(replay._unrecordable(index, {2: TensorSpec((4,), (1,), torch.bool)}))
+
+
 def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
-    assert "depends on data" in str(replay._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,))))
-    assert "depends on data" in str(replay._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,))))
-    assert "wait" in str(replay._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True)))
-    assert "wait" in str(replay._unrecordable(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,))))
-    assert replay._unrecordable(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,))) is None
-    assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,))) is None
+    assert "depends on data" in str(replay._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,)), {}))
+    assert "depends on data" in str(replay._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,)), {}))
+    assert "wait" in str(replay._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True), {}))
+    assert "wait" in str(replay._unrecordable(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,)), {}))
+    assert replay._unrecordable(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,)), {}) is None
+    assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,)), {}) is None
 
 
 def test_attention_that_drops_nothing_draws_nothing() -> None:
     flash = "aten::_scaled_dot_product_flash_attention.default"
-    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1)), (2,))) is None
-    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.0, True), (2,))) is None
-    assert "random" in str(replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.5), (2,))))
+    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1)), (2,)), {}) is None
+    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.0, True), (2,)), {}) is None
+    assert "random" in str(replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.5), (2,)), {}))
 
 
 def test_a_recording_that_fails_or_is_slower_leaves_the_plain_plan() -> None:

@@ -134,12 +134,12 @@ def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are
 
 
 class Working(Forgetful):
-    """A recorder whose first recording, which is forward's, computes again when it is replayed, where its results lie. To repeat
-    backward it would have to hold what forward saved."""
+    """A recorder whose recordings of forward compute again when they are replayed, where their results lie. To repeat backward it
+    would have to hold what forward saved."""
 
-    def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
+    def record(self, run: Any, warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
         results, again = super().record(run, warm, shared)
-        if self.recorded > 1:
+        if not run.func.__self__.copies:
             return results, again
         repeats = iter([lambda: results])  # it was run while it was recorded
 
@@ -173,7 +173,46 @@ def test_layers_that_share_a_plan_write_their_own_buffers() -> None:
         for layer, mean in zip(layers, wanted, strict=True):
             layer.zero_grad(set_to_none=True)
             torch.testing.assert_close(layer.norm.running_mean, mean * (1 - 0.9**calls))
-    assert recorder.replays > 3
+    assert recorder.recorded > 2 and recorder.replays > 9
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).sigmoid()).tanh() + x
+
+
+def test_each_layer_of_a_shared_plan_has_its_recording() -> None:
+    torch.manual_seed(0)
+    layers, recorder = [Layer() for _ in range(5)], Working()
+    fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(64, 64)
+    found: list[int] = []
+    for _ in range(8):
+        before = recorder.replays
+        h = x
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+            h = fast(layer, h.detach().requires_grad_())
+        del h  # what all layers save lives until here
+        found.append(recorder.replays - before)
+    assert found[-1] == len(layers)
+
+
+def test_arguments_that_move_are_copied() -> None:
+    """What backward reads of the caller's own lies elsewhere at every call; all else stays."""
+    torch.manual_seed(0)
+    layer, recorder = Layer(), Forgetful()
+    fast = compiled(lambda x: layer(x), recorder)
+    given = [torch.randn(64, 64) for _ in range(6)]
+    with recording() as reports:
+        for x in given:
+            layer.zero_grad(set_to_none=True)
+            fast(x).sum().backward()
+    assert [r.replay.partition(",")[0] for r in reports] == ["replayed", "replayed"]
+    assert recorder.recorded == 3 and recorder.replays == 2 * (len(given) - 1)
 
 
 def test_what_the_caller_gets_may_be_written_in_place() -> None:
