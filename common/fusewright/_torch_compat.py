@@ -761,6 +761,14 @@ def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
         output_code.CompiledFxGraph.__init__ = made  # type: ignore[method-assign]
 
 
+def inductor_freezing() -> contextlib.AbstractContextManager[None]:
+    """What Inductor compiles meanwhile has weights as constants. `options={"freezing": True}` alone does not do it: Dynamo, which
+    decides whether weights are inputs, asks the process's configuration."""
+    from torch._inductor import config
+
+    return config.patch(freezing=True)
+
+
 def aot_inductor() -> Any:
     """The module of `aoti_compile_and_package` and `aoti_load_package`, where torch documents AOTInductor."""
     import torch._inductor

@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "bench/load.py": ("cpu", "lines of the kernel's account of who runs"),
     "bench/measure.py": ("triton", "the environment that another compiler's cache is found by"),
     "bench/report.py": ("cpu num_threads triton", "the machine and the versions of a figure, and torch's setting"),
+    "bench/tables.py": ("x86", "torch's engine of that name"),
     "bench/worker.py": ("omp mkl num_threads", "the environment that torch reads"),
     "cli/bench.py": ("cpu num_threads", "the machine of a figure, and torch's setting"),
     "cli/checks.py": ("cpu cuda hip mkldnn triton num_threads omp", "torch's builds and settings, for `doctor`"),

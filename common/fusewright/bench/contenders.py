@@ -70,7 +70,8 @@ KNOWN: dict[str, Contender] = {
         Contender("dynamo-eager", "eager"),
         Contender("aot_eager", "aot_eager"),
         Contender("inductor", "inductor"),
-        Contender("inductor-freezing", "inductor", options={"freezing": True}, trains=False),
+        # The option alone freezes nothing: Dynamo, which decides whether weights are inputs, asks the process's configuration.
+        Contender("inductor-freezing", "inductor", options={"freezing": True}, env={"TORCHINDUCTOR_FREEZING": "1"}, trains=False),
         Contender("reduce-overhead", "inductor", mode="reduce-overhead"),
         Contender(
             "zentorch",

@@ -19,6 +19,12 @@ DETAIL_MODELS = 2
 """Up to this many models each gets a table of its own with a line for every contender."""
 
 
+INT8 = "int8"
+"""The dtype of rows of `fusewright bench --int8`, whose contenders are held against their first."""
+PUBLISHED = "published 1.76x, 1.80x, 2.04x and 1.34x at 1, 2, 4 and 32 cores"
+"""Of torch's newer engine over FBGEMM, by its authors."""
+
+
 def render(document: Row, width: int = 160) -> Iterator[RenderableType]:
     """Everything that a run prints, fit for a terminal of `width` columns: tables of models or kernels, failures."""
     ours = document["backend"]
@@ -31,7 +37,7 @@ def render(document: Row, width: int = 160) -> Iterator[RenderableType]:
     else:
         for mode, dtype in dict.fromkeys((row["mode"], row["dtype"]) for row in rows):
             chosen = [r for r in rows if (r["mode"], r["dtype"]) == (mode, dtype)]
-            yield from _overview(chosen, ours, f"{dtype} {mode}", width)
+            yield from _quantized(chosen, mode, width) if dtype == INT8 else _overview(chosen, ours, f"{dtype} {mode}", width)
     if kernels:
         yield from _kernels(kernels, ours, width)
     yield from _remarks(document["rows"])
@@ -154,6 +160,31 @@ def _overview(rows: Sequence[Row], ours: str, title: str, width: int) -> Iterato
     last = ["geomean", *own, *(_times(geomean(found) if found else None) for found in means.values())]
     left_out = f"{len(rows) - len(calm)} noisy" if len(calm) < len(rows) else ""
     return _fitted(title, columns, lines, width, [*last, *[""] * (len(columns) - len(last) - 1), left_out])
+
+
+def _quantized(rows: Sequence[Row], mode: str, width: int) -> Iterator[RenderableType]:
+    """Each contender's time and how many times as fast as the first it is; of products also what was published."""
+    names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
+    calm = [row for row in rows if not noisy(row)]
+    ratios = {name: [r for row in calm if (r := _speedup(row, name)) is not None] for name in names}
+    lines = [[row["model"], *(_beside(row, name) for name in names), row["noise"]] for row in rows]
+    last = ["geomean", *(_times(geomean(ratios[name])) if ratios[name] else "" for name in names)]
+    left_out = f"{len(rows) - len(calm)} noisy" if len(calm) < len(rows) else ""
+    yield from _fitted(mode, ["", *(f"{name} ms" for name in names), "noise"], lines, width, [*last, left_out])
+    if names[0] == "fbgemm" and ratios.get("x86"):
+        own = [max(found) for row in calm if (found := [_speedup(row, name) or 0 for name in names if name.startswith("ours ")])]
+        text = f"x86 over fbgemm: {geomean(ratios['x86']):.2f}x ({PUBLISHED})"
+        yield Text(f"{text}; the better of ours: {geomean(own):.2f}x, worst {min(own):.2f}x" if own else text, style="bold")
+
+
+def _speedup(row: Row, name: str) -> float | None:
+    ratio: float | None = row["contenders"].get(name, {}).get("speedup")
+    return ratio
+
+
+def _beside(row: Row, name: str) -> str:
+    ratio = _speedup(row, name)
+    return _median(row, name) + (f" ({ratio:.2f}x)" if ratio is not None else "")
 
 
 def _median(row: Row, name: str) -> str:

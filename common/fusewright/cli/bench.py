@@ -162,7 +162,7 @@ def _int8(
     console: Console, models: Sequence[str], backend: str, against: Sequence[str] | None, settings: Settings,
     file: Path | None, append: bool,
 ) -> None:
-    """Print each row as it comes, and write what there is: what contenders a row has depends on what runs here."""
+    """Print each row as it comes, write what there is, then print all: what contenders a row has depends on what runs here."""
     import torch
 
     from fusewright.quantization import bench as int8
@@ -177,9 +177,10 @@ def _int8(
         console.print(f"{row.name}: {', '.join(cells)}", markup=False, soft_wrap=True)
         for who, why in row.failed.items():
             console.print(f"  ! {who}: {in_brief(why)}", style="red", markup=False, soft_wrap=True)
+        report.put(document, row.as_json(f"int8 {part}, {counted(settings.threads, 'thread')}"))
         if file is not None:
-            report.put(document, row.as_json(f"int8 {part}, {counted(settings.threads, 'thread')}"))
             report.save(document, file)
+    _print(console, document)
 
 
 def _console() -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("torchao", reason="torchao is an optional dependency of fusewright-int8 (extra `quantize`)")
 
 from click.testing import CliRunner
+from rich.console import Console
 
 import fusewright
 from fusewright.bench import report, tables
@@ -57,6 +59,27 @@ def test_a_row_is_one_of_a_document_of_bench() -> None:
     document = report.new_document(["fusewright"], "x86_int8", {"threads": 1})
     report.put(document, written)
     assert document["rows"] == [written] and list(tables.render(document))
+
+
+def test_products_are_held_against_fbgemm_and_the_published_figure() -> None:
+    document = report.new_document(["fusewright"], "x86_int8", {"threads": 1})
+    for k in range(3):
+        times = {"fbgemm": [2e-3] * 5, "x86": [1e-3] * 5, "ours core": [1.6e-3] * 5, "ours onednn": [1e-3] * 5}
+        report.put(document, bench.Row(f"linear 1x2x{k}", times, {"inductor pt2e": "not here"}).as_json("int8 shapes, 1 thread"))
+    console = Console(width=200, record=True, file=io.StringIO())
+    for part in tables.render(document, 200):
+        console.print(part)
+    text = console.export_text()
+    assert "1.000 (2.00x)" in text or "1 (2.00x)" in text, text
+    assert "x86 over fbgemm: 2.00x (published 1.76x" in text and "the better of ours: 2.00x, worst 2.00x" in text
+    assert "inductor pt2e failed: not here" in text
+
+
+@pytest.mark.slow
+def test_inductor_packs_the_weights_of_a_quantized_graph() -> None:
+    x = torch.randn(4, 64)
+    run = bench._by_inductor(fusewright.quantize(torch.nn.Linear(64, 32).eval(), [x], dynamic_batch=False), x)
+    assert run().shape == run().shape == (4, 32)
 
 
 def test_each_engine_of_ours_has_a_bare_call() -> None:

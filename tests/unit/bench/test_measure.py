@@ -1,6 +1,9 @@
 """Measuring in child processes: order of rounds, failures of one contender, crashes."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,25 @@ def test_a_backend_that_nobody_registered():
         from_backend("inductr")
     assert from_backend("eager").name == "dynamo-eager"
     assert from_backend("inductor-freezing").options == {"freezing": True}
+
+
+FROZEN = """
+import torch
+from fusewright.bench.contenders import from_backend
+model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.BatchNorm2d(8)).eval()
+fast, x = from_backend("inductor-freezing").compile(model), torch.randn(1, 4, 8, 8)
+with torch.no_grad():
+    before = fast(x).clone()
+    model[1].weight.zero_()
+    assert torch.equal(fast(x), before)
+"""
+
+
+def test_inductor_freezes_weights_where_it_is_said_to():
+    """A folded batch norm does not see its weight change."""
+    env = {**os.environ, **KNOWN["inductor-freezing"].env}
+    done = subprocess.run([sys.executable, "-c", FROZEN], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_training_step_is_measured_with_its_loss_and_gradients_checked():
