@@ -186,3 +186,31 @@ def test_images_of_training_are_channels_last(view: bool) -> None:
     images = [s for plan in plans for s in plan.specs.values() if len(s.shape) == 4 and s.shape[1:] == (8, 6, 6)]
     last = sum(s.stride[1] == 1 for s in images)
     assert last > 0.9 * len(images) if not view else not last
+
+
+class Listener(torch.nn.Module):
+    """A residual stream behind a transposed convolution, as speech models have it: eager keeps it transposed to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.places = torch.nn.Conv1d(8, 16, 3), torch.nn.Parameter(torch.randn(6, 16))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(16) for _ in range(3))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.gelu(self.conv(x)).mT + self.places
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x, self.norms[0](x)
+
+
+def test_a_transposed_residual_stream_is_turned_once() -> None:
+    x, model = torch.randn(2, 8, 8), Listener().eval()
+    with report.recording() as reports, torch.no_grad():
+        got = simulated(model, "nvidia_triton", fallback="allow", cache=False)(x)
+        want = model(x)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+        assert g.stride() == w.stride()
+    (plan,) = (r.texts["plan"] for r in reports)
+    assert "(96, 16, 1, )" in plan and "(96, 1, 6, )" not in plan, "a kernel writes by columns"

@@ -70,7 +70,7 @@ def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext)
     target = named(ctx.device.arch)
     if target.fitted is not None or ctx.device.simulated:  # where nobody measured, it would be a kernel for every weight
         gemv.rewrite_products(graph, ctx, gemv.Bounds(target.bounds.gemv_rows, target.bounds.gemv_weights))
-    b = Builder(graph, ctx)
+    b = Builder(graph, ctx, row_major_norms=graph.phase == "infer")
     calls = Calls(graph, b)
 
     def ask(op: OpView) -> Claim | None:

@@ -35,6 +35,8 @@ STRIDE_FREE = frozenset({
 })  # fmt: skip
 """Rows that give the same values for any strides of their inputs. Their own result may then have other
 strides too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""
+NORMS = frozenset({"layer_norm", "rms_norm"})
+"""Rows of the opset whose kernels go over the innermost dim."""
 OWN_STRIDES = frozenset({"sdpa"})
 """Rows that take any strides and give a result whose strides do not depend on them."""
 
@@ -47,15 +49,22 @@ class Builder:
     """The region under construction: `ops` with the values that they really read and make, `calls` for some of them.
 
     `owner` lives as long as what is compiled here: the backend, of which each compiled graph has its own. `built` is held
-    until the kernels of the plan are loaded: code that was built to be measured."""
+    until the kernels of the plan are loaded: code that was built to be measured. `row_major_norms`: what a norm reads is made
+    row-major of copies, where the graph has it by columns; in training each would be copied back, since backward reads it."""
 
     def __init__(
-        self, graph: RegionGraph, ctx: CompileContext, owner: object = None, built: list[object] | None = None
+        self,
+        graph: RegionGraph,
+        ctx: CompileContext,
+        owner: object = None,
+        built: list[object] | None = None,
+        row_major_norms: bool = False,
     ) -> None:
         self.graph = graph
         self.ctx = ctx
         self.owner = owner
         self.built = [] if built is None else built
+        self.row_major_norms = row_major_norms
         self.ops: list[OpView] = []
         self.calls: list[LibraryCall] = []
         self.notes: dict[int, str] = {}
@@ -218,6 +227,8 @@ class Builder:
 
     def leave(self, op: OpView, any_strides: bool = True) -> None:
         """Leave `op` to the fuser, with the strides at hand where it takes them, or always with the graph's."""
+        if self.row_major_norms and any_strides:
+            self._turn(op)
         moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
         strides = self._strides_for(op) if moved and any_strides else None
         if moved and strides is None:
@@ -229,6 +240,18 @@ class Builder:
                 if s is not None:
                     self.with_layout(o, s)
             self.ops.append(self.resolved(op))
+
+    def _turn(self, op: OpView) -> None:
+        """Copy what `op` reads by columns, if it is pointwise and a row of its result is read next: else a residual stream behind
+        a transposed image stays transposed, as in eager, from its first norm to its last."""
+        row, out = ops.OPS.get(op.op), op.outs[0].spec
+        if row is None or row.kind is not ops.Kind.POINTWISE or op.op not in STRIDE_FREE or not _by_columns(out):
+            return
+        if any(user.op in NORMS for user in self.graph.users(op.outs[0])):
+            for v in op.inputs():
+                if v.id not in self._moved and _by_columns(v.spec) and v.spec.shape == out.shape:  # type: ignore[union-attr]
+                    self._moved[v.id] = self.row_major(v)
+                    self._restored.add(v.id)  # the value itself stays
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
@@ -285,6 +308,11 @@ def _operator(target: str) -> Any:
     namespace, _, rest = target.partition("::")
     name, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def _by_columns(spec: TensorSpec | None) -> bool:
+    """Whether the elements of a row lie apart."""
+    return spec is not None and spec.static and spec.rank > 1 and spec.shape[-1] != 1 and spec.stride[-1] != 1
 
 
 def _same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
