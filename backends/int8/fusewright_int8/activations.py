@@ -4,51 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from fusewright.interface import OpView, Value, hint
+from fusewright.interface import hint
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Match
-from fusewright.toolkit.region.quantized import Quantized, dequantized, product
+from fusewright.toolkit.region.quantized import PRODUCTS, factors, product
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, reshaped, result_strides, spec_of
 from fusewright_int8.operators import name
 from fusewright_int8.run import native
 
-PRODUCTS = ("matmul", "bmm", "mm")
-
-SAME = frozenset({"view", "reshape", "expand", "clone"})
-"""Ops between an operand and its dequantization that leave its matrices as they are."""
-
-
-def _keeps_matrices(op: OpView) -> bool:
-    x, out = op.args[0], op.out
-    if not isinstance(x, Value) or op.op not in SAME:
-        return False
-    before, after = spec_of(x), spec_of(out)
-    return (
-        before.shape[-2:] == after.shape[-2:]
-        and before.static
-        and after.static
-        and before.numel_hint() == after.numel_hint()
-    )
-
-
-def operands(op: OpView, graph: RegionGraph) -> tuple[Quantized, Quantized] | None:
-    """Both operands, quantized by numbers that are known; perhaps batched in another way."""
-    found = []
-    for value in op.args[:2]:
-        while isinstance(value, Value) and (made := graph.producer(value)) is not None and _keeps_matrices(made):
-            value = made.args[0]
-        q = dequantized(value, graph)
-        if not isinstance(q, Quantized) or not q.static or not q.scale:
-            return None
-        found.append(q)
-    return found[0], found[1]
-
 
 def _when(m: Match, b: Builder) -> bool:
-    if operands(m.anchor, b.graph) is None or spec_of(m.anchor.out).dtype not in FLOATS:
+    if factors(m.anchor, b.graph) is None or spec_of(m.anchor.out).dtype not in FLOATS:
         return False
     x, y = (spec_of(value) for value in m.anchor.args[:2])
     alike = x.rank == y.rank >= 2 and x.shape[:-2] == y.shape[:-2]
@@ -83,7 +51,7 @@ def _pays(m: Match, b: Builder) -> bool:
 
 
 def _write(m: Match, b: Builder) -> None:
-    found = operands(m.anchor, b.graph)
+    found = factors(m.anchor, b.graph)
     assert found is not None
     x, y = found
     points = float(x.scale), x.zero_point, float(y.scale), y.zero_point

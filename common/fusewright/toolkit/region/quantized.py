@@ -1,7 +1,8 @@
 """Quantized products in a region: an op between dequantized operands, with what follows it up to quantization.
 
 A graph of quantize and dequantize ops says what int8 arithmetic is to give. These patterns read off it the 8-bit tensors, scales
-and zero points of a linear, a convolution or an addition, whichever library is to compute it.
+and zero points of a linear, a convolution, an addition or a product of two activations, whichever library is to compute it. The
+opset has no rows `q_add` and `q_matmul`: docs/quantization.md says why.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Chain, Match, chain, many, maybe
 
 VIEWS = frozenset({"view", "reshape", "squeeze", "unsqueeze"})
+PRODUCTS = ("matmul", "bmm", "mm")
+"""Products of two activations."""
+BATCHING = frozenset({"view", "reshape", "expand", "clone"})
+"""Ops between an operand and its dequantization that leave its matrices as they are."""
 BYTES = (torch.uint8, torch.int8)
 """Types of quantized tensors."""
 
@@ -109,6 +114,29 @@ def weight_of(value: Any, graph: RegionGraph) -> Weight | None:
         return Weight(q, made.arg("scale"), made.arg("zero_point"), 0)
     scale, zero = made.arg("scales"), made.arg("zero_points")
     return Weight(q, scale, zero, made.arg("axis")) if graph.is_const(scale) and graph.is_const(zero) else None
+
+
+def _keeps_matrices(op: OpView) -> bool:
+    """Whether an op changes only how matrices are batched."""
+    x, out = op.args[0], op.out
+    if not isinstance(x, Value) or op.op not in BATCHING or x.spec is None or out.spec is None:
+        return False
+    before, after = x.spec, out.spec
+    same = before.shape[-2:] == after.shape[-2:] and before.numel_hint() == after.numel_hint()
+    return same and before.static and after.static
+
+
+def factors(op: OpView, graph: RegionGraph) -> tuple[Quantized, Quantized] | None:
+    """Both operands of one of `PRODUCTS`, quantized by numbers that are known; perhaps batched in another way."""
+    found = []
+    for value in op.args[:2]:
+        while isinstance(value, Value) and (made := graph.producer(value)) is not None and _keeps_matrices(made):
+            value = made.args[0]
+        q = dequantized(value, graph)
+        if not isinstance(q, Quantized) or not q.static or not q.scale:
+            return None
+        found.append(q)
+    return found[0], found[1]
 
 
 def target_of(op: OpView | None) -> Target | None:
