@@ -202,7 +202,8 @@ class Builder:
         if out is None:
             made = metadata(row.target, given, self.spec)
             read = [a for a in given.values() if isinstance(a, Value)]
-            out = self.ctx.value(made_of(read, TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype)))
+            device = self.spec(read[0]).device
+            out = self.ctx.value(made_of(read, TensorSpec(tuple(made.shape), _usual_strides(made), made.dtype, device)))
         id = self.ctx.value(None).id
         self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
         return out

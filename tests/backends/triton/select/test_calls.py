@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fusewright.toolkit.region.graph import Claim
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.select import convolutions
 from fusewright_triton.select.calls import Calls, OpCode, rewritten
+from tests import fragments
 from tests.backends.onednn.common import close
 from tests.fragments import Context, Sketch, by_preference, targets
 
@@ -400,3 +402,32 @@ def test_a_product_of_sizes_that_suit_no_fast_kernel_is_padded_all_round(
     g.phase = "backward"
     shapes = zip(((27, 35), (35, 29)), turned, strict=True)
     check(g, [g.op("mm", *(g.op("t", g.tensor(*shape[::-1])) if turn else g.tensor(*shape) for shape, turn in shapes))])
+
+
+def gradient(g: Net) -> Value:
+    return g.op("mm", g.tensor(16, 30), g.tensor(30, 8))
+
+
+def turned_product(g: Net) -> Value:
+    return g.op("mm", g.op("clone", g.op("t", g.tensor(16, 30)), torch.preserve_format), g.tensor(16, 8))
+
+
+def turned_stream(g: Net) -> Value:
+    stream = g.op("add", g.op("transpose", g.tensor(2, 8, 6), 1, 2), g.tensor(6, 8))
+    return g.op("layer_norm", stream, (8,), g.weight(8), g.weight(8), 1e-5)
+
+
+@pytest.mark.parametrize("graph", [gradient, turned_product, turned_stream, block])
+def test_what_a_row_adds_lies_where_the_tensors_are(
+    graph: Callable[..., Value], thresholds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nobody sees a temporary of the wrong device, on a GPU the call that reads it raises."""
+    thresholds(padded_results=1)
+    on_cpu = fragments.spec_of
+    monkeypatch.setattr(fragments, "spec_of", lambda t, const=False: replace(on_cpu(t, const), device="cuda"))
+    g = Net()
+    g.phase = "infer" if graph in (block, turned_stream) else "backward"
+    y = graph(g, *((g.tensor(2, 8, 7, 7),) if graph is block else ()))
+    lowered(g, [y], device=replace(REAL, type="cuda"))
+    assert {s.device for s in g.temporaries.values()} <= {"cuda"}
+    assert g.temporaries or graph is block
