@@ -47,6 +47,7 @@ class Turns:
         with self._turn:
             others = [group for group in self._groups if group not in pids]
             _signal(others, signal.SIGSTOP)
+            _await_stop(others)
             try:
                 yield
             finally:
@@ -56,6 +57,14 @@ class Turns:
         """End every process of the run, so that whoever waits for one goes on."""
         self._stopped = True
         _signal(list(self._groups), signal.SIGKILL)
+
+
+def _await_stop(pids: Collection[int]) -> None:
+    """Until these children stand still, or have ended. A signal is only on its way when it was sent, and the system ends none of a
+    killed run's children that stop later."""
+    for pid in pids if hasattr(os, "waitid") else ():
+        with contextlib.suppress(ChildProcessError):  # somebody waited for its end
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def _signal(groups: Collection[int], what: signal.Signals) -> None:
