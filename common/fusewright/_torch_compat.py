@@ -99,6 +99,17 @@ def static_input_indices() -> frozenset[int]:
     return frozenset(getattr(meta, "static_input_indices", None) or ())
 
 
+def keep_sources(made: GraphModule, gm: GraphModule) -> None:
+    """Have AOTAutograd know of a rewritten Dynamo graph what it knows of `gm`: where inputs come from, and so which of them are
+    parameters and buffers. Dynamo says it in attributes, which no copy of a graph has."""
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    for old, new in zip(*(g.graph.find_nodes(op="placeholder") for g in (gm, made)), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+
+
 def shape_env_of(gm: GraphModule) -> Any | None:
     """The ShapeEnv of a traced graph, or None when every size is static."""
     for node in gm.graph.nodes:

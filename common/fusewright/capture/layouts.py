@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusewright import _torch_compat as compat
+
 LAST = torch.channels_last
 
 _CONVOLUTIONS = {
@@ -78,6 +80,7 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
             _rewrite(graph, made[n])
     found = GraphModule(gm, graph)
     found.meta = gm.meta
+    compat.keep_sources(found, gm)
     return found
 
 

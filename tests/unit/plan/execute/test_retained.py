@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusewright import pipeline
-from fusewright.capture import capture
+from fusewright.capture import capture, layouts
 from fusewright.report import recording
 from tests.unit.plan.execute.test_replay import OPTIONS, Backend, Recorder, Small, captured, captured_calls
 
@@ -28,11 +29,12 @@ class Forgetful(Recorder):
         return results, again
 
 
-def compiled(model: torch.nn.Module, recorder: Recorder) -> Any:
+def compiled(model: Any, recorder: Recorder, rewritten: Callable[[Any], Any] = lambda gm: gm) -> Any:
     backend = Backend()
     backend.made = recorder
 
     def dynamo(gm: Any, inputs: Any) -> Any:
+        gm = rewritten(gm)
         return capture.capture(gm, inputs, lambda *a: pipeline.compile_graph(backend, OPTIONS, *a))
 
     torch._dynamo.reset()
@@ -174,6 +176,40 @@ def test_layers_that_share_a_plan_write_their_own_buffers() -> None:
             layer.zero_grad(set_to_none=True)
             torch.testing.assert_close(layer.norm.running_mean, mean * (1 - 0.9**calls))
     assert recorder.recorded > 2 and recorder.replays > 9
+
+
+class Images(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()) for _ in range(3))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).mean((2, 3))
+
+
+def test_statistics_of_channels_last_images_are_written_where_they_lie() -> None:
+    """The graph that was rewritten for the layout still knows its buffers from what the caller gives. A replay counts as a change
+    of them, which autograd and folded weights look at."""
+    torch.manual_seed(0)
+    recorder, model, x = Working(), Images(), torch.randn(2, 4, 16, 16)
+    eager = copy.deepcopy(model)
+    fast = compiled(model, recorder, rewritten=lambda gm: layouts.channels_last(gm) or gm)
+    seen = dict.fromkeys(model.buffers(), -1)
+    with recording() as reports:
+        for _ in range(4):
+            for m in (fast, eager):
+                m.zero_grad(set_to_none=True)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    y = m(x)
+                y.float().sum().backward()
+            for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.01)
+                assert ours._version > seen[ours]
+                seen[ours] = ours._version
+    assert [r.replay.partition(",")[0] for r in reports if r.replay] == ["replayed", "replayed"]
+    assert recorder.replays == 6
 
 
 class Layer(torch.nn.Module):
