@@ -225,9 +225,22 @@ def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     def run(args: list[Any]) -> Any:
         given = list(args)
         args.clear()
-        return gm(*given)
+        with _single_thread():
+            return gm(*given)
 
     return run
+
+
+@contextlib.contextmanager
+def _single_thread() -> Iterator[None]:
+    """With more threads than two, oneDNN's bf16 1x1 convolution (weight gradient, stride 2, 8 channels-last inputs) writes
+    beyond its scratchpad: eager itself crashes (docs/reliability.md)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _canonical(text: str) -> str:

@@ -8,13 +8,14 @@ numbers, for these go to elements in the order of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.graph.view import dependents
 
 LAST = torch.channels_last
 
@@ -56,7 +57,7 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     """The graph with its convolutions in channels-last; None where no such convolution of a training step reads what another one
     makes, or where strides may mean something. The graph itself is left as it is."""
     convs = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _CONVOLUTIONS]
-    images = _made_of(convs)
+    images = dependents(convs)
     behind = [n for n in convs if _given(n, 0, "input") in images]
     if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
         return None
@@ -81,18 +82,6 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     found = GraphModule(gm, graph)
     found.meta = gm.meta
     compat.keep_sources(found, gm)
-    return found
-
-
-def _made_of(convs: Iterable[Node]) -> set[Node]:
-    """What convolutions make, and all that is computed of it."""
-    found: set[Node] = set()
-    rest = list(convs)
-    while rest:
-        n = rest.pop()
-        if n not in found and n.op != "output":
-            found.add(n)
-            rest.extend(n.users)
     return found
 
 

@@ -35,6 +35,18 @@ def is_projection(node: Node) -> bool:
     )
 
 
+def dependents(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes and all that depend on them."""
+    found: set[Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.users)
+    return found
+
+
 class GraphIndex:
     """Ids for every value of one graph, and the views made from them. Built once per graph; the graph must not change
     after.

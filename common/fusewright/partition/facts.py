@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
+from fusewright.graph.view import dependents
 from fusewright.interface import Verdict, Why
 
 TRIALS = 3
@@ -65,7 +66,7 @@ class Facts:
         """Whether the metadata of these nodes is to be mended once more; if not, they are distrusted. Suspects that make one of
         them or read what depends on one were built for metadata that was not true."""
         nodes = list(nodes)
-        live, behind = self.suspects(), {n.name for n in _behind(nodes)}
+        live, behind = self.suspects(), {n.name for n in dependents(nodes)}
         guiltless = {str(live[n]) for n in live if n in behind}
         self.acquitted.update(n for n, reason in live.items() if str(reason) in guiltless)
         names = [n.name for n in nodes]
@@ -74,15 +75,3 @@ class Facts:
             return False
         self.mended.update(names)
         return True
-
-
-def _behind(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes and all that depend on them."""
-    found: set[Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.users)
-    return found
