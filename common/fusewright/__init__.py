@@ -3,9 +3,9 @@
     model = torch.compile(model, backend="fusewright")        # the best backend that works on this machine
     model = torch.compile(model, backend="fusewright", options={"fallback": "error"})
 
-Nothing has to be imported for that. Functions of this package are for what torch.compile does not do. The command
-`fusewright` says what backends work here (doctor), what becomes of a model (explain), how fast it is (bench) and what options
-there are (config); errors are in `fusewright.errors`, what a backend of your own needs is in `fusewright.interface`.
+No import is needed for that. The functions here cover what torch.compile does not. The command `fusewright` lists the backends
+that work here (doctor), shows how a model is compiled (explain), times it (bench) and lists the options (config). Errors are in
+`fusewright.errors`; backend authors start from `fusewright.interface`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def quantize(
     model: Any, calibration_inputs: Any = (), recipe: str = "static", *, backend: str | None = None, keep: Sequence[str] = (),
     dynamic_batch: bool = True,
 ) -> Any:
-    """A copy of `model`, a `torch.nn.Module` in eval mode, that computes its linears and convolutions in 8 bits once it is
-    compiled: `torch.compile(fusewright.quantize(model, inputs), backend=...)`. docs/quantization.md leads through it.
+    """Return a copy of `model`, a `torch.nn.Module` in eval mode, whose linears and convolutions run in 8 bits once compiled:
+    `torch.compile(fusewright.quantize(model, inputs), backend=...)`. See docs/quantization.md.
 
-    calibration_inputs: some typical inputs, each a tensor, a tuple of arguments or a dict of keyword arguments.
-    recipe: a name that the backend knows, say "static", "dynamic" or "weight_only".
-    backend: whose; None for the best one here that quantizes.
-    keep: names of modules that stay in floats, with wildcards: ["head", "blocks.*.attn"].
-    dynamic_batch: let the first dimension of each input be of any size where the model allows it.
+    calibration_inputs: typical inputs, each a tensor, a tuple of arguments or a dict of keyword arguments.
+    recipe: a recipe of the backend, e.g. "static", "dynamic" or "weight_only".
+    backend: the backend to quantize for; None picks the best one here that quantizes.
+    keep: names of modules that stay in floating point, with wildcards: ["head", "blocks.*.attn"].
+    dynamic_batch: allow any size of the first dimension of each input where the model does.
 
-    Raises `fusewright.errors.QuantizationError` with what to do about it.
+    Raises `fusewright.errors.QuantizationError`, whose message says how to fix it.
     """
     from fusewright import quantization  # here, because importing this package must not import torch
 
@@ -43,14 +43,14 @@ def quantize(
 def save(
     model: Any, path: Any, *inputs: Any, backend: str | None = None, options: dict[str, Any] | None = None
 ) -> str:
-    """Write what `model` is compiled to for calls with `inputs` into the file `path`, for `load` in other processes; the SHA-256 of
-    the file, in hex. docs/warm_starts.md leads through it.
+    """Compile `model` for calls with `inputs` and write the result to the file `path`, for `load` in other processes. Return
+    the SHA-256 of the file in hex. See docs/warm_starts.md.
 
-    model: a `torch.nn.Module` in eval mode, or what `torch.compile` made of one, whose backend and options are then taken.
-    inputs: the arguments of a call each, given as a tensor, a tuple of arguments or a dict of keyword arguments. Shapes are fixed:
-    give one for every shape that will be served.
+    model: a `torch.nn.Module` in eval mode, or the result of `torch.compile`, whose backend and options are then used.
+    inputs: the arguments of one call each, as a tensor, a tuple of arguments or a dict of keyword arguments. Shapes are fixed:
+    give one entry for every shape that will be served.
 
-    The file holds plans and machine code for this machine and this installation, and no weights. Raises
+    The file holds plans and machine code for this machine and this installation, but no weights. Raises
     `fusewright.errors.ArtifactError` for a model that cannot be saved.
     """
     from fusewright.aot.save import save as write  # here, because importing this package must not import torch
@@ -59,12 +59,13 @@ def save(
 
 
 def load(model: Any, path: Any, *, sha256: str | None = None, otherwise: Any = "error", warm_up: bool = True) -> Any:
-    """`model`, with its own weights, as a callable that runs the programs of a file that `save` wrote: nothing is traced, nothing
-    compiled. For inference: results have no gradients.
+    """Return a callable that runs `model`, with its own weights, from a file written by `save`; nothing is traced or compiled.
+    For inference only: results carry no gradients.
 
-    sha256: what `save` returned. Without it only files of this user's, from this machine, are taken: they hold machine code.
-    otherwise: "error", or "compile" to warn and let `torch.compile` do what no program of the file fits.
-    warm_up: run each program once, so that the first request finds everything made.
+    sha256: the digest that `save` returned. Without it, only files written by this user on this machine are accepted, since
+    they hold machine code.
+    otherwise: "error", or "compile" to warn and use `torch.compile` for calls that no saved program fits.
+    warm_up: run each program once, so that the first request pays no setup cost.
 
     Raises `fusewright.errors.ArtifactError` for a file that was changed or was made for another model, machine or installation.
     """
@@ -74,10 +75,11 @@ def load(model: Any, path: Any, *, sha256: str | None = None, otherwise: Any = "
 
 
 def refresh(model: object = None) -> None:
-    """Forget what compiled code made of the weights of `model`, a `torch.nn.Module` (None: of all models): the next call makes
-    it anew.
+    """Discard everything that compiled code derived from the weights of `model`, a `torch.nn.Module` (None: of all models); the
+    next call computes it again.
 
-    For writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with others.
+    Needed after writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with
+    others.
     """
     from fusewright.plan.execute.prepare import (
         refresh as forget,  # here, because importing this package must not import torch

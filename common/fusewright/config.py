@@ -1,7 +1,7 @@
 """Options of `torch.compile(..., options={...})` and the environment variables that set their defaults.
 
-One dataclass holds the options, one table the variables. An explicit option wins over its variable, and the
-variable over the default.
+One dataclass holds the options, one table the variables. An explicit option overrides its variable, and the variable overrides
+the default.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _said: set[str] = set()
 
 
 def _option(default: Any, text: str, env: str | None = None, compiled: bool = False) -> Any:
-    """A field of `Options`. `compiled`: its value changes what is compiled, so it is part of cache keys."""
+    """A field of `Options`. `compiled`: the value affects what is compiled, so it is part of cache keys."""
     return field(default=default, metadata={"help": text, "env": env, "compiled": compiled})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user can ask for. `parse` checks names and types; `backend` holds the backend's own options."""
+    """The options of a user. `parse` checks names and types; `backend` holds the backend's own options."""
 
     fallback: Literal["allow", "warn", "error"] = _option(
         "warn", "what to do when eager's kernels run ops, inside of regions or outside: nothing, one line per graph, or raise",
@@ -89,7 +89,7 @@ class Options:
         return cls(**values, backend=own)
 
     def key(self) -> str:
-        """The part of a cache key that options make: those that change what is compiled, in a fixed order."""
+        """The options that affect what is compiled, in a fixed order, as part of a cache key."""
         named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["compiled"]]
         return repr([(n, sorted(v.items()) if isinstance(v, Mapping) else v) for n, v in named])
 
@@ -108,11 +108,11 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "max-autotune": {"graphs": True, "autotune": True},
     "max-autotune-no-cudagraphs": {"graphs": False, "autotune": True},
 }
-"""Modes of `torch.compile` as options; a backend without such an option needs none for it."""
+"""Modes of `torch.compile` as options; options that a backend lacks are left out."""
 
 
 def options_of_mode(mode: str | None, backend: type[Backend] | None) -> dict[str, Any]:
-    """The options that `torch.compile(mode=...)` stands for, of those that the backend has. Raises `OptionError`."""
+    """The options that `torch.compile(mode=...)` stands for, limited to those the backend has. Raises `OptionError`."""
     if mode is None:
         return {}
     _chosen("mode", mode, tuple(MODES))
@@ -120,7 +120,7 @@ def options_of_mode(mode: str | None, backend: type[Backend] | None) -> dict[str
 
 
 def options_of_text(texts: Sequence[str], *backends: type[Backend]) -> dict[str, Any]:
-    """Options from texts like "fpmath=bf16", common ones and those of any of `backends`, as `Options.parse` takes them. Raises
+    """Parse texts such as "fpmath=bf16", common options and those of any of `backends`, for `Options.parse`. Raises
     `OptionError`."""
     kinds = {k: v for k, v in typing.get_type_hints(Options).items() if k != "backend"}
     kinds |= {k: type(v) for b in backends for k, v in b.options.items()}
@@ -136,7 +136,7 @@ def options_of_text(texts: Sequence[str], *backends: type[Backend]) -> dict[str,
 
 @dataclass(frozen=True)
 class EnvVar:
-    """An environment variable: its full name, type, default and one line of help."""
+    """An environment variable: full name, type, default and one line of help."""
 
     name: str
     type: Any
@@ -166,14 +166,14 @@ ENV: dict[str, EnvVar] = _table()
 
 
 def env(name: str) -> Any:
-    """The value of a variable of the table, e.g. `env("BACKEND")`: from the environment or its default."""
+    """The value of a variable of the table, e.g. `env("BACKEND")`: from the environment, else its default."""
     var = ENV[PREFIX + name]
     text = os.environ.get(var.name)
     return var.default if text is None else _parse_text(var.name, text, var.type)
 
 
 def env_or_default(name: str) -> Any:
-    """The same where an error would come too late: a value that cannot be read counts as none, with one warning."""
+    """Like `env`, where raising would come too late: an invalid value counts as unset, with one warning."""
     try:
         return env(name)
     except OptionError as e:
@@ -185,8 +185,8 @@ def env_or_default(name: str) -> Any:
 
 
 def unknown_env(also: Iterable[str] = ()) -> dict[str, str]:
-    """Variables that carry the prefix but are neither in the table nor among `also`, those of the backends, each with a hint:
-    likely typing errors."""
+    """Return variables with our prefix that are neither in the table nor among `also` (those of the backends), each with a
+    hint. They are probably misspelled."""
     known = {*ENV, *also}
     return {name: nearest(name, known) for name in sorted(os.environ) if name.startswith(PREFIX) and name not in known}
 
@@ -195,7 +195,7 @@ _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 def _parse_text(name: str, text: str, kind: Any) -> Any:
-    """A variable's text as `kind`. Empty text means the empty value where there is one."""
+    """Parse a variable's text as `kind`. Empty text means the empty value where there is one."""
     kind = _without_none(kind)
     if kind is bool:
         if text.lower() not in _BOOLS:
@@ -212,7 +212,7 @@ def _parse_text(name: str, text: str, kind: Any) -> Any:
 
 
 def _check(what: str, value: Any, kind: Any) -> Any:
-    """`value` when it is of type `kind` (lists count as tuples, ints as floats), else an `OptionError`."""
+    """Return `value` if it is of type `kind` (lists count as tuples, ints as floats), else raise `OptionError`."""
     if value is None and type(None) in typing.get_args(kind):
         return None
     kind = _without_none(kind)
@@ -234,7 +234,7 @@ def _check(what: str, value: Any, kind: Any) -> Any:
 
 
 def _chosen(what: str, value: Any, choices: Sequence[Any]) -> Any:
-    """`value` when it is one of the choices, else an `OptionError` that names the nearest."""
+    """Return `value` if it is one of the choices, else raise an `OptionError` that names the nearest."""
     if any(value == c and type(value) is type(c) for c in choices):
         return value
     close = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)

@@ -1,8 +1,7 @@
-"""The lowering interface: everything that a backend sees and gives back. Public and versioned.
+"""The lowering interface: everything that a backend receives and returns. Public and versioned.
 
-A backend subclasses :class:`Backend`. It is shown read-only value objects (`OpView`, `Region`, `TensorSpec`), never a
-node of torch's graph, and returns a :class:`Compiled`: an opaque callable, or a `Fragment` of instructions
-(`fusewright.plan.ir`).
+A backend subclasses :class:`Backend`. It receives read-only value objects (`OpView`, `Region`, `TensorSpec`), never a node of
+torch's graph, and returns a :class:`Compiled`: an opaque callable, or a `Fragment` of instructions (`fusewright.plan.ir`).
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import torch
 from fusewright.sizes.expr import SizeExpr, symbol
 
 INTERFACE: tuple[int, int] = (1, 5)
-"""(major, minor) of this interface. A minor only adds members with defaults."""
+"""(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
-"""Version of the closed table of ops (names and semantics) in `fusewright.ops`."""
+"""Version of the closed op table (names and semantics) in `fusewright.ops`."""
 
 
 class Why(enum.Enum):
-    """Reason codes. `OK` and `CARRIED` mean yes: the second claims an op only so that eager's own call of it may lie inside a
-    region. Reports count such an op apart from those that are lowered. `CARRIED` since interface 1.3."""
+    """Reason codes. `OK` and `CARRIED` both claim the op; `CARRIED` means that the region will run eager's own call of it, and
+    reports count it apart from lowered ops. `CARRIED` since interface 1.3."""
 
     OK = "ok"
     CARRIED = "carried"
@@ -65,10 +64,9 @@ YES = Verdict(Why.OK)
 
 
 class Decline(Exception):
-    """Raised by `Backend.compile` when a claimed region cannot be lowered after all. The host plans again without those
-    ops.
+    """Raised by `Backend.compile` when a claimed region cannot be lowered after all. The host plans again without those ops.
 
-    `ops` names the ids that are to be denied; empty means every op of the region.
+    `ops` names the ids to deny; empty means every op of the region.
     """
 
     def __init__(self, detail: str, why: Why = Why.DECLINED, ops: Sequence[int] = ()) -> None:
@@ -80,7 +78,7 @@ class Decline(Exception):
 
 @dataclass(frozen=True, init=False)
 class Dim:
-    """A symbolic size: a formula of named symbols, and `hint`, the size seen when tracing."""
+    """A symbolic size: a formula over named symbols, and `hint`, the size seen when tracing."""
 
     expr: SizeExpr
     hint: int
@@ -88,14 +86,14 @@ class Dim:
     hi: int | None = None
 
     def __init__(self, expr: SizeExpr | str, hint: int, lo: int = 0, hi: int | None = None) -> None:
-        """Text is the name of a symbol."""
+        """A string `expr` is the name of a symbol."""
         fields = {"expr": symbol(expr) if isinstance(expr, str) else expr, "hint": hint, "lo": lo, "hi": hi}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property
     def symbol(self) -> str:
-        """The formula as text, for people."""
+        """The formula as text, for display."""
         return str(self.expr)
 
     def __str__(self) -> str:
@@ -105,7 +103,7 @@ class Dim:
 Size: TypeAlias = int | Dim
 
 HOST = "cpu"
-"""Torch's name for the device whose memory this process itself reads and writes. Since interface 1.3."""
+"""Torch's name for the host device, whose memory this process accesses directly. Since interface 1.3."""
 
 
 def is_static(sizes: Sequence[Size]) -> bool:
@@ -120,8 +118,8 @@ def hint(size: Size) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor. `stride` counts elements. `const` marks a weight or buffer that no gradient flows to, and in
-    inference what is made of such alone."""
+    """Metadata of a tensor. `stride` counts elements. `const` marks a weight or buffer that needs no gradient and, in
+    inference, everything computed from such tensors alone."""
 
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
@@ -149,9 +147,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the graph: `id` is unique in the graph; `spec` is None for a scalar, whose symbolic size is then in
-    `dim`.
-    """
+    """A value of the graph. `id` is unique in the graph; for a scalar, `spec` is None and `dim` holds its symbolic size."""
 
     id: int
     spec: TensorSpec | None
@@ -209,7 +205,7 @@ Phase: TypeAlias = Literal["infer", "forward", "backward"]
 
 @dataclass(frozen=True)
 class Region:
-    """A convex group of ops in topological order. `inputs` come from outside it, `outputs` are used outside it."""
+    """A convex group of ops in topological order. `inputs` come from outside the region, `outputs` are used outside it."""
 
     name: str
     ops: tuple[OpView, ...]
@@ -219,8 +215,8 @@ class Region:
 
     @property
     def constants(self) -> frozenset[int]:
-        """Ids of the values that depend on weights alone, so that what a backend makes of them may be prepared (see
-        `fusewright.plan.ir.Call`). None in training, which changes its weights. Since interface 1.3."""
+        """Ids of values that depend on weights alone, so results computed from them may be prepared (see
+        `fusewright.plan.ir.Call`). Empty in training, where weights change. Since interface 1.3."""
         if self.phase != "infer":
             return frozenset()
         values = (*self.inputs, *(v for op in self.ops for v in (*op.inputs(), *op.outs)))
@@ -228,7 +224,7 @@ class Region:
 
     @property
     def op_names(self) -> str:
-        """The names of its ops, each once, for messages."""
+        """The distinct names of the ops, for messages."""
         return ", ".join(dict.fromkeys(op.op for op in self.ops))
 
 
@@ -244,7 +240,7 @@ class GraphView:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that answered the probe: its type by torch's name, its architecture, what it has, its driver."""
+    """A device found by a probe: its type (torch's name), architecture, features and driver."""
 
     type: str
     arch: str
@@ -255,56 +251,56 @@ class Device:
 
 @dataclass(frozen=True)
 class Splits:
-    """When a loop is cut into parts that run beside each other. Sizes alone decide, so that results do not depend on how many
-    workers there are. Since interface 1.3."""
+    """Thresholds for splitting a loop into parts that run in parallel. They depend on sizes alone, so results do not depend on
+    the number of workers. Since interface 1.3."""
 
     parts: int = 32
-    """Parts of a long row."""
+    """Parts to split a long row into."""
     long_row: int = 1 << 15
-    """Elements of a row from which a second launch is worth it."""
+    """Row length, in elements, from which a second launch pays."""
     few_points: int = 16
-    """With more rows than this there is work for every worker as it is."""
+    """With more rows than this, every worker has work without a split."""
     few_columns: int = 512
-    """Points that are neighbours in memory, up to which rows that run across memory are cut."""
+    """Column reductions are split up to this many adjacent columns."""
     column_rows: int = 2048
-    """Elements of such a row at least."""
+    """Minimum length of such a column, in elements."""
     column_elements: int = 1 << 18
-    """Elements of all of them at least."""
+    """Minimum number of elements over all columns."""
     scan_parts: int = 256
-    """Parts of a row that is counted along: the second step is one worker's alone."""
+    """Parts of a scanned row; a single worker combines them."""
 
 
 @dataclass(frozen=True)
 class DevicePolicy:
-    """What the host may assume of a device. The defaults suit any, and are the best of none. Since interface 1.3."""
+    """What the host may assume of a device. The defaults are safe for any device and optimal for none. Since interface 1.3."""
 
     arena: int = 0
-    """Alignment in bytes of results within the one block of memory that a running call has for them; 0: each result is a tensor
-    of its own. Kernels then see memory of earlier calls, so work on the device must be done in the order of calls."""
+    """Alignment in bytes of results within the arena, one block of memory per running call; 0: each result is its own tensor.
+    Kernels reuse memory of earlier calls, so work on the device must run in the order of the calls."""
     workers: Callable[[], int] | None = None
-    """How many threads compute: given to every native kernel (`KernelCode.address`), and part of the keys of plans and of
-    measured choices. None: one, and nothing depends on it."""
+    """Number of compute threads: passed to every native kernel (`KernelCode.address`) and part of the keys of plans and of
+    measured choices. None: one thread, and nothing depends on it."""
     splits: Splits = Splits()
     eager: tuple[Any, ...] = ()
-    """Where the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
+    """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11
     bytes_per_second: float = 2e10
     call_seconds: float = 3e-6
-    """Round figures for estimates of time; only ratios between ops matter."""
+    """Rough figures for time estimates; only ratios between ops matter."""
     limit: Callable[[int], int] | None = None
-    """Let so many threads at most share what the calling thread computes; returns how many it were. Since interface 1.4."""
+    """Limit how many threads share the calling thread's work; return the previous limit. Since interface 1.4."""
     worth_waking: float = 0.0
-    """Seconds of an op, by the figures above, from which on more threads gain more than it costs to wake them and to wait for one
-    that has no core. A plan whose every op is shorter runs on the calling thread, where there is `limit`. Since interface 1.4."""
+    """Estimated seconds of an op, by the figures above, from which waking more threads pays off, even if one has to wait for a
+    core. A plan of shorter ops only runs on the calling thread, where `limit` is given. Since interface 1.4."""
 
     def count_workers(self) -> int:
-        """How many threads compute now."""
+        """The current number of compute threads."""
         return 1 if self.workers is None else self.workers()
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Why a backend cannot run here, and what would fix it."""
+    """Why a backend cannot run here, and how to fix it."""
 
     reason: str
     fix: str = ""
@@ -312,9 +308,10 @@ class Unavailable:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A compiled region as one callable: tensors of `Region.inputs` in, a tuple in the order of `Region.outputs` out.
+    """A compiled region as one callable: takes the tensors of `Region.inputs`, returns a tuple in the order of
+    `Region.outputs`.
 
-    It must not change or alias its inputs. It is one instruction of the plan and keeps that plan out of the disk cache.
+    It must not change or alias its inputs. It becomes one instruction of the plan, and the plan is not cached on disk.
     """
 
     fn: Callable[..., Sequence[torch.Tensor]]
@@ -325,8 +322,8 @@ class Fragment:
     """A compiled region as instructions (see `fusewright.plan.ir`) that the host splices into the flat plan.
 
     `notes` maps an op id to a few words on how it was lowered; `explain` shows them.
-    `kernels` are what its `Launch`es name, by hash: loop kernels (`fusewright.toolkit.ir.Kernel`), or whatever else
-    `Backend.load` makes code of, once for all fragments of a graph.
+    `kernels` maps hashes to the kernels that its `Launch`es name: loop kernels (`fusewright.toolkit.ir.Kernel`), or anything
+    else that `Backend.load` can compile, once for all fragments of a graph.
     """
 
     instructions: tuple[Any, ...]
@@ -336,16 +333,16 @@ class Fragment:
 
 @dataclass(frozen=True)
 class KernelCode:
-    """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it: the kernel's buffers in order, outputs allocated
-    by the caller.
+    """A loaded loop kernel. `call(tensors, sizes, scalars)` runs it on the kernel's buffers in order; the caller allocates the
+    outputs.
 
-    `address`, where there is one, is that of a C function `int64 f(int64 *block, int64 workers)`, whose block holds the
-    addresses of the buffers, then the sizes, then the scalars (floats as the bits of a double). It returns an error
-    code that `error(code, block)` turns into the exception that eager would raise; 0 is success. The function is there for as
-    long as somebody holds `call`.
+    `address`, if set, is that of a C function `int64 f(int64 *block, int64 workers)`, whose block holds the addresses of the
+    buffers, then the sizes, then the scalars (floats as the bits of a double). It returns 0 on success, else an error code that
+    `error(code, block)` turns into the exception that eager would raise. The function stays loaded as long as `call` is
+    referenced.
 
-    `kernel` is what the code was made of. Where it has `buffers`, `symbols` and `scalars`, as loop kernels do, launches are held
-    to them when a plan comes from the disk. Since interface 1.2.
+    `kernel` is the source of the code. If it has `buffers`, `symbols` and `scalars`, as loop kernels do, launches in plans
+    loaded from disk are checked against them. Since interface 1.2.
     """
 
     call: Callable[..., None]
@@ -353,41 +350,41 @@ class KernelCode:
     error: Callable[[int, Sequence[int]], Exception] | None = None
     kernel: Any = None
     source: Callable[[], str] | None = None
-    """The text that the code was compiled from, for people to read. Since interface 1.3."""
+    """The source text of the code, for display. Since interface 1.3."""
 
 
 Compiled: TypeAlias = Opaque | Fragment
 
 
 class Recorder(Protocol):
-    """Records work on a device and replays it as a whole (a graph of its driver), for plans of fixed shapes."""
+    """Records work on a device as a graph of its driver and replays it whole, for plans of fixed shapes."""
 
     device_type: str
 
     def stream(self, device: str) -> Hashable | None:
-        """What orders work now. Recordings of one stream may share memory. None: nothing can be recorded or
-        replayed here and now."""
+        """The key of the current stream. Recordings of one stream may share memory. None: recording and replay are not possible
+        here and now."""
         ...
 
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-        """The results of `run`, which every call of the returned function fills anew. `warm`: run it once before.
-        `shared`: other recordings of this stream may use its memory when the work that follows a replay is done.
+        """Record `run`. Return its results and a function that replays it and refills those results. `warm`: run it once
+        before. `shared`: other recordings of this stream may use its memory once the work queued behind a replay is done.
 
-        Raises `RuntimeError` (and leaves nothing behind) when something in it cannot be recorded.
+        Raises `RuntimeError` (and leaves nothing behind) when something in `run` cannot be recorded.
         """
         ...
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """Device time of a call, by a short measurement."""
+        """Return the device time of one call, from a short measurement."""
         ...
 
 
 @dataclass
 class RuleLog:
-    """Which rewrite rules may still be applied to a graph, and how often each was. `disabled` are ids that are switched off,
-    `fuel` is how many rewrites there may be in all (None: any number). Since interface 1.3."""
+    """The rewrite rules that may still apply to a graph, and how often each did. `disabled` holds ids that are switched off,
+    `fuel` limits the total number of rewrites (None: no limit). Since interface 1.3."""
 
     disabled: Collection[str] = ()
     fuel: int | None = None
@@ -399,12 +396,12 @@ class RuleLog:
         return id not in self.disabled and (self.fuel is None or self.spent < self.fuel)
 
     def hit(self, *ids: str) -> None:
-        """Count one rewrite, and the rules that made it."""
+        """Count one rewrite and the rules that took part in it."""
         self.hits.update(ids)
         self.spent += 1
 
     def copy(self) -> RuleLog:
-        """As it is now, for an attempt that may be made again."""
+        """Return a copy, for an attempt that may be repeated."""
         return RuleLog(self.disabled, self.fuel, Counter(self.hits), self.spent)
 
 
@@ -416,33 +413,33 @@ class CompileContext(Protocol):
 
     @property
     def rules(self) -> RuleLog:
-        """What a backend's own rewrite rules are held to, and counted in, as the host's are. Since interface 1.3."""
+        """The log that limits and counts a backend's own rewrite rules, as it does the host's. Since interface 1.3."""
         ...
 
     @property
     def device(self) -> Device: ...
 
     def value(self, spec: TensorSpec | None) -> Value:
-        """A fresh temporary value for a fragment."""
+        """Return a fresh temporary value for a fragment."""
         ...
 
     def aten(self, op: OpView) -> Any:
-        """The instruction that runs `op` exactly as eager does."""
+        """Return the instruction that runs `op` exactly as eager does."""
         ...
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Any]]) -> str:
-        """The name of the fastest candidate, by a short measurement that is remembered under `key` across processes."""
+        """Return the name of the fastest candidate, from a short measurement that is cached under `key` across processes."""
         ...
 
     def provisional(self) -> None:
-        """Says that this lowering holds for this process alone: its plan stays out of the cache. Since interface 1.2."""
+        """Declare this lowering valid for this process only: its plan is not cached. Since interface 1.2."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerAccuracy:
-    """What quantization does to one layer's result: the ratio of signal to quantization noise in dB, with the whole model
-    quantized (`sqnr`), and how many multiplications the layer has. Since interface 1.3."""
+    """The effect of quantization on one layer's result: the signal-to-quantization-noise ratio in dB with the whole model
+    quantized (`sqnr`), and the layer's number of multiplications. Since interface 1.3."""
 
     name: str
     op: str
@@ -453,8 +450,8 @@ class LayerAccuracy:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Layers in the order of the model, layers that stayed in floats with the reason, and the model's own ratio in dB.
-    Since interface 1.3."""
+    """Layers in model order, layers kept in floating point with the reason, and the ratio of the whole model in dB. Since
+    interface 1.3."""
 
     recipe: str
     layers: tuple[LayerAccuracy, ...]
@@ -463,101 +460,98 @@ class QuantizationReport:
 
 
 class Quantization(Protocol):
-    """What `fusewright.quantize` and the command line ask of a backend. Since interface 1.3."""
+    """What `fusewright.quantize` and the command line need from a backend. Since interface 1.3."""
 
     recipes: Mapping[str, str]
-    """Name of a recipe -> one line on it."""
+    """Name of a recipe -> a one-line description."""
 
     def quantize(
         self, model: torch.nn.Module, inputs: Sequence[Any], recipe: str, *, keep: Sequence[str], dynamic_batch: bool
     ) -> torch.nn.Module:
-        """The model with quantize and dequantize ops, for `torch.compile` with this backend. Each of `inputs` is a tensor, a tuple
-        of arguments or a dict of keyword arguments; `keep` are names of modules (fnmatch) that stay in floats."""
+        """Return the model with quantize and dequantize ops, for `torch.compile` with this backend. Each of `inputs` is a
+        tensor, a tuple of arguments or a dict of keyword arguments; `keep` names modules (fnmatch) that stay in floating point."""
         ...
 
     def report(self, model: torch.nn.Module, quantized: torch.nn.Module, inputs: Sequence[Any]) -> QuantizationReport:
-        """Where quantization costs accuracy."""
+        """Report where quantization costs accuracy."""
         ...
 
     def kernels(self, op: str, sizes: Sequence[Any]) -> Mapping[str, Callable[[], Any]]:
-        """Bare calls of each engine for a quantized product, for benches: "linear" of (m, k, n), "conv" of (input, weight, stride,
-        groups)."""
+        """Return bare calls of each engine for a quantized product, for benchmarks: "linear" of (m, k, n), "conv" of (input,
+        weight, stride, groups)."""
         ...
 
 
 class Backend(abc.ABC):
-    """One vendor's lowering. `name` is the name given to `torch.compile`; see docs/interface.md for a walk-through."""
+    """The lowering of one vendor. `name` is the name given to `torch.compile`; see docs/interface.md for a walk-through."""
 
     name: ClassVar[str]
     device_type: ClassVar[str]
     interface: ClassVar[tuple[int, int]] = INTERFACE
     opset: ClassVar[int] = OPSET
     options: ClassVar[Mapping[str, Any]] = {}
-    """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the
-    option.
-    """
+    """Options of this backend beyond the common ones: name -> default. The type of the default is the type of the option."""
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """The values that an option of this backend may have, where these are few: name -> values. Since interface 1.4."""
+    """Allowed values of those options that have only a few: name -> values. Since interface 1.4."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Environment variables that this backend reads, `FUSEWRIGHT_...` -> a line of help: `fusewright config` lists them.
-    Since interface 1.4."""
-    rules: ClassVar[Sequence[str]] = ()
-    """Ids that this backend asks `ctx.rules` for, beside those of its `Row`s: the option `disable_rules` takes no others. Since
+    """Environment variables that this backend reads, `FUSEWRIGHT_...` -> one line of help, shown by `fusewright config`. Since
     interface 1.4."""
+    rules: ClassVar[Sequence[str]] = ()
+    """Rule ids that this backend checks with `ctx.rules`, beyond those of its `Row`s; the option `disable_rules` accepts no
+    others. Since interface 1.4."""
     priority: ClassVar[int] = 0
-    """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked, only used by
-    name.
-    """
+    """Rank for `backend="fusewright"` among the backends that work on a device type. 0: never picked automatically, only used
+    by name."""
 
     constant_masks: ClassVar[bool] = False
-    """Whether attention masks that are constants are dropped where they keep everything, and become `is_causal` where
-    they hide the future, before anything is lowered."""
+    """Whether constant attention masks are simplified before lowering: dropped if they mask nothing, turned into `is_causal` if
+    they mask the future."""
     channels_last_training: ClassVar[bool] = False
-    """Whether images of training steps lie channels-last between convolutions in half precision, before gradients are traced. Since
-    interface 1.5."""
+    """Whether images of half-precision training steps lie channels-last between convolutions; decided before gradients are
+    traced. Since interface 1.5."""
     real_views: ClassVar[bool] = False
-    """Whether a view op in a region always gives a view of its input's memory. If not, eager makes the views that the
-    caller sees."""
+    """Whether a view op in a region always returns a view of its input's memory. If not, eager makes the views that the caller
+    sees."""
 
     shows_constants: ClassVar[bool] = False
-    """Whether ops on weights alone share a region with what reads their results, so that the backend sees what a weight is made
-    of. They are prepared all the same. Since interface 1.3."""
+    """Whether ops that depend on weights alone share a region with their readers, so that the backend sees how a weight is
+    computed. They are prepared either way. Since interface 1.3."""
 
     namespaces: ClassVar[Sequence[str]] = ()
-    """Namespaces of torch operators that its plans call and the opset has not, such as its own. A plan that calls others,
-    which the graph does not call either, is not kept on disk. Since interface 1.2."""
+    """Namespaces of torch operators that its plans call and the opset lacks, e.g. its own. A plan that calls operators of any
+    other namespace, not called by the graph either, is not cached on disk. Since interface 1.2."""
 
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:
-        """`options` are the checked values of this class's own options."""
+        """`options` are the checked values of the options that this class declares."""
         self.device = device
         self.values: Mapping[str, Any] = {**type(self).options, **(options or {})}
 
     @classmethod
     @abc.abstractmethod
     def probe(cls) -> Device | Unavailable:
-        """What this backend would run on here. Total and cheap; vendor libraries are imported here, not at import."""
+        """Find the device to run on. Must not raise and must be cheap; import vendor libraries here, not at module level."""
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
-        """What `options={"simulate": True}` runs on: this backend's own code on the host's tensors, without its hardware.
+        """The device for `options={"simulate": True}`: this backend's own code on the host's tensors, without its hardware.
 
-        `options` are the checked values of the class's own. Raises `OptionError` for ones that name no device.
+        `options` are the checked values of this class's options. Raises `OptionError` if they name no device.
         """
         return Unavailable(f"{cls.name} has no simulated device")
 
     @classmethod
     def lowers(cls) -> Sequence[str] | None:
-        """Row names of the opset that this backend has a lowering for, for reports; None when it cannot say."""
+        """Row names of the opset that this backend can lower, for reports; None if unknown."""
         return () if cls.supports is Backend.supports else None
 
     @classmethod
     def quantization(cls) -> Quantization | None:
-        """How models are quantized for this backend; None: they are not. Since interface 1.3."""
+        """How to quantize models for this backend; None: not supported. Since interface 1.3."""
         return None
 
     @classmethod
     def remark(cls) -> str:
-        """What `doctor` tells beside the device: which parts are there, what is missing. Since interface 1.3."""
+        """What `doctor` shows beside the device: parts that are present or missing. Since interface 1.3."""
         return ""
 
     def policy(self) -> DevicePolicy:
@@ -565,49 +559,47 @@ class Backend(abc.ABC):
         return DevicePolicy()
 
     def prepare(self) -> None:  # noqa: B027 (by default there is nothing to start)
-        """A graph for this device is about to be traced: the time to start what takes long and runs beside that, such as
-        processes of a compiler. Whether anything will have to be compiled is not known yet. Since interface 1.1.
-        """
+        """Called before a graph for this device is traced: start slow work, e.g. compiler processes, that can run alongside.
+        Whether anything will need compiling is not known yet. Since interface 1.1."""
 
     def supports(self, op: OpView) -> Verdict:
-        """Whether this backend claims `op`. Pure, metadata only; anything but yes carries a reason."""
+        """Whether this backend claims `op`. Must be pure and use metadata only; every refusal carries a reason."""
         return Verdict(Why.NO_LOWERING)
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        """Lower a claimed region. Raises `Decline` to give it back; any other exception counts as a bug of the backend."""
+        """Lower a claimed region. Raise `Decline` to give it back; any other exception counts as a bug of the backend."""
         raise Decline("this backend compiles nothing", Why.NO_LOWERING)
 
     def profitable(self, region: Region) -> Verdict:
-        """Whether the region is worth taking from eager."""
+        """Whether lowering the region is likely to beat eager."""
         return YES
 
     def group(self, graph: GraphView, claimed: frozenset[int]) -> Sequence[frozenset[int]] | None:
-        """Regions as sets of op ids, or None for the host's own maximal convex ones. The host checks convexity."""
+        """Group claimed ops into regions, as sets of op ids, or return None for the host's maximal convex ones. The host checks
+        convexity."""
         return None
 
     def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
-        """Code for the loop kernels of all fragments of a graph, by structural hash."""
+        """Compile or load all kernels of a graph's fragments; both maps are keyed by structural hash."""
         raise NotImplementedError(f"{self.name} makes no loop kernels")
 
     def recorder(self) -> Recorder | None:
-        """How whole plans are recorded and replayed on this device; None: they are not."""
+        """How to record and replay whole plans on this device; None: not supported."""
         return None
 
     def store(self, kernels: Sequence[str]) -> bytes | None:
-        """The loaded code of these kernels as bytes for the disk cache; None keeps plans that use them out of it."""
+        """Serialize the loaded code of these kernels for the disk cache; None keeps plans that use them out of the cache."""
         return None
 
     def restore(self, data: bytes, kernels: Sequence[str]) -> Mapping[str, KernelCode]:
-        """Code from what `store` gave, in another process of the same fingerprint. Raises `ValueError` when it does not
-        fit.
-        """
+        """Load code serialized by `store` in another process with the same fingerprint. Raises `ValueError` if it does not fit."""
         raise ValueError(f"{self.name} stores no code")
 
     def fingerprint(self) -> str:
-        """What compiled code depends on beside the graph; part of every cache key. Equal in every process."""
+        """Everything besides the graph that compiled code depends on; part of every cache key. Must be equal in all processes."""
         versions = f"{self.name}-{self.interface[0]}.{self.interface[1]}-{self.opset}"
         d = self.device
         if d is None:
             return versions
-        features = ",".join(sorted(d.features))  # the order of a set differs from process to process
+        features = ",".join(sorted(d.features))  # the order of a set differs between processes
         return f"{versions}-{d.type}-{d.arch}-{d.driver}{' simulated' * d.simulated}-{features}"

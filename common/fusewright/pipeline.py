@@ -1,6 +1,4 @@
-"""The path of one graph, stage by stage. This file is the place to learn the order from; what the larger stages do is in
-`fusewright.stages`.
-"""
+"""The path of one graph, stage by stage. Read this file first; the larger stages are implemented in `fusewright.stages`."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from fusewright.stages.running import from_disk
 from fusewright.strict import strictly
 
 MAX_ROUNDS = 32
-"""Rounds of planning, before the graph is left to eager."""
+"""Maximum rounds of planning before eager gets the whole graph."""
 
 
 def _canonicalize(c: Compilation) -> None:
@@ -59,7 +57,7 @@ def _constants(c: Compilation) -> None:
 
 Stage: TypeAlias = Callable[[Compilation], "Refused | None"]
 
-# before these: capture, and "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
+# earlier steps: capture, then "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
 METADATA_STAGES: tuple[tuple[str, Stage], ...] = (
     ("simplify", _simplify),  # exact rewrite rules, CSE, dead code
     ("constants", _constants),  # what depends on weights alone
@@ -72,9 +70,9 @@ STAGES = METADATA_STAGES + CLAIM_STAGES
 
 
 def _compile(c: Compilation) -> Run:
-    """The one loop of planning. A round runs the stages in order, and collects what the first that refuses something refuses. That
-    is added to the facts, which never shrink, and a round over claims starts from all of them; what a first run finds untrue comes
-    back here with the facts so far (`stages.untrue.plan_again`)."""
+    """The planning loop. Each round runs the stages in order until one refuses some ops. Refused ops join the facts, which only
+    grow, and the next round claims again with all facts known. When a first run contradicts the metadata, planning resumes here
+    with the facts so far (`stages.untrue.plan_again`)."""
     refused = _round(c, STAGES)
     for count in itertools.count(1):
         if not refused:
@@ -91,7 +89,7 @@ def _round(c: Compilation, stages: Sequence[tuple[str, Stage]]) -> Refused:
 
 
 def _give_up(c: Compilation) -> Refused:
-    """Every op of the graph: a backend that still refuses some after so many rounds gets none."""
+    """Refuse every op of the graph, because the backend still gives some back after `MAX_ROUNDS` rounds."""
     message = f"backend {c.backend.name!r} still gives ops back after {MAX_ROUNDS} rounds of planning"
     if c.options.strict:
         raise BackendCrashError(message)
@@ -103,8 +101,8 @@ def compile_graph(
     backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str,
     comparison: compared.Comparison | None = None,
 ) -> Callable[[list[Any]], Any]:  # fmt: skip
-    """Run every stage on one ATen graph, or find its plan in the cache. Returns a callable that takes (and empties) a list
-    of inputs; with a `comparison`, eager may take over."""
+    """Run every stage on one ATen graph, or find its plan in the cache. Return a callable that takes (and empties) a list of
+    inputs; with a `comparison`, eager may replace it."""
     traced = (compared.text_of(gm.graph), compared.eager_of(gm), compared.classes(gm.graph)) if comparison else None
     run = _found_or_compiled(backend, options, gm, phase, const, mode)
     if comparison is not None and traced is not None:
@@ -114,7 +112,8 @@ def compile_graph(
 
 
 def comparison(backend: Backend, options: Options) -> compared.Comparison | None:
-    """What compares the graphs of one traced graph with eager; None where that is not asked for, or all must run as compiled."""
+    """Return what compares the graphs of one traced graph with eager; None if not requested, or if everything must run
+    compiled."""
     if not options.never_slower or options.strict or options.simulate or "contract" in options.check:
         return None
     recorder = backend.recorder()
@@ -147,7 +146,7 @@ def _found_or_compiled(
 
 
 def _giving(given: list[Any], run: Run) -> Run:
-    """`run`, whose first arguments are kept."""
+    """Wrap `run` to keep its first arguments."""
 
     def call(args: list[Any]) -> Any:
         if not given:
@@ -158,7 +157,7 @@ def _giving(given: list[Any], run: Run) -> Run:
 
 
 def _plainly_traced(gm: GraphModule) -> bool:
-    """Whether the text of a graph tells all there is to know of the memory that it reads. No plan may be shared otherwise."""
+    """Whether the graph's text fully describes the memory that it reads; otherwise its plan must not be shared."""
     held = (plan_build.attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr"))
     odd = (isinstance(t, torch.Tensor) and not compat.is_fake(t) and storage.why_not(t) for t in held)
     return storage.UNTRACED not in gm.meta and not any(odd)

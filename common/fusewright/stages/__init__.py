@@ -1,1 +1,1 @@
-"""The stages of one graph's path, and what they hand on; `fusewright.pipeline` has them in order."""
+"""The stages that a graph passes through, and what they share; `fusewright.pipeline` lists them in order."""

@@ -1,4 +1,4 @@
-"""The report of a compilation: what became of each op, in records, one line or an error."""
+"""The report of a compilation: what happened to each op, as records, one log line or an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("fusewright")
 
 
 def account(c: Compilation) -> None:
-    """Fill the report; say in one line what runs in eager, or raise, as the options ask."""
+    """Fill the report; log one line on what runs in eager, or raise, as the options say."""
     r, policy = c.report, c.backend.policy()
     notes: dict[int, str] = {}
     for _, result in c.compiled:
@@ -35,12 +35,12 @@ def account(c: Compilation) -> None:
     if r.by_eager and c.options.fallback == "error":
         lines = "\n".join(f"  {f.op} {f.shape} at {f.source or '?'}: {f.verdict}" for f in r.by_eager[:20])
         raise FallbackError(f"{r.summary()}\n{lines}")
-    if r.fallbacks and c.options.fallback == "warn":  # what is carried alone is worth no line: the backend put it there
+    if r.fallbacks and c.options.fallback == "warn":  # no warning if ops are only carried: the backend chose eager's call
         warn_once(r.summary())
 
 
 def _log(c: Compilation) -> None:
-    """For `TORCH_LOGS=fusewright` (and `+fusewright`: the plan too)."""
+    """Log for `TORCH_LOGS=fusewright` (`+fusewright` adds the plan)."""
     if log.isEnabledFor(logging.INFO):
         counts = ", ".join(f"{c.report.count(where)} {where}" for where in ("lowered", "carried", "eager"))
         stages = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in c.report.stages.items())
@@ -52,7 +52,7 @@ def _log(c: Compilation) -> None:
 
 
 def _as_it_came(claim: Verdict, where: str, note: str) -> Verdict:
-    """The verdict on a claimed op as its fragment bears it out: it says more than the claim did."""
+    """The verdict on a claimed op, corrected by its fragment, which knows more than the claim."""
     if where == "carried" and claim.why is not Why.CARRIED:
         return Verdict(Why.CARRIED, note if note not in ("", "eager") else "eager's own call, inside a region")
     return YES if where == "lowered" else claim

@@ -1,4 +1,4 @@
-"""What the stages share: one graph on its way, and the context that its backend sees."""
+"""State shared by the stages: one graph being compiled, and the context that its backend sees."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ X = ParamSpec("X")
 R = TypeVar("R")
 
 Refused: TypeAlias = Mapping[str, Verdict]
-"""What a round of planning cannot have from the backend, by name of a node of the traced graph."""
+"""Ops refused in a round of planning, by node name of the traced graph."""
 
 
 @dataclass
 class Compilation:
-    """One graph on its way through the stages. `graph` is the traced graph; `working` the one that was lowered."""
+    """One graph being compiled. `graph` is the traced graph; `working` is the one that was lowered."""
 
     backend: Backend
     options: Options
@@ -55,10 +55,10 @@ class Compilation:
     report: GraphReport
     tuner: Tuner
     again: Callable[[Compilation], Run]
-    """Compiles it once more, from the facts so far."""
+    """Compile once more, starting from the facts so far."""
     constants: constants.Constants = field(init=False)
     rules: RuleLog = field(init=False)
-    """What the host's rules did; every attempt to lower counts on from there."""
+    """The host's rewrites; every attempt to lower continues counting from here."""
     working: Graph = field(init=False)
     index: GraphIndex = field(init=False)
     partition: Partition = field(init=False)
@@ -66,29 +66,29 @@ class Compilation:
     plan: plan_build.Plan = field(init=False)
     run: Run = field(init=False)
     plan_text: Callable[[], str] = lambda: ""
-    """Writes the plan as it is shown: few look at it."""
+    """Format the plan for display; lazy, because it is rarely shown."""
     slot: cached.Slot | None = None
-    """In the plan cache; None keeps the plan out of it."""
+    """The entry in the plan cache; None keeps the plan out of it."""
     handover: Handover = field(default_factory=Handover)
     carried: set[int] = field(default_factory=set)
-    """Ids of claimed ops that eager's own call computes."""
+    """Ids of claimed ops that run as eager's own call."""
     facts: Facts = field(default_factory=Facts)
     given: list[Any] = field(default_factory=list)
-    """The arguments of the first call, while somebody keeps what is compiled."""
+    """The arguments of the first call, kept only while someone records with `keep`."""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Source lines of the traced graph, and where its nodes with them stood before any rewrite."""
+    """Source lines of the traced graph, and the position of the first node of each before any rewrite."""
 
     @property
     def graph(self) -> Graph:
         return self.gm.graph
 
     def do(self, step: Pass[X, R], *args: X.args, **kwargs: X.kwargs) -> R:
-        """Run a pass, and verify what it gives if the options say so."""
+        """Run a pass, and verify its result if the option `verify` is set."""
         return (step if self.options.verify else step.run)(*args, **kwargs)
 
 
 def origin(node: Node) -> str:
-    """The name of the node of the unexpanded graph that this node came from."""
+    """The name of the traced-graph node that this node came from."""
     return str(node.meta.get("origin", node.name))
 
 

@@ -1,4 +1,4 @@
-"""Stage `lower`: claims, regions, and what the backend makes of each."""
+"""Stage `lower`: claim ops, form regions, let the backend compile each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("fusewright")
 
 
 def lower(c: Compilation) -> Refused:
-    """Partition, and compile the regions. All that the backend gives back is collected."""
+    """Partition the graph and compile the regions. Collect everything the backend gives back."""
     denied = c.facts.denied(c.graph)
     c.working, found = c.do(passes.EXPAND, c.graph, c.constants, c.backend, denied, c.phase)
     c.index = found.index(c.working, c.phase)
@@ -53,7 +53,7 @@ def _compile_regions(c: Compilation) -> tuple[list[tuple[Region, Compiled]], Ref
 
 
 def _guarded(c: Compilation, region: Region, result: Compiled) -> Compiled:
-    """Note what a backend's answer carries, and give the answer with what watches over it when it runs."""
+    """Record the notes of a backend's answer, and wrap the answer in its run-time checks."""
     if isinstance(result, Opaque):
         return Opaque(opaque.guarded(c.backend.name, region, result.fn))
     if not isinstance(result, Fragment):

@@ -1,4 +1,4 @@
-"""Stage `plan`: one list of instructions, and code of its kernels."""
+"""Stage `plan`: build one list of instructions and load its kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger("fusewright")
 
 
 def plan(c: Compilation) -> Refused:
-    """Build the plan and load its kernels. What keeps the plan from being valid or built is given back."""
+    """Build the plan and load its kernels. Return the ops that make the plan invalid or cannot be built."""
     try:
         _make_plan(c)
     except PlanError as e:
         if c.options.strict:
             raise
         _report_plan(c, e)
-        if c.compiled:  # what fragments made of the plan is not valid, though each of them is
+        if c.compiled:  # each fragment is valid, but the plan made of them is not
             return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
         c.run = eager_of(c.gm)
         return {}
@@ -57,14 +57,14 @@ def _make_plan(c: Compilation) -> None:
 
 
 def _alone(c: Compilation) -> bool:
-    """Whether no op is worth a second thread, at whatever sizes the plan is called with."""
+    """Whether the plan should run on one thread: all sizes are static and every op is too short to share."""
     known = all(isinstance(n, int) for spec in c.plan.specs.values() for n in spec.shape)
     ops, policy = c.index.ops.values(), c.plan.policy
     return known and all(work(op).seconds(policy) - policy.call_seconds < policy.worth_waking for op in ops)
 
 
 def _unsayable(c: Compilation) -> Refused:
-    """The ops of launches whose sizes plans have no text for: formulas of formulas grow with the depth of a model."""
+    """Ops whose launches have sizes too long for a plan's text: nested formulas grow with the depth of a model."""
     launches = [i for i in (*c.plan.prepare, *c.plan.instructions) if isinstance(i, Launch)]
     found = [i for i in launches if not all(map(is_size, _sizes(c, i)))]
     verdict = Verdict(Why.DYNAMIC_SHAPE, "the formula of a size is too long")
@@ -72,7 +72,7 @@ def _unsayable(c: Compilation) -> Refused:
 
 
 def _sizes(c: Compilation, i: Launch) -> list[SizeExpr]:
-    """Every formula that the text of a launch holds."""
+    """Every formula in the text of a launch."""
     dims = [d.expr for o in i.outs for d in (*c.plan.specs[o].shape, *c.plan.specs[o].stride) if not isinstance(d, int)]
     return [x for x in (*i.sizes, *i.scalars, *dims) if isinstance(x, SizeExpr)]
 
@@ -82,19 +82,19 @@ def _claimed(c: Compilation) -> list[str]:
 
 
 def _unbuilt(c: Compilation, failed: Mapping[str, Verdict]) -> Refused:
-    """The ops of kernels that could not be built; all ops of the backend where no launch names them."""
+    """The ops of kernels that could not be built; all ops of the backend if no launch names these kernels."""
     launches = [i for i in (*c.plan.prepare, *c.plan.instructions) if isinstance(i, Launch) and i.kernel in failed]
     nodes = [(c.index.node_of[k], failed[i.kernel]) for i in launches for k in i.op_ids if k in c.index.node_of]
     return {origin(n): v for n, v in nodes} or dict.fromkeys(_claimed(c), next(iter(failed.values())))
 
 
 def _failing(c: Compilation, error: Exception) -> dict[str, Verdict]:
-    """Why kernels cannot be built, by hash: those that fail alone too, else all of them."""
+    """Why kernels cannot be built, by hash: those that also fail on their own, else all of them."""
     found = {}
     for key, kernel in c.plan.kernels.items():
         try:
             c.backend.load({key: kernel})
-        except Exception as e:  # of whatever kind: what cannot be built must not stop the user's model
+        except Exception as e:  # of any kind: a kernel that fails to build must not stop the user's model
             found[key] = Verdict(Why.CRASHED, f"{type(e).__name__}: {e}")
     found = found or dict.fromkeys(c.plan.kernels, Verdict(Why.CRASHED, f"{type(error).__name__}: {error}"))
     verdict = next(iter(found.values()))

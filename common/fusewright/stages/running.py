@@ -1,4 +1,4 @@
-"""A plan as a callable: its first run is checked, later ones may be replayed."""
+"""Turn a plan into a callable: the first run is checked, later ones may be replayed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fusewright.stages.untrue import blame, plan_again
 
 
 def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
-    """Make the plan a callable, whose first run is checked where somebody believes metadata: a lowering, or a recording."""
+    """Make the plan a callable. Its first run is checked if anything relies on metadata: a lowering, or a recording."""
     plain = codegen.load(c.plan, kernels)
     c.plan_text = partial(codegen.to_text, c.plan, kernels)
     if is_keeping():
@@ -42,8 +42,8 @@ def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
 
 
 def from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
-    """As a plan that was just made, but without a check. Its first call is plain too: it loads what a recording of
-    training, which does not warm up, must find loaded."""
+    """Make a cached plan a callable, without checks. Its first call is plain, to load everything that a recording of training,
+    which does not warm up, must find loaded."""
     _watch_weights(c, plain)
     later, called = _replaying(c, plan, kernels, plain), False
 
@@ -69,21 +69,21 @@ def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, Kern
 
 
 def _watch_weights(c: Compilation, plain: Run) -> None:
-    """With `check="weights"`, all bytes of what constants are made of are compared at every call."""
+    """With `check="weights"`, compare every byte of the weights that constants are made of at each call."""
     prepared = codegen.prepared_of(plain)
     if prepared is not None and "weights" in c.options.check:
         prepared.whole = True
 
 
 def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
-    """A plan without the metadata of what is distrusted: the first run checks the rest."""
+    """The plan without the metadata of distrusted values: the first run checks the rest."""
     nodes = [n for n in c.working.nodes if n.op != "output" and origin(n) in c.facts.distrusted]
     doubted = {v.id for n in nodes for v in c.index.values(n)}
     return replace(plan, specs={i: s for i, s in plan.specs.items() if i not in doubted})
 
 
 def _passed(c: Compilation) -> None:
-    """The first run found everything true: the plan may be kept, unless noise chose how it computes."""
+    """Accept the plan after a first run without mismatches: save it, unless a noisy measurement chose its kernels."""
     if suspects := c.facts.suspects():
         blame(c, suspects)
     if c.slot and c.tuner.settled:
@@ -91,7 +91,7 @@ def _passed(c: Compilation) -> None:
 
 
 def _written_inputs(plan: plan_build.Plan) -> Callable[[list[Any]], list[torch.Tensor]]:
-    """Which tensors a run writes in place, among its arguments and those that the graph holds itself."""
+    """The tensors that a run writes in place, among its arguments and those held by the graph."""
     ids = plan_build.written_values(plan)
     places = [k for k, i in enumerate(plan.inputs) if i in ids]
     held = [value for i, (_, value) in plan.attributes.items() if i in ids]

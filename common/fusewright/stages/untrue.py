@@ -1,4 +1,4 @@
-"""What a first run finds untrue becomes facts: metadata is mended, or a region suspected, and the graph compiled again."""
+"""Turn mismatches of a first run into facts: mend metadata or suspect a region, then compile again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("fusewright")
 
 
 def plan_again(c: Compilation, found: Sequence[MetadataMismatch]) -> Run:
-    """Take what a first run found for facts, and compile the graph again."""
+    """Record what a first run found as facts, and compile the graph again."""
     before = len(c.facts)
     for mismatch in found:
         if not _mended(c, mismatch):
@@ -36,7 +36,7 @@ def plan_again(c: Compilation, found: Sequence[MetadataMismatch]) -> Run:
 
 
 def _mended(c: Compilation, mismatch: MetadataMismatch) -> bool:
-    """Whether the metadata of a value has become true, when that of another was mended which it is made of."""
+    """Whether the metadata of a value is true by now, because an input's metadata was mended."""
     node = c.index.node_by_value(mismatch.id)
     if node is None or mismatch.actual is None:
         return False
@@ -46,7 +46,7 @@ def _mended(c: Compilation, mismatch: MetadataMismatch) -> bool:
 
 
 def _learn(c: Compilation, mismatch: MetadataMismatch) -> None:
-    """Suspect the region that made a value, or mend the metadata of what eager made, or leave what depends on it to eager."""
+    """Suspect the region that made a value, or mend the metadata of one made by eager, or leave its readers to eager."""
     suspects = _suspects(c, mismatch)
     if suspects:
         c.facts.suspect(suspects)
@@ -67,9 +67,9 @@ def _learn(c: Compilation, mismatch: MetadataMismatch) -> None:
 
 
 def _suspects(c: Compilation, mismatch: MetadataMismatch) -> dict[str, Verdict]:
-    """The nodes of the region that made a value by anything but eager's own call; none if eager made it.
+    """The nodes of the region that made a value, except by eager's own call; none if eager made it.
 
-    Either what was traced is untrue, or the backend broke its contract. The next run tells: eager makes the value then.
+    Either the traced metadata is wrong or the backend broke its contract. In the next run eager makes the value, which tells.
     """
     for nodes, (region, result) in zip(c.partition.members, c.compiled, strict=True):
         made = [i for i in result.instructions if mismatch.id in i.outs] if isinstance(result, Fragment) else []
@@ -102,7 +102,7 @@ def _mend(c: Compilation, made: Node, same: Sequence[Node], mismatch: MetadataMi
 
 
 def blame(c: Compilation, suspects: Mapping[str, Verdict]) -> None:
-    """Eager made what was traced, so the backend that did not has broken its contract."""
+    """Report a contract violation: eager made what was traced, and the backend did not."""
     message = f"backend {c.backend.name!r}, {next(iter(suspects.values())).detail}. This is a bug of the backend."
     c.report.bugs.append(message)
     if c.options.strict:
