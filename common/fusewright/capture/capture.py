@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.capture import direct
-from fusewright.graph.cse import merge_common
+from fusewright.capture.joint import before_cut
 from fusewright.graph.effects import writes, written
-from fusewright.graph.fills import size_fills
 from fusewright.interface import Phase
 
 log = logging.getLogger("fusewright")
@@ -79,14 +78,8 @@ def through_aot(
         forward=compiler("forward"),
         backward=compiler("backward"),
         inference=compiler("infer"),
-        joint=_before_cut,
+        joint=before_cut,
     )
-
-
-def _before_cut(graph: Graph) -> None:
-    """What is made of the graph of forward and backward while it is one: it decides what is saved and what computed again."""
-    size_fills(graph)
-    merge_common(graph)
 
 
 def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:

@@ -26,7 +26,7 @@ from fusewright.interface import Backend, CompileContext, Compiled, Fragment, Re
 from fusewright.partition.partition import partition
 from fusewright.plan.build import build
 from fusewright.plan.execute.replay import DIVIDE
-from fusewright.plan.inplace import updated_in_place
+from fusewright.plan.inplace import copied_together, updated_in_place
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
@@ -65,6 +65,7 @@ PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: fo
 COMPILE = Pass("compile", "region", FRAGMENT, _compiled, _answers)
 BUILD = Pass("build", "fragment", PLAN, build)
 UPDATE = Pass("updated_in_place", "plan", PLAN, updated_in_place)
+JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     # ATen overloads become rows of the opset; exact rewrite rules; equal calls become one; composites are opened on claim
@@ -77,6 +78,6 @@ PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, split_columns, split_scan)),
     # one flat list; what is overwritten lies where it is; what is replayed; where temporaries lie
     ("fragment", "plan", (BUILD,)),
-    ("plan", "plan", (UPDATE, DIVIDE)),
+    ("plan", "plan", (UPDATE, JOIN, DIVIDE)),
     ("plan", "memory of a plan", (PLACE,)),
 )

@@ -7,8 +7,10 @@ which torch skips (it still counts as a change of `x`, which is why it stays).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from fusewright.interface import TensorSpec
@@ -17,6 +19,7 @@ from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of
 
 COPY = "aten::copy_.default"
+COPIES = "aten::_foreach_copy_.default"
 
 
 def updated_in_place(plan: Plan) -> Plan:
@@ -35,6 +38,37 @@ def updated_in_place(plan: Plan) -> Plan:
         if _touched(found, roots, *pair) == 1:
             found = _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair) or found
     return plan if found is plan.instructions else replace(plan, instructions=found)
+
+
+def copied_together(plan: Plan) -> Plan:
+    """The plan with copies that follow each other as one call for each type; `plan` itself where there are none."""
+    roots = roots_of(plan.instructions)
+    found: list[Instruction] = []
+    for _, run in groupby(plan.instructions, lambda i: _copied(i) is not None):
+        found += _joined(list(run), plan, roots)
+    return plan if len(found) == len(plan.instructions) else replace(plan, instructions=found)
+
+
+def _joined(run: Sequence[Instruction], plan: Plan, roots: Mapping[int, set[int]]) -> Sequence[Instruction]:
+    """Copies, in fewer calls, where none touches what another one writes. One of a tensor to itself costs nothing."""
+    pairs = [pair for pair in map(_copied, run) if pair is not None]
+    if len(pairs) < 2:
+        return run
+    touched = Counter(root for pair in pairs for root in {r for v in pair for r in roots.get(v, {v})})
+    if any(touched[root] > 1 for x, _ in pairs for root in roots.get(x, {x})):
+        return run
+    updated = {i.outs[o] for i in plan.instructions if isinstance(i, Launch) for o, _ in i.updates}
+    wanted = {r for i in plan.instructions for r in reads(i)} | {r.id for r in plan.outputs if isinstance(r, Ref)}
+    kinds: dict[Any, list[int]] = {}
+    for k, (x, new) in enumerate(pairs):
+        a, b = plan.specs.get(x), plan.specs.get(new)
+        plain = a and b and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        alone = not plain or new in updated or wanted.intersection(run[k].outs)
+        kinds.setdefault(k if alone or a is None else (a.dtype, a.device), []).append(k)
+    return [
+        Call(COPIES, tuple([Ref(pairs[k][side]) for k in kind] for side in (0, 1)), ()) if len(kind) > 1 else run[kind[0]]
+        for kind in kinds.values()
+    ]
 
 
 def _copied(i: Instruction) -> tuple[int, int] | None:

@@ -52,8 +52,9 @@ def _make_plan(c: Compilation) -> None:
     c.plan.alone = _alone(c)
     c.plan.origins = labels.origins(c.index, c.plan.instructions, c.lines)
     c.plan.trace = first_trace(c.graph)
-    if c.phase == "infer":
+    if c.phase != "backward":  # whose inputs may share memory
         c.plan = c.do(passes.UPDATE, c.plan)
+        c.plan = c.do(passes.JOIN, c.plan)
 
 
 def _alone(c: Compilation) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -40,3 +41,25 @@ def test_equal_calls_are_one_before_the_graph_is_cut() -> None:
 def test_a_step_does_not_import_inductors_lowerings() -> None:
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
     assert not {"torch._inductor.lowering", "torch._inductor.pattern_matcher"} & set(done.stdout.split())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_running_statistics_are_not_saved_for_a_gradient_that_reads_none() -> None:
+    saved: dict[str, int] = {}
+
+    def keep(aten: GraphModule, phase: str, constants: Any, mode: str) -> Any:
+        saved[phase] = len(aten.graph.find_nodes(op="placeholder"))
+        return lambda args: aten(*args)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, keep, "test")
+
+    torch.manual_seed(0)
+    ours = torch.nn.BatchNorm1d(4)
+    theirs = copy.deepcopy(ours)
+    x = torch.randn(8, 4)
+    torch.compile(ours, backend=backend)(x).sin().sum().backward()
+    theirs(x).sin().sum().backward()
+    assert saved["backward"] == 5  # the image, the weight, the batch's mean and deviation, the gradient
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +124,38 @@ def test_a_cache_of_keys_and_one_of_values_are_written_by_one_kernel() -> None:
     x, y, i = arguments()
     text = plan_of(step, x, x + 1, y, i)
     assert text.count("if e: fail") == 2, "one for the caches, one for the sums"
+
+
+class Norms(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(6) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norms(x)
+
+
+def test_statistics_of_a_training_step_are_copied_together() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    theirs, x = Norms(), torch.randn(5, 6)
+    ours = copy.deepcopy(theirs)
+    compiled = torch.compile(ours, backend="x86_onednn", options={"cache": False, "fallback": "allow"})
+    with report.recording() as reports:
+        for _ in range(3):
+            compiled(x).sin().sum().backward()
+            theirs(x).sin().sum().backward()
+    for a, b in zip((*ours.buffers(), *ours.parameters()), (*theirs.buffers(), *theirs.parameters()), strict=True):
+        torch.testing.assert_close(a, b)
+    text = next(r for r in reports if r.phase == "forward").texts["plan"]
+    assert text.count("_foreach_copy_") == 1
+
+
+def test_copies_that_touch_each_other_stay_apart() -> None:
+    def swapped(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        was = x.clone()
+        x.copy_(y)
+        y.copy_(was)
+        return (x + y,)
+
+    assert "_foreach_copy_" not in plan_of(swapped, torch.randn(5, 6), torch.randn(5, 6))

@@ -151,7 +151,7 @@ class Retained(Recorded[_Recording]):
         alone = self._misses >= MISSES or 2 * cost(nearest) < sum(size.values())
         places = moved(nearest)
         if not alone or cost(nearest) > COPY_LIMIT or self._written.intersection(places):
-            return None  # of what is written the caller would not see a copy
+            return None
         self._copy(places)
         return nearest
 
@@ -218,6 +218,8 @@ class Retained(Recorded[_Recording]):
         return self._body(list(given))
 
     def _stays(self, position: int, x: torch.Tensor) -> bool:
+        if position in self._written:  # of a copy the caller would see nothing
+            return True
         return x.numel() * x.element_size() >= SMALL if self._fixed is None else position in self._fixed
 
     def _give_up(self, why: str) -> None:
@@ -240,11 +242,8 @@ def retained(
 
 
 def _handed_out(plan: Plan, handover: Handover) -> str | None:
-    """What AOTAutograd relies on that a recording would not give: the identity of inputs that are results, or that are
-    written and may lie elsewhere next time."""
+    """What AOTAutograd relies on that a recording would not give: the identity of inputs that are results."""
     if not handover.known:
         return "AOTAutograd does not say which results are the caller's"
-    if not written_places(plan) <= (handover.fixed or frozenset()):
-        return "it writes into its inputs"
     own = {o.id for o in plan.outputs[: handover.copies] if isinstance(o, Ref)}
     return "a result is an input" if own & set(plan.inputs) else None

@@ -212,6 +212,29 @@ def test_statistics_of_channels_last_images_are_written_where_they_lie() -> None
     assert recorder.replays == 6
 
 
+def test_what_is_no_modules_is_written_where_it_lies() -> None:
+    """State that a closure holds, and that its owner replaces now and then."""
+    torch.manual_seed(0)
+    linear, recorder, x = torch.nn.Linear(8, 8), Working(), torch.randn(64, 8)
+
+    def forward(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = linear(x).sigmoid()
+        state.mul_(0.5).add_(y.detach().mean(0))
+        return y.tanh() * x
+
+    fast = compiled(forward, recorder)
+    with recording() as reports:
+        for _ in range(3):
+            ours, theirs = torch.zeros(8), torch.zeros(8)
+            for _ in range(4):
+                linear.zero_grad(set_to_none=True)
+                forward(x, theirs)
+                fast(x, ours).sum().backward()
+                torch.testing.assert_close(ours, theirs)
+    assert [r.replay.partition(",")[0] for r in reports if r.replay] == ["replayed", "replayed"]
+    assert recorder.replays > 12
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

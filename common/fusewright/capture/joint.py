@@ -1,0 +1,34 @@
+"""What is made of the graph of forward and backward while it is one: it decides what is saved and what computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright.graph.cse import merge_common
+from fusewright.graph.fills import size_fills
+
+
+def before_cut(graph: Graph) -> None:
+    """Rewrite a joint graph in place."""
+    size_fills(graph)
+    unread_statistics(graph)
+    merge_common(graph)
+
+
+def unread_statistics(graph: Graph) -> None:
+    """The gradient of a training batch norm is given its running statistics, of which it reads the type alone: it gets the weight
+    in their place, so that none of them is saved."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
+        _, _, weight, mean, var, _, _, train, *_ = node.args
+        if train is True and all(_alike(weight, x) for x in (mean, var)):
+            node.args = (*node.args[:3], weight, weight, *node.args[5:])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return False
+    x, y = a.meta["val"], b.meta["val"]
+    return bool(x.dtype == y.dtype and x.shape == y.shape and x.device == y.device)
