@@ -14,11 +14,11 @@ Pair: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 LIMIT = 2.0
 FLOOR = 4.0
-"""Rounding steps at the scale of the output that pass whatever eager's error is: libraries that add products in another order
+"""Errors of this many rounding steps, at the scale of the output, always pass: libraries that add products in different orders
 differ by that much (docs/studies/fp32-accuracy.md)."""
 VANISHED = 2.0**-24
-"""A result that in fp64 is so much smaller than eager's error is zero but for rounding: the gradient of a key's bias, which
-softmax does not see."""
+"""Below this fraction of eager's error, an fp64 result counts as zero up to rounding, e.g. the gradient of a key's bias, which
+softmax cancels."""
 _EPS = {
     "fp64": torch.finfo(torch.float64).eps,
     "fp32": torch.finfo(torch.float32).eps,
@@ -27,16 +27,16 @@ _EPS = {
     "amp": torch.finfo(torch.bfloat16).eps,
 }
 _FULL = ("fp64", "fp32")
-"""Precisions in which libraries that add in another order differ by `FLOOR` steps."""
+"""Precisions in which libraries that add in different orders differ by `FLOOR` steps."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """Worst output of a call. `ratio_*` = our error / eager's error; errors are absolute, against fp64.
 
-    `passed` means every output has error <= 2x eager's + one epsilon of the dtype (four in fp32) at the output's scale, in
-    max and rms norm, has eager's dtype and shape, and NaN and Inf exactly where eager has them. Where the exact result
-    is zero, eager's error is at least fp64's, in epsilons.
+    `passed` means every output has error <= 2x eager's + one epsilon of the dtype (four in fp32) at the output's scale, in max
+    and rms norm, has eager's dtype and shape, and has NaN and Inf exactly where eager does. Where the exact result is zero,
+    eager's error counts as at least fp64's, in epsilons.
     """
 
     passed: bool
@@ -59,8 +59,8 @@ def compare(
     dtype: str,
     near: Sequence[Pair] = (),
 ) -> Accuracy:
-    """Judges `ours` beside `eager`, output by output; the worst output (a failed one first, then the highest
-    ratio) is returned. `near`: the same call on neighbouring numbers, in fp64 and in eager, whose largest error is eager's then.
+    """Compare `ours` with `eager`, output by output, and return the worst output (a failed one first, then the highest ratio).
+    `near`: the same call on neighbouring numbers, in fp64 and in eager; the largest of eager's errors then applies.
     """
     if not len(wide) == len(eager) == len(ours):
         return _failed(f"{len(ours)} outputs, eager has {len(eager)}")
@@ -89,7 +89,7 @@ def _compare_leaf(
         return _failed(f"{name}: {ours.dtype} {tuple(ours.shape)}, eager has {eager.dtype} {tuple(eager.shape)}")
     if ours.device != eager.device:
         return _failed(f"{name}: on {ours.device}, eager's is on {eager.device}")
-    eager, ours = eager.to(wide.device), ours.to(wide.device)  # the host's, where the device has no fp64
+    eager, ours = eager.to(wide.device), ours.to(wide.device)  # to the host if the device has no fp64
     if not eager.dtype.is_floating_point:
         equal = torch.equal(ours, eager)
         return (
@@ -112,13 +112,13 @@ def _compare_leaf(
     ours_max, ours_rms = _norms(ours[finite].double() - exact)
     scale_max, scale_rms = _norms(exact)
     if dtype == "fp32" and scale_max <= VANISHED * eager_max:
-        # Eager's error is one draw of what is left of the terms, whose size nobody sees; what fp64 leaves of them tells it.
+        # Eager's error samples a residue of cancelled terms, whose magnitude is unknown; the fp64 residue indicates it.
         wider = _EPS[dtype] / torch.finfo(torch.float64).eps
         eager_max, eager_rms = max(eager_max, scale_max * wider), max(eager_rms, scale_rms * wider)
     eps = FLOOR * _EPS[dtype] if dtype in _FULL else _EPS[dtype]
     passed = ours_max <= LIMIT * eager_max + eps * scale_max and ours_rms <= LIMIT * eager_rms + eps * scale_rms
     reason = "" if passed else f"{name}: error {ours_max:.3g} against eager's {eager_max:.3g}"
-    # The ratio of two errors far below the floor says nothing: the floor's hundredth bounds the denominator.
+    # The ratio of two errors far below the floor means nothing, so bound the denominator by a hundredth of the floor.
     ratio_max = ours_max / max(eager_max, 0.01 * eps * scale_max, 1e-300)
     ratio_rms = ours_rms / max(eager_rms, 0.01 * eps * scale_rms, 1e-300)
     return Accuracy(passed, ratio_max, ratio_rms, ours_max, ours_rms, eager_max, eager_rms, reason)

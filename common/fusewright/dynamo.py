@@ -1,4 +1,4 @@
-"""The door that `torch.compile` comes through: one plain function per backend name."""
+"""The entry point from `torch.compile`: one plain function per backend name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Entry = Callable[..., Callable[..., Any]]
 
 
 def entry(name: str) -> Entry:
-    """The function that a package registers under `torch_dynamo_backends`, for the backend `name` of its own."""
+    """The function that a package registers under `torch_dynamo_backends` for its own backend `name`."""
 
     def backend(
         gm: GraphModule,
@@ -33,7 +33,7 @@ def entry(name: str) -> Entry:
         options: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
-        with gc_paused():  # from the first import on
+        with gc_paused():  # including the imports
             return compile_dynamo(name, gm, example_inputs, options, mode)
 
     backend.__name__ = backend.__qualname__ = name
@@ -43,8 +43,8 @@ def entry(name: str) -> Entry:
 def compile_dynamo(
     name: str, gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with a backend; eager when the backend cannot run here, with one line that says why. `mode` is
-    torch's: see `config.MODES`."""
+    """Compile a Dynamo graph with a backend, or fall back to eager with a one-line reason if the backend cannot run here.
+    `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
     from fusewright.capture import capture, layouts, masks
 
@@ -54,7 +54,7 @@ def compile_dynamo(
     try:
         backend = registry.create(name, parsed)
     except BackendUnavailableError as e:
-        if parsed.simulate:  # a check that eager would pass is no check
+        if parsed.simulate:  # falling back to eager would make the check meaningless
             raise
         warn_once(f"{e} Eager runs this model.")
         return gm.forward
@@ -71,18 +71,18 @@ def compile_dynamo(
     if laid is not None:
         try:
             return capture.capture(laid, example_inputs, compile_graph)
-        except (RuntimeError, ValueError) as e:  # a view that has no such strides
+        except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step is not channels-last: %s", str(e).partition("\n")[0])
     return capture.capture(gm, example_inputs, compile_graph)
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:
-    """What the user asked for, checked. A mode gives way to options and, for a simulated device has no speed, to a
-    simulation."""
+    """Check the user's options. Explicit options override a mode, and so does a simulation, since a simulated device has no
+    speed."""
     from fusewright.config import Options, options_of_mode
 
     of_mode = options_of_mode(mode, cls)
-    if cls is None:  # nobody knows the options of a plugin that does not load
+    if cls is None:  # the options of a plugin that fails to load are unknown
         return Options.parse(None, None)
     parsed = Options.parse(options, cls)
     if of_mode and not parsed.simulate:
@@ -91,13 +91,13 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
     unknown = [_unknown_rule(id, cls) for id in parsed.disable_rules if id not in _rules(cls)]
     if unknown and given:
         raise OptionError(f"option 'disable_rules': {unknown[0]}")
-    for text in unknown:  # the variable may speak of another backend's
+    for text in unknown:  # the variable may name an option of another backend
         warn_once(f"FUSEWRIGHT_DISABLE_RULE: {text}")
     return parsed
 
 
 def _rules(cls: type[Backend]) -> set[str]:
-    """Ids of rewrite rules: the host's, those of the rows that were loaded with backends, and what this one adds."""
+    """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
@@ -109,7 +109,7 @@ def _unknown_rule(id: str, cls: type[Backend]) -> str:
 
 
 def _warn_of_unknown_env() -> None:
-    """One line for each variable that looks like ours and that nobody reads. Other backends are asked only then."""
+    """Warn once of each variable with our prefix that nobody reads. Other backends are asked only if there is one."""
     from fusewright import registry
     from fusewright.config import unknown_env
 
@@ -120,8 +120,8 @@ def _warn_of_unknown_env() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's collector of cycles: all that is made meanwhile has it walk the whole heap, which takes a quarter of a
-    second with torch and a model."""
+    """Pause Python's cyclic garbage collector: allocations would trigger walks of the whole heap, a quarter of a second with
+    torch and a model."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -132,7 +132,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
-    """The device that most of the graph runs on: the first tensor that is not on the host, else that."""
+    """The device that the graph runs on: that of the first tensor not on the host, else the host."""
     devices = [x.device.type for x in example_inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d != HOST), HOST)
 
@@ -153,7 +153,7 @@ def fusewright(
 
 
 def best_backend(example_inputs: Sequence[Any]) -> str:
-    """The name that "fusewright" stands for with these inputs. Raises `BackendUnavailableError` where nothing works."""
+    """The backend that "fusewright" stands for with these inputs. Raises `BackendUnavailableError` if none works."""
     from fusewright import registry
     from fusewright.config import env
 

@@ -1,4 +1,4 @@
-"""Errors that users can meet. Each message says what was wrong and what would put it right."""
+"""Errors that users may see. Each message says what was wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FusewrightError(Exception):
 
 
 class OptionError(FusewrightError, ValueError):
-    """An option or environment variable that does not exist, or a value that it cannot have."""
+    """An unknown option or environment variable, or an invalid value of one."""
 
 
 class UnknownBackendError(FusewrightError, LookupError):
@@ -20,15 +20,15 @@ class UnknownBackendError(FusewrightError, LookupError):
 
 
 class BackendUnavailableError(FusewrightError, RuntimeError):
-    """The backend is installed but cannot be used here: it did not load, or its device is missing."""
+    """The backend is installed but cannot run here: it failed to load, or its device is missing."""
 
 
 class FallbackError(FusewrightError, RuntimeError):
-    """Ops would run in eager, or by eager's own calls inside of regions, although the options say `fallback="error"`."""
+    """Ops would run in eager, or as eager's own calls inside regions, although the options say `fallback="error"`."""
 
 
 class BackendContractError(FusewrightError, RuntimeError):
-    """A backend broke the interface's contract: a wrong shape, a changed input, a result that is missing."""
+    """A backend violated the interface's contract: a wrong shape, a modified input, a missing result."""
 
 
 class BackendCrashError(FusewrightError, RuntimeError):
@@ -44,11 +44,11 @@ class ArtifactError(FusewrightError, ValueError):
 
 
 class FreedStorageError(FusewrightError, RuntimeError):
-    """A kernel was to read a tensor whose memory was given back, e.g. sharded weights between two uses."""
+    """A kernel would read a tensor whose memory was freed, e.g. sharded weights between two uses."""
 
 
 def without_memory(t: Any) -> int:
-    """What stands for the address of a tensor whose pointer is null: 0 for an empty one. Raises `FreedStorageError` for one with
+    """Return 0, the address to pass for a tensor with a null pointer, if it is empty. Raise `FreedStorageError` if it has
     elements, which a kernel would read."""
     if t.numel() == 0:
         return 0
@@ -59,7 +59,7 @@ def without_memory(t: Any) -> int:
 
 
 def sized(t: Any, sizes: tuple[int, ...], target: str) -> None:
-    """Raise RuntimeError, as a failed assertion does, where `t` has not these sizes; -1 is any."""
+    """Raise RuntimeError, as a failed assertion does, unless `t` has these sizes; -1 matches any."""
     if any(n not in (-1, m) for n, m in zip(sizes, t.shape, strict=True)):
         wanted = " x ".join("?" if n == -1 else str(n) for n in sizes)
         made = " x ".join(map(str, t.shape))
@@ -67,13 +67,13 @@ def sized(t: Any, sizes: tuple[int, ...], target: str) -> None:
 
 
 def printable(words: object) -> str:
-    """Words of unknown origin as one line that every terminal and log takes."""
+    """Format words of unknown origin as one line that is safe for every terminal and log."""
     text = str(words)
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def in_brief(words: object, most: int = 200) -> str:
-    """The first line that says something, at most so long."""
+    """The first non-empty line, cut to `most` characters."""
     first = next((line for line in map(str.strip, str(words).splitlines()) if line), "")
     return printable(first if len(first) <= most else f"{first[:most]} ...")
 
@@ -84,7 +84,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint that ends an error message: the closest valid name, or all of them."""
+    """A suggestion to end an error message with: the closest valid name, or all of them."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:

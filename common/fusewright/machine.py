@@ -1,4 +1,4 @@
-"""Facts about the machine at hand that more than one backend needs: CPU features, cores, CPU quota."""
+"""Facts about the current machine that several backends need: CPU features, cores, CPU quota."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-# Where they differ: torch's name on the left, the kernel's name in /proc/cpuinfo on the right.
+# Features whose names differ: torch's name on the left, the kernel's name in /proc/cpuinfo on the right.
 _KERNEL_NAMES = {
     "avx512_f": "avx512f", "avx512_bw": "avx512bw", "avx512_vl": "avx512vl", "avx512_dq": "avx512dq",
     "avx512_cd": "avx512cd", "avx512_ifma": "avx512ifma", "avx512_vbmi": "avx512vbmi", "fma3": "fma", "lzcnt": "abm",
@@ -25,21 +25,21 @@ _KERNEL_NAMES = {
 
 
 def arch() -> str:
-    """The machine's architecture in one spelling: "x86_64", "aarch64", or what the system says."""
+    """The machine's architecture in a normalized spelling: "x86_64", "aarch64", or what the system reports."""
     machine = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Instruction-set features by the names of `torch.cpu.get_capabilities`, e.g. "avx512_vnni", "bf16"."""
+    """Instruction-set features, named as in `torch.cpu.get_capabilities`, e.g. "avx512_vnni", "bf16"."""
     if hasattr(torch.cpu, "get_capabilities"):
         return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     return features_of(_CPUINFO.read_text()) if _CPUINFO.exists() else frozenset()
 
 
 def features_of(cpuinfo: str) -> frozenset[str]:
-    """The features that a text in the form of /proc/cpuinfo lists, torch's names included."""
+    """The features listed in a text in the format of /proc/cpuinfo, torch's names included."""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     flags = set(found.group(1).split()) if found else set()
     return frozenset(flags | {ours for ours, theirs in _KERNEL_NAMES.items() if theirs in flags})
@@ -47,7 +47,7 @@ def features_of(cpuinfo: str) -> frozenset[str]:
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's name as its maker gives it, or the architecture where the system does not say."""
+    """The processor's name as given by its maker, or the architecture if the system does not report one."""
     if _CPUINFO.exists():
         found = re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(), re.MULTILINE)
         if found:
@@ -61,7 +61,7 @@ def cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs that the control group grants (1.5 is one and a half), cgroup v2 or v1; None without a limit."""
+    """CPUs granted by the control group (1.5 is one and a half), cgroup v2 or v1; None without a limit."""
     try:
         if (root / "cpu.max").exists():
             quota, period = (root / "cpu.max").read_text().split()
@@ -74,8 +74,8 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def torch_switches(*names: str) -> str:
-    """Settings of torch by their dotted names, e.g. "backends.cudnn.enabled", for fingerprints. "-" for those that this torch
-    does not have, or that it refuses to tell."""
+    """Values of torch's settings, given by dotted names such as "backends.cudnn.enabled", for fingerprints. "-" for those that
+    this torch lacks or refuses to read."""
     return ",".join(f"{name.removeprefix('backends.')}={_switch(name)}" for name in names)
 
 
@@ -83,20 +83,19 @@ def _switch(name: str) -> str:
     try:
         value = attrgetter(name)(torch)
         return str(value() if callable(value) else value)
-    except (AttributeError, RuntimeError):  # RuntimeError: set by torch's newer interface
+    except (AttributeError, RuntimeError):  # RuntimeError: the setting was made through torch's newer interface
         return "-"
 
 
 def environment(*names: str) -> str:
-    """Those of the environment variables that are set, for fingerprints. A name that ends with "*" stands for all that begin
-    so."""
+    """Those of the named environment variables that are set, for fingerprints. A trailing "*" matches any suffix."""
     found = [n for n in os.environ for wanted in names if n == wanted or (wanted[-1] == "*" and n.startswith(wanted[:-1]))]
     return ",".join(f"{n}={os.environ[n]}" for n in sorted(set(found)))
 
 
 @functools.cache
 def sources(package: str) -> str:
-    """A hash of names, sizes and times of a package's files: a changed checkout makes other code of one version."""
+    """A hash of the names, sizes and times of a package's files, so that a modified checkout counts as different code."""
     file = getattr(sys.modules.get(package), "__file__", None)
     digest = hashlib.sha256()
     folder = Path(file).parent if file else Path()

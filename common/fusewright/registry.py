@@ -1,8 +1,7 @@
 """Which backends are installed, and which of them work here.
 
-Backends are found through the entry-point group `fusewright.backends`. Nothing of a plugin is imported until
-somebody asks for it, and a plugin that is broken, too old or too new is `Unavailable` with a reason: it harms
-nothing else.
+Backends are found through the entry-point group `fusewright.backends`. A plugin is not imported until it is needed. One that is
+broken, too old or too new becomes `Unavailable` with a reason and affects nothing else.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 GROUP = "fusewright.backends"
 HOST = "fusewright"
-"""The host's own distribution: what it registers are the reference backends."""
+"""The host's own distribution, which registers the reference backends."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """An entry point, not yet imported. `clashes`: distributions that offer the same name and are ignored."""
+    """An entry point, not yet imported. `clashes`: distributions that register the same name and are ignored."""
 
     name: str
     value: str
@@ -42,7 +41,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """A plugin after loading and probing. `cls` is None when loading failed; then `device` says why."""
+    """A plugin after loading and probing. `cls` is None if loading failed; `device` then holds the reason."""
 
     plugin: Plugin
     cls: type[Backend] | None
@@ -58,7 +57,7 @@ class BackendInfo:
 
     @property
     def lowers(self) -> tuple[str, ...] | None:
-        """Row names of the opset that it lowers; () for none, None when it cannot say."""
+        """Row names of the opset that it lowers; () for none, None if unknown."""
         if self.cls is None:
             return ()
         names = self.cls.lowers()
@@ -69,7 +68,7 @@ class BackendInfo:
 def plugins() -> dict[str, Plugin]:
     """Every registered backend by name, from package metadata alone.
 
-    Of two with one name the first on `sys.path` wins, as in torch's own lookup.
+    If two have the same name, the first on `sys.path` wins, as in torch's own lookup.
     """
     found: dict[str, list[Plugin]] = {}
     for e in importlib.metadata.entry_points(group=GROUP):
@@ -82,14 +81,14 @@ def plugins() -> dict[str, Plugin]:
 
 
 def refresh() -> None:
-    """Forget what was found, loaded and probed: a package was installed into the running process."""
+    """Discard everything found, loaded and probed, e.g. after a package was installed into the running process."""
     plugins.cache_clear()
     info.cache_clear()
 
 
 @functools.cache
 def info(name: str) -> BackendInfo:
-    """Load and probe one backend. Raises `UnknownBackendError`, with the nearest name."""
+    """Load and probe one backend. Raises `UnknownBackendError`, which suggests the nearest name."""
     plugin = plugins().get(name)
     if plugin is None:
         raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, plugins())}")
@@ -100,12 +99,12 @@ def info(name: str) -> BackendInfo:
 
 
 def backends() -> list[BackendInfo]:
-    """Every registered backend, loaded and probed, in the order of their names."""
+    """Every registered backend, loaded and probed, sorted by name."""
     return [info(name) for name in plugins()]
 
 
 def environment() -> dict[str, str]:
-    """The environment variables that installed backends read, with a line of help each."""
+    """The environment variables that installed backends read, each with one line of help."""
     return {v: text for found in backends() if found.cls for v, text in found.cls.environment.items()}
 
 
@@ -118,7 +117,7 @@ def get(name: str) -> type[Backend]:
 
 
 def create(name: str, options: Options) -> Backend:
-    """A backend on its device, or on a simulated one where the options say so. Raises like `get`."""
+    """Create a backend on its device, or on a simulated one if the options say so. Raises like `get`."""
     found = info(name)
     device = found.cls.simulated(options.backend) if found.cls and options.simulate else found.device
     device = _need(name, device)
@@ -134,10 +133,10 @@ def _need(name: str, device: Device | Unavailable) -> Device:
 
 
 def best(device_type: str | None = None) -> str | None:
-    """The name that `backend="fusewright"` stands for, or None when no backend can do anything here.
+    """The name that `backend="fusewright"` stands for, or None if no backend can do anything here.
 
-    Candidates work on this machine, declare a priority and lower something; the highest priority wins, then
-    the name. `device_type`, by torch's name, limits them to the kind of device of the tensors at hand.
+    Candidates work on this machine, declare a priority and lower something; the highest priority wins, ties are broken by name.
+    `device_type` (torch's name) limits them to backends for that kind of device.
     """
     candidates = [
         (-i.cls.priority, i.name)
@@ -152,12 +151,12 @@ def best(device_type: str | None = None) -> str | None:
 
 
 def _load(plugin: Plugin) -> type[Backend] | Unavailable:
-    """Import the class and check what it was written against."""
+    """Import the class and check the interface version that it was written for."""
     entry = importlib.metadata.EntryPoint(plugin.name, plugin.value, GROUP)
     update = f"install a {plugin.dist} that matches this fusewright"
     try:
         cls = entry.load()
-    except (Exception, SystemExit) as e:  # a plugin may fail in any way, even by leaving: its own problem
+    except (Exception, SystemExit) as e:  # a plugin may fail in any way, even by exiting; it must not harm the others
         what = f"{plugin.value} does not load: {type(e).__name__}: {e}"
         return Unavailable(what, f"reinstall or remove {plugin.dist}")
     if not (inspect.isclass(cls) and issubclass(cls, Backend)):
@@ -176,7 +175,7 @@ def _load(plugin: Plugin) -> type[Backend] | Unavailable:
 
 
 def _probe(cls: type[Backend]) -> Device | Unavailable:
-    """A probe is meant to be total; one that raises is reported like any other reason."""
+    """Probe a backend. A probe must not raise; one that does is reported like any other reason."""
     try:
         return cls.probe()
     except (Exception, SystemExit) as e:  # as in _load

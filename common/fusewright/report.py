@@ -1,6 +1,4 @@
-"""What happened to each graph: the record that `explain` shows. The compile path itself fills it, so the two cannot
-differ.
-"""
+"""What happened to each graph, as `explain` shows it. The compile path itself fills this record, so the two cannot differ."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from fusewright.interface import KernelCode, Verdict
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One op of the final graph. `where` is "lowered"; "carried": eager's own call, inside a region of the backend; "eager"; or
-    "view": eager's own, and free."""
+    """One op of the final graph. `where` is "lowered", "carried" (eager's own call, inside a region of the backend), "eager",
+    or "view" (eager's own, and free)."""
 
     op: str
     where: str
@@ -28,13 +26,13 @@ class OpRecord:
     shape: str
     seconds: float
     id: int = -1
-    """Of the op in its graph; instructions of the plan name it."""
+    """Id of the op in its graph; instructions of the plan refer to it."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What was compiled, for those who record with `keep`: a `plan.build.Plan` with its kernels and the plan as a callable, the
-    `GraphIndex` of the graph that was lowered, and the arguments of its first call."""
+    """What was compiled, for recordings with `keep`: a `plan.build.Plan` with its kernels, the plan as a callable, the
+    `GraphIndex` of the lowered graph, and the arguments of the first call."""
 
     plan: Any
     kernels: Mapping[str, KernelCode]
@@ -55,39 +53,39 @@ class GraphReport:
     rules: Counter[str] = field(default_factory=Counter)
     stages: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """Each run of a stage: its name, when it began (`time.perf_counter`) and how many seconds it took."""
+    """Each run of a stage: name, start (`time.perf_counter`) and duration in seconds."""
     texts: dict[str, str] = field(default_factory=dict)
     bugs: list[str] = field(default_factory=list)
     cached: bool = False
     superseded: bool = False
-    """Whether the graph was compiled again, since its first run found what was traced untrue."""
+    """Whether the graph was compiled again because its first run contradicted the traced metadata."""
     kept: Kept | None = None
     replay: str = ""
-    """How calls are replayed on the device, or why they are not; "" where the backend has no such thing."""
+    """How calls are replayed on the device, or why not; "" if the backend has no replay."""
 
     def tell_replay(self, text: str) -> None:
-        """Keep what became of replay; it is known for sure only after some calls."""
+        """Record the outcome of replay; it is final only after some calls."""
         self.replay = text
 
     def count(self, where: str) -> int:
         return sum(1 for r in self.ops if r.where == where)
 
     def seconds(self, where: str) -> float:
-        """Estimated seconds a call spends there (a roofline, not a measurement)."""
+        """Estimated seconds that a call spends in `where` (a roofline, not a measurement)."""
         return sum(r.seconds for r in self.ops if r.where == where)
 
     @property
     def fallbacks(self) -> list[OpRecord]:
-        """What the backend did not take."""
+        """Ops that the backend did not take."""
         return [r for r in self.ops if r.where == "eager"]
 
     @property
     def by_eager(self) -> list[OpRecord]:
-        """All that eager's own kernels compute, inside of regions and outside: what the option `fallback` is about."""
+        """All ops that eager's own kernels compute, inside and outside regions: what the option `fallback` is about."""
         return [r for r in self.ops if r.where in ("eager", "carried")]
 
     def summary(self) -> str:
-        """The one line that a user sees when something runs in eager."""
+        """The one line that a user sees if something runs in eager."""
         lowered, carried, eager = map(self.count, ("lowered", "carried", "eager"))
         reasons = len({(r.verdict.why, r.verdict.detail) for r in self.by_eager})
         inside = f", and {carried} by eager's own calls inside of regions" if carried else ""
@@ -103,11 +101,11 @@ SEE = 'see "fusewright explain"'
 log = logging.getLogger("fusewright")
 
 SAID: set[str] = set()
-"""Lines that this process has said."""
+"""Lines that this process has already logged."""
 
 
 def warn_once(message: str) -> None:
-    """Say a line, but not again: equal layers make equal graphs, whose notes are equal too."""
+    """Log a line only once: equal layers make equal graphs, and their notes are equal too."""
     if message not in SAID:
         SAID.add(message)
         log.warning("fusewright: %s", message)
@@ -124,7 +122,7 @@ _recorders: list[_Recorder] = []
 
 @contextlib.contextmanager
 def recording(keep: bool = False) -> Iterator[list[GraphReport]]:
-    """Collect the reports of every graph that is compiled inside the `with` block; with what was compiled, if `keep`."""
+    """Collect the reports of every graph compiled inside the `with` block; with `keep`, also what was compiled."""
     recorder = _Recorder(keep)
     _recorders.append(recorder)
     try:
@@ -138,11 +136,11 @@ def is_recording() -> bool:
 
 
 def is_keeping() -> bool:
-    """Whether somebody wants what is compiled, and not its record alone."""
+    """Whether a recording wants the compiled plans, not only the reports."""
     return any(r.keep for r in _recorders)
 
 
 def publish(report: GraphReport) -> None:
-    """Hand a finished report to whoever records."""
+    """Pass a finished report to all active recordings."""
     for r in _recorders:
         r.reports.append(report)

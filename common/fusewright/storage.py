@@ -1,10 +1,10 @@
 """Whether a tensor's memory is its value: the one place that decides what a kernel may read.
 
-Much that torch calls a tensor is not in memory as it reads: views that are negated or conjugated only when somebody
-looks, zeros without memory, sparse and quantized layouts, subclasses around other tensors, storage that was freed.
-What is known when a graph is traced is asked of its FakeTensors (`partition`); what shows only in real tensors is asked
-of the inputs of a graph when it is captured, of what autograd hands to a backward graph at every call, and of everything
-that a kernel reads in the first run of a plan (`firstrun`).
+Not every torch tensor lies in memory as it reads: views that are negated or conjugated lazily, zeros without memory, sparse and
+quantized layouts, subclasses that wrap other tensors, freed storage. What is known while tracing is asked of the graph's
+FakeTensors (`partition`). What only real tensors show is checked on the inputs of a graph at capture, on everything that
+autograd passes to a backward graph at every call, and on everything that a kernel reads in the first run of a plan
+(`firstrun`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusewright import _torch_compat as compat
 
 
 def lazy(t: object) -> str:
-    """What a tensor's memory still lacks to be its value, of a real tensor or a FakeTensor: "neg", "conj", "zero" or ""."""
+    """The lazy state that separates a real or fake tensor's memory from its value: "neg", "conj", "zero" or ""."""
     if not isinstance(t, torch.Tensor):
         return ""
     if t.is_neg():
@@ -35,7 +35,7 @@ NO_MEMORY = "has no memory"
 
 
 def why_not(t: torch.Tensor) -> str:
-    """Why the memory behind `data_ptr` of a real tensor is not its value, or ""."""
+    """Why the memory at `data_ptr` of a real tensor is not its value, or ""."""
     if t.layout is not torch.strided:
         return f"has the layout {t.layout}"
     if t.is_nested or t.is_quantized:
@@ -44,16 +44,16 @@ def why_not(t: torch.Tensor) -> str:
         return f"is {_LAZY[found]}"
     try:
         return "" if t.data_ptr() or not t.numel() else NO_MEMORY
-    except RuntimeError as e:  # of tensors that only wrap others
+    except RuntimeError as e:  # tensors that only wrap others
         return f"has no pointer: {str(e).splitlines()[0]}"
 
 
 UNTRACED = "fusewright_untraced"
-"""Key in the `meta` of a graph of which a real tensor is something that its FakeTensor does not show: why."""
+"""Key in the `meta` of a graph for which a real tensor differs from its FakeTensor; the value is the reason."""
 
 
 def untraced(t: object) -> str:
-    """Why a real tensor is something else than its FakeTensor shows, or "". Zeros without memory are taken care of apart."""
+    """Why a real tensor differs from its FakeTensor, or "". Zeros without memory are handled separately."""
     if not isinstance(t, torch.Tensor) or compat.is_fake(t) or compat.is_wrapper(t) or t.is_nested:
         return ""
     return why_not(t) if t.is_mkldnn or t.is_quantized else ""
@@ -72,12 +72,12 @@ def overlaps(t: object) -> bool:
 
 
 def materialized(t: torch.Tensor) -> torch.Tensor:
-    """`t`, or its value in memory where a view negates or conjugates it or where it is zeros without memory."""
+    """Return `t`, or a copy in memory if it is a lazily negated or conjugated view or zeros without memory."""
     return t.detach().clone() if lazy(t) else t
 
 
 def materializing(run: Callable[[list[Any]], Any], places: Iterable[int]) -> Callable[[list[Any]], Any]:
-    """`run` for arguments at `places` that no guard looks at: what is lazy among them comes into memory before."""
+    """Wrap `run` so that lazy tensors among the arguments at `places`, which no guard checks, are materialized first."""
     watched = tuple(places)
     if not watched:
         return run
@@ -92,7 +92,7 @@ def materializing(run: Callable[[list[Any]], Any], places: Iterable[int]) -> Cal
 
 
 def zeros_in_memory(fn: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-    """`fn` for inputs among which are zeros without memory. Dynamo guards on that, but FakeTensors do not show it."""
+    """Wrap `fn` for inputs that include zeros without memory. Dynamo guards on them, but FakeTensors do not show them."""
     places = [k for k, x in enumerate(examples) if isinstance(x, torch.Tensor) and compat.is_zero_tensor(x)]
 
     def call(*args: Any) -> Any:
@@ -110,4 +110,4 @@ def zeros_in_memory(fn: Callable[..., Any], examples: Sequence[Any]) -> Callable
 _IMMUTABLE = (
     "ZeroTensors are immutable. Please use the materialized zero tensor obtained using .clone() if you want a mutable tensor."
 )
-"""Eager's words for a write into zeros without memory."""
+"""Eager's message for a write into zeros without memory."""

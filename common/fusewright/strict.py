@@ -1,7 +1,7 @@
-"""Whether what runs now was compiled with the option `strict`.
+"""Whether the current call was compiled with the option `strict`.
 
-Compiling knows its options. What a plan calls does not: an operator whose kernel cannot be built computes its result in another
-way, which a user of `strict` wants to see as an error instead.
+The compiler knows its options; operators called by a plan do not. An operator whose kernel cannot be built falls back to
+another way to compute its result, and a user of `strict` wants an error instead.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _now = threading.local()
 
 
 def is_strict() -> bool:
-    """True while this thread runs a plan that was compiled with `strict`."""
+    """Whether this thread is running a plan compiled with `strict`."""
     return getattr(_now, "strict", False)
 
 
 def strictly(run: Run) -> Run:
-    """`run`, with `is_strict` true meanwhile, in whichever thread it is called (autograd has threads of its own)."""
+    """Wrap `run` so that `is_strict` holds meanwhile, in whichever thread calls it (autograd has its own threads)."""
 
     def strict_run(args: list[Any]) -> Any:
         before, _now.strict = is_strict(), True

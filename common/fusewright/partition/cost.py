@@ -1,4 +1,4 @@
-"""A rough roofline: FLOPs and bytes of an op from its metadata, for profitability and for `explain`'s share of time."""
+"""A rough roofline: FLOPs and bytes of an op from its metadata, for profitability and for the time shares in `explain`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Work:
     bytes: float
 
     def seconds(self, policy: DevicePolicy) -> float:
-        """An estimate for a device of this policy."""
+        """Estimate the time on a device with this policy."""
         if self.kind == "view":
             return 0.0
         return policy.call_seconds + max(self.flops / policy.flops_per_second, self.bytes / policy.bytes_per_second)

@@ -1,4 +1,4 @@
-"""What planning finds out about the nodes of a traced graph. Facts are added and never taken back, so planning ends."""
+"""What planning learns about the nodes of a traced graph. Facts are added and never removed, so planning terminates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fusewright.graph.view import dependents
 from fusewright.interface import Verdict, Why
 
 TRIALS = 3
-"""How often a region may be suspected, or a value mended, before eager runs it for good."""
+"""How often a region may be suspected, or a value mended, before eager runs it permanently."""
 
 _UNTRACEABLE = Verdict(Why.DENIED, "the first run found that torch traced another shape than eager makes")
 
 
 @dataclass
 class Facts:
-    """By name of a node of the traced graph. `refused`: the backend declined it, crashed on it or could not build its kernels,
-    or its plan was not valid. `suspected`: how often a region of it made something else than was traced; while that is more often
-    than it was `acquitted`, eager runs it, which shows who is to blame. `mended`: how often its metadata was mended.
-    `distrusted`: it makes something else than was traced, beyond mending; eager runs it and what reads it."""
+    """Facts by node name of the traced graph. `refused`: the backend declined the node, crashed on it or could not build its
+    kernels, or the plan was invalid. `suspected`: how often a region with the node contradicted the trace; while this exceeds
+    `acquitted`, eager runs the node, which shows what is at fault. `mended`: how often its metadata was mended. `distrusted`:
+    the node contradicts the trace beyond mending; eager runs it and its readers."""
 
     refused: dict[str, Verdict] = field(default_factory=dict)
     suspected: Counter[str] = field(default_factory=Counter)
@@ -37,24 +37,24 @@ class Facts:
         return len(self.refused) + len(self.distrusted) + sum(c.total() for c in counted)
 
     def denied(self, graph: Graph) -> dict[str, Verdict]:
-        """The nodes of a graph that the backend is not asked for, and why."""
+        """The nodes of a graph that must not be offered to the backend, and why."""
         doubtful = [n for n in graph.nodes if n.name in self.distrusted]
         items = [u for n in doubtful for u in n.users if u.target is operator.getitem]
         untraceable = {n.name for d in (*doubtful, *items) for n in (d, *d.users)}
         return {**dict.fromkeys(untraceable, _UNTRACEABLE), **self.refused, **self.suspects()}
 
     def suspects(self) -> dict[str, Verdict]:
-        """Those that are suspected now, and of what."""
+        """The nodes suspected now, with the reasons."""
         return {n: self._reasons[n] for n, times in self.suspected.items() if times > self.acquitted[n]}
 
     def refuse(self, found: Mapping[str, Verdict]) -> None:
-        """Nodes that were given back. At least one of them was not known: nobody asks twice for what was refused."""
+        """Add refused nodes. At least one must be new, because refused nodes are never offered again."""
         before = len(self)
         self.refused.update(found)
         assert len(self) > before, f"{sorted(found)} had been refused before"
 
     def suspect(self, found: Mapping[str, Verdict]) -> None:
-        """The nodes of a region that made something else than was traced; too often, and they are refused."""
+        """Suspect the nodes of a region that contradicted the trace; refuse them after too many trials."""
         fresh = {n: v for n, v in found.items() if n not in self.suspects()}
         if any(self.suspected[n] >= TRIALS for n in fresh):
             self.refuse(found)
@@ -63,8 +63,8 @@ class Facts:
             self._reasons.update(fresh)
 
     def mend(self, nodes: Iterable[Node]) -> bool:
-        """Whether the metadata of these nodes is to be mended once more; if not, they are distrusted. Suspects that make one of
-        them or read what depends on one were built for metadata that was not true."""
+        """Return whether to mend the metadata of these nodes once more; otherwise distrust them. Suspects that make or depend
+        on one of them were built for wrong metadata, so they are acquitted."""
         nodes = list(nodes)
         live, behind = self.suspects(), {n.name for n in dependents(nodes)}
         guiltless = {str(live[n]) for n in live if n in behind}

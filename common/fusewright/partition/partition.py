@@ -1,4 +1,4 @@
-"""Claims and regions: ask the backend about every op, group what it claims into convex regions, keep those that pay."""
+"""Claims and regions: ask the backend about every op, group claimed ops into convex regions, keep those that pay."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SHARED = Verdict(
 
 
 def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
-    """The backend's verdict on one op. Total: what the host must keep is denied here, a raise counts as no."""
+    """Ask the backend about one op. Never raises: ops that the host must keep are denied here, and an exception counts as no."""
     if UNTRUSTED in node.meta:
         return Verdict(Why.NO_LOWERING, str(node.meta[UNTRUSTED]))
     if writes(node):
@@ -57,7 +57,7 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
         return Verdict(Why.LAYOUT, "a view that negates or conjugates, or zeros without memory: memory is not the value")
     try:
         verdict = backend.supports(op)
-    except Exception as e:  # a backend's bug must not take the user's model down; it is reported
+    except Exception as e:  # a backend's bug must not break the user's model; it is reported
         return Verdict(Why.SUPPORTS_RAISED, f"{type(e).__name__}: {e}")
     if not isinstance(verdict, Verdict):
         return Verdict(Why.SUPPORTS_RAISED, f"supports() returned {verdict!r}, not a Verdict")
@@ -65,7 +65,7 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
 
 
 def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]) -> Partition:
-    """Split the graph. `denied` maps node names to the reason that an earlier round gave them back."""
+    """Split the graph into regions. `denied` maps node names to the reason why an earlier round gave them back."""
     verdicts: dict[int, Verdict] = {}
     bugs: list[str] = []
     shared = frozenset() if backend.real_views else shared_views(index.graph)
@@ -94,7 +94,7 @@ def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]
 
 
 def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
-    """Why no kernel can compute an op: nobody could tell it a size."""
+    """Why no kernel can compute an op: one of its sizes is not available at run time."""
     if not index.symbolic:
         return None
     specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None and v.id in index.symbolic]
@@ -106,7 +106,7 @@ def _unbound(index: GraphIndex, op: OpView) -> Verdict | None:
 
 
 def _keep_to_one_device(index: GraphIndex, verdicts: dict[int, Verdict]) -> None:
-    """Of a graph on several devices, the one with most of the claimed ops gets kernels: a kernel runs on one."""
+    """In a graph on several devices, keep only claims on the device with most of them: a kernel runs on one device."""
     if len(index.devices) < 2:
         return
     used = {
@@ -153,7 +153,7 @@ def _groups(
 def _valid_groups(
     index: GraphIndex, claimed: Sequence[Node], asked: Iterable[frozenset[int]]
 ) -> tuple[list[tuple[Node, ...]], list[str]]:
-    """The groups that a plan can run, and why each of the others was refused."""
+    """The groups that a plan can run, and why each other group was refused."""
     known = set(claimed)
     taken: set[Node] = set()
     position = {n: i for i, n in enumerate(index.graph.nodes)}
@@ -184,12 +184,12 @@ def _valid_groups(
 
 
 def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True) -> list[tuple[Node, ...]]:
-    """Maximal convex groups of claimed nodes, greedily in topological order. Effects (writes in place) are borders.
-    `apart`: what is made of weights alone has groups of its own; if not, it joins the first node that reads it.
+    """Form maximal convex groups of claimed nodes, greedily in topological order. In-place writes separate groups.
+    `apart`: ops that depend on weights alone form groups of their own; otherwise they join the first node that reads them.
 
-    Each node carries the set of groups that it depends on, as a bit mask. A node may join a group when none of its
-    inputs from outside the group depends on that group: otherwise the group would wait for itself. An assertion is an
-    input of all that stands behind it.
+    Each node carries the set of groups that it depends on, as a bit mask. A node may join a group only if none of its inputs
+    from outside the group depends on that group; otherwise the group would wait for itself. An assertion counts as an input of
+    every node after it.
     """
     wanted = set(claimed)
     joining = _joining(index, wanted) if not apart else set()
@@ -198,7 +198,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True
     needs: list[int] = []  # group -> mask of the groups it depends on (transitively closed when read)
     reach: dict[Node, int] = {}
     first_open = 0
-    asserted = 0  # what the assertions so far depend on
+    asserted = 0  # mask of the groups that the assertions so far depend on
     before = held_in_order(index.graph)
     for node in index.graph.nodes:
         if node.op != "call_function":
@@ -209,7 +209,7 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True
             if source in group_of:
                 group_of[node] = group_of[source]
             continue
-        if node in group_of:  # with what it is connected with
+        if node in group_of:  # already placed together with the ops that it is connected to
             continue
         if writes(node):
             first_open = len(members)
@@ -233,13 +233,13 @@ def convex_groups(index: GraphIndex, claimed: Sequence[Node], apart: bool = True
             mask |= 1 << g
         reach[node] = mask
     position = {n: k for k, n in enumerate(index.graph.nodes)}
-    members.append(list(joining))  # what no claimed node reads
+    members.append(list(joining))  # no claimed node reads these
     return [tuple(sorted(m, key=position.__getitem__)) for m in members if m]
 
 
 def _joining(index: GraphIndex, wanted: set[Node]) -> set[Node]:
-    """Claimed ops on weights alone that claimed ops alone read, as far as all that they are connected with is such: nothing that is
-    in no group can then stand between them and the group that they join."""
+    """Claimed ops that depend on weights alone and have claimed readers only, restricted to connected components made of such
+    ops: no ungrouped op can then stand between them and the group that they join."""
     found = {n for n in wanted & index.const if all(u in wanted for u in _readers(n))}
     ops = {n for n in index.const if n.op == "call_function" and not is_projection(n)}
     lost: list[Any] = [n for n in ops if n not in found]
@@ -259,8 +259,8 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _with_constants(node: Node, joining: set[Node]) -> Iterator[Node]:
-    """The node, and those of `joining` that it reads, with all that these are connected with: they leave `joining`. So no two
-    groups share out what is made of the same weights, and none of them waits for another because of it."""
+    """Yield the node and the nodes of `joining` connected to it, and remove these from `joining`. So no two groups share values
+    computed from the same weights, and none waits for another because of them."""
     todo: list[Any] = [node]
     while todo:
         n = todo.pop()
@@ -276,16 +276,16 @@ def _with_constants(node: Node, joining: set[Node]) -> Iterator[Node]:
 def _candidates(
     node: Node, const: frozenset[Node], group_of: Mapping[Node, int], members: Sequence[Sequence[Node]], first_open: int
 ) -> list[int]:
-    """Groups that a node may want to join, the largest first: a lone cast of a weight must not split a chain.
+    """Groups that a node may join, the largest first, so that a lone cast of a weight does not split a chain.
 
-    What is made of weights alone runs once: it shares a group with its like, and with nothing that runs at each call.
+    Ops that depend on weights alone run once: they share groups with each other, never with ops that run at each call.
     """
     if node in const:
         return [g for g in range(len(members) - 1, first_open - 1, -1) if members[g][0] in const][:1]
     found = {group_of[i] for i in node.all_input_nodes if i in group_of and i not in const}
     near = sorted((g for g in found if g >= first_open), key=lambda g: (len(members[g]), g), reverse=True)
     last = next((g for g in range(len(members) - 1, first_open - 1, -1) if members[g][0] not in const), None)
-    return near if last is None or last in near else [*near, last]  # what starts anew joins what went before
+    return near if last is None or last in near else [*near, last]  # a node without grouped inputs joins the latest group
 
 
 def _joinable(
@@ -296,7 +296,7 @@ def _joinable(
     needs: Sequence[int],
     asserted: int,
 ) -> int | None:
-    """The first of the groups that the node can join without that group waiting for itself."""
+    """The first of the groups that the node can join without making that group wait for itself."""
     for g in candidates:
         outside = asserted
         for i in inputs:
@@ -308,7 +308,7 @@ def _joinable(
 
 
 def wait_for_each_other(index: GraphIndex, groups: Sequence[Sequence[Node]]) -> bool:
-    """Whether the groups, each run in one go, cannot be put in an order. One group that is not convex cannot either."""
+    """Whether no order runs each group as a unit. That includes a single group that is not convex."""
     owner: dict[Node, object] = {n: k for k, g in enumerate(groups) for n in g}
     for n in index.graph.nodes:
         if is_projection(n):
@@ -328,7 +328,7 @@ def wait_for_each_other(index: GraphIndex, groups: Sequence[Sequence[Node]]) -> 
             users[source].append(k)
     left = {k: len(sources) for k, sources in needs.items()}
     ready = [k for k, count in left.items() if count == 0]
-    for k in ready:  # grows while it is read
+    for k in ready:  # grows while being iterated
         for user in users[k]:
             left[user] -= 1
             if left[user] == 0:
@@ -337,7 +337,7 @@ def wait_for_each_other(index: GraphIndex, groups: Sequence[Sequence[Node]]) -> 
 
 
 def make_region(index: GraphIndex, nodes: Sequence[Node], name: str) -> Region:
-    """The read-only region of some op nodes (in order)."""
+    """Make the read-only region of some op nodes (in order)."""
     views = tuple(index.ops[n] for n in nodes)
     made = {v.id for op in views for v in op.outs}
     inputs: dict[int, Value] = {}
