@@ -1,6 +1,5 @@
-"""Capture: Dynamo's graph to ATen graphs, by the direct capture or through AOTAutograd (one graph each for forward and
-backward).
-"""
+"""Capture: turn Dynamo's graph into ATen graphs, by the direct capture or through AOTAutograd (separate forward and backward
+graphs)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[An
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
-    """Compile a Dynamo graph: directly where that is certainly right, else through AOTAutograd."""
+    """Compile a Dynamo graph: directly where that is known to be correct, else through AOTAutograd."""
     return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph), example_inputs)
 
 
@@ -40,12 +39,12 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Com
             if compat.SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
                 raise
             log.warning("fusewright: eager runs a graph that writes into an input whose elements share memory")
-            return gm.forward  # it raises its own error, or does what it allows
+            return gm.forward  # it raises its own error, or runs if eager allows it
     run = compile_graph(aten, "infer", constants, "direct")
     if not compat.autocast_enabled():
         return lambda *args: run(list(args))
 
-    def without_autocast(*args: Any) -> Any:  # its casts are ops of the graph already
+    def without_autocast(*args: Any) -> Any:  # its casts are already ops of the graph
         with compat.disable_autocast():
             return run(list(args))
 
@@ -55,7 +54,7 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Com
 def through_aot(
     gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: str
 ) -> Callable[..., Any]:
-    """The capture by AOTAutograd: right for training, mutation, aliasing and tensor subclasses."""
+    """Capture by AOTAutograd: correct for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
     untraced = next(filter(None, map(storage.untraced, example_inputs)), "")
     wrapped = any(compat.is_wrapper(x) for x in example_inputs)
@@ -83,8 +82,8 @@ def through_aot(
 
 
 def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:
-    """Positions of the inputs of which no guard says whether they are lazy: what autograd hands to a backward graph, and what
-    lies inside of subclasses. Those that the graph writes must stay themselves."""
+    """Positions of the inputs that no guard checks for laziness: those that autograd passes to a backward graph, and those
+    inside subclasses. Inputs that the graph writes are left out, since they must not be replaced."""
     changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
     places = [(k, n) for k, n in enumerate(aten.graph.find_nodes(op="placeholder")) if n not in changed]
     found = [k for k, n in places if wrapped or (phase == "backward" and compat.is_tangent(n))]
@@ -92,7 +91,7 @@ def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:
 
 
 def constant_placeholders(aten: GraphModule) -> frozenset[Node]:
-    """Parameters and buffers that the graph does not write: what may be prepacked as long as it does not change."""
+    """Parameters and buffers that the graph does not write; they may be prepacked as long as they do not change."""
     static = compat.static_input_indices()
     changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
     placeholders = [n for n in aten.graph.nodes if n.op == "placeholder"]

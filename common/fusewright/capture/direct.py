@@ -1,9 +1,9 @@
-"""Direct capture: a Dynamo graph without gradients, mutation or symbolic sizes becomes an ATen graph in one recording
-run.
+"""Direct capture: record a Dynamo graph without gradients, mutation or symbolic sizes as an ATen graph in one run.
 
-AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op is run once on FakeTensors and
-written down. Anything doubtful raises `UnsupportedCapture`, and AOTAutograd captures the graph. A doubt leaves no trace: what could
-not be undone (a function that switches a mode, an op that makes a size of its data) is doubted before it runs.
+AOTAutograd would trace such a graph twice, functionalize it and wrap it; here every op runs once on FakeTensors and is
+recorded. Anything doubtful raises `UnsupportedCapture`, and AOTAutograd captures the graph instead. An abandoned capture leaves
+no trace: steps that cannot be undone (a function that switches a mode, an op with data-dependent sizes) are rejected before
+they run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 
 PLACE = ("stack_trace", "nn_module_stack")
-"""What nodes tell about where they come from."""
+"""Node metadata on the origin of a node."""
 
 
 class UnsupportedCapture(Exception):
@@ -28,7 +28,7 @@ class UnsupportedCapture(Exception):
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule, frozenset[Node]]:
-    """Record `gm` as an ATen graph; also its constant placeholders. Raises `UnsupportedCapture`."""
+    """Record `gm` as an ATen graph; also return its constant placeholders. Raises `UnsupportedCapture`."""
     _check_inputs(example_inputs)
     _check_graph(gm)
     recorder = _Recorder(gm, example_inputs)
@@ -49,7 +49,7 @@ def _check_inputs(example_inputs: Sequence[Any]) -> None:
 
 
 def _check_graph(gm: GraphModule) -> None:
-    """Whether every node may be run here: nothing in doubt has run when this raises."""
+    """Reject a graph with a node that may not be run here, before anything runs."""
     for node in gm.graph.nodes:
         if node.op == "call_module" or compat.is_higher_order(node.target):
             raise UnsupportedCapture(f"the graph calls {node.target}")
@@ -60,7 +60,7 @@ def _check_graph(gm: GraphModule) -> None:
 
 
 def _symbolic(val: Any) -> bool:
-    """Whether a traced value is, or has, a size or a number that is not known before the graph runs."""
+    """Whether a traced value is or has a symbolic size or number."""
     if isinstance(val, torch.Tensor):
         return val.layout is torch.strided and any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride()))
     if isinstance(val, tuple | list):
@@ -69,25 +69,25 @@ def _symbolic(val: Any) -> bool:
 
 
 def _doubt_behind(error: BaseException | None) -> UnsupportedCapture | None:
-    """The doubt that code of torch's caught and raised again as an error of its own, if that is what happened."""
+    """The `UnsupportedCapture` behind an error, if torch's code caught it and raised its own."""
     while error is not None and not isinstance(error, UnsupportedCapture):
         error = error.__cause__ or error.__context__
     return error
 
 
 class _Recorder(Interpreter):
-    """Runs Dynamo's graph on its own FakeTensors under a dispatch mode that appends each ATen call to a new graph."""
+    """Run Dynamo's graph on its own FakeTensors under a dispatch mode that appends each ATen call to a new graph."""
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.out = Graph()
         self.root = torch.nn.Module()
         self.node_of: dict[int, Node] = {}
-        self.alive: list[torch.Tensor] = []  # ids are only unique while their objects live
+        self.alive: list[torch.Tensor] = []  # ids are unique only while their objects live
         self.sharers: Counter[int] = Counter()
         self.here: Node | None = None
         self.entered: list[Any] = []
-        """What autocast regions were entered and not left."""
+        """The autocast regions entered and not yet left."""
         self.paused = False
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.examples = list(example_inputs)
@@ -160,7 +160,7 @@ class _Recorder(Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Attention stays whole: what torch would pick for FakeTensors is not what eager picks for real ones."""
+        """Keep attention whole: torch may select another kernel for FakeTensors than eager does for real tensors."""
         if compat.enters_autocast(target):
             self.entered.append(super().call_function(target, args, kwargs))
             return self.entered[-1]
@@ -183,7 +183,7 @@ class _Recorder(Interpreter):
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor that the traced module holds becomes an attribute of the new graph's root."""
+        """Make a tensor held by the traced module an attribute of the new graph's root."""
         real = super().get_attr(target, args, kwargs)
         if not isinstance(real, torch.Tensor):
             return real
@@ -228,12 +228,12 @@ class _Recorder(Interpreter):
         return result
 
     def _place(self) -> dict[str, Any]:
-        """Where in the user's model the call stands that is being recorded."""
+        """The location in the user's model of the call being recorded."""
         meta = self.here.meta if self.here is not None else {}
         return {k: meta[k] for k in PLACE if meta.get(k) is not None}
 
     def _functional(self, func: Any, written: Any) -> Any:
-        """The out-of-place form of `add_` and its like, where nobody else can see the write."""
+        """The out-of-place form of `add_` and the like, if nobody else can see the write."""
         op = compat.out_of_place(func)
         if op is None:
             raise UnsupportedCapture(f"{func} writes in place")
@@ -241,18 +241,19 @@ class _Recorder(Interpreter):
         return op
 
     def _check_private(self, func: Any, written: Any) -> None:
-        """Whether the graph made this tensor and nothing shares its memory, so that a write stays unseen."""
+        """Require that the graph made this tensor and nothing shares its memory, so that a write is invisible outside."""
         if not isinstance(written, torch.Tensor) or self._node(written).op != "call_function":
             raise UnsupportedCapture(f"{func} writes in place")
         if self.sharers[_storage(written)] != 1:
             raise UnsupportedCapture(f"{func} writes into a tensor that has views")
 
     def _restrided(self, tensor: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
-        """`as_strided_` moves no data: the tensor goes on as a view of what it was (torch's pooling to one point)."""
+        """Handle `as_strided_`, which moves no data: the tensor continues as a view of its old value (torch's pooling to one
+        point)."""
         overload = torch.ops.aten.as_strided.default
         self._check_private(torch.ops.aten.as_strided_.default, tensor)
         before = self._node(tensor)
-        before.meta["val"] = tensor.as_strided(tensor.shape, tensor.stride())  # this object is about to change
+        before.meta["val"] = tensor.as_strided(tensor.shape, tensor.stride())  # before the object changes
         result = overload(before.meta["val"], size, stride, offset)
         tensor.as_strided_(size, stride, offset)
         node = self.out.call_function(overload, (before, *(self._as_argument(a) for a in (size, stride, offset))))
@@ -281,12 +282,12 @@ class _Recorder(Interpreter):
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:
-    """Whether a call of attention drops anything out."""
+    """Whether an attention call uses dropout."""
     return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 def _storage(t: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake) tensor."""
+    """An identity of the memory behind a (fake) tensor."""
     return compat.storage_id(t)
 
 

@@ -1,4 +1,4 @@
-"""What is made of the graph of forward and backward while it is one: it decides what is saved and what computed again."""
+"""Passes over the joint forward and backward graph, before the cut decides what is saved and what is recomputed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def before_cut(graph: Graph) -> None:
 
 
 def unread_statistics(graph: Graph) -> None:
-    """The gradient of a training batch norm is given its running statistics, of which it reads the type alone: it gets the weight
-    in their place, so that none of them is saved."""
+    """Pass the weight in place of the running statistics to the gradient of a training batch norm, which reads only their type,
+    so that they are not saved."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
         _, _, weight, mean, var, _, _, train, *_ = node.args
         if train is True and all(_alike(weight, x) for x in (mean, var)):

@@ -1,9 +1,9 @@
-"""Images of a training step lie channels-last between convolutions in half precision, for devices that are faster so.
+"""Keep images of a training step channels-last between half-precision convolutions, on devices where that is faster.
 
-Works on Dynamo's graph, before gradients are traced: each convolution asks for its image and its weight in that layout, which
-is nothing to do behind another one, and what stands between them follows by torch's own rules. So forward and backward agree
-about what they share. What strides mean something to keeps eager's: results, gradients of weights, and whatever draws random
-numbers, for these go to elements in the order of memory.
+Works on Dynamo's graph, before gradients are traced. Each convolution requests its image and weight in that layout, which is
+free after another convolution; ops in between follow by torch's own stride rules, so forward and backward agree on the layouts
+of saved tensors. Eager's strides are kept where they matter: for results, for gradients of weights, and for ops that draw
+random numbers, which visit elements in memory order.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _DRAWS = frozenset(
 )
 _TELLS_STRIDES = frozenset({"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "stride", "untyped_storage", "data_ptr"})
 _PLAIN = frozenset({"torch", "_operator", "math", "builtins", "einops"})
-"""Packages of functions that give the same values for any strides of tensors; in torch's, what others registered does not count."""
+"""Packages whose functions return the same values for any strides; operators that others registered under torch do not count."""
 _OPAQUE = (torch._ops.HigherOrderOperator, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 class _Weight(torch.autograd.Function):
-    """A weight in channels-last, whose gradient lies as the weight does: autograd copies one that does not once more."""
+    """A weight in channels-last whose gradient has the weight's own layout; autograd would make a second copy of any other."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def channels_last(gm: GraphModule) -> GraphModule | None:
-    """The graph with its convolutions in channels-last; None where no such convolution of a training step reads what another one
-    makes, or where strides may mean something. The graph itself is left as it is."""
+    """Return a copy of the graph with its convolutions in channels-last; None unless a convolution of a training step reads the
+    output of another one, or if strides may matter. The graph itself is not changed."""
     convs = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _CONVOLUTIONS]
     images = dependents(convs)
     behind = [n for n in convs if _given(n, 0, "input") in images]
@@ -95,8 +95,8 @@ def _example(n: Any) -> torch.Tensor:
 
 
 def _wanted(n: Node) -> bool:
-    """Whether a convolution may be in channels-last: of fixed size, in half precision (in fp32 libraries round to TF32 there where
-    they do not otherwise), and without groups, whose gradients nobody has measured so."""
+    """Whether a convolution may run in channels-last: fixed sizes, half precision (in fp32, libraries would round to TF32 only
+    in this layout), and no groups, whose gradients have not been measured."""
     made, groups = _example(n), _given(n, 6, "groups")
     return made.dtype in (torch.bfloat16, torch.float16) and groups in (None, 1) and all(isinstance(s, int) for s in made.shape)
 
@@ -106,7 +106,7 @@ def _name(n: Node) -> str:
 
 
 def _bound_to_strides(n: Node) -> bool:
-    """Whether a node may see strides: it asks for them, or is code that says nothing about them."""
+    """Whether a node may observe strides: it queries them, or is code of unknown behaviour."""
     if n.op in ("call_function", "call_method") and _name(n) in _TELLS_STRIDES:
         return True
     package = str(getattr(n.target, "__module__", None) or "torch").partition(".")[0]
@@ -114,13 +114,13 @@ def _bound_to_strides(n: Node) -> bool:
 
 
 def _apart(results: Sequence[Node]) -> bool:
-    """Whether no two results share memory, which copies of them would not."""
+    """Whether no two results share memory; copies of them would not."""
     storages = [_example(n).untyped_storage()._cdata for n in results]
     return len(set(storages)) == len(storages)
 
 
 def _order(n: Node) -> tuple[int, ...] | None:
-    """Dimensions of what a node makes from the outermost in memory on; None where it is not dense."""
+    """The dims of a node's result, outermost in memory first; None if it is not dense."""
     x = _example(n)
     stride = x.stride()
     order = tuple(sorted(range(x.dim()), key=lambda d: (-stride[d], d)))
@@ -128,7 +128,7 @@ def _order(n: Node) -> tuple[int, ...] | None:
 
 
 def _laid(graph: Graph, made: Node, traced: Node) -> Node:
-    """`made` with the strides that were traced; nothing happens where it has them."""
+    """Give `made` the traced strides; costs nothing if it has them already."""
     order = _order(traced)
     assert order is not None
     if order == tuple(range(len(order))):
@@ -138,7 +138,7 @@ def _laid(graph: Graph, made: Node, traced: Node) -> Node:
 
 
 def _rewrite(graph: Graph, conv: Node) -> None:
-    """A convolution with image and weight in channels-last."""
+    """Rewrite a convolution to take image and weight in channels-last."""
     image, weight = _given(conv, 0, "input"), _given(conv, 1, "weight")
     with graph.inserting_before(conv):
         last = graph.call_method("contiguous", (image,), {"memory_format": LAST})

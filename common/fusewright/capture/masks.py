@@ -1,10 +1,10 @@
-"""Attention masks that are constants: one that masks nothing is dropped, one that masks the future becomes `is_causal`.
+"""Constant attention masks: drop one that masks nothing, replace one that masks the future by `is_causal`.
 
-Model code that skips such a mask in eager builds it under tracing, because it may not look at values there. Attention
-kernels are then twice as slow, or refuse: a mask that was expanded has stride 0 in its last dimension, which no fused
-kernel of a GPU takes. Here the nodes that build a mask from sizes alone are run once, and the result is looked at.
+Model code that skips such a mask in eager builds it under tracing, where it cannot look at values. Attention kernels are then
+twice as slow, or refuse: an expanded mask has stride 0 in its last dimension, which no fused GPU kernel accepts. Here the nodes
+that build a mask from sizes alone are run once, and the result is inspected.
 
-Works on Dynamo's graph, before anything decides how attention is computed.
+Works on Dynamo's graph, before the attention kernel is selected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PURE = frozenset(
 """Functions and methods (by name) whose results depend on their arguments alone."""
 
 MOST_ELEMENTS = 1 << 26
-"""Larger constants are not built."""
+"""Larger constants are not computed."""
 
 
 def fold(gm: GraphModule) -> int:
-    """Simplify the attention calls of a Dynamo graph whose mask is a constant; how many were."""
+    """Simplify the attention calls of a Dynamo graph that have constant masks; return how many."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
     known: dict[Node, Any] = {}
     changed = 0
@@ -56,7 +56,7 @@ def fold(gm: GraphModule) -> int:
 
 
 def _square_or_all(call: Node, mask: Any) -> bool:
-    """Rewrite the call if its mask says all, or exactly the past."""
+    """Rewrite the call if its mask keeps everything, or exactly the past."""
     if not isinstance(mask, torch.Tensor):
         return False
     kept = _kept(mask)
@@ -78,7 +78,7 @@ def _square_or_all(call: Node, mask: Any) -> bool:
 
 
 def _kept(mask: torch.Tensor) -> torch.Tensor | None:
-    """What a mask keeps; None when it also weighs."""
+    """The positions that a mask keeps; None if it also adds weights."""
     if mask.dtype is torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -92,7 +92,7 @@ def _argument(call: Node, position: int, name: str, default: Any) -> Any:
 
 
 def _set(call: Node, is_causal: Any) -> None:
-    """The call without its mask."""
+    """Remove the call's mask."""
     args, kwargs = list(call.args), dict(call.kwargs)
     if len(args) > 3:
         args[3] = None
@@ -110,7 +110,7 @@ def _example(node: Any) -> torch.Tensor | None:
 
 
 def _value(node: Node, known: dict[Node, Any]) -> Any:
-    """The value of a node that is built from sizes alone; None for any other."""
+    """The value of a node built from sizes alone; None for any other."""
     order = _constants(node)
     if order is None:
         return None
@@ -126,7 +126,7 @@ def _value(node: Node, known: dict[Node, Any]) -> Any:
 
 
 def _constants(node: Node) -> list[Node] | None:
-    """`node` and what it is built from, sources first; None when something among it is no constant."""
+    """`node` and the nodes that it is built from, sources first; None if one of them is not constant."""
     found: dict[Node, None] = {}
     todo = [(node, False)]
     while todo:
@@ -144,7 +144,7 @@ def _constants(node: Node) -> list[Node] | None:
 
 
 def _pure(node: Node) -> bool:
-    """Whether the node computes the same every time, and nobody writes into its result."""
+    """Whether the node always computes the same, and nobody writes into its result."""
     if node.op not in ("call_function", "call_method") or not _fits(node.meta.get("example_value")):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -160,7 +160,7 @@ def _fits(example: Any) -> bool:
 
 
 def _writes(node: Node) -> bool:
-    """Whether a node may change an argument: in-place methods and operators, `out=`, item assignment."""
+    """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in PURE
     return in_place or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
@@ -177,7 +177,7 @@ def _run(node: Node, known: Mapping[Node, Any]) -> Any:
 
 
 def _given(a: Any, known: Mapping[Node, Any]) -> Any:
-    """An argument for a run on the CPU, wherever the graph runs."""
+    """Convert an argument for a run on the CPU, whatever device the graph runs on."""
     if isinstance(a, Node):
         return known[a]
     return torch.device(HOST) if isinstance(a, torch.device) else a

@@ -1,4 +1,4 @@
-"""ATen -> opset: every call of a known overload becomes its row's canonical overload with normalised arguments."""
+"""ATen -> opset: each call of a known overload becomes its row's canonical overload with normalized arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusewright.ops.strides import RULES
 def canonicalize(graph: Graph) -> list[str]:
     """Rewrite `graph` in place; nodes outside the opset stay as opaque ATen nodes.
 
-    Returns where the table's rules and the traced metadata disagree. Such a node is marked, and eager runs it.
+    Return the disagreements between the table's rules and the traced metadata. Such nodes are marked, and eager runs them.
     """
     disagreements = []
     foreach.single(graph)
@@ -49,13 +49,14 @@ def canonicalize(graph: Graph) -> list[str]:
 
 
 def _refusal(node: Node) -> str | None:
-    """Why eager refuses the call, if it does: then it stays what it is."""
+    """Why eager refuses the call, or None; a refused call is left as it is."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
     return refusal(node.target, args, kwargs, node.meta.get("val"))
 
 
 def _integer_products(graph: Graph) -> None:
-    """`out_dtype(mm, int32, a, b)` of int8 matrices is `_int_mm`. torchao's dynamic quantization writes it so on some devices."""
+    """Rewrite `out_dtype(mm, int32, a, b)` of int8 matrices, as torchao's dynamic quantization emits on some devices, to
+    `_int_mm`."""
     for node in list(graph.nodes):
         of_mm = node.args[:2] == (torch.ops.aten.mm.default, torch.int32)
         if getattr(node.target, "__name__", "") == "out_dtype" and of_mm:
@@ -66,7 +67,7 @@ def _integer_products(graph: Graph) -> None:
 
 
 def _separate_rows(graph: Graph, node: Node) -> None:
-    """Copy operands that BLAS cannot address: given such, eager's `_int_mm` on the host gives values that mean nothing."""
+    """Copy operands that BLAS cannot address: eager's `_int_mm` on the host returns garbage for them."""
     for x in node.all_input_nodes:
         val = retrace.value_of(x)
         if val.device.type != HOST or _is_blas_matrix(val):
@@ -78,7 +79,7 @@ def _separate_rows(graph: Graph, node: Node) -> None:
 
 
 def _is_blas_matrix(val: torch.Tensor) -> bool:
-    """Whether rows, or else columns, are dense and apart, or neither are dense: those eager copies itself."""
+    """Whether rows or columns are dense and disjoint, or neither is dense: eager copies those itself."""
     (rows, columns), (down, along) = val.shape, val.stride()
     true = compat.statically_true
     if true(along == 1):
@@ -87,8 +88,8 @@ def _is_blas_matrix(val: torch.Tensor) -> bool:
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:
-    """Results that nobody reads have the shapes that the table says: torch's metadata of a batch norm of inference
-    names statistics for a GPU which no device gives."""
+    """Give unread results the shapes from the table: for inference batch norm, torch's metadata has the shapes of some GPU's
+    statistics, which no device returns."""
     val = node.meta.get("val")
     if not isinstance(val, tuple | list) or any(u.target is not operator.getitem for u in node.users):
         return
@@ -106,7 +107,7 @@ def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:
 
 
 def _shaped(val: torch.Tensor, shape: tuple[Any, ...] | None) -> torch.Tensor:
-    """`val` with the shape of the table; None where the table has none."""
+    """Return `val` with the shape from the table; None if the table has none."""
     if shape is None:
         return val
     if len(shape) == val.dim() and all(map(compat.statically_true, map(operator.eq, val.shape, shape))):
@@ -116,9 +117,7 @@ def _shaped(val: torch.Tensor, shape: tuple[Any, ...] | None) -> torch.Tensor:
 
 
 def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
-    """Where the table knows better than torch's metadata which dtype eager gives (statistics of norms), the table is
-    believed.
-    """
+    """Take the table's dtype where it knows better than torch's metadata what eager returns (statistics of norms)."""
     val = node.meta.get("val")
     if not isinstance(val, tuple | list):
         return
@@ -130,7 +129,7 @@ def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
 
 
 def _mend_strides(graph: Graph, node: Node, row: ops.Op) -> None:
-    """Where the table knows eager's strides better than torch's metadata, the table is believed."""
+    """Take the table's strides where it knows better than torch's metadata what eager returns."""
     val = node.meta.get("val")
     if row.name not in RULES or val is None:
         return

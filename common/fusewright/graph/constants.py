@@ -1,6 +1,5 @@
-"""Which values of a graph depend on weights alone. This is the one place that decides it: the stage `constants` marks them before
-partition, backends see the mark on their specs, and a plan moves what makes them to its part `prepare`.
-"""
+"""Which values of a graph depend on weights alone. Only this module decides it: the stage `constants` marks them before
+partition, backends see the mark on their specs, and a plan moves the instructions that make them to its `prepare` part."""
 
 from __future__ import annotations
 
@@ -19,27 +18,27 @@ from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Phase, TensorSpec, is_static
 
 FOLD_LIMIT = 1 << 20
-"""Bytes that a constant may take beyond the constants that it is made of (masks, positions, tables)."""
+"""Bytes that a constant may take beyond the constants that it is computed from (masks, positions, tables)."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constant nodes of one graph. `values` are weights and what is made of them: casts under autocast, transposed or sliced
-    weights, masks and tables that are made of creations alone. `creations` are creations that no other constant reads: a kernel
-    makes their values where it needs them, and whoever calls them need do so only once."""
+    """Constant nodes of one graph. `values` are weights and results computed from them: casts under autocast, transposed or
+    sliced weights, masks and tables built from creations alone. `creations` are creations that no other constant reads: a
+    kernel computes them where it needs them, and a call for one needs to run only once."""
 
     values: frozenset[Node]
     creations: frozenset[Node] = frozenset()
 
     def index(self, graph: Graph, phase: Phase) -> GraphIndex:
-        """The index of their graph, with marks on the specs of `values`."""
+        """The index of the graph, with marks on the specs of `values`."""
         return GraphIndex(graph, self.values, phase, self.creations)
 
 
 def find(graph: Graph, weights: frozenset[Node], phase: Phase) -> Constants:
-    """The constants of a graph, tensors that the program writes out (`torch.tensor(3)`) among them. Not what the caller could see
-    and change, nor what takes much more room than what it is made of. Training changes its weights, so nothing is added to them
-    there."""
+    """Find the constants of a graph, including literal tensors (`torch.tensor(3)`). Excluded are values that the caller could
+    see and modify, and values much larger than what they are computed from. In training, weights change, so nothing is derived
+    from them."""
     if phase != "infer":
         return Constants(weights)
     seen = exposed(graph)
@@ -61,27 +60,27 @@ def _unread_creations(graph: Graph, found: set[Node]) -> set[Node]:
 
 
 def _repeatable(node: Node) -> bool:
-    """Whether the node gives the same values every time."""
+    """Whether the node returns the same values every time."""
     row = ops.find(node.target)
     effect = writes(node) or draws(node) or asserts(node) or names_sizes(node) or communicates(node)
     return not effect and (row is None or "empty" not in row.name)
 
 
 def repeatable(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: bool) -> bool:
-    """Whether a call, as a backend may add it to a plan, gives the same tensors every time. `known`: the backend says so; an
+    """Whether a call, as a backend may add it to a plan, returns the same tensors every time. `known`: the backend says so; an
     operator of unknown origin may wait for other processes."""
     if operator is None or ops.is_mutating(operator) or operator_asserts(operator):
         return False
     if ops.call_draws(operator, args, kwargs):
         return False
     if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
-        return False  # a number, which sizes may be made of
+        return False  # a number, which sizes may depend on
     row = ops.find(operator)
     return (row is None or "empty" not in row.name) and not compat.communicates(operator.namespace, unknown=not known)
 
 
 def fits(made: Iterable[TensorSpec], given: Iterable[TensorSpec]) -> bool:
-    """Whether results are of fixed size and take little more room than the constants that they are made of."""
+    """Whether results have fixed sizes and take little more room than the constants that they are computed from."""
     made = list(made)
     room = FOLD_LIMIT + sum(s.bytes_hint() for s in given)
     return all(is_static(s.shape) for s in made) and sum(s.bytes_hint() for s in made) <= room

@@ -11,13 +11,13 @@ from fusewright.graph.effects import asserts, communicates, draws, exposed, name
 
 
 def merge_common(graph: Graph) -> int:
-    """Common subexpression elimination over pure ops. Memory that is seen from outside or written keeps its own tensor."""
+    """Eliminate common subexpressions among pure ops. Tensors whose memory is visible outside or written stay separate."""
     kept = exposed(graph)
     seen: dict[Any, Node] = {}
     merged = 0
     for node in list(graph.nodes):
         if writes(node):
-            seen.clear()  # what is computed after a write may differ from the same before it
+            seen.clear()  # the same call before and after a write may differ
         if node.op != "call_function" or node in kept or not _pure(node):
             continue
         key = _key(node)
@@ -41,7 +41,7 @@ def _key(node: Node) -> Any:
             return tuple(freeze(x) for x in a)
         if isinstance(a, dict):
             return tuple(sorted((k, freeze(v)) for k, v in a.items()))
-        # 1, 1.0 and True are equal in Python but not to an op; -0.0 == 0.0 likewise
+        # 1, 1.0 and True are equal in Python but not to an op; the same holds for -0.0 and 0.0
         return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float | complex) else a)
 
     key = (node.target, freeze(node.args), freeze(node.kwargs))

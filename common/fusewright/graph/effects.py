@@ -1,4 +1,4 @@
-"""What a node does besides computing: write in place, draw random numbers, check, share memory. Total over all nodes."""
+"""Effects of a node besides its result: writes in place, random numbers, assertions, shared memory. Defined for all nodes."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def draws(node: Node) -> bool:
 
 
 def asserts(node: Node) -> bool:
-    """Whether the node is there for its effect alone, as assertions are: it gives nothing, or a token of its order.
+    """Whether the node exists only for its effect, as an assertion does: it returns nothing, or an ordering token.
 
-    It is never dropped, merged or computed ahead, and what stands behind it runs behind it: a size that was asserted is
-    believed from there on.
+    It is never dropped, merged or computed ahead, and later nodes run after it: they rely on an asserted size.
     """
     return is_op(node) and operator_asserts(node.target)
 
 
 @cache
 def operator_asserts(operator: Any) -> bool:
-    """Whether an operator is called for its effect alone, which is none on memory."""
+    """Whether an operator is called only for its effect, which does not touch memory."""
     name: str = operator._schema.name.partition("::")[2]
     return not operator._schema.returns or name.startswith(("_functional_assert", "_functional_sym_constrain"))
 
 
 def names_sizes(node: Node) -> bool:
-    """Whether the node gives sizes or numbers which only its data tell: its symbols are its own, so its like is no substitute."""
+    """Whether the node returns sizes or numbers that depend on data. It defines its own symbols, so an equal node cannot
+    replace it."""
     return compat.UNBACKED in node.meta
 
 
 def communicates(node: Node) -> bool:
-    """Whether the node may wait for other processes, which wait for it: a collective, or what nobody knows among several
-    processes. Such a node runs exactly as often as its graph is called, in the order of the graph, whatever a process finds
-    faster or has to repair: the others cannot know of it."""
+    """Whether the node may wait for other processes, which wait for it: a collective or, among several processes, an unknown
+    op. Such a node runs exactly once per call of its graph, in graph order, whatever a process finds faster or has to repeat:
+    the other processes cannot know."""
     if is_op(node):
         return compat.communicates(node.target.namespace)  # type: ignore[union-attr]
     known = getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
@@ -55,13 +55,13 @@ def communicates(node: Node) -> bool:
 
 
 def has_collectives(graph: Graph) -> bool:
-    """Whether anything in the graph may wait for other processes."""
+    """Whether any node of the graph may wait for other processes."""
     return any(communicates(n) for n in graph.nodes)
 
 
 def held_in_order(graph: Graph) -> dict[Node, Node]:
-    """Nodes that wait for another of their kind though they read nothing of it: what draws random numbers for what drew
-    before, collectives for those that come first."""
+    """Map nodes to the previous node of their kind that they must follow without reading it: ops that draw random numbers, and
+    collectives."""
     before: dict[Node, Node] = {}
     last: dict[str, Node] = {}
     for node in graph.nodes:
@@ -74,12 +74,12 @@ def held_in_order(graph: Graph) -> dict[Node, Node]:
 
 
 def drop_dead_code(graph: Graph) -> None:
-    """Erase what nobody reads and what has no effect, on other processes neither."""
+    """Erase nodes that nobody reads and that have no effect, including on other processes."""
     compat.drop_dead_code(graph, lambda n: asserts(n) or communicates(n))
 
 
 def has_writes(graph: Graph) -> bool:
-    """Whether anything in the graph is written in place."""
+    """Whether the graph writes anything in place."""
     return any(writes(n) for n in graph.nodes)
 
 
@@ -89,8 +89,8 @@ def may_share(node: Node) -> bool:
 
 
 def overload_may_share(target: Any) -> bool:
-    """Whether a result of an operator may share memory with an input; of the opset, only views do. Of a collective everything
-    does: it goes on reading its input until its result has been waited for, which is the same tensor then."""
+    """Whether a result of an operator may share memory with an input. In the opset, only views do. All collectives do: they
+    read their inputs until their results are waited for, and the wait returns the same tensor."""
     if compat.communicates(target.namespace, unknown=False):
         return True
     row = ops.find(target)
@@ -98,9 +98,9 @@ def overload_may_share(target: Any) -> bool:
 
 
 def exposed(graph: Graph) -> frozenset[Node]:
-    """Nodes whose memory is seen from outside or changes: returned, written in place, or the source of such a view.
+    """Nodes whose memory is visible outside or changes: returned, written in place, or the source of such a view.
 
-    A rewrite must not make one of these share memory with anything that it did not share memory with before.
+    A rewrite must not make one of them share memory that it did not share before.
     """
     found: set[Node] = set()
     todo = list(_returned(graph))
@@ -117,9 +117,9 @@ def exposed(graph: Graph) -> frozenset[Node]:
 
 
 def shared_views(graph: Graph) -> frozenset[Node]:
-    """Views through which the caller sees memory that it also sees another way: as an input or as another output.
+    """Views through which the caller sees memory that it also sees in another way: as an input or as another output.
 
-    They must really be views of the same memory, so eager makes them.
+    They must be real views of the same memory, so eager makes them.
     """
     chains = [list(_chain(n)) for n in dict.fromkeys(_returned(graph))]
     roots = [chain[-1] for chain in chains]
@@ -131,7 +131,7 @@ def shared_views(graph: Graph) -> frozenset[Node]:
 
 
 def _chain(node: Node) -> Iterator[Node]:
-    """`node`, what it is a view of, and so on to the tensor that owns the memory."""
+    """Yield `node`, its view source, and so on to the tensor that owns the memory."""
     yield node
     while (may_share(node) or is_projection(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]

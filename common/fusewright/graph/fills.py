@@ -1,6 +1,5 @@
-"""Tensors of one value: `full_like(x, v)` and `x.new_full(size, v)` as `full(size, v)`, so that nothing waits for `x` or
-keeps it alive; and numbers that stand where an op has its only tensors.
-"""
+"""Constant fills: rewrite `full_like(x, v)` and `x.new_full(size, v)` to `full(size, v)`, which neither waits for `x` nor keeps
+it alive, and turn numbers into tensors for ops that have no other tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ LIKE = {"full_like": 1, "new_full": 2}
 def size_fills(graph: Graph) -> None:
     """Rewrite an ATen graph in place, where sizes are static and the result is contiguous.
 
-    Before a joint graph is cut in two this matters most: what is made from nothing need not be saved for backward.
+    This matters most before a joint graph is cut in two: a fill need not be saved for backward.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and compat.is_overload(node.target):
@@ -51,7 +50,7 @@ def _size_fill(graph: Graph, node: Node) -> None:
 
 
 def number_fills(graph: Graph) -> None:
-    """`_to_copy(2, dtype=...)`, as torch.func's vmap writes of a number: the op gets a tensor of no dimension."""
+    """Rewrite `_to_copy(2, dtype=...)`, as torch.func's vmap emits for a number, to take a 0-dim tensor."""
     for node in list(graph.nodes):
         val = node.meta.get("val")
         if node.op != "call_function" or not compat.is_overload(node.target) or not isinstance(val, torch.Tensor):

@@ -1,7 +1,7 @@
-"""`_foreach_` calls, by which optimizers update all parameters at once, as one call for each tensor.
+"""Split `_foreach_` calls, with which optimizers update all parameters at once, into one call per tensor.
 
-Kernels then make one pass over each parameter with its state, where eager makes one pass over all of them for each step
-of the formula.
+Kernels then make one pass over each parameter and its state; eager makes one pass over all parameters for each step of the
+formula.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SINGLE: Mapping[str, str] = {
     "maximum.List": "maximum.default",
     "minimum.List": "minimum.default",
 }
-"""Calls on lists -> calls on one tensor, with the same arguments: of a list, its element."""
+"""List calls -> single-tensor calls with the same arguments, each list replaced by its element."""
 
 
 def single(graph: Graph) -> None:
-    """Rewrite calls whose results are only taken one by one; others stay."""
+    """Rewrite calls whose results are only read element by element; leave others."""
     for node in list(graph.nodes):
         target = _single(node)
         if target is None or any(u.target is not operator.getitem for u in node.users):
@@ -62,7 +62,7 @@ def _single(node: Node) -> Any:
 
 
 def _of_element(given: Mapping[str, Any], target: Any, k: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for the k-th tensor: in order, but for those that `target` takes by name alone."""
+    """The arguments for the k-th tensor: positional, except those that `target` takes by keyword only."""
     named = {a.name for a in target._schema.arguments if a.kwarg_only}
     args, kwargs = [], {}
     for name, v in given.items():

@@ -1,4 +1,4 @@
-"""Where a graph comes from, in a few words for people."""
+"""Where a graph comes from, in a few words for display."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ _CLASS = re.compile(r"\s*class\s+(\w+)")
 
 
 def origin(graph: Graph) -> str:
-    """The function that was compiled, or the class of the module, and where it stands: "Bert modeling.py:41". "" if nothing
-    tells."""
+    """The compiled function, or the class of the module, and its location: "Bert modeling.py:41"; "" if unknown."""
     return compiled_at(first_trace(graph))
 
 
 def first_trace(graph: Graph) -> str:
-    """The stack of the first node that has one; "" if none has."""
+    """The stack trace of the first node that has one; "" if none has."""
     return next((t for n in graph.nodes if (t := n.meta.get("stack_trace"))), "")
 
 
 def compiled_at(trace: str) -> str:
-    """`origin` of a node with this stack."""
+    """The `origin` of a node with this stack trace."""
     found = list(frames(trace))
     if not found:
         return ""
-    # decorators stand around a module's forward
+    # decorators may wrap a module's forward
     path, line, function = next((f for f in found if f[2] == "forward"), found[0])
     name = _class_around(path, line) or function if function == "forward" else function
     return f"{name} {path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
@@ -43,7 +42,7 @@ def frames(trace: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _class_around(path: str, line: int) -> str:
-    """The class in whose body a line stands, by its indentation; "" outside of one or where there is no source."""
+    """The class whose body contains a line, found by indentation; "" outside any class or without source."""
     lines = linecache.getlines(path)[:line]
     depth = _indent(lines[-1]) if lines else 0
     for text in reversed(lines):

@@ -1,4 +1,4 @@
-"""Reads back what `printer` wrote: `to_text(parse(text)) == text`. Texts may also be written by hand, for tests.
+"""Reads the output of `printer`: `to_text(parse(text)) == text`. Tests may also write such texts by hand.
 
 %0: f32[2,s0] = input('x')
 %1: f32[2,s0] = relu(%0)  # model.py:41
@@ -24,7 +24,7 @@ from fusewright.interface import HOST
 
 
 class ParseError(FusewrightError, ValueError):
-    """A text that is no graph. The message starts with the number of the line."""
+    """A text that is not a graph. The message starts with the line number."""
 
 
 _DTYPES = {short: dtype for dtype, short in SHORT.items()}
@@ -49,9 +49,9 @@ _LINE = re.compile(r"%(?P<number>\d+):\s*(?P<rest>.*)")
 
 
 def parse(text: str) -> Graph:
-    """The graph of a printed text, with FakeTensors and SymInts in `meta["val"]`. Raises `ParseError`.
+    """Parse a printed graph, with FakeTensors and SymInts in `meta["val"]`. Raises `ParseError`.
 
-    Symbols get hints of their own, as the text has none. An attribute gets no value.
+    Symbols get arbitrary hints, since the text has none. Attributes get no value.
     """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), 1):
@@ -114,7 +114,7 @@ class _Reader:
         return self.graph.create_node("call_function", _function(name), tuple(args), kwargs)
 
     def type(self, text: str) -> Any:
-        """The traced value that a type stands for."""
+        """The traced value described by a type."""
         if text.startswith("("):
             return tuple(self.type(t) for t in _split(text[1:-1]))
         if text.startswith("sym("):
@@ -152,7 +152,7 @@ def _contiguous(sizes: Sequence[Any]) -> list[Any]:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """The target that a printed name stands for: a row of the opset, an opaque operator, or a Python function."""
+    """The target of a printed name: a row of the opset, an opaque operator, or a Python function."""
     if name in ops.OPS:
         target: Callable[..., Any] = ops.OPS[name].target
         return target
@@ -171,7 +171,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _until(text: str, mark: str) -> tuple[str, str]:
-    """`text` around the first `mark` that stands in no bracket."""
+    """Split `text` at the first `mark` outside brackets."""
     depth = 0
     for i, c in enumerate(text):
         if depth == 0 and c == mark:
@@ -181,7 +181,7 @@ def _until(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas that stand in no bracket."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for c in text:
         depth += (c in "([{") - (c in ")]}")
@@ -193,7 +193,7 @@ def _split(text: str) -> list[str]:
 
 
 def _comment(text: str) -> tuple[str, str]:
-    """The call, and the source line behind it. Only the last ')' can end the call."""
+    """Split a line into the call and the source-line comment. Only the last ')' can end the call."""
     end = text.rfind(")")
     head, tail = text[: end + 1], text[end + 1 :].strip()
     if tail and not tail.startswith("#"):
@@ -202,7 +202,7 @@ def _comment(text: str) -> tuple[str, str]:
 
 
 class _Tokens:
-    """Arguments of one line, read from the left."""
+    """The arguments of one line, read from left to right."""
 
     def __init__(self, text: str, ref: Callable[[str], Node]) -> None:
         self.ref = ref
@@ -220,7 +220,7 @@ class _Tokens:
         return token
 
     def whole(self) -> Any:
-        """The line as one argument."""
+        """Parse the line as one argument."""
         value = self._value()
         if self._peek()[0] != "end":
             raise ValueError(f"cannot read {self._peek()[1]!r}")
@@ -285,7 +285,7 @@ def _word(text: str) -> Any:
             return found
     try:
         return torch.device(text) if _DEVICE.match(text) else _no_value(text)
-    except RuntimeError:  # torch knows no such device
+    except RuntimeError:  # unknown to torch as a device
         return _no_value(text)
 
 

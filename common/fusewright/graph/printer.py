@@ -26,8 +26,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def type_text(val: Any) -> str:
-    """The type of a value: `f32[2,3]`, with `{strides}` when not contiguous, `~neg` when memory is not the value, and `@device`
-    when not the host."""
+    """Format the type of a value: `f32[2,3]`, with `{strides}` if not contiguous, `~neg` (etc.) if lazy, and `@device` if not
+    on the host."""
     if isinstance(val, torch.Tensor):
         text = f"{dtype_name(val.dtype)}[{','.join(str(size(s)) for s in val.shape)}]"
         if val.layout is torch.strided and not _is_contiguous(val):
@@ -67,7 +67,7 @@ def _name(node: Node) -> str:
 
 
 def to_text(graph: Graph, sources: bool = True, const: Collection[Node] = ()) -> str:
-    """Print every node in order, with a mark on those in `const`. Numbers are positions, so equal graphs print equally."""
+    """Print every node in order, with a mark on those in `const`. Numbers are positions, so equal graphs print the same."""
     number = {n: i for i, n in enumerate(graph.nodes)}
     lines = []
     for node, i in number.items():

@@ -1,9 +1,9 @@
-"""Calls that eager may refuse although torch traced them: numbers that do not fit in a dtype, dims that a tensor does not
-have. FakeTensor lets them pass, and a kernel would wrap, saturate or count around.
+"""Calls that torch traces although eager may refuse them: numbers outside a dtype's range, dims that a tensor does not have.
+FakeTensor accepts them, and a kernel would wrap or saturate.
 
-Which operator checks what is asked of eager itself, with tensors of two elements a dim (a single one it may fill without a
-look). So nothing here says which do, and what eager allows is left to kernels. What it refuses stays as it was traced, and
-raises when it is called, as in eager.
+Eager itself is asked, with tensors of two elements per dim (with one element it may skip the check), so no list of operators
+and their checks is needed. What eager allows is left to kernels. What it refuses stays as traced, and raises when called, as in
+eager.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2"})
 INDICES = frozenset({"index", "indices", "target"})
 MASKS = frozenset({"mask", "condition"})
 ANY_NUMBER = 1 << 40
-"""What stands for a number that is not known before the call; a size has two."""
+"""Stands for a number that is not known before the call; for a size, 2 does."""
 MOST_ELEMENTS = 1 << 16
-"""Results beyond this are not made to ask. What may be refused then is refused."""
+"""Results larger than this are not computed for the question; a doubtful call then counts as refused."""
 MOST_ANSWERS = 4096
 
 MOST_ASKED = 1 << 22
-"""Elements of what eager makes when it is asked: a size among the arguments may be any number."""
+"""Limit on the elements that eager would make for the question, since a size argument may be any number."""
 UNASKED = "a number may not fit in its dtype"
 
 _answers: dict[Any, str | None] = {}
 
 
 def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> str | None:
-    """Why eager refuses this call of an overload, or None. Tensors are fake; `result` is what was traced."""
+    """Why eager refuses this call of an overload, or None. Tensors are fake; `result` is the traced one."""
     given = bind(params_of(target), args, kwargs)
     if not _doubtful(target, given, result):
         return None
@@ -58,7 +58,7 @@ def _elements(t: Any) -> int:
 
 @cache
 def _parts(target: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Names of an overload's arguments: dims, numbers and tensors, and those that go by name."""
+    """Names of an overload's arguments: dims, numbers and tensors, and keyword-only ones."""
     arguments = target._schema.arguments
     numbers = (a.name for a in arguments if any(k in str(a.type) for k in ("number", "Tensor")))
     names = frozenset(a.name for a in arguments)
@@ -66,7 +66,7 @@ def _parts(target: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]
 
 
 def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
-    """Whether a number or a 0-dim tensor is outside a dtype that the call deals with, or a dim outside a tensor."""
+    """Whether a number or 0-dim tensor may not fit a dtype of the call, or a dim is out of range."""
     dims, numbers, _ = _parts(target)
     values = [x for name in numbers for x in _each(given[name]) if x is not None]
     ranks = [x.dim() for x in values if isinstance(x, torch.Tensor)]
@@ -89,7 +89,7 @@ def _is_dim(d: Any, rank: int) -> bool:
 
 
 def _fits(x: Any, dtype: torch.dtype) -> bool:
-    """Whether every value that a number (or a 0-dim tensor, or a size) can have is one of `dtype`."""
+    """Whether every possible value of a number (or 0-dim tensor, or size) fits in `dtype`."""
     if isinstance(x, torch.Tensor):
         return bool(x.dim()) or x.dtype == dtype or all(_fits(v, dtype) for v in _limits(x.dtype))
     if isinstance(x, torch.SymInt | torch.SymFloat):
@@ -106,7 +106,7 @@ def _fits(x: Any, dtype: torch.dtype) -> bool:
 
 @cache
 def _limits(dtype: torch.dtype) -> tuple[Any, ...]:
-    """The least and the greatest value of a dtype; () for one that is not known."""
+    """The minimum and maximum of a dtype; () for an unknown one."""
     if dtype == torch.bool:
         return (0, 1)
     try:
@@ -120,22 +120,22 @@ def _limits(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _asked(target: Any, given: Mapping[str, Any]) -> str | None:
-    """What eager says of the call with each tensor replaced by a small one."""
+    """Eager's error for the call with small tensors in place of the given ones; None if it accepts."""
     with torch.no_grad(), compat.real_tensors():
         try:
             if _largest(target, given) > MOST_ASKED:
                 return UNASKED
             _call(target, given, HOST)
-        except Exception as e:  # whatever it is: eager will say it
+        except Exception as e:  # of any kind: eager will raise it
             return f"eager refuses this call: {' '.join(str(e).split())[:120]}"
     return None
 
 
 def _largest(target: Any, given: Mapping[str, Any]) -> int:
-    """How many elements the call would make, for sizes among its arguments stay what they are."""
+    """How many elements the call would make, given that size arguments are kept."""
     try:
         return max((t.numel() for t in tensors(_call(target, given, "meta"))), default=0)
-    except NotImplementedError:  # an operator that has no form without memory
+    except NotImplementedError:  # an operator without a meta kernel
         return max((abs(x) for v in given.values() for x in _each(v) if isinstance(x, int)), default=0)
 
 
@@ -147,7 +147,7 @@ def _call(target: Any, given: Mapping[str, Any], device: str) -> Any:
 
 @cache
 def _scalars(target: Any) -> frozenset[str]:
-    """Names of an overload's arguments that are numbers to compute with; its other numbers are sizes and places."""
+    """Names of an overload's arguments that are numeric operands; its other numbers are sizes and positions."""
     return frozenset(a.name for a in target._schema.arguments if "number" in str(a.type))
 
 
@@ -162,7 +162,7 @@ def _stand_in(name: str, value: Any, symbol: int, device: str) -> Any:
 
 
 def _small(name: str, t: torch.Tensor) -> torch.Tensor:
-    """A 0-dim tensor may have any value, so it gets the greatest; an index must be one that exists."""
+    """Make a small stand-in for a tensor. A 0-dim tensor may have any value, so it gets the maximum; an index must be valid."""
     value: Any = 0 if name in INDICES else 1
     if not t.dim() and name not in (*INDICES, *MASKS, "self"):
         value = (*_limits(t.dtype), 1)[1]
@@ -171,7 +171,7 @@ def _small(name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 def _described(value: Any) -> Any:
-    """What the answer depends on."""
+    """A hashable key of everything that the answer depends on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim()
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Mending traced metadata, and passing the change on to what depends on it."""
+"""Mend traced metadata, and propagate the change to dependent nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fake_like(
     stride: tuple[int, ...] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A FakeTensor like `val` with another dtype, other strides or on another device."""
+    """Return a FakeTensor like `val` with another dtype, other strides or on another device."""
     with compat.fake_mode_of(val):
         return torch.empty_strided(
             val.shape, stride or val.stride(), dtype=dtype or val.dtype, device=device or val.device
@@ -36,9 +36,9 @@ def fake_like(
 
 
 def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
-    """Give `node` the dtype, strides and device of the tensor that it really makes, and bring its users up to date.
+    """Give `node` the dtype, strides and device of its actual result, and update its users.
 
-    ValueError when the shape differs: that is no slip of the metadata.
+    ValueError if the shape differs, which is not a mere metadata error.
     """
     val = value_of(node)
     if not isinstance(val, torch.Tensor) or not _could_have(val, actual):
@@ -49,7 +49,7 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
 
 
 def _could_have(val: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Whether the shape of `actual` is the traced one. A size that was asserted is a number, though torch holds a symbol."""
+    """Whether the shape of `actual` is the traced one. An asserted size is a number, though torch holds a symbol."""
     sizes = tensor_spec(val).shape
     return len(sizes) == actual.dim() and all(
         not isinstance(s, int) or s == n for s, n in zip(sizes, actual.shape, strict=True)
@@ -57,7 +57,7 @@ def _could_have(val: torch.Tensor, actual: torch.Tensor) -> bool:
 
 
 def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> None:
-    """`mend` for one result of a node that makes several. One that nobody reads may have another shape."""
+    """Like `mend`, for one result of a multi-output node. The shape of an unread result may differ."""
     items = list(value_of(node))
     readers = [n for n in node.users if n.target is operator.getitem and n.args[1] == position]
     for reader in readers:
@@ -72,8 +72,8 @@ def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> 
 
 
 def alike(graph: Graph, node: Node) -> list[Node]:
-    """`node` and every later node that computes the same from inputs of the same kinds: an untruth that was traced for
-    one layer of a model was traced for all. Where that is wrong, the next run says so."""
+    """`node` and every later node that computes the same from inputs of the same kinds: metadata traced wrong in one layer of a
+    model is wrong in all. If this guess is wrong, the next run tells."""
     key, traced = _computation(node), _kind(value_of(node))
     later = list(graph.nodes)
     return [node] + [
@@ -84,7 +84,7 @@ def alike(graph: Graph, node: Node) -> list[Node]:
 
 
 def _computation(node: Node) -> Any:
-    """What a node computes: its operator, the kinds of its tensors and its other arguments."""
+    """A key of what a node computes: its operator, the kinds of its tensors and its other arguments."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return node.args[1], _computation(node.args[0])
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: (_kind(value_of(n)),))
@@ -92,9 +92,9 @@ def _computation(node: Node) -> Any:
 
 
 def downstream(graph: Graph, changed: Node) -> None:
-    """Compute the metadata of every node that depends on `changed` anew.
+    """Recompute the metadata of every node that depends on `changed`.
 
-    A reshape was traced as a view where the untrue strides had one. Where the true ones have none, it is a reshape again.
+    A reshape was traced as a view if the wrong strides allowed one. If the true strides do not, it becomes a reshape again.
     """
     stale = {changed}
     for node in graph.nodes:
@@ -109,8 +109,8 @@ def downstream(graph: Graph, changed: Node) -> None:
 
 
 def _viewable(of: Any, sizes: Any) -> bool:
-    """Whether a tensor has a view of these sizes. Torch is asked without FakeTensorMode, which finds views that there are not;
-    symbolic sizes are known to that mode alone."""
+    """Whether a tensor has a view of these sizes. Asked outside FakeTensorMode, which accepts impossible views, unless sizes
+    are symbolic, which only that mode knows."""
     spec, sizes = tensor_spec(value_of(of)), torch.fx.node.map_arg(sizes, value_of)
     try:
         if spec.static:
@@ -125,7 +125,7 @@ def _viewable(of: Any, sizes: Any) -> bool:
 
 
 def _sized(before: Any, after: Any) -> Any:
-    """What data decide keeps the symbols that it had: others know it by them."""
+    """Keep the symbols of data-dependent sizes: other nodes refer to them."""
     if isinstance(before, tuple | list):
         return tuple(map(_sized, before, after))
     if not isinstance(before, torch.Tensor):
@@ -134,7 +134,7 @@ def _sized(before: Any, after: Any) -> Any:
 
 
 def infer(node: Node) -> Any:
-    """What a node's target makes of the metadata of its inputs."""
+    """Compute a node's result from the metadata of its inputs."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     if node.target is operator.getitem:
         return operator.getitem(*args)
@@ -147,8 +147,8 @@ def infer(node: Node) -> Any:
 
 
 def typed(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
-    """Several results as traced for a row, with the dtypes of the table: torch has those of a norm's gradients from its
-    statistics, eager from its input. The very `val` where nothing differs."""
+    """Correct the dtypes of several traced results by the row's rules: for a norm's gradients torch takes them from the
+    statistics, eager from the input. Returns `val` itself if nothing differs."""
     if row is None or not isinstance(val, tuple | list):
         return val
     dtypes = row.dtypes(args, kwargs)
@@ -158,7 +158,7 @@ def typed(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
 
 
 def as_eager(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
-    """`val` as traced for a row, with the strides that eager gives. Call it under the FakeTensorMode."""
+    """Return `val`, traced for a row, with eager's strides. Call under the FakeTensorMode."""
     known = () if row is None else strides.expected(row, args, kwargs)
     if not known:
         return val

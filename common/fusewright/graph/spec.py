@@ -1,4 +1,4 @@
-"""From torch's traced metadata (FakeTensor, SymInt) to the interface's value objects."""
+"""Convert torch's traced metadata (FakeTensor, SymInt) to the interface's value objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusewright.sizes.traced import from_sympy
 
 
 def size(s: int | torch.SymInt) -> Size:
-    """A size as an int, or a Dim when it is symbolic."""
+    """Convert a size to an int, or to a Dim if it is symbolic."""
     if isinstance(s, int):
         return s
     expr, seen, lo, hi = compat.symbol_of(s)
@@ -28,7 +28,7 @@ def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:
 
 
 def device_text(device: torch.device) -> str:
-    """A device as specs name it: by its type and index. The host has no index."""
+    """A device as specs name it: by type and index. The host has no index."""
     return HOST if device.type == HOST else str(device)
 
 

@@ -1,4 +1,4 @@
-"""The specification of graphs, as rules: definitions before uses, metadata that agrees with the opset's rules."""
+"""The specification of graphs, as rules: definitions before uses, metadata that agrees with the opset."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op, is_projection
 
 UNTRUSTED = "fusewright_untrusted"
-"""Key in `node.meta` of an op that the table does not describe as torch traced it, or that eager refuses: eager runs it,
-nobody checks it. The value says why."""
+"""Key in `node.meta` of an op whose trace disagrees with the table, or that eager refuses: eager runs it and nothing checks it.
+The value says why."""
 
 RIGHT = "fusewright_right"
-"""Key in `node.meta` of an op that was found to obey its rules: what it read and gave then. A pass leaves most ops as they were."""
+"""Key in `node.meta` of an op that obeyed its rules: the inputs and results checked. Passes leave most ops unchanged."""
 
 
 class VerifyError(FormError, AssertionError):
-    """A pass left a graph that breaks the specification: a bug of Fusewright."""
+    """A pass produced a graph that violates the specification: a bug of Fusewright."""
 
 
 @dataclass(frozen=True)
 class TypedNode:
-    """An op node with what its row says of its results; `wrong` says why it says nothing."""
+    """An op node and the results that its row predicts; `wrong` says why the row predicts nothing."""
 
     node: Node
     row: ops.Op
@@ -45,7 +45,7 @@ class TypedNode:
 
 
 def typed_node(node: Node) -> TypedNode | None:
-    """None for what is in no row."""
+    """None for nodes outside the opset."""
     row = ops.find(node.target)
     if row is None:
         return None
@@ -57,14 +57,14 @@ def typed_node(node: Node) -> TypedNode | None:
 
 
 class Facts:
-    """A graph as its rules see it."""
+    """A graph as seen by its rules."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = list(graph.nodes)
 
     @cached_property
     def wrong(self) -> list[TypedNode]:
-        """Ops that break one of `OP_RULES`."""
+        """Ops that violate one of `OP_RULES`."""
         trusted = (n for n in self.nodes if is_op(n) and UNTRUSTED not in n.meta)
         return [d for n in trusted if (d := _wrong(n)) is not None]
 
@@ -140,7 +140,7 @@ OP_RULES: tuple[Rule[Sequence[TypedNode]], ...] = (
     Rule("dtypes", "results have the dtypes that the table says", _dtypes),
     Rule("shapes", "results have the shapes that the table says", _shapes),
 )
-"""What each op obeys."""
+"""The rules for each op."""
 
 
 def _of_ops(rule: Rule[Sequence[TypedNode]]) -> Rule[Facts]:
@@ -175,7 +175,7 @@ def find_problems(graph: Graph) -> Iterator[str]:
 
 
 def _wrong(node: Node) -> TypedNode | None:
-    """None for an op that obeys its rules, or that is in no row."""
+    """None for an op that obeys its rules, or that is outside the opset."""
     known = (node.target, node.args, node.kwargs, value_of(node), *map(value_of, node.all_input_nodes))
     if node.meta.get(RIGHT) == (now := Identities(known)):
         return None
@@ -191,7 +191,7 @@ def _op_problems(found: TypedNode) -> Iterator[str]:
 
 
 def op_problems(node: Node) -> Iterator[str]:
-    """One line per way in which an op's metadata is not what the table says."""
+    """One line per disagreement between an op's metadata and the table."""
     return iter(()) if (found := _wrong(node)) is None else _op_problems(found)
 
 
@@ -204,7 +204,7 @@ def _flat(val: Any) -> Iterator[Any]:
 
 
 def _could_be(actual: Any, expected: Any) -> bool:
-    """Whether two shapes may be equal. Symbolic sizes that cannot be compared without a guard pass."""
+    """Whether two shapes may be equal. Symbolic sizes that only a guard could compare count as equal."""
     if len(actual) != len(expected):
         return False
     return not any(compat.statically_true(a != b) for a, b in zip(actual, expected, strict=True))

@@ -17,16 +17,16 @@ from fusewright.graph import spec
 from fusewright.interface import Dim, GraphView, OpView, Phase, TensorSpec, Value
 
 _LOCAL = re.compile(r"^L\['\w+'\]\.?")
-"""How Dynamo writes the local variable that holds the model."""
+"""Dynamo's spelling of the local variable that holds the model."""
 
 
 def is_op(node: Node) -> bool:
-    """A node that computes tensors by a torch operator: what backends may claim."""
+    """Whether the node computes tensors by a torch operator, so that backends may claim it."""
     return node.op == "call_function" and compat.is_overload(node.target)
 
 
 def is_projection(node: Node) -> bool:
-    """A getitem that picks one result of a multi-output op."""
+    """Whether the node is a getitem that selects one result of a multi-output op."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -36,7 +36,7 @@ def is_projection(node: Node) -> bool:
 
 
 def dependents(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes and all that depend on them."""
+    """These nodes and all nodes that depend on them."""
     found: set[Node] = set()
     todo = list(nodes)
     while todo:
@@ -48,14 +48,12 @@ def dependents(nodes: Iterable[Node]) -> set[Node]:
 
 
 class GraphIndex:
-    """Ids for every value of one graph, and the views made from them. Built once per graph; the graph must not change
-    after.
-    """
+    """Ids for every value of one graph, and the views made from them. Built once per graph, which must not change afterwards."""
 
     def __init__(
         self, graph: Graph, const: frozenset[Node], phase: Phase, creations: frozenset[Node] = frozenset()
     ) -> None:
-        """`const` and `creations`: the `values` and `creations` of `graph.constants`."""
+        """`const` and `creations` are the `values` and `creations` of `graph.constants`."""
         self.graph = graph
         self.phase: Phase = phase
         self.const = const
@@ -87,19 +85,18 @@ class GraphIndex:
         return Value(self._next, None)
 
     def new_id(self) -> int:
-        """A fresh id."""
         self._next += 1
         return self._next
 
     def temporary(self, spec: TensorSpec | None) -> Value:
-        """A fresh value that only a fragment knows."""
+        """Return a fresh value that exists only inside a fragment."""
         value = Value(self.new_id(), spec)
         if spec is not None:
             self.temporaries[value.id] = spec
         return value
 
     def node_by_value(self, id: int) -> Node | None:
-        """The node that makes a value; None for a temporary of a fragment."""
+        """The node that makes a value; None for a fragment's temporary."""
         return self._by_id.get(id)
 
     def values(self, node: Node) -> tuple[Value, ...]:
@@ -111,7 +108,7 @@ class GraphIndex:
         return self._values[node][0].id
 
     def op_id(self, node: Node) -> int:
-        """The id of an op: that of its first result (ops without results get one of their own)."""
+        """The id of an op: that of its first result (ops without results get their own)."""
         values = self._values[node]
         return values[0].id if values else self._no_result[node]
 
@@ -120,7 +117,7 @@ class GraphIndex:
         return {n: self.new_id() for n, values in self._values.items() if not values}
 
     def arg(self, a: Any) -> Any:
-        """An FX argument as the interface shows it."""
+        """Convert an FX argument to the interface's form."""
         if isinstance(a, Node):
             return self._values[a][0]
         if isinstance(a, tuple | list):
@@ -129,7 +126,7 @@ class GraphIndex:
 
     @cached_property
     def constants(self) -> frozenset[int]:
-        """Ids of what a call needs to make but once for a set of weights."""
+        """Ids of values that need computing only once per set of weights."""
         nodes = self.const | self._creations if self.phase == "infer" else ()
         return frozenset(v.id for n in nodes for v in self._values[n])
 
@@ -160,7 +157,7 @@ class GraphIndex:
 
     @cached_property
     def symbolic(self) -> frozenset[int]:
-        """Ids of tensors with a size or stride that is not known before the call."""
+        """Ids of tensors with a size or stride that is unknown before the call."""
         return frozenset(v.id for values in self._values.values() for v in values if v.spec is not None and not v.spec.static)
 
     @cached_property
@@ -170,7 +167,8 @@ class GraphIndex:
 
     @cached_property
     def bound(self) -> frozenset[str]:
-        """Symbols that a plan can tell: sizes and strides of inputs, sizes of what eager makes of data, numbers among these."""
+        """Symbols available to a plan: sizes and strides of inputs, data-dependent sizes of eager's results, and numbers among
+        these."""
         tellers = (n for n in self.graph.nodes if not is_op(n) or compat.UNBACKED in n.meta)
         sizes = (s for n in tellers for v in self._values.get(n, ()) for s in (*(v.spec.shape if v.spec else ()), v.dim))
         inputs = (v.spec for n in self.graph.find_nodes(op="placeholder") for v in self._values[n])
@@ -179,12 +177,12 @@ class GraphIndex:
         return frozenset(name for name in found if name is not None and name.isidentifier())
 
     def graph_view(self, nodes: Iterable[Node]) -> GraphView:
-        """A view of the given op nodes (in order) as a whole graph."""
+        """Return a view of the given op nodes (in order) as a whole graph."""
         inputs = tuple(v for n in self.graph.nodes if n.op == "placeholder" for v in self.values(n))
         return GraphView(tuple(self.ops[n] for n in nodes), inputs, tuple(self.output_values()), self.phase)
 
     def output_values(self) -> list[Value]:
-        """The values that the graph returns; None outputs are left out."""
+        """The values that the graph returns, without None."""
         (output,) = self.graph.find_nodes(op="output")
         return [self._values[n][0] for n in output.all_input_nodes]
 
@@ -225,22 +223,22 @@ def source_line(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """The path of the innermost module that this node came from, as "encoder.layer.3.attention"; "" where nothing tells."""
+    """The path of the innermost module that this node came from, as "encoder.layer.3.attention"; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or {}
     names = [str(entry[0]) for entry in stack.values() if isinstance(entry, tuple) and entry]
     return _LOCAL.sub("", names[-1]) if names else ""
 
 
 def _named(path: str) -> str:
-    """Where an op is when no line of the user's made it: a `torch.nn.Sequential` has none of its own."""
+    """Where an op is if no user code line made it: a `torch.nn.Sequential` has none of its own."""
     return f"module {path}" if path else ""
 
 
 def last_line(trace: str) -> str:
-    """The last line that a stack trace names, as "file.py:12", or ""."""
+    """The last location in a stack trace, as "file.py:12", or ""."""
     end = len(trace)
     while (at := trace.rfind('File "', 0, end)) >= 0:
-        if not trace[trace.rfind("\n", 0, at) + 1 : at].strip():  # else it stands in a line of the program
+        if not trace[trace.rfind("\n", 0, at) + 1 : at].strip():  # else it belongs to a source line
             path, _, rest = trace[at + 6 :].partition("\n")[0].partition('"')
             number = rest.split("line ")[-1].split(",")[0].strip()
             return f"{path.rsplit('/', 1)[-1]}:{number}"
