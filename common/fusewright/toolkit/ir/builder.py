@@ -1,4 +1,4 @@
-"""Building kernels: record a dataflow graph with operators, then `build` puts it into stages.
+"""Building kernels: record a dataflow graph with operators; `build` then arranges it in stages.
 
     b = Builder("softmax", p=[rows], r=[cols])
     x, y = b.input("x", "f32"), b.output("y", "f32")
@@ -8,9 +8,9 @@
     b.store(y, i * cols + j, e / b.reduce("sum", e))
     kernel = b.build()
 
-Nobody says where a stage begins: `build` finds it from the reductions, recomputes cheap values in later
-stages and keeps dear ones, drops dead values (checks are none), merges and splits axes so that indices become
-affine, and verifies the result."""
+The caller does not mark stages: `build` derives them from the reductions, recomputes cheap values in later
+stages and keeps expensive ones, drops dead values (checks are never dead), merges and splits axes so that
+indices become affine, and verifies the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Number = int | float | bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Val:
-    """A value being built. Operators take values of the same type or Python numbers."""
+    """A value of a kernel under construction. Its operators take values of the same type or Python numbers."""
 
     builder: Builder
     id: int
@@ -99,13 +99,13 @@ class Val:
         return self._binary("ne", o)
 
     def to(self, dtype: DType) -> Val:
-        """The value cast to `dtype`."""
+        """Cast the value to `dtype`."""
         return self.builder.cast(self, dtype)
 
 
 class Builder:
-    """Records one kernel. `symbols` maps what sizes mention, names mostly, to the sizes seen when tracing; more may be added
-    with `size`. In the kernel they are positions, in this order."""
+    """Records one kernel. `symbols` maps the atoms of sizes, mostly names, to the values seen when tracing; `size` adds more.
+    In the built kernel they become positions, in this order."""
 
     def __init__(
         self,
@@ -126,13 +126,13 @@ class Builder:
 
     @property
     def axes(self) -> list[Index]:
-        """One index per axis, P first, to compute addresses with."""
+        """One index per axis, P first, for computing addresses."""
         sizes = self.p + self.r
         return [axis_index(a, sizes) for a in range(len(sizes))]
 
     @property
     def symbols(self) -> tuple[Atom, ...]:
-        """What the kernel's size symbols stand for."""
+        """The atoms that the kernel's size symbols stand for, in order."""
         return tuple(self._hints)
 
     def size(self, atom: Atom, hint: int = 1024) -> Extent:
@@ -141,7 +141,7 @@ class Builder:
         return symbol(atom)
 
     def buffer(self, name: str, dtype: DType, access: Access) -> int:
-        """A tensor parameter; its number is the position among the launch's tensors."""
+        """Add a tensor parameter; return its position among the launch's tensors."""
         if dtype not in TYPES:
             raise ValueError(f"kernels have no type {dtype!r}")
         self._buffers.append(Buffer(name, dtype, access))
@@ -157,12 +157,12 @@ class Builder:
         return self.buffer(name, dtype, "inout")
 
     def scalar(self, name: str, dtype: DType) -> Val:
-        """A runtime scalar parameter of type f32, f64, i64 or bool."""
+        """Add a runtime scalar parameter of type f32, f64, i64 or bool."""
         self._scalars.append(Scalar(name, dtype))
         return self._add(Node(0, "scalar", dtype, value=len(self._scalars) - 1))
 
     def const(self, value: Number, dtype: DType) -> Val:
-        """A literal, converted to `dtype` (half types round when the kernel runs)."""
+        """A literal converted to `dtype` (half types round when the kernel runs)."""
         kind = TYPES[dtype].kind
         v = bool(value) if kind == "bool" else int(value) if kind == "int" else float(value)
         return self._add(Node(0, "const", dtype, value=v))
@@ -172,27 +172,26 @@ class Builder:
         return self._add(Node(0, "index", "i64", index=index))
 
     def indirect(self, value: Val, stride: Extent = 1) -> Index:
-        """The index `value * stride`; `value` is an i64 that the caller vouches for, or that went through
-        `bound`."""
+        """The index `value * stride`. `value` is an i64 that was checked with `bound` or is known to be in range."""
         return Index(indirect=(Indirect(stride, value.id),), sizes=self.p + self.r)
 
     def bound(
         self, value: Val, size: Extent, wrap: bool = False, mask: Val | None = None, says: str = ANY_INDEX
     ) -> Val:
-        """`value` (i64) checked against `size`; with `wrap` negative values count from the end. `says`: see `checks`."""
+        """Check `value` (i64) against `size`; with `wrap`, negative values count from the end. `says`: see `checks`."""
         args = (value.id,) if mask is None else (value.id, mask.id)
         site = self._sites.setdefault((says, size), min(len(self._sites) + 1, MOST_SITES))
         how = "wrap" if wrap else ""
         return self._add(Node(0, "bound", "i64", args, how=how, value=site, extent=size, says=says))
 
     def load(self, buffer: int, index: Index | int, mask: Val | None = None, other: Number = 0) -> Val:
-        """The element of `buffer` at `index`; where `mask` is false, `other`."""
+        """Load the element of `buffer` at `index`, or `other` where `mask` is false."""
         dtype = self._buffers[buffer].dtype
         args = () if mask is None else (mask.id, self.const(other, dtype).id)
         return self._add(Node(0, "load", dtype, args, self._index(index), buffer))
 
     def store(self, buffer: int, index: Index | int, value: Val, mask: Val | None = None, how: str = "") -> None:
-        """Store, or accumulate with `how` "add", "mul", "max" or "min"."""
+        """Store `value`, or accumulate it with `how` "add", "mul", "max" or "min"."""
         args = (value.id,) if mask is None else (value.id, mask.id)
         self._add(Node(0, "store", value.dtype, args, self._index(index), buffer, how))
 
@@ -203,7 +202,7 @@ class Builder:
         return self._add(Node(0, name, dtype, tuple(a.id for a in args)))
 
     def where(self, cond: Val, a: Val | Number, b: Val | Number) -> Val:
-        """`a` where `cond` holds, else `b`; one of them is a value."""
+        """`a` where `cond` holds, else `b`; at least one of the two is a `Val`."""
         if not isinstance(a, Val):
             if not isinstance(b, Val):
                 raise TypeError("where of two numbers: give one of them a type with const")
@@ -211,7 +210,7 @@ class Builder:
         return self.op("where", cond, a, b if isinstance(b, Val) else self.const(b, a.dtype))
 
     def cast(self, value: Val, dtype: DType) -> Val:
-        """`value` converted to `dtype`; nothing when it has it already."""
+        """Convert `value` to `dtype`, unless it has that type already."""
         if value.dtype == dtype:
             return value
         return self._add(Node(0, "cast", dtype, (value.id,)))
@@ -230,11 +229,11 @@ class Builder:
         return simplify_axes(scheduled(self))
 
     def recorded(self) -> Kernel:
-        """The kernel without stages, its sizes in the words that they were given in."""
+        """The kernel without stages, its sizes in the atoms that the caller gave."""
         return Kernel(self.name, tuple(self._buffers), tuple(self._scalars), self.p, self.r, ())
 
     def closed(self, kernel: Kernel) -> Kernel:
-        """The kernel with positions for what its sizes mention."""
+        """Replace the atoms in the kernel's sizes by positions."""
         for formula in (a for a in used_symbols(kernel) if isinstance(a, Apply)):
             self._hints.setdefault(formula, hint_of(formula, self._hints))
         return numbered(kernel, self.symbols, self._hints)
@@ -243,9 +242,9 @@ class Builder:
         return index if isinstance(index, Index) else Index(index, sizes=self.p + self.r)
 
     def _add(self, n: Node) -> Val:
-        """Appends a node, or finds the equal one. A load is never shared across a store to its buffer."""
+        """Append a node or reuse an equal one. A load is never reused across a store to its buffer."""
         epoch = self._epoch.get(n.buffer, 0) if n.buffer is not None else 0
-        # repr tells -0.0 from 0.0, nan from nothing and True from 1
+        # repr distinguishes -0.0 from 0.0 and True from 1, and makes nan equal to nan
         key = (n.op, n.dtype, n.args, n.index, n.buffer, n.how, repr(n.value), n.extent, n.says, epoch)
         if n.op != "store" and key in self._known:
             return self._known[key]
@@ -261,5 +260,5 @@ class Builder:
 
 @kernel_pass("schedule", takes="values")
 def scheduled(builder: Builder) -> Kernel:
-    """What a builder has recorded, in stages."""
+    """Arrange the nodes recorded by a builder in stages."""
     return builder.closed(replace(builder.recorded(), stages=staged(builder.nodes, len(builder.p))))

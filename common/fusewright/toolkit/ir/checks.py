@@ -1,8 +1,8 @@
-"""What a kernel checks while it runs, and the errors that it reports.
+"""Run-time checks of kernels and the errors that they report.
 
-A kernel returns one word: 0, or what failed. Its lowest byte is the number of a `bound` (`Node.value`, from 1 in the order
-of the ops), or `ZERO_DIVISION`; the other seven hold the index that was out of bounds. Where several checks fail, the
-lowest number stays: that of the op that eager runs first.
+A kernel returns one word: 0, or a failure. The lowest byte is the number of a `bound` (`Node.value`, from 1 in the order of
+the ops) or `ZERO_DIVISION`; the other seven bytes hold the index that was out of bounds. If several checks fail, the lowest
+number is reported: that of the op that eager runs first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fusewright.toolkit.ir.ir import Kernel
 
 ZERO_DIVISION = 255
 MOST_SITES = 250
-"""Checks with a number of their own; later ones share the last."""
+"""The number of checks with a number of their own; later ones share the last."""
 INDEX_BITS = 56
-"""Bits of an index that the word has room for. One that needs more is reported as the nearest that does not."""
+"""Bits of the word that hold the index. Larger indices are clamped."""
 
 ANY_INDEX = "IndexError: index {index} is out of bounds for size {size}"
-"""What is said where a rule says nothing."""
+"""The message of checks without one of their own."""
 
 _TYPES = {"IndexError": IndexError, "RuntimeError": RuntimeError}
 
@@ -31,7 +31,8 @@ def word(site: int, index: int) -> int:
 
 
 def error(kernel: Kernel, code: int, sizes: Sequence[int]) -> Exception:
-    """What eager raises where this kernel returned `code`. `sizes` begin with the values of its symbols."""
+    """Return the exception that eager would raise where this kernel returned `code`. `sizes` begins with the values of its
+    symbols."""
     site = code & 0xFF
     if site == ZERO_DIVISION:
         return RuntimeError("ZeroDivisionError")
@@ -42,6 +43,6 @@ def error(kernel: Kernel, code: int, sizes: Sequence[int]) -> Exception:
 
 
 def out_of_bounds(says: str, index: int, size: Extent, sizes: Sequence[int]) -> Exception:
-    """The error for an index, in the words of a rule: "IndexError: index {index} is out of ... {size}"."""
+    """Return the error for an index from its message template: "IndexError: index {index} is out of ... {size}"."""
     kind, _, text = (says or ANY_INDEX).partition(": ")
     return _TYPES.get(kind, IndexError)(text.replace("{index}", str(index)).replace("{size}", str(evaluate(size, sizes))))

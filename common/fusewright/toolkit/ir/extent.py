@@ -1,6 +1,6 @@
-"""Sizes and strides in kernels: an `Extent` is an int, or a `SizeExpr` whose symbols are positions among the kernel's own.
+"""Sizes and strides in kernels: an `Extent` is an int, or a `SizeExpr` whose symbols are positions in the kernel's list.
 
-While a kernel is built its symbols are whatever the builder was given (names, mostly): `symbols.close` numbers them."""
+While a kernel is being built, symbols are whatever the builder was given (mostly names); `symbols.close` numbers them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def nonnegative(e: Extent) -> bool:
-    """True when `e >= 0` for all symbols >= 0 is evident (no negative coefficient)."""
+    """Whether `e >= 0` evidently holds for all symbols >= 0 (no coefficient is negative)."""
     return all(c >= 0 for _, c in terms_of(e))
 
 
 def rename(e: Extent, names: dict[Atom, Atom]) -> Extent:
-    """`e` with atoms under other names."""
+    """Return `e` with its atoms renamed."""
     if isinstance(e, int):
         return e
     out: dict[tuple[Atom, ...], int] = {}

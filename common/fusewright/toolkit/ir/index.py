@@ -1,9 +1,8 @@
 """Addresses of elements: `offset + sum(stride * axis) + sum(stride * ((affine // div) % mod)) + sum(stride *
 value)`.
 
-All in elements, relative to the data pointer of the buffer. Axes are numbered P first, then R. Python's
-rounding: `//` is floor, `%` is never negative. Indices are built with operators from the axes that
-`Builder.axes` gives."""
+All terms count elements, relative to the data pointer of the buffer. Axes are numbered P first, then R. Rounding
+is Python's: `//` is floor, `%` is never negative. Build indices with operators from `Builder.axes`."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from fusewright.toolkit.ir.extent import Atom, Extent, divide, nonnegative, rena
 
 
 class IndexTooComplex(ValueError):
-    """The index needs a division of a division that does not simplify: the caller stores the tensor
-    instead."""
+    """The index needs a nested division that does not simplify; the caller stores the tensor instead."""
 
 
 Coefs = tuple[tuple[int, Extent], ...]
@@ -42,8 +40,8 @@ class Indirect:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """See the module. `sizes` are the sizes of all axes where known; they only serve to simplify
-    divisions."""
+    """An address; see the module docstring. `sizes` are the sizes of all axes where known; they only help to
+    simplify divisions."""
 
     offset: Extent = 0
     coefs: Coefs = ()
@@ -93,7 +91,7 @@ class Index:
         return _divided(self, m, want_mod=True)
 
     def axes(self) -> frozenset[int]:
-        """Axes that the address depends on, indirect values aside."""
+        """The axes that the address depends on, apart from indirect values."""
         out = {a for a, _ in self.coefs}
         for d in self.divmods:
             out.update(a for a, _ in d.coefs)
@@ -106,7 +104,7 @@ class Index:
         return dict(self.coefs).get(axis, 0)
 
     def extents(self) -> Iterator[Extent]:
-        """Every extent in the index, for collecting symbols."""
+        """Yield every extent in the index, for collecting symbols."""
         yield self.offset
         yield from (c for _, c in self.coefs)
         for d in self.divmods:
@@ -122,7 +120,7 @@ class Index:
         return replace(self, indirect=tuple(replace(i, value=ids[i.value]) for i in self.indirect))
 
     def renamed(self, names: dict[Atom, Atom], sizes: tuple[Extent, ...]) -> Index:
-        """The index with its symbols under other names, over axes of these sizes."""
+        """Return the index with its symbols renamed, over axes of these sizes."""
         divmods = [
             DivMod(
                 rename(d.stride, names), rename(d.offset, names), _renamed(d.coefs, names), rename(d.div, names),
@@ -139,7 +137,7 @@ class Index:
         )
 
     def substitute(self, axes: Sequence[Index], sizes: tuple[Extent, ...]) -> Index:
-        """The index after every axis `a` is replaced by `axes[a]` (over new axes with `sizes`)."""
+        """Replace every axis `a` by `axes[a]` (over new axes with `sizes`)."""
         out = Index(self.offset, (), (), self.indirect, sizes)
         for a, c in self.coefs:
             out = out + axes[a] * c
@@ -195,7 +193,7 @@ def bounds(offset: Extent, coefs: Coefs, sizes: tuple[Extent, ...] | None) -> tu
 
 
 def _divided(ix: Index, d: Extent, want_mod: bool) -> Index:
-    """`ix // d` or `ix % d`, with the part that is divisible by `d` taken out first."""
+    """Return `ix // d` or `ix % d`, splitting off the part divisible by `d` first."""
     if ix.indirect:
         raise IndexTooComplex("division of an indirect index: compute it with integer ops and use it as an index")
     if d == 1:
@@ -214,7 +212,7 @@ def _divided(ix: Index, d: Extent, want_mod: bool) -> Index:
 
 
 def _split_multiples(ix: Index, d: Extent) -> tuple[Index, Index]:
-    """(q, rest) with `ix == d * q + rest`, `q` taking every term whose stride is a multiple of `d`."""
+    """Return (q, rest) with `ix == d * q + rest`, where `q` takes every term whose stride is a multiple of `d`."""
     whole, rest = Index(sizes=ix.sizes), Index(sizes=ix.sizes)
     q = divide(ix.offset, d)
     if q is not None:
@@ -240,7 +238,7 @@ def _below(ix: Index, d: Extent) -> bool:
 
 
 def _nested(ix: Index, d: Extent, want_mod: bool) -> Index:
-    """Division of `(base // div) % mod` where the divisors fit; everything else is too complex."""
+    """Divide `(base // div) % mod` where the divisors fit, else raise `IndexTooComplex`."""
     if len(ix.divmods) == 1 and not ix.coefs and ix.offset == 0 and ix.divmods[0].stride == 1:
         t = ix.divmods[0]
         fits = None if t.mod is None else divide(t.mod, d)

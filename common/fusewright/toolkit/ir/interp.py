@@ -1,5 +1,5 @@
-"""The reference interpreter: runs a kernel with torch ops over its whole domain at once. Slow, simple, and
-the oracle of emitters."""
+"""The reference interpreter: runs a kernel with torch ops over its whole domain at once. It is slow and simple;
+emitters are tested against it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def interpret(
     scalars: Sequence[int | float | bool] = (),
     exact: bool = False,
 ) -> None:
-    """Runs `kernel` on CPU tensors, one per buffer, writing its outputs in place.
+    """Run `kernel` on CPU tensors, one per buffer, writing its outputs in place.
 
     `sizes` are the values of `kernel.symbols`. With `exact`, all floating-point math is done in f64 and only
-    loads, stores and explicit casts round, which gives the reference for accuracy. What a `bound`
-    says when it fails."""
+    loads, stores and explicit casts round, which gives the reference for accuracy. A failed `bound` raises its
+    error."""
     if len(buffers) != len(kernel.buffers) or len(sizes) != len(kernel.symbols) or len(scalars) != len(kernel.scalars):
         expected = f"{len(kernel.buffers)} tensors, {len(kernel.symbols)} sizes, {len(kernel.scalars)} scalars"
         raise TypeError(f"{kernel.name} takes {expected}")
@@ -140,7 +140,7 @@ class _Run:
         return args[0].to(to_torch(n.dtype)).to(self.type(n.dtype))
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` over P x R with R flattened into the last dimension."""
+        """Expand `x` over P x R, with R flattened into the last dimension."""
         row = torch.empty([1] * self.n_p + self.shape[self.n_p :], device="meta")
         full = x.expand(_broadcast(x, row))
         lead = list(full.shape[: self.n_p])
@@ -178,13 +178,13 @@ class _Run:
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:
-    """The storage behind `t` from its first element on, as one dimension."""
+    """The storage of `t` from its first element on, as a 1-D tensor."""
     n = t.untyped_storage().nbytes() // t.element_size() - t.storage_offset()
     return t.as_strided((n,), (1,), t.storage_offset())
 
 
 def _broadcast(a: torch.Tensor, b: torch.Tensor) -> list[int]:
-    """The common shape of two tensors of one rank."""
+    """The broadcast shape of two tensors of equal rank."""
     return [y if x == 1 else x for x, y in zip(a.shape, b.shape, strict=True)]
 
 
@@ -229,7 +229,7 @@ _SCAN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _identity(how: str, x: torch.Tensor) -> torch.Tensor:
-    """What a reduction of nothing gives."""
+    """The result of an empty reduction."""
     f = x.dtype.is_floating_point
     least = float("-inf") if f else None if x.dtype == torch.bool else torch.iinfo(x.dtype).min
     most = float("inf") if f else None if x.dtype == torch.bool else torch.iinfo(x.dtype).max

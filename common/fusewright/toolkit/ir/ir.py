@@ -2,47 +2,47 @@
 
 A kernel runs over the points of a domain: parallel axes P (any order, any thread) and row axes R (in order,
 within one point of P). Axes are numbered P first, then R; sizes are ints or polynomials over size symbols
-(`extent`). Symbols are positions: what they stand for is said by a launch. The body is a list of stages:
+(`extent`). A symbol is a position among the sizes that a launch passes. The body is a list of stages:
 
     for p in P:                      # parallel
         stage over "P":  nodes run once for this p
         stage over "PR": for r in R: nodes run for (p, r); `reduce` nodes accumulate, ready after the stage
         ...
 
-Nodes are SSA values (`%id`), each with an element type; types never change implicitly (`cast` does it), and
-math is on f32, f64, integers and bool (half types are only moved and cast). What a node may read:
-- a value of the same stage above it, or a value of an earlier "P" stage, or a `reduce` of an earlier "PR"
-  stage;
-- a "PR" value of an earlier stage only when that node has `keep=True`: emitters hold it in a row buffer. Any
-  other value that is needed again is written again (recomputed) in the later stage.
+Nodes are SSA values (`%id`), each with an element type. Types never change implicitly, only by `cast`. Math is
+on f32, f64, integers and bool; half types are only moved and cast. A node may read:
+- an earlier value of the same stage, a value of an earlier "P" stage, or a `reduce` of an earlier "PR" stage;
+- a "PR" value of an earlier stage only if that node has `keep=True`: emitters hold it in a row buffer. Any
+  other value that a later stage needs is recomputed there by nodes of its own.
 
-Kinds of nodes (`Node.op`), beside the pointwise rows of `optable.OPS`:
+Kinds of nodes (`Node.op`), besides the pointwise rows of `optable.OPS`:
 - `const` (`value`), `scalar` (`value` = position among the kernel's runtime scalars), `index` (`index` as an
   i64 value);
-- `load` of `buffer` at `index`; `args` are () or (mask, other): where the mask is false nothing is read and
-  `other` is the value;
+- `load` of `buffer` at `index`; `args` are () or (mask, other): where the mask is false, nothing is read and
+  the result is `other`;
 - `store` of args[0] into `buffer` at `index`, args[1] an optional mask; `how` "" or one of
   `optable.ACCUMULATE`. A store in a "P" stage stores once per p. Only indirect or accumulating stores may
   hit one element from several points; those behave as if the points ran in lexicographic order of the axes,
   whatever the number of threads;
 - `bound`: args[0] is an i64 index checked against [0, `extent`), or [-extent, extent) with `how="wrap"` (as
-  indexing does, the result is then made positive); args[1] is an optional mask. Out of bounds: the kernel
-  reports an error, touches no memory there and the launch raises what `says` says (see `checks`); `value` is the
-  number of the check. A check is an effect: it runs whether or not its result is used;
+  indexing does, the result is then made positive); args[1] is an optional mask. Out of bounds, the kernel
+  reports an error and touches no memory there, and the launch raises the error that `says` describes (see
+  `checks`); `value` is the number of the check. A check is a side effect: it runs whether or not its result is
+  used;
 - `cast` (value-preserving conversion as `Tensor.to`);
 - `reduce` with `how` of `optable.REDUCTIONS` over all of R (argument positions count lexicographically over
   R);
 - `scan` with `how` of `optable.SCANS` along R, which must be a single axis.
 
-Reductions may reassociate; nothing else may. Float sums and means of f32 are at least as accurate as
-torch's. Integer division by zero reports an error too (torch raises RuntimeError).
+Only reductions may reassociate. Sums and means of f32 are at least as accurate as torch's. Integer division by
+zero also reports an error (torch raises RuntimeError).
 
 Empty axes are legal: a P of size 0 runs nothing, an R of size 0 gives the reduction's identity (sum 0, prod
 1, any False, all True, max -inf or the least integer, mean nan); the caller raises where torch does.
 
-A kernel is plain data: it prints (`printer`), verifies (`verify`), hashes (`serial.structural_hash`,
-independent of names), goes to JSON and back (`serial`) and runs in the reference interpreter (`interp`),
-which is the oracle of every emitter."""
+A kernel is plain data: it can be printed (`printer`), verified (`verify`), hashed independently of names
+(`serial.structural_hash`), converted to JSON and back (`serial`) and run by the reference interpreter
+(`interp`), against which every emitter is tested."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ Over: TypeAlias = Literal["P", "PR"]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor parameter. Buffers of one launch do not overlap unless the host maps an output onto an input
-    of the very same index expression (see `Kernel.may_share`)."""
+    """A tensor parameter. Buffers of one launch do not overlap, unless the host maps an output onto an input
+    that is accessed at the same index expression (see `Kernel.may_share`)."""
 
     name: str
     dtype: DType
@@ -79,7 +79,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One SSA value. Which fields mean something depends on `op`, see the module."""
+    """One SSA value. Which fields are used depends on `op`; see the module docstring."""
 
     id: int
     op: str
@@ -94,7 +94,7 @@ class Node:
     says: str = ""
 
     def uses(self) -> Iterator[int]:
-        """Ids of the values that the node reads, indirect indices included."""
+        """Yield the ids of the values that the node reads, including those of indirect indices."""
         yield from self.args
         if self.index is not None:
             yield from (i.value for i in self.index.indirect)
@@ -110,8 +110,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """See the module. `hints` are sizes seen when tracing, one for each size symbol, whose number is its position; they
-    steer code choice only and are not hashed."""
+    """A loop kernel; see the module docstring. `hints[k]` is the value of size symbol k seen when tracing; hints only steer
+    code choices and are not hashed."""
 
     name: str
     buffers: tuple[Buffer, ...]
@@ -123,7 +123,7 @@ class Kernel:
 
     @property
     def symbols(self) -> range:
-        """The size symbols: positions among the sizes of a launch."""
+        """The size symbols, as positions among the sizes of a launch."""
         return range(len(self.hints))
 
     @property
@@ -141,7 +141,7 @@ class Kernel:
         return {n.id: n for n in self.nodes()}
 
     def axes_of(self) -> dict[int, frozenset[int]]:
-        """Axes on which each value depends. A reduction depends on none of R."""
+        """Map each value to the axes it depends on. A reduction depends on no axis of R."""
         out: dict[int, frozenset[int]] = {}
         rows = frozenset(range(len(self.p), len(self.sizes)))
         for n in self.nodes():
@@ -154,11 +154,11 @@ class Kernel:
         return out
 
     def may_share(self, out: int, source: int) -> bool:
-        """Whether output buffer `out` may live in the memory of input buffer `source` (same element type).
+        """Whether output buffer `out` may alias input buffer `source` (same element type).
 
-        True when each element of `source` is read only by the point that stores over it, and not after that:
-        all accesses of both have one and the same affine index that covers every axis, in the stage of the
-        store at the latest."""
+        True if each element of `source` is read only by the point that overwrites it, and not after the store:
+        all accesses of both use the same affine index, which covers every axis, and every load is in the stage of
+        the store or an earlier one."""
         if self.buffers[out].dtype != self.buffers[source].dtype or self.buffers[out].access != "out":
             return False
         loads = [(k, n) for k, s in enumerate(self.stages) for n in s.nodes if n.op == "load" and n.buffer == source]
@@ -176,7 +176,7 @@ class Kernel:
 
 
 def extents_of(kernel: Kernel) -> Iterator[Extent]:
-    """Every extent that the kernel mentions."""
+    """Yield every extent in the kernel."""
     yield from kernel.sizes
     for n in kernel.nodes():
         if n.extent is not None:
@@ -186,12 +186,12 @@ def extents_of(kernel: Kernel) -> Iterator[Extent]:
 
 
 def used_symbols(kernel: Kernel) -> tuple[Atom, ...]:
-    """The size symbols that the kernel mentions, in the order of first use."""
+    """The size symbols that the kernel uses, in order of first use."""
     return tuple(dict.fromkeys(a for e in extents_of(kernel) for a in atoms(e)))
 
 
 def cost(n: Node) -> int:
-    """Rough number of vector instructions of a node."""
+    """Estimate the vector instructions of a node."""
     row = OPS.get(n.op)
     if row is not None:
         return row.cost
@@ -199,7 +199,7 @@ def cost(n: Node) -> int:
 
 
 def across(kernel: Kernel, n: Node, v: int) -> int | None:
-    """The parallel axis along which a plain load is contiguous, where it is not along `v`."""
+    """Return the parallel axis along which a plain load is contiguous; None if there is none, or its stride along `v` is 0 or 1."""
     ix = n.index
     if n.op != "load" or ix is None or n.args or ix.indirect or ix.divmods or ix.stride_of(v) in (0, 1):
         return None
@@ -207,7 +207,8 @@ def across(kernel: Kernel, n: Node, v: int) -> int | None:
 
 
 def crosses(kernel: Kernel, least: int = 16) -> bool:
-    """Whether a kernel without rows stores along one axis and loads along another, both of `least` points or more."""
+    """Whether a kernel without row axes is a transpose: it stores along one axis and loads along another, each with at least
+    `least` points."""
     if kernel.r:
         return False
     hints = kernel.hints

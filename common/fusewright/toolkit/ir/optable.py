@@ -1,9 +1,9 @@
 """The pointwise ops of kernels: one row each, with the reference that the interpreter runs (torch's own
 semantics).
 
-All operands of an op have one type (`where`: the condition is bool). `kinds` says for which kinds of type
-the op exists; math on half types is written with explicit casts to f32. `cost` is in vector instructions,
-roughly; it drives scheduling only."""
+All operands of an op have the same type (except the bool condition of `where`). `kinds` lists the kinds of type
+for which the op exists; math on half types takes explicit casts to f32. `cost` is a rough count of vector
+instructions that only drives scheduling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F, N, B = "float", "int", "bool"
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """`result` "same" is the operands' type; "bool" is bool. `ref` takes and gives torch tensors."""
+    """One op. `result` is "same" (the operands' type) or "bool". `ref` takes and returns torch tensors."""
 
     name: str
     arity: int
@@ -111,12 +111,12 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
     "mean": (F,),
     "m2": (F,),
 }
-"""Reductions and the kinds of their operand. `mean` and `m2` (sum of squared deviations from the mean) come
-from Welford's update, so they need one pass. `argmax`/`argmin` give an i64 position in the row: the first
-one of equals; NaN wins."""
+"""Reductions and the kinds of their operand. `mean` and `m2` (sum of squared deviations from the mean) use
+Welford's update, so they need one pass. `argmax`/`argmin` return an i64 position in the row: the first of equal
+elements; NaN wins."""
 
 SCANS: tuple[str, ...] = ("sum", "prod", "max", "min")
 """Inclusive scans along the (single) row axis."""
 
 ACCUMULATE: tuple[str, ...] = ("", "add", "mul", "max", "min")
-"""How a store combines with what the buffer holds; "" replaces it."""
+"""How a store combines with the buffer's content; "" overwrites it."""

@@ -14,7 +14,7 @@ from fusewright.toolkit.ir.ir import Kernel, Node
 
 
 def to_text(kernel: Kernel) -> str:
-    """The kernel, readable. Equal text (names aside) means equal kernels."""
+    """Print the kernel. Equal text (names aside) means equal kernels."""
     params = [f"{b.name}: {b.dtype} {b.access}" for b in kernel.buffers]
     params += [f"{s.name}: {s.dtype}" for s in kernel.scalars]
     head = ", ".join(params) + (f"; {', '.join(f's{k}' for k in kernel.symbols)}" if kernel.symbols else "")

@@ -1,7 +1,8 @@
-"""From a recorded dataflow graph to stages: where rows are passed over, what is recomputed and what is kept.
+"""Arranges a recorded dataflow graph in stages: which pass over the row computes a value, and whether later passes recompute
+it or keep it.
 
-Pass k over the row can compute everything that needs the reductions of passes < k. Every value goes into the
-first pass that can compute it; a later pass that needs it again gets it recomputed, or from a row buffer.
+Pass k over the row can compute everything that only needs reductions of passes < k. Every value goes into the first pass that
+can compute it; a later pass that needs it recomputes it or reads it from a row buffer.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from fusewright.toolkit.ir.ir import Node, Stage, cost
 
 KEEP_COST = 8
-"""A value whose recomputation costs this many vector instructions is kept: a store and a load of the row
-buffer are cheaper."""
+"""Values whose recomputation costs at least this many vector instructions are kept: storing and loading the row
+buffer is cheaper."""
 
 
 @dataclass
 class _Facts:
-    """Per node id: does it vary along R, and the first pass in which it can be computed (P values: before
-    which pass). `checks` are those whose value is not used."""
+    """Per node id: whether it varies along R, and the first pass that can compute it (for P values: the pass before
+    which it is computed). `checks` are the checks whose value is not used."""
 
     rowwise: dict[int, bool] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
@@ -28,7 +29,7 @@ class _Facts:
 
 
 def staged(nodes: Sequence[Node], n_p: int) -> tuple[Stage, ...]:
-    """Stages of the recorded `nodes` (ids are positions), with values renumbered in order of execution."""
+    """Arrange the recorded `nodes` (ids are positions) in stages, with values renumbered in order of execution."""
     facts = _analyse(nodes, n_p)
     return _Scheduler(nodes, facts).run()
 
@@ -44,13 +45,13 @@ def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
         )
         ready = max((f.ready[u] for u in uses), default=0)
         if n.op in ("load", "store") and n.buffer is not None:
-            # what was stored is visible to a load only after it, so accesses keep their order
+            # a load must see earlier stores to its buffer, so accesses keep their order
             ready = max(ready, stores.get(n.buffer, 0))
         if n.op == "store" and n.buffer is not None:
             stores[n.buffer] = ready
         f.ready[n.id] = ready + 1 if n.op == "reduce" else ready
     _mark_live(nodes, f.live, (n.id for n in nodes if n.op == "store"))
-    # A check is an effect. One whose value no store needs (an index along a dim of size 1) still runs.
+    # A check is a side effect: it runs even if no store needs its value (an index along a dim of size 1).
     f.checks.update(n.id for n in nodes if n.op == "bound" and n.id not in f.live)
     _mark_live(nodes, f.live, f.checks)
     return f
@@ -85,7 +86,7 @@ class _Scheduler:
         return tuple(stages)
 
     def _roots(self, live: list[Node], k: int) -> list[Node]:
-        """What pass k over the row exists for."""
+        """The nodes that require pass k over the row."""
         f = self.f
         return [
             n
@@ -95,8 +96,8 @@ class _Scheduler:
         ]
 
     def _needed(self, live: list[Node], k: int) -> set[int]:
-        """Row values of pass k, found from its roots. Stops at values that an earlier pass has and that are
-        dear: those are kept."""
+        """The row values that pass k computes, found from its roots. The search stops at values of an earlier pass
+        that are expensive to recompute: those are kept."""
         todo, seen = [n.id for n in self._roots(live, k)], set[int]()
         while todo:
             i = todo.pop()
@@ -115,7 +116,7 @@ class _Scheduler:
         return n.op == "scan" or self._price(n.id, set()) >= KEEP_COST
 
     def _price(self, i: int, seen: set[int]) -> int:
-        """Cost of recomputing row value `i` from its loads."""
+        """The cost of recomputing row value `i` from its loads."""
         if i in seen or not self.f.rowwise[i]:
             return 0
         seen.add(i)

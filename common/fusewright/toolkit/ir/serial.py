@@ -13,13 +13,13 @@ from fusewright.toolkit.ir.index import Coefs, DivMod, Index, Indirect
 from fusewright.toolkit.ir.ir import Buffer, Kernel, Node, Scalar, Stage
 
 VERSION = 3
-"""Changes whenever the meaning of stored kernels changes."""
+"""Bumped whenever the meaning of stored kernels changes."""
 HASHED = 2
-"""Changes whenever equal hashes would no longer mean equal kernels."""
+"""Bumped whenever equal hashes would no longer mean equal kernels."""
 
 
 def to_json(kernel: Kernel) -> dict[str, Any]:
-    """The kernel as JSON data (lists, dicts, ints and strings; floats as hex, so that every bit survives)."""
+    """Convert the kernel to JSON data (lists, dicts, ints and strings; floats as hex, so that every bit survives)."""
     return {
         "version": VERSION,
         "name": kernel.name,
@@ -34,8 +34,8 @@ def to_json(kernel: Kernel) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Kernel:
-    """The kernel that `to_json` described. ValueError for another version; the caller verifies data that it
-    does not trust."""
+    """Restore a kernel from `to_json`'s data. Raises ValueError for another version; the caller must verify data
+    that it does not trust."""
     if data.get("version") != VERSION:
         raise ValueError(f"a kernel of version {data.get('version')}, this is version {VERSION}")
     p, r = tuple(from_data(e) for e in data["p"]), tuple(from_data(e) for e in data["r"])
@@ -52,13 +52,13 @@ def from_json(data: dict[str, Any]) -> Kernel:
 
 
 def structural_hash(kernel: Kernel) -> str:
-    """SHA-256 (hex) of what the kernel does: equal in every process, independent of names, hints and node numbers."""
+    """SHA-256 (hex) of the kernel's behaviour: stable across processes, independent of names, hints and node numbers."""
     data = {**to_json(canonical(kernel)), "version": HASHED, "hints": []}
     return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()
 
 
 def canonical(kernel: Kernel) -> Kernel:
-    """The kernel with positions for names: buffers b0.., scalars c0.., nodes numbered in order."""
+    """Replace names by positions: buffers b0.., scalars c0.., nodes numbered in order."""
     ids = {n.id: i for i, n in enumerate(kernel.nodes())}
 
     def move(n: Node) -> Node:
@@ -75,8 +75,8 @@ def canonical(kernel: Kernel) -> Kernel:
 
 
 def positional(kernel: Kernel) -> Kernel:
-    """The kernel as kernels of its hash have in common, under its own name: what is made of it serves all of them, whatever
-    they call their buffers. Its hints stay, which no hash knows."""
+    """Like `canonical`, but with the kernel's own name. Code built from it serves every kernel of the same hash, whatever their
+    buffers are called. Hints, which are not hashed, are kept."""
     return replace(canonical(kernel), name=kernel.name)
 
 

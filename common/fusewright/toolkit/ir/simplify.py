@@ -1,6 +1,6 @@
-"""Normal form of a kernel's axes: axes of size 1 go, axes are split where a reshape divides them, neighbours
-merge where every address allows it. Emitters then see few, long axes and affine indices, and equal kernels
-look equal."""
+"""Normal form of a kernel's axes: drop axes of size 1, split axes where a reshape divides them, and merge neighbours
+where every address allows it. Emitters then see few, long axes and affine indices, and equivalent kernels become
+identical."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright.toolkit.ir.verify import kernel_pass
 
 @kernel_pass("simplify_axes")
 def simplify_axes(kernel: Kernel) -> Kernel:
-    """An equal kernel with as few axes as its indices allow."""
+    """Return an equivalent kernel with as few axes as its indices allow."""
     for _ in range(16):
         cut = _find_split(kernel)
         if cut is None:
@@ -34,7 +34,7 @@ def simplify_axes(kernel: Kernel) -> Kernel:
 
 @kernel_pass("in_order")
 def in_order(kernel: Kernel) -> Kernel:
-    """The kernel with its values numbered in the order of execution, which emitters rely on."""
+    """Number the values in order of execution, which emitters rely on."""
     ids = {n.id: i for i, n in enumerate(kernel.nodes())}
 
     def move(n: Node) -> Node:
@@ -50,7 +50,7 @@ def _indices(kernel: Kernel) -> Iterator[Index]:
 
 
 def _rewrite(kernel: Kernel, p: list[Extent], r: list[Extent], axes: list[Index]) -> Kernel:
-    """The kernel over new axes, where old axis `a` is the index `axes[a]`."""
+    """Rewrite the kernel over new axes, where old axis `a` becomes the index `axes[a]`."""
     sizes = tuple(p + r)
 
     def move(n: Node) -> Node:
@@ -61,7 +61,7 @@ def _rewrite(kernel: Kernel, p: list[Extent], r: list[Extent], axes: list[Index]
 
 
 def _find_split(kernel: Kernel) -> tuple[int, Extent] | None:
-    """An axis of some division and the factor at which splitting it would help. The row of a scan stays one axis."""
+    """Find an axis in some division and the factor to split it at. The row of a scan stays one axis."""
     scans = any(n.op == "scan" for n in kernel.nodes())
     for index in _indices(kernel):
         for d in index.divmods:
@@ -79,7 +79,7 @@ def _find_split(kernel: Kernel) -> tuple[int, Extent] | None:
 
 
 def _split(kernel: Kernel, axis: int, inner: Extent) -> Kernel | None:
-    """Axis of size n becomes (n / inner, inner)."""
+    """Split an axis of size n into (n / inner, inner)."""
     outer = divide(kernel.sizes[axis], inner)
     if outer is None:
         return None
@@ -95,7 +95,7 @@ def _split(kernel: Kernel, axis: int, inner: Extent) -> Kernel | None:
 
 
 def _drop_units(kernel: Kernel) -> Kernel:
-    """Axes of size 1 vanish; R keeps one axis if it had any, since reductions need a row."""
+    """Drop axes of size 1. R keeps one axis if it had any, since reductions need a row."""
     n_p = len(kernel.p)
     stay = [a for a, s in enumerate(kernel.sizes) if s != 1]
     if kernel.r and not any(a >= n_p for a in stay):
@@ -110,7 +110,7 @@ def _drop_units(kernel: Kernel) -> Kernel:
 
 
 def _find_merge(kernel: Kernel) -> int | None:
-    """An axis `a` that can merge with `a + 1`: in every address the outer stride is the inner stride times
+    """Find an axis `a` that can merge with `a + 1`: in every address the outer stride is the inner stride times
     the inner size."""
     n_p = len(kernel.p)
     for a in range(len(kernel.sizes) - 1):
@@ -128,8 +128,8 @@ def _mergeable(index: Index, a: int, inner: Extent) -> bool:
 
 
 def _merge(kernel: Kernel, a: int) -> Kernel:
-    """Axes `a`, `a + 1` become one. Their joint index is affine in the new axis by construction, so strides
-    just move over."""
+    """Merge axes `a` and `a + 1`. `_find_merge` ensures that indices are affine in the new axis, so strides carry
+    over."""
     old = list(kernel.sizes)
     sizes = (*old[:a], old[a] * old[a + 1], *old[a + 2 :])
     cut = len(kernel.p) - (1 if a < len(kernel.p) else 0)

@@ -1,7 +1,7 @@
-"""Symbols of a kernel are positions: what they stand for is said apart, by whoever launches it.
+"""Size symbols of a finished kernel are positions; the launch supplies what they stand for.
 
-While a kernel is built or changed its extents may mention any atom: names, formulas of its own symbols. `close` numbers
-them, in the order in which the kernel mentions them, so that equal kernels are equal whatever their sizes are called.
+While a kernel is built or transformed, its extents may use any atom: names, or formulas over its own symbols. `close`
+numbers them in order of first use, so that equal kernels compare equal whatever their sizes are called.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fusewright.toolkit.ir.simplify import in_order, simplify_axes
 from fusewright.toolkit.ir.verify import kernel_pass
 
 GUESS = 1024
-"""The hint of a symbol of which nothing is known."""
+"""The hint of a symbol whose size is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A kernel made of another one. `sizes` are what its symbols stand for: formulas over the other one's symbols."""
+    """A kernel derived from another. `sizes` gives each of its symbols as a formula over the original kernel's symbols."""
 
     kernel: Kernel
     sizes: tuple[Extent, ...]
 
 
 def step(kernel: Kernel) -> Step:
-    """A changed kernel in normal form, with values in order and symbols of its own."""
+    """Bring a transformed kernel into normal form: values in order, symbols renumbered."""
     closed, stand_for = close(kernel, dict(enumerate(kernel.hints)))
     normal = in_order(simplify_axes(closed))
     renumbered, kept = close(normal, dict(enumerate(normal.hints)))
@@ -36,13 +36,13 @@ def step(kernel: Kernel) -> Step:
 
 @kernel_pass("close", made=lambda closed: closed[:1])
 def close(kernel: Kernel, hints: Mapping[Atom, int]) -> tuple[Kernel, tuple[Atom, ...]]:
-    """The kernel with positions for what it mentions, and what these stand for."""
+    """Replace the kernel's atoms by positions; return the kernel and the atoms in that order."""
     order = used_symbols(kernel)
     return numbered(kernel, order, hints), order
 
 
 def numbered(kernel: Kernel, order: Sequence[Atom], hints: Mapping[Atom, int]) -> Kernel:
-    """The kernel with their positions in `order` for atoms."""
+    """Replace each atom of the kernel by its position in `order`."""
     if not order:
         return kernel if not kernel.hints else replace(kernel, hints=())
     seen = tuple(hint_of(a, hints) for a in order)
@@ -61,7 +61,7 @@ def numbered(kernel: Kernel, order: Sequence[Atom], hints: Mapping[Atom, int]) -
 
 
 def hint_of(a: Atom, hints: Mapping[Atom, int]) -> int:
-    """The size seen when tracing, of a symbol or a formula."""
+    """The size of a symbol or formula seen when tracing."""
     try:
         return evaluate(symbol(a), hints)
     except (KeyError, ArithmeticError):

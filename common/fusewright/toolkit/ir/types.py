@@ -15,8 +15,8 @@ Kind: TypeAlias = Literal["float", "int", "bool"]
 
 @dataclass(frozen=True, slots=True)
 class TypeInfo:
-    """`compute` is False for the half types, which are only loaded, stored, cast and moved: their math is
-    done in f32."""
+    """An element type. `compute` is False for the half types, which are only loaded, stored, cast and moved;
+    their math is done in f32."""
 
     name: DType
     torch: torch.dtype
@@ -46,7 +46,7 @@ _BY_TORCH = {t.torch: t.name for t in TYPES.values()}
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """The kernel's name of a torch dtype. KeyError when kernels do not have it (complex, float8 ...)."""
+    """The kernel type of a torch dtype. Raises KeyError if kernels lack it (complex, float8 ...)."""
     return _BY_TORCH[dtype]
 
 

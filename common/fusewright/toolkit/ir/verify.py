@@ -1,5 +1,5 @@
-"""The specification of kernels, as rules: all of `ir` that can be checked on a kernel alone. They run after every pass over
-kernels, and `Builder.build` always runs them.
+"""The specification in `ir` as rules: everything that can be checked on a kernel alone. The rules run after every pass over
+kernels, and always in `Builder.build`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KernelError(FormError, ValueError):
 
 
 class Facts:
-    """A kernel as its rules see it."""
+    """A kernel with the lookups that its rules need."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -56,11 +56,12 @@ OPERANDS: dict[str, tuple[int, ...]] = {
     "const": (0,), "scalar": (0,), "index": (0,), "load": (0, 2), "store": (1, 2), "bound": (1, 2),
     "cast": (1,), "reduce": (1,), "scan": (1,), **{name: (row.arity,) for name, row in OPS.items()},
 }  # fmt: skip
-"""How many operands a node of each op may have."""
+"""The operand counts that each op allows."""
 
 
 def _each(check: NodeCheck, *ops: str) -> Callable[[Facts], Iterator[str]]:
-    """What `check` says of each node of these ops (none: of all), behind the node's text."""
+    """Make a rule that reports `check`'s findings for each node of these ops (all nodes if none are given), with the node's
+    text."""
 
     def run(f: Facts) -> Iterator[str]:
         for n in f.of(*ops) if ops else f.nodes:
@@ -242,7 +243,7 @@ def _literal(f: Facts, n: Node) -> Iterator[str]:
 
 
 def _name(n: Node) -> str:
-    """A node that may be too broken for its text."""
+    """A short name for a node that may be too broken to print."""
     return f"%{n.id} ({n.op})"
 
 
@@ -268,14 +269,14 @@ KERNEL: Spec[Kernel] = Spec("kernel", KernelError, RULES, Facts, name=lambda ker
 
 
 def verify(kernel: Kernel, after: str = "building it") -> None:
-    """Raise `KernelError` with the offending lines when the kernel is malformed."""
+    """Raise `KernelError` with the offending lines if the kernel is malformed."""
     KERNEL.check(kernel, after)
 
 
 def kernel_pass(
     name: str, takes: str = "kernel", made: Callable[[Any], Iterable[Kernel]] = lambda kernel: (kernel,)
 ) -> Callable[[Callable[X, R]], Pass[X, R]]:
-    """Make a pass of a function that gives kernels, which `made` finds in its result."""
+    """Turn a function into a pass over kernels; `made` extracts the kernels from its result."""
 
     def wrap(run: Callable[X, R]) -> Pass[X, R]:
         wrapped = Pass(name, takes, KERNEL, run, lambda args, result: made(result))
