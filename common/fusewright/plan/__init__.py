@@ -1,1 +1,1 @@
-"""Plans: a compiled graph as slots and a flat list of instructions."""
+"""Plans: a compiled graph as values and a flat list of instructions."""

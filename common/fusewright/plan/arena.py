@@ -1,4 +1,4 @@
-"""The arena: one block of memory for all intermediate buffers whose size is known, laid out from their lifetimes."""
+"""The arena: one block of memory for all intermediate buffers of known size, laid out by lifetime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes needed from instruction `start` to instruction `end`, both included."""
+    """Bytes that are live from instruction `start` to instruction `end`, both included."""
 
     id: int
     bytes: int
@@ -17,9 +17,9 @@ class Buffer:
 
 
 def layout(buffers: Sequence[Buffer], align: int) -> tuple[dict[int, int], int]:
-    """Offsets by buffer id, multiples of `align` bytes, and the size of the arena.
+    """Return offsets by buffer id, multiples of `align` bytes, and the size of the arena.
 
-    Greedy by size: the largest buffer first, each at the lowest offset where no buffer that lives at the same time lies
+    Greedy by size: place the largest buffer first, each at the lowest offset that overlaps no buffer live at the same time
     (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, section 5).
     """
     offsets: dict[int, int] = {}

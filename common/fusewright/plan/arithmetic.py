@@ -1,4 +1,5 @@
-"""What a plan may call of Python: arithmetic on sizes and other numbers. The list is closed: plans come from the disk, too."""
+"""The Python functions that a plan may call: arithmetic on sizes and other numbers. A closed list, since plans may come from
+disk."""
 
 from __future__ import annotations
 
@@ -19,4 +20,4 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
     )
     for name in names.split()
 }  # fmt: skip
-"""By the name that a `Call` has for it."""
+"""By the name used in a `Call`."""

@@ -1,4 +1,4 @@
-"""From a partitioned graph to a plan: fragments and ATen calls in one flat list, constants apart, lifetimes known."""
+"""From a partitioned graph to a plan: fragments and ATen calls in one flat list, constants split off."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class Plan:
     """A compiled graph. `inputs` are value ids in calling order; `outputs` are Refs or plain values.
 
     `prepare` runs when a weight is first seen or has changed; it reads `prepare_inputs` and makes `prepare_outputs`.
-    `attributes` are tensors that the traced graph holds itself, with their names; `scalars` names the size symbols that
-    inputs and results carry as numbers;
-    `kernels` are the loop kernels of its launches by structural hash; `policy` is that of the backend which runs them.
-    `alone`: no op of it is worth a second thread.
+    `attributes` are the tensors held by the traced graph, with their names. `scalars` names the size symbols that inputs and
+    results carry as numbers. `kernels` are the loop kernels of its launches by structural hash. `policy` is that of the
+    backend. `alone`: no op is long enough to share with other threads.
     """
 
     inputs: tuple[int, ...]
@@ -47,14 +46,14 @@ class Plan:
     alone: bool = False
     policy: DevicePolicy = field(default=DevicePolicy(), compare=False)
     origins: dict[int, Origin] = field(default_factory=dict, compare=False)
-    """For profilers, by the first value that an instruction makes."""
+    """Labels for profilers, by the first value that an instruction makes."""
     trace: str = field(default="", compare=False)
-    """The same: the stack of the first node of the graph."""
+    """Also for profilers: the stack trace of the first node of the graph."""
 
 
 @dataclass
 class _Item:
-    """What must stay together in the order: one node, or one region."""
+    """A unit of the instruction order: one node, or one region."""
 
     position: int
     nodes: tuple[Node, ...]
@@ -88,7 +87,7 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
 
 
 def attribute(module: Any, target: str) -> Any:
-    """What a traced module holds under a dotted name."""
+    """The attribute of a traced module under a dotted name."""
     for part in target.split("."):
         module = getattr(module, part)
     return module
@@ -100,7 +99,7 @@ def _outputs(index: GraphIndex, returned: Any) -> tuple[Any, ...]:
 
 
 def to_refs(index: GraphIndex, arg: Any) -> Any:
-    """An FX argument as an instruction's argument."""
+    """Convert an FX argument to an instruction's argument."""
     if isinstance(arg, Node):
         return Ref(index.id(arg))
     if isinstance(arg, tuple | list):
@@ -109,7 +108,7 @@ def to_refs(index: GraphIndex, arg: Any) -> Any:
 
 
 def aten_call(index: GraphIndex, node: Node) -> Call:
-    """The instruction that runs an op node exactly as eager does. Trailing defaults are left out: fewer to parse."""
+    """The instruction that runs an op node exactly as eager does. Trailing defaults are left out, which is faster to parse."""
     target: Any = concrete(node.target, node.args)
     args = list(node.args)
     formals = target._schema.arguments
@@ -126,7 +125,7 @@ def aten_call(index: GraphIndex, node: Node) -> Call:
 
 
 def call_of(op: OpView) -> Call:
-    """The instruction that runs an op as eager does, from its view alone; a backend may have given it other values."""
+    """The instruction that runs an op as eager does, from its view alone, whose values a backend may have replaced."""
     operator: Any = concrete(operator_of(op.target), op.args)
     formals = operator._schema.arguments
     given = [_view_ref(a) for a in op.args]
@@ -141,7 +140,7 @@ def call_of(op: OpView) -> Call:
 
 
 def _is_list(kind: Any) -> bool:
-    """Whether a schema's type is a list, as what `chunk` and `unbind` give, be it of one tensor."""
+    """Whether a schema type is a list, as `chunk` and `unbind` return, even of one tensor."""
     return bool(kind.kind() == "ListType")
 
 
@@ -152,7 +151,7 @@ def _view_ref(a: Any) -> Any:
 
 
 def _is_default(formal: Any, given: Any) -> bool:
-    """Whether leaving the argument out means the same. 0, False, 0.0 and -0.0 are equal to Python but not to an op."""
+    """Whether the argument can be left out. 0, False, 0.0 and -0.0 are equal in Python but not to an op."""
     if isinstance(given, Node | Ref) or not formal.has_default_value():
         return False
     default = formal.default_value
@@ -161,9 +160,7 @@ def _is_default(formal: Any, given: Any) -> bool:
 
 
 def concrete(target: Any, args: Sequence[Any]) -> Any:
-    """The overload that takes these arguments: canonical rows write numbers where the schema has tensors (`ge.Tensor(x,
-    0)`).
-    """
+    """The overload that takes these arguments: canonical rows pass numbers where the schema has tensors (`ge.Tensor(x, 0)`)."""
     formals = target._schema.arguments
     numbers = [_is_number(a) and "Tensor" in str(f.type) for a, f in zip(args, formals, strict=False)]
     if not any(numbers):
@@ -187,7 +184,7 @@ def _is_number(a: Any) -> bool:
 
 
 def _python_call(index: GraphIndex, node: Node) -> Instruction:
-    """A node that is no torch operator: size arithmetic, or a higher-order op that eager runs."""
+    """The instruction for a node that is not a torch operator: size arithmetic, or a higher-order op that eager runs."""
     outs = tuple(v.id for v in index.values(node))
     target: Any = node.target
     module = {"_operator": "operator", "operator": "operator", "math": "math", "builtins": "builtins"}.get(
@@ -234,7 +231,7 @@ def _region_instructions(region: Region, result: Compiled) -> tuple[Instruction,
 
 
 def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
-    """Topological order of the items, as near to the graph's own order as regions allow; effects keep their order."""
+    """Topological order of the items, as close to the graph's own order as regions allow; effects keep their order."""
     items.sort(key=lambda i: i.position)
     owner = {n: k for k, item in enumerate(items) for n in item.nodes}
     waits: list[set[int]] = [set() for _ in items]
@@ -254,11 +251,11 @@ def _order(index: GraphIndex, items: list[_Item]) -> list[_Item]:
         for j in range(len(items)):
             if items[j].position > items[k].position:
                 waits[j].add(k)
-    return [items[k] for k in topological(waits)]  # it raises where a group was not convex
+    return [items[k] for k in topological(waits)]  # the graph's own assertions come first: their messages are eager's
 
 
 def _behind_assertions(index: GraphIndex, items: Sequence[_Item], waits: Sequence[set[int]]) -> None:
-    """What stands behind an assertion in the graph waits for it; of a region, what stands last counts."""
+    """Make items wait for the assertions before them in the graph; a region's position is that of its last op."""
     checks = [(item.position, k) for k, item in enumerate(items) if asserts(item.nodes[0])]
     if not checks:
         return
@@ -283,8 +280,9 @@ def _parts(target: str) -> tuple[str, str, str]:
 
 
 def operator_of(target: str) -> Any | None:
-    """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function. AttributeError for what
-    is neither: nothing else of torch is reached by a name."""
+    """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function. AttributeError for
+    anything
+    else: a name reaches no other part of torch."""
     namespace, name, overload = _parts(target)
     if namespace == "py":
         return None
@@ -297,11 +295,11 @@ def operator_of(target: str) -> Any | None:
 def _split(
     index: GraphIndex, flat: Sequence[Instruction], outputs: tuple[Any, ...], specs: dict[int, TensorSpec]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """What makes constants, and what a backend asks to prepare of them; then the rest, which runs at each call."""
+    """Split off the instructions that make constants or that a backend wants prepared; the others run at each call."""
     if index.phase != "infer":
         return [], [_at_each_call(i) for i in flat]
     held = (index.id(n) for n in index.graph.nodes if n.op in ("placeholder", "get_attr"))
-    known = {i for i in held if i in index.constants}  # what is made of these must first be made
+    known = {i for i in held if i in index.constants}  # derived constants are added as they are made
     escapes = _escaping(flat, outputs)
     prepare: list[Instruction] = []
     main: list[Instruction] = []
@@ -320,7 +318,8 @@ def _at_each_call(i: Instruction) -> Instruction:
 
 
 def _makes_constants(i: Instruction, index: GraphIndex, specs: Mapping[int, TensorSpec]) -> bool:
-    """Whether results are constants of the graph, what a backend asks to prepare, or small temporaries that it makes of such."""
+    """Whether an instruction belongs in `prepare`: it makes constants of the graph, a backend asks for it, or it makes small
+    temporaries."""
     if isinstance(i, CallPython) or not i.outs:
         return False
     if isinstance(i, Call) and i.prepare:
@@ -338,9 +337,8 @@ def _repeatable(i: Call, known: bool) -> bool:
 
 
 def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
-    """Ids whose memory the caller gets or the plan writes: the outputs, what is written in place, and what these may be
-    views of.
-    """
+    """Ids whose memory the caller receives or the plan writes: outputs, values written in place, and all that these may be
+    views of."""
     escapes = {r.id for r in outputs if isinstance(r, Ref)}
     for i in flat:
         if isinstance(i, Call):
@@ -354,7 +352,7 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
 
 
 def written_values(plan: Plan) -> set[int]:
-    """Ids of the values that a run of the plan writes in place, and of what these may be views of."""
+    """Ids of the values that a run of the plan writes in place, and of all that these may be views of."""
     found = {v for i in plan.instructions if isinstance(i, Call) for v in written_by(i)}
     for i in reversed(plan.instructions):
         if found & set(i.outs) and may_alias(i):
@@ -376,7 +374,7 @@ def written_by(call: Call) -> Iterable[int]:
 def may_alias(i: Instruction) -> bool:
     """Whether a result of the instruction may share memory with an input. Unknown ops may."""
     if isinstance(i, Launch):
-        return False  # an output takes an input's memory only when that input is dead: see memory.place
+        return False  # an output takes over an input's memory only when that input is dead: see memory.place
     if isinstance(i, CallPython):
         return True
     operator = operator_of(i.target)
@@ -390,7 +388,8 @@ def may_alias(i: Instruction) -> bool:
 def _needed(
     prepare: list[Instruction], main: Sequence[Instruction], inputs: tuple[int, ...]
 ) -> tuple[list[Instruction], tuple[int, ...], tuple[int, ...]]:
-    """Drop instructions of `prepare` that nobody reads; the weights they start from, and the results that the plan reads."""
+    """Drop instructions of `prepare` whose results are unused; return the rest, their input weights, and the results that the
+    plan reads."""
     wanted = {r for i in main for r in reads(i)}
     kept: list[Instruction] = []
     for i in reversed(prepare):

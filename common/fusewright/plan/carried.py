@@ -1,4 +1,4 @@
-"""Which claimed ops eager's own call computes after all: seen in the instructions of a fragment, whatever was claimed."""
+"""Claimed ops that eager's own call computes after all, found from the instructions of a fragment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from fusewright.plan.ir import Call, Instruction, reads
 
 
 def carried_ops(index: GraphIndex, nodes: Sequence[Node], instructions: Sequence[Instruction]) -> Iterator[int]:
-    """Ids of the ops of a region that eager's own call computes at each call of the plan. Constants are prepared, whoever
-    makes them."""
+    """Ids of the ops of a region that run as eager's own call at each call of the plan. Prepared constants do not count."""
     made = {o: i for i in instructions if isinstance(i, Call) for o in i.outs}
     named = {i.op_id: i for i in instructions if isinstance(i, Call) and i.op_id is not None}
     for node in nodes:
@@ -25,7 +24,7 @@ def carried_ops(index: GraphIndex, nodes: Sequence[Node], instructions: Sequence
 
 
 def same_call(index: GraphIndex, call: Call, own: Call) -> bool:
-    """Whether a call is eager's own, of the same values or of some that differ from them in strides alone."""
+    """Whether a call is eager's own, on the same values or on copies with other strides."""
     if call.target != own.target or len(call.outs) != len(own.outs):
         return False
     given, wanted = ([*reads(c), *c.outs] for c in (call, own))

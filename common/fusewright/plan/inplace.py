@@ -1,8 +1,8 @@
-"""Inputs that a graph overwrites are changed where they lie, where nobody needs the old content any more.
+"""Update inputs that a graph overwrites in place, if nobody needs the old content any more.
 
-A graph without mutation says `new = index_copy(x, ...)` and, at its end, `copy_(x, new)`: the whole of `x` is copied
-twice for the sake of a few elements. Here the kernel gets `x` itself; the last copy is then one of a tensor to itself,
-which torch skips (it still counts as a change of `x`, which is why it stays).
+A functional graph computes `new = index_copy(x, ...)` and ends with `copy_(x, new)`: it copies all of `x` twice to change a few
+elements. Here the kernel writes to `x` itself. The final copy becomes one of a tensor to itself, which torch skips; it stays
+because it counts as a change of `x`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ COPIES = "aten::_foreach_copy_.default"
 
 
 def updated_in_place(plan: Plan) -> Plan:
-    """The plan with launches that write into its inputs, in an order that is as good; `plan` itself where there are none.
+    """Return a plan with launches that write into its inputs, possibly reordered; `plan` itself if there are none.
 
-    Inputs of a graph share no memory with each other when one of them is written: AOTAutograd sees to that.
+    Inputs of a graph share no memory if one of them is written: AOTAutograd ensures it.
     """
     roots = roots_of(plan.instructions)
     seen = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
@@ -41,7 +41,7 @@ def updated_in_place(plan: Plan) -> Plan:
 
 
 def copied_together(plan: Plan) -> Plan:
-    """The plan with copies that follow each other as one call for each type; `plan` itself where there are none."""
+    """Merge consecutive copies into one call per type; return `plan` itself if there are none."""
     roots = roots_of(plan.instructions)
     found: list[Instruction] = []
     for _, run in groupby(plan.instructions, lambda i: _copied(i) is not None):
@@ -50,7 +50,7 @@ def copied_together(plan: Plan) -> Plan:
 
 
 def _joined(run: Sequence[Instruction], plan: Plan, roots: Mapping[int, set[int]]) -> Sequence[Instruction]:
-    """Copies, in fewer calls, where none touches what another one writes. One of a tensor to itself costs nothing."""
+    """Merge copies into fewer calls if none touches what another one writes. Copies of a tensor to itself are free."""
     pairs = [pair for pair in map(_copied, run) if pair is not None]
     if len(pairs) < 2:
         return run
@@ -72,14 +72,14 @@ def _joined(run: Sequence[Instruction], plan: Plan, roots: Mapping[int, set[int]
 
 
 def _copied(i: Instruction) -> tuple[int, int] | None:
-    """(to, from) of a copy into a tensor."""
+    """The (target, source) of a copy into a tensor, or None."""
     if isinstance(i, Call) and i.target == COPY and all(isinstance(a, Ref) for a in i.args[:2]):
         return i.args[0].id, i.args[1].id
     return None
 
 
 def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
-    """Whether a kernel that makes `new` may write to `x` as well: the same type, and an element to each place."""
+    """Whether a kernel that makes `new` could write to `x` instead: same type, and no two elements at one address."""
     a, b = specs[x], specs.get(new)
     if b is None or not a.static or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
         return False
@@ -93,7 +93,7 @@ def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
 
 
 def _touched(instructions: Sequence[Instruction], roots: Mapping[int, set[int]], x: int, new: int) -> int:
-    """How many instructions write `x` or `new`, or are calls that read `x` (and so might make a view of it)."""
+    """Count the instructions that write `x` or `new`, or are calls that read `x` (and might make a view of it)."""
     count = 0
     for i in instructions:
         if isinstance(i, Launch):
@@ -108,7 +108,7 @@ def _touched(instructions: Sequence[Instruction], roots: Mapping[int, set[int]],
 def _scattered(
     instructions: list[Instruction], copy: Instruction, x: int, new: int, kernels: Mapping[str, Any]
 ) -> list[Instruction] | None:
-    """A scatter that starts from a copy of `x`: it starts from `x`, and there is no copy."""
+    """If a scatter starts from a copy of `x`, make it start from `x` and drop the copy."""
     update = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
     if update is None:
         return None
@@ -130,7 +130,7 @@ def _scattered(
 
 
 def copies(kernel: Any) -> bool:
-    """Whether a kernel stores every element that it loads, unchanged and at the same place."""
+    """Whether a kernel only copies: it stores every element that it loads, unchanged and at the same index."""
     nodes = list(kernel.nodes())
     loads, stores = ([n for n in nodes if n.op == op] for op in ("load", "store"))
     if len(loads) != 1 or len(stores) != 1 or kernel.r or any(n.op not in ("load", "cast", "store") for n in nodes):
@@ -142,7 +142,7 @@ def copies(kernel: Any) -> bool:
 
 
 def _computed(instructions: list[Instruction], copy: Instruction, x: int, new: int) -> list[Instruction] | None:
-    """A kernel that computes every element of `new` from that of `x`: it writes over `x`, after all who read it."""
+    """If a kernel computes each element of `new` from the same element of `x`, make it overwrite `x`, after all other readers."""
     launch = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
     if launch is None or launch.inputs.count(Ref(x)) != 1:
         return None
@@ -162,7 +162,7 @@ def _computed(instructions: list[Instruction], copy: Instruction, x: int, new: i
 
 
 def _hinders(i: Instruction, launch: Launch) -> bool:
-    """Whether `launch` cannot run after `i` instead of before it."""
+    """Whether `launch`, which precedes `i`, cannot be moved behind it."""
     if set(reads(i)) & set(launch.outs):
         return True
     if isinstance(i, Launch):

@@ -1,8 +1,7 @@
-"""The instructions of a plan, as data. This is what fragments are made of, what the cache stores and what `explain`
-prints.
+"""The instructions of a plan, as data. Fragments consist of them, the cache stores them and `explain` prints them.
 
-Arguments of an instruction are `Ref` (a value by its id), plain Python literals, torch dtypes/devices/layouts/memory
-formats, and tuples or lists of these.
+Arguments of an instruction are `Ref`s (values by id), plain Python literals, torch dtypes/devices/layouts/memory formats, and
+tuples or lists of these.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fusewright.sizes.expr import NumberOf, OffsetOf, SizeExpr, SizeOf, leaves, 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value, by the id that it has in the graph (or that `CompileContext.value` gave it)."""
+    """A value, by its id in the graph (or from `CompileContext.value`)."""
 
     id: int
 
@@ -30,8 +29,7 @@ class Call:
     """Call a torch op by its qualified name, e.g. "aten::add.Tensor" or "mkldnn::_linear_pointwise".
 
     A name "py::operator.add" calls a function of Python's `operator` on scalars (sizes).
-    `prepare`: every input is a constant (a weight) or the output of another such instruction, and the host may keep the
-    result.
+    `prepare`: every input is a constant (a weight) or the output of another such instruction, and the host may keep the result.
     """
 
     target: str
@@ -40,18 +38,18 @@ class Call:
     kwargs: tuple[tuple[str, Any], ...] = ()
     prepare: bool = False
     packed: bool = False
-    """With several outs, True says that the op returns a tuple; with one out the value itself is taken."""
+    """With several outs, whether the op returns a tuple; with one out, the value itself is taken."""
     op_id: int | None = None
-    """The op of the graph that this instruction stands for, for reports."""
+    """The op of the graph that this instruction implements, for reports."""
 
 
 DIRECT: dict[str, Callable[..., Any]] = {}
-"""Operators that are written in Python, by name: what plans call in their place. torch's dispatcher would box each argument and
-unbox it again, 10 us for twenty of them."""
+"""Python operators that plans call directly, by name. Through torch's dispatcher, boxing and unboxing twenty arguments takes 10
+us."""
 
 
 def call_directly(target: str, run: Callable[..., Any]) -> None:
-    """Have plans call `run` for an operator of which it is the only kernel."""
+    """Make plans call `run` directly for an operator whose only kernel it is."""
     DIRECT[target] = run
 
 
@@ -59,13 +57,13 @@ def call_directly(target: str, run: Callable[..., Any]) -> None:
 class Launch:
     """Run a loop kernel: `kernel` is its structural hash (the code is in the plan's kernel table).
 
-    `inputs` and `outs` are tensors, `sizes` are the values of the kernel's size symbols: ints, or formulas (`SizeExpr`) of
-    what is read off values (`SizeOf`, `OffsetOf`, `NumberOf`) and of the graph's symbols. Also taken, and turned into these:
-    a `Dim`, a Ref to a scalar value, ("size", Ref, dim), and ("offset", Ref) for where a tensor begins in its storage.
-    Output tensors are allocated by the host from `out_specs`.
-    `inplace` are (output, input) positions that may share memory when the input dies here: the host picks among them.
-    `updates` are pairs that must: the kernel changes that input in place (an output buffer with access "inout"), and
-    the output is that very tensor afterwards. Such an input is a temporary that nothing else reads.
+    `inputs` and `outs` are tensors. `sizes` are the values of the kernel's size symbols: ints, or formulas (`SizeExpr`) over
+    sizes read from values (`SizeOf`, `OffsetOf`, `NumberOf`) and the graph's symbols. Also accepted, and converted to these: a
+    `Dim`, a Ref to a scalar value, ("size", Ref, dim), and ("offset", Ref) for a tensor's storage offset. The host allocates
+    output tensors from `out_specs`. `inplace` are (output, input) positions that may share memory if the input dies here; the
+    host chooses among them. `updates` are pairs that must share memory: the kernel changes that input in place (an output
+    buffer with access "inout"), and the output is that same tensor afterwards. Such an input is a temporary that nothing else
+    reads.
     """
 
     kernel: str
@@ -83,12 +81,12 @@ class Launch:
 
     @property
     def located(self) -> set[int]:
-        """Values of which the launch reads where in their storage they begin."""
+        """Values whose storage offset the launch reads."""
         return {a.value for s in self.sizes for a in leaves(s) if isinstance(a, OffsetOf)}
 
 
 def _size(x: Any) -> Any:
-    """A size in any of its spellings."""
+    """Normalize a size from any of its accepted forms."""
     match x:
         case Dim():
             return x.expr
@@ -116,18 +114,18 @@ Instruction: TypeAlias = Call | Launch | CallPython
 
 
 Run: TypeAlias = Callable[[list[Any]], Any]
-"""What a plan becomes: it takes (and empties) a list of inputs."""
+"""A compiled plan: takes (and empties) a list of inputs."""
 
 
 def refs(arg: Any) -> list[int]:
-    """Ids of every value that `arg` mentions, in order, repeats included."""
+    """Ids of every value mentioned in `arg`, in order, with repeats."""
     found: list[int] = []
     _collect((arg,), found)
     return found
 
 
 def _collect(args: Iterable[Any], found: list[int]) -> None:
-    for a in args:  # most are numbers and names, not worth a call each
+    for a in args:  # most are numbers and names; skip the recursive call
         if isinstance(a, Ref):
             found.append(a.id)
         elif isinstance(a, tuple | list):

@@ -1,4 +1,4 @@
-"""What profilers show for each instruction of a plan: its ops, and the line of the model that they come from."""
+"""Profiler labels for the instructions of a plan: their ops, and the model's line that they come from."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fusewright.graph.view import GraphIndex, source_line
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch
 
 MOST = 4
-"""Ops that a label names."""
+"""Maximum number of ops in a label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instruction comes from. `position` is that of a node of the traced graph with the same source line: a plan
-    from the disk serves equal graphs of other files, and takes `line` from the one at hand."""
+    """Where an instruction comes from. `position` is that of a node of the traced graph with the same source line: a plan from
+    disk may serve equal graphs in other files, and takes `line` from the current one."""
 
     ops: str
     position: int | None
@@ -28,7 +28,7 @@ class Origin:
 
 
 def lines_of(graph: Graph) -> dict[str, int]:
-    """Source lines of a graph, each with the position of the first node that has it."""
+    """Source lines of a graph, each with the position of its first node."""
     found: dict[str, int] = {}
     for k, n in enumerate(graph.nodes):
         if line := source_line(n):
@@ -48,7 +48,7 @@ def origins(index: GraphIndex, instructions: Iterable[Instruction], lines: Mappi
 
 
 def _nodes(index: GraphIndex, i: Instruction) -> list[Node]:
-    """The ops that an instruction computes, as far as it says so."""
+    """The ops that an instruction computes, as far as it names them."""
     ids = i.op_ids if not isinstance(i, Call) else () if i.op_id is None else (i.op_id,)
     nodes = [index.node_of[k] for k in ids if k in index.node_of]
     made = (index.node_by_value(v) for v in i.outs)
@@ -61,7 +61,7 @@ def _spelled(ops: Sequence[str]) -> str:
 
 
 def with_lines(found: Mapping[int, Origin], graph: Graph) -> dict[int, Origin]:
-    """The same with the source lines of this graph."""
+    """The same origins with the source lines of this graph."""
     nodes = list(graph.nodes)
     return {
         v: replace(o, line=source_line(nodes[o.position])) if o.position in range(len(nodes)) else o  # type: ignore[index]
@@ -70,17 +70,17 @@ def with_lines(found: Mapping[int, Origin], graph: Graph) -> dict[int, Origin]:
 
 
 def plan_name(plan: Any) -> str:
-    """What a `Plan` was compiled from."""
+    """The name of what a `Plan` was compiled from."""
     return compiled_at(plan.trace) or "a graph"
 
 
 def replay_label(plan: Any) -> str:
-    """What a profiler shows for a replay of a `Plan`."""
+    """The profiler label of a replay of a `Plan`."""
     return f"fusewright replay {plan_name(plan)}, {counted(len(plan.instructions), 'instruction')}"
 
 
 def labeler(plan: Any) -> Callable[[Instruction], str]:
-    """The label of an instruction of a `Plan`."""
+    """Return a function that labels instructions of a `Plan`."""
 
     def label(i: Instruction) -> str:
         origin = plan.origins.get(i.outs[0]) if i.outs else None
@@ -91,5 +91,5 @@ def labeler(plan: Any) -> Callable[[Instruction], str]:
 
 
 def _runner(i: Instruction) -> str:
-    """What computes: this after the line, for profilers cut names off at the end."""
+    """What runs the instruction: placed after the line, because profilers truncate names at the end."""
     return "kernel" if isinstance(i, Launch) else i.name if isinstance(i, CallPython) else i.target.removesuffix(".default")

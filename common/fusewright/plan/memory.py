@@ -1,4 +1,4 @@
-"""Where the outputs of loop kernels live: on a dead input, in the arena, or in a fresh tensor."""
+"""Placement of loop-kernel outputs: in a dead input, in the arena, or in a fresh tensor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 
 @dataclass
 class Placement:
-    """`onto` maps an output to the input whose tensor it takes over, `offset` to its place in the arena; the rest are
-    fresh.
-    """
+    """`onto` maps an output to the input whose tensor it takes over, `offset` to its offset in the arena; the rest are fresh."""
 
     onto: dict[int, int] = field(default_factory=dict)
     offset: dict[int, int] = field(default_factory=dict)
     arena_bytes: int = 0
     device: str = ""
-    """Where the arena is."""
+    """The device of the arena."""
 
 
 def place(plan: Plan) -> Placement:
@@ -32,7 +30,7 @@ def place(plan: Plan) -> Placement:
     roots = roots_of(instructions)
     last = _last_use(instructions, roots)
     escaping = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
-    last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them after everything
+    last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them at the end
     placement = Placement()
     kept: dict[int, int] = {}  # value -> the value whose buffer it lives in
     fresh = {o for i in instructions if not may_alias(i) for o in i.outs}
@@ -51,7 +49,7 @@ def place(plan: Plan) -> Placement:
 
 
 def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
-    """Value -> the values whose memory it may be: itself, or what an aliasing call was given."""
+    """Value -> the values whose memory it may share: itself, or the inputs of an aliasing call."""
     roots: dict[int, set[int]] = {}
     for i in instructions:
         shared: set[int] = set()
@@ -64,14 +62,14 @@ def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
 
 
 def _located(i: Instruction) -> set[int]:
-    """Values of which the instruction reads where in their storage they begin: in eager's, at its start."""
+    """Values whose storage offset matters to the instruction."""
     if isinstance(i, Launch):
         return i.located
     return set(reads(i)) if isinstance(i, Call) and "as_strided" in i.target else set()
 
 
 def _last_use(instructions: Sequence[Instruction], roots: dict[int, set[int]]) -> dict[int, int]:
-    """Value -> the last instruction that reads it or something that may be a view of it."""
+    """Value -> the last instruction that reads it or a possible view of it."""
     last: dict[int, int] = {}
     for k, i in enumerate(instructions):
         for r in (*i.outs, *reads(i)):
@@ -84,7 +82,7 @@ def _take_over(
     plan: Plan, i: Launch, k: int, roots: dict[int, set[int]], last: dict[int, int], fresh: set[int],
     placement: Placement, kept: dict[int, int],
 ) -> None:  # fmt: skip
-    """Let an output live in an input that dies here and that nobody else can see."""
+    """Let an output reuse an input that dies here and is visible nowhere else."""
     taken: set[int] = set()
     for out_position, in_position in i.updates:
         out, source = i.outs[out_position], i.inputs[in_position].id
@@ -112,9 +110,8 @@ def _same(a: TensorSpec, b: TensorSpec) -> bool:
 def _buffers(
     plan: Plan, placement: Placement, kept: dict[int, int], last: dict[int, int], apart: set[int]
 ) -> list[Buffer]:
-    """Arena buffers: fixed size, made by a kernel, and not among those that need storage of their own, `apart` (nor is
-    anything that took them over).
-    """
+    """Arena buffers: made by a kernel, of fixed size, and neither in `apart` (values that need their own storage) nor sharing
+    memory with one in it."""
     seen_outside = {kept.get(v, v) for v in apart}
     found = []
     for k, i in enumerate(plan.instructions):

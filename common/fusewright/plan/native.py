@@ -1,6 +1,6 @@
-"""The optional extension `fusewright-native`: what a call does in less time than a Python statement takes, in C++.
+"""The optional extension `fusewright-native`: hot-path code in C++, each part faster than a single Python statement.
 
-Whoever uses it has the same in Python for where it is missing, and tests hold the two against each other.
+Every user has a Python version for when it is missing, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native
 
 
 def extension() -> Any | None:
-    """The extension; None where there is none, or `FUSEWRIGHT_NATIVE=0`."""
+    """The extension; None if it is not installed or `FUSEWRIGHT_NATIVE=0`."""
     return _load()[0] if env_or_default("NATIVE") else None
 
 
 def absent() -> str | None:
-    """Why there is no extension here, and what would bring it; None when there is one."""
+    """Why the extension is missing and how to get it; None if it is present."""
     return _load()[1] if env_or_default("NATIVE") else "FUSEWRIGHT_NATIVE=0 turns it off"
 
 
 def device_launch(driver: int, errors: int) -> Any | None:
-    """A launcher by the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel), for as long as the word at `errors`
-    (0: there is none) is 0; None without the extension. See `device.h` of the extension."""
+    """A launcher that calls the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel) as long as the word at
+    `errors` (0: none) is 0; None without the extension. See `device.h` of the extension."""
     core = extension()
     return None if core is None else core.Device(driver, errors, compat.current_device, compat.current_stream)
 

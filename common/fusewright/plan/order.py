@@ -1,4 +1,4 @@
-"""Things that wait for each other: in order, and with all that they wait for."""
+"""Dependency graphs: topological order and transitive closure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 
 def topological(waits: Sequence[Iterable[int]]) -> list[int]:
-    """The numbers of `waits`, each behind all that `waits[k]` names (once each), else as they come. ValueError when some wait
-    for each other."""
+    """Topologically sort the indices of `waits`, where `waits[k]` names what `k` waits for (once each); otherwise keep their
+    order. ValueError if there is a cycle."""
     releases: list[list[int]] = [[] for _ in waits]
     left = [0] * len(waits)
     for k, needs in enumerate(waits):
         for j in needs:
             releases[j].append(k)
             left[k] += 1
-    ready = [k for k, n in enumerate(left) if n == 0]  # ascending, so a heap
+    ready = [k for k, n in enumerate(left) if n == 0]  # ascending, so already a heap
     ordered: list[int] = []
     while ready:
         k = heapq.heappop(ready)
@@ -30,7 +30,8 @@ def topological(waits: Sequence[Iterable[int]]) -> list[int]:
 
 
 def closure(mask: int, needs: Sequence[int]) -> int:
-    """All that those in the bit set `mask` wait for, themselves included; `needs[k]` is what `k` waits for at once."""
+    """Everything that the members of the bit set `mask` wait for, themselves included; `needs[k]` is what `k` waits for
+    directly."""
     done = 0
     while todo := mask & ~done:
         low = (todo & -todo).bit_length() - 1

@@ -1,6 +1,6 @@
-"""Plans as JSON, for the cache on disk. Only data: operators by name, kernels as their own JSON, never pickle.
+"""Plans as JSON, for the disk cache. Only data: operators by name, kernels as their own JSON, never pickle.
 
-Arguments that JSON has no form for are tagged objects: `{"ref": 3}`, `{"dtype": "float32"}`, `{"float": "inf"}`, ...
+Arguments without a JSON form become tagged objects: `{"ref": 3}`, `{"dtype": "float32"}`, `{"float": "inf"}`, ...
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fusewright.sizes.serial import from_data as size_from_data
 from fusewright.sizes.serial import to_data as size_to_data
 
 FORMAT = 5
-"""Changes when the JSON does: entries of another format are misses."""
+"""Incremented when the JSON changes; entries of other formats are cache misses."""
 
 
 class NotSerializable(Exception):
-    """The plan holds something that is no data: an opaque callable, or a constant object."""
+    """The plan holds something that is not data: an opaque callable, or a constant object."""
 
 
 def to_data(plan: Plan) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def to_data(plan: Plan) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
-    """The plan that `to_data` wrote; `attribute` finds the tensors that the traced graph holds itself, by name.
+    """Read a plan written by `to_data`; `attribute` finds tensors held by the traced graph by name.
 
-    What it says is for `vocabulary.find_problems` to judge. Data of another form raises, in whatever way.
+    `vocabulary.find_problems` must check the content. Malformed data raises any exception.
     """
     if data["format"] != FORMAT:
         raise ValueError("a plan of another format")
@@ -71,7 +71,7 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
 
 
 def _table(kind: type) -> dict[str, Any]:
-    """Everything of a kind that torch has by name: `getattr(torch, name)` would reach more."""
+    """All torch objects of a kind by name: `getattr(torch, name)` would expose more."""
     return {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
 
 

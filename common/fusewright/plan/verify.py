@@ -1,8 +1,8 @@
-"""The specification of plans, as rules: what a fragment of a backend, every pass over a plan and a plan from the disk are
-held to.
+"""The specification of plans, as rules. They are checked on a backend's fragment, after every pass over a plan, and on a plan
+from disk.
 
-All rules are static: they look at instructions and specs, never at a tensor. What only a run can show is compared by `firstrun`
-(metadata) and `contract` (values).
+All rules are static: they look at instructions and specs, never at a tensor. Run-time checks are in `firstrun` (metadata) and
+`contract` (values).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fusewright.toolkit.ir.types import TYPES
 
 
 class PlanError(FormError, AssertionError):
-    """A plan breaks the specification: a bug of Fusewright, or of who wrote it to the disk."""
+    """A plan violates the specification: a bug of Fusewright, or of whoever wrote it to disk."""
 
 
 class FragmentError(FormError, BackendContractError):
-    """A backend's fragment breaks the specification: a bug of the backend."""
+    """A backend's fragment violates the specification: a bug of the backend."""
 
 
 @dataclass
 class Facts:
-    """A list of instructions and what is given to it. `given` are values that exist before the first instruction, `constant`
-    those of them that must stay as they are, `wanted` the values that are read after the last one, `kernels` what launches
-    may name (an entry without a signature is not compared)."""
+    """A list of instructions with its context. `given` are values that exist before the first instruction, `constant` those of
+    them that must not change, `wanted` the values read after the last one, `kernels` those that launches may name (one without
+    a signature is not compared)."""
 
     instructions: Sequence[Instruction]
     given: frozenset[int]
@@ -47,23 +47,23 @@ class Facts:
 
     @cached_property
     def read(self) -> list[list[int]]:
-        """What each instruction reads."""
+        """Values read by each instruction."""
         return list(map(reads, self.instructions))
 
     @cached_property
     def operators(self) -> dict[str, Any]:
-        """The operators that are called, by name: None for functions of Python, an exception for what is no operator."""
+        """The operators called, by name: None for Python functions, an exception for an unknown operator."""
         names = {i.target for i in self.instructions if isinstance(i, Call)}
         return {name: _found(name) for name in names}
 
     def operator(self, i: Instruction) -> Any | None:
-        """The operator that an instruction calls; None for other instructions, and where there is none of that name."""
+        """The operator that an instruction calls; None for other instructions and unknown names."""
         found = self.operators[i.target] if isinstance(i, Call) else None
         return None if isinstance(found, Exception) else found
 
     @cached_property
     def roots(self) -> dict[int, set[int]]:
-        """Value -> the values whose memory it may be."""
+        """Value -> the values whose memory it may share."""
         return roots_of(self.instructions)
 
     def root(self, value: int) -> set[int]:
@@ -71,7 +71,7 @@ class Facts:
 
     @cached_property
     def last_read(self) -> dict[int, int]:
-        """Value -> the last position at which it, or what may be a view of it, is read; behind the end if it is wanted."""
+        """Value -> the last position at which it, or a possible view of it, is read; past the end if it is wanted."""
         last: dict[int, int] = {}
         for k, read in enumerate(self.read):
             for r in read:
@@ -84,7 +84,7 @@ class Facts:
 def _found(target: str) -> Any:
     try:
         return operator_of(target)
-    except (AttributeError, RuntimeError) as e:  # RuntimeError: torch's answer to a name that is none
+    except (AttributeError, RuntimeError) as e:  # RuntimeError: torch's answer to an unknown name
         return e
 
 
@@ -112,7 +112,7 @@ def _called(f: Facts) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Signature:
-    """What calls of an operator are held to. `kinds` are the types of its arguments as the schema prints them."""
+    """What calls of an operator are checked against. `kinds` are the argument types as the schema prints them."""
 
     positional: tuple[str, ...]
     kinds: Mapping[str, str]
@@ -147,7 +147,7 @@ def _call_problems(i: Call, operator: Any, specs: Mapping[int, TensorSpec]) -> I
         kind = signature.kinds.get(name)
         if kind is None:
             yield f"gives {name!r}, which its schema does not have"
-        elif kind == "Tensor" and isinstance(x, str):  # a number becomes a tensor
+        elif kind == "Tensor" and isinstance(x, str):  # numbers are converted to tensors
             yield f"gives a {type(x).__name__} as the tensor {name!r}"
         elif isinstance(x, Ref) and kind != "Tensor" and x.id in specs and specs[x.id].rank and not _takes_tensor(kind):
             yield f"gives a tensor as {name!r}"
@@ -164,7 +164,7 @@ def _result_problems(i: Call, signature: _Signature) -> Iterator[str]:
         yield "takes several results as one"
     elif i.packed and not many:
         yield "takes one result apart"
-    elif not signature.listed and len(i.outs) > max(signature.results, 1):  # what gives nothing gives None
+    elif not signature.listed and len(i.outs) > max(signature.results, 1):  # an op without results returns None
         yield f"takes {len(i.outs)} results of {signature.results}"
 
 
@@ -240,7 +240,7 @@ def _updates(f: Facts) -> Iterator[str]:
             continue
         for o, r in i.updates:
             if not (o < len(i.outs) and r < len(i.inputs)):
-                continue  # `_launched` says so
+                continue  # `_launched` reports it
             x, out = i.inputs[r].id, i.outs[o]
             memory = f.root(x)
             if memory & f.constant:
@@ -255,7 +255,7 @@ def _updates(f: Facts) -> Iterator[str]:
 
 
 def _copies_back(i: Instruction, x: int, out: int) -> bool:
-    """Whether the instruction is `copy_(x, out)`, of a tensor to itself by then."""
+    """Whether the instruction is `copy_(x, out)`, by then a copy of a tensor to itself."""
     return isinstance(i, Call) and i.target == "aten::copy_.default" and i.args[:2] == (Ref(x), Ref(out))
 
 
@@ -275,11 +275,11 @@ LIST_RULES: tuple[Rule[Facts], ...] = (
     Rule("updates", "nobody reads what a launch wrote over, or what shares its memory, and it is no constant", _updates),
     Rule("constants", "no call writes what must stay as it is", _constants),
 )
-"""What every list of instructions obeys."""
+"""The rules for every list of instructions."""
 
 
 class PlanFacts:
-    """A plan as its rules see it: `fixed` are its constant inputs, `prepare` and `main` its two lists of instructions."""
+    """A plan as seen by its rules: `fixed` are its constant inputs, `prepare` and `main` its two lists of instructions."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -313,7 +313,7 @@ def _repeatable(p: PlanFacts) -> Iterator[str]:
 
 
 def _in_both(rule: Rule[Facts]) -> Rule[PlanFacts]:
-    """A rule of both lists of a plan."""
+    """Apply a rule to both lists of a plan."""
 
     def check(p: PlanFacts) -> Iterator[str]:
         yield from (f"prepare: {line}" for line in rule.check(p.prepare))
@@ -343,7 +343,7 @@ def find_problems(plan: Plan) -> Iterator[str]:
 
 def _unrepeatable(operator: Any, i: Call) -> bool:
     if isinstance(operator, Exception):
-        return False  # `_called` says so
+        return False  # `_called` reports it
     return operator is None or ops.is_mutating(operator) or ops.call_draws(operator, i.args, dict(i.kwargs))
 
 
@@ -353,7 +353,7 @@ def check(plan: Plan, after: str, kernels: Mapping[str, Any] | None = None) -> N
 
 
 class PlacementFacts:
-    """A plan with the memory of its kernels' results. `born` and `end` say from where to where a value lives."""
+    """A plan with the memory of its kernels' results. `born` and `end` delimit the lifetimes of values."""
 
     def __init__(self, placed: tuple[Plan, Placement]) -> None:
         self.plan, self.placement = plan, placement = placed
@@ -400,7 +400,7 @@ def placement_problems(plan: Plan, placement: Placement) -> Iterator[str]:
 
 
 def _ends(f: Facts, placement: Placement) -> dict[int, int]:
-    """Value -> the last position at which its memory is read, by whoever took it over too."""
+    """Value -> the last position at which its memory is read, including by values that took it over."""
     end = dict(f.last_read)
     for out, source in reversed(placement.onto.items()):
         end[source] = max(end.get(source, -1), end.get(out, -1))
@@ -408,7 +408,7 @@ def _ends(f: Facts, placement: Placement) -> dict[int, int]:
 
 
 def _overlaps(slots: Sequence[tuple[int, int, int]], born: Mapping[int, int], end: Mapping[int, int]) -> Iterator[str]:
-    """Values that live at the same time in the same bytes. A sweep over the order of birth."""
+    """Find values that are live at the same time in the same bytes, by a sweep in order of birth."""
     alive: list[tuple[int, int, int]] = []
     for v, low, high in sorted(slots, key=lambda s: born[s[0]]):
         alive = [a for a in alive if max(end.get(a[0], -1), born[a[0]]) >= born[v]]
@@ -423,7 +423,7 @@ Answer: TypeAlias = tuple[Region, Fragment, Mapping[int, TensorSpec]]
 
 
 class FragmentFacts:
-    """A backend's answer as its rules see it."""
+    """A backend's answer as seen by its rules."""
 
     def __init__(self, answer: Answer) -> None:
         self.region, fragment, temporaries = answer
@@ -463,7 +463,7 @@ FRAGMENT: Spec[Answer] = Spec(
 
 
 def _views(region: Region) -> dict[int, set[int]]:
-    """Values of a region -> the inputs whose memory they may be in eager."""
+    """Values of a region -> the inputs whose memory they may share in eager."""
     found: dict[int, set[int]] = {}
     for op in region.ops:
         shared = set().union(*(found.get(v.id, {v.id}) for v in op.inputs())) if _is_view(op) else set()
@@ -477,9 +477,9 @@ def _is_view(op: OpView) -> bool:
 
 @cache
 def _viewed(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Arguments whose memory the results of an operator certainly are, by its schema: positions and names."""
+    """Arguments, by position and name, that the operator's results always alias, according to its schema."""
     if compat.is_composite(operator):
-        return ()  # `contiguous`, `reshape`, `to` say so too, and often copy
+        return ()  # their schemas claim aliasing too, but they often copy
     schema = operator._schema
     shared: set[str] = set().union(*(r.alias_info.before_set for r in schema.returns if r.alias_info is not None))
     return tuple(
@@ -489,7 +489,7 @@ def _viewed(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _given(i: Instruction, arguments: Sequence[tuple[int, str]]) -> Iterator[int]:
-    """The values that a call gives as these arguments."""
+    """The values passed as these arguments."""
     for k, name in arguments:
         assert isinstance(i, Call)
         yield from refs(i.args[k] if k < len(i.args) else dict(i.kwargs).get(name))

@@ -1,8 +1,8 @@
-"""The words that a plan may use. A plan becomes Python text, and may come from the disk: nothing gets into that text but what
-is made or checked here, and no function but what is found here.
+"""The names that a plan may use. A plan becomes Python source and may come from disk: that source contains only text made or
+checked here, and only functions found here.
 
-`text_of_size`, `comment`, `identifier` and `function_of` are for the code generator, whatever the plan's origin.
-`find_problems` looks at a whole plan, and is asked before a plan from the disk becomes text.
+The code generator uses `text_of_size`, `comment`, `identifier` and `function_of` for plans of any origin. `find_problems`
+checks a whole plan; a plan from disk must pass it before it becomes source.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fusewright.sizes.functions import FUNCTIONS
 
 
 class Foreign(ValueError):
-    """A plan says something that is not in the vocabulary."""
+    """A plan uses a name outside the vocabulary."""
 
 
 # ---------------------------------------------------------------- functions
 
 _TARGET = re.compile(r"_?[a-zA-Z]\w*::\w+(\.\w+)?", re.ASCII)
-"""Namespaces of torch's own may begin with one underscore, as that of collectives does."""
+"""Torch's own namespaces may begin with one underscore, e.g. that of collectives."""
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """What a call names: a torch operator, or one of `PYTHON`. Raises `Foreign` for anything else."""
+    """The function that a call names: a torch operator, or one of `PYTHON`. Raises `Foreign` for anything else."""
     found = PYTHON.get(target)
     if found is not None:
         return found
@@ -47,7 +47,7 @@ def function_of(target: str) -> Callable[..., Any]:
 
 
 def overload_of(target: str) -> Any:
-    """The torch operator of a name. Raises `Foreign` when it is none."""
+    """The torch operator with this name. Raises `Foreign` if there is none."""
     if not _TARGET.fullmatch(target) or target.startswith("py::"):
         raise Foreign(f"{target!r} is no name of an operator")
     try:
@@ -62,10 +62,10 @@ def overload_of(target: str) -> Any:
 # ---------------------------------------------------------------- text
 
 SIZES: Mapping[str, Callable[..., Any]] = {name: f.call for name, f in FUNCTIONS.items()}
-"""What the text of a symbolic size may call."""
+"""The functions that the text of a symbolic size may call."""
 
 TORCH = ModuleType("torch")
-"""What generated code knows of torch by name: types, layouts, memory formats and devices."""
+"""What generated code sees of torch: dtypes, layouts, memory formats and devices."""
 TORCH.__dict__.update(
     {k: v for k, v in vars(torch).items() if isinstance(v, torch.dtype | torch.layout | torch.memory_format)},
     device=torch.device,
@@ -79,11 +79,11 @@ _OWN_NAMES = frozenset(
 )
 _VALUE = re.compile(r"v\d+|b\d+|p\d+")
 _LONGEST = 2000
-"""Characters of a formula."""
+"""Maximum characters of a formula."""
 
 
 def is_symbol(name: str) -> bool:
-    """Whether a size may be called so: a plain name that generated code uses for nothing else."""
+    """Whether a size may have this name: a plain identifier that generated code does not use otherwise."""
     return (
         isinstance(name, str)
         and len(name) <= _LONGEST
@@ -98,18 +98,18 @@ def is_symbol(name: str) -> bool:
 
 
 def text_of_size(size: SizeExpr) -> str:
-    """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` for one that plans have not."""
+    """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` if it is not allowed in plans."""
     if not isinstance(size, SizeExpr) or not all(map(_is_leaf, leaves(size))) or len(text := _text(size)) > _LONGEST:
         raise Foreign(f"{str(size)[:80]!r} is no size")
     return text
 
 
 _text = functools.lru_cache(4096)(str)
-"""Asked after the leaves were looked at: to a cache, True is 1."""
+"""Check the leaves before calling it: its cache cannot tell True from 1."""
 
 
 def _is_leaf(a: Any) -> bool:
-    """What a size in a plan may mention. Positions are for kernels."""
+    """Whether a size in a plan may mention this atom. Positions are for kernels only."""
     match a:
         case str():
             return is_symbol(a)
@@ -119,19 +119,19 @@ def _is_leaf(a: Any) -> bool:
 
 
 def keyword(name: str) -> str:
-    """The name of an argument. Raises `Foreign` for what is no name."""
+    """The name of an argument. Raises `Foreign` for an invalid name."""
     if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
         raise Foreign(f"{name!r} is no name of an argument")
     return name
 
 
 def comment(text: str) -> str:
-    """Words for people at the end of a line: one line, whatever they are."""
+    """Arbitrary words as a one-line comment."""
     return printable(text)
 
 
 def identifier(words: str) -> str:
-    """The beginning of a Python name that reminds of `words`."""
+    """The start of a Python name, derived from `words`."""
     name = re.sub(r"\W", "_", words, flags=re.ASCII) or "obj"
     return name if name[0].isalpha() else f"o_{name}"
 
@@ -147,8 +147,8 @@ _PLAIN = (type(None), bool, str, float, complex, torch.dtype, torch.layout, torc
 
 
 class Words:
-    """What plans for one graph may call: the opset's operators and other overloads of the same name, those that the graph
-    itself has, and the namespaces that the backend declares."""
+    """What plans for one graph may call: the opset's operators and their overloads, those of the graph itself, and the
+    namespaces that the backend declares."""
 
     def __init__(self, of_graph: frozenset[str] = frozenset(), namespaces: Sequence[str] = ()) -> None:
         self._graph, self._namespaces = of_graph, frozenset(namespaces)
@@ -163,7 +163,7 @@ class Words:
 
 
 def find_problems(plan: Plan, words: Words) -> Iterator[str]:
-    """One line for everything in a plan that is outside of the vocabulary."""
+    """One line for everything in a plan that is outside the vocabulary."""
     ids = (*plan.inputs, *plan.prepare_inputs, *plan.prepare_outputs, *plan.specs, *plan.attributes, *plan.scalars)
     yield from (f"{i!r} is no value" for i in ids if not _is_id(i))
     yield from (f"{s!r} is no name of a size" for s in plan.scalars.values() if not is_symbol(s))
@@ -217,7 +217,7 @@ def _call_problems(i: Call, words: Words) -> Iterator[str]:
 
 
 _ANY: frozenset[str] = frozenset()
-"""Arithmetic takes any number of numbers, and none by name."""
+"""Arithmetic takes any number of positional arguments and no keyword arguments."""
 
 
 @functools.lru_cache(4096)
@@ -241,7 +241,7 @@ def _argument_problems(x: Any, depth: int = 0) -> Iterator[str]:
 
 
 def _number_problems(x: Any) -> Iterator[str]:
-    """Of what a launch is given beside tensors."""
+    """Check a launch's non-tensor arguments."""
     match x:
         case Ref():
             fine = _is_id(x.id)
@@ -278,7 +278,7 @@ def _is_id(i: Any) -> bool:
 
 
 def is_size(size: Any) -> bool:
-    """Whether plans have a text for a symbolic size."""
+    """Whether a symbolic size has a text allowed in plans."""
     try:
         text_of_size(size)
     except (Foreign, TypeError):

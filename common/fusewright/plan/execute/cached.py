@@ -1,6 +1,5 @@
-"""Plans from the disk cache and into it. A plan is stored after its first run, when everything it believes was seen to
-be true.
-"""
+"""Load plans from the disk cache and save them. A plan is saved after its first run has confirmed all the metadata that it
+relies on."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ log = logging.getLogger("fusewright")
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the plan of a graph is kept, and what such a plan may say: as the graph was traced, before any pass."""
+    """The cache key of a graph's plan, and the vocabulary that such a plan may use: both from the traced graph, before any
+    pass."""
 
     key: Key
     words: vocabulary.Words
@@ -40,7 +40,7 @@ class Slot:
     gives: int
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Why a plan must not become code, or is none of this graph."""
+        """Why a plan must not become code, or does not belong to this graph."""
         yield from vocabulary.find_problems(plan, self.words)
         yield from (f"the graph holds no {n!r}" for n, _ in plan.attributes.values() if n not in self.attributes)
         if (len(plan.inputs), len(plan.outputs)) != (self.takes, self.gives):
@@ -49,7 +49,7 @@ class Slot:
 
 
 def slot(backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node]) -> Slot | None:
-    """The slot of a traced graph; None where nothing can be kept."""
+    """The slot of a traced graph; None if its plan cannot be cached."""
     if place.cache() is None or not seal.usable():
         return None
     graph = gm.graph
@@ -65,13 +65,11 @@ def slot(backend: Backend, options: Options, gm: GraphModule, phase: Phase, cons
 
 
 Finish = Callable[[Plan, Mapping[str, KernelCode], Run], Run]
-"""From a plan, its kernels and the plan as a callable to what is called."""
+"""From a plan, its kernels and its plain callable to the final callable."""
 
 
 def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple[Run, str] | None:
-    """A stored plan as a callable, and the line to say about its fallbacks ("" for none). None when there is none that
-    fits.
-    """
+    """Load a cached plan as a callable, with the line to log about its fallbacks ("" for none). None if no plan fits."""
     found = store.read(slot.key)
     if found is None:
         return None
@@ -91,25 +89,25 @@ def find(slot: Slot, backend: Backend, gm: GraphModule, finish: Finish) -> tuple
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", codegen.to_text(plan, kernels))
         return finish(plan, kernels, run), str(found.data["summary"])
-    except Exception as e:  # whatever keeps an entry from loading, the model is compiled
+    except Exception as e:  # whatever prevents loading, the model is compiled instead
         store.reject(slot.key.name, e)
         return None
 
 
 def _held(slot: Slot, gm: GraphModule, name: str) -> Any:
-    """A tensor that the graph itself names; nothing else of the module can be reached."""
+    """A tensor that the graph itself names; no other part of the module can be reached."""
     if name not in slot.attributes:
         raise vocabulary.Foreign(f"the graph holds no {name!r}")
     return attribute(gm, name)
 
 
 def save(slot: Slot, backend: Backend, plan: Plan, graph: Graph, summary: str) -> None:
-    """Store a plan that is data throughout; others stay in memory."""
+    """Save a plan that consists of data only; others stay in memory."""
     code = backend.store(list(plan.kernels))
     if code is None:
         if plan.kernels:
             return
-        code = b""  # the plan is all there is to store
+        code = b""  # no code to store beside the plan
     try:
         data = {"plan": serial.to_data(plan), "summary": summary}
     except serial.NotSerializable as e:

@@ -1,4 +1,4 @@
-"""A plan as the Python function that it is: what runs, and what `explain` prints."""
+"""Generate the Python function of a plan: it is executed, and `explain` prints it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from fusewright.plan.vocabulary import (
 from fusewright.sizes.expr import SizeExpr, names
 
 _BUILTINS = {"__import__": __import__}
-"""Code in C++ imports modules by way of its caller. No text of ours has a name that begins with "_"."""
+"""C++ code imports modules through its caller. No generated name begins with "_"."""
 
 
 class Names:
-    """The namespace of the generated code: operators under readable names, and objects that have no literal. It has nothing
-    of Python's own but what is put here."""
+    """The namespace of the generated code: operators under readable names, and objects without a literal form. No Python
+    builtins except those added here."""
 
     def __init__(self) -> None:
         own: dict[str, Any] = {"torch": TORCH, "inf": math.inf, "nan": math.nan, "complex": complex}
@@ -48,10 +48,10 @@ class Names:
         self._functions: dict[str, str] = {}
 
     def function(self, target: str) -> str:
-        """A name for a torch operator or Python function, bound to its fastest entry."""
+        """A name for a torch operator or Python function, bound to its fastest entry point."""
         if target not in self._functions:
             name = identifier(target.replace("::", "_"))
-            if name in self.space:  # of another one, whose name differs in punctuation only
+            if name in self.space:  # taken by a name that differs only in punctuation
                 name = f"{name}_{len(self.space)}"
             self.space[name] = function_of(target)
             self._functions[target] = name
@@ -79,7 +79,7 @@ class Names:
             case float():
                 return repr(x)
             case complex():
-                return f"complex({x.real!r}, {x.imag!r})"  # repr() of one with NaN or Inf is no Python
+                return f"complex({x.real!r}, {x.imag!r})"  # repr() of a complex with NaN or Inf is not valid Python
         return self.object("const", x)
 
 
@@ -96,7 +96,7 @@ def _call(i: Call | CallPython, names: Names) -> str:
 
 
 class _Launches:
-    """Writes the launches of a plan, and collects what a frame must hold for them."""
+    """Write the launches of a plan, and collect what a frame must hold for them."""
 
     def __init__(
         self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names, core: Any | None = None
@@ -106,7 +106,7 @@ class _Launches:
         self._shared: dict[Hashable, tuple[str, str]] = {}
 
     def lines(self, i: Launch, framed: bool) -> list[str]:
-        """Allocation of the outputs, then the call; `framed` where a frame holds the argument blocks."""
+        """Allocate the outputs, then call; `framed` if a frame holds the argument blocks."""
         made = [self._allocate(o) for o in i.outs]
         return made + (self._native(i) if framed and self.kernels[i.kernel].address is not None else [self._python(i)])
 
@@ -128,7 +128,7 @@ class _Launches:
         )
 
     def _native(self, i: Launch) -> list[str]:
-        """Fill what changes from call to call into the block; the rest is in the frame already."""
+        """Write the call's variable arguments into the block; the frame has already filled in the rest."""
         k = len(self.blocks)
         block: list[Any] = []
         fill: dict[int, str] = {}
@@ -162,7 +162,7 @@ class _Launches:
         return value in self.placement.offset
 
     def _code(self, kernel: str, places: tuple[int, ...] | None = None) -> tuple[str, str]:
-        """Names of a kernel's callable and of its code. With `places`, the callable fills these words of the block first."""
+        """Names of a kernel's callable and of its code. With `places`, the callable first fills these words of the block."""
         key = (kernel, places)
         if key not in self._shared:
             code = self.kernels[kernel]
@@ -175,7 +175,7 @@ class _Launches:
         return text_of_size(x) if isinstance(x, SizeExpr) else self.names.literal(x)
 
     def frame(self) -> Callable[[], Frame]:
-        """Makes a frame for one call."""
+        """Return a factory of frames; each call uses one."""
         places = {v: (at, self.plan.specs[v]) for v, at in self.placement.offset.items()}
         return lambda: Frame(self.placement.arena_bytes, self.placement.device, places, self.blocks)
 
@@ -185,16 +185,15 @@ def _sizes(sizes: Sequence[Size]) -> str:
 
 
 class _Symbols:
-    """Definitions of the size symbols that launches mention, from shapes and values of the inputs, and of results whose
-    size depends on data.
-    """
+    """Define the size symbols used by launches, from shapes and values of the inputs, and from results with data-dependent
+    sizes."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._open = {name for i in plan.instructions if isinstance(i, Launch) for name in _mentioned(plan, i)}
 
     def of(self, ids: Iterable[int]) -> list[str]:
-        """What can be defined now that these values exist, and could not before."""
+        """Definitions that become possible once these values exist."""
         known: dict[str, str] = {}
         for i in ids if self._open else ():
             if i in self._plan.scalars:
@@ -211,7 +210,7 @@ class _Symbols:
 
 
 def _mentioned(plan: Plan, launch: Launch) -> Iterator[str]:
-    """Names in the sizes of a launch and of what it makes."""
+    """Names in a launch's sizes and output shapes."""
     made = (s for o in launch.outs for s in (*plan.specs[o].shape, *plan.specs[o].stride) if isinstance(s, Dim))
     for size in (*(s.expr for s in made), *launch.sizes, *launch.scalars):
         yield from names(size)
@@ -228,7 +227,7 @@ def _comment(plan: Plan, i: Instruction) -> str:
 
 
 def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int, list[int]]:
-    """Instruction position -> ids that die after it. Results that nobody reads die where they are made."""
+    """Instruction position -> ids that die after it. Unread results die where they are made."""
     last: dict[int, int] = {}
     for k, i in enumerate(instructions):
         for r in (*i.outs, *reads(i)):
@@ -241,7 +240,7 @@ def _last_reads(instructions: Sequence[Instruction], keep: set[int]) -> dict[int
 
 
 Label = Callable[[Instruction], str]
-"""What a profiler shows for an instruction."""
+"""The profiler label of an instruction."""
 
 
 def _body(
@@ -249,12 +248,12 @@ def _body(
     checked: Container[int] = (), framed: bool = True, symbols: _Symbols | None = None, observed: bool = False,
     label: Label | None = None,
 ) -> list[str]:  # fmt: skip
-    """Lines of code for instructions. `checked`: values whose metadata a first run compares, where eager's calls make them."""
+    """Code lines for instructions. `checked`: values whose metadata the first run compares, after eager's calls."""
     dead = _last_reads(instructions, keep)
     lines: list[str] = []
     asserted: dict[int, str] = {}
     for k, i in enumerate(instructions):
-        if asserted and any(o in plan.specs for o in i.outs):  # assertions that the graph holds come first: their words are eager's
+        if asserted and any(o in plan.specs for o in i.outs):  # the graph's own assertions come first: their messages are eager's
             lines += [asserted.pop(r) for r in set(reads(i)) & asserted.keys()]
         written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
         written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
@@ -274,7 +273,7 @@ def _body(
 
 
 def _marked(lines: Sequence[str], label: str) -> list[str]:
-    """An instruction as a range that profilers show."""
+    """Wrap an instruction in a profiler range."""
     return [f"with range({label}):", *(f"    {line}" for line in lines)]
 
 
@@ -283,8 +282,8 @@ def _pop(lines: dict[int, str], id: int) -> list[str]:
 
 
 def _asserted(plan: Plan, i: Call) -> Iterator[tuple[int, str]]:
-    """Results whose sizes depend on data, yet were traced as numbers, and a check of each: the program asserted them, and kernels
-    believe it. Some versions of torch leave the assertion out of the graph."""
+    """Data-dependent sizes that were traced as numbers, each with a check: the program asserted them, and kernels rely on it.
+    Some versions of torch drop the assertion from the graph."""
     operator = operator_of(i.target)
     if operator is None or torch.Tag.dynamic_output_shape not in operator.tags:
         return
@@ -298,9 +297,9 @@ def _asserted(plan: Plan, i: Call) -> Iterator[tuple[int, str]]:
 def source(
     plan: Plan, names: Names, launches: _Launches, checked: bool = False, observed: bool = False, label: Label | None = None
 ) -> str:
-    """The text of `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`. `observed`: `observe(k,
-    results)` is called behind the k-th instruction, and with k = -1 before the first. `label`: profilers see each instruction
-    under this."""
+    """Generate `prepare` (once per set of weights) and `run` (each call). `checked`: see `firstrun`. `observed`: call
+    `observe(k, results)` after the k-th instruction, and with k = -1 before the first. `label`: the profiler label of each
+    instruction."""
     lines = []
     if plan.prepare:
         kept = set(plan.prepare_outputs) | set(plan.attributes)
@@ -339,16 +338,15 @@ def load(
     plan: Plan, kernels: Mapping[str, KernelCode] | None = None, checked: bool = False, prepared: PreparedCache | None = None,
     observe: Callable[[int, tuple[Any, ...]], None] | None = None,
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """The plan as a callable that takes (and empties) a list of inputs. `prepared`: constants of another callable of this plan, to
-    be shared. `observe` is told the position and the results of each instruction that ran.
-    """
+    """Compile the plan to a callable that takes (and empties) a list of inputs. `prepared`: constants to share with another
+    callable of this plan. `observe` receives the position and the results of each instruction that ran."""
     names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
-    asking = text.replace(*_ASKS) if observe is None else text  # who observes is asked for each instruction already
+    asking = text.replace(*_ASKS) if observe is None else text  # with `observe`, each instruction is reported anyway
     if plan.alone and plan.policy.limit is not None:
         asking = asking.replace(*_RUNS) + _ALONE
     exec(compile(asking, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
@@ -361,21 +359,21 @@ def load(
 
 
 def to_text(plan: Plan, kernels: Mapping[str, KernelCode] | None = None) -> str:
-    """The source text of a plan as it is shown: with launches by Python, whoever launches."""
+    """The source text of a plan for display: launches appear as Python calls, even if C++ makes them."""
     return _written(plan, kernels or {}, None, False, False)[2]
 
 
 def _written(
     plan: Plan, kernels: Mapping[str, KernelCode], core: Any | None, checked: bool, observed: bool
 ) -> tuple[Names, _Launches, str]:
-    """The text of a plan, what it names, and what its frames hold."""
+    """The text of a plan, its namespace, and the contents of its frames."""
     names = Names()
     launches = _Launches(plan, PLACE(plan), kernels, names, core)
     return names, launches, source(plan, names, launches, checked, observed)
 
 
 _ASKS = "def run(args):\n", f"def run(args):\n    if profiling({compat.PROFILING!r}): return profiled(args)\n"
-"""What every plan begins with: one look into a dict, some 20 nanoseconds."""
+"""The start of every plan: a dict lookup, some 20 nanoseconds."""
 
 
 _RUNS = "def run(args):", "def crew(args):"
@@ -388,15 +386,15 @@ def run(args):
     finally:
         limited(workers)
 """
-"""A call of which no part is worth a second thread wakes none, and waits for none: a library's loops would share out 10 us of
-work, and beside a busy process wait milliseconds for a thread that has no core."""
+"""Run a call whose ops are all too short to share on one thread: library loops would split 10 us of work, and beside a busy
+process wait milliseconds for a thread without a core."""
 
 
 def _profiled(
     plan: Plan, kernels: Mapping[str, KernelCode], checked: bool, space: Mapping[str, Any]
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """The same plan with a range around each instruction, written when somebody first profiles it. It shares what `space`
-    holds: frames, constants and the check."""
+    """The same plan with a profiler range around each instruction, generated when first profiled. It shares the contents of
+    `space`: frames, constants and the check."""
 
     @functools.cache
     def made() -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -412,6 +410,6 @@ def _profiled(
 
 
 def prepared_of(run: Callable[..., Any]) -> PreparedCache | None:
-    """The prepared constants of a loaded plan; None when it has none. Others that run parts of the plan share them."""
+    """The prepared constants of a loaded plan, to share with callables of its parts; None if it has none."""
     found: PreparedCache | None = run.__globals__.get("prepared")
     return found

@@ -1,9 +1,9 @@
-"""Never slower than eager, by measurement: some of a graph's first calls run in eager, and what is slower is given back.
+"""Never slower than eager, by measurement: some of a graph's first calls run in eager, and a plan that is slower is dropped.
 
-Every call runs once, by the plan or in eager, so random numbers are drawn and inputs written as the program says. Calls take
-turns until one way has won LEAD more turns than the other; a plan loses a turn where it takes more than SLOWER times eager's
-time. Without such a lead nothing is decided: the plan stays, and nothing is remembered. Forward decides for both halves of a
-training step: a backward runs as the latest forward did, and its time counts there.
+Every call runs once, by the plan or in eager, so random numbers are drawn and inputs written as the program expects. Calls
+alternate until one side has won LEAD more turns than the other; a plan loses a turn if it takes more than SLOWER times eager's
+time. Without such a lead the plan stays and no verdict is stored. Forward decides for both halves of a training step: a
+backward runs as the latest forward did, and its time counts as part of it.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ clock = time.perf_counter
 Way = Literal["plan", "eager"]
 
 SETTLED = 3
-"""First calls that are the plan's: the first is checked, the second recorded."""
+"""First calls that always run the plan: the first is checked, the second recorded."""
 
 LEAD = 3
-"""Turns that a way must have won more than the other."""
+"""Lead in turns that decides."""
 
 MOST_TURNS = 7
 
 SLOWER = 1.03
 
 BUDGET = 5.0
-"""Calls of the plan whose time eager's calls may cost beyond the plan's: 5% of a hundred. Two always run: one to warm up,
-which does not count, and one to know what eager takes."""
+"""Limit on the extra time of eager's calls, in calls of the plan: 5% of a hundred. Two always run: a warm-up, which does not
+count, and one to measure eager."""
 
 MOST_CLASSES = 16
-"""Classes of sizes that are measured; all others run the plan."""
+"""Number of size classes that are measured; all others run the plan."""
 
 
 @dataclass
 class Trial:
-    """The comparison for one class of sizes. `lost` and `won` are the plan's turns, `spent` what eager's calls took beyond the
-    plan's. Only a verdict that is `sure` is remembered."""
+    """The comparison for one class of sizes. `lost` and `won` are turns of the plan, `spent` the extra time of eager's calls.
+    Only a `sure` verdict is stored."""
 
     verdict: Way | None = None
     sure: bool = False
@@ -63,7 +63,7 @@ class Trial:
     _turn: dict[Way, _Sample] = field(default_factory=dict)
 
     def way(self) -> tuple[Way, bool]:
-        """The way of the next call, and whether it is measured."""
+        """Which side runs the next call, and whether to measure it."""
         if self.verdict is not None:
             return self.verdict, False
         self.calls += 1
@@ -73,14 +73,14 @@ class Trial:
         return ("eager" if after % 2 else "plan"), after > 1
 
     def add(self, sample: _Sample) -> None:
-        """Count a measured call; a turn is one of each way."""
+        """Count a measured call; a turn is one call of each side."""
         self._turn[sample.way] = sample
         self.best[sample.way] = min(sample.seconds, self.best.get(sample.way, sample.seconds))
         if len(self._turn) < 2:
             return
         plan, eager = self._turn["plan"], self._turn["eager"]
         self._turn = {}
-        if plan.phases != eager.phases:  # one was not differentiated
+        if plan.phases != eager.phases:  # only one of them ran a backward
             return
         self.spent += max(0.0, eager.seconds - plan.seconds)
         slower = plan.seconds > SLOWER * eager.seconds
@@ -95,7 +95,7 @@ class Trial:
             self.verdict, self.sure = "plan", self.won > 1 and not self.lost
 
     def _costly(self) -> bool:
-        """Whether one more of eager's calls would go beyond what they may cost."""
+        """Whether one more call of eager would exceed the budget."""
         next_one = max(0.0, self.best["eager"] - self.best["plan"])
         return self.spent + next_one > BUDGET * self.best["plan"]
 
@@ -108,10 +108,10 @@ class _Sample:
 
 
 class Comparison:
-    """The graphs that one traced graph becomes: one of inference, or a forward and its backward.
+    """The graphs that one traced graph becomes: one for inference, or a forward and its backward.
 
-    `may` says at each call whether it may be measured (not where other processes wait, or a device's work is being captured);
-    `name` is the backend's, `scope` what a verdict is remembered for.
+    `may` tells at each call whether measuring is allowed (not while other processes wait or the device's work is being
+    captured); `name` is the backend's, `scope` is part of a stored verdict's key.
     """
 
     def __init__(self, name: str, scope: str, persist: bool, may: Callable[[], bool]) -> None:
@@ -124,7 +124,8 @@ class Comparison:
         self._text = ""
 
     def add(self, phase: Phase, text: str, plan: Run, eager: Run, sizes: Callable[[list[Any]], Hashable]) -> Run:
-        """`plan`, or `eager` where that turns out faster. `text` is the graph's, `sizes` gives the class of a call's."""
+        """Return `plan`, or `eager` if that turns out faster. `text` is the graph's, `sizes` maps the arguments of a call to a
+        class."""
         self._text = text if phase != "backward" else self._text
         runs: dict[Way, Run] = {"plan": plan, "eager": eager}
         if phase == "backward":
@@ -152,7 +153,7 @@ class Comparison:
         return self._run("backward", runs[self._latest], args, opened[1] if opened is not None else None)
 
     def _run(self, phase: Phase, run: Run, args: list[Any], sample: _Sample | None) -> Any:
-        """Run, and measure for `sample`. A call that another one overlaps counts for nothing."""
+        """Run, and measure for `sample`. Calls that overlap another one are not counted."""
         wait = _waiting(args) if sample is not None else None
         self._running += 1
         try:
@@ -168,14 +169,14 @@ class Comparison:
             if not alone or self._running != 1:
                 self._open = None
             return result
-        except BaseException:  # whatever ends a call early, an interrupt too: it measured nothing
+        except BaseException:  # whatever ends a call early, including an interrupt: no measurement
             self._open = None
             raise
         finally:
             self._running -= 1
 
     def _close(self) -> None:
-        """Count the latest measured call: it is complete when the next one begins."""
+        """Count the latest measured call, which is complete when the next one begins."""
         opened, self._open = self._open, None
         if opened is None or not opened[1].phases:
             return
@@ -218,7 +219,7 @@ class Comparison:
 
 
 def _waiting(args: Sequence[Any]) -> Callable[[], None]:
-    """What waits for the work on the device of a call's arguments; nothing on the host."""
+    """A function that waits for work on the device of a call's arguments; it does nothing on the host."""
     device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.device.type != HOST), None)
     if device is None:
         return lambda: None
@@ -227,7 +228,7 @@ def _waiting(args: Sequence[Any]) -> Callable[[], None]:
 
 
 def eager_of(gm: GraphModule) -> Run:
-    """A traced graph as eager runs it, call by call. Takes a copy now, and makes code of it when it is first called."""
+    """A traced graph as eager runs it. Copies the graph now, and generates code at the first call."""
     copied = Graph()
     result = copied.graph_copy(gm.graph, {}, return_output_node=True)
     value = result[0] if isinstance(result, tuple) else result
@@ -245,7 +246,7 @@ def eager_of(gm: GraphModule) -> Run:
 
 
 def text_of(graph: Graph) -> str:
-    """What a verdict is about: the calls of a traced graph, and types and layouts of its values."""
+    """The key of a verdict: the calls of a traced graph, and the types and layouts of its values."""
     return "\n".join(
         f"{n.op} {n.name} {n.target} {n.args} {n.kwargs} {_metadata(n.meta.get('val'))}" for n in graph.nodes
     )
@@ -259,7 +260,7 @@ def _metadata(value: Any) -> str:
 
 
 def classes(graph: Graph) -> Callable[[list[Any]], Hashable]:
-    """The class of sizes of a call: for each input size that is symbolic, to which power of two it belongs."""
+    """Map a call to its size class: for each symbolic input size, its power of two."""
     numbers: list[int] = []
     shapes: list[tuple[int, int]] = []
     for k, n in enumerate(graph.find_nodes(op="placeholder")):

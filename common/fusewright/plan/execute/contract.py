@@ -1,8 +1,8 @@
-"""A fragment of a backend, held to the interface's contract by a run: `options={"check": "contract"}`.
+"""Check a backend's fragment against the interface's contract by running it: `options={"check": "contract"}`.
 
-What `verify` cannot see from instructions alone is compared the first time a fragment runs: shapes, dtypes, strides, memory that
-is shared, inputs that were changed, and values, against eager and fp64 on the spot. The fragment runs as one instruction
-of the plan, so that a violation is found before anything else has read it.
+The first run of a fragment checks what `verify` cannot see from instructions alone: shapes, dtypes, strides, shared memory,
+modified inputs, and values, against eager and fp64. The fragment runs as one instruction of the plan, so a violation is found
+before anything else has read its results.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PRECISION = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16"
 def checked(
     backend: Backend, region: Region, fragment: Fragment, temporaries: Mapping[int, TensorSpec], inputs: Sequence[Value]
 ) -> Fragment:
-    """`fragment` as one opaque instruction that checks itself at its first run. `inputs` are the graph's, which bind symbolic
-    sizes."""
+    """Wrap `fragment` as one opaque instruction that checks itself at its first run. `inputs` are the graph's, which bind
+    symbolic sizes."""
     given = list({v.id: v for v in (*region.inputs, *(v for v in inputs if _binds(v)))}.values())
     plan = _plan_of(region, fragment, temporaries, given)
     plan.policy = backend.policy()
@@ -77,7 +77,7 @@ class _Checked:
     def _first(self, args: Sequence[Any]) -> Sequence[Any]:
         given = args[: len(self.region.inputs)]
         eager = _in_eager(self.region, given)
-        for v in self.region.outputs:  # a fragment that did what was traced is not to blame for what was traced
+        for v in self.region.outputs:  # a fragment that matches a wrong trace is not to blame
             if v.spec is not None and (reason := mismatch(eager[v.id], v.spec)):
                 raise MetadataMismatch(v.id, eager[v.id], reason)
         tensors = [a for a in given if isinstance(a, torch.Tensor)]
@@ -109,7 +109,7 @@ class _Checked:
     def _check_memory(
         self, results: Sequence[Any], eager: Mapping[int, Any], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Results share memory with inputs and each other only where eager's do."""
+        """Results may share memory with inputs and each other only where eager's do."""
         shared = {address(t) for t in tensors} - {0}
         ids = [v.id for v in self.region.outputs]
         for k, result in enumerate(results):
@@ -121,7 +121,7 @@ class _Checked:
                     self._complain(f"shares memory with result {j}", k)
 
     def _check_values(self, results: Sequence[Any], eager: Mapping[int, Any], given: Sequence[Any]) -> None:
-        """By the fp64 rule (`fusewright.accuracy`); integers and bools are equal."""
+        """Compare values by the fp64 rule (`fusewright.accuracy`); integers and bools must be equal."""
         wide = _in_fp64(self.region, given)
         for k, (result, v) in enumerate(zip(results, self.region.outputs, strict=True)):
             if not isinstance(result, torch.Tensor) or "empty" in self.makers[v.id].op:
@@ -133,12 +133,12 @@ class _Checked:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal; NaN is equal to itself."""
+    """Whether two tensors are equal, counting NaN as equal to itself."""
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _in_eager(region: Region, given: Sequence[Any]) -> dict[int, Any]:
-    """Every value of a region as eager computes it."""
+    """Compute every value of a region in eager."""
     env: dict[int, Any] = {v.id: t for v, t in zip(region.inputs, given, strict=True)}
     for op in region.ops:
         env.update(zip((v.id for v in op.outs), called(op, env), strict=True))
@@ -146,7 +146,7 @@ def _in_eager(region: Region, given: Sequence[Any]) -> dict[int, Any]:
 
 
 def called(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
-    """Every result of an op by eager's own operator."""
+    """Compute every result of an op by eager's own operator."""
     call: Call = call_of(op)
     operator = operator_of(call.target)
     assert operator is not None, f"{op.target} is no operator"
@@ -154,7 +154,7 @@ def called(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
 
 
 def _in_fp64(region: Region, given: Sequence[Any]) -> dict[int, Any]:
-    """Every value of a region by the opset's reference semantics, floats in fp64."""
+    """Compute every value of a region by the opset's reference semantics, with floats in fp64."""
     env: dict[int, Any] = {v.id: oracle.widen(t) for v, t in zip(region.inputs, given, strict=True)}
     for op in region.ops:
         env.update(zip((v.id for v in op.outs), evaluated(op, env), strict=False))
@@ -166,7 +166,7 @@ def evaluated(op: OpView, env: Mapping[int, Any]) -> tuple[Any, ...]:
     if row is None:
         return called(op, env)
     bound = {name: _read_view(a, env) for name, a in zip(op.argnames, op.args, strict=True)}
-    with torch.device(next((v.spec.device for v in op.outs if v.spec is not None), HOST)):  # where references make tensors
+    with torch.device(next((v.spec.device for v in op.outs if v.spec is not None), HOST)):  # for references that create tensors
         return oracle.evaluate(row, *unbind(row.params, bound))
 
 

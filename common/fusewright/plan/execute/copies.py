@@ -1,4 +1,4 @@
-"""Copies into and out of the memory of a recording: decided when it is made, done with little overhead at every call."""
+"""Copies into and out of a recording's memory: planned when it is made, cheap at every call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class CopiesIn:
-    """Buffers of the same shapes and strides as the arguments at `places`; a call fills them."""
+    """Buffers with the shapes and strides of the arguments at `places`; each call fills them."""
 
     def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
@@ -18,7 +18,7 @@ class CopiesIn:
         self._targets: list[torch.Tensor] = []
         for k in places:
             x = args[k]
-            target = buffer = x.clone()  # keeps the strides of a tensor without gaps and overlaps
+            target = buffer = x.clone()  # keeps the strides of a dense tensor
             if buffer.stride() != x.stride():
                 target = flat(x).clone()
                 buffer = target.as_strided(x.shape, x.stride())
@@ -28,7 +28,7 @@ class CopiesIn:
             self._targets.append(target)
 
     def given(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments with the buffers in their places."""
+        """The arguments with the buffers substituted."""
         return [self.buffers.get(k, x) for k, x in enumerate(args)]
 
     def __call__(self, args: Sequence[Any]) -> None:
@@ -42,8 +42,8 @@ class CopiesIn:
 
 
 def copier_out(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """A function that copies these tensors as they then are. Copies have the same strides, and share memory where the
-    tensors do."""
+    """Return a function that copies these tensors at the time of its call. Copies have the same strides, and share memory where
+    the tensors do."""
     storages = {t.untyped_storage().data_ptr() for t in tensors}
     if len(storages) == len(tensors) and all(t.clone().stride() == t.stride() for t in tensors):
         return lambda: [t.clone() for t in tensors]
@@ -51,14 +51,14 @@ def copier_out(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tenso
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
-    """The memory from the first to the last element of a tensor (its strides are never negative), as one dimension."""
+    """The memory from the first to the last element of a tensor (strides are never negative), as one dimension."""
     span = 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.as_strided((span,), (1,), t.storage_offset())
 
 
 def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides, which share memory where the given tensors do. None is a view: autograd refuses to have a
-    view that a function of its own gave written in place."""
+    """Copies with the same strides, which share memory where the given tensors do. None is a view: autograd forbids in-place
+    writes to views that a custom function returned."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for t in tensors:
         by_storage.setdefault(t.untyped_storage().data_ptr(), []).append(t)

@@ -1,7 +1,7 @@
-"""The first run of a plan is checked: traced metadata is sometimes untrue, and kernels believe it.
+"""Check the first run of a plan: traced metadata is sometimes wrong, and kernels rely on it.
 
-FakeTensor says, for example, that the statistics of a layer norm of bf16 with fp32 weights are bf16; a CPU gives fp32.
-When a value is not what was traced, its metadata is mended, the graph is compiled again, and the call starts over.
+For example, FakeTensor reports bf16 for the statistics of a bf16 layer norm with fp32 weights; a CPU returns fp32. If a value
+differs from the trace, its metadata is mended, the graph is compiled again, and the call starts over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fusewright.storage import NO_MEMORY, why_not
 
 
 class MetadataMismatch(Exception):
-    """The value `id` turned out as `actual`, which is not what was traced. `actual` is None where no metadata says that: its
-    memory is not its value. `others` were found at the same time."""
+    """The value `id` turned out to be `actual`, which differs from the trace. `actual` is None if metadata cannot express the
+    difference: its memory is not its value. `others` were found at the same time."""
 
     def __init__(self, id: int, actual: torch.Tensor | None, reason: str) -> None:
         super().__init__(f"value {id} {reason}")
@@ -33,12 +33,12 @@ class MetadataMismatch(Exception):
 
 
 Check: TypeAlias = Callable[[Mapping[int, Any]], None]
-"""`check(values)` for the code of a first run, with all values by id that are there and were not checked: what a graph is given
-comes at once, and each abandoned run costs a compilation. Raises `MetadataMismatch`."""
+"""`check(values)` for the code of a first run, with all values by id that exist and have not been checked. Inputs are checked
+all at once, because each abandoned run costs a compilation. Raises `MetadataMismatch`."""
 
 
 def checker(plan: Plan) -> Check:
-    """The check of a plan's values."""
+    """Make the check of a plan's values."""
     read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
 
     def untrue(id: int, value: Any) -> MetadataMismatch | None:
@@ -62,12 +62,12 @@ def checker(plan: Plan) -> Check:
 
 
 def generators(devices: Iterable[str]) -> Callable[[], None]:
-    """What puts the random number generators of the host and of these devices back to where they are now."""
+    """Return a function that restores the random number generators of the host and of these devices to their current state."""
     states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_rng_state, (torch.get_rng_state(),))]
     for device in sorted(set(devices)):
         module: Any = getattr(torch, torch.device(device).type, None)
         if hasattr(module, "get_rng_state"):
-            where = (device,) if inspect.signature(module.get_rng_state).parameters else ()  # there may be one device only
+            where = (device,) if inspect.signature(module.get_rng_state).parameters else ()  # some modules have a single device
             states.append((module.set_rng_state, (module.get_rng_state(*where), *where)))
 
     def put_back() -> None:
@@ -81,14 +81,13 @@ def checked_first(
     checked: Run, run: Run, repair: Callable[[Sequence[MetadataMismatch]], Run], passed: Callable[[], None],
     written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (), devices: Iterable[str] = (),
 ) -> Run:  # fmt: skip
-    """A callable whose first call goes through `checked`, and all later ones through `run`.
+    """Return a callable whose first call goes through `checked`, and all later ones through `run`.
 
-    `repair` compiles again with what was found; `passed` is told when all was true. What an abandoned run did is
-    undone: random numbers that it drew on `devices` and the host, and writes into `written(args)`, the tensors that the plan
-    writes in place.
+    `repair` compiles again with the mismatches found; `passed` is called if there are none. An abandoned run is undone: random
+    numbers drawn on `devices` and the host, and writes into `written(args)`, the tensors that the plan writes in place.
     """
     final: Run | None = None
-    lock = threading.RLock()  # one repair: a second thread waits, and then runs what the first one settled on
+    lock = threading.RLock()  # one repair at a time: a second thread waits, then runs the result
 
     def first(args: list[Any]) -> Any:
         nonlocal final

@@ -1,4 +1,4 @@
-"""Frames: what one running call of a plan owns. The arena with its views, and the argument blocks of its kernels."""
+"""Frames: the memory of one running call of a plan, i.e. the arena with its views and the argument blocks of its kernels."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
 def entry(address: int) -> Callable[[int, int], int]:
-    """The C function of a kernel as a callable of (block address, workers)."""
+    """Wrap the C function of a kernel as a callable of (block address, workers)."""
     return _PROTOTYPE(address)
 
 
 def bits(x: float | int | bool, is_float: bool) -> int:
-    """A runtime scalar as it lies in an argument block."""
+    """A runtime scalar as stored in an argument block."""
     found: int = struct.unpack("<q", struct.pack("<d", float(x)))[0] if is_float else int(x)
     return found
 
 
 class Frame:
-    """Attributes `v<id>` are arena tensors, `b<k>` the block of launch k, `p<k>` its address."""
+    """Attributes: `v<id>` are arena tensors, `b<k>` is the block of launch k, `p<k>` its address."""
 
     def __init__(
         self, arena_bytes: int, device: str, places: Mapping[int, tuple[int, TensorSpec]],
@@ -56,11 +56,11 @@ def _view(arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 KEPT = max(4, machine.cores())
-"""Frames of one plan that wait for calls: more than there are processors would only keep arenas."""
+"""Maximum number of idle frames per plan: more than the number of cores would only hold on to arenas."""
 
 
 class Frames:
-    """A pool of frames: calls of one plan from several threads at once get one each."""
+    """A pool of frames, so that concurrent calls of a plan get one each."""
 
     def __init__(self, make: Callable[[], Frame]) -> None:
         self._make = make
@@ -75,5 +75,5 @@ class Frames:
 
 
 def fail(code: KernelCode, value: int, block: Sequence[int]) -> None:
-    """Raise what a kernel's error code stands for."""
+    """Raise the exception for a kernel's error code."""
     raise code.error(value, block) if code.error is not None else RuntimeError(f"a kernel failed with code {value}")

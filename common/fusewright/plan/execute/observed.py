@@ -1,10 +1,10 @@
-"""The first calls of a graph that holds collectives: never run again, whatever they find.
+"""The first calls of a graph with collectives, which must never be repeated.
 
-What a first run finds untrue (see `firstrun`) is found by one process: another may have the plan from its cache, and never
-look. Were the call started over, this process would be one collective ahead of the others, and all of them would wait for
-ever. So metadata is compared before anything believes it: the first call runs every op in eager, which is right whatever was
-traced, and what turns out untrue is mended for the next one. Then the plan is run, and what it makes compared once more; a
-difference is an error then, for only its backend can have made it.
+A mismatch in a first run (see `firstrun`) is found by one process; another may have loaded the plan from its cache and never
+look. If this process repeated the call, it would be one collective ahead of the others, and all would deadlock. So metadata is
+checked before anything relies on it: the first call runs every op in eager, which is correct whatever was traced, and
+mismatches are mended for the next call. The second call runs the plan and compares its results once more; a mismatch is then an
+error, since only the backend can have caused it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusewright.plan.ir import Run
 
 
 def eagerly(plan: Plan, check: Check, found: list[MetadataMismatch]) -> Run:
-    """A plan of eager's calls alone as a callable, which notes what `check` finds untrue and goes on."""
+    """Compile a plan of eager calls to a callable that records the mismatches found by `check` and continues."""
     run = codegen.load(plan, checked=True)
 
     def note(values: Mapping[int, Any]) -> None:
@@ -38,8 +38,8 @@ def observed_first(
     plan: Plan, checked: Callable[..., Any], run: Run, repair: Callable[[Sequence[MetadataMismatch]], Run],
     passed: Callable[[], None], backend: str,
 ) -> Run:  # fmt: skip
-    """A callable whose first call runs `plan`, which is all eager's calls, its second one `checked`, and all later ones `run`;
-    or what `repair` makes of what the first call found, from the next call on. Each call runs the graph once."""
+    """Return a callable whose first call runs `plan`, which consists of eager's calls, the second `checked`, and all later ones
+    `run`, or what `repair` returns for the mismatches of the first call. Each call runs the graph once."""
     found: list[MetadataMismatch] = []
     first: Run | None = eagerly(plan, checked.__globals__["check"], found)
     final: Run | None = None

@@ -1,4 +1,4 @@
-"""Opaque callables of backends, held to their contract: right shapes and dtypes, inputs untouched."""
+"""Opaque callables of backends, checked for their contract: correct shapes and dtypes, inputs unmodified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright.interface import Region, TensorSpec
 def guarded(
     backend: str, region: Region, fn: Callable[..., Sequence[torch.Tensor]]
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """`fn` with its results compared with the region's outputs at every call. Raises `BackendContractError`."""
+    """Wrap `fn` to compare its results with the region's outputs at every call. Raises `BackendContractError`."""
     specs = [v.spec for v in region.outputs]
 
     def complain(what: str) -> None:
@@ -41,12 +41,12 @@ def guarded(
 
 
 def address(t: torch.Tensor) -> int:
-    """Where the tensor's memory starts; 0 when it has none."""
+    """The start address of the tensor's memory; 0 if it has none."""
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
 def mismatch(t: object, spec: TensorSpec) -> str:
-    """Why a tensor is not what the spec says, or "". Symbolic sizes and strides of size-1 dimensions are not compared."""
+    """How a tensor differs from its spec, or "". Symbolic sizes and strides of size-1 dimensions are not compared."""
     if not isinstance(t, torch.Tensor):
         return f"is {type(t).__name__}, not a tensor"
     if t.dtype != spec.dtype:
