@@ -69,3 +69,13 @@ def test_which_tensors_overlap() -> None:
     x = torch.randn(6)
     assert overlaps(x[:3, None].expand(3, 4)) and overlaps(x.as_strided((3, 4), (1, 1)))
     assert not any(map(overlaps, (x, x[::2], x.view(2, 3).t(), x[:1].expand(1, 1), torch.randn(0, 3), 3)))
+
+
+def test_a_view_that_a_kernel_reads_at_other_elements_is_not_overwritten_by_it() -> None:
+    """The tangent of a product reads its input shifted by one, as a view, beside the input itself."""
+    w, x, v = torch.randn(4, 4), torch.rand(4), torch.rand(4)
+
+    def f(x: Tensor, v: Tensor) -> Any:
+        return torch.func.jvp(lambda x: (x @ w).sigmoid().prod(), (x,), (v,))
+
+    torch.testing.assert_close(torch.compile(f, backend="x86_onednn")(x, v), f(x, v))

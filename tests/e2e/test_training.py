@@ -76,3 +76,13 @@ def test_retain_graph_and_two_backwards() -> None:
             wanted = grads
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_sparse_gradients() -> None:
+    table = torch.nn.Embedding(20, 4, sparse=True)
+    compiled = torch.compile(lambda i: table(i).sum(1), backend=BACKEND)
+    compiled(torch.tensor([[1, 2], [2, 3]])).square().sum().backward()
+    ours, table.weight.grad = table.weight.grad, None
+    table(torch.tensor([[1, 2], [2, 3]])).sum(1).square().sum().backward()
+    assert ours is not None and table.weight.grad is not None and ours.is_sparse
+    torch.testing.assert_close(ours.to_dense(), table.weight.grad.to_dense())

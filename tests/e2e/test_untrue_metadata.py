@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytestmark = [pytest.mark.hardware("x86_onednn"), pytest.mark.usefixtures("fresh_dynamo")]
@@ -49,3 +50,37 @@ def test_a_result_has_another_shape_than_traced(used: bool) -> None:
     for _ in range(2):
         for g, w in zip(compiled(x), f(x), strict=True):
             torch.testing.assert_close(g, w)
+
+
+@torch.library.custom_op("fusewright_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape)  # in truth it lies as `x` does
+
+
+def test_a_result_of_symbolic_sizes_has_other_strides_than_traced() -> None:
+    """Its strides are formulas of sizes that are known when it runs; torch's own case is the gradient of a reflecting padding."""
+
+    def f(x: Tensor) -> Tensor:
+        return doubled(x + 1).exp() + 1
+
+    compiled = torch.compile(f, backend="x86_onednn", dynamic=True, options={"fallback": "allow"})
+    for n in (2, 3):
+        x = torch.randn(n, 3, 4, 5).to(memory_format=torch.channels_last)
+        torch.testing.assert_close(compiled(x), f(x))
+
+
+def test_a_gradient_of_symbolic_sizes_lies_otherwise_than_traced() -> None:
+    def f(x: Tensor) -> Tensor:
+        return F.pad(x * 2, (1, 1, 1, 1), mode="reflect")
+
+    compiled = torch.compile(f, backend="x86_onednn", dynamic=True, options={"fallback": "allow"})
+    for n in (2, 3):
+        x = torch.randn(n, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+        got, want = (torch.autograd.grad(g(x).square().sum(), x)[0] for g in (compiled, f))
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()

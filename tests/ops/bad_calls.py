@@ -141,9 +141,19 @@ _DIMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "bits_of_floats": (lambda x: torch.ops.aten.bitwise_and.Scalar(x, 1), (_of(torch.float32),), "not implemented"),
 }
 
+_BYTES = index(0, 1, dtype=BYTE)
+
+_INDEX_TYPES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    "index_select": (lambda x, i: x.index_select(0, i) + 1, (table(), _BYTES), "Expected dtype int32 or int64 for index"),
+    "index_select_float": (lambda x, i: x.index_select(0, i) + 1, (table(), _BYTES.float()), "Expected dtype int32 or int64"),
+    "index_add": (lambda x, i: x.index_add(0, i, x[:2]) + 1, (table(), _BYTES.short()), "but got: Short"),
+    "index_put": (lambda x, i: x.index_put((i,), x[:2]) + 1, (table(), _BYTES.short()), "tensors used as indices must be"),
+    "index_fill": (lambda x, i: x.index_fill(0, i, 2.0) + 1, (table(), _BYTES.int()), "Expected dtype int64 for index"),
+}
+
 CALLS: dict[str, BadCall] = {
     f"{kind}.{name}": BadCall(*call)
-    for kind, calls in (("index", _INDICES), ("number", _NUMBERS), ("dim", _DIMS))
+    for kind, calls in (("index", _INDICES), ("number", _NUMBERS), ("dim", _DIMS), ("index type", _INDEX_TYPES))
     for name, call in calls.items()
 }
 

@@ -1,5 +1,5 @@
-"""Calls that torch traces although eager may refuse them: numbers outside a dtype's range, dims that a tensor does not have.
-FakeTensor accepts them, and a kernel would wrap or saturate.
+"""Calls that torch traces although eager may refuse them: numbers outside a dtype's range, dims that a tensor does not have,
+indices of a dtype that the operator does not take. FakeTensor accepts them, and a kernel would wrap or saturate.
 
 Eager itself is asked, with tensors of two elements per dim (with one element it may skip the check), so no list of operators
 and their checks is needed. What eager allows is left to kernels. What it refuses stays as traced, and raises when called, as in
@@ -66,8 +66,11 @@ def _parts(target: Any) -> tuple[frozenset[str], frozenset[str], frozenset[str]]
 
 
 def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
-    """Whether a number or 0-dim tensor may not fit a dtype of the call, or a dim is out of range."""
+    """Whether a number or 0-dim tensor may not fit a dtype of the call, a dim is out of range, or an index has a dtype that not
+    every operator takes."""
     dims, numbers, _ = _parts(target)
+    if any(not _is_index(t, name) for name in numbers & INDICES for t in tensors(given[name])):
+        return True
     values = [x for name in numbers for x in _each(given[name]) if x is not None]
     ranks = [x.dim() for x in values if isinstance(x, torch.Tensor)]
     if ranks and not all(_is_dim(d, max(ranks)) for name in dims for d in _each(given[name])):
@@ -82,6 +85,11 @@ def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
 
 def _each(value: Any) -> Iterable[Any]:
     return value if isinstance(value, tuple | list) else (value,)
+
+
+def _is_index(t: torch.Tensor, name: str) -> bool:
+    """Whether every operator takes this dtype for an index. Some targets are no indices but values, which are floats."""
+    return t.dtype == torch.int64 or (name == "target" and t.dtype.is_floating_point)
 
 
 def _is_dim(d: Any, rank: int) -> bool:

@@ -43,7 +43,7 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     val = value_of(node)
     if not isinstance(val, torch.Tensor) or not _could_have(val, actual):
         raise ValueError(f"{node.name} makes a {tuple(actual.shape)} where {val!r} was traced")
-    stride = actual.stride() if tensor_spec(val).static else None
+    stride = actual.stride() if tensor_spec(val).static else _ordered(val, actual)
     node.meta["val"] = fake_like(val, dtype=actual.dtype, stride=stride, device=actual.device)
     downstream(graph, node)
 
@@ -54,6 +54,17 @@ def _could_have(val: torch.Tensor, actual: torch.Tensor) -> bool:
     return len(sizes) == actual.dim() and all(
         not isinstance(s, int) or s == n for s, n in zip(sizes, actual.shape, strict=True)
     )
+
+
+def _ordered(val: torch.Tensor, actual: torch.Tensor) -> tuple[int, ...]:
+    """Symbolic strides of a tensor like `val` whose dimensions lie in memory as those of `actual`; ValueError where it has gaps."""
+    dims = sorted(range(actual.dim()), key=lambda d: actual.stride(d), reverse=True)
+    if not actual.permute(dims).is_contiguous():
+        raise ValueError(f"strides {actual.stride()} of {tuple(actual.shape)} do not follow from symbolic sizes")
+    step, stride = 1, [1] * len(dims)
+    for d in reversed(dims):
+        stride[d], step = step, step * val.shape[d]
+    return tuple(stride)
 
 
 def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> None:

@@ -95,7 +95,8 @@ def _take_over(
         base = kept.get(source, source)
         if source not in fresh or roots[source] != {source} or last[base] != k or base in taken:
             continue
-        if sum(r == source for r in reads(i)) != 1 or out in kept or not _same(plan.specs[out], plan.specs[source]):
+        readings = sum(source in roots.get(r, {r}) for r in reads(i))  # a view of it may be read at other elements
+        if readings != 1 or out in kept or not _same(plan.specs[out], plan.specs[source]):
             continue
         taken.add(base)
         placement.onto[out] = source

@@ -368,8 +368,12 @@ class PlacementFacts:
 def _taken_over(p: PlacementFacts) -> Iterator[str]:
     forced = {i.outs[o] for i in p.plan.instructions if isinstance(i, Launch) for o, _ in i.updates}
     for out, source in p.placement.onto.items():
-        if out not in forced and p.facts.last_read.get(source, -1) > p.born[out]:
+        if out in forced:
+            continue  # rule "updates"
+        if p.facts.last_read.get(source, -1) > p.born[out]:
             yield f"%{out} takes over %{source}, which is read after that"
+        if sum(source in p.facts.root(r) for r in reads(p.plan.instructions[p.born[out]])) > 1:
+            yield f"%{out} takes over %{source}, which is read twice while it is made"
 
 
 def _arena(p: PlacementFacts) -> Iterator[str]:

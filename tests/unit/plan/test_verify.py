@@ -355,6 +355,20 @@ def test_a_value_that_is_read_later_is_not_taken_over() -> None:
     assert list(placement_problems(plan, bad)) == ["%3 takes over %2, which is read after that"]
 
 
+def test_a_value_of_which_a_view_is_read_beside_it_is_not_taken_over() -> None:
+    spec = TensorSpec((4,), (1,), torch.float32)
+    shifted = Call("aten::slice.Tensor", (Ref(2), 0, 1, 4), (3,))
+    reader = Launch("j", (Ref(2), Ref(3)), (4,), inplace=((0, 0),))
+    steps = [Launch("k", (Ref(1),), (2,)), shifted, reader, Launch("k", (Ref(4),), (5,))]
+    specs = {**dict.fromkeys((1, 2, 4, 5), spec), 3: replace(spec, shape=(3,))}
+    plan = Plan((1,), (Ref(5),), steps, [], (), (), specs, kernels={"k": 0, "j": 0})
+    placement = place(plan)
+    assert 4 not in placement.onto
+    assert not list(placement_problems(plan, placement))
+    bad = replace(placement, onto={4: 2}, offset={2: 0}, arena_bytes=64)
+    assert list(placement_problems(plan, bad)) == ["%4 takes over %2, which is read twice while it is made"]
+
+
 def test_memory_that_is_wrong_is_no_code(cross: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     good = place(cross)
     monkeypatch.setattr(verify.PLACE, "run", lambda plan: replace(good, arena_bytes=0))

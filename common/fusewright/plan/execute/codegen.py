@@ -313,7 +313,7 @@ def source(
         lines.append(f"    {', '.join(f'v{i}' for i in plan.inputs)}, = args")
     lines.append("    args.clear()")
     if checked:
-        values = ", ".join(f"{i}: v{i}" for i in (*plan.inputs, *plan.attributes) if i in plan.specs)
+        values = ", ".join(f"{i}: v{i}" for i in (*plan.inputs, *plan.attributes) if i in plan.specs or i in plan.scalars)
         lines.append(f"    check({{{values}}})")
     if plan.prepare:
         left = f"{', '.join(f'v{i}' for i in plan.prepare_outputs)}, = " if plan.prepare_outputs else ""

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from fusewright.errors import without_memory
+from fusewright.interface import Dim
 from fusewright.plan.build import Plan
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Call, Run, reads
+from fusewright.sizes.expr import Atom
 from fusewright.storage import NO_MEMORY, why_not
 
 
 class MetadataMismatch(Exception):
     """The value `id` turned out to be `actual`, which differs from the trace. `actual` is None if metadata cannot express the
-    difference: its memory is not its value. `others` were found at the same time."""
+    difference: its memory is not its value. `sizes` has the values of symbols, `others` were found at the same time."""
 
-    def __init__(self, id: int, actual: torch.Tensor | None, reason: str) -> None:
+    def __init__(self, id: int, actual: torch.Tensor | None, reason: str, sizes: Mapping[Atom, int] | None = None) -> None:
         super().__init__(f"value {id} {reason}")
         self.id = id
         self.actual = actual
         self.reason = reason
+        self.sizes = dict(sizes or {})
         self.others: tuple[MetadataMismatch, ...] = ()
 
 
@@ -40,6 +43,7 @@ all at once, because each abandoned run costs a compilation. Raises `MetadataMis
 def checker(plan: Plan) -> Check:
     """Make the check of a plan's values."""
     read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
+    sizes: dict[Atom, int] = {}
 
     def untrue(id: int, value: Any) -> MetadataMismatch | None:
         spec = plan.specs.get(id)
@@ -49,10 +53,19 @@ def checker(plan: Plan) -> Check:
             if reason is NO_MEMORY:
                 without_memory(value)
             return MetadataMismatch(id, None, reason)
-        reason = mismatch(value, spec)
-        return MetadataMismatch(id, value, reason) if reason else None
+        reason = mismatch(value, spec, sizes)
+        return MetadataMismatch(id, value, reason, sizes) if reason else None
+
+    def told(id: int, value: Any) -> Iterator[tuple[Atom, int]]:
+        """The symbols that a value names."""
+        if id in plan.scalars and isinstance(value, int):
+            yield plan.scalars[id], value
+        if (spec := plan.specs.get(id)) is not None and isinstance(value, torch.Tensor) and value.dim() == spec.rank:
+            dims = zip(spec.shape, value.shape, strict=True)
+            yield from ((s.expr.name, n) for s, n in dims if isinstance(s, Dim) and s.expr.name is not None)
 
     def check(values: Mapping[int, Any]) -> None:
+        sizes.update(pair for id, value in values.items() for pair in told(id, value))
         if found := [u for id, value in values.items() if (u := untrue(id, value)) is not None]:
             first, *others = found
             first.others = tuple(others)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fusewright.errors import BackendContractError
 from fusewright.graph.spec import device_text
-from fusewright.interface import Region, TensorSpec
+from fusewright.interface import Region, Size, TensorSpec
+from fusewright.sizes.expr import Atom, evaluate
 
 
 def guarded(
@@ -45,8 +47,9 @@ def address(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
-def mismatch(t: object, spec: TensorSpec) -> str:
-    """How a tensor differs from its spec, or "". Symbolic sizes and strides of size-1 dimensions are not compared."""
+def mismatch(t: object, spec: TensorSpec, sizes: Mapping[Atom, int] = MappingProxyType({})) -> str:
+    """How a tensor differs from its spec, or "". `sizes` has the values of symbols; strides that need others are not compared, nor
+    are symbolic sizes, strides of size-1 dimensions, and sparse tensors, which have no strides."""
     if not isinstance(t, torch.Tensor):
         return f"is {type(t).__name__}, not a tensor"
     if t.dtype != spec.dtype:
@@ -55,8 +58,18 @@ def mismatch(t: object, spec: TensorSpec) -> str:
         return f"is on {t.device}, expected {spec.device}"
     if t.dim() != spec.rank or any(isinstance(e, int) and e != s for s, e in zip(t.shape, spec.shape, strict=True)):
         return f"has shape {tuple(t.shape)}, expected {tuple(map(str, spec.shape))}"
-    if spec.static and t.numel():
-        wanted = [(n, s) for n, s in zip(spec.shape, spec.stride, strict=True) if n != 1]
-        if [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1] != wanted:
-            return f"has strides {t.stride()}, expected {spec.stride}"
+    if spec.stride and t.layout is torch.strided and t.numel():
+        wanted = [_known(s, sizes) for s in spec.stride]
+        if any(n != 1 and w not in (s, None) for n, s, w in zip(t.shape, t.stride(), wanted, strict=True)):
+            return f"has strides {t.stride()}, expected ({', '.join(map(str, spec.stride))})"
     return ""
+
+
+def _known(size: Size, sizes: Mapping[Atom, int]) -> int | None:
+    """A size as a number; None where a symbol of it is not known."""
+    if isinstance(size, int):
+        return size
+    try:
+        return evaluate(size.expr, sizes)
+    except KeyError:
+        return None
