@@ -1,6 +1,4 @@
-"""Prepacked constants: results of `prepare`, kept for as long as the weights that they came from stay the
-same.
-"""
+"""Prepacked constants: results of `prepare`, kept as long as the weights that they were computed from do not change."""
 
 from __future__ import annotations
 
@@ -27,17 +25,17 @@ from fusewright.storage import lazy
 log = logging.getLogger("fusewright")
 
 SAMPLES = 4
-"""Elements of each weight that are compared at every call: `weight.data.mul_(2)` moves no version counter."""
+"""Elements of each weight that are compared at every call, because `weight.data.mul_(2)` does not bump the version counter."""
 
 EVERY = 16
-"""Calls from one closer look to the next. Each is at another weight, at PLACES of its words."""
+"""Calls between two closer checks. Each checks another weight, at PLACES of its words."""
 
 PLACES = 1024
 
 _WORDS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 LIMIT = 64
-"""Sets of weights remembered by one plan; a plan shared by the layers of a model sees one set per layer."""
+"""Sets of weights remembered per plan; a plan shared by the layers of a model sees one set per layer."""
 
 
 _VERSION = attrgetter("_version")
@@ -46,11 +44,11 @@ _POINTER = torch.Tensor.data_ptr
 
 
 class Samples:
-    """Words of dense CPU tensors as they were when first seen: a few of each at every call, and more of one of them at every
-    EVERY-th call.
+    """Words of dense CPU tensors as first seen: a few of each tensor are compared at every call, and more of one tensor at
+    every EVERY-th call.
 
-    For the closer look a tensor is cut into PLACES pieces, and one word is taken of each. After EVERY calls for each tensor, a
-    write to two pieces in a row has certainly been seen, wherever it is; one to 1% of the elements is missed once in 30,000.
+    For the closer check a tensor is divided into PLACES pieces, and one word of each is compared. After EVERY calls per tensor,
+    any write that covers two consecutive pieces has been detected; one to 1% of the elements is missed once in 30,000.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -66,10 +64,10 @@ class Samples:
             array, places = numpy.frombuffer(memory, dtype=f"u{step}"), _places(n)  # type: ignore[call-overload]
             self._looks.append((array, places, array.take(places).tobytes()))
         self._same = _words(self._words)
-        self._calls = itertools.count(1)  # atomic: threads take turns
+        self._calls = itertools.count(1)  # atomic, for concurrent calls
 
     def unchanged(self) -> bool:
-        """Whether what is looked at this time is what it was. The memory must still be there."""
+        """Whether the words checked by this call are unchanged. The memory must still be allocated."""
         if not self._same():
             return False
         look, rest = divmod(next(self._calls), EVERY)
@@ -80,7 +78,7 @@ class Samples:
 
 
 def _words(words: Sequence[Any]) -> Callable[[], bool]:
-    """Whether ctypes integers are what they are now, at any later time."""
+    """Return a function that tells whether ctypes integers still have their current values."""
     core = native.extension()
     if core is not None:
         unchanged: Callable[[], bool] = core.words([(ctypes.addressof(w), ctypes.sizeof(w)) for w in words])
@@ -90,7 +88,8 @@ def _words(words: Sequence[Any]) -> Callable[[], bool]:
 
 
 def watch(weights: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Whether a later list or tuple has the same tensors, at the addresses and versions of now. It holds none of them."""
+    """Return a function that tells whether a later list or tuple has the same tensors, with the same addresses and versions. It
+    keeps no reference to them."""
     core = native.extension()
     if core is not None:
         same: Callable[[Sequence[torch.Tensor]], bool] = core.watch(weights)
@@ -103,7 +102,7 @@ def watch(weights: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]],
 
 @functools.lru_cache(64)
 def _places(n: int) -> Any:
-    """A place in each of PLACES pieces of n words, off any regular pattern; all places where there are fewer."""
+    """A position in each of PLACES pieces of n words, irregularly spaced; all positions if there are fewer."""
     if n <= PLACES:
         return numpy.arange(n)
     pieces = numpy.arange(PLACES)
@@ -119,8 +118,8 @@ def _readable(w: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
-    """`values`, made of one set of weights. `alive` is empty when the memory of one of these has died or `refresh` was called:
-    other memory may have its address. `whole` are copies of all bytes where these are checked."""
+    """`values`, computed from one set of weights. `alive` is emptied when memory of these weights is freed, whose address may
+    then be reused, or `refresh` was called. `whole` holds copies of all bytes if these are checked."""
 
     values: tuple[Any, ...]
     addresses: list[int]
@@ -131,7 +130,7 @@ class Prepared:
     whole: list[torch.Tensor] | None = None
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether these weights are those of `values`, lie where they lay, and are unchanged."""
+        """Whether these are the weights that `values` were computed from, at the same addresses and unchanged."""
         return (
             bool(self.alive)
             and self.same(weights)  # only then may the sampled elements be read
@@ -151,7 +150,7 @@ class Prepared:
 
 
 def _bytes(w: torch.Tensor) -> torch.Tensor:
-    """A copy of what a tensor holds, to be compared bit by bit."""
+    """A copy of a tensor's content, to be compared bit by bit."""
     return w.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
@@ -159,18 +158,17 @@ _CACHES: weakref.WeakSet[PreparedCache] = weakref.WeakSet()
 
 
 class PreparedCache:
-    """Calls `prepare(*weights)` when these weights are first seen, and again after one of them changed.
+    """Call `prepare(*weights)` when these weights are first seen, and again after one of them changed.
 
-    A change is seen by the tensor's identity, its version counter (in-place ops, `load_state_dict`), its address
-    (`weight.data = other`, `swap_tensors`) and, for writes that move no counter (through `.data` or shared memory), by some
+    A change is detected from the tensor's identity, its version counter (in-place ops, `load_state_dict`), its address
+    (`weight.data = other`, `swap_tensors`) and, for writes that bump no counter (through `.data` or shared memory), by samples
     of its elements on CPUs (`Samples`). `whole` compares all bytes at every call.
 
-    Entries die with the memory of their weights, so that a weight which is moved away and back (`weight.data = other`, twice)
-    is seen even where the second allocation gets the address of the first. Nothing refers to the tensors themselves, not even
-    weakly: `torch.utils.swap_tensors` refuses a tensor with weak references. So the id of a weight that died may be that of
-    another one. If that lies elsewhere, its address tells. If it lies in the same memory, it holds the same values, unless
-    somebody wrote there without a count meanwhile; to have as few of these as possible, what was made of the same memory under
-    other ids is dropped whenever something is prepared.
+    Entries die with the memory of their weights, so moving a weight away and back (`weight.data = other`, twice) is detected
+    even if the second allocation reuses the first address. Nothing references the tensors themselves, not even weakly, because
+    `torch.utils.swap_tensors` refuses tensors with weak references. So the id of a dead weight may be reused. If the new tensor
+    lies elsewhere, its address differs. If it lies in the same memory, it holds the same values, unless somebody wrote there
+    uncounted in between; to make that rare, each `prepare` drops entries for the same memory under other ids.
     """
 
     def __init__(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
@@ -183,14 +181,14 @@ class PreparedCache:
         _CACHES.add(self)
 
     def made_by(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
-        """Call another `prepare` of the same plan from now on: that of a first run compares what kernels believe of its results."""
+        """Use another `prepare` of the same plan from now on: that of a first run checks the metadata of its results."""
         self._prepare = prepare
 
     def __call__(self, *weights: torch.Tensor) -> tuple[Any, ...]:
         return self.prepared(weights).values
 
     def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
-        """What was made of these weights; of two calls the same object exactly if nothing has changed."""
+        """The results for these weights; two calls return the same object if and only if nothing has changed."""
         last = next(iter(self._last), None)
         if last is not None and last.holds(weights):
             return last
@@ -202,7 +200,7 @@ class PreparedCache:
         return found
 
     def forget(self, ids: frozenset[int] | None = None) -> None:
-        """Drop what was made of tensors with these ids; everything for None."""
+        """Drop the entries of tensors with these ids; all entries for None."""
         with self._lock:
             for key in [k for k in self._entries if ids is None or not ids.isdisjoint(k)]:
                 self._drop(key)
@@ -215,13 +213,13 @@ class PreparedCache:
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         with self._lock, torch.no_grad():
             self.runs += 1
-            if any(w.layout is not torch.strided for w in weights):  # nothing says when these change: not kept
+            if any(w.layout is not torch.strided for w in weights):  # nothing tells when these change, so results are not kept
                 return Prepared(self._prepare(*weights), [], lambda _: False, Samples(()), [], [])
             addresses, same = [w.data_ptr() or without_memory(w) for w in weights], watch(weights)
-            # frees the stale copies before new ones are made
+            # free stale copies before making new ones
             for other in [k for k, e in self._entries.items() if k == key or e.addresses == addresses]:
                 self._drop(other)
-            # A view keeps the memory that it is a view of alive: from the weights themselves none could ever be freed.
+            # A view keeps its base's memory alive: results that are views of the weights would never let them be freed.
             values = self._prepare(*map(_unowned, weights))
             alive = [True]
 
@@ -244,7 +242,7 @@ class PreparedCache:
 
 
 def _remove(alive: list[bool], last: list[Prepared]) -> None:
-    """Empty `last` where it is the entry that `alive` belongs to: its constants take memory."""
+    """Empty `last` if it is the entry that `alive` belongs to, to free its constants."""
     if any(p.alive is alive for p in last):
         last.clear()
 
@@ -255,9 +253,11 @@ def _unowned(w: torch.Tensor) -> torch.Tensor:
 
 
 def refresh(model: torch.nn.Module | None = None) -> None:
-    """Forget what compiled code made of the weights of `model` (None: of all models): the next call makes it anew.
+    """Discard everything that compiled code derived from the weights of `model` (None: of all models); the next call computes
+    it again.
 
-    For writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with others.
+    Needed after writes that torch does not count: through `weight.data`, `weight.detach().numpy()`, or memory shared with
+    others.
     """
     held = None if model is None else frozenset(map(id, itertools.chain(model.parameters(), model.buffers())))
     for cache in list(_CACHES):

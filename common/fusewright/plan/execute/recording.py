@@ -1,4 +1,4 @@
-"""A plan that is recorded on a device and replayed: what inference (`replay.py`) and training (`retained.py`) share."""
+"""Recording a plan on a device and replaying it: the common part of inference (`replay.py`) and training (`retained.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def shown(replay: Callable[[], None], plan: Plan) -> Callable[[], None]:
-    """`replay`, as a range of its own for who profiles."""
+    """Wrap `replay` in a profiler range of its own."""
 
     @functools.cache
     def label() -> str:
@@ -40,8 +40,7 @@ def shown(replay: Callable[[], None], plan: Plan) -> Callable[[], None]:
 
 
 class Recorded(abc.ABC, Generic[R]):
-    """A callable that replays recordings of type `R`. `run`, the plain plan, is right at any time. Calls from several threads
-    take turns."""
+    """A callable that replays recordings of type `R`. The plain plan `run` is valid at any time. Concurrent calls take turns."""
 
     def __init__(self, run: Run, recorder: Recorder, device: str, tell: Callable[[str], None]) -> None:
         self.run, self.recorder, self.device, self.tell = run, recorder, device, tell
@@ -61,20 +60,20 @@ class Recorded(abc.ABC, Generic[R]):
         return result
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for recording and measuring: the plan's device is the current one in it, where the recorder has such."""
+        """A context for recording and measuring, in which the plan's device is current, if the recorder supports it."""
         on = getattr(self.recorder, "on", None)
         return contextlib.nullcontext() if on is None else on(self.device)
 
     @abc.abstractmethod
     def _recording_for(self, stream: Hashable, args: list[Any]) -> R | None:
-        """A recording for these arguments, made now if need be; None for the plain plan."""
+        """A recording for these arguments, made now if needed; None to run the plain plan."""
 
     @abc.abstractmethod
     def _results(self, r: R, args: list[Any]) -> tuple[Any, ...]:
-        """What the caller gets of a replay."""
+        """The results of a replay for the caller."""
 
     def _give_up(self, why: str) -> None:
-        """Has the plain plan run from now on."""
+        """Run the plain plan from now on."""
         self.given_up = why
         self.tell(f"not replayed: {why}")
         log.info("a plan is not replayed: %s", why)

@@ -1,15 +1,14 @@
-"""Replay: a plan of fixed shapes is recorded once on its device and replayed as a whole at every later call.
+"""Replay: a plan of fixed shapes is recorded once on its device, and replayed as a whole at every later call.
 
-What a backend supplies is a `Recorder` (`fusewright.interface`); what is decided here is what may be recorded and who
-owns which memory:
+A backend supplies a `Recorder` (`fusewright.interface`); this module decides what may be recorded and who owns which memory:
 
-- weights, and inputs that the plan writes, are read where they lie. When one of them lies elsewhere, or what was
-  prepared from weights was prepared again, the plan is recorded again; when that goes on, replay is given up.
-- other inputs are copied into buffers of the recording.
-- results belong to the caller. Large ones are made by the last few instructions, which run after the replay, into fresh
-  memory; small ones are copied out. So a result that the caller keeps is never overwritten.
+- Weights, and inputs that the plan writes, are read in place. If one of their addresses changes, or prepared constants were
+  prepared again, the plan is recorded again; if that keeps happening, replay is given up.
+- Other inputs are copied into buffers of the recording.
+- Results belong to the caller. Large ones are made in fresh memory by the last few instructions, which run after the replay;
+  small ones are copied out. So a result that the caller keeps is never overwritten.
 
-Whatever cannot be recorded, or is slower so, runs as the plain plan; the report says why.
+Plans that cannot be recorded, or are slower that way, run as the plain plan; the report says why.
 """
 
 from __future__ import annotations
@@ -36,34 +35,34 @@ from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.verify import PLAN
 
 LARGE = 1 << 20
-"""Bytes from which a result is made in fresh memory after the replay rather than copied out."""
+"""Bytes from which a result is made in fresh memory after the replay instead of being copied out."""
 
 MOST_LATE = 8
-"""Instructions that may run after the replay for the sake of large results."""
+"""Maximum number of instructions after the replay, for large results."""
 
 FEWEST = 3
-"""A plan of fewer instructions is not worth a recording."""
+"""Plans with fewer instructions are not worth recording."""
 
 MOST_RECORDINGS = 32
-"""Recordings of one plan: one for each set of weights (layers that share a plan) and stream."""
+"""Recordings per plan: one for each stream and set of weights (layers that share a plan)."""
 
 MOST_UNUSED = 3
-"""Recordings that were replaced before they were used twice, after which replay is given up."""
+"""Replay is given up after so many recordings were replaced before their second use."""
 
 _FACTORIZATION = re.compile(r"_?linalg_(?!vector_norm|cross|vecdot|solve_triangular)|_?cholesky|geqrf|or(gqr|mqr)|_?lu_with_info")
-"""Operators whose libraries look at what the device has found, or that call such operators themselves (`linalg_pinv`). A
-capture that one of them breaks leaves its library broken."""
+"""Operators whose libraries read results back from the device, or that call such operators (`linalg_pinv`). A capture that one
+of them breaks leaves its library broken."""
 
 OTHER_TENSORS = "an operator gives other tensors while it is recorded"
-"""The seed of an attention, for one, is on the CPU, but on the device while a graph is captured."""
+"""For example, the seed of an attention is on the CPU, but on the device while a graph is captured."""
 
 SLOWER = 1.03
 """A replay that takes this many times the plain plan's time is not used."""
 
 
 def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
-    """Why a plan cannot be recorded on devices of this type, or None. From the plan alone. Training draws random numbers
-    as recordings do, from the device's own generator, and its results are looked at elsewhere."""
+    """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Training draws random
+    numbers as recordings do, from the device's own generator, and its results are checked elsewhere."""
     if len(plan.instructions) < FEWEST:
         return "too few instructions"
     if any(i in plan.scalars or i not in plan.specs for i in plan.inputs):
@@ -90,10 +89,10 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
 
 
 def host_scalars(plan: Plan) -> set[int]:
-    """Values on the host that are the same in every call, and that a device's operators take as numbers: single elements, made of
-    nothing or of constants alone, without chance. A recording has them as they were; other constants mean another recording.
-    Kernels and copies take addresses, so what they read is none; nor are results, which belong to the caller, and what is written.
-    """
+    """Single-element host values that are the same in every call and that a device's operators take as numbers: made from
+    nothing or from constants, without random numbers. A recording keeps them as they were; changed constants mean another
+    recording. Excluded are values read by kernels and copies, which take addresses, results, which belong to the caller, and
+    values written to."""
     taken = {r for i in plan.instructions if _takes_address(i) for r in (*reads(i), *i.outs)}
     taken |= written_values(plan) | {o.id for o in plan.outputs if isinstance(o, Ref)}
 
@@ -111,7 +110,7 @@ def host_scalars(plan: Plan) -> set[int]:
 
 
 def _takes_address(i: Instruction) -> bool:
-    """Whether an instruction may read memory of the host when it is replayed: kernels, and copies between devices."""
+    """Whether a replayed instruction may read host memory: kernels, and copies between devices."""
     operator = operator_of(i.target) if isinstance(i, Call) else None
     return operator is None or any(a.name == "non_blocking" for a in operator._schema.arguments)
 
@@ -122,13 +121,13 @@ def plan_device(plan: Plan, device: str) -> str:
 
 
 def _devices(plan: Plan, device: str) -> set[str]:
-    """The one device of this type that the plan is on."""
+    """The devices of this type that the plan uses."""
     found = sorted({s.device for s in plan.specs.values() if s.device.partition(":")[0] == device})
     return set(found[:1])
 
 
 def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: bool = False) -> str | None:
-    """Why an instruction does not do the same at every replay, or waits for the device."""
+    """Why an instruction may act differently from replay to replay, or waits for the device."""
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
     if isinstance(i, Launch):
@@ -146,7 +145,7 @@ def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: boo
 
 
 def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:
-    """Whether this is an `index` by positions alone, of which each gives one element; a mask gives as many as it says."""
+    """Whether this is an `index` by positions alone, with one element each; a mask selects a data-dependent number."""
     if i.target != "aten::index.Tensor":
         return False
     indices = [specs.get(r.id) for r in i.args[1] if isinstance(r, Ref)]
@@ -154,14 +153,14 @@ def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:
 
 
 def _communicates(i: Call) -> bool:
-    """Whether a call is a collective: it is never run once more to warm up, measured, or recorded, for the other processes
-    would have to do the same at the same call."""
+    """Whether a call is a collective. It is never repeated to warm up, measured or recorded, because the other processes would
+    have to do the same at the same call."""
     operator = operator_of(i.target)
     return operator is not None and compat.communicates(operator.namespace, unknown=False)
 
 
 def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
-    """Why an instruction would not read the same from a copy of an input: it counts from where the input's storage begins."""
+    """Why an instruction would read something else from a copy of an input: it depends on the input's storage offset."""
     if isinstance(i, Launch):
         counted = i.located
     else:
@@ -171,14 +170,14 @@ def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str
 
 
 def _given_offset(call: Call) -> bool:
-    """Whether a call (`as_strided` and its like) is told a place in a storage."""
+    """Whether a call (`as_strided` and the like) takes a storage offset."""
     operator = operator_of(call.target)
     names = [a.name for a in operator._schema.arguments] if operator is not None else []
     return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
 
 
 def _result_obstacle(plan: Plan) -> str | None:
-    """Results that are inputs or views of them, which a recording would give as copies."""
+    """Results that are inputs or views of them, which a recording would return as copies."""
     made = {o for i in plan.instructions for o in i.outs}
     roots = roots_of(plan.instructions)
     results = [r.id for r in plan.outputs if isinstance(r, Ref)]
@@ -191,12 +190,12 @@ def _result_obstacle(plan: Plan) -> str | None:
 
 @dataclass(frozen=True)
 class Parts:
-    """A plan in two: `head` is recorded and returns `kept`, `tail` (None: there is none) runs after it.
+    """A plan in two parts: `head` is recorded and returns `kept`, `tail` (or None) runs after it.
 
-    The head takes the plan's inputs, then what `prepare` made. The tail takes what it reads: of the inputs those at
-    `tail_places`, then `tail_rest`, ids of what `prepare` made and of what the head keeps. `copied` are positions of inputs
-    that are copied for the head, `fixed` of those that it reads where they lie. `late` maps positions of results to
-    those of the tail's; other results are copies of the values `early`.
+    The head takes the plan's inputs, then the results of `prepare`. The tail takes the inputs at `tail_places`, then
+    `tail_rest`: ids of results of `prepare` and of values kept by the head. `copied` are the positions of inputs that are
+    copied for the head, `fixed` of those that it reads in place. `late` maps positions of results to positions in the tail's
+    results; other results are copies of the values `early`.
     """
 
     head: Plan
@@ -252,7 +251,7 @@ DIVIDE = Pass(
 
 
 def written_inputs(plan: Plan) -> set[int]:
-    """Inputs (and tensors of the graph) that a run writes; what it writes of its own does not count."""
+    """Inputs (and tensors of the graph) that a run writes; writes to its own values do not count."""
     return written_values(plan) & {*plan.inputs, *plan.attributes}
 
 
@@ -263,7 +262,7 @@ def written_places(plan: Plan) -> frozenset[int]:
 
 
 def _late(plan: Plan) -> set[int]:
-    """Positions of the instructions that make large results, with all that depends on them."""
+    """Positions of the instructions that make large results, and of all that depend on them."""
     if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
@@ -278,7 +277,7 @@ def _late(plan: Plan) -> set[int]:
 
 
 def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[int]:
-    """Positions of what makes one of `values`, and of everything that reads what those make."""
+    """Positions of the instructions that make one of `values`, and of all that depend on them."""
     found: set[int] = set()
     tainted: set[int] = set()
     for k, i in enumerate(instructions):
@@ -290,7 +289,7 @@ def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[in
 
 @dataclass
 class _Recording:
-    """One recording. `addresses` are those of the arguments that it reads where they lie; `rest` is what the tail takes beside
+    """One recording. `addresses` are those of the arguments that it reads in place; `rest` are the tail's inputs other than
     arguments."""
 
     stream: Hashable
@@ -303,7 +302,7 @@ class _Recording:
     uses: int = 0
 
     def issue(self, args: list[Any]) -> _Recording:
-        """Starts the work of a call."""
+        """Start the work of a call."""
         self.copy_in(args)
         self.replay()
         return self
@@ -332,14 +331,14 @@ class Replayed(Recorded[_Recording]):
         return self._again(stream, args) or self._anew(stream, args)
 
     def _again(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        """Replays the last recording, and gives it if it was right for these arguments. A replay writes memory of its own
-        only, unless the plan writes its inputs: so the device may begin before everything has been looked at."""
+        """Replay the last recording, and return it if it was valid for these arguments. A replay writes only its own memory,
+        unless the plan writes its inputs, so it may start before all checks are done."""
         r = self._last
         if r is None or r.stream != stream:
             return None
         steady, self._steady = self._steady, False
         if steady:
-            r.copy_in(args)  # while the device copies, the host looks at addresses: it must not read freed memory
+            r.copy_in(args)  # the device copies while the host compares addresses; no freed memory may be read
         if r.addresses != self._addresses(args) or (self._writes and not self._unchanged(r, args)):
             return None
         if not steady:
@@ -349,17 +348,18 @@ class Replayed(Recorded[_Recording]):
         return r if self._steady else None
 
     def _anew(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        """Replays the recording for these arguments among all, or a new one; None for the plain plan."""
+        """Find or make the recording for these arguments and replay it; None to run the plain plan."""
         r = self._last = self._found(stream, args)
         return r.issue(args) if r is not None else None
 
     def _addresses(self, args: list[Any]) -> list[int]:
-        """Where the arguments lie that a recording reads there. This is the larger part of what a call of many weights costs
-        before its replay, for each of them is fetched from memory: one pass, and none but these."""
+        """The addresses of arguments read in place. With many weights, this is most of the cost of a call before its replay,
+        since
+        each tensor is fetched from memory: one pass, and over these only."""
         return list(map(torch.Tensor.data_ptr, self._fixed(args)))
 
     def _unchanged(self, r: _Recording, args: list[Any]) -> bool:
-        """Whether the weights are those that the constants were prepared from."""
+        """Whether the constants were prepared from the current weights."""
         return r.prepared is None or r.prepared.holds(self._prepare_inputs(args))
 
     def _found(self, stream: Hashable, args: list[Any]) -> _Recording | None:
@@ -372,7 +372,7 @@ class Replayed(Recorded[_Recording]):
         return found
 
     def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
-        """What the caller gets of a replay that was issued."""
+        """The results of an issued replay for the caller."""
         r.uses += 1
         late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
         early = iter(r.copy_out())
@@ -384,7 +384,7 @@ class Replayed(Recorded[_Recording]):
     def _recorded(
         self, key: tuple[Hashable, ...], addresses: list[int], args: list[Any], prepared: Prepared | None
     ) -> _Recording | None:
-        """A new recording for `key`; None when replay is given up."""
+        """Make a recording for `key`; None if replay is given up."""
         stale = self._recordings.pop(key, None)
         self._unused += stale is not None and stale.uses < 2
         if self._unused >= MOST_UNUSED:
@@ -401,7 +401,7 @@ class Replayed(Recorded[_Recording]):
             if worse:
                 self._give_up(worse)
                 return None
-        except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
+        except RuntimeError as e:  # raised by torch and drivers for what cannot be recorded, and if out of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
         self._recordings[key] = made
@@ -409,7 +409,7 @@ class Replayed(Recorded[_Recording]):
         return made
 
     def _worse(self, made: _Recording, args: list[Any]) -> str:
-        """Why a recording is not used, or "": by its results and a measurement, against the plain plan."""
+        """Why not to use a recording, or "": compare its results and its time with the plain plan."""
         kinds: list[list[Any]] = [[], []]
 
         def noting(way: Callable[[], Sequence[Any]], kind: list[Any]) -> Callable[[], None]:
@@ -430,7 +430,7 @@ class Replayed(Recorded[_Recording]):
         with torch.inference_mode(False), torch.no_grad():
             copy_in = CopiesIn(args, self.parts.copied)
             given = copy_in.given(args)
-            # A warm-up runs the head, so there is none where that would write into inputs.
+            # A warm-up runs the head, so skip it if that would write into inputs.
             kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
             by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
             copy_out = copier_out([by_id[v] for v in self.parts.early])
@@ -444,21 +444,21 @@ class Replayed(Recorded[_Recording]):
 
 
 def _kind(result: Any) -> Any:
-    """All but the values of a result."""
+    """Everything about a result except its values."""
     if not isinstance(result, torch.Tensor):
         return result
     return result.device, result.dtype, result.shape, result.stride() if result.layout is torch.strided else ()
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """`lambda args: tuple(args[k] for k in places)`, without a loop in Python where that is possible."""
+    """`lambda args: tuple(args[k] for k in places)`, without a Python loop where possible."""
     return itemgetter(*places) if len(places) > 1 else lambda args: tuple(args[k] for k in places)
 
 
 def replayed(
     plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder | None, tell: Callable[[str], None]
 ) -> Run:
-    """`run`, replayed by `recorder` where that is possible."""
+    """Return `run`, replayed by `recorder` if possible."""
     if recorder is None:
         return run
     why = obstacle(plan, recorder.device_type)

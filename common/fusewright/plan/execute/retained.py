@@ -1,12 +1,12 @@
-"""Replay of training: forward and backward recorded each, with what forward saves left where it lies.
+"""Replay of training: forward and backward are recorded separately, and tensors saved for backward stay in place.
 
-What forward saves for backward, and the gradients that backward gives, are handed out without a copy. So a replay must
-not happen while somebody still holds what the last one gave: a second forward before the backward, a retained graph,
-gradients that are accumulated. Such calls run as the plain plan. Backward finds the saved tensors at the addresses that
-forward's recording has.
+Tensors saved for backward, and the gradients that backward returns, are handed out without a copy. So a replay must not happen
+while somebody still holds the results of the last one: a second forward before the backward, a retained graph, accumulated
+gradients. Such calls run the plain plan. Backward finds the saved tensors at the addresses of forward's recording.
 
-Layers that share a plan, as where a graph breaks between them, have a recording each: by the weights that forward reads, by what it
-saved for backward. What moves alone is copied; a set of arguments that is new is recorded when it comes again.
+Layers that share a plan, e.g. if a graph breaks between them, have one recording each, found by the addresses of the weights
+that forward reads and of the tensors saved for backward. Arguments that move on their own are copied; a new set of arguments is
+recorded when it comes again.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from fusewright.plan.execute.replay import OTHER_TENSORS, obstacle, plan_device,
 from fusewright.plan.ir import Ref, Run, reads
 
 SMALL = 1 << 12
-"""Inputs of backward below this many bytes are copied; others are taken to lie where forward's recording left them."""
+"""Inputs of backward below this many bytes are copied; others are assumed to stay where forward's recording left them."""
 
 COPY_LIMIT = 1 << 25
-"""Bytes of inputs that may be copied because they turned out to lie elsewhere at every call."""
+"""Bytes of inputs that may be copied because their addresses change at every call."""
 
 MOST_SETS = 64
-"""Sets of arguments of one plan that are kept in mind."""
+"""Sets of arguments remembered per plan."""
 MISSES = 24
-"""Calls in a row with addresses that nobody has had, after which arguments are taken to move, not to be another layer's."""
+"""Calls in a row with unknown addresses after which arguments count as moving, not as those of another layer."""
 MOST_UNUSED = 8
-"""Recordings that were dropped before they were used twice, after which replay is given up."""
+"""Replay is given up after so many recordings were dropped before their second use."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """What a plan of training gives to whom: its first `copies` results belong to the caller and are copied out;
-    `fixed` are positions of inputs that are read where they lie (None: all but small ones). `known` is False where
-    AOTAutograd does not say."""
+    """Who owns the values of a training plan: the first `copies` results belong to the caller and are copied out; `fixed` are
+    the positions of inputs that are read in place (None: all but small ones). `known` is False if AOTAutograd does not tell."""
 
     copies: int = 0
     fixed: frozenset[int] | None = None
@@ -54,7 +53,7 @@ class Handover:
 
     @classmethod
     def of(cls, phase: Phase) -> Handover:
-        """For the graph that AOTAutograd compiles now."""
+        """The handover of the graph that AOTAutograd is compiling."""
         if phase != "forward":
             return cls()
         results = compat.forward_results()
@@ -63,7 +62,7 @@ class Handover:
 
 @dataclass
 class _Recording:
-    """`storages` are (identity, references when nobody else holds them)."""
+    """`storages` are (identity, reference count when nobody else holds them)."""
 
     replay: Callable[[], None]
     kept: Sequence[torch.Tensor]
@@ -74,8 +73,8 @@ class _Recording:
 
 @dataclass
 class _Set:
-    """Arguments that come together, by a stream and the addresses of those that are read where they lie. `last` is the call that
-    had them last."""
+    """Arguments that come together: a stream and the addresses of arguments read in place. `last` is the number of the last
+    call that had them."""
 
     stream: Hashable
     addresses: tuple[int, ...]
@@ -120,7 +119,7 @@ class Retained(Recorded[_Recording]):
             return None if self._held(found.recording) else found.recording
         self._sets[found.key] = found
         self._misses = 0 if before else self._misses + 1
-        if self._recorded and not before:  # addresses that nobody has had may never come again
+        if self._recorded and not before:  # unknown addresses may never come again
             self._forget(self._sets.values(), MOST_SETS)
             return None
         recorded = [s for s in self._sets.values() if s.recording is not None]
@@ -132,8 +131,8 @@ class Retained(Recorded[_Recording]):
         return found.recording
 
     def _but_for_copies(self, given: _Set, args: list[Any]) -> _Set | None:
-        """The set that these arguments are of, but for some that move and are copied from now on: less than half of it, or, where
-        addresses never come again, whatever is cheap enough."""
+        """The known set that matches these arguments except for some that move, which are copied from now on: less than half of
+        the bytes, or, where addresses never come again, any amount that is cheap enough."""
         assert self._places is not None
         size = {k: args[k].numel() * args[k].element_size() for k in self._places}
 
@@ -156,7 +155,7 @@ class Retained(Recorded[_Recording]):
         return nearest
 
     def _copy(self, moving: Sequence[int]) -> None:
-        """Have arguments copied that are read where they lie so far: every set is recorded anew when it comes again."""
+        """Copy arguments that were read in place so far; every set is then recorded again when it comes again."""
         places = self._places or []
         stay = [n for n, k in enumerate(places) if k not in moving]
         self._places = [places[n] for n in stay]
@@ -165,14 +164,14 @@ class Retained(Recorded[_Recording]):
         self._sets = {s.key: s for s in self._sets.values()}
 
     def _forget(self, sets: Iterable[_Set], but: int = 0) -> None:
-        """Drop sets of arguments, but for so many that came last."""
+        """Drop sets of arguments, except for the most recent `but`."""
         for s in sorted(sets, key=lambda s: -s.last)[but:]:
             self._unused += s.recording is not None and s.recording.uses < 2
             del self._sets[s.key]
 
     @staticmethod
     def _held(r: _Recording) -> bool:
-        """Whether somebody still holds what the last replay gave."""
+        """Whether somebody still holds results of the last replay."""
         return any(compat.storage_uses(s) > count for s, count in r.storages)
 
     def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
@@ -190,7 +189,7 @@ class Retained(Recorded[_Recording]):
             return args[self._given[o.id]]
         if own:
             return copies[o.id]
-        return r.kept[self._kept[o.id]].detach()  # a tensor of its own: autograd may take it over as a gradient
+        return r.kept[self._kept[o.id]].detach()  # a separate tensor: autograd may take it over as a gradient
 
     def _record(self, args: list[Any]) -> _Recording | None:
         self._recorded += 1
@@ -203,10 +202,10 @@ class Retained(Recorded[_Recording]):
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
                 self._give_up(OTHER_TENSORS)
                 return None
-        except RuntimeError as e:  # torch and drivers raise it for what cannot be recorded, and for lack of memory
+        except RuntimeError as e:  # raised by torch and drivers for what cannot be recorded, and if out of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
-        del run  # what forward saved must be held by nobody but its recording
+        del run  # only its recording may hold what forward saved
         outside = {compat.storage_id(args[k]) for k in fixed}
         mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
@@ -231,7 +230,7 @@ def retained(
     plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder | None,
     tell: Callable[[str], None], handover: Handover,
 ) -> Run:  # fmt: skip
-    """`run` of a plan of training, replayed by `recorder` where that is possible."""
+    """Return `run` of a training plan, replayed by `recorder` if possible."""
     if recorder is None:
         return run
     why = obstacle(plan, recorder.device_type, training=True) or _handed_out(plan, handover)
@@ -242,7 +241,7 @@ def retained(
 
 
 def _handed_out(plan: Plan, handover: Handover) -> str | None:
-    """What AOTAutograd relies on that a recording would not give: the identity of inputs that are results."""
+    """What AOTAutograd needs that a recording would not provide: results that are the inputs themselves."""
     if not handover.known:
         return "AOTAutograd does not say which results are the caller's"
     own = {o.id for o in plan.outputs[: handover.copies] if isinstance(o, Ref)}
