@@ -105,7 +105,7 @@ def _mac() -> Device:
 
 def _llvm(isa: str) -> Source:
     def source(backend: Backend, kernel: Any) -> str:
-        from fusewright_cpu.run.jit import kernels_to_text
+        from fusewright_cpu.run.codegen import kernels_to_text
         from fusewright_cpu.target import aarch64_target, x86_target
 
         target = x86_target(isa) if isa == CPU_ISA else aarch64_target(isa)

@@ -21,9 +21,9 @@ import platformdirs
 import torch
 
 from fusewright.toolkit.ir.types import is_float
-from fusewright_cpu.run.jit import kernels_to_text, symbol_name, to_object
+from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.launch import float_bits
-from fusewright_cpu.run.sources import Source, hash_of
+from fusewright_cpu.run.sources import Source, hash_of, symbol_name
 from fusewright_cpu.target import CpuTarget, target_machine
 
 HERE = Path(__file__).resolve().parent

@@ -22,9 +22,7 @@ import torch
 from ci.aarch64.emulator import Emulator, counted, fetch_counter, missing
 from fusewright.toolkit.ir import Builder, Kernel, Val
 from fusewright.toolkit.ir.types import DType, to_torch
-from fusewright_cpu.kernels.gemv import Gemv
-from fusewright_cpu.kernels.int8_conv import Int8Conv
-from fusewright_cpu.kernels.int8_linear import form_of
+from fusewright_cpu.kernels.by_hand import Gemv, Int8Conv, form_of
 from fusewright_cpu.run.sources import Source, hash_of
 from fusewright_cpu.target import aarch64_target
 

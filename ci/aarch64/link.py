@@ -26,7 +26,8 @@ CALLED = ("memcpy", "memset", "memmove", "malloc", "free")
 def make(folder: Path) -> None:
     """Object code of one layer norm for each width."""
     from fusewright.toolkit.ir import Builder, structural_hash
-    from fusewright_cpu.run.jit import kernels_to_text, symbol_name, to_object
+    from fusewright_cpu.run.codegen import kernels_to_text, to_object
+    from fusewright_cpu.run.sources import symbol_name
     from fusewright_cpu.target import aarch64_target, target_machine
 
     target = aarch64_target("neoverse-n1")  # vectors that every emulated machine has

@@ -101,6 +101,7 @@ def _rules(cls: type[Backend]) -> set[str]:
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
+    cls.lowers()  # imports the backend's tables, whose rows register their ids
     return {"cse", *(rule.id for rule in RULES), *pattern.RULES, *cls.rules}
 
 

@@ -1,12 +1,11 @@
-"""The path of one graph, stage by stage. Read this file first; the larger stages are implemented in `fusewright.stages`."""
+"""The path of one graph after capture: "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache,
+then the plan in the cache, or else the stages of `stages.rounds`, which lists them in order."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,86 +14,33 @@ from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.cache.tune import Tuner
 from fusewright.config import Options
-from fusewright.errors import BackendCrashError
-from fusewright.forms import passes
-from fusewright.graph import constants, printer, verify
-from fusewright.interface import Backend, Phase, RuleLog, Verdict, Why
+from fusewright.graph import verify
+from fusewright.graph.canonicalize import CANONICALIZE
+from fusewright.interface import Backend, Phase
 from fusewright.plan import build as plan_build
 from fusewright.plan import labels
 from fusewright.plan.execute import cached, compared
 from fusewright.plan.execute.retained import Handover
 from fusewright.plan.ir import Run
 from fusewright.report import GraphReport, is_keeping, is_recording, warn_once
-from fusewright.stages.account import account
-from fusewright.stages.compilation import Compilation, Refused
-from fusewright.stages.lowering import lower
-from fusewright.stages.planning import plan
+from fusewright.stages.compilation import Compilation
 from fusewright.stages.running import from_disk
+from fusewright.stages.timing import timed
 from fusewright.strict import strictly
-
-MAX_ROUNDS = 32
-"""Maximum rounds of planning before eager gets the whole graph."""
 
 
 def _canonicalize(c: Compilation) -> None:
-    disagreements = c.do(passes.CANONICALIZE, c.graph)
+    disagreements = c.do(CANONICALIZE, c.graph)
     if disagreements and c.options.strict:
         raise verify.VerifyError("the opset table disagrees with the traced graph:\n  " + "\n  ".join(disagreements))
     c.report.bugs += [f"the opset table: {d}" for d in disagreements]
     c.lines = labels.lines_of(c.graph)
 
 
-def _simplify(c: Compilation) -> None:
-    c.rules = RuleLog(c.options.disable_rules, c.options.fuel)
-    c.do(passes.REWRITE, c.graph, c.rules)
-    if "cse" not in c.options.disable_rules:
-        c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
-
-
-def _constants(c: Compilation) -> None:
-    c.constants = constants.find(c.graph, c.const, c.phase)
-
-
-Stage: TypeAlias = Callable[[Compilation], "Refused | None"]
-
-# earlier steps: capture, then "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache
-METADATA_STAGES: tuple[tuple[str, Stage], ...] = (
-    ("simplify", _simplify),  # exact rewrite rules, CSE, dead code
-    ("constants", _constants),  # what depends on weights alone
-)
-CLAIM_STAGES: tuple[tuple[str, Stage], ...] = (
-    ("lower", lower),  # claims, regions, fragments
-    ("plan", plan),  # one flat list of instructions, constants apart, as Python; code of its kernels
-)
-STAGES = METADATA_STAGES + CLAIM_STAGES
-
-
 def _compile(c: Compilation) -> Run:
-    """The planning loop. Each round runs the stages in order until one refuses some ops. Refused ops join the facts, which only
-    grow, and the next round claims again with all facts known. When a first run contradicts the metadata, planning resumes here
-    with the facts so far (`stages.untrue.plan_again`)."""
-    refused = _round(c, STAGES)
-    for count in itertools.count(1):
-        if not refused:
-            break
-        c.facts.refuse(refused if count < MAX_ROUNDS else _give_up(c))
-        refused = _round(c, CLAIM_STAGES)
-    c.tuner.save()
-    account(c)
-    return c.run
+    from fusewright.stages import rounds  # imported here: a plan from the cache needs nothing that lowers
 
-
-def _round(c: Compilation, stages: Sequence[tuple[str, Stage]]) -> Refused:
-    return next((found for name, stage in stages if (found := _timed(c, name, stage))), {})
-
-
-def _give_up(c: Compilation) -> Refused:
-    """Refuse every op of the graph, because the backend still gives some back after `MAX_ROUNDS` rounds."""
-    message = f"backend {c.backend.name!r} still gives ops back after {MAX_ROUNDS} rounds of planning"
-    if c.options.strict:
-        raise BackendCrashError(message)
-    c.report.bugs.append(message)
-    return {n.name: Verdict(Why.DECLINED, message) for n in c.graph.nodes}
+    return rounds.compile_graph(c)
 
 
 def compile_graph(
@@ -133,7 +79,7 @@ def _found_or_compiled(
     report = GraphReport(backend.name, phase, mode)
     tuner = Tuner(backend.fingerprint(), options.cache, backend.policy().count_workers())
     c = Compilation(backend, options, gm, phase, const, report, tuner, lambda c: _compile(c), handover=Handover.of(phase))
-    _timed(c, "canonicalize", _canonicalize)
+    timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording() and _plainly_traced(gm):
         c.slot = cached.slot(backend, options, gm, phase, const)
         found = cached.find(c.slot, backend, gm, partial(from_disk, c)) if c.slot else None
@@ -161,30 +107,3 @@ def _plainly_traced(gm: GraphModule) -> bool:
     held = (plan_build.attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr"))
     odd = (isinstance(t, torch.Tensor) and not compat.is_fake(t) and storage.why_not(t) for t in held)
     return storage.UNTRACED not in gm.meta and not any(odd)
-
-
-def _timed(c: Compilation, name: str, stage: Stage) -> Refused:
-    start = time.perf_counter()
-    with compat.sizes_settled(c.gm) as assumed:
-        refused = stage(c) or {}
-    if assumed and c.options.strict:
-        raise verify.VerifyError(f"{name} assumed of the sizes: {', '.join(assumed)}")
-    c.report.bugs += [f"{name} assumed of the sizes: {a}" for a in assumed]
-    c.report.spans.append((name, start, time.perf_counter() - start))
-    c.report.stages[name] = c.report.stages.get(name, 0.0) + c.report.spans[-1][2]
-    if not refused:
-        _after(c, name)
-    return refused
-
-
-def _after(c: Compilation, stage: str) -> None:
-    graph = c.working if stage in ("lower", "plan") else c.graph
-    wanted = stage in c.options.dump or "all" in c.options.dump
-    if wanted or is_recording():
-        const = c.constants.values if stage == "constants" else ()
-        report_text = c.plan_text() if stage == "plan" else printer.to_text(graph, const=const)
-        c.report.texts[stage] = report_text
-        if wanted:
-            print(f"# {c.backend.name}: {c.phase} graph after {stage}\n{report_text}")
-    traced = c.plan_text if stage == "plan" else partial(printer.to_text, graph)
-    compat.trace_artifact(f"fusewright_{stage}", lambda: c.report.texts.get(stage) or traced())

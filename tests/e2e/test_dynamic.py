@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fusewright import pipeline, report
+from fusewright import report
 from fusewright.plan import vocabulary
+from fusewright.stages import rounds
 
 BACKEND = "x86_onednn"
 
@@ -133,12 +134,12 @@ def test_pieces_along_a_symbolic_dimension_compile_as_often_as_under_aot_eager(n
 @torch.no_grad()
 @pytest.mark.faulty
 def test_a_stage_that_assumes_a_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def greedy(c: pipeline.Compilation) -> None:
+    def greedy(c: rounds.Compilation) -> None:
         for node in c.graph.find_nodes(op="placeholder"):
             if isinstance(node.meta["val"], torch.Tensor):
                 int(node.meta["val"].shape[0])
 
-    monkeypatch.setattr(pipeline, "STAGES", (*pipeline.STAGES, ("greedy", greedy)))
+    monkeypatch.setattr(rounds, "STAGES", (*rounds.STAGES, ("greedy", greedy)))
     x = torch.randn(13, 6)
     with report.recording() as graphs:
         torch.compile(torch.sin, backend=BACKEND, dynamic=True)(x)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import dynamo, pipeline, registry
+from fusewright import dynamo, registry
 from fusewright.config import ENV, MODES, Options, options_of_mode
 from fusewright.errors import OptionError
+from fusewright.stages import rounds
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +51,15 @@ def test_rules_of_the_host_and_of_the_backend_can_be_switched_off(rule: str) -> 
     assert parsed.disable_rules == (rule,)
 
 
+def test_a_rule_of_a_table_that_nothing_has_imported_yet_is_known() -> None:
+    code = (
+        "from fusewright import dynamo, registry; "
+        "dynamo._parsed(registry.info('x86_onednn').cls, {'disable_rules': ['onednn.product']}, None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Our lines: torch's trace writes to the log too, in the first compilation of a process."""
     return [r.getMessage() for r in caplog.records if r.name == "fusewright"]
@@ -77,7 +89,7 @@ def test_an_unknown_variable_is_reported_once_when_compiling(
 
 
 def test_stages_that_can_be_dumped_are_the_pipelines() -> None:
-    names = ["canonicalize", *(name for name, _ in pipeline.STAGES)]
+    names = ["canonicalize", *(name for name, _ in rounds.STAGES)]
     assert Options.parse({"dump": [*names, "all"]}).dump == (*names, "all")
 
 

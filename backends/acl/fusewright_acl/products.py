@@ -21,8 +21,7 @@ from fusewright.toolkit.region.pattern import Match
 from fusewright_acl import fpmath
 from fusewright_acl.int8 import COLUMNS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
-from fusewright_cpu.kernels.bf16_linear import Bf16Linear
-from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Bf16Linear, Gemv
 from fusewright_cpu.onednn.choices import Product, penalised
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.left_behind import SHAPES
@@ -102,7 +101,7 @@ def gemv_of(op: OpView, b: Builder) -> Gemv | None:
     """The kernel for a product of few rows, whose matrix is read as it lies: [n, k], dense."""
     p, (x, w, bias) = product_of(op), operands(op)
     specs = [b.spec(x), b.spec(w)]
-    if p.m > MOST_ROWS or not all(s.static for s in specs) or not _dense(specs[0], contiguous_strides(specs[0].shape)):  # type: ignore[arg-type]
+    if p.m > MOST_GEMV_ROWS or not all(s.static for s in specs) or not _dense(specs[0], contiguous_strides(specs[0].shape)):  # type: ignore[arg-type]
         return None
     if not _dense(specs[1], (p.k, 1) if op.op == "linear" else (1, p.k)):
         return None

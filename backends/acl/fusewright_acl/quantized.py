@@ -24,9 +24,8 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
 from fusewright_acl.int8 import COLUMNS, PACK, SUMS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
-from fusewright_cpu.kernels.gemv import MOST_ROWS, Gemv
-from fusewright_cpu.kernels.int8_conv import Int8Conv
-from fusewright_cpu.kernels.int8_linear import MOST_K, MOST_K_WITH_ZEROS, Int8Linear, form_of
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Gemv, Int8Conv, Int8Linear, form_of
+from fusewright_cpu.kernels.int8_linear import MOST_K, MOST_K_WITH_ZEROS
 from fusewright_cpu.onednn.lowerings import spec_of
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import hash_of
@@ -179,7 +178,7 @@ def _few(
         return None
     n, k = (int(s) for s in shape)  # type: ignore[arg-type]
     rows = spec.numel_hint() // k
-    if rows > MOST_ROWS or spec.dtype is not out.dtype or out.dtype not in FLOATS or not b.is_const(w):
+    if rows > MOST_GEMV_ROWS or spec.dtype is not out.dtype or out.dtype not in FLOATS or not b.is_const(w):
         return None
     kernel = Gemv(rows, from_torch(spec.dtype), "i8", "" if bias is None else from_torch(spec_of(bias).dtype), zeros)
     return None if kernel.refused(host_target()) or not _reading_pays(kernel, n, k, b) else kernel
@@ -235,7 +234,7 @@ def _widened(m: Match, b: Builder) -> Match | None:
     """`mm(x, cast(t(w)))` with its factor and bias."""
     if not spec_of(m.anchor.arg("self")).static:
         return None
-    found = widened(m, b.graph, MOST_ROWS)
+    found = widened(m, b.graph, MOST_GEMV_ROWS)
     if found is None or not all(map(b.is_const, behind(found).values())):
         return None
     k, n = spec_of(m["weight"]).shape

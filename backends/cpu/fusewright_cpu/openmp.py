@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+PARALLEL, THREAD, THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+"""The functions of libgomp that compiled kernels call."""
+
 
 @functools.cache
 def library() -> ctypes.CDLL | None:

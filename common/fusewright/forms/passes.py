@@ -19,7 +19,7 @@ from typing import Any
 from torch.fx import Graph
 
 from fusewright.forms.spec import Pass, in_place
-from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.canonicalize import CANONICALIZE
 from fusewright.graph.cse import merge_common
 from fusewright.graph.verify import GRAPH
 from fusewright.interface import Backend, CompileContext, Compiled, Fragment, Region, RuleLog, TensorSpec
@@ -57,7 +57,6 @@ def _answers(args: tuple[Any, ...], result: Compiled) -> list[Answer]:
     return [(args[0], result, args[3])] if isinstance(result, Fragment) else []
 
 
-CANONICALIZE = Pass("canonicalize", "graph", GRAPH, canonicalize, in_place)
 REWRITE = Pass("rules", "graph", GRAPH, _rules, in_place)
 CSE = Pass("cse", "graph", GRAPH, merge_common, in_place)
 EXPAND = Pass("expand", "graph", GRAPH, expand.on_claim, lambda args, expanded: expanded[:1])

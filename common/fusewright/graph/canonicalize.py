@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.forms.spec import Pass, in_place
 from fusewright.graph import foreach, retrace, verify
 from fusewright.graph.fills import number_fills, size_fills
 from fusewright.graph.refused import refusal
@@ -141,3 +142,6 @@ def _mend_strides(graph: Graph, node: Node, row: ops.Op) -> None:
     if any(a is not b for a, b in zip(before, after, strict=True)):
         node.meta["val"] = mended
         retrace.downstream(graph, node)
+
+
+CANONICALIZE = Pass("canonicalize", "graph", verify.GRAPH, canonicalize, in_place)

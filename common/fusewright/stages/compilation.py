@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -29,12 +29,14 @@ from fusewright.interface import (
     Why,
 )  # fmt: skip
 from fusewright.partition.facts import Facts
-from fusewright.partition.partition import Partition
 from fusewright.plan import build as plan_build
 from fusewright.plan.execute import cached
 from fusewright.plan.execute.retained import Handover
 from fusewright.plan.ir import Run
 from fusewright.report import GraphReport
+
+if TYPE_CHECKING:
+    from fusewright.partition.partition import Partition
 
 X = ParamSpec("X")
 R = TypeVar("R")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fusewright_cpu.run.jit import kernels_to_text, to_assembly
+from fusewright_cpu.run.codegen import kernels_to_text, to_assembly
 from fusewright_cpu.run.sources import Source, hash_of
 from fusewright_cpu.target import CpuTarget, target_machine
 

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from fusewright.toolkit.ir import Builder, Kernel
-from fusewright_cpu.kernels.attention import Attention
-from fusewright_cpu.kernels.gemv import Gemv
-from fusewright_cpu.run.jit import kernels_to_text, to_object
+from fusewright_cpu.kernels.by_hand import Attention, Gemv
+from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import ARM_CORES, CpuTarget, aarch64_target, target_machine
 from tests.backends.cpu.assembly import VECTOR, has, instructions, loops

@@ -17,8 +17,7 @@ from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import from_torch, to_torch
 from fusewright_cpu.emit.math import MATH
-from fusewright_cpu.kernels.attention import Attention
-from fusewright_cpu.kernels.gemv import Gemv
+from fusewright_cpu.kernels.by_hand import Attention, Gemv
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu import test_attention as attention

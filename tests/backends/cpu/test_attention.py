@@ -9,8 +9,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as eager
 
 from fusewright.toolkit.ir.types import from_torch
-from fusewright_cpu.kernels.attention import BLOCK, LEAST_ROWS, MOST_ROWS, Attention
-from fusewright_cpu.run.jit import compile_kernels, kernels_to_text, to_object
+from fusewright_cpu.kernels.attention import BLOCK, LEAST_ROWS, MOST_ROWS
+from fusewright_cpu.kernels.by_hand import Attention
+from fusewright_cpu.run.codegen import kernels_to_text, to_object
+from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusewright.toolkit.ir.types import to_torch
-from fusewright_cpu.kernels.gemv import Gemv
+from fusewright_cpu.kernels.by_hand import Gemv
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import aarch64_target, host_target, x86_target

@@ -20,7 +20,7 @@ from fusewright.toolkit.ir import Builder, Index, Kernel, Val, interpret, struct
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import is_float, to_torch
 from fusewright.toolkit.transform.split import split_rows
-from fusewright_cpu.run import jit
+from fusewright_cpu.run import codegen, jit
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.target import CpuTarget, target_machine, x86_target
 
@@ -169,8 +169,8 @@ def test_narrow_vectors_without_masks_agree_too(case: Case) -> None:
     wanted = [t.clone() for t in case.tensors]
     interpret(case.kernel, wanted, case.sizes)
     (target, machine, process), name = narrow_jit(), structural_hash(case.kernel)
-    text, symbols = jit.kernels_to_text({name: case.kernel}, target, parallel=False)
-    linked = process.link(jit.to_object(text, machine), [name], symbols)
+    text, symbols = codegen.kernels_to_text({name: case.kernel}, target, parallel=False)
+    linked = process.link(codegen.to_object(text, machine), [name], symbols)
     got = [t.clone() for t in case.tensors]
     jit.Launcher(case.kernel, linked.addresses[name], linked).checked(got, case.sizes)
     for a, b in zip(got, wanted, strict=True):

@@ -11,8 +11,10 @@ from fusewright.toolkit.ir import Builder, Kernel, structural_hash
 from fusewright.toolkit.ir.types import to_torch
 from fusewright_cpu.emit.entry import UnsupportedKernel
 from fusewright_cpu.run import jit
-from fusewright_cpu.run.jit import compile_kernels, kernels_to_text, load_module, symbol_name, to_object
+from fusewright_cpu.run.codegen import kernels_to_text, to_object
+from fusewright_cpu.run.jit import compile_kernels, load_module
 from fusewright_cpu.run.launch import Launcher
+from fusewright_cpu.run.sources import symbol_name
 from fusewright_cpu.target import CpuTarget, aarch64_target, target_machine, x86_target
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fusewright.cache.tune import Run, Tuner
 from fusewright_cpu.emit.text import Module
-from fusewright_cpu.run import jit
+from fusewright_cpu.run import codegen
 from fusewright_cpu.run.sources import Source
 from tests.backends.onednn.common import BF16, F32, check
 from tests.fragments import Sketch, targets
@@ -82,7 +82,7 @@ def test_what_stays_torchs(given: Callable[[], tuple[torch.Tensor | None, ...]])
 
 def test_a_kernel_that_was_built_to_be_measured_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    emit = jit.emit
+    emit = codegen._emit
 
     def counted(module: Module, source: Source, name: str, parallel: bool) -> None:
         built.append(name)
@@ -93,7 +93,7 @@ def test_a_kernel_that_was_built_to_be_measured_is_not_built_again(monkeypatch: 
             run()
         return "kernel" if "kernel" in candidates else next(iter(candidates))
 
-    monkeypatch.setattr(jit, "emit", counted)
+    monkeypatch.setattr(codegen, "_emit", counted)
     monkeypatch.setattr(Tuner, "choose", choose)
     attention = torch.nn.functional.scaled_dot_product_attention
     given = [torch.randn(1, 2, 24, 40) for _ in range(3)]

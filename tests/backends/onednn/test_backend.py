@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -80,3 +82,9 @@ def test_an_unknown_op_is_not_claimed() -> None:
     g = Sketch()
     g.op("relu", g.input(torch.randn(4)))
     assert X86OneDnn(DEVICE).supports(replace(g.ops[0], op="aten.unheard_of")).why is Why.NO_LOWERING
+
+
+def test_without_llvmlite_it_is_unavailable_from_the_start() -> None:
+    code = "import sys; sys.modules['llvmlite'] = None; from fusewright import registry; print(registry.info('x86_onednn').device)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "does not load: ModuleNotFoundError" in said and "llvmlite" in said

@@ -19,7 +19,7 @@ from fusewright.interface import CompileContext, Compiled, Decline, Device, Kern
 from fusewright.partition.facts import TRIALS, Facts
 from fusewright.plan.verify import PlanError
 from fusewright.report import recording
-from fusewright.stages import planning
+from fusewright.stages import planning, rounds
 from fusewright.stages.compilation import Compilation
 from fusewright.toolkit.backend.fused import FusedBackend
 
@@ -73,13 +73,13 @@ class Difficult(FusedBackend):
 def facts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Facts]]:
     """The facts of each compilation that came to an end."""
     found: list[Facts] = []
-    account = pipeline.account
+    account = rounds.account
 
     def noting(c: Any) -> None:
         found.append(c.facts)
         account(c)
 
-    monkeypatch.setattr(pipeline, "account", noting)
+    monkeypatch.setattr(rounds, "account", noting)
     yield found
 
 
@@ -132,7 +132,7 @@ def test_a_backend_that_declines_in_every_round_is_given_up(facts: list[Facts], 
             x = x.sin() + x
         return x
 
-    monkeypatch.setattr(pipeline, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(rounds, "MAX_ROUNDS", 3)
     backend, x = Difficult(("sin",) * 12), torch.randn(5)
     torch.testing.assert_close(compiled(chain, backend)(x), chain(x))
     assert backend.declines and any("still gives ops back" in str(v) for v in facts[-1].refused.values())

@@ -13,10 +13,9 @@ from fusewright_cpu.emit.body import Body
 from fusewright_cpu.emit.memory import Arguments
 from fusewright_cpu.emit.strategy import choose, work_units
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.openmp import PARALLEL, THREAD, THREADS
 from fusewright_cpu.policy import LOOPS
 from fusewright_cpu.target import CpuTarget
-
-PARALLEL, THREAD, THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 class UnsupportedKernel(ValueError):

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.intrinsics import dot_pairs, multiplies_pairs, near_bf16
 from fusewright_cpu.emit.math import exp2
 from fusewright_cpu.emit.pointwise import cast, to_bf16
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
 from fusewright_cpu.emit.tiles import transpose
+from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, store, word
 from fusewright_cpu.policy import LOOPS
-from fusewright_cpu.target import CpuTarget
 
 ROWS = 6
 """Rows of queries whose scores are in registers together."""
@@ -29,53 +27,9 @@ MOST_ROWS = 252
 """Rows of one work item: as many share one packing of the keys."""
 LEAST_ROWS = 48
 """Rows of a work item below which packing costs too much to divide further."""
-MOST_WIDTH = 256
 BLOCK = 1 << 14
 """Elements of the keys that are packed at a time: with the values they stay in a second-level cache."""
 UNROLL = 4
-SIZES = ("batch", "heads", "rows", "keys")
-STRIDES = ("b", "h", "l")
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """The kernel for one type and width; lengths, strides and the scale are arguments.
-
-    Buffers: query, key, value, the mask if there is one, and the result, all with a dense last dimension. `mask` is the
-    type of what is added to the scores ("f32", "bf16"), or "bool" for keys to keep. Rows that may see no key are 0.
-    """
-
-    dtype: str
-    width: int
-    mask: str = ""
-    causal: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"attention_{self.dtype}_{self.width}{'_' + self.mask if self.mask else ''}{'_causal' if self.causal else ''}"
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        masks = (Buffer("mask", self.mask, "in"),) if self.mask else ()
-        read = (Buffer(n, self.dtype, "in") for n in ("query", "key", "value"))
-        return (*read, *masks, Buffer("out", self.dtype, "out"))
-
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        """Sizes, then for every buffer the strides of batch, head and row, in elements."""
-        return (*SIZES, *(f"{b.name}_{s}" for b in self.buffers for s in STRIDES))
-
-    @property
-    def scalars(self) -> tuple[Scalar, ...]:
-        return (Scalar("scale", "f32"),)
-
-    def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
-        if not (target.masks and target.fma):
-            return "needs AVX2 with FMA, AVX-512, or NEON"
-        if self.dtype not in ("f32", "bf16") or self.width > MOST_WIDTH:
-            return f"only fp32 and bf16, and heads of up to {MOST_WIDTH}"
-        return ""
 
 
 def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> None:

@@ -7,17 +7,15 @@ a tile of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_cpu.emit.pointwise import cast
 from fusewright_cpu.emit.text import Module, V, i64
+from fusewright_cpu.kernels.by_hand import Bf16Linear
 from fusewright_cpu.kernels.parts import load
 from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
-from fusewright_cpu.target import CpuTarget
 
 WIDTH = STEP // 2
 """Elements of a row that a loop takes at once."""
@@ -28,34 +26,6 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     n, k = (-(-size // of) * of for size, of in zip(weight.shape, (COLUMNS, WIDTH), strict=True))
     full = torch.nn.functional.pad(weight.bfloat16(), (0, k - weight.shape[1], 0, n - weight.shape[0]))
     return full.view(n // 2, 2, k // 4, 4).permute(0, 2, 1, 3).reshape(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class Bf16Linear:
-    """`x` fp32 [m, k], `out` fp32 [m, n]; `weight` is `packed`, `bias` fp32 is `int8_linear.padded`. Lengths are arguments."""
-
-    bias: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"bf16_linear{'_bias' if self.bias else ''}"
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        bias = (Buffer("bias", "f32", "in"),) if self.bias else ()
-        return (Buffer("x", "f32", "in"), Buffer("weight", "bf16", "in"), *bias, Buffer("out", "f32", "out"))
-
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        return ("m", "n", "k")
-
-    @property
-    def scalars(self) -> tuple[Scalar, ...]:
-        return ()
-
-    def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
-        return "" if target.arm and target.has("bf16") else "needs an Arm CPU with bfmmla"
 
 
 def emit_bf16_linear(module: Module, a: Bf16Linear, name: str, parallel: bool) -> None:

@@ -12,67 +12,15 @@ are fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.interleave import unzip
 from fusewright_cpu.emit.intrinsics import dot_pairs, multiplies_pairs, widened
 from fusewright_cpu.emit.pointwise import cast, memory_type
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.kernels.by_hand import Gemv
 from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
 from fusewright_cpu.policy import LOOPS
-from fusewright_cpu.target import CpuTarget
-
-MOST_ROWS = 4
-"""Rows of `x`: with more, a library's product is the better choice."""
-FLOATS = ("f32", "bf16")
-
-
-@dataclass(frozen=True, slots=True)
-class Gemv:
-    """The kernel for one number of rows and types; lengths are arguments.
-
-    `x` is [rows, k] and `out` [rows, n] of type `dtype`, `weight` [n, k] of "f32", "bf16" or "i8", all dense. int8 weights
-    have an fp32 `scale` [n] and, with `zeros`, an fp32 `zero` [n]. `bias` is the type of a vector [n], or "".
-    """
-
-    rows: int
-    dtype: str
-    weight: str
-    bias: str = ""
-    zeros: bool = False
-
-    @property
-    def name(self) -> str:
-        more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
-        return f"gemv_{self.rows}_{self.dtype}_{self.weight}{more}"
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        of_rows = {"scale": self.weight == "i8", "zero": self.zeros}
-        given = (Buffer(name, "f32", "in") for name, there in of_rows.items() if there)
-        bias = (Buffer("bias", self.bias, "in"),) if self.bias else ()
-        read = (Buffer("x", self.dtype, "in"), Buffer("weight", self.weight, "in"))
-        return (*read, *given, *bias, Buffer("out", self.dtype, "out"))
-
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        return ("n", "k")
-
-    @property
-    def scalars(self) -> tuple[Scalar, ...]:
-        return ()
-
-    def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
-        if not (target.masks and target.fma):
-            return "needs AVX2 with FMA, AVX-512, or NEON"
-        if not 1 <= self.rows <= MOST_ROWS:
-            return f"only for up to {MOST_ROWS} rows"
-        if self.dtype not in FLOATS or self.weight not in (*FLOATS, "i8") or self.bias not in ("", *FLOATS):
-            return "only fp32 and bf16, with weights of fp32, bf16 or int8"
-        return "only weights of int8 have zero points" if self.zeros and self.weight != "i8" else ""
 
 
 def emit_gemv(module: Module, g: Gemv, name: str, parallel: bool) -> None:

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from fusewright_cpu.emit.text import Module, V, const, i64
-from fusewright_cpu.kernels.int8_linear import Int8Product, Int8Tiles
+from fusewright_cpu.kernels.by_hand import Int8Conv
+from fusewright_cpu.kernels.int8_linear import Int8Tiles
 from fusewright_cpu.kernels.int8_linear import packed as packed_rows
 from fusewright_cpu.kernels.int8_linear import padded as padded_columns
 from fusewright_cpu.kernels.parts import ceil_div, least, load, most, store
@@ -89,20 +90,6 @@ def packed(weight: torch.Tensor, groups: int, run: int, form: str) -> torch.Tens
 def padded(per_column: torch.Tensor, groups: int) -> torch.Tensor:
     """A vector of columns with zeros up to whole tiles in each group."""
     return torch.cat([padded_columns(part) for part in per_column.chunk(groups)])
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Conv(Int8Product):
-    """`x` is [batch, c, h, w] and `out` [batch, columns, oh, ow], both dense with channels innermost; `weight` is `packed`, and
-    what columns have is `padded` for their groups. `x_scale` fp32 and `x_zero` int32 are [1]; the zero point is a number of
-    `x`'s type. All lengths are arguments: `Geometry.sizes`.
-    """
-
-    stem = "int8_conv"
-    symbols = (
-        "m", "n", "k", "groups", "row_step", "width", "batch", "c", "h", "w", "oh", "ow", "run", "rows", "runs", "stride_y",
-        "stride_x", "pad_y", "pad_x", "dilation_y", "dilation_x",
-    )  # fmt: skip
 
 
 def emit_int8_conv(module: Module, a: Int8Conv, name: str, parallel: bool) -> None:

@@ -9,29 +9,17 @@ and that is rounded to fp32 once: the result is what a q/dq graph gives whose pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_cpu.emit.pointwise import cast, memory_type
 from fusewright_cpu.emit.text import Module, V, const, i64
+from fusewright_cpu.kernels.by_hand import FORMS, Int8Linear, Int8Product
 from fusewright_cpu.kernels.parts import load, store
 from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
-from fusewright_cpu.target import CpuTarget
 
 MOST_K, MOST_K_WITH_ZEROS = 65_536, 32_768
 """Longest sums of products that fit int32 whatever the values are: of weights, and of weights less their zero points."""
-FORMS = {"smmla": ("i8mm", 2, 8), "sdot": ("dotprod", 4, 4)}
-"""By instruction: the feature that has it, and the columns and elements of each that a register of weights holds."""
-
-
-def form_of(target: CpuTarget) -> str:
-    """The best instruction of a target, or ""."""
-    return next((form for form, (feature, *_) in FORMS.items() if target.arm and target.has(feature)), "")
-
-
 def packed(weight: torch.Tensor, form: str) -> torch.Tensor:
     """int8 [n, k] as kernels of this form read it: zeros up to whole tiles, registers one behind the other."""
     _, columns, bytes_ = FORMS[form]
@@ -43,69 +31,6 @@ def packed(weight: torch.Tensor, form: str) -> torch.Tensor:
 def padded(per_column: torch.Tensor) -> torch.Tensor:
     """A vector [n] of scales, sums of weights or biases, with zeros up to whole tiles."""
     return torch.nn.functional.pad(per_column, (0, -per_column.shape[0] % COLUMNS))
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Product:
-    """What kernels of int8 have in common: the type of `x` ("i8", "u8") and of `out` ("f32", "bf16", "i32").
-
-    `w_scale` fp32, `sums` (of each row of the weights) int32 and `bias` fp32 are `padded`, and so is `w_zero` int32, which is
-    there where weights have zero points (`zeros`).
-    """
-
-    x: str
-    out: str
-    form: str
-    bias: bool = False
-    zeros: bool = False
-    stem: ClassVar[str]
-    symbols: ClassVar[tuple[str, ...]]
-
-    @property
-    def name(self) -> str:
-        more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
-        return f"{self.stem}_{self.x}_{self.out}_{self.form}{more}"
-
-    @property
-    def scaled(self) -> bool:
-        """Whether sums are scaled."""
-        return self.out != "i32"
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        types = {"x": self.x, "weight": "i8"}
-        types |= {"w_scale": "f32", "sums": "i32", "x_scale": "f32", "x_zero": "i32"} if self.scaled else {}
-        types |= {"w_zero": "i32"} if self.zeros else {}
-        types |= {"bias": "f32"} if self.bias else {}
-        return (*(Buffer(n, t, "in") for n, t in types.items()), Buffer("out", self.out, "out"))
-
-    @property
-    def scalars(self) -> tuple[Scalar, ...]:
-        return ()
-
-    def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
-        if self.form not in FORMS or not target.arm or not target.has(FORMS[self.form][0]):
-            return f"needs an Arm CPU with {' or '.join(FORMS)}"
-        known = self.x in ("i8", "u8") and self.out in ("f32", "bf16")
-        return "" if known else "only int8 and uint8, with results of fp32 or bf16"
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Linear(Int8Product):
-    """`x` is [m, k], `out` [m, n]; `weight` is `packed`; lengths are arguments. `x_scale` fp32 and `x_zero` int32 are [m], or
-    [1] where `row_step` is 0. An int32 `out` is the sums of int8 `x`: then there are no scales, zero points and bias.
-    """
-
-    stem = "int8_linear"
-    symbols = ("m", "n", "k", "row_step")
-
-    def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
-        if not self.scaled and self.x == "i8" and not (self.bias or self.zeros):
-            return Int8Linear("i8", "f32", self.form).refused(target)
-        why = Int8Product.refused(self, target)
-        return f"{why}, or sums of int8" if "results" in why else why
 
 
 def emit_int8_linear(module: Module, a: Int8Linear, name: str, parallel: bool) -> None:

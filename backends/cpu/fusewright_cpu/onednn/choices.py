@@ -13,7 +13,7 @@ import torch
 
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright_cpu.kernels.attention import Attention
+from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.run.jit import compile_kernels
 

@@ -1,23 +1,22 @@
-"""A CPU backend whose float products, convolutions and attention go to torch's oneDNN, with kernels around them."""
+"""A CPU backend whose float products, convolutions and attention go to torch's oneDNN, with kernels around them.
+Modules that are needed only to lower are imported inside the methods that lower, as in `FusedBackend`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fusewright import machine
 from fusewright.interface import CompileContext, Compiled, OpView, Region, Verdict, Why
-from fusewright.toolkit.backend.fused import FusedBackend
-from fusewright.toolkit.fuse.fuser import fuse
-from fusewright.toolkit.region.builder import OWN_STRIDES, STRIDE_FREE, Builder
-from fusewright.toolkit.region.graph import RegionGraph
-from fusewright.toolkit.region.rewrite import Row, by_root, claimed, first
+from fusewright.toolkit.backend.fused import FusedBackend, imported_later
 from fusewright_cpu.loader import llvm_loader
-from fusewright_cpu.onednn import norms
-from fusewright_cpu.onednn.lowerings import LOWERINGS, ROWS
+
+if TYPE_CHECKING:
+    from fusewright.toolkit.backend.library import LoweringTable
+    from fusewright.toolkit.region.graph import RegionGraph
+    from fusewright.toolkit.region.rewrite import Row
 
 SWITCHES = (
     "backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mkldnn.allow_tf32", "backends.mkldnn.fp32_precision",
@@ -31,8 +30,6 @@ class OneDnnBackend(FusedBackend):
 
     device_type = "cpu"
     constant_masks = True  # attention under `is_causal` skips the future instead of reading a mask of it
-    lowerings = LOWERINGS
-    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root(ROWS)
     loader = llvm_loader
     namespaces: ClassVar[Sequence[str]] = ("mkldnn", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
@@ -45,28 +42,40 @@ class OneDnnBackend(FusedBackend):
     environment: ClassVar[Mapping[str, str]] = {
         "FUSEWRIGHT_CPU_ISA": "for tests: compute as a lesser CPU would, 'avx2' or 'avx' on x86, a core's name on Arm"
     }
-    rules: ClassVar[Sequence[str]] = (norms.RULE,)
+
+    @imported_later
+    def lowerings(cls) -> LoweringTable[Any]:
+        from fusewright_cpu.onednn.lowerings import LOWERINGS
+
+        return LOWERINGS
+
+    @imported_later
+    def rows(cls) -> Mapping[str, Sequence[Row]]:
+        from fusewright.toolkit.region.rewrite import by_root
+        from fusewright_cpu.onednn.lowerings import ROWS
+
+        return by_root(ROWS)
+
+    @imported_later
+    def rules(cls) -> Sequence[str]:
+        from fusewright_cpu.onednn import norms
+
+        return (norms.RULE,)
 
     def supports(self, op: OpView) -> Verdict:
         """By the table or as a kernel; ops that take any strides may lie between as ATen calls."""
+        from fusewright.toolkit.region.builder import OWN_STRIDES, STRIDE_FREE
+
         verdict = super().supports(op)
         if verdict.why is Why.NO_LOWERING and (op.op in STRIDE_FREE or op.op in OWN_STRIDES):
             return Verdict(Why.CARRIED, "ATen, inside the region")
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        graph = self.rewritten(RegionGraph(region), ctx)
-        builder = Builder(graph, ctx, owner=self, built=self.built)
-        claimed(graph, ctx.rules, lambda op: first(self.rows.get(op.op, ()), op, graph, builder, ctx.rules))
-        for op in graph:
-            claim = graph.claim_of(op)
-            if claim is None and not norms.lower(op, builder):
-                builder.leave(op)
-            elif claim is not None and claim.at is op:  # everything that the call reads is there by now
-                claim.write(builder)
-        fragment = fuse(builder.finish(), ctx, builder.calls, policy=self.policy())
-        notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}
-        return replace(fragment, notes=notes, kernels=kernels)
+        from fusewright.toolkit.region.graph import RegionGraph
+        from fusewright_cpu.onednn.region import lowered
+
+        return lowered(self.rewritten(RegionGraph(region), ctx), self.rows, ctx, self)
 
     def rewritten(self, graph: RegionGraph, ctx: CompileContext) -> RegionGraph:
         """The region with ops that this backend puts in place of others, before anything is claimed."""

@@ -20,7 +20,7 @@ from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_cpu.kernels.attention import Attention
+from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.onednn import choices, patterns, sums
 from fusewright_cpu.onednn.choices import Product
 from fusewright_cpu.onednn.fitted import FITTED

@@ -1,5 +1,5 @@
 """From kernels to callables: one LLVM module per call of `compile_kernels`, LLJIT, object code that can be
-stored.
+stored. `codegen` is imported when something is emitted: code from the plan cache is only linked.
 
 A kernel's symbol is `fw_` and its hash, so equal kernels of a process are compiled and linked
 once, and object code from the disk cache is found by the same name. Code lives as long as somebody holds its
@@ -13,14 +13,11 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import llvmlite.binding as llvm
-
-from fusewright_cpu.emit.entry import new_module
 from fusewright_cpu.run.launch import Launcher
 from fusewright_cpu.run.linker import Linked, Linker
 from fusewright_cpu.run.pool import pool_symbols, symbol_address
-from fusewright_cpu.run.sources import Source, emit, hash_of
-from fusewright_cpu.target import CpuTarget, host_target, target_machine
+from fusewright_cpu.run.sources import Source, hash_of, symbol_name
+from fusewright_cpu.target import host_target, target_machine
 
 ALWAYS = ("memcpy", "memset", "memmove")
 """Functions that code generation may call on its own."""
@@ -79,49 +76,11 @@ def _only_process() -> _Process:
     return _Process()
 
 
-def symbol_name(kernel_hash: str) -> str:
-    """The symbol of a kernel in object code."""
-    return f"fw_{kernel_hash[:32]}"
-
-
-def kernels_to_text(kernels: Mapping[str, Source], target: CpuTarget, parallel: bool) -> tuple[str, tuple[str, ...]]:
-    """LLVM IR of the kernels (by hash) for any target, and the outside symbols that it needs."""
-    module = new_module(target)
-    for h, kernel in kernels.items():
-        emit(module, kernel, symbol_name(h), parallel)
-    return module.render(), tuple(sorted(module.symbols))
-
-
-def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
-    """Object code of a module."""
-    code: bytes = machine.emit_object(_optimized(text, machine))
-    return code
-
-
-def to_assembly(text: str, machine: llvm.TargetMachine) -> str:
-    """The same code as assembly, to be read."""
-    code: str = machine.emit_assembly(_optimized(text, machine))
-    return code
-
-
-def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-    """The code is vectorised and its invariants are hoisted already: three passes give the speed of the O2 pipeline at a
-    tenth of its time."""
-    module = llvm.parse_assembly(text)
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
-    passes = llvm.create_new_function_pass_manager()
-    passes.add_instruction_combine_pass()
-    passes.add_simplify_cfg_pass()
-    passes.add_loop_rotate_pass()
-    for function in module.functions:
-        if not function.is_declaration:
-            passes.run(function, builder)
-    return module
-
-
 def compile_kernels(kernels: Sequence[Source]) -> CompiledModule:
     """Compiles what this process does not have yet, in one module. UnsupportedKernel when this machine
     cannot run one, LinkError when its code cannot be loaded."""
+    from fusewright_cpu.run.codegen import kernels_to_text, to_object
+
     by_hash = {hash_of(k): k for k in kernels}
     process = _process()
     with process.lock:

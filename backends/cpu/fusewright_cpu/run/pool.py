@@ -10,8 +10,7 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fusewright_cpu.emit.entry import PARALLEL, THREAD, THREADS
-from fusewright_cpu.openmp import library
+from fusewright_cpu.openmp import PARALLEL, THREAD, THREADS, library
 
 
 def _address(lib: ctypes.CDLL, name: str) -> int:

@@ -13,14 +13,7 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.serial import from_json as kernel_from_json
 from fusewright.toolkit.ir.serial import structural_hash
 from fusewright.toolkit.ir.serial import to_json as kernel_to_json
-from fusewright_cpu.emit.entry import emit_kernel
-from fusewright_cpu.emit.text import Module
-from fusewright_cpu.emit.unroll import unrolled
-from fusewright_cpu.kernels.attention import Attention, emit_attention
-from fusewright_cpu.kernels.bf16_linear import Bf16Linear, emit_bf16_linear
-from fusewright_cpu.kernels.gemv import Gemv, emit_gemv
-from fusewright_cpu.kernels.int8_conv import Int8Conv, emit_int8_conv
-from fusewright_cpu.kernels.int8_linear import Int8Linear, emit_int8_linear
+from fusewright_cpu.kernels.by_hand import Attention, Bf16Linear, Gemv, Int8Conv, Int8Linear
 
 Source: TypeAlias = Kernel | Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear
 
@@ -32,21 +25,9 @@ def hash_of(source: Source) -> str:
     return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()
 
 
-def emit(module: Module, source: Source, name: str, parallel: bool) -> None:
-    """Adds the function `name` to the module. `UnsupportedKernel` when its target lacks what the source needs."""
-    match source:
-        case Kernel():
-            emit_kernel(module, unrolled(source), name, parallel)
-        case Attention():
-            emit_attention(module, source, name, parallel)
-        case Gemv():
-            emit_gemv(module, source, name, parallel)
-        case Int8Linear():
-            emit_int8_linear(module, source, name, parallel)
-        case Int8Conv():
-            emit_int8_conv(module, source, name, parallel)
-        case Bf16Linear():
-            emit_bf16_linear(module, source, name, parallel)
+def symbol_name(kernel_hash: str) -> str:
+    """The symbol of a kernel in object code."""
+    return f"fw_{kernel_hash[:32]}"
 
 
 _BY_HAND: dict[str, type[Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear]] = {

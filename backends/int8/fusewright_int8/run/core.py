@@ -10,7 +10,7 @@ from typing import Any
 
 from fusewright import machine
 from fusewright.errors import BackendUnavailableError, OptionError, nearest
-from fusewright_cpu.emit.entry import PARALLEL
+from fusewright_cpu.openmp import PARALLEL
 from fusewright_cpu.run.pool import pool_symbols
 
 ISA_VARIABLE = "FUSEWRIGHT_INT8_ISA"

@@ -8,13 +8,14 @@
         @classmethod
         def probe(cls) -> Device | Unavailable: ...
 
-A backend whose library calls take neighbours in overrides `library`.
+A backend whose library calls take neighbours in overrides `library`. Modules that are needed only to lower are imported
+inside the methods that lower, because a plan from the cache needs none of them; `imported_later` does this for class attributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from fusewright.interface import (
     Backend,
@@ -30,12 +31,12 @@ from fusewright.interface import (
     Why,
 )
 from fusewright.toolkit.backend.library import LoweringTable, OpLowering, elsewhere
-from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
+from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.ir import Kernel, interpret
-from fusewright.toolkit.lower.tables import RULES
-from fusewright.toolkit.lower.tables import verdict as kernel_verdict
 
-__all__ = ["FusedBackend", "LibraryCall", "Loader", "interpreter_loader"]
+__all__ = ["FusedBackend", "LibraryCall", "Loader", "imported_later", "interpreter_loader"]
+
+T = TypeVar("T")
 
 
 class Loader(Protocol):
@@ -77,6 +78,19 @@ def _interpreted(kernel: Kernel) -> Callable[..., None]:
 interpreter_loader = InterpreterLoader()
 
 
+class _ImportedLater(Generic[T]):
+    def __init__(self, get: Callable[[Any], T]) -> None:
+        self.get = get
+
+    def __get__(self, backend: object, owner: type) -> T:
+        return self.get(owner)
+
+
+def imported_later(get: Callable[[Any], T]) -> T:
+    """Decorator of a function that imports and returns a class attribute, called when the attribute is read."""
+    return cast(T, _ImportedLater(get))
+
+
 class FusedBackend(Backend):
     """See the module. What its library table does not take, a kernel computes where there is a rule for it."""
 
@@ -92,6 +106,8 @@ class FusedBackend(Backend):
 
     @classmethod
     def lowers(cls) -> Sequence[str]:
+        from fusewright.toolkit.lower.tables import RULES
+
         return tuple(dict.fromkeys([*cls.lowerings, *RULES]))
 
     def prefers_library(self, op: OpView) -> bool:
@@ -100,11 +116,13 @@ class FusedBackend(Backend):
 
     def supports(self, op: OpView) -> Verdict:
         """By the library table, else by a kernel rule."""
+        from fusewright.toolkit.lower.tables import verdict
+
         by_library = self.lowerings.supports(op, self.running_on())
         if by_library or self.prefers_library(op):
             return by_library
         wrong = self._elsewhere(op)
-        by_kernel = Verdict(Why.DEVICE, wrong) if wrong else kernel_verdict(op)
+        by_kernel = Verdict(Why.DEVICE, wrong) if wrong else verdict(op)
         return by_library if not by_kernel and by_library.why is not Why.NO_LOWERING else by_kernel
 
     def library(self, region: Region, ctx: CompileContext) -> Sequence[LibraryCall]:
@@ -118,6 +136,8 @@ class FusedBackend(Backend):
         return calls
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        from fusewright.toolkit.fuse.fuser import fuse
+
         return fuse(region, ctx, self.library(region, ctx), policy=self.policy())
 
     def policy(self) -> DevicePolicy:

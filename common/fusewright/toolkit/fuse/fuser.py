@@ -10,6 +10,7 @@ from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
 from fusewright.sizes.expr import Atom, Extent, NumberOf, SizeOf, substitute, symbol
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
+from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.fuse.eager import Alone, Condition, faster
 from fusewright.toolkit.fuse.group import Group, Grouper
 from fusewright.toolkit.fuse.scattered import build_scatter
@@ -23,15 +24,6 @@ from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
 
 POLICY = DevicePolicy()
 """Of a device about which nothing is known."""
-
-@dataclass(frozen=True)
-class LibraryCall:
-    """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region.
-"""
-
-    ops: tuple[int, ...]
-    instructions: tuple[Instruction, ...]
-    note: str = ""
 
 
 class Unplaceable(Exception):

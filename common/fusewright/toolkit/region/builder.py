@@ -18,7 +18,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
-from fusewright.toolkit.fuse.fuser import LibraryCall
+from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.verify import verify
 from fusewright.toolkit.rules.space import layout_of

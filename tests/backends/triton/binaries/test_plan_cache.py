@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 
 import torch
 
-from fusewright import pipeline
 from fusewright.cache import place, seal, store
 from fusewright.interface import Device
+from fusewright.stages import rounds
 from fusewright.toolkit.ir import structural_hash
 from fusewright_triton import backend, target
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonLoader
@@ -196,7 +196,7 @@ def model() -> Small:
 @pytest.fixture
 def no_stages(monkeypatch: pytest.MonkeyPatch) -> Any:
     """After a call of it, lowering anything fails the test."""
-    return lambda: monkeypatch.setattr(pipeline, "STAGES", (("lower", lambda c: pytest.fail("it is lowered anew")),))
+    return lambda: monkeypatch.setattr(rounds, "STAGES", (("lower", lambda c: pytest.fail("it is lowered anew")),))
 
 
 @torch.no_grad()

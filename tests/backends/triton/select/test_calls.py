@@ -17,7 +17,8 @@ import torch
 from fusewright.interface import Device, Fragment, OpView, Value
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.backend.library import LoweringTable
-from fusewright.toolkit.fuse.fuser import LibraryCall, fuse
+from fusewright.toolkit.fuse.call import LibraryCall
+from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.region.graph import Claim
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
 from fusewright_triton.select import convolutions

@@ -1,0 +1,222 @@
+"""Signatures of the kernels written by hand: name, buffers, sizes, scalars and supported targets, without the emitters.
+Launching code from the plan cache needs only these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fusewright.toolkit.ir.ir import Buffer, Scalar
+from fusewright_cpu.target import CpuTarget
+
+MOST_WIDTH = 256
+"""Elements of a head, in attention."""
+SIZES = ("batch", "heads", "rows", "keys")
+STRIDES = ("b", "h", "l")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The kernel for one type and width; lengths, strides and the scale are arguments.
+
+    Buffers: query, key, value, the mask if there is one, and the result, all with a dense last dimension. `mask` is the
+    type of what is added to the scores ("f32", "bf16"), or "bool" for keys to keep. Rows that may see no key are 0.
+    """
+
+    dtype: str
+    width: int
+    mask: str = ""
+    causal: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"attention_{self.dtype}_{self.width}{'_' + self.mask if self.mask else ''}{'_causal' if self.causal else ''}"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        masks = (Buffer("mask", self.mask, "in"),) if self.mask else ()
+        read = (Buffer(n, self.dtype, "in") for n in ("query", "key", "value"))
+        return (*read, *masks, Buffer("out", self.dtype, "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Sizes, then for every buffer the strides of batch, head and row, in elements."""
+        return (*SIZES, *(f"{b.name}_{s}" for b in self.buffers for s in STRIDES))
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return (Scalar("scale", "f32"),)
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        if not (target.masks and target.fma):
+            return "needs AVX2 with FMA, AVX-512, or NEON"
+        if self.dtype not in ("f32", "bf16") or self.width > MOST_WIDTH:
+            return f"only fp32 and bf16, and heads of up to {MOST_WIDTH}"
+        return ""
+
+
+MOST_GEMV_ROWS = 4
+"""Rows of `x`: with more, a library's product is the better choice."""
+FLOATS = ("f32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """The kernel for one number of rows and types; lengths are arguments.
+
+    `x` is [rows, k] and `out` [rows, n] of type `dtype`, `weight` [n, k] of "f32", "bf16" or "i8", all dense. int8 weights
+    have an fp32 `scale` [n] and, with `zeros`, an fp32 `zero` [n]. `bias` is the type of a vector [n], or "".
+    """
+
+    rows: int
+    dtype: str
+    weight: str
+    bias: str = ""
+    zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
+        return f"gemv_{self.rows}_{self.dtype}_{self.weight}{more}"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        of_rows = {"scale": self.weight == "i8", "zero": self.zeros}
+        given = (Buffer(name, "f32", "in") for name, there in of_rows.items() if there)
+        bias = (Buffer("bias", self.bias, "in"),) if self.bias else ()
+        read = (Buffer("x", self.dtype, "in"), Buffer("weight", self.weight, "in"))
+        return (*read, *given, *bias, Buffer("out", self.dtype, "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ("n", "k")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        if not (target.masks and target.fma):
+            return "needs AVX2 with FMA, AVX-512, or NEON"
+        if not 1 <= self.rows <= MOST_GEMV_ROWS:
+            return f"only for up to {MOST_GEMV_ROWS} rows"
+        if self.dtype not in FLOATS or self.weight not in (*FLOATS, "i8") or self.bias not in ("", *FLOATS):
+            return "only fp32 and bf16, with weights of fp32, bf16 or int8"
+        return "only weights of int8 have zero points" if self.zeros and self.weight != "i8" else ""
+
+
+FORMS = {"smmla": ("i8mm", 2, 8), "sdot": ("dotprod", 4, 4)}
+"""By instruction: the feature that has it, and the columns and elements of each that a register of weights holds."""
+
+
+def form_of(target: CpuTarget) -> str:
+    """The best instruction of a target, or ""."""
+    return next((form for form, (feature, *_) in FORMS.items() if target.arm and target.has(feature)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Product:
+    """What kernels of int8 have in common: the type of `x` ("i8", "u8") and of `out` ("f32", "bf16", "i32").
+
+    `w_scale` fp32, `sums` (of each row of the weights) int32 and `bias` fp32 are `int8_linear.padded`, and so is `w_zero`
+    int32, which is there where weights have zero points (`zeros`).
+    """
+
+    x: str
+    out: str
+    form: str
+    bias: bool = False
+    zeros: bool = False
+    stem: ClassVar[str]
+    symbols: ClassVar[tuple[str, ...]]
+
+    @property
+    def name(self) -> str:
+        more = "".join(f"_{n}" for n in ("bias", "zeros") if getattr(self, n))
+        return f"{self.stem}_{self.x}_{self.out}_{self.form}{more}"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether sums are scaled."""
+        return self.out != "i32"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        types = {"x": self.x, "weight": "i8"}
+        types |= {"w_scale": "f32", "sums": "i32", "x_scale": "f32", "x_zero": "i32"} if self.scaled else {}
+        types |= {"w_zero": "i32"} if self.zeros else {}
+        types |= {"bias": "f32"} if self.bias else {}
+        return (*(Buffer(n, t, "in") for n, t in types.items()), Buffer("out", self.out, "out"))
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        if self.form not in FORMS or not target.arm or not target.has(FORMS[self.form][0]):
+            return f"needs an Arm CPU with {' or '.join(FORMS)}"
+        known = self.x in ("i8", "u8") and self.out in ("f32", "bf16")
+        return "" if known else "only int8 and uint8, with results of fp32 or bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear(Int8Product):
+    """`x` is [m, k], `out` [m, n]; `weight` is `int8_linear.packed`; lengths are arguments. `x_scale` fp32 and `x_zero` int32 are
+    [m], or [1] where `row_step` is 0. An int32 `out` is the sums of int8 `x`: then there are no scales, zero points and bias.
+    """
+
+    stem = "int8_linear"
+    symbols = ("m", "n", "k", "row_step")
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        if not self.scaled and self.x == "i8" and not (self.bias or self.zeros):
+            return Int8Linear("i8", "f32", self.form).refused(target)
+        why = Int8Product.refused(self, target)
+        return f"{why}, or sums of int8" if "results" in why else why
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Conv(Int8Product):
+    """`x` is [batch, c, h, w] and `out` [batch, columns, oh, ow], both dense with channels innermost; `weight` is
+    `int8_conv.packed`, and what columns have is `int8_conv.padded` for their groups. `x_scale` fp32 and `x_zero` int32 are [1];
+    the zero point is a number of `x`'s type. All lengths are arguments: `int8_conv.Geometry.sizes`.
+    """
+
+    stem = "int8_conv"
+    symbols = (
+        "m", "n", "k", "groups", "row_step", "width", "batch", "c", "h", "w", "oh", "ow", "run", "rows", "runs", "stride_y",
+        "stride_x", "pad_y", "pad_x", "dilation_y", "dilation_x",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16Linear:
+    """`x` fp32 [m, k], `out` fp32 [m, n]; `weight` is `bf16_linear.packed`, `bias` fp32 is `int8_linear.padded`. Lengths are
+    arguments."""
+
+    bias: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"bf16_linear{'_bias' if self.bias else ''}"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        bias = (Buffer("bias", "f32", "in"),) if self.bias else ()
+        return (Buffer("x", "f32", "in"), Buffer("weight", "bf16", "in"), *bias, Buffer("out", "f32", "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ("m", "n", "k")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return ()
+
+    def refused(self, target: CpuTarget) -> str:
+        """Why this kernel is not written for the target, or ""."""
+        return "" if target.arm and target.has("bf16") else "needs an Arm CPU with bfmmla"

@@ -1,0 +1,29 @@
+"""Lower a region to a fragment: library calls for what rows claim, kernels for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fusewright.interface import CompileContext, Fragment
+from fusewright.toolkit.backend.fused import FusedBackend
+from fusewright.toolkit.fuse.fuser import fuse
+from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.rewrite import Row, claimed, first
+from fusewright_cpu.onednn import norms
+
+
+def lowered(graph: RegionGraph, rows: Mapping[str, Sequence[Row]], ctx: CompileContext, owner: FusedBackend) -> Fragment:
+    """Lower a region. `rows` are grouped by the op at their root."""
+    builder = Builder(graph, ctx, owner=owner, built=owner.built)
+    claimed(graph, ctx.rules, lambda op: first(rows.get(op.op, ()), op, graph, builder, ctx.rules))
+    for op in graph:
+        claim = graph.claim_of(op)
+        if claim is None and not norms.lower(op, builder):
+            builder.leave(op)
+        elif claim is not None and claim.at is op:  # everything that the call reads is there by now
+            claim.write(builder)
+    fragment = fuse(builder.finish(), ctx, builder.calls, policy=owner.policy())
+    notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}
+    return replace(fragment, notes=notes, kernels=kernels)

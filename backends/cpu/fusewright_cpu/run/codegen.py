@@ -1,0 +1,72 @@
+"""Emit kernels as LLVM IR, object code and assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import llvmlite.binding as llvm
+
+from fusewright.toolkit.ir.ir import Kernel
+from fusewright_cpu.emit.entry import emit_kernel, new_module
+from fusewright_cpu.emit.text import Module
+from fusewright_cpu.emit.unroll import unrolled
+from fusewright_cpu.kernels.attention import emit_attention
+from fusewright_cpu.kernels.bf16_linear import emit_bf16_linear
+from fusewright_cpu.kernels.by_hand import Attention, Bf16Linear, Gemv, Int8Conv, Int8Linear
+from fusewright_cpu.kernels.gemv import emit_gemv
+from fusewright_cpu.kernels.int8_conv import emit_int8_conv
+from fusewright_cpu.kernels.int8_linear import emit_int8_linear
+from fusewright_cpu.run.sources import Source, symbol_name
+from fusewright_cpu.target import CpuTarget
+
+
+def kernels_to_text(kernels: Mapping[str, Source], target: CpuTarget, parallel: bool) -> tuple[str, tuple[str, ...]]:
+    """LLVM IR of the kernels (by hash) for any target, and the outside symbols that it needs."""
+    module = new_module(target)
+    for h, kernel in kernels.items():
+        _emit(module, kernel, symbol_name(h), parallel)
+    return module.render(), tuple(sorted(module.symbols))
+
+
+def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
+    """Adds the function `name` to the module. `UnsupportedKernel` when its target lacks what the source needs."""
+    match source:
+        case Kernel():
+            emit_kernel(module, unrolled(source), name, parallel)
+        case Attention():
+            emit_attention(module, source, name, parallel)
+        case Gemv():
+            emit_gemv(module, source, name, parallel)
+        case Int8Linear():
+            emit_int8_linear(module, source, name, parallel)
+        case Int8Conv():
+            emit_int8_conv(module, source, name, parallel)
+        case Bf16Linear():
+            emit_bf16_linear(module, source, name, parallel)
+
+
+def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
+    """Object code of a module."""
+    code: bytes = machine.emit_object(_optimized(text, machine))
+    return code
+
+
+def to_assembly(text: str, machine: llvm.TargetMachine) -> str:
+    """The same code as assembly, to be read."""
+    code: str = machine.emit_assembly(_optimized(text, machine))
+    return code
+
+
+def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+    """The code is vectorised and its invariants are hoisted already: three passes give the speed of the O2 pipeline at a
+    tenth of its time."""
+    module = llvm.parse_assembly(text)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
+    passes = llvm.create_new_function_pass_manager()
+    passes.add_instruction_combine_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_loop_rotate_pass()
+    for function in module.functions:
+        if not function.is_declaration:
+            passes.run(function, builder)
+    return module

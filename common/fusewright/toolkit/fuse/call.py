@@ -1,0 +1,16 @@
+"""Library calls inside a region, as a backend passes them to the fuser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusewright.plan.ir import Instruction
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region."""
+
+    ops: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    note: str = ""
