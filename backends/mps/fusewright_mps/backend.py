@@ -35,7 +35,7 @@ from fusewright_mps.select.calls import rewritten
 from fusewright_mps.select.quantized import by_hand
 
 ENV = ("PYTORCH_MPS_*", "PYTORCH_ENABLE_MPS_FALLBACK", "MTL_*", "METAL_*")
-"""What torch's MPS and Metal are told from outside."""
+"""Environment variables that configure torch's MPS backend and Metal."""
 
 
 class AppleMps(FusedBackend):
@@ -44,10 +44,10 @@ class AppleMps(FusedBackend):
     name = "apple_mps"
     device_type = metal.DEVICE
     priority = 50
-    constant_masks = True  # MPS's attention reads a mask that it is given
+    constant_masks = True  # MPS's attention reads any mask it is given, even an all-true one
     lowerings = lowerings.LOWERINGS
     options: ClassVar[Mapping[str, Any]] = {
-        # The chip that is simulated, e.g. "M4 Max".
+        # The chip to simulate, e.g. "M4 Max".
         "target": "",
     }
     environment: ClassVar[Mapping[str, str]] = {
@@ -78,7 +78,7 @@ class AppleMps(FusedBackend):
         return Device(cls.device_type, name, target.TARGETS[name].features, simulated=True)
 
     def target(self) -> target.Target:
-        """What kernels are sized by."""
+        """Return the chip that kernels are sized for."""
         device = self.running_on()
         return target.of_chip(device.arch, None if device.simulated else metal.cores())
 
@@ -86,7 +86,7 @@ class AppleMps(FusedBackend):
         return policy(self.target())
 
     def supports(self, op: OpView) -> Verdict:
-        """Kernels by their rules; every other row that MPS computes may lie between them as torch's own call."""
+        """Claim what a kernel rule covers. Other ops that MPS computes are carried: torch's own calls between the kernels."""
         if (why := lowerings.refused(op)) is not None:
             return Verdict(Why.DTYPE, why)
         return lowerings.carried(op, super().supports(op))
@@ -101,11 +101,11 @@ class AppleMps(FusedBackend):
         return replace(fragment, notes={**fragment.notes, **b.notes}, kernels={**fragment.kernels, **b.kernels})
 
     def fingerprint(self) -> str:
-        """The host adds a hash of this package's files to the keys of plans."""
+        """The host also adds a hash of this package's files to plan keys."""
         return f"{super().fingerprint()}-torch {torch.__version__}-{machine.environment(*ENV)}"
 
     def metal(self) -> metal.Metal:
-        """The device, or what stands for it."""
+        """Return the device, or its simulation."""
         return host_metal() if self.running_on().simulated else metal.torch_mps()
 
     def _loader(self) -> Loader:

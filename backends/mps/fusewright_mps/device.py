@@ -1,12 +1,12 @@
-"""All that is asked of `torch.mps`, as one small object, so that it can be recorded and simulated.
+"""Everything used of `torch.mps`, behind one small interface, so that it can be recorded and simulated.
 
     metal = TorchMps()
     library = metal.compile_shader(source)
     library.add(x, y, out, n, threads=n, group_size=256, arg_casts={3: "int32"})
 
-An argument is a tensor (a buffer, from where the tensor begins), an int (int64, or what `arg_casts` says by position), a float
-(fp32) or a list of one of them. Dispatches are encoded one behind another in the one stream that torch has, and wait for
-nothing: `torch/csrc/mps/Module.cpp` of torch 2.13.
+An argument is a tensor (a buffer, starting at the tensor's first element), an int (int64, or the type that `arg_casts` gives for
+its position), a float (fp32) or a list of ints or floats. Dispatches are encoded in order in torch's only stream, asynchronously:
+see `torch/csrc/mps/Module.cpp` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fusewright.interface import Unavailable
 DEVICE = "mps"
 
 OLDEST = (14, 0)
-"""macOS with Metal 3.1, which has bf16."""
+"""Oldest macOS with Metal 3.1, which has bf16."""
 
 
 class Function(Protocol):
-    """A kernel function of a library. `threads` counts all threads along up to three axes, `group_size` those of a group."""
+    """A kernel function of a library. `threads` is the total along up to three axes, `group_size` the threads of a threadgroup."""
 
     def __call__(
         self,
@@ -41,44 +41,44 @@ class Function(Protocol):
 
 
 class Library(Protocol):
-    """A compiled source; its functions are attributes."""
+    """A compiled shader library; its functions are attributes."""
 
     def __getattr__(self, name: str) -> Function: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Words on their way to the host: `ready` says whether `words` are there."""
+    """Words being copied to the host; `ready` tells whether `words` have arrived."""
 
     words: torch.Tensor
     ready: Callable[[], bool]
 
 
 class Metal(Protocol):
-    """What the runtime needs of the device. `encoded` counts dispatches."""
+    """The part of the device that the runtime uses. `encoded` counts dispatches."""
 
     encoded: int
 
     @property
     def device(self) -> str:
-        """Where its tensors are."""
+        """The torch device of its tensors."""
         ...
 
     def compile_shader(self, source: str) -> Library:
-        """A library of every kernel function in the source. SyntaxError or RuntimeError with the compiler's message."""
+        """Compile every kernel function in the source. Raise SyntaxError or RuntimeError with the compiler's message."""
         ...
 
     def fetch(self, words: torch.Tensor) -> Fetched:
-        """Begin to copy a few words to the host, behind the work that is encoded already; nobody waits."""
+        """Start copying a few words to the host after the work already encoded, without waiting."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
+        """Wait until the device is idle."""
         ...
 
 
 class TorchMps:
-    """The real one."""
+    """The real device."""
 
     device = DEVICE
 
@@ -107,7 +107,7 @@ def torch_mps() -> Metal:
 
 
 def missing() -> Unavailable | None:
-    """What keeps this machine from having the device, or None."""
+    """Return why this machine does not have the device, or None."""
     if sys.platform != "darwin":
         return Unavailable(f"this is {sys.platform}", "use a Mac with Apple silicon")
     if not torch.backends.mps.is_built():
@@ -120,16 +120,16 @@ def missing() -> Unavailable | None:
 
 
 def macos() -> tuple[int, ...]:
-    """The version of the system; what does not tell counts as new enough."""
+    """Return the version of macOS; an unreadable version counts as new enough."""
     return tuple(int(n) for n in platform.mac_ver()[0].split(".")[:2] if n.isdigit()) or OLDEST
 
 
 def chip() -> str:
-    """The name of the chip, e.g. "Apple M3 Pro"."""
+    """Return the name of the chip, e.g. "Apple M3 Pro"."""
     return torch.backends.mps.get_name()
 
 
 def cores() -> int | None:
-    """GPU cores of the chip, where torch says it."""
+    """Return the number of GPU cores, or None if torch does not report it."""
     count = getattr(torch.backends.mps, "get_core_count", None)
     return int(count()) if count is not None else None

@@ -1,7 +1,7 @@
-"""Loop kernels as Metal source: `emit` prints one, `library` puts several into the text of one shader library.
+"""Print loop kernels as Metal source: `emit` prints one kernel, `library` joins several into one shader library.
 
-The interface of `backend` and `runtime` to everything in `emit`; `emit.source` says what a `Source` is and how it is called.
-Nothing is accumulated with atomics but what a kernel itself stores so, hence results do not depend on scheduling.
+This is the interface that `backend` and `runtime` use; `emit.source` describes a `Source` and how to call it.
+Only a kernel's own accumulating stores use atomics, so all other results do not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _NUMBERS = {
     "errors": "device atomic_uint* errors",
 }
 SLOT = 4
-"""Words of the error buffer for each check: the number of the check, its index in two words, nothing."""
+"""Words per check in the error buffer: the check's number, the index in two words, padding."""
 
 
 def emit(
     kernel: Kernel, variant: Variant | None = None, target: Target = TYPICAL, config: Config | None = None
 ) -> Source:
-    """Metal functions of `kernel`, sized for `target`. The default variant follows from the sizes that the kernel was traced with,
-    the default configuration from the formula. They compute the same on every chip.
+    """Return the Metal functions of `kernel`, sized for `target`. The default variant follows from the sizes that the kernel was
+    traced with, the default configuration from the formula. Results are the same on every chip.
 
-    Raises `Unsupported` when Metal cannot do it.
+    Raises `Unsupported` when Metal cannot express the kernel.
     """
     variant = variant or variant_for(kernel, kernel.hints)
     refuse_f64(kernel)
@@ -72,18 +72,18 @@ def emit(
 
 
 def variant_for(kernel: Kernel, sizes: Sequence[int], aligned: bool = True, check_division: bool = False) -> Variant:
-    """The variant that these sizes need."""
+    """Return the variant that these sizes need."""
     return Variant(aligned, offsets_bound(kernel, sizes) >= WIDE, check_division)
 
 
 def library(sources: Iterable[Source]) -> str:
-    """The text of a shader library: what all kernels share, then the functions of each, equal ones once."""
+    """Return the text of a shader library: the shared prelude, then each kernel's functions without duplicates."""
     return "\n".join([PRELUDE.lstrip(), *dict.fromkeys(s.text for s in sources)])
 
 
 @functools.lru_cache(4096)
 def refused(kernel: Kernel, target: Target) -> str | None:
-    """Why the emitter cannot print a kernel, or None."""
+    """Return why the emitter cannot print a kernel, or None."""
     try:
         emit(kernel, target=target)
     except Unsupported as e:
@@ -107,7 +107,7 @@ def _name(kernel: Kernel, variant: Variant) -> str:
 
 
 def _comment(kernel: Kernel) -> str:
-    text = to_text(kernel).encode("ascii", "replace").decode()  # torch gives Metal's compiler ASCII
+    text = to_text(kernel).encode("ascii", "replace").decode()  # torch passes the source to Metal's compiler as ASCII
     return "\n".join(f"// {line}" for line in text.splitlines())
 
 
@@ -115,7 +115,7 @@ def _comment(kernel: Kernel) -> str:
 
 
 def _function(kernel: Kernel, entry: str, config: Config, variant: Variant) -> tuple[str, Dispatch, bool]:
-    """The text of one function, its dispatch, and whether inputs must not lie in the memory of outputs."""
+    """Return the text of one function, its dispatch, and whether inputs must not alias outputs."""
     program = (Rows if kernel.r else Points)(kernel, config, variant)
     program.write()
     shared = program.shared_lines if isinstance(program, Rows) else []
@@ -128,7 +128,7 @@ def _function(kernel: Kernel, entry: str, config: Config, variant: Variant) -> t
 
 
 def _sizes(program: Writer) -> Iterator[str]:
-    """The size symbols that the lines mention, as numbers."""
+    """Emit definitions of the size symbols that the lines mention."""
     text = "\n".join(program.lines)
     for s in program.kernel.symbols:
         if re.search(rf"\bs{s}\b", text):
@@ -136,8 +136,8 @@ def _sizes(program: Writer) -> Iterator[str]:
 
 
 def _parameters(program: Writer, text: str, config: Config) -> tuple[tuple[Argument, ...], list[str]]:
-    """What the function is given, and how it says so."""
-    words = set(re.findall(r"(?<![.\w])\w+", text))  # at.x is no buffer x
+    """Return the function's arguments and their declarations."""
+    words = set(re.findall(r"(?<![.\w])\w+", text))  # the x of at.x is not a buffer
     stored = {n.buffer for n in program.nodes.values() if n.op == "store"}
     arguments, parameters = list[Argument](), list[str]()
     for k, name in enumerate(program.buffers):
@@ -155,7 +155,7 @@ def _parameters(program: Writer, text: str, config: Config) -> tuple[tuple[Argum
 
 
 def _alignment(kernel: Kernel, config: Config, variant: Variant) -> tuple[int, ...]:
-    """What vectors want of each buffer, in bytes; atomic half types want whole words."""
+    """Return the alignment of each buffer in bytes that vector accesses need; atomics on half types need 4-byte words."""
     out = [1] * len(kernel.buffers)
     for n in kernel.nodes():
         if n.op not in ("load", "store") or n.buffer is None:
@@ -174,7 +174,7 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "
 
 
 def _pieces(kernel: Kernel, variant: Variant) -> Iterator[Kernel]:
-    """The kernel, or where it has more buffers than Metal takes, one for each group of stores that fits."""
+    """Yield the kernel; if it has more buffers than Metal allows, split it by groups of stores that fit."""
     extra = bool(kernel.symbols) + len({s.dtype in ("f32", "f64") for s in kernel.scalars})
     extra += any(n.op == "bound" for n in kernel.nodes()) or (variant.check_division and divides(kernel))
     room = MOST_ARGUMENTS - extra
@@ -204,7 +204,7 @@ def _buffers(kernel: Kernel) -> set[int | None]:
 
 
 def _only(kernel: Kernel, roots: Iterable[Node]) -> Kernel:
-    """The kernel with what these nodes need."""
+    """Return the kernel reduced to these nodes and what they depend on."""
     nodes, todo, live = kernel.node_map(), [n.id for n in roots], set[int]()
     while todo:
         i = todo.pop()

@@ -1,4 +1,4 @@
-"""What goes where on MPS: torch's own calls that may lie between kernels, what they lack, and the types that the device lacks."""
+"""What computes each op on MPS: Metal kernels, or torch's own calls between them; and the ops and dtypes that MPS lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright_mps.select import attention, packed, products, quantized
 from fusewright_mps.select.calls import FLOATS, Calls, OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
-"""Calls that differ from torch's own."""
+"""Ops that are not lowered to torch's own call."""
 
 LOWERINGS.add("linear", dtypes=FLOATS, when=products.reason)(by_rows((quantized.GROUPS, products.SIBLINGS)))
 LOWERINGS.add("mm", dtypes=FLOATS)(by_rows((quantized.INT8,)))
@@ -23,11 +23,11 @@ LOWERINGS.add(*packed.OPS, dtypes=FLOATS, when=packed.reason)(by_rows((packed.PA
 LOWERINGS.add("sdpa", when=attention.reason)(by_rows((attention.DECODE,)))
 
 IN_DOUBLES = {"arange": "call, integers: kernel", "linspace": "call"}
-"""Rows whose kernels compute the places of floats in fp64, as eager does elsewhere: of floats they are torch's own call."""
+"""Ops whose float kernels would compute in fp64, which Metal lacks: torch's own call handles floats."""
 
 
 def _in_integers(op: OpView) -> str | None:
-    """Why a row of `IN_DOUBLES` is not left to torch."""
+    """Return why an op of `IN_DOUBLES` is not left to torch, or None if it is."""
     return None if any(s.dtype.is_floating_point for s in _specs(op)) else "integers have kernels"
 
 
@@ -44,7 +44,7 @@ REFUSED: dict[torch.dtype, str] = {
         "MPS has no 8-bit floats",
     ),
 }
-"""Types of which no tensor can be on the device."""
+"""Dtypes that no tensor on the device can have."""
 
 WITHOUT_CALL: dict[str, str] = {
     "int_mm": "torch has no product of int8 matrices on MPS",
@@ -53,21 +53,21 @@ WITHOUT_CALL: dict[str, str] = {
     "q_linear_tensor": "it is oneDNN's",
     "q_conv": "it is oneDNN's",
 }
-"""Rows of the opset that torch itself does not compute on MPS: `tests/backends/mps/test_calls.py` holds them to torch's table of
-kernels. Between kernels they would be computed on the CPU, or not at all."""
+"""Rows of the opset that torch itself does not compute on MPS (`tests/backends/mps/test_calls.py` checks this against torch's
+dispatch table). Carried between kernels, they would run on the CPU or fail."""
 
 CPU_ATTENTION = frozenset({"sdpa_with_lse", "sdpa_backward"})
-"""The CPU's own attention is in no graph of MPS tensors; simulated, it stands for torch's attention."""
+"""The CPU's attention ops. No graph of MPS tensors holds them; in simulation they stand in for torch's MPS attention."""
 
 
 def refused(op: OpView) -> str | None:
-    """Why no part of an op can run on the device, or None."""
+    """Return why an op cannot run on the device at all, or None."""
     found = (REFUSED.get(s.dtype) for s in _specs(op))
     return next((why for why in found if why is not None), None)
 
 
 def carried(op: OpView, verdict: Verdict) -> Verdict:
-    """A row that no kernel computes as torch's own call, where MPS has one; `verdict` is what rules of kernels say of it."""
+    """Carry an op that no kernel computes as torch's own call, where MPS has one. `verdict` is the kernel rules' answer."""
     reasons = (Why.NO_LOWERING, Why.ATTR) if op.op in RULES else (Why.NO_LOWERING, Why.ATTR, Why.DTYPE)
     doubles = op.op in IN_DOUBLES and _in_integers(op) is None
     if not doubles and (verdict or verdict.why not in reasons or op.op not in ops.OPS):
@@ -78,8 +78,8 @@ def carried(op: OpView, verdict: Verdict) -> Verdict:
 
 
 def computed_by(row: str) -> str:
-    """What computes a row of the opset on MPS, at the best: "kernel" (Metal), "call" (torch's own on MPS, inside of regions), or ""
-    for what neither does."""
+    """Return what computes a row of the opset on MPS, at best: "kernel" (Metal), "call" (torch's own on MPS, inside a region), or
+    "" for neither."""
     if row in IN_DOUBLES:
         return IN_DOUBLES[row]
     if row in RULES:

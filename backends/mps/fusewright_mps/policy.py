@@ -6,13 +6,13 @@ from fusewright.interface import DevicePolicy, Splits
 from fusewright_mps.target import Target
 
 CALL_SECONDS = 5e-6
-"""What encoding one dispatch from Python costs, in round figures: nobody has measured it here."""
+"""Rough cost of encoding one dispatch from Python; not measured."""
 
 
 def policy(target: Target) -> DevicePolicy:
-    """No arena: MPSGraph copies inputs that begin inside of a buffer on macOS 14, so results are tensors of torch's allocator.
-    Long rows are cut where there are fewer of them than cores, into no fewer parts than cores. No row prefers eager: nobody has
-    measured where it is faster."""
+    """Return the device policy. There is no arena: on macOS 14 MPSGraph copies inputs that start inside a buffer, so torch's
+    allocator provides results. Long rows are split where there are fewer rows than cores, into at least as many parts as cores.
+    No op prefers eager, because nobody has measured where eager is faster."""
     few, parts = target.cores, max(Splits.parts, 1 << (target.cores - 1).bit_length())
     return DevicePolicy(
         splits=Splits(parts=parts, few_points=few),

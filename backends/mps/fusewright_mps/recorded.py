@@ -1,10 +1,10 @@
-"""The device as a record: every call of `torch.mps` that the runtime makes, as data, held to what torch and Metal take.
+"""A recording device: keeps every `torch.mps` call of the runtime as data, and checks it against torch's and Metal's limits.
 
-    metal = Recorded()                      # runs nothing; Recorded(other) hands everything on
+    metal = Recorded()                      # runs nothing; Recorded(other) forwards every call
     MetalLoader(metal, target)(kernels)
     metal.compiled[0].source, metal.dispatches[0].threads
 
-It stands in for the device in tests, and watches it where there is one.
+It replaces the device in tests, or wraps a real one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusewright_mps.device import Fetched, Library, Metal
 MOST_ARGUMENTS = 31
 MOST_THREADS = 1024
 MOST_BYTES = 4096
-"""Of numbers behind one argument: what `setBytes` of an encoder takes."""
+"""Most bytes of numbers in one argument: the limit of an encoder's `setBytes`."""
 CASTS = frozenset({"fp16", "bf16", "int32", "int16", "int8", "uint8"})
 
 Number: TypeAlias = int | float
@@ -29,7 +29,7 @@ Number: TypeAlias = int | float
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor argument: where it begins in its storage, in bytes, and which storage that is."""
+    """A tensor argument: its storage, and its byte offset in that storage."""
 
     storage: int
     offset: int
@@ -45,7 +45,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A call of a kernel function: `args` in the order of the buffer table."""
+    """A call of a kernel function, with `args` in buffer-table order."""
 
     entry: str
     args: tuple[Buffer | Number | tuple[Number, ...], ...]
@@ -56,7 +56,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Waited:
-    """A call of `synchronize`, or (`fetch`) words that began their way to the host."""
+    """A call of `synchronize`, or of `fetch`, which starts a copy to the host."""
 
     what: str
 
@@ -66,7 +66,7 @@ Event: TypeAlias = Compiled | Dispatch | Waited
 
 @dataclass
 class Recorded:
-    """`inner` does the work, where there is one. `device` is where its tensors are."""
+    """`inner`, if given, does the work."""
 
     inner: Metal | None = None
     events: list[Event] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Recorded:
 
 
 class _Functions:
-    """A library whose calls are recorded, and refused as torch would."""
+    """A library that records its calls and rejects those that torch would reject."""
 
     def __init__(self, record: Recorded, inner: Library | None) -> None:
         self._record, self._inner = record, inner
@@ -141,7 +141,7 @@ def _argument(a: Any) -> Any:
 
 
 def _check(name: str, args: Sequence[Any], threads: Sequence[int], group: Sequence[int], casts: dict[int, str]) -> None:
-    """What torch or Metal would refuse, or crash on. TypeError or ValueError."""
+    """Raise TypeError or ValueError for what torch or Metal would reject or crash on."""
     if len(args) > MOST_ARGUMENTS:
         raise ValueError(f"{name} is given {len(args)} arguments; Metal's buffer table has {MOST_ARGUMENTS} entries")
     if not 1 <= len(threads) <= 3 or len(threads) != len(group):

@@ -1,10 +1,10 @@
-"""From kernels to callables: one shader library for a plan, and dispatches one behind another in torch's own stream.
+"""Turn kernels into callables: one shader library per plan, dispatched in order in torch's own stream.
 
     code = MetalLoader(torch_mps(), target)(kernels)
     code[hash].call(tensors, sizes, scalars)
 
-A launch waits for nothing. What a kernel finds wrong (an index out of bounds) is raised by the next launch that can fail, when the
-words that say it have reached the host, or by `raise_errors`; simulated, at once.
+Launches are asynchronous. An error that a kernel detects (such as an index out of bounds) is raised by `raise_errors`, or by a
+later launch of the same kernel once the error words have reached the host; in simulation, immediately.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ Launched: TypeAlias = Kernel | Handwritten
 BY_HAND: dict[str, type[Handwritten]] = {k.kind: k for k in (Gemv, Parts, Combined)}
 
 MOST_SIZES = 256
-"""Sizes whose variant a launcher remembers."""
+"""Number of size tuples whose variant is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One variant of a kernel, compiled: its functions by name."""
+    """One compiled variant of a kernel, with its functions by name."""
 
     source: Source
     functions: Mapping[str, Any]
 
 
 class MetalLoader:
-    """A `Loader` for one device. `check_division`: integer division by zero is an error, as in eager on CPUs."""
+    """A `Loader` for one device. With `check_division`, integer division by zero is an error, as in eager on CPUs."""
 
     def __init__(self, metal: Metal, target: Target, check_division: bool = False) -> None:
         self.metal, self.target, self.check_division = metal, target, check_division
 
     def __call__(self, kernels: Mapping[str, Launched]) -> Mapping[str, KernelCode]:
-        """One library holds the variants that the sizes of tracing need; others are compiled when a launch needs them."""
+        """Compile the variants for the traced sizes as one library; other variants are compiled when a launch needs them."""
         kernels = {h: _unnamed(k) for h, k in kernels.items()}
         shaders = {h: Shaders(k, self.metal, self.target, self.check_division) for h, k in kernels.items()}
         first = {h: s.source(s.expected) for h, s in shaders.items()}
@@ -66,7 +66,7 @@ class MetalLoader:
         return {h: KernelCode(Launcher(s), kernel=kernels[h]) for h, s in shaders.items()}
 
     def pack(self, kernels: Mapping[str, Launched]) -> bytes | None:
-        """The kernels alone: the system keeps what Metal's compiler made of their source."""
+        """Pack the kernels without code: the system caches what Metal's compiler made of their source."""
         return json.dumps({h: _as_json(k) for h, k in kernels.items()}).encode()
 
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]:
@@ -77,12 +77,12 @@ class MetalLoader:
         return self(kernels)
 
     def fingerprint(self) -> str:
-        """The chip, for which kernels are sized."""
+        """The chip that kernels are sized for."""
         return f"{self.target.chip}-{self.target.cores}"
 
 
 def _unnamed(kernel: Launched) -> Launched:
-    """With positions for names, as what is kept under a hash must be."""
+    """Replace names by positions, as anything cached under a hash requires."""
     return kernel if isinstance(kernel, Handwritten) else positional(kernel)
 
 
@@ -99,7 +99,7 @@ def _hash(kernel: Launched) -> str:
 
 
 class HostMetal:
-    """A device in simulation: Metal source compiled as C++, on CPU tensors."""
+    """A simulated device: runs Metal source, compiled as C++, on CPU tensors."""
 
     device = HOST
 
@@ -116,17 +116,17 @@ class HostMetal:
         return Fetched(words, lambda: True)
 
     def synchronize(self) -> None:
-        """A dispatch is done when it returns."""
+        """Do nothing: a dispatch has finished when it returns."""
 
 
 @functools.cache
 def host_metal() -> Metal:
-    """This process's simulated device."""
+    """Return this process's simulated device."""
     return HostMetal()
 
 
 def unsimulated() -> Unavailable | None:
-    """What keeps this machine from simulating the device, or None."""
+    """Return why this machine cannot simulate the device, or None."""
     from fusewright_mps.simulate.compiler import NoCompiler, compiler
 
     try:
@@ -137,7 +137,7 @@ def unsimulated() -> Unavailable | None:
 
 
 class Shaders:
-    """The variants of one kernel that this process has."""
+    """The variants of one kernel that this process has compiled."""
 
     def __init__(self, kernel: Launched, metal: Metal, target: Target, check_division: bool) -> None:
         self.kernel, self.metal, self.target, self.check_division = kernel, metal, target, check_division
@@ -146,7 +146,7 @@ class Shaders:
         self._variants: dict[tuple[int, ...], Variant] = {}
 
     def source(self, variant: Variant) -> Source:
-        """The kernel's functions, printed or as they were written."""
+        """Return the kernel's functions: emitted for a loop kernel, its own text for a handwritten one."""
         if isinstance(self.kernel, Handwritten):
             return self.kernel.source(variant)
         return emit(self.kernel, variant, self.target)
@@ -157,13 +157,13 @@ class Shaders:
         return variant_for(self.kernel, sizes, True, self.check_division)
 
     def add(self, source: Source, compiled: Library) -> Built:
-        """Keep a compiled variant. Its functions are looked up once: torch makes a pipeline of each."""
+        """Keep a compiled variant. Each function is looked up only once, because torch builds a pipeline for it."""
         built = Built(source, {d.entry: getattr(compiled, d.entry) for d in source.dispatches})
         self._built[source.variant] = built
         return built
 
     def fitting(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Built:
-        """The variant for these sizes and for where these tensors begin."""
+        """Return the variant for these sizes and for the alignment of these tensors."""
         built = self._variant(self._variants.get(sizes) or self._of_sizes(sizes))
         if built.source.aligned(tensors):
             return built
@@ -194,7 +194,7 @@ class Launcher:
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
     ) -> None:
-        """Raises errors of earlier launches that are known by now."""
+        """Launch the kernel, after raising any error of an earlier launch that has reached the host."""
         built = self.shaders.fitting(tensors, tuple(sizes))
         words = self._words(built.source.errors) if built.source.errors else None
         if words is not None:
@@ -217,7 +217,7 @@ _watched: weakref.WeakSet[Words] = weakref.WeakSet()
 
 
 class Words:
-    """The error words that launches of one kernel write, and what of them is on its way to the host."""
+    """The error words that launches of one kernel write, and their pending copies to the host."""
 
     def __init__(self, kernel: Launched, metal: Metal, slots: int) -> None:
         self.kernel, self.metal = kernel, metal
@@ -225,13 +225,13 @@ class Words:
         self.pending: list[tuple[Fetched, tuple[int, ...]]] = []
 
     def launched(self, sizes: tuple[int, ...]) -> None:
-        """A launch with these sizes has been encoded."""
+        """Note that a launch with these sizes has been encoded."""
         self.pending.append((self.metal.fetch(self.on_device), sizes))
         if self.metal.device == HOST:
             self.check()
 
     def check(self) -> None:
-        """Raise what the first failed launch that the host knows of found, as eager would."""
+        """Raise the error of the first failed launch that the host knows of, as eager would."""
         for fetched, sizes in self._arrived():
             if word := error_word(fetched.words):
                 self.pending.clear()
@@ -244,7 +244,7 @@ class Words:
 
 
 def raise_errors(metal: Metal) -> None:
-    """Wait for the device, and raise what any kernel has found wrong by then."""
+    """Wait for the device, and raise any error that a kernel has detected."""
     metal.synchronize()
     for words in list(_watched):
         words.check()

@@ -1,7 +1,7 @@
-"""Apple GPUs, by chip: what kernels are sized by.
+"""Apple GPUs by chip: the properties that kernels are sized for.
 
-Families and limits: Apple's Metal Feature Set Tables. GPU cores and bandwidth: Apple's announcement of each chip, of its largest
-configuration; `of_chip` takes the number of cores that the device at hand has.
+Families and limits come from Apple's Metal Feature Set Tables. GPU cores and bandwidth are those of the chip's largest
+configuration, from Apple's announcement; `of_chip` takes the actual number of cores.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ SCALAR = frozenset({"fp16", "simdgroup_matrix"})
 
 @dataclass(frozen=True)
 class Target:
-    """One chip. `cores` are those of its GPU, `bandwidth` is that of its memory in GB/s, `source` Apple's announcement.
+    """One chip. `cores`: GPU cores; `bandwidth`: memory bandwidth in GB/s; `source`: Apple's announcement.
 
-    `lanes` is the width of a SIMD group, `threadgroup` the threadgroup memory in bytes, `max_threads` the most threads of a
-    threadgroup, `buffers` the most buffers of a kernel. `schedulers` issue the instructions of a core, each of one SIMD group;
-    `in_flight` are the SIMD groups of a core that hide the latency of memory, `resident` its threads at most; Apple does not say,
-    github.com/philipturner/metal-benchmarks has what was found on M1 and M2.
+    `lanes`: width of a SIMD group; `threadgroup`: threadgroup memory in bytes; `max_threads`: largest threadgroup; `buffers`: most
+    buffers per kernel. `schedulers`: instruction schedulers per core, each issuing for one SIMD group; `in_flight`: SIMD groups per
+    core needed to hide memory latency; `resident`: most threads per core. Apple does not publish these three; the values are
+    measurements on M1 and M2 from github.com/philipturner/metal-benchmarks.
     """
 
     chip: str
@@ -38,12 +38,12 @@ class Target:
 
     @property
     def simdgroups(self) -> int:
-        """SIMD groups that keep the memory of the whole GPU busy."""
+        """Number of SIMD groups that keep the whole GPU's memory busy."""
         return self.cores * self.in_flight
 
     @property
     def flops(self) -> float:
-        """Operations a second in fp32: 128 lanes to a core, a multiplication and an addition each, at about 1.4 GHz."""
+        """fp32 operations per second: 128 lanes per core, one multiply-add each, at about 1.4 GHz."""
         return self.cores * 128 * 2 * 1.4e9
 
 
@@ -75,11 +75,11 @@ TARGETS: dict[str, Target] = {
 }
 
 TYPICAL = TARGETS["M3 Pro"]
-"""What kernels are sized by where no chip is named."""
+"""The chip that kernels are sized for when none is named."""
 
 
 def of_chip(name: str, cores: int | None = None) -> Target:
-    """The target of a chip by its name, e.g. "Apple M3 Pro". One of a newer generation counts as the newest known of its size."""
+    """Return the target for a chip name such as "Apple M3 Pro". An unknown generation maps to the newest older one of its size."""
     found = re.search(r"\bM(\d+)(?: (Pro|Max|Ultra))?\b", name)
     generation, size = (int(found[1]), found[2]) if found else (1, None)
     known = [g for g in range(generation, 0, -1) if _named(g, size) in TARGETS]

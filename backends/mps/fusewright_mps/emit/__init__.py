@@ -1,1 +1,1 @@
-"""Loop kernels to Metal Shading Language."""
+"""Emission of loop kernels as Metal Shading Language."""

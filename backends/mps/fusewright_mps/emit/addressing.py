@@ -1,4 +1,4 @@
-"""Sizes and element offsets as Metal expressions, and what is known of them."""
+"""Sizes and element offsets as Metal expressions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from fusewright.toolkit.ir.extent import Extent, SizeExpr, divide, nonnegative
 from fusewright.toolkit.ir.index import DivMod, Index
 
 WIDE = 2**31 - 2**22
-"""Offsets from here on are 64 bits; the margin covers lanes past the end of a row."""
+"""Element offsets that may reach this are 64-bit; the margin covers lanes past the end of a row."""
 
 _WORD = re.compile(r"[\w.]+")
 
 
 def atom(text: str) -> str:
-    """`text` in parentheses, unless it binds tightly already."""
+    """Return `text`, in parentheses unless it already binds tightly."""
     return text if _WORD.fullmatch(text) or _closed(text) else f"({text})"
 
 
 def _closed(text: str) -> bool:
-    """Whether `text` is one call or subscript, closed at its very end."""
+    """Whether `text` is a single call or subscript that closes at its end."""
     found = re.match(r"[\w:]*[(\[]", text)
     if found is None or text[-1] not in ")]":
         return False
@@ -33,7 +33,7 @@ def _closed(text: str) -> bool:
 
 
 class Addresses:
-    """Writes indices. `axis` gives the text of an axis, `value` that of an i64 value used as an index."""
+    """Writes index expressions. `axis` returns the text of an axis, `value` that of an i64 value used as an index."""
 
     def __init__(self, wide: bool, axis: Callable[[int], str], value: Callable[[int], str]) -> None:
         self.wide, self.axis, self.value = wide, axis, value
@@ -42,7 +42,7 @@ class Addresses:
         return f"{n}l" if self.wide else str(n)
 
     def extent(self, e: Extent) -> str:
-        """A size over the kernel's size symbols `s0`, `s1`, ..."""
+        """Return a size as an expression of the kernel's size symbols `s0`, `s1`, ..."""
         if not isinstance(e, SizeExpr):
             return self.number(e)
         text = ""
@@ -55,11 +55,11 @@ class Addresses:
         return text
 
     def divisor(self, e: Extent) -> str:
-        """A size to divide by: where it is 0 nothing runs, but compilers warn."""
+        """Return a size to divide by. 0 becomes 1: a kernel of size 0 never runs, but compilers warn."""
         return self.extent(e if e != 0 else 1)
 
     def index(self, ix: Index) -> str:
-        """The element offset of an access."""
+        """Return the element offset of an access."""
         terms = [self._scaled(self.axis(a), c) for a, c in ix.coefs]
         terms += [self._scaled(self._divmod(d), d.stride) for d in ix.divmods]
         terms += [self._scaled(self.value(i.value), i.stride) for i in ix.indirect]
@@ -96,5 +96,5 @@ class Addresses:
 
 
 def multiple(e: Extent, of: int) -> bool:
-    """Whether `e` is a multiple of `of` for all sizes, evidently."""
+    """Whether `e` is provably a multiple of `of` for all sizes."""
     return of == 1 or e == 0 or divide(e, of) is not None

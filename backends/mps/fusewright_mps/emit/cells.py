@@ -1,5 +1,5 @@
-"""The nodes of a stage at one point, or at neighbouring points along an axis that one thread has: loads and stores of neighbours
-are vectors, what lies between is written once and run for each."""
+"""Emit the nodes of a stage for one point, or for a thread's neighbouring points along an axis: contiguous loads and stores become
+vectors, and a loop over the neighbours computes the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusewright_mps.emit.schedule import moves
 
 
 class Cells(Memory):
-    """`held` are values that stay in registers over the row: the array that each is in. `step` is where in it."""
+    """Emits the nodes of a stage. `held` maps values kept in registers over the row to their arrays, which `step` indexes."""
 
     step = "s"
 
@@ -21,10 +21,10 @@ class Cells(Memory):
         super().__init__(*args)  # type: ignore[arg-type]
         self.held: dict[int, str] = {}
         self.reading: set[int] = set()
-        """Held values that an earlier pass over the row has put there."""
+        """Held values that an earlier pass over the row has already stored in registers."""
 
     def cell(self, nodes: Sequence[Node], over_row: bool, vector: int) -> None:
-        """All nodes in order, `vector` neighbours at once."""
+        """Emit all nodes in order, `vector` neighbours at once."""
         along = self.config.along
         if vector == 1 or along is None:
             self._each(nodes, over_row, "")
@@ -61,12 +61,12 @@ class Cells(Memory):
             self.put(f"{f'FW_ANY({place})' if n.index and n.index.indirect else place} = {values[n.id]};")
 
     def _wide(self, n: Node, along: int, vector: int) -> bool:
-        """Whether an access is of `vector` neighbours whose place is the same for all of them but the last axis."""
+        """Whether an access can move `vector` neighbours as one vector: its address depends on `along` only through a stride."""
         fixed = n.index is None or not any(along in self.axes[i.value] for i in n.index.indirect)
         return moves(n, along, vector) and fixed and not (n.op == "store" and self.inside)
 
     def _placed(self, inside: Sequence[Node], loads: Sequence[Node], stores: Sequence[Node], along: int) -> bool:
-        """Whether a node in the loop says where it is along the axis."""
+        """Whether a node in the loop needs its position along the axis."""
         wide = {n.id for n in (*loads, *stores)} | (self.reading & set(self.held))
         return any(n.id not in wide and n.index is not None and along in n.index.axes() for n in inside) or any(
             n.op == "reduce" and n.how.startswith("arg") for n in inside
@@ -91,7 +91,7 @@ class Cells(Memory):
                     self.put(f"{self.held[n.id]}[{self.step}]{lane} = {self.names[n.id]};")
 
     def node(self, n: Node, over_row: bool) -> None:
-        """One node where it stands."""
+        """Emit one node."""
         if n.op == "store":
             self.store(n, over_row)
         else:

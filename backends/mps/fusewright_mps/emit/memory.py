@@ -1,4 +1,4 @@
-"""Stores: plain, several neighbours at once, accumulating; and the barriers that accesses of one buffer need."""
+"""Emit plain and accumulating stores, and decide where accesses to the same memory need a barrier."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FUNCTORS = {"add": "fw_sum_of", "mul": "fw_prod_of", "max": "fw_max_of", "min": 
 
 
 class Memory(Writer):
-    """`leader` is what holds in one of the threads that share a point, "" where a thread has it alone; `inside` what holds
-    where a thread's element of the row exists, "" where it does anyhow."""
+    """Emits stores. `leader`: condition true in exactly one of the threads that share a point, "" if a thread has the point alone;
+    `inside`: condition that the thread's element of the row exists, "" if it always does."""
 
     leader = ""
     inside = ""
@@ -47,7 +47,7 @@ class Memory(Writer):
             self._update(n, value)
 
     def _update(self, n: Node, value: str) -> None:
-        """Accumulation where every element belongs to one point."""
+        """Accumulate where each element belongs to only one point."""
         kind, half = METAL[n.dtype], TYPES[n.dtype].kind == "float" and not TYPES[n.dtype].compute
         self.put(f"const {kind} n{n.id} = {self.place(n)};")
         old = f"float(n{n.id})" if half else f"n{n.id}"
@@ -55,7 +55,8 @@ class Memory(Writer):
         self.put(f"{self.place(n)} = {cast(new, 'f32', n.dtype) if half else new};")
 
     def _atomic(self, n: Node, value: str) -> None:
-        """Accumulation where points meet. Metal adds f32, and takes maxima of 32-bit whole numbers; the rest goes by exchange."""
+        """Accumulate where several points share an element. Metal has atomic f32 addition, and 32-bit integer addition and extrema;
+        other forms use compare-and-exchange."""
         name, at = self.buffers[n.buffer or 0], self.index(n)
         own = {"f32": ("add",), "i32": ("add", "max", "min")}.get(n.dtype)
         if own and n.how in own:
@@ -73,7 +74,7 @@ class Memory(Writer):
             )
 
     def conflicts(self, n: Node, over_row: bool) -> bool:
-        """Whether two points of the stage may store to one element."""
+        """Whether two points of the stage may store to the same element."""
         index = _of(n)
         if index.indirect:
             return True
@@ -82,15 +83,15 @@ class Memory(Writer):
 
 
 class Order:
-    """Accesses since the last barrier, of kernels whose points are shared by threads: what one thread stores another may load."""
+    """Tracks accesses since the last barrier in kernels where threads share a point, so one thread may load what another stored."""
 
     def __init__(self) -> None:
         self.loads: list[tuple[Node, bool]] = []
         self.stored: set[int | None] = set()
 
     def before(self, n: Node, by_row: bool) -> bool:
-        """Whether an access must wait at a barrier for those before it; it is remembered then. `by_row`: each thread
-        accesses elements of its own."""
+        """Record an access, and return whether it needs a barrier first. `by_row`: each thread accesses only its own
+        elements."""
         if n.op == "load":
             wait = n.buffer in self.stored
         else:
@@ -106,7 +107,7 @@ class Order:
     @staticmethod
     def _meets(load: Node, load_by_row: bool, store: Node, by_row: bool) -> bool:
         same = load.buffer == store.buffer
-        over = same or (load.dtype == store.dtype and load.index == store.index)  # an output may have an input's memory
+        over = same or (load.dtype == store.dtype and load.index == store.index)  # an output may alias an input
         return over and not (load.index == store.index and load_by_row and by_row)
 
 

@@ -1,8 +1,8 @@
-"""How each op of a kernel is written in Metal, by the type of its operands. Math is f32, whole numbers, bool.
+"""The Metal form of each kernel op, by the type of its operands. Math is in f32, integers or bool.
 
-Functions named `fw_...` are in `prelude`. `metal::precise` functions are within a few units in the last place (Metal Shading
-Language Specification, table 8.2); `metal::fast` ones are taken where a value is only ever rounded to a half type, which is
-coarser than their error by far.
+Functions named `fw_...` are in `prelude`. `metal::precise` functions are accurate to a few units in the last place (Metal Shading
+Language Specification, table 8.2). `metal::fast` ones are used where a value is only ever rounded to a half type, whose rounding
+error is far larger than theirs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ METAL: dict[DType, str] = {
     "f32": "float", "bf16": "bfloat", "f16": "half", "i8": "char", "u8": "uchar", "i16": "short", "i32": "int", "i64": "long",
     "bool": "bool",
 }  # fmt: skip
-"""Names of element types. f64 has none."""
+"""Metal's names of element types. There is none for f64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Text per kind of operand; "" where there is no such op. `fast` is for floats whose result is rounded to a half type."""
+    """Text per kind of operand, "" if the op does not exist for it. `fast` is for floats whose result is rounded to a half type."""
 
     floats: str = ""
     ints: str = ""
@@ -107,17 +107,17 @@ FORMS: dict[str, Form] = {
 }
 
 DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
-"""Of whole numbers: by zero they are an error where eager makes it one."""
+"""On integers, division by zero is an error where eager raises one."""
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 KEEPS_RELATIVE_ERROR = ("mul", "div", "neg", "abs", "where")
-"""Ops whose result is off by no more than the sum of its operands' relative errors."""
+"""Ops whose relative error is at most the sum of their operands' relative errors."""
 NOT_NEGATIVE = ("exp", "exp2", "sigmoid", "abs")
-"""A sum of these is off by no more, relatively, than its terms."""
+"""Ops with results >= 0: a sum of them has no larger relative error than its terms."""
 
 
 def form_of(op: str, dtype: DType, fast: bool) -> str:
-    """The text of `op` on operands of `dtype`."""
+    """Return the text of `op` on operands of `dtype`."""
     form, kind = FORMS[op], TYPES[dtype].kind
     text = {"float": form.floats, "int": form.ints, "bool": form.bools}[kind]
     if dtype == "f64" or not text:
@@ -126,7 +126,7 @@ def form_of(op: str, dtype: DType, fast: bool) -> str:
 
 
 def literal(value: int | float | bool, dtype: DType) -> str:
-    """A constant of a type. One of f64 is written as f32 (see `casts_alone`)."""
+    """Return a constant of a type. f64 constants are written as f32 (see `values.refuse_f64`)."""
     kind = TYPES[dtype].kind
     if kind == "bool":
         return "true" if value else "false"
@@ -157,7 +157,7 @@ def _real(value: float) -> str:
 
 
 def cast(text: str, src: DType, dst: DType) -> str:
-    """`text` converted as torch does: half types go through f32, floats reach the small whole types through int."""
+    """Convert `text` as torch does: half types go through f32, floats go through int to the small integer types."""
     s, d = TYPES[src], TYPES[dst]
     if s.kind == "float" and not s.compute:
         text = f"float({text})"
@@ -173,7 +173,7 @@ def cast(text: str, src: DType, dst: DType) -> str:
 
 
 def combined(how: str, dtype: DType, a: str, b: str) -> str:
-    """`a` and `b` as one, for reductions, scans and accumulating stores."""
+    """Combine `a` and `b`, for reductions, scans and accumulating stores."""
     if how in ("any", "all"):
         return f"{a} {'||' if how == 'any' else '&&'} {b}"
     if how in ("max", "min"):

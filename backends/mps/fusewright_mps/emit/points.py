@@ -1,4 +1,4 @@
-"""Where a thread is, and kernels without rows: each thread has one point, or neighbours along one axis."""
+"""Thread positions, and kernels without rows: each thread computes one point, or neighbours along one axis."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fusewright_mps.emit.cells import Cells
 
 
 def parts(size: Extent, of: int) -> Extent:
-    """How many parts of `of` elements hold `size`."""
+    """Return how many parts of `of` elements cover `size`."""
     return apply("FloorDiv", size + (of - 1), of) if of > 1 else size
 
 
 class Points(Cells):
-    """A function whose threads have points of their own."""
+    """A function in which no two threads share a point."""
 
     def write(self) -> None:
         nodes = [n for s in self.kernel.stages for n in s.nodes]
@@ -26,14 +26,14 @@ class Points(Cells):
         self.cell(nodes, over_row=False, vector=self.config.vector)
 
     def strides(self) -> bool:
-        """Whether threads go on along the only axis: there are more neighbours than threads, or some left over."""
+        """Whether threads stride along the only axis: it has more vectors than threads, an unknown size, or a remainder."""
         if len(self.kernel.sizes) != 1 or self.kernel.r:
             return False
         size, v = self.kernel.sizes[0], self.config.vector
         return not isinstance(size, int) or size > self.config.most * v or not multiple(size, v)
 
     def threads(self) -> tuple[Extent, Extent, Extent]:
-        """Threads in each direction."""
+        """Return the number of threads in each direction."""
         sizes, order = self.kernel.sizes, self.config.order
         x = parts(sizes[order[0]], self.config.vector) if order else 1
         x = apply("Min", x, self.config.most) if self.strides() else x
@@ -41,7 +41,7 @@ class Points(Cells):
         return x, y, product(sizes[a] for a in order[2:])
 
     def positions(self, vector: int, x: str = "at.x", y: str = "at.y", z: str = "at.z") -> None:
-        """Names for the axes of P, which are given by the direction that they take."""
+        """Define the axes of P from the thread positions `x`, `y` and `z`, in the order of the configuration."""
         order, integer = self.config.order, self.integer
         used = self._used_axes()
         for axis, text in zip(order[:2], (x, y), strict=False):
@@ -53,7 +53,7 @@ class Points(Cells):
         self._rest(order[2:], z)
 
     def _rest(self, axes: Sequence[int], z: str) -> None:
-        """The axes that share the third direction, from the innermost to the outermost."""
+        """Define the axes that share the third direction, from the innermost to the outermost."""
         unsigned = "ulong" if self.variant.wide else "uint"
         inner: Extent = 1
         for k, axis in enumerate(axes):
@@ -69,7 +69,7 @@ class Points(Cells):
         return frozenset().union(*(n.index.axes() for n in self.nodes.values() if n.index is not None))
 
     def _strided(self, nodes: Sequence[object]) -> None:
-        """Along the only axis, by as many as there are threads; neighbours that are left over one by one."""
+        """Emit a grid-stride loop along the only axis; a remainder smaller than a vector is computed one by one."""
         v, size, name = self.config.vector, self.address.extent(self.kernel.sizes[0]), self.axis_name(0)
         integer, body = self.integer, [n for s in self.kernel.stages for n in s.nodes]
         self.where[0] = name

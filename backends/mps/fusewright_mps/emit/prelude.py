@@ -1,8 +1,8 @@
-"""What all emitted kernels share: torch's semantics where Metal's operators differ, and the functions that Metal lacks.
+"""Functions shared by all emitted kernels: torch's semantics where Metal's operators differ, and functions that Metal lacks.
 
-The polynomials of `fw_erf`, `fw_expm1` and `fw_log1p` are those of the CPU backends' math, fitted there; those of `fw_erfc` and
-`fw_lgamma` were fitted for this file, by least squares of the relative error in f64. The functions of
-simdgroups extend Metal's to 64-bit numbers and to maxima that keep NaN.
+The polynomials of `fw_erf`, `fw_expm1` and `fw_log1p` are taken from the CPU backends' math; those of `fw_erfc` and `fw_lgamma`
+were fitted for this file by least squares of the relative error in f64. The simdgroup functions extend Metal's to 64-bit
+numbers and to maxima that propagate NaN.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Kernels with rows: threads share the row of a point, pass over it once for each stage, and put their parts of a reduction
-together, in a simdgroup by its own functions, in a threadgroup by way of its memory."""
+"""Kernels with rows: threads share the row of a point and make one pass over it per stage. Partial reductions are combined with
+simdgroup functions, and across a threadgroup through threadgroup memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fusewright_mps.emit.schedule import FORCED, HELD, LANES
 from fusewright_mps.emit.source import Unsupported
 
 LONG, TURNS = 32, 16
-"""Sums of more steps are put together every so many."""
+"""Sums of more than LONG steps are added to the total every TURNS steps."""
 _FUNCTOR = {"sum": "add", "prod": "mul", "max": "max", "min": "min"}
 
 
 class Rows(Points):
-    """A function whose threads share rows. The kernel has no means and no m2 (`without_moments`)."""
+    """A function whose threads share rows. The kernel has no mean or m2 reductions (`without_moments` replaced them)."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -34,15 +34,15 @@ class Rows(Points):
         self.shared_lines: list[str] = []
         self.sums: list[Node] = []
         self.apart = False
-        """Whether a row is read again after an output was stored that might lie in its memory."""
+        """Whether a row is read again after a store to an output that might alias it."""
         self.plan_held()
         self.joined = self._joined()
-        """Maxima of a softmax by their ids -> the sums that are taken in the same pass."""
+        """Ids of softmax maxima -> ids of the sums computed in the same pass (online softmax)."""
 
     # what stays in registers
 
     def plan_held(self) -> None:
-        """Decides which row values are kept in registers: loads that a later stage does again, and what the kernel says to keep."""
+        """Decide which row values stay in registers: loads that a later stage repeats, and values that the kernel marks `keep`."""
         self.again: dict[int, int] = {}
         steps = self.config.held
         if not steps or self.config.workers not in ("simd", "group"):
@@ -56,7 +56,7 @@ class Rows(Points):
             self.held = {i: f"h{i}" for i in kept} | {i: f"h{c}" for i, c in self.again.items()}
 
     def _equal_loads(self) -> dict[int, int]:
-        """Loads of the row that an earlier stage has done: by their ids, the first such load. Not across a store to the buffer."""
+        """Map loads that repeat a load of an earlier stage to the first such load, unless the buffer was stored to in between."""
         first: dict[tuple[object, ...], Node] = {}
         out: dict[int, int] = {}
         epoch: dict[int | None, int] = {}
@@ -71,7 +71,7 @@ class Rows(Points):
         return out
 
     def _joined(self) -> dict[int, int]:
-        """None where rows stay in registers, or are short: nothing is read again there."""
+        """Pair softmax maxima with their sums; empty if rows are held in registers or belong to one thread."""
         if self.held or self.config.workers == "thread" or any(n.op == "scan" for n in self.nodes.values()):
             return {}
         own = {i for s in self.kernel.stages for n, i in self._twins(s).items() if n == i}
@@ -103,7 +103,7 @@ class Rows(Points):
         return x, y, z
 
     def _place(self) -> None:
-        """Axes of P, and who stores what a point has once."""
+        """Define the axes of P, and which thread stores values that exist once per point."""
         c = self.config
         if c.workers == "thread":
             self.positions(1)
@@ -128,7 +128,7 @@ class Rows(Points):
         self.positions(1, x=text)
 
     def _place_columns(self) -> None:
-        """Points past the end are the last one again; they store nothing."""
+        """Place columns; points past the end repeat the last point and store nothing."""
         size, text = self.kernel.sizes[self.config.order[0]], f"at.x * {LANES} + lane"
         self.leader = "simd == 0" if self.config.count > 1 else ""
         if isinstance(size, int) and size % LANES == 0:
@@ -152,7 +152,7 @@ class Rows(Points):
         self.names.update({i: self.names[twin] for i, twin in twins.items()})
 
     def _twins(self, stage: Stage) -> dict[int, int]:
-        """Reductions of a stage by their ids -> the first that is equal."""
+        """Map the reductions of a stage to the first equal one, by id."""
         first: dict[tuple[str, int], int] = {}
         return {n.id: first.setdefault((n.how, n.args[0]), n.id) for n in stage.nodes if n.op == "reduce"}
 
@@ -173,7 +173,7 @@ class Rows(Points):
         self._finish(reductions)
 
     def _closure(self, roots: Sequence[Node], k: int) -> list[Node]:
-        """What the roots need of this pass: row values, those of earlier stages too where they are not held."""
+        """Return the nodes this pass computes for the roots: row values, including those of earlier stages that are not held."""
         todo, found = [n.id for n in roots], set[int]()
         while todo:
             i = todo.pop()
@@ -191,7 +191,7 @@ class Rows(Points):
         return nodes
 
     def _overwritten(self) -> bool:
-        """Whether a value that is to be kept would have to be computed again from what a store has changed."""
+        """Whether recomputing a value marked `keep` would read memory that a store has overwritten."""
         kept = [n for n in self.nodes.values() if n.keep]
         needed = self._needed(kept)
         return any(self._changed(needed, k) for k in range(len(self.kernel.stages)))
@@ -206,8 +206,8 @@ class Rows(Points):
         return [self.nodes[i] for i in found]
 
     def _changed(self, again: Sequence[Node], k: int, same: bool = False) -> bool:
-        """Whether a load among `again` reads what a store before stage `k` may have written, be it (but for `same`) as an output
-        that lives in an input's memory."""
+        """Whether a load among `again` may read what a store before stage `k` wrote: to the same buffer or, unless `same`, to an
+        output that aliases an input."""
         for n in (n for n in again if n.op == "load"):
             for s in self.kernel.stages[self.stage_of[n.id] : k]:
                 if any(
@@ -219,7 +219,7 @@ class Rows(Points):
         return False
 
     def _wait(self, n: Node, by_row: bool) -> None:
-        """A barrier where an access needs one."""
+        """Emit a barrier if an access needs one."""
         if self.config.workers == "thread" or n.op not in ("load", "store"):
             return
         if self.order.before(n, by_row):
@@ -227,7 +227,7 @@ class Rows(Points):
             self.put(f"{who}_barrier(mem_flags::mem_device);")
 
     def _begin(self, n: Node, fresh: bool) -> None:
-        """Variables that go through the loop."""
+        """Declare the variables that the loop carries."""
         if n.id in self.joined:
             self.put(f"float2 m{n.id} = FW_ONLINE;")
         elif n.op == "reduce":
@@ -260,7 +260,7 @@ class Rows(Points):
             self._shared_loop(todo)
 
     def _nested(self, todo: Sequence[Node], axes: Sequence[int]) -> None:
-        """All of the row in one thread."""
+        """Emit nested loops over the whole row, for one thread."""
         if not axes:
             self._cell(todo, 1)
             return
@@ -274,8 +274,8 @@ class Rows(Points):
         return f"{self.integer}({who})"
 
     def _shared_loop(self, todo: Sequence[Node]) -> None:
-        """Neighbours of the row to neighbouring workers. Outer axes of a row are loops around it where the last is long enough,
-        else the row is one, and its axes are found by division."""
+        """Emit a loop in which neighbouring workers take neighbouring elements. If the last axis is long enough, outer axes become
+        outer loops; otherwise one loop runs over the flattened row and recovers its axes by division."""
         n_p, v = len(self.kernel.p), self.config.vector
         axes = list(range(n_p, len(self.kernel.sizes)))
         last, stride = self.kernel.sizes[axes[-1]], self.config.count * v
@@ -302,7 +302,7 @@ class Rows(Points):
                 self._outer(todo, axes[1:], stride)
 
     def _split_row(self, axes: Sequence[int]) -> None:
-        """Axes of a row from the position in it, `r`."""
+        """Define the axes of a row from the flat position `r`."""
         if len(axes) == 1:
             self.where[axes[0]] = self.axis_name(axes[0])
             return
@@ -317,7 +317,7 @@ class Rows(Points):
             inner = inner * self.kernel.sizes[a]
 
     def _held_loop(self, todo: Sequence[Node]) -> None:
-        """Steps whose number is known, so that what is held has places in registers."""
+        """Emit a loop with a fixed number of steps, unrolled so that held values stay in registers."""
         c = self.config
         axes = list(range(len(self.kernel.p), len(self.kernel.sizes)))
         row = math.prod(s for s in self.kernel.r if isinstance(s, int))
@@ -336,7 +336,7 @@ class Rows(Points):
                     self._cell(todo, c.vector)
 
     def _scan_loop(self, todo: Sequence[Node]) -> None:
-        """Steps of all threads of a row: those past the end are at the last element again, and count for nothing."""
+        """Emit a loop in which all threads of a row take every step; those past the end repeat the last element and are masked."""
         axis, count = len(self.kernel.p), self.config.count
         name, size, at = self.axis_name(axis), self.address.extent(self.kernel.sizes[axis]), f"base + {self._worker()}"
         if count > LANES:
@@ -353,22 +353,22 @@ class Rows(Points):
                 self.put("side ^= 1;")
 
     def _cell(self, todo: Sequence[Node], vector: int) -> None:
-        """One step of a loop; every so many of them sums are put together."""
+        """Emit one step of a loop; long sums are added to their totals every `TURNS` steps."""
         self.cell(todo, over_row=True, vector=vector)
         if self.sums and self._chain() > LONG:
             with self.block(f"if (++turn == {TURNS})"):
                 self._gather(again=True)
                 self.put("turn = 0;")
 
-    # sums of floats: few additions one behind another, for each of them rounds
+    # sums of floats: short chains of additions, because each addition rounds
 
     def _chain(self) -> int:
-        """Additions of one thread, by the sizes seen when tracing."""
+        """Return the number of sequential additions per thread, at the traced sizes."""
         row = math.prod(evaluate(s, self.kernel.hints) for s in self.kernel.r)
         return row // (self.config.count * self.config.vector)
 
     def _sums_begin(self, found: Sequence[Node], scans: bool) -> None:
-        """Sums that have an accumulator for each neighbour, or for some steps, beside that of the whole."""
+        """Declare partial accumulators, one per vector lane, for the sums that need them."""
         v = self.config.vector
         wanted = not scans and (v > 1 or self._chain() > LONG)
         in_parts = [n for n in found if (n.how == "sum" and n.dtype == "f32") or n.id in self.joined]
@@ -403,7 +403,7 @@ class Rows(Points):
     def _zeros(self) -> str:
         return f"float{self.config.vector}(0.0f)" if self.config.vector > 1 else "0.0f"
 
-    # nodes that gather
+    # reductions and scans
 
     def node(self, n: Node, over_row: bool) -> None:
         if n.op == "reduce":
@@ -429,8 +429,8 @@ class Rows(Points):
         self.put(f"c{n.id} = fw_from(v{n.id}, {LANES - 1});")
 
     def _scan_of_group(self, n: Node, scan: str, edge: str) -> None:
-        """What the simdgroups before this one have, by way of threadgroup memory. Steps take turns with two halves of it, so that
-        one barrier is enough."""
+        """Add the totals of preceding simdgroups through threadgroup memory. Steps alternate between two halves of it, so that one
+        barrier per step is enough."""
         kind, simds = METAL[n.dtype], self.config.count // LANES
         c, y, z, b, g = (f"{letter}{n.id}" for letter in "cyzbg")
         half = self._share(n, "t", kind, 2 * simds) + f"[side * {simds} + "
@@ -444,7 +444,7 @@ class Rows(Points):
         self.put(f"{c} = {combined(n.how, n.dtype, c, f'fw_from({z}, {simds - 1})')};")
 
     def _reduce(self, n: Node) -> None:
-        """This thread's part of a reduction goes on by one element."""
+        """Accumulate one element into this thread's part of a reduction."""
         x, dtype = self.operand(n.args[0]), self._operand_type(n)
         if n.id in self.joined:
             name = f"m{n.id}" if n not in self.sums else f"q{n.id}[{'k' if self.config.vector > 1 else 0}]"
@@ -464,7 +464,7 @@ class Rows(Points):
             self.put(f"b{n.id} = {self._position()};")
 
     def _position(self) -> str:
-        """Which element of the row this is."""
+        """Return the flat position of the current element in the row."""
         n_p = len(self.kernel.p)
         text = ""
         for a in range(n_p, len(self.kernel.sizes)):
@@ -474,7 +474,7 @@ class Rows(Points):
             )
         return text
 
-    # parts of a reduction to one
+    # combining partial reductions
 
     def _finish(self, found: Sequence[Node]) -> None:
         if found and self.config.workers != "thread" and self.config.workers != "columns":
@@ -497,7 +497,7 @@ class Rows(Points):
                 self.names[n.id] = f"a{n.id}"
 
     def _in_simd(self, n: Node) -> None:
-        """All lanes have the simdgroup's value afterwards."""
+        """Reduce over the simdgroup; afterwards all lanes have the result."""
         a, b = f"a{n.id}", f"b{n.id}"
         if n.id in self.joined:
             self.put(f"m{n.id} = fw_simd_online(m{n.id});")
@@ -516,7 +516,7 @@ class Rows(Points):
         return f"{name}{n.id}"
 
     def _in_group(self, found: Sequence[Node]) -> None:
-        """Each simdgroup's value by way of threadgroup memory; every simdgroup puts them together for itself."""
+        """Exchange the simdgroups' partial results through threadgroup memory; every simdgroup then combines all of them itself."""
         simds = self.config.count // LANES
         with self.block("if (lane == 0)"):
             for n in found:
@@ -532,7 +532,7 @@ class Rows(Points):
             self._in_simd(n)
 
     def _leave(self, n: Node, count: int, at: str) -> None:
-        """This thread's part of a reduction in threadgroup memory."""
+        """Write this thread's partial result to threadgroup memory."""
         if n.id in self.joined:
             for k, i in enumerate((n.id, self.joined[n.id])):
                 self.put(f"{self._share(self.nodes[i], 't', 'float', count)}[{at}] = m{n.id}[{k}];")
@@ -550,7 +550,7 @@ class Rows(Points):
             self.put(f"b{n.id} = g{n.id}[{at}];")
 
     def _in_columns(self, found: Sequence[Node]) -> None:
-        """The simdgroups' values of each column, by way of threadgroup memory."""
+        """Combine the simdgroups' partial results of each column through threadgroup memory."""
         count = self.config.count
         for n in found:
             self._leave(n, count * LANES, f"simd * {LANES} + lane")

@@ -1,10 +1,10 @@
-"""How the points and rows of a kernel are spread over threads: a formula of strides, types, the sizes seen when tracing and the
-chip (`target`): its cores, how many SIMD groups keep its memory busy, its threadgroup memory.
+"""Choose how the points and rows of a kernel are spread over threads, by a formula of strides, types, traced sizes and properties
+of the chip (`target`): cores, SIMD groups that keep its memory busy, threadgroup memory.
 
-What it rests on, of Apple's GPUs:
-- a simdgroup has 32 lanes; it moves memory best when lanes take neighbouring elements, and a lane up to four of them at once;
-- a simdgroup's reduction costs a few instructions, one of a threadgroup a barrier and threadgroup memory beside;
-- a dispatch has three directions, so three axes need no division.
+Assumptions about Apple's GPUs:
+- a simdgroup has 32 lanes; accesses are fastest when lanes take neighbouring elements, up to four per lane at once;
+- a reduction over a simdgroup costs a few instructions; over a threadgroup also a barrier and threadgroup memory;
+- a dispatch has three directions, so up to three axes need no division.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ Workers: TypeAlias = Literal["thread", "simd", "group", "columns"]
 
 LANES = 32
 GROUP = 256
-"""Threads of a threadgroup without rows."""
+"""Threads per threadgroup in kernels without rows."""
 SIDE = 32
-"""Elements of a tile along either axis."""
+"""Elements of a tile along each axis."""
 VECTOR = 4
-"""Elements of Metal's widest vectors."""
+"""Elements in Metal's widest vectors."""
 HELD = 48
-"""Registers of a thread that elements of a row may take."""
+"""Most registers per thread for held elements of a row."""
 FORCED = 64
-"""The same where nothing else will do: a row that is needed again after it was overwritten."""
+"""The same limit for a row that is needed again after it was overwritten, so that it must be held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`workers` share the row of a point: one thread, a simdgroup, a threadgroup, or ("columns") simdgroups that lie across 32
-    neighbouring points; `count` of them. `vector` neighbours along axis `along` are one thread's (None: there is no such axis).
-    `order` are the axes of P by the direction of the dispatch that they take: x, y, then all others along z. `held`: steps that
-    each worker takes over a row whose elements stay in registers, 0: they are read again. `most`: threads of a dispatch along an
-    only axis of unknown or great length; each goes on by as many."""
+    """`count` `workers` share the row of a point: one thread, a simdgroup, a threadgroup, or ("columns") simdgroups that span 32
+    neighbouring points. A thread takes `vector` neighbours along axis `along` (None: no such axis). `order` lists the axes of P
+    by direction of the dispatch: x, y, then all others along z. `held`: steps per worker over a row that stays in registers; 0 if
+    it is read again. `most`: most threads along a single axis of unknown or great length; each strides by that number."""
 
     workers: Workers
     count: int
@@ -54,7 +53,7 @@ class Config:
 
 
 def choose(kernel: Kernel, target: Target, aligned: bool = True) -> Config:
-    """The configuration of a kernel on a chip."""
+    """Choose the configuration of a kernel on a chip."""
     seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
     if not kernel.r:
         return _points(kernel, seen, target, aligned)
@@ -75,7 +74,7 @@ def choose(kernel: Kernel, target: Target, aligned: bool = True) -> Config:
 
 
 def contiguous(kernel: Kernel, seen: list[int]) -> list[int]:
-    """Bytes that are moved along each axis by accesses whose neighbours along it are neighbours in memory."""
+    """Return, for each axis, the bytes moved by accesses that are contiguous along it."""
     found = [0] * len(seen)
     for n in accesses(kernel):
         assert n.index is not None
@@ -87,7 +86,7 @@ def contiguous(kernel: Kernel, seen: list[int]) -> list[int]:
 
 
 def accesses(kernel: Kernel) -> list[Node]:
-    """Loads and stores, equal ones once."""
+    """Return the distinct loads and stores."""
     found: dict[tuple[object, ...], Node] = {}
     for n in kernel.nodes():
         if n.op in ("load", "store"):
@@ -96,7 +95,7 @@ def accesses(kernel: Kernel) -> list[Node]:
 
 
 def _order(n_p: int, first: int | None = None) -> tuple[int, ...]:
-    """Axes of P, `first` foremost, then from the innermost to the outermost."""
+    """Return the axes of P: `first`, then the others from the innermost to the outermost."""
     rest = [a for a in reversed(range(n_p)) if a != first]
     return tuple(rest if first is None else [first, *rest])
 
@@ -116,8 +115,8 @@ def _points(kernel: Kernel, seen: list[int], target: Target, aligned: bool) -> C
 
 
 def _across(reach: list[int], seen: list[int], along: int) -> int | None:
-    """The axis along which other accesses have their neighbours, where that is a good part of the traffic: a group is a tile of
-    both axes then, so that it uses whole lines of the cache either way."""
+    """Return the axis along which other accesses are contiguous, if they are a good part of the traffic. The threadgroup is then a
+    tile over both axes, so that it uses whole cache lines either way."""
     others = [a for a in range(len(seen)) if a != along]
     best = max(others, key=lambda a: (reach[a], a), default=None)
     if best is None or reach[best] * 4 < reach[along] or not reach[best]:
@@ -126,7 +125,7 @@ def _across(reach: list[int], seen: list[int], along: int) -> int | None:
 
 
 def _group(order: tuple[int, ...], seen: list[int], vector: int) -> tuple[int, int, int]:
-    """Threads of a group in each direction: along x as far as it goes, then along y and z."""
+    """Return the threads of a threadgroup in each direction, filling x first, then y and z."""
     sizes = [-(-seen[order[0]] // vector), *(seen[a] for a in order[1:2])]
     sizes.append(math.prod(seen[a] for a in order[2:]))
     group, left = [], GROUP
@@ -137,7 +136,7 @@ def _group(order: tuple[int, ...], seen: list[int], vector: int) -> tuple[int, i
 
 
 def _alone(kernel: Kernel, seen: list[int], best: int | None) -> Config:
-    """A thread for each point; neighbours along the axis that memory favours."""
+    """One thread per point; neighbouring threads lie along the most contiguous axis."""
     n_p = len(kernel.p)
     order = _order(n_p, best if best is not None else None)
     group = _group(order, seen, 1) if order else (1, 1, 1)
@@ -145,7 +144,7 @@ def _alone(kernel: Kernel, seen: list[int], best: int | None) -> Config:
 
 
 def _simds(kernel: Kernel, seen: list[int], vector: int) -> Config:
-    """A simdgroup for each point; some points to a threadgroup, whose simdgroups have nothing to do with each other."""
+    """One simdgroup per point; a threadgroup holds several independent ones."""
     order = _order(len(kernel.p))
     together = min(8, _pow2(seen[order[0]])) if order else 1
     scans = any(n.op == "scan" for n in kernel.nodes())
@@ -154,7 +153,7 @@ def _simds(kernel: Kernel, seen: list[int], vector: int) -> Config:
 
 
 def _group_of_a_row(kernel: Kernel, points: int, row: int, vector: int, target: Target) -> Config:
-    """A threadgroup for each point. Its threads take four steps, fewer where so few points leave cores without work."""
+    """One threadgroup per point. Each thread takes four steps, or fewer if the points are too few to occupy all cores."""
     steady, idle = row // (4 * vector), min(target.simdgroups * LANES // points, row // (2 * vector)) if points else 0
     count = min(target.max_threads, max(2 * LANES, _pow2(max(steady, idle))))
     held = 0 if any(n.op == "scan" for n in kernel.nodes()) else _steps(kernel, count * vector)
@@ -162,7 +161,7 @@ def _group_of_a_row(kernel: Kernel, points: int, row: int, vector: int, target: 
 
 
 def _columns(kernel: Kernel, seen: list[int], best: int, row: int, target: Target) -> Config:
-    """Simdgroups that lie along memory, side by side over the row; no more than threadgroup memory has room for."""
+    """Simdgroups whose lanes are neighbouring points and which divide the row; as many as threadgroup memory has room for."""
     reductions = sum(2 if n.how.startswith("arg") else 1 for n in kernel.nodes() if n.op == "reduce")
     room = target.threadgroup * 3 // 4 // (LANES * 8 * max(1, reductions))
     count = max(1, min(LANES, _pow2(row // 8), _pow2(room + 1) // 2))
@@ -170,17 +169,17 @@ def _columns(kernel: Kernel, seen: list[int], best: int, row: int, target: Targe
 
 
 def _steps(kernel: Kernel, at_once: int) -> int:
-    """Steps over a row that is held; 0 where it is not known, or too long."""
+    """Return the number of steps over a held row, 0 if its length is unknown."""
     row = math.prod(s for s in kernel.r if isinstance(s, int)) if all(isinstance(s, int) for s in kernel.r) else 0
     return -(-row // at_once) if row else 0
 
 
 def _vector(kernel: Kernel, axis: int, seen: list[int], aligned: bool) -> int:
-    """How many neighbours along an axis are moved at once: what most accesses can."""
+    """Return how many neighbours along an axis are moved at once: the widest vector that all contiguous accesses allow."""
     if not aligned or any(n.op == "scan" for n in kernel.nodes()) or _read_again(kernel):
         return 1
     size = kernel.sizes[axis]
-    alone = len(kernel.sizes) == 1 and not kernel.r  # then those that are left over have a loop of their own
+    alone = len(kernel.sizes) == 1 and not kernel.r  # then a separate loop handles the remainder
     for v in (VECTOR, 2):
         if seen[axis] < v or not (multiple(size, v) or alone):
             continue
@@ -199,18 +198,18 @@ def moves(n: Node, axis: int, vector: int) -> bool:
 
 
 def _strides(ix: Index, axis: int) -> list[Extent]:
-    """All that an address is made of beside the axis."""
+    """Return all offsets and strides of an address except that of the axis."""
     out: list[Extent] = [ix.offset, *(c for a, c in ix.coefs if a != axis)]
     out += [d.stride for d in ix.divmods]
     return out + [i.stride for i in ix.indirect]
 
 
 def _read_again(kernel: Kernel) -> bool:
-    """Whether a buffer is loaded that the kernel stores."""
+    """Whether the kernel loads a buffer that it also stores."""
     stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
     return any(n.op == "load" and n.buffer in stored for n in kernel.nodes())
 
 
 def _pow2(n: int) -> int:
-    """The least power of 2 that is at least `n`."""
+    """Return the smallest power of 2 that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,12 +1,12 @@
-"""What an emitted kernel is, and how it is dispatched: the same for Metal and for its simulation.
+"""An emitted kernel and how to dispatch it; the same for Metal and its simulation.
 
     source = emit(kernel)                                   # `emitter`
-    shaders = compile_shader(library([source]))             # torch.mps's, or `simulate.compile_shader`
+    shaders = compile_shader(library([source]))             # of torch.mps, or `simulate.compile_shader`
     for call in source.calls(tensors, sizes, scalars, errors):
         getattr(shaders, call.entry)(*call.args, threads=call.threads, group_size=call.group_size)
 
-Arguments are what `torch.mps.compile_shader` takes: tensors become `device` pointers, a list of ints `constant long*`, a list of
-floats `constant float*`.
+Arguments have the types that `torch.mps.compile_shader` takes: tensors become `device` pointers, a list of ints `constant long*`,
+a list of floats `constant float*`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal["buffer", "sizes", "reals", "integers", "errors"]
 Three: TypeAlias = tuple[int, int, int]
 
 MOST_ARGUMENTS = 31
-"""Entries of Metal's buffer argument table."""
+"""Entries in Metal's buffer argument table."""
 SLOT = torch.int32
 """Type of the error buffer."""
 
@@ -38,7 +38,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The argument at one index of the buffer table. `buffer` (of a "buffer") is a position among the kernel's buffers."""
+    """The argument at one index of the buffer table. For kind "buffer", `buffer` is the position among the kernel's buffers."""
 
     kind: Kind
     buffer: int = 0
@@ -46,7 +46,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """One launch of `entry`: `threads` in each direction, over the kernel's sizes, in threadgroups of `group`."""
+    """One launch of `entry`: `threads` in each direction (as functions of the kernel's sizes), in threadgroups of `group`."""
 
     entry: str
     arguments: tuple[Argument, ...]
@@ -56,7 +56,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A dispatch with what it is given. `args` and the two shapes are those of a function of a compiled shader."""
+    """A dispatch with concrete arguments, as the function of a compiled shader takes them."""
 
     entry: str
     args: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What emitted code takes for granted. `aligned`: buffers begin at `Source.alignment`; `wide`: offsets are 64 bits.
+    """Assumptions of emitted code. `aligned`: buffers start at multiples of `Source.alignment`; `wide`: offsets are 64-bit;
     `check_division`: integer division by zero is reported, as eager does on CPUs but not on GPUs."""
 
     aligned: bool = True
@@ -76,12 +76,12 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Metal functions of a kernel, without the prelude that all kernels share (`emitter.library`).
+    """The Metal functions of a kernel, without the prelude that all kernels share (`emitter.library` adds it).
 
-    `alignment` is in bytes, for each buffer: where one begins elsewhere, the variant that is not `aligned` is needed.
-    `errors` is the number of elements of the error buffer (`SLOT`), all 0 before the first dispatch; 0: it takes none.
-    `apart`: inputs must not lie in the memory of outputs, for they are read after those are stored: by another dispatch, where
-    there are several for want of arguments, or because a row is too long to be held.
+    `alignment`: bytes per buffer; if a buffer is not aligned to it, the variant that is not `aligned` is needed.
+    `errors`: number of elements of the error buffer (`SLOT`), all 0 before the first dispatch; 0 if there is no such buffer.
+    `apart`: inputs must not alias outputs, because they are read after outputs are stored: by a later dispatch, if the kernel had
+    too many arguments for one, or because a row is too long to be held.
     """
 
     kernel: Kernel
@@ -93,7 +93,7 @@ class Source:
     apart: bool = False
 
     def aligned(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether buffers begin where the code wants them. On a device, offsets into buffers count, not addresses on the host."""
+        """Whether buffers are aligned as the code requires. On a device, offsets into buffers count, not host addresses."""
         return all(_start(t) % a == 0 for t, a in zip(tensors, self.alignment, strict=True) if a > 1)
 
     def calls(
@@ -103,7 +103,7 @@ class Source:
         scalars: Sequence[Number] = (),
         errors: torch.Tensor | None = None,
     ) -> Iterator[Call]:
-        """What to call, in order; nothing where there are no points."""
+        """Yield the calls in order; none if the kernel has no points."""
         numbers: dict[str, Any] = {
             "sizes": list(sizes),
             "reals": [float(x) for x, s in zip(scalars, self.kernel.scalars, strict=True) if s.dtype in ("f32", "f64")],
@@ -121,12 +121,12 @@ class Source:
 
 
 def _start(t: torch.Tensor) -> int:
-    """Where a tensor begins in bytes: an allocation of a device begins at a multiple of 256."""
+    """Return the start of a tensor in bytes: on a device the offset, since allocations are aligned to 256."""
     return t.data_ptr() if t.device.type == "cpu" else int(t.storage_offset()) * t.element_size()
 
 
 def apart(tensors: Sequence[torch.Tensor], kernel: Kernel) -> list[torch.Tensor]:
-    """The tensors, with copies of inputs that lie in the memory of an output: a later dispatch still reads them."""
+    """Return the tensors, with copies of inputs that alias an output, because they are read after it is stored."""
     written = [_memory(t) for t, b in zip(tensors, kernel.buffers, strict=True) if b.access != "in"]
     return [
         _copy(t) if b.access == "in" and any(_meet(_memory(t), w) for w in written) else t
@@ -135,7 +135,7 @@ def apart(tensors: Sequence[torch.Tensor], kernel: Kernel) -> list[torch.Tensor]
 
 
 def _memory(t: torch.Tensor) -> tuple[int, int]:
-    """First and last byte address."""
+    """Return the tensor's first and last byte address."""
     start = t.untyped_storage().data_ptr() + int(t.storage_offset()) * t.element_size()
     return start, start + _elements(t) * t.element_size()
 
@@ -145,7 +145,7 @@ def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def _elements(t: torch.Tensor) -> int:
-    """From the first to the last, gaps included."""
+    """Return the number of elements from the first to the last, gaps included."""
     return 0 if t.numel() == 0 else 1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
 
 
@@ -154,14 +154,14 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def most_threads(group: Three) -> str:
-    """What stands before a function. Metal's compiler takes no more registers a thread than let such a threadgroup run: without it,
-    one that holds much of a row may be refused at the dispatch."""
+    """Return the attribute that limits a function's threadgroup size, so that Metal's compiler allocates few enough registers for a
+    threadgroup this large. Without it, a kernel that holds much of a row may be refused at dispatch."""
     return f"[[max_total_threads_per_threadgroup({math.prod(group)})]]"
 
 
 def error_word(errors: torch.Tensor) -> int:
-    """The word of the check that eager makes first (`fusewright.toolkit.ir.checks`), or 0. Each check has four words: its number
-    where it failed, the index in two."""
+    """Return the word of the failed check that eager makes first (`fusewright.toolkit.ir.checks`), or 0. Each check has four words:
+    its number if it failed, the index in two words, padding."""
     failed = [row for row in errors.cpu().view(-1, 4).tolist() if row[0]]
     if not failed:
         return 0

@@ -1,4 +1,4 @@
-"""Values of a kernel as Metal statements: each is computed once where it is needed, under the name `v<id>`."""
+"""Emit the values of a kernel as Metal statements: each is computed once, where it is needed, as `v<id>`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TAKEN = re.compile(
     r"const|constant|device|do|double|else|enum|false|float|for|half|bfloat|if|inline|int|kernel|long|metal|new|shim|short|signed|"
     r"sizeof|static|struct|template|this|thread|threadgroup|true|typedef|typename|uint|union|unsigned|using|vertex|fragment|void)"
 )
-"""Names that generated code has for itself, and Metal's words."""
+"""Names that generated code uses itself, and Metal's keywords."""
 
 
 class Writer:
-    """Lines of one function. `names` says how values are written at this place; `where` how axes are."""
+    """Emits the lines of one function. `names` holds the current text of each value, `where` that of each axis."""
 
     def __init__(self, kernel: Kernel, config: Config, variant: Variant) -> None:
         self.kernel, self.config, self.variant = kernel, config, variant
@@ -44,7 +44,7 @@ class Writer:
         self.names: dict[int, str] = {}
         self.where: dict[int, str] = {}
         self.asked = "true"
-        """Whether this thread's element exists: what checks report where it does not is nobody's index."""
+        """Condition that this thread's element exists; checks must not report elements that do not."""
         self.integer = "long" if variant.wide else "int"
         self.buffers = buffer_names(kernel)
         self.address = Addresses(variant.wide, self.axis, self._index_value)
@@ -58,7 +58,7 @@ class Writer:
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Lines in braces behind `head`; what is named inside is not known outside."""
+        """Emit a block in braces after `head`; names defined inside are dropped at its end."""
         self.put(f"{head} {{".lstrip())
         names, where = dict(self.names), dict(self.where)
         self.depth += 1
@@ -73,7 +73,7 @@ class Writer:
         return self.where.get(a, "0")
 
     def axis_name(self, a: int) -> str:
-        """p0, p1, ..., r0, ... as in the printed IR."""
+        """Return p0, p1, ..., r0, ..., as in the printed IR."""
         n_p = len(self.kernel.p)
         return f"p{a}" if a < n_p else f"r{a - n_p}"
 
@@ -84,7 +84,7 @@ class Writer:
         return self.names[i]
 
     def _index_value(self, i: int) -> str:
-        """A value as an index. One that was checked fits 32 bits where all offsets do."""
+        """Return a value as an index. A bounds-checked index fits 32 bits if all offsets do."""
         text = self.operand(i)
         return text if self.variant.wide or self.nodes[i].op != "bound" else f"int({text})"
 
@@ -92,13 +92,13 @@ class Writer:
         return self.address.index(_present(n.index))
 
     def place(self, n: Node) -> str:
-        """The element that a load or a store is of."""
+        """Return the element that a node loads or stores."""
         return f"{self.buffers[n.buffer or 0]}[{self.index(n)}]"
 
     # values
 
     def value(self, n: Node) -> None:
-        """Writes the value of a node, unless it is known here."""
+        """Emit the value of a node, unless it is already defined here."""
         if n.id in self.names or n.op == "const":
             return
         kind = METAL.get(n.dtype, "float")
@@ -107,13 +107,13 @@ class Writer:
             self.put(f"{kind} v{n.id} = {self.operand(n.args[1]) if n.args else literal(0, n.dtype)};")
             self.put(f"if ({' && '.join(tests)}) {{ v{n.id} = {self.place(n)}; }}")
         elif n.op == "bound" and n.id not in self.used:
-            self.put(f"{self._expression(n)};")  # a check is an effect
+            self.put(f"{self._expression(n)};")  # emitted though unused: a check is an effect
         else:
             self.put(f"const {kind} v{n.id} = {self._expression(n)};")
         self.names[n.id] = f"v{n.id}"
 
     def _load_tests(self, n: Node) -> list[str]:
-        """What must hold for a load to be made. An element that is another thread's is not loaded: that thread may store it."""
+        """Return the conditions for a load. Elements of other threads are not loaded, because those may store them."""
         return [self.operand(n.args[0])] if n.args else []
 
     def _expression(self, n: Node) -> str:
@@ -142,14 +142,14 @@ class Writer:
         dtype = self.nodes[n.args[-1]].dtype
         args = [self.operand(a) for a in n.args]
         if n.op in COMPARISONS and n.args[0] == n.args[1]:
-            args[1] = f"fw_itself({args[1]})"  # compilers warn of what they know the result of
+            args[1] = f"fw_itself({args[1]})"  # hides the operand: compilers warn of comparisons with itself
         if n.op in DIVISIONS and TYPES[dtype].kind == "int":
             args[1] = self._divisor(args[1])
         text = form_of(n.op, dtype, n.id in self.soft)
         return text.format(*(atom(a) if not _in_call(text, k) else a for k, a in enumerate(args)))
 
     def _divisor(self, text: str) -> str:
-        """A divisor without zeros, which are reported where eager makes an error of them."""
+        """Return a divisor that is never zero; zeros are reported where eager raises an error."""
         if not self.variant.check_division:
             return f"fw_nonzero({text})"
         return f"fw_divisor({text}, {self.asked}, errors, {sites(self.kernel)})"
@@ -168,7 +168,7 @@ _AXIS = re.compile(r"\s*const \w+ ([pr]\d*) = ")
 
 
 def without_unused(lines: list[str]) -> list[str]:
-    """The lines of a block but for names of axes that nothing in it uses."""
+    """Return the lines of a block without definitions of unused axes."""
     out: list[str] = []
     words: set[str] = set()
     for line in reversed(lines):
@@ -180,7 +180,7 @@ def without_unused(lines: list[str]) -> list[str]:
 
 
 def _in_call(text: str, k: int) -> bool:
-    """Whether the k-th operand is an argument of a call, where no operator stands beside it."""
+    """Whether the k-th operand is a whole call argument, so that it needs no parentheses."""
     return re.search(rf"[(,] ?\{{{k}\}}[,)]", text) is not None
 
 
@@ -191,18 +191,18 @@ def _present(index: Index | None) -> Index:
 
 
 def sites(kernel: Kernel) -> int:
-    """Checks with a slot of their own; divisions have the one behind them."""
+    """Return the number of checks with their own error slot; all divisions share the slot after them."""
     return max((int(n.value or 1) for n in kernel.nodes() if n.op == "bound"), default=0)
 
 
 def divides(kernel: Kernel) -> bool:
-    """Whether whole numbers are divided."""
+    """Whether the kernel divides integers."""
     nodes = kernel.node_map()
     return any(n.op in DIVISIONS and TYPES[nodes[n.args[0]].dtype].kind == "int" for n in nodes.values())
 
 
 def buffer_names(kernel: Kernel) -> list[str]:
-    """Names of buffers as parameters: words that nothing else is called."""
+    """Return parameter names for the buffers that collide with nothing else."""
     out: list[str] = []
     for b in kernel.buffers:
         word = "".join(c if c.isascii() and c.isalnum() else "_" for c in b.name)
@@ -214,8 +214,8 @@ def buffer_names(kernel: Kernel) -> list[str]:
 
 
 def softened(kernel: Kernel) -> frozenset[int]:
-    """f32 values that are only ever rounded to a half type, if after operations that keep relative errors as they are: an error
-    of some units in their last place is nothing to what the rounding adds."""
+    """Return the f32 values that are only ever rounded to a half type, directly or after ops that preserve relative error: an
+    error of a few f32 units in the last place is negligible next to that rounding."""
     users: dict[int, list[Node]] = {}
     for n in kernel.nodes():
         for u in n.uses():
@@ -236,7 +236,7 @@ def softened(kernel: Kernel) -> frozenset[int]:
 
 
 def refuse_f64(kernel: Kernel) -> None:
-    """Metal has no f64. Numbers of that type that are only cast are rounded by the host, which loses nothing."""
+    """Raise `Unsupported` for f64, which Metal lacks. Constants and scalars that are only cast pass: the host rounds them."""
     users: dict[int, Sequence[Node]] = {}
     for n in kernel.nodes():
         for u in n.uses():

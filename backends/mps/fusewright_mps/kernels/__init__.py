@@ -1,1 +1,1 @@
-"""Metal kernels written by hand: launched, compiled and stored as loop kernels are."""
+"""Handwritten Metal kernels, launched, compiled and cached like loop kernels."""

@@ -1,8 +1,8 @@
 """Attention of few queries over a long cache (split-KV decoding: Dao et al., Flash-Decoding, 2023), in two functions.
 
-`Parts`: a SIMD group takes a part of the keys of one head of the cache, for every query that reads it (the query heads of a group,
-times queries): keys and values are read once. Scores go along lanes, the softmax is online in registers, nothing is shared, so
-there is no barrier. `Combined` puts the parts of a row together.
+`Parts`: a SIMD group takes one split of the keys of one cache head, for every query that reads it (the group's query heads times
+queries), so keys and values are read once. Lanes divide the head dimension, the softmax is online in registers, and there is no
+threadgroup memory and no barrier. `Combined` merges the splits of each row.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fusewright_mps.target import Target
 
 LANES = 32
 MOST_ROWS = 16
-"""Queries that read one head of the cache: their rows lie in registers."""
+"""Most queries that read one head of the cache; their rows are kept in registers."""
 LARGEST_DIM = 256
 MOST_REGISTERS = 2048
-"""Numbers of a SIMD group's rows, head by rows: twice as many (queries and sums) are half a lane's registers."""
+"""Most numbers (head dimension times rows) in a SIMD group's rows; queries and sums together take half a lane's registers."""
 SHORTEST = 32
-"""Keys of a part at least."""
+"""Fewest keys in a split."""
 MOST_PARTS = 64
 
 Mask = Literal["", "bool", "added"]
@@ -31,9 +31,9 @@ Mask = Literal["", "bool", "added"]
 @dataclass(frozen=True, slots=True)
 class Parts(Handwritten):
     """query [b, h, q, d], key and value [b, heads, keys, d] of `dtype` (Metal's name), h = heads * group; mask broadcasts to
-    [b, h, q, keys]. Strides are (b, h, row) of each, the mask's (b, h, row, key); the last dimension of the others is dense.
+    [b, h, q, keys]. Strides are (b, h, row) of each, with a dense last dimension, and (b, h, row, key) of the mask.
 
-    Gives sums [b * heads, parts, rows, d], maxima and totals [b * heads, parts, rows] in fp32."""
+    Outputs sums [b * heads, parts, rows, d], and maxima and totals [b * heads, parts, rows], in fp32."""
 
     kind: ClassVar[str] = "decode_parts"
 
@@ -63,7 +63,7 @@ class Parts(Handwritten):
 
     @property
     def width(self) -> int:
-        """Neighbours along a head that a lane reads in one load, where heads and strides are a multiple of them."""
+        """Elements along a head that a lane reads in one load; head size and strides are multiples of it."""
         strides = self.strides[:9]
         return next((w for w in (4, 2) if self.d % (LANES * w) == 0 and not any(s % w for s in strides)), 1)
 
@@ -92,7 +92,7 @@ class Parts(Handwritten):
 
     @property
     def alignment(self) -> tuple[int, ...]:
-        """What vectors want, in bytes: of queries, keys, values, and of the sums."""
+        """Alignment in bytes that vector accesses to queries, keys, values and sums need."""
         size, w = (4 if self.dtype == "float" else 2), self.width
         wanted = {**dict.fromkeys("qkv", size * w), "sums": 4 * w} if w > 1 else {}
         return tuple(wanted.get(b.name, 1) for b in self.buffers)
@@ -160,7 +160,7 @@ class Parts(Handwritten):
         yield "}"
 
     def _loaded(self, to: str, buffer: str, at: str, aligned: bool, scaled: str = "") -> Iterator[str]:
-        """A lane's neighbours as fp32."""
+        """Emit the load of a lane's elements as fp32."""
         w = self.width
         if w == 1:
             yield f"            {to}[i] = float({buffer}[{at}]){scaled};"
@@ -198,8 +198,8 @@ class Parts(Handwritten):
 
 @dataclass(frozen=True, slots=True)
 class Combined(Handwritten):
-    """The rows of `Parts` together, as [b, heads * group, queries, d] of `dtype` in these strides (b, h, row). A row that saw no
-    key is 0, as torch's attention has it."""
+    """Merges the splits of `Parts` into [b, heads * group, queries, d] of `dtype` with strides (b, h, row). A row that saw no key
+    is 0, as in torch's attention."""
 
     kind: ClassVar[str] = "decode_combined"
 
@@ -267,6 +267,6 @@ uint lane [[thread_index_in_simdgroup]]) {{
 
 
 def chunk_for(keys: int, batches: int, target: Target) -> int:
-    """Keys of a part: parts enough that each core has the SIMD groups that hide its loads."""
+    """Return the keys per split, few enough that each core has enough SIMD groups to hide memory latency."""
     wanted = min(MOST_PARTS, max(1, -(-target.simdgroups // batches)))
     return max(SHORTEST, -(-keys // wanted))

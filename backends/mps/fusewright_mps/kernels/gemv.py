@@ -1,13 +1,13 @@
-"""Products of a few rows with weights of 8 or 4 bits: `out[m, n] = sum(x[m, k] * (q[n, k] - zero[n, g]) * scale[n, g]) + bias[n]`.
+"""Products of a few rows with 8-bit or 4-bit weights: `out[m, n] = sum(x[m, k] * (q[n, k] - zero[n, g]) * scale[n, g]) + bias[n]`.
 
-Decoding reads every weight once, so all that counts is how few bytes that is. A SIMD group computes `rows` outputs together, its
-lanes side by side along k: a load of a lane is 4 bytes of weights, one of the group 128 bytes in a row, and `x` is read once for
-all its outputs. Zeros cost one sum of `x` for each group, not a subtraction for each weight.
+Decoding reads every weight once, so its speed depends on the bytes read. A SIMD group computes `rows` outputs together with its
+lanes side by side along k: a lane loads 4 bytes of weights, the SIMD group 128 contiguous bytes, and `x` is read once for all
+its outputs. Zero points cost one sum of `x` per group instead of a subtraction per weight.
 
-Weights of 4 bits that torchao keeps in 8 (`IntxUnpackedToInt8Tensor`) are split once into planes of nibbles, low and high. The
-second plane is read only for rows whose flag says that some weight is no signed nibble, so that 4-bit weights cost 4 bits and
-others are right too. Weights that torch or torchao has packed for MPS itself are unsigned nibbles, low ones first, and are read as
-they are: `out[m, n] = sum(x[m, k] * ((q[n, k] - middle) * scale[n, g] + zero[n, g]))`.
+4-bit weights that torchao stores in 8 bits (`IntxUnpackedToInt8Tensor`) are split once into planes of low and high nibbles. The
+high plane is read only for rows whose flag says that some weight does not fit a signed nibble, so 4-bit weights cost 4 bits and
+wider ones are still computed correctly. Weights that torch or torchao packed for MPS are unsigned nibbles, low ones first, and are
+read as they are: `out[m, n] = sum(x[m, k] * ((q[n, k] - middle) * scale[n, g] + zero[n, g]))`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fusewright_mps.target import Target
 
 LANES = 32
 MOST_ROWS = 4
-"""Of x."""
+"""Most rows of x."""
 SIMD_GROUPS = 2
-"""In a threadgroup: little is shared, and small groups spread over all cores."""
+"""SIMD groups per threadgroup: little is shared, and small threadgroups spread over all cores."""
 
 
 Packed: TypeAlias = Literal["", "tinygemm", "affine"]
-"""Unsigned nibbles: "tinygemm" is torch's `_weight_int4pack_mm`, scale and zero [k / group, n, 2] and a middle of 8; "affine" is
-torchao's `_linear_fp_act_4bit_weight`, scale and zero [n, k / group] each and a middle of 0."""
+"""Formats of unsigned nibbles. "tinygemm" is torch's `_weight_int4pack_mm`: scale and zero in one [k / group, n, 2], middle 8.
+"affine" is torchao's `_linear_fp_act_4bit_weight`: scale and zero [n, k / group] each, middle 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemv(Handwritten):
     """x [m, k] of `dtype` (Metal's name), weights [n, k] of `bits`, scale [n, k / group] of `dtype`, zero [n, k / group] of type
-    `zeros` (Metal's name, or "" for none), bias [n] of `dtype` where `biased`. `rows` are outputs of a SIMD group. k is a multiple
-    of 8, and so is `group`. Weights of 4 bits are planes, or `packed`."""
+    `zeros` (Metal's name, or "" for none), bias [n] of `dtype` if `biased`. `rows`: outputs per SIMD group. k and `group` are
+    multiples of 8. 4-bit weights are nibble planes, or `packed`."""
 
     kind: ClassVar[str] = "gemv"
 
@@ -87,7 +87,7 @@ class Gemv(Handwritten):
 
     @property
     def alignment(self) -> tuple[int, ...]:
-        """Rows of `x` and weights are read in vectors of four, a scale and its zero together."""
+        """Rows of `x` and weights are read in vectors of four; "tinygemm" reads a scale and its zero together."""
         size = 2 if self.dtype != "float" else 4
         wanted = {"x": 4 * size, "w": 4, "low": 4, "high": 4, "scale": 2 * size if self.packed == "tinygemm" else 1}
         return tuple(wanted.get(b.name, 1) for b in self.buffers)
@@ -135,7 +135,7 @@ class Gemv(Handwritten):
         yield "}"
 
     def _places(self) -> Iterator[str]:
-        """Where the rows of weights begin, and their factors: 64 bits, and not in the loop."""
+        """Emit the 64-bit start offsets of the weight rows and their factors, outside the loop."""
         length = "K" if self.bits == 8 else "(K / 2)"
         factors = "" if self.packed == "tinygemm" else f", factors[{self.rows}]"
         yield f"    int n[{self.rows}];"
@@ -148,7 +148,7 @@ class Gemv(Handwritten):
         yield "    }"
 
     def _step_places(self) -> Iterator[str]:
-        """Of a lane's weights in every row."""
+        """Emit the offsets within the rows for one step."""
         yield "        const int g = k / group;"
         if self.packed == "tinygemm":
             yield "        const long factors = long(g) * 2 * N;"
@@ -156,7 +156,7 @@ class Gemv(Handwritten):
             yield "        const int from = k >> 1;"
 
     def _factors(self, aligned: bool) -> Iterator[str]:
-        """`s` and `z`: the factor of a group and its zero."""
+        """Emit `s` and `z`: the scale and zero of a group."""
         if self.packed == "tinygemm":
             yield f"            const {self.dtype}2 both = {vector(self.dtype, 2, 'scale', 'factors + 2 * n[j]', aligned)};"
             yield "            const float s = float(both[0]), z = float(both[1]);"
@@ -166,7 +166,7 @@ class Gemv(Handwritten):
             yield "            const float z = float(zero[factors[j] + g]);"
 
     def _added(self) -> str:
-        """A total with a lane's part of a row added."""
+        """Return the expression that adds a lane's part of a row to the total."""
         if self.packed:
             return "metal::fma(s, dot, metal::fma(z, sum[i], total[i][j]))"
         return f"metal::fma(s, {'metal::fma(-z, sum[i], dot)' if self.zeros else 'dot'}, total[i][j])"
@@ -181,7 +181,7 @@ class Gemv(Handwritten):
         yield "uint simd [[simdgroup_index_in_threadgroup]]"
 
     def _weights(self, step: int, aligned: bool) -> Iterator[str]:
-        """`q`: the weights of a lane as numbers."""
+        """Emit `q`: a lane's weights as floats."""
         yield f"            float q[{step}];"
         if self.bits == 8:
             yield f"            const char4 four = {vector('char', 4, 'w', 'row[j] + k', aligned)};"
@@ -211,5 +211,5 @@ class Gemv(Handwritten):
 
 
 def rows_for(n: int, target: Target) -> int:
-    """Outputs of a SIMD group: as many as leave each core the SIMD groups that hide its loads, 4 at most."""
+    """Return the outputs per SIMD group: at most 4, few enough that each core has enough SIMD groups to hide memory latency."""
     return next((r for r in (4, 2) if n // r >= target.simdgroups), 1)

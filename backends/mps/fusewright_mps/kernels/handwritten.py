@@ -1,6 +1,6 @@
-"""What a kernel written by hand is: fields that are numbers and names, and the Metal text that follows from them.
+"""The base of handwritten kernels: fields that are numbers and names, and the Metal text generated from them.
 
-A plan launches it as it launches a loop kernel: it has buffers, scalars and sizes, a hash, and JSON for the cache.
+A plan launches them like loop kernels: they have buffers, scalars, sizes, a hash, and JSON for the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusewright.toolkit.ir.types import DType
 from fusewright_mps.emit.source import Argument, Dispatch, Source, Variant, most_threads
 
 METAL = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
-"""Metal's names of the types that kernels compute from; sums are fp32."""
+"""Metal's names of the input types of kernels; sums are fp32."""
 SHORT: dict[str, DType] = {
     "float": "f32",
     "half": "f16",
@@ -29,19 +29,19 @@ SHORT: dict[str, DType] = {
     "int": "i32",
     "bool": "bool",
 }
-"""Names of the kernel IR for them."""
+"""Kernel IR names of Metal's types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handwritten(ABC):
-    """One kernel of fixed sizes. Its function takes the buffers in order, then the scalars (fp32), then the sizes."""
+    """A kernel of fixed sizes. Its function takes the buffers in order, then the scalars (fp32), then the sizes."""
 
     kind: ClassVar[str]
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The function's name: what differs in its text differs in its name."""
+        """The function's name; different texts have different names."""
 
     @property
     @abstractmethod
@@ -50,7 +50,7 @@ class Handwritten(ABC):
     @property
     @abstractmethod
     def sizes(self) -> tuple[int, ...]:
-        """What the function reads as `constant long* sizes`."""
+        """The values of the parameter `constant long* sizes`."""
 
     @property
     @abstractmethod
@@ -62,11 +62,11 @@ class Handwritten(ABC):
 
     @abstractmethod
     def text(self, aligned: bool = True) -> str:
-        """The function; `aligned`: buffers begin where `alignment` wants them."""
+        """Return the text of the function. `aligned`: buffers start at multiples of `alignment`."""
 
     @property
     def alignment(self) -> tuple[int, ...]:
-        """What vectors want of each buffer, in bytes."""
+        """Alignment of each buffer that vector accesses need, in bytes."""
         return (1,) * len(self.buffers)
 
     @property
@@ -75,7 +75,7 @@ class Handwritten(ABC):
 
     @property
     def hints(self) -> tuple[int, ...]:
-        """Sizes are given with the launch, as those of symbols are."""
+        """The sizes, which the launch passes like the values of size symbols."""
         return self.sizes
 
     @property
@@ -83,7 +83,7 @@ class Handwritten(ABC):
         return range(len(self.sizes))
 
     def source(self, variant: Variant) -> Source:
-        """As the emitter gives it."""
+        """Return a `Source`, as the emitter does for loop kernels."""
         buffers = tuple(Argument("buffer", k) for k in range(len(self.buffers)))
         arguments = (*buffers, *((Argument("reals"),) if self.scalars else ()), Argument("sizes"))
         alignment = self.alignment if variant.aligned else (1,) * len(self.buffers)
@@ -95,7 +95,7 @@ class Handwritten(ABC):
 
 
 def vector(kind: str, count: int, buffer: str, at: str, aligned: bool) -> str:
-    """`count` neighbours of a buffer, in one load where it is aligned."""
+    """Return `count` neighbouring elements of a buffer: one vector load if aligned, else element by element."""
     if count == 1:
         return f"{buffer}[{at}]"
     if aligned:
@@ -104,7 +104,7 @@ def vector(kind: str, count: int, buffer: str, at: str, aligned: bool) -> str:
 
 
 def hash_of(kernel: Handwritten) -> str:
-    """SHA-256 (hex) of what the function computes; equal in every process."""
+    """Return the SHA-256 (hex) of the kernel's JSON; the same in every process."""
     return hashlib.sha256(json.dumps(to_json(kernel), sort_keys=True).encode()).hexdigest()
 
 
@@ -113,6 +113,6 @@ def to_json(kernel: Handwritten) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any], kinds: Mapping[str, type[Handwritten]]) -> Handwritten:
-    """What `to_json` described. KeyError or TypeError for what is unknown."""
+    """Return the kernel that `to_json` described. Raise KeyError or TypeError for unknown kinds or fields."""
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "by_hand"}
     return kinds[data["by_hand"]](**fields)

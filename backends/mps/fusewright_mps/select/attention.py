@@ -1,4 +1,4 @@
-"""Attention of few queries (decoding): two kernels that read a cache once, however many query heads share its heads."""
+"""Attention of few queries (decoding): two kernels that read the key cache once, however many query heads share a head of it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fusewright_mps.kernels.handwritten import METAL
 from fusewright_mps.select.calls import Calls, spec_of
 
 SHORTEST = 64
-"""Keys below which torch's attention does as well, as on other GPUs (docs/studies/gpu-decoding.md)."""
+"""Fewest keys to use the kernels for: below, torch's attention is as fast, as on other GPUs (docs/studies/gpu-decoding.md)."""
 
 
 def reason(op: OpView) -> str | None:
-    """Why this is no attention of few queries."""
+    """Return why this is not attention of few queries, or None."""
     return not_few_queries(op, kernel.MOST_ROWS, METAL, kernel.LARGEST_DIM)
 
 
 def _of_one_cache(m: Match, c: Calls) -> Match | None:
-    """Keys and values as they are before they are repeated for every query head of a group."""
+    """Find keys and values before they are repeated for the query heads of a group."""
     op, ops = m.anchor, list[OpView]()
     key, value = (unrepeated(op.arg(n), c.graph, ops) for n in ("key", "value"))
     if spec_of(key).shape != spec_of(value).shape:
@@ -39,7 +39,7 @@ def _of_one_cache(m: Match, c: Calls) -> Match | None:
 
 
 def _rows(op: OpView, key: Value) -> int:
-    """Queries that read one head of the cache."""
+    """Return the number of queries that read one head of the cache."""
     heads, queries = (int(s) for s in spec_of(op.arg("query")).shape[1:3])  # type: ignore[arg-type]
     return heads // int(spec_of(key).shape[1]) * queries  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def _write(m: Match, c: Calls) -> None:
 
 
 def _dense_rows(value: Value, c: Calls) -> tuple[Ref, TensorSpec]:
-    """A value with the strides at hand where its last dimension is dense, else a copy."""
+    """Return the value as it is if its last dimension is dense, else a row-major copy."""
     found = value if c.b.spec(value).stride[-1] == 1 else c.b.row_major(value)
     ref = c.b.any_strides(found)
     assert ref is not None
@@ -73,7 +73,7 @@ def _dense_rows(value: Value, c: Calls) -> tuple[Ref, TensorSpec]:
 
 
 def _broadcast(mask: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a mask over [B, H, Q, K]; 0 where it is repeated."""
+    """Return the mask's strides over [B, H, Q, K], 0 in broadcast dimensions."""
     missing = len(shape) - mask.rank
     own = tuple(0 if n == 1 else int(s) for n, s in zip(mask.shape, mask.stride, strict=True))  # type: ignore[arg-type]
     return (0,) * missing + own

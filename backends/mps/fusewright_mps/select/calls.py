@@ -1,4 +1,4 @@
-"""From a region to calls and kernels: products of few rows become sums, then rows claim, then claims are written in order."""
+"""Lower a region to calls and kernels: products of few rows become sums, rewrite rows claim ops, claims are written in order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fusewright_mps.target import Target
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 SUMS = gemv.Bounds(rows=4, weights=1 << 17)
-"""Products that are written as sums, within the bounds that were fitted on an H100 (docs/studies/gpu-decoding.md). No Mac has
-measured them: what speaks for sums is that a call through MPSGraph costs some 25 us to encode, and a dispatch a few."""
+"""Bounds of the products that are written as sums, fitted on an H100 (docs/studies/gpu-decoding.md) and not measured on a Mac.
+Encoding a call through MPSGraph takes some 25 us, a dispatch only a few, which favours sums."""
 
 
 @dataclass
 class Calls:
-    """What a row may ask about the region, and what it writes to (`b`)."""
+    """What rewrite rows query, and the builder `b` they write to."""
 
     graph: RegionGraph
     b: Builder
@@ -40,8 +40,8 @@ class Calls:
         return self.b.ctx
 
     def faster(self, key: str, library: Callable[[], Thunk], ours: Callable[[], Thunk]) -> bool:
-        """Whether what we would do is faster than the library's call, by a short measurement; simulated, which has no speed,
-        it is taken to be."""
+        """Whether our alternative measures faster than the library's call. A simulated device has no speed, so there the answer is
+        always yes."""
         if self.ctx.device.simulated:
             return True
         return self.ctx.choose(key, Lazy({"library": library, "kernel": ours})) == "kernel"
@@ -54,7 +54,7 @@ class Calls:
         op: OpView,
         scalars: Sequence[float] = (),
     ) -> None:
-        """A launch of a kernel written by hand; inputs that are None are left out."""
+        """Append a launch of a handwritten kernel, leaving out inputs that are None."""
         key = hash_of(kernel)
         self.b.kernels[key] = kernel
         given = tuple(r for r in inputs if r is not None)
@@ -62,11 +62,11 @@ class Calls:
 
 
 OpCode: TypeAlias = Callable[[OpView, Calls], Claim | None]
-"""A lowering: the claim of an op and its neighbours, or None, which leaves the op to torch's own call."""
+"""A lowering: return a claim on an op and its neighbours, or None to leave the op to torch's own call."""
 
 
 def by_rows(rows: Sequence[Row]) -> OpCode:
-    """The lowering that asks these rows, in order."""
+    """Return a lowering that tries these rewrite rows in order."""
     return lambda op, c: first(rows, op, c.graph, c, c.ctx.rules)
 
 
@@ -78,7 +78,7 @@ def rewritten(
     target: Target,
     synchronize: Callable[[], None],
 ) -> Builder:
-    """The region with a table's calls in it; products that are `by_hand` become no sums. Raises what lowerings raise."""
+    """Return the region with the table's lowerings applied. Products that are `by_hand` do not become sums. Errors propagate."""
     graph = RegionGraph(region)
     b = Builder(graph, ctx)
     calls = Calls(graph, b, target, synchronize)
@@ -94,6 +94,6 @@ def rewritten(
 
 
 def spec_of(value: Any) -> TensorSpec:
-    """The type of a tensor value."""
+    """Return the spec of a tensor value."""
     assert isinstance(value, Value) and value.spec is not None
     return value.spec

@@ -1,6 +1,6 @@
-"""Products of few rows with weights that torch or torchao has packed for MPS: torch's operators that are in no row of the opset.
+"""Products of few rows with weights that torch or torchao has packed for MPS. Their operators have no row in the opset.
 
-For more rows they stay what they are: torch's own kernels on MPS, torchao's where its extension is built.
+With more rows they stay as they are: torch's own kernels on MPS, or torchao's where its extension is built.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NAMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     INT8: ("self", "mat2", "", ("scales",)),
     AFFINE: ("A", "B", "group_size", ("S", "Z")),
 }
-"""The arguments that are the rows, the weight, the length of a group and what belongs to groups."""
+"""Argument names of the input rows, the weight, the group length and the per-group factors."""
 NIBBLES = {TINYGEMM: torch.int32, AFFINE: torch.uint8}
-"""How weights of 4 bits are declared; in memory both are [n, k / 2] bytes."""
+"""Declared dtypes of 4-bit weights; in memory both are [n, k / 2] bytes."""
 
 
 def reason(op: OpView) -> str | None:
-    """Why a product with packed weights stays torch's own call."""
+    """Return why a product with packed weights stays torch's own call, or None."""
     x, w, group, per_group = _parts(op)
     if not all(spec_of(v).static for v in (x, w, *per_group, op.out)):
         return "symbolic sizes"
@@ -56,7 +56,7 @@ def _dense(spec: TensorSpec) -> bool:
 
 
 def _of_constants(m: Match, c: Calls) -> Match | None:
-    """Weights that stay what they are, and a graph that gives no gradients."""
+    """Match only constant weights, in inference graphs."""
     _, w, _, per_group = _parts(m.anchor)
     return m if c.graph.phase == "infer" and all(map(c.graph.is_const, (w, *per_group))) else None
 
@@ -75,7 +75,7 @@ def _write(m: Match, c: Calls) -> None:
 
 
 def _bytes(w: Value, c: Calls) -> Ref:
-    """A weight of 4 bits as bytes."""
+    """Return a 4-bit weight viewed as bytes."""
     given = c.b.exact(w)
     return c.b.prepare("aten::view.dtype", given, torch.uint8) if spec_of(w).dtype == torch.int32 else given
 

@@ -1,4 +1,4 @@
-"""Products with weights: one for all that read the same rows."""
+"""Products with weights: one product for all siblings that read the same input."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_mps.select.calls import Calls, spec_of
 
 REPEATS = 10
-"""Products that are timed together."""
+"""Repetitions per measurement."""
 
 
 def reason(op: OpView) -> str | None:
-    """Why a linear stays torch's own call."""
+    """Return why a linear stays torch's own call, or None."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if not x.static or w.rank != 2 or x.rank < 2 or 0 in (*x.shape, *w.shape):
         return "symbolic, empty or no matrix"
@@ -28,13 +28,13 @@ def reason(op: OpView) -> str | None:
 
 
 def _siblings(m: Match, c: Calls) -> Match | None:
-    """All linears of constants that read what this one reads."""
+    """Find all linears with constant weights that read the same input as this one."""
     group = siblings_of(m.anchor, c.graph, lambda op: reason(op) is None)
     return None if group is None else replace(m, ops=tuple(group), at=group[0])
 
 
 def _joining_pays(m: Match, c: Calls) -> bool:
-    """Whether one product for all is faster than one for each."""
+    """Whether one joint product is faster than one product per sibling."""
     x, widths, biased = spec_of(m.anchor.arg("input")), widths_of(m.ops), m.anchor.arg("bias") is not None
     k = int(x.shape[-1])  # type: ignore[arg-type]
     rows = x.numel_hint() // k

@@ -1,6 +1,6 @@
-"""Linears of few rows with weights of 8 or 4 bits, as torchao leaves them in a graph: one kernel that reads the bits as they are.
+"""Linears of few rows with 8-bit or 4-bit weights, as torchao leaves them in a graph: one kernel that reads the weights unwidened.
 
-For more rows the weights are widened before torch's product, as in eager: reading them is no longer all the time.
+With more rows the weights are widened before torch's product, as in eager, because reading them no longer dominates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = widened_linear("mps.int8")
 
 
 def _suits(x: TensorSpec, out: TensorSpec, n: int, k: int) -> bool:
-    """Whether the kernel takes rows `x` of a weight [n, k], and reading that is all the time."""
+    """Whether the kernel takes input rows `x` with a weight [n, k] large enough that reading it dominates."""
     if not x.static or not out.static or x.dtype not in METAL or out.dtype != x.dtype or k % 8 or 0 in x.shape:
         return False
     dense = all(s.stride == contiguous_strides(s.shape) for s in (x, out))  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def _suits(x: TensorSpec, out: TensorSpec, n: int, k: int) -> bool:
 
 
 def _by_columns(m: Match, c: Calls) -> Match | None:
-    """A product with a widened weight of 8 bits that has a factor for each column."""
+    """Match a product with a widened 8-bit weight and a scale per column."""
     found = widened(m, c.graph, gemv.MOST_ROWS)
     if found is None or m.get("scale") is None or not c.graph.is_const(m["weight"]):
         return None
@@ -45,7 +45,7 @@ def _write_columns(m: Match, c: Calls) -> None:
 
 
 def _in_groups(m: Match, c: Calls) -> Match | None:
-    """A linear whose weight is made of 8 bits in groups."""
+    """Match a linear whose weight is dequantized from 8-bit values in groups."""
     op = m.anchor
     found = grouped(op.arg("weight"), c.graph) if c.graph.phase == "infer" else None
     if found is None or not all(map(c.graph.is_const, (found.q, found.scale, found.zero))) or found.group % 8:
@@ -81,8 +81,8 @@ def _launch(
 
 
 def planes(q: Ref, b: Builder) -> list[Ref]:
-    """int8 [n, k] as low nibbles and high ones [n, k / 2], even columns first, and int32 [n]: whether a row has any weight that is
-    no signed nibble. Prepared once."""
+    """Split int8 [n, k] into planes of low and high nibbles [n, k / 2], even columns in the low bits, and an int32 flag [n] per
+    row: whether any of its weights does not fit a signed nibble. Prepared once."""
     wide = b.prepare("aten::_to_copy.default", q, dtype=torch.int16)
     high = b.prepare("aten::div.Scalar_mode", wide, 16, rounding_mode="floor")
     odd = [b.prepare("aten::lt.Scalar", wide, -8), b.prepare("aten::gt.Scalar", wide, 7)]
@@ -92,7 +92,7 @@ def planes(q: Ref, b: Builder) -> list[Ref]:
 
 
 def _packed(v: Ref, b: Builder) -> Ref:
-    """The low nibbles of int16 [n, k], two to a byte."""
+    """Pack the low nibbles of int16 [n, k], two per byte."""
     even, odd = (
         b.prepare("aten::bitwise_and.Scalar", b.prepare("aten::slice.Tensor", v, 1, k, None, 2), 15) for k in (0, 1)
     )
@@ -103,17 +103,17 @@ def _packed(v: Ref, b: Builder) -> Ref:
 INT8 = Row(
     "mps.int8.linear", COLUMNS, extend=_by_columns, write=_write_columns, note="product of few rows with int8 weights"
 )
-"""A product with a weight of 8 bits that the region widens, and the factor and the bias behind it."""
+"""A product with an 8-bit weight that the region widens, and the scale and bias that follow."""
 
 GROUPS = Row(
     "mps.int4.linear", chain("linear"), extend=_in_groups, write=_write_groups,
     note="product of few rows with int4 weights in groups",
 )  # fmt: skip
-"""A linear with a weight in groups, of 4 bits or of 8."""
+"""A linear with a grouped weight of 4 or 8 bits."""
 
 
 def by_hand(op: OpView, c: Calls) -> bool:
-    """Whether a product is one of these rows', so that it becomes no sum."""
+    """Whether one of these rows takes a product, so that it must not become a sum."""
     row = {"mm": INT8, "linear": GROUPS}.get(op.op)
     if row is None or not c.ctx.rules.allows(row.id):
         return False

@@ -1,1 +1,1 @@
-"""Metal source on a CPU: compiled as C++ against a shim of the Metal standard library, run in lock step."""
+"""Simulation of Metal on a CPU: source compiled as C++ against a shim of Metal's standard library, with threads in lock step."""

@@ -1,4 +1,4 @@
-"""C++ of a shader library to code in this process: the system's compiler, and the user's cache of what it made before."""
+"""Compile the C++ of a shader library with the system's compiler, cache the result, and load it into this process."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ FLAGS = (
     "-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off",
     "-fsigned-char", "-fno-math-errno",
 )  # fmt: skip
-"""Any warning is an error. Overflow wraps and products are not contracted, so that a run means the same everywhere."""
+"""Warnings are errors. Overflow wraps and multiply-adds are not contracted, so that results are the same everywhere."""
 SECONDS = 600
 NATIVE_CPU = {"x86_64": ("-march=native",)}
-"""Conversions of half types are instructions then."""
+"""Makes conversions of half types single instructions."""
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler. The message names what helps."""
+    """There is no C++ compiler. The message names the remedy."""
 
 
 class NotCompiled(RuntimeError):
-    """The compiler refused a source, or warned."""
+    """The compiler rejected a source or warned."""
 
 
 @functools.cache
 def compiler() -> str:
-    """The compiler that `CXX` names, or the first that the system has."""
+    """Return the compiler that `CXX` names, or else the first one found on the system."""
     named = os.environ.get("CXX")
     for name in (named,) if named else ("g++", "c++", "clang++"):
         if found := shutil.which(name):
@@ -50,7 +50,7 @@ def compiler() -> str:
 
 @functools.cache
 def _surroundings() -> str:
-    """What code depends on beside its source."""
+    """Return the cache key of everything but the source that code depends on."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[
         0
     ]
@@ -63,7 +63,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def build(cpp: str, checked: bool) -> ctypes.CDLL:
-    """The loaded library of a translation unit. `checked`: with SHIM_CHECK."""
+    """Compile and load a translation unit. `checked`: define SHIM_CHECK."""
     made_of = f"{_surroundings()}\n{checked}\n{hashlib.sha256(cpp.encode()).hexdigest()}"
     code = artifacts.read(made_of)
     if code is None:
@@ -84,7 +84,7 @@ def _compiled(cpp: str, checked: bool) -> bytes:
 
 @functools.cache
 def _runtime() -> bytes:
-    """The object code of what all libraries share."""
+    """Return the object code of the runtime that all libraries share."""
     made_of = f"{_surroundings()}\nruntime"
     code = artifacts.read(made_of)
     if code is None:
@@ -105,7 +105,7 @@ def _run(*arguments: str) -> None:
 
 
 def _loaded(code: bytes) -> ctypes.CDLL:
-    """A library from bytes. Its file has a name of its own, for loaders know libraries by their names, and goes at once."""
+    """Load a library from bytes. Its file has a unique name, because loaders identify libraries by name, and is deleted at once."""
     fd, path = tempfile.mkstemp(prefix="fusewright-", suffix=".so")
     try:
         with os.fdopen(fd, "wb") as f:

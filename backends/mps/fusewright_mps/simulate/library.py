@@ -1,10 +1,10 @@
-"""A compiled shader library in simulation, with the interface of `torch.mps.compile_shader`'s, on CPU tensors.
+"""A simulated shader library on CPU tensors, with the interface of the one that `torch.mps.compile_shader` returns.
 
     shaders = compile_shader(text)
     shaders.add_gelu_0b1c(x, y, out, threads=(1024, 1, 1), group_size=(256, 1, 1))
 
-`FUSEWRIGHT_MPS_CHECK=1`, or `checked=True`, looks at every access: bounds, alignment, races between threads with no barrier
-between them. That takes some ten times as long.
+`FUSEWRIGHT_MPS_CHECK=1`, or `checked=True`, checks every access for bounds, alignment, and races between threads without a
+barrier. This is about ten times slower.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from fusewright_mps.simulate.compiler import build
 from fusewright_mps.simulate.translate import Function, Parameter, functions, to_cpp
 
 MOST_THREADS = 1024
-"""In a threadgroup."""
+"""Most threads in a threadgroup."""
 THREADGROUP_BYTES = 32 * 1024
 INLINE_BYTES = 4096
-"""Numbers that Metal takes without a buffer (`setBytes`)."""
+"""Most bytes of numbers that Metal takes without a buffer (`setBytes`)."""
 
 TYPES = {
     "float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16, "char": torch.int8, "uchar": torch.uint8,
     "short": torch.int16, "int": torch.int32, "long": torch.int64, "bool": torch.bool,
     "uint": torch.int32, "atomic_uint": torch.int32, "atomic_int": torch.int32,
 }  # fmt: skip
-"""Element types of buffers, and of the tensors that they are."""
+"""Metal's element types of buffers -> dtypes of the tensors passed for them."""
 
 
 class SimulationError(RuntimeError):
-    """What a checked run found: the kernel, the line of its source, what happened there."""
+    """An error found by a checked run: kernel, source line and what happened there."""
 
 
 class ShaderFunction(Protocol):
-    """One kernel function. `threads` counts threads, not threadgroups; at most three directions."""
+    """One kernel function. `threads` counts threads, not threadgroups, in up to three directions."""
 
     def __call__(self, *args: Any, threads: Any = None, group_size: Any = None, arg_casts: Any = None) -> None: ...
 
 
 class ShaderLibrary(Protocol):
-    """Functions are attributes by their names in the source, as of torch's."""
+    """Functions are attributes, as in torch's library."""
 
     def __getattr__(self, entry: str) -> ShaderFunction: ...
 
@@ -75,11 +75,10 @@ _Three = ctypes.c_uint32 * 3
 
 @functools.lru_cache(256)
 def compile_shader(text: str, checked: bool | None = None, backward: bool = False) -> ShaderLibrary:
-    """The library of a Metal source. `backward`: groups and threads take their turns in the opposite order, which must not
-    matter.
+    """Compile a Metal source. `backward`: run threadgroups and threads in the opposite order, which must not change results.
 
-    `translate.NotMetal` or `compiler.NotCompiled` for what is not Metal as the shim knows it, `compiler.NoCompiler` where there
-    is none."""
+    Raise `translate.NotMetal` or `compiler.NotCompiled` for a source that the shim does not support, `compiler.NoCompiler`
+    without a compiler."""
     checked = os.environ.get("FUSEWRIGHT_MPS_CHECK") == "1" if checked is None else checked
     found = functions(text)
     return _Library(text, {f.name: f for f in found}, build(to_cpp(text, found), checked), backward)
@@ -93,7 +92,7 @@ class _Library:
     backward: bool
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_lock", threading.Lock())  # a library's code knows one dispatch at a time
+        object.__setattr__(self, "_lock", threading.Lock())  # a library's code runs one dispatch at a time
 
     def __getattr__(self, entry: str) -> ShaderFunction:
         try:
@@ -153,7 +152,7 @@ def _three(n: Any) -> tuple[int, int, int]:
 
 
 def _value(f: Function, p: Parameter, a: Any) -> tuple[_Argument, Any]:
-    """The argument as the shim takes it, and what must live until the call is over."""
+    """Return the argument as the shim takes it, and an object to keep alive until the call returns."""
     if isinstance(a, torch.Tensor):
         if a.dtype is not TYPES.get(p.type):
             raise TypeError(f"{f.name}: {p.name} is a buffer of {p.type}, the tensor is {a.dtype}")
@@ -177,7 +176,7 @@ def _argument(name: str, at: int, size: int) -> _Argument:
 
 
 def _extent(t: torch.Tensor) -> int:
-    """Elements from the first to the last, gaps included."""
+    """Return the number of elements from the first to the last, gaps included."""
     return 0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 

@@ -1,9 +1,9 @@
-"""Metal source as C++: what C++ cannot say is rewritten by a few rules on whole types, line by line, so that an error of the
-compiler or of a run names the line of the Metal text.
+"""Translate Metal source to C++. A few rules rewrite what C++ cannot express, line by line, so that errors of the compiler or of a
+run name the line of the Metal text.
 
-- `device T*`, `constant T*` and `threadgroup T*` become `shim::ptr<T>`, wherever they stand;
+- `device T*`, `constant T*` and `threadgroup T*` become `shim::ptr<T>` everywhere;
 - `threadgroup T name[N];` becomes a `shim::Shared<T, N>`;
-- attributes of parameters are taken away; what they ask for is passed by a function that is written for each kernel.
+- attributes of parameters are removed; a generated caller for each kernel passes what they ask for.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ PLACES = {
     "simdgroup_index_in_threadgroup": "simd",
     "simdgroups_per_threadgroup": "simds",
 }
-"""Attributes that say where a thread is, and what the shim calls it."""
+"""Attributes for thread positions -> the shim's names."""
 
 
 class NotMetal(ValueError):
-    """Source that the shim cannot read. It says where."""
+    """Source that the shim cannot parse. The message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a kernel: `buffer` is its index in the argument table, `place` what it asks for otherwise."""
+    """A parameter of a kernel: `buffer` is its index in the argument table; otherwise `place` is the position it asks for."""
 
     name: str
     type: str
@@ -66,8 +66,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel function. `meets`: its threads meet at barriers or in simdgroup functions; `line` is its first in the source;
-    `most`: the threads of a threadgroup that it is compiled for, where it says so."""
+    """A kernel function. `meets`: its threads synchronize at barriers or in simdgroup functions; `line`: its first source line;
+    `most`: largest threadgroup it is compiled for, if declared."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -78,13 +78,13 @@ class Function:
 
     @property
     def buffers(self) -> list[Parameter]:
-        """In the order of the argument table."""
+        """The buffer parameters in argument-table order."""
         found = [p for p in self.parameters if p.buffer is not None]
         return sorted(found, key=lambda p: p.buffer or 0)
 
 
 def functions(text: str) -> list[Function]:
-    """The kernel functions of a source. `NotMetal` where one cannot be read."""
+    """Return the kernel functions of a source. Raise `NotMetal` if one cannot be parsed."""
     meeting = _meeting(text)
     return [_function(text, m, meeting) for m in _KERNEL.finditer(text)]
 
@@ -119,7 +119,7 @@ def _parameter(kernel: str, text: str) -> Parameter:
 
 
 def _meeting(text: str) -> set[str]:
-    """Functions whose threads meet, those among them that only call such functions."""
+    """Return the functions whose threads synchronize, directly or through functions they call."""
     bodies = {_named(b): b for b in _FUNCTION.findall(text)}
     found = {name for name, body in bodies.items() if _MEETING.search(body)}
     while more := {n for n, b in bodies.items() if n not in found and found & set(_NAME.findall(b))}:
@@ -128,14 +128,14 @@ def _meeting(text: str) -> set[str]:
 
 
 def _named(function: str) -> str:
-    """The name of a function: the word before its first parenthesis, template parameters left out."""
+    """Return the name of a function: the word before its first parenthesis, without template parameters."""
     head = re.sub(r"^template\s*<[^{;]*?>\s*", "", function)
     found = _NAME.search(head)
     return found[1] if found else ""
 
 
 def to_cpp(text: str, kernels: list[Function]) -> str:
-    """The source as C++, and a function for each kernel that calls it for one thread."""
+    """Return the source as C++, with a caller per kernel that runs it for one thread."""
     lines = _ATTRIBUTE.sub(lambda m: " " * len(m[0]), text)
     lines = _ARRAY.sub(r'static shim::Shared<\1, \3> \2("\2");', lines)
     lines = _POINTER.sub(lambda m: f"shim::ptr<{'const ' if m[2] or m[1] == 'constant' else ''}{m[3]}> ", lines)

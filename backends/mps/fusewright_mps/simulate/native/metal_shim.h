@@ -1,8 +1,8 @@
-// The part of the Metal standard library that emitted kernels use, on a CPU.
+// The part of Metal's standard library that emitted kernels use, for CPUs.
 //
-// Metal Shading Language Specification 3.2. What is not here does not compile, so an emitter cannot use by accident what Metal
-// lacks: half types are moved and cast but have no arithmetic, `simd_sum` has no 64-bit form. With SHIM_CHECK, pointers know
-// what they point into, and accesses are looked at for bounds, alignment and races.
+// Follows the Metal Shading Language Specification 3.2. What is missing here does not compile, so an emitter cannot accidentally use
+// what Metal lacks: half types can be moved and cast but have no arithmetic, `simd_sum` has no 64-bit form. With SHIM_CHECK, pointers
+// know the memory they point into, and accesses are checked for bounds, alignment and races.
 #pragma once
 
 #include <cmath>
@@ -132,7 +132,7 @@ struct Index {
     template <typename I> Index(I i, int l = __builtin_LINE()) : at(static_cast<long>(i)), line(l) {}
 };
 
-/// An element that is read by conversion and written by assignment. `racy`: several threads may write it.
+/// An element, read by conversion and written by assignment. `racy`: several threads may write it.
 template <typename T> struct Place {
     T* where;
     const Region* region;
@@ -152,7 +152,7 @@ template <typename T> struct Place {
     Place(const Place&) = default;
 };
 
-/// A pointer that knows the memory that it may reach.
+/// A pointer that knows the memory it may access.
 template <typename T> struct ptr {
     T* where;
     const Region* region;
@@ -183,7 +183,7 @@ template <typename T> inline T* raw(const ptr<T>& p) {
 
 #endif
 
-/// A threadgroup array: one for all threads of a group, with no particular content when the group begins.
+/// A threadgroup array, shared by all threads of a threadgroup; its initial content is unspecified.
 template <typename T, int N> struct Shared {
     T data[N];
     Region region;
@@ -201,7 +201,7 @@ template <typename T, int N> struct Shared {
 
 namespace metal {
 
-// ---------------------------------------------------------------- atomics (threads take turns, so plain arithmetic will do)
+// ---------------------------------------------------------------- atomics (threads take turns, so plain arithmetic suffices)
 
 enum memory_order { memory_order_relaxed };
 
@@ -242,7 +242,7 @@ template <typename T> inline T atomic_fetch_min_explicit(SHIM_ATOMIC(T) p, T x, 
     shim::raw(p)->value = old < x ? old : x;
     return old;
 }
-/// "Weak" may fail without a reason; here it does so every seventh time, so that nobody relies on it.
+/// A "weak" exchange may fail spuriously; here every seventh one does, so that kernels cannot rely on success.
 template <typename T>
 inline bool atomic_compare_exchange_weak_explicit(SHIM_ATOMIC(T) p, T* expected, T x, memory_order, memory_order) {
     T old = shim::raw(p)->value;
@@ -254,7 +254,7 @@ inline bool atomic_compare_exchange_weak_explicit(SHIM_ATOMIC(T) p, T* expected,
     return true;
 }
 
-// ---------------------------------------------------------------- threads that meet
+// ---------------------------------------------------------------- synchronization
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 
@@ -270,7 +270,7 @@ template <typename T> struct Lanes {
     uint32_t active;
 };
 
-/// What all lanes of the simdgroup give; the line tells whether they meet at the same place.
+/// The values that all lanes of the simdgroup pass; `line` shows whether they call from the same place.
 template <typename T> inline Lanes<T> meet(T x, int line) {
     static_assert(sizeof(T) <= 4, "simdgroup functions take at most 32 bits");
     uint32_t active = 0;
@@ -278,7 +278,7 @@ template <typename T> inline Lanes<T> meet(T x, int line) {
     return {static_cast<const T*>(all), active};
 }
 
-/// All active lanes as one, by pairs; in which order a device takes them is not said.
+/// Combine all active lanes pairwise; the order on a device is unspecified.
 template <typename T, typename F> inline T fold(T x, int line, F combine) {
     auto got = meet(x, line);
     T parts[32];
@@ -305,7 +305,7 @@ template <typename T> inline T simd_product(T x, int line = __builtin_LINE()) {
     static_assert(!std::is_same_v<T, bool>, "simd_product takes numbers");
     return shim::fold(x, line, [](T a, T b) { return static_cast<T>(a * b); });
 }
-/// A NaN may be lost, as Metal's maximum loses it.
+/// May drop NaNs, as Metal's maximum does.
 template <typename T> inline T simd_max(T x, int line = __builtin_LINE()) {
     return shim::fold(x, line, [](T a, T b) { return b > a || a != a ? b : a; });
 }
@@ -321,7 +321,7 @@ inline bool simd_all(bool x, int line = __builtin_LINE()) {
 template <typename T> inline T simd_shuffle_xor(T x, ushort mask, int line = __builtin_LINE()) {
     return shim::meet(x, line).values[shim::lane() ^ mask];
 }
-/// The lanes that have nobody below them get no particular value.
+/// Lanes with no lane below them get an unspecified value.
 template <typename T> inline T simd_shuffle_up(T x, ushort by, int line = __builtin_LINE()) {
     auto got = shim::meet(x, line);
     T junk;
@@ -346,7 +346,7 @@ inline float pow(float x, float y) { return std::pow(x, y); }
 inline float fmod(float x, float y) { return std::fmod(x, y); }
 }  // namespace precise
 
-// Errors of the specification's table for fast math, in the direction that the last bits of the argument say.
+// Errors of the size that the specification allows fast math; the argument's last bits choose the direction.
 namespace fast {
 inline float off(float y, float x, float ulps) {
     if (!(y - y == 0.0f) || y == 0.0f) return y;

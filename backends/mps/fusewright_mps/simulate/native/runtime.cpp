@@ -1,5 +1,5 @@
-// Threads of a threadgroup as fibers: each runs until it meets the others at a barrier or in a simdgroup function, so that both
-// mean what they mean on a device. Threadgroups run one after the other, like the threads of kernels that never meet.
+// The threads of a threadgroup are fibers: each runs until it reaches a barrier or a simdgroup function, so both behave as on a
+// device. Threadgroups run one after another, and so do the threads of kernels that never synchronize.
 #include "runtime.h"
 
 #include <cstdarg>
@@ -38,7 +38,7 @@ struct Fiber {
     Simd* simd;
 };
 
-/// One access that is remembered of a byte.
+/// A recorded access to a byte.
 struct Seen {
     uint32_t thread, group, epoch, simd_epoch;
     int line;
@@ -168,7 +168,7 @@ void begin() {
     run.body(run.args, current->at);
     current->state = State::done;
     leave();
-    std::abort();  // nobody enters a thread that is done
+    std::abort();  // a finished thread is never resumed
 }
 
 void prepare(Fiber* f, char* stack) {
@@ -194,7 +194,7 @@ void prepare(Fiber* f, char* stack) {
 
 // ------------------------------------------------------------ reports
 
-/// Remembers the first thing that is found; the kernel runs no further.
+/// Record the first error found and stop the kernel.
 [[noreturn]] void fail(int line, const char* format, ...) {
     if (!run.failed) {
         va_list more;
@@ -221,7 +221,7 @@ const Thread& here() { return current != nullptr ? current->at : run.at; }
 
 // ------------------------------------------------------------ lock step
 
-/// Lets the lanes of a simdgroup go on that wait for each other. False when all of them are at a barrier or done.
+/// Resume the lanes of a simdgroup that wait for each other. Return false if all of them are at a barrier or done.
 bool release(Fiber* lanes, uint32_t count) {
     Fiber* first = nullptr;
     uint32_t live = 0, waiting = 0;
@@ -261,7 +261,7 @@ void run_simd(Fiber* lanes, uint32_t count, bool backward) {
     } while (!run.failed && release(lanes, count));
 }
 
-/// Lets a threadgroup go on that waits at a barrier. False when all of its threads are done, or one has left.
+/// Resume a threadgroup that waits at a barrier. Return false if all of its threads are done, or one has left.
 bool pass_barrier(uint32_t count) {
     Fiber *first = nullptr, *gone = nullptr;
     for (uint32_t k = 0; k < count; k++) {
@@ -480,7 +480,7 @@ bool fails_for_no_reason() { return ++tries % 7 == 0; }
 void look(const Region* region, const void* where, size_t bytes, size_t alignment, Access access, int line) {
     const char *w = static_cast<const char*>(where), *begin = static_cast<const char*>(region->begin);
     long count = (static_cast<const char*>(region->end) - begin) / static_cast<long>(bytes);
-    // an atomic word may hold the last element and what lies behind it
+    // an atomic word may hold the last element and the bytes after it
     const char* last = access == Access::atomic ? w + 1 : w + bytes;
     if (w < begin || last > static_cast<const char*>(region->end)) {
         long size = static_cast<long>(bytes), at = w < begin ? -((begin - w + size - 1) / size) : (w - begin) / size;

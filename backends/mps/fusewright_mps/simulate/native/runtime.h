@@ -1,4 +1,4 @@
-// Threads of a dispatch on a CPU: what compiled kernels call, and what calls them.
+// Threads of a dispatch on a CPU: the functions that compiled kernels call, and the one that runs them.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace shim {
 enum class Space { device, threadgroup };
 enum class Access { read, write, atomic };
 
-/// Memory that pointers may reach, with the name that it has in the source.
+/// Memory that a pointer may access, with its name in the source.
 struct Region {
     const char* name;
     const void* begin;
@@ -21,13 +21,13 @@ struct Region {
     Space space;
 };
 
-/// A buffer as a dispatch gets it.
+/// A buffer as passed to a dispatch.
 struct Argument {
     void* data;
     Region region;
 };
 
-/// Where a thread is.
+/// The position of a thread.
 struct Thread {
     uint3 in_grid, in_group, group_in_grid, grid, group;
     uint32_t index, lane, simd, simds;
@@ -41,7 +41,7 @@ struct Report {
 using Body = void (*)(const Argument*, const Thread&);
 
 extern "C" {
-/// Runs a kernel for all threads. `meets`: its threads meet at barriers or in simdgroup functions. 1 when something was found.
+/// Run a kernel for all threads. `meets`: its threads synchronize at barriers or in simdgroup functions. Return 1 on an error.
 int shim_dispatch(Body body, const Argument* args, uint32_t count, const uint32_t* threads, const uint32_t* group, int meets,
                   int order, Report* report);
 }
