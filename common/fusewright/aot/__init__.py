@@ -1,2 +1,2 @@
-"""Programs ahead of time: `fusewright.save` writes what a model was compiled to into one file, `fusewright.load` runs it in another
-process without tracing or compiling anything. docs/warm_starts.md leads through it."""
+"""Ahead-of-time compilation: `fusewright.save` writes a compiled model into one file, `fusewright.load` runs it in another
+process without tracing or compiling. See docs/warm_starts.md."""

@@ -1,4 +1,4 @@
-"""What a call of a saved program looks like: the structure of its arguments, and what each leaf is."""
+"""The signature of a call of a saved program: the structure of its arguments, and the type of each leaf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor by its type, or (`dtype` is None) a plain value that the program was made for."""
+    """A tensor by its type, or (`dtype` is None) a plain value that the program was specialized for."""
 
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ class Leaf:
 
     @classmethod
     def of(cls, x: Any) -> Leaf:
-        """`ArtifactError` for what is neither."""
+        """Raises `ArtifactError` for anything else."""
         if isinstance(x, torch.Tensor):
             return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.device.type)
         if isinstance(x, bool | int | float | str | None):
@@ -60,20 +60,20 @@ class Leaf:
 
 
 def as_example(given: Any) -> Example:
-    """The arguments of a call, given as a tensor, a tuple of arguments or a dict of keyword arguments."""
+    """The arguments of one call, given as a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(given, Mapping):
         return (), dict(given)
     return (given if isinstance(given, tuple) else (given,)), {}
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Leaves and structure. The order in which keyword arguments come says nothing."""
+    """Leaves and structure, independent of the order of keyword arguments."""
     leaves, spec = compat.pytree.tree_flatten((args, {k: kwargs[k] for k in sorted(kwargs)}))
     return leaves, spec
 
 
 def laid_out(x: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """The tensor in memory as kernels believe it."""
+    """Return the tensor in the memory layout that kernels rely on."""
     if why := storage.why_not(x):
         x = storage.materialized(x)
         if why := storage.why_not(x):

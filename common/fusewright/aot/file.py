@@ -1,7 +1,7 @@
-"""The file: JSON and raw bytes, authenticated as a whole before any of it is looked at.
+"""The file format: JSON and raw bytes, authenticated as a whole before anything is parsed.
 
-It is right for a reader who names its SHA-256, or without that for the user who wrote it, on the same machine (`cache.seal`).
-Nothing in it is executed for being there: what is allowed to run is decided by whoever gives the digest.
+A file is valid for a reader who passes its SHA-256 or, without one, for the user who wrote it, on the same machine
+(`cache.seal`). The file format executes nothing by itself; whoever passes the digest decides what may run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fusewright.errors import ArtifactError, printable
 
 MAGIC = b"fusewright-aot-1\n"
 NAME = "aot"
-"""What files are sealed as."""
+"""The name that files are sealed under."""
 LIMIT = 1 << 32
-"""Bytes of a file at most."""
+"""Maximum size of a file in bytes."""
 _TAG = 32
 
 
 def write(path: Path, head: dict[str, Any], blobs: Sequence[bytes]) -> str:
-    """Write the file whole or not at all; its SHA-256 in hex."""
+    """Write the file atomically; return its SHA-256 in hex."""
     text = json.dumps({**head, "blobs": [len(b) for b in blobs]}, separators=(",", ":")).encode()
     body = len(text).to_bytes(8, "little") + text + b"".join(blobs)
     tag = seal.seal(NAME, body)[len(seal.MAGIC) : len(seal.MAGIC) + _TAG] if seal.usable() else bytes(_TAG)
@@ -37,7 +37,7 @@ def write(path: Path, head: dict[str, Any], blobs: Sequence[bytes]) -> str:
 
 
 def read(path: Path, sha256: str | None) -> tuple[dict[str, Any], list[bytes]]:
-    """What `write` was given. Raises `ArtifactError`."""
+    """Read back what `write` was given. Raises `ArtifactError`."""
     data = _bytes(path)
     _authenticate(path, data, sha256)
     try:

@@ -1,4 +1,4 @@
-"""What a saved program is bound to: the model that it was made of, and the machine with its software. Differences come in words."""
+"""What a saved program depends on: its model, the machine and the installed software, with differences described in words."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fusewright.version import __version__
 Parts = dict[str, Any]
 _PLAIN = (bool, int, float, str, type(None))
 _IDLE = frozenset({"transformers_version", "_name_or_path", "name_or_path"})
-"""What a configuration says of itself that nothing is computed by."""
+"""Configuration entries that affect no computation."""
 
 
 def of_machine(backend: Backend) -> Parts:
-    """What machine code and the choice of kernels depend on."""
+    """Everything that machine code and the choice of kernels depend on."""
     vendor = type(backend).__module__.partition(".")[0]
     return {
         "torch": str(torch.__version__),
@@ -39,7 +39,7 @@ def of_machine(backend: Backend) -> Parts:
 
 
 def of_model(model: torch.nn.Module) -> Parts:
-    """The structure of a model: classes, plain attributes, configuration, code. Not the values of its weights."""
+    """The structure of a model: classes, plain attributes, configuration, code; not the values of its weights."""
     modules = list(model.named_modules(remove_duplicate=False))
     kinds = sorted({type(m) for _, m in modules}, key=_name_of)
     packages = sorted({k.__module__.partition(".")[0] for k in kinds} - {"torch", "__main__"})
@@ -53,7 +53,7 @@ def of_model(model: torch.nn.Module) -> Parts:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """One line for each leaf of one that is not in the other."""
+    """One line for each leaf that differs."""
     for key in dict.fromkeys((*then, *now)):
         a, b = then.get(key), now.get(key)
         where = f"{path}{key}"
@@ -73,7 +73,7 @@ def _name_of(kind: type) -> str:
 
 
 def _settings(module: torch.nn.Module) -> Parts:
-    """Attributes that are plain values, and the configuration if there is one."""
+    """Attributes with plain values, and the configuration if there is one."""
     found = {k: _plain(v) for k, v in vars(module).items() if not k.startswith("_") and _is_plain(v)}
     config: Any = vars(module).get("config")
     if hasattr(config, "to_dict"):
@@ -87,14 +87,14 @@ def _is_plain(x: Any) -> bool:
 
 
 def _plain(x: Any) -> Any:
-    """As JSON gives it back."""
+    """Convert a value to the form in which JSON returns it."""
     if isinstance(x, tuple | list):
         return [_plain(v) for v in x]
     return str(x) if isinstance(x, torch.dtype) or (isinstance(x, float) and x != x) else x
 
 
 def _code(kind: type) -> str:
-    """A hash of the file that a class stands in; "" where there is none."""
+    """A hash of the source file of a class; "" if there is none."""
     try:
         return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()[:16]
     except (OSError, TypeError):

@@ -1,5 +1,5 @@
-"""From a file to a callable: authenticated, compared with this machine and this model, restored, warmed up. Nothing is traced, and
-nothing compiled."""
+"""Load a file into a callable: authenticate it, compare it with this machine and model, restore it, warm it up. Nothing is
+traced or compiled."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ log = logging.getLogger("fusewright")
 FORMAT = 1
 Otherwise = Literal["error", "compile"]
 Holder = tuple[dict[str, Any], str]
-"""Where a module keeps a tensor: its dictionary and the name there."""
+"""Where a module stores a tensor: its dictionary and the name in it."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One saved call. `weights` are (position among the inputs, holder, what it must be)."""
+    """One saved call. `weights` are (position among the inputs, holder, expected type)."""
 
     leaves: tuple[Leaf, ...]
     takes: Any
     gives: Any
     places: tuple[int, ...]
-    """For each input that is a leaf of the call: which; -1 for others."""
+    """For each input, the index of its leaf in the call; -1 if it is none."""
     weights: tuple[tuple[int, Holder, Leaf], ...]
     constants: tuple[tuple[int, torch.Tensor], ...]
     run: Run
@@ -66,7 +66,7 @@ class Program:
 
 
 class Loaded:
-    """A model whose calls run saved programs, without gradients. Safe to call from several threads."""
+    """A model whose calls run saved programs, without gradients. Safe for concurrent calls."""
 
     def __init__(self, model: torch.nn.Module, programs: Sequence[Program], compiled: Callable[[], Any] | None) -> None:
         self.model = model
@@ -91,12 +91,12 @@ class Loaded:
         return self._compiled
 
     def warm_up(self) -> None:
-        """Run every program once, on zeros and ones: weights are packed then, and libraries have what they make at a first call."""
+        """Run every program once, on zeros and ones, so that weights are packed and libraries have done their first-call setup."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for program in self._programs:
                 try:
                     program([_filled(leaf) for leaf in program.leaves])
-                except (RuntimeError, IndexError, ValueError) as e:  # what the model itself makes of such values
+                except (RuntimeError, IndexError, ValueError) as e:  # the model itself may reject such values
                     log.info("a program was not warmed up: %s", printable(e)[:200])
 
 
@@ -133,7 +133,7 @@ def load(model: Any, path: str | Path, sha256: str | None, otherwise: Otherwise,
 
 
 def _programs(module: torch.nn.Module, name: str, head: Mapping[str, Any], blobs: Sequence[bytes]) -> list[Program]:
-    """`ArtifactError` with what does not fit, and what would put it right."""
+    """Restore the programs. Raises `ArtifactError` that names what does not fit and how to fix it."""
     if head.get("format") != FORMAT:
         raise ArtifactError("it is of another version of Fusewright; save it again")
     try:
@@ -152,7 +152,7 @@ def _programs(module: torch.nn.Module, name: str, head: Mapping[str, Any], blobs
         return [_restored(module, backend, p, blobs) for p in head["programs"]]
     except ArtifactError:
         raise
-    except Exception as e:  # whatever it is that wrong data leads to, nothing of it has run
+    except Exception as e:  # whatever malformed data causes; nothing of it has run
         raise ArtifactError(f"it cannot be restored ({type(e).__name__}: {printable(e)[:200]}); save it again") from e
 
 
@@ -201,7 +201,7 @@ def _nothing(name: str) -> Any:
 
 
 def _check_spec(spec: Any, leaf: Leaf) -> None:
-    """Whether the plan believes of an input what is checked of it at every call."""
+    """Require that the plan assumes of an input only what every call checks."""
     if spec is not None and (tuple(spec.shape), tuple(spec.stride), spec.dtype) != (
         leaf.shape,
         leaf.stride,
@@ -211,7 +211,7 @@ def _check_spec(spec: Any, leaf: Leaf) -> None:
 
 
 def _holder(module: torch.nn.Module, name: str, leaf: Leaf) -> Holder:
-    """Where the model keeps a weight, which must be what the program was made for."""
+    """Find where the model stores a weight, and require the type that the program was compiled for."""
     path, _, last = name.rpartition(".")
     try:
         owner = module.get_submodule(path)

@@ -1,4 +1,4 @@
-"""From a model to a file: each example is exported, compiled, run once (which checks the plan) and written as data."""
+"""Save a model to a file: export each example, compile it, run it once (which checks the plan) and write it as data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _program(
     with torch.no_grad():
         try:
             exported = torch.export.export(module, args, kwargs, strict=False)
-        except Exception as e:  # of whatever kind: torch.export raises many
+        except Exception as e:  # torch.export raises many kinds
             raise ArtifactError(f"torch.export cannot export the model: {printable(e)[:400]}") from e
         gm, names, flat = _inputs(exported, module, leaves)
         kept = _compiled(backend, options, gm, flat)
@@ -95,7 +95,7 @@ def _program(
 def _inputs(
     exported: Any, module: torch.nn.Module, leaves: Sequence[Any]
 ) -> tuple[GraphModule, list[tuple[str, Any]], list[Any]]:
-    """The exported graph without inputs that are no tensors, where each of its inputs comes from, and their values."""
+    """The exported graph without non-tensor inputs, the source of each input, and the input values."""
     signature, gm = exported.graph_signature, exported.graph_module
     for spec in signature.output_specs:
         if spec.kind.name != "USER_OUTPUT":
@@ -130,7 +130,7 @@ def _inputs(
 
 
 def _source(name: tuple[str, Any], value: torch.Tensor, leaves: Sequence[Any], blobs: list[bytes]) -> list[Any]:
-    """Where an input of a program comes from, as data; constants with their bytes."""
+    """The source of a program's input, as data; constants include their bytes."""
     kind, key = name
     if kind != "constant":
         return [kind, key, calls.Leaf.of(value).as_data()]
@@ -144,7 +144,7 @@ def _source(name: tuple[str, Any], value: torch.Tensor, leaves: Sequence[Any], b
 
 
 def _compiled(backend: Backend, options: Options, gm: GraphModule, flat: list[Any]) -> Kept:
-    """The plan of an exported graph, after a run of it that found everything true."""
+    """The plan of an exported graph, after a run that confirmed all its metadata."""
     if backend.constant_masks:
         masks.fold(gm)
     try:
@@ -164,6 +164,6 @@ def _compiled(backend: Backend, options: Options, gm: GraphModule, flat: list[An
 
 
 def _buffers(gm: GraphModule, flat: Sequence[Any]) -> set[int]:
-    """What is no argument of a call."""
+    """Python ids of the inputs that are not arguments of a call: parameters, buffers and constants."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return {id(x) for n, x in zip(nodes, flat, strict=True) if n.name.startswith(("p_", "b_", "c_"))}

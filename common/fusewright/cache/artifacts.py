@@ -1,5 +1,5 @@
-"""What backends build with tools of their own and would rather not build twice: sealed files beside the plans, by what they were
-made of. A cache that cannot be used costs only time."""
+"""Build products of backends' own tools: sealed files beside the plans, keyed by what they were built from. If the cache fails,
+they are just built again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("fusewright")
 
 
 def read(made_of: str) -> bytes | None:
-    """What was kept under this text; None when it was not, or not by this user on this machine."""
+    """Read what was stored under this text; None if there is nothing, or not by this user on this machine."""
     folder = place.cache()
     if folder is None or not seal.usable():
         return None
@@ -30,7 +30,7 @@ def read(made_of: str) -> bytes | None:
 
 
 def write(made_of: str, data: bytes) -> None:
-    """Keep `data` under this text."""
+    """Store `data` under this text."""
     folder = place.cache()
     if folder is None or not seal.usable():
         return

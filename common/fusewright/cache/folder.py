@@ -1,7 +1,7 @@
-"""A folder that only its user can write to, and files in it. Whatever else is found there is refused, never changed.
+"""A folder that only its user can write to, and its files. Anything else found there is rejected, never changed.
 
-Every operation opens the folder, looks at what it has opened (`fstat`), and reaches files from there: neither a folder nor a
-file can be exchanged between the look and the use.
+Every operation opens the folder, checks the open descriptor (`fstat`), and accesses files relative to it, so neither the folder
+nor a file can be swapped between check and use.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 
 POSIX = os.name == "posix"
 LIMIT = 1 << 28
-"""Bytes of a file at most. Longer ones are not read."""
+"""Maximum size of a file in bytes; longer ones are not read."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _FOLDER = os.O_RDONLY | _NO_LINK | getattr(os, "O_DIRECTORY", 0)
 _READ = (
     os.O_RDONLY | _NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-)  # a pipe must not be waited for
+)  # do not block on a pipe
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0)
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK | getattr(os, "O_NONBLOCK", 0)
 
 
 class Untrusted(OSError):
-    """Something that somebody else could have put there, or that is no file of ours."""
+    """Something that another user could have put there, or that is not one of our files."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A file: its name, size in bytes, and when it was last written or used (seconds since 1970)."""
+    """A file: its name, size in bytes, and time of last write or use (seconds since 1970)."""
 
     name: str
     bytes: int
@@ -42,18 +42,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder by its absolute path. What does not exist raises FileNotFoundError, what is not to be trusted `Untrusted`,
-    everything else that goes wrong OSError."""
+    """A folder by its absolute path. Raises FileNotFoundError for what does not exist, `Untrusted` for what must not be
+    trusted, and OSError for other failures."""
 
     path: Path
 
     def check(self) -> None:
-        """Raises unless this is a folder of the user's own that nobody else can write to."""
+        """Raise unless this is a folder of the user's own that nobody else can write to."""
         with self._opened():
             pass
 
     def read(self, name: str, limit: int = LIMIT, private: bool = False) -> bytes:
-        """The content of a file. `private`: nobody else may be able to read it either."""
+        """Return the content of a file. `private`: it must not be readable by others either."""
         with self._opened() as folder, self._file(folder, name, _READ) as fd:
             info = os.fstat(fd)
             if private and POSIX and info.st_mode & 0o077:
@@ -63,17 +63,16 @@ class Folder:
             return _content(fd, info.st_size)
 
     def write(self, name: str, data: bytes, replace: bool = True) -> None:
-        """Write a file so that readers see the old or the new content, never a part. FileExistsError for one that is there
-        and not to be replaced."""
+        """Write a file atomically: readers see the old or the new content. FileExistsError if it exists and `replace` is false."""
         temporary = f".{name}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
         with self._opened() as folder:
             try:
                 fd = os.open(self._at(folder, temporary), _NEW, 0o600, dir_fd=folder)
                 with os.fdopen(fd, "wb") as f:
                     if POSIX:
-                        os.fchmod(fd, 0o600)  # an odd umask takes even our own rights away
+                        os.fchmod(fd, 0o600)  # the umask may remove even our own permissions
                     f.write(data)
-                    if not replace:  # nobody will write it again
+                    if not replace:  # the file will not be written again
                         f.flush()
                         os.fsync(fd)
                 self._put(folder, temporary, name, replace)
@@ -89,26 +88,26 @@ class Folder:
             os.link(source, target, src_dir_fd=folder, dst_dir_fd=folder)
         except FileExistsError:
             raise
-        except OSError:  # a file system without hard links: the last of two that come at once wins
+        except OSError:  # no hard links on this file system: the last of two concurrent writers wins
             os.replace(source, target, src_dir_fd=folder, dst_dir_fd=folder)
 
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a file, which is made if missing; other processes may do so at the same time."""
+        """Append to a file, creating it if missing; safe with concurrent appends from other processes."""
         with self._opened() as folder, self._file(folder, name, _APPEND) as fd:
             os.write(fd, data)
 
     def touch(self, name: str) -> None:
-        """The file was used now."""
+        """Mark the file as used now."""
         with self._opened() as folder, self._file(folder, name, _READ) as fd:
             os.utime(fd if os.utime in os.supports_fd else self._at(folder, name))
 
     def remove(self, name: str) -> bool:
-        """Remove a file; whether it was there."""
+        """Remove a file; return whether it existed."""
         with self._opened() as folder:
             return self._unlink(folder, name)
 
     def files(self) -> list[Found]:
-        """The files in it, without what was removed meanwhile. Links and folders do not count."""
+        """The files in the folder, except those removed meanwhile, links and folders."""
         found = []
         with self._opened() as folder:
             for name in os.listdir(self.path if folder is None else folder):
@@ -120,7 +119,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int | None]:
-        """A descriptor of the folder, checked; None where files are not reached by one (Windows)."""
+        """A checked descriptor of the folder; None on systems without access relative to one (Windows)."""
         if not POSIX:
             if not self.path.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no such folder", str(self.path))
@@ -128,7 +127,7 @@ class Folder:
             return
         try:
             fd = os.open(self.path, _FOLDER)
-        except NotADirectoryError as e:  # what Linux says of a link, too
+        except NotADirectoryError as e:  # Linux also raises it for a link
             raise Untrusted("it is a symbolic link" if self.path.is_symlink() else "it is no folder") from e
         except OSError as e:
             if e.errno == errno.ELOOP:
@@ -146,7 +145,7 @@ class Folder:
         try:
             fd = os.open(self._at(folder, name), flags, 0o600, dir_fd=folder)
         except OSError as e:
-            if e.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link; a pipe that nobody reads
+            if e.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link; a pipe without a reader
                 raise Untrusted(f"{self.path / name} is no plain file") from e
             raise
         try:
@@ -173,7 +172,7 @@ class Folder:
 
 
 def _content(fd: int, size: int) -> bytes:
-    """All that a descriptor has, up to the size that it had."""
+    """Read from a descriptor up to the given size."""
     parts = []
     while size > 0 and (part := os.read(fd, size)):
         parts.append(part)
@@ -182,7 +181,7 @@ def _content(fd: int, size: int) -> bytes:
 
 
 def _unsafe(info: os.stat_result) -> str:
-    """Why others could have put or changed this, or ""."""
+    """Why others could have put or changed this file, or ""."""
     if not POSIX:
         return ""
     if info.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""What a plan depends on: the parts of its key."""
+"""The key of a plan: everything that the plan depends on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusewright.version import __version__
 def key_of(
     backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], format: int
 ) -> Key:
-    """The graph with its types and what is known of its sizes, and everything else that code made of it depends on."""
+    """The graph with its types and size constraints, and everything else that its compiled code depends on."""
     text = printer.to_text(gm.graph, sources=False)
     vendor = type(backend).__module__.partition(".")[0]
     return Key(
@@ -40,6 +40,6 @@ def key_of(
 
 
 def switches() -> str:
-    """Settings of torch that a backend may have compiled by; those of one device's libraries are in its fingerprint."""
+    """Torch settings that a backend may compile differently for; settings of a device's libraries are in its fingerprint."""
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"

@@ -1,4 +1,4 @@
-"""Where the cache lies, and the user's state, which holds the key that entries are sealed with. Never a reason to fail."""
+"""Locations of the cache and of the user's state, which holds the key that seals entries. Never a reason to fail."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _said: set[str] = set()
 
 
 def say_once(message: str) -> None:
-    """A warning that a process gives once."""
+    """Log a warning once per process."""
     if message not in _said:
         _said.add(message)
         log.warning("fusewright: %s", message)
 
 
 def path() -> Path:
-    """What the user chose or the system has for caches. RuntimeError where that needs a home directory and there is none.
+    """The cache path that the user chose, or the system's. RuntimeError if that needs a home directory and there is none.
 
-    The folder itself may be one inside: see `cache`.
+    The actual folder may be a subfolder: see `cache`.
     """
     return _chosen("FUSEWRIGHT_CACHE_DIR") or _absolute(platformdirs.user_cache_dir("fusewright", appauthor=False))
 
 
 def state_path() -> Path:
-    """The same for what belongs to the user and is worth keeping."""
+    """The same for the user's persistent state."""
     return _chosen("FUSEWRIGHT_STATE_DIR") or _absolute(platformdirs.user_state_dir("fusewright", appauthor=False))
 
 
@@ -43,12 +43,12 @@ def _chosen(variable: str) -> Path | None:
 
 @functools.cache
 def _absolute(text: str) -> Path:
-    """The same place for the whole process, whatever directory it goes to later."""
+    """Make a path absolute, so that later changes of the working directory do not matter."""
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
 def cache() -> Folder | None:
-    """The folder for plans and choices, made if missing; None, and one warning, when there can be none."""
+    """The folder for plans and choices, created if missing; None, with one warning, if that fails."""
     try:
         return _folder(path(), make=True)
     except (OSError, RuntimeError) as e:  # RuntimeError: no home directory
@@ -57,7 +57,7 @@ def cache() -> Folder | None:
 
 
 def existing_cache() -> Folder | None:
-    """The folder if it is there, for those who only look: nothing is made, and nothing said."""
+    """The folder if it exists, for read-only uses: nothing is created or logged."""
     try:
         return _folder(path(), make=False)
     except (OSError, RuntimeError):
@@ -65,12 +65,12 @@ def existing_cache() -> Folder | None:
 
 
 def state() -> Folder:
-    """The folder for the user's key, made if missing. OSError or RuntimeError when there can be none."""
+    """The folder for the user's key, created if missing. OSError or RuntimeError if that fails."""
     return _folder(state_path(), make=True)
 
 
 def _folder(base: Path, make: bool) -> Folder:
-    """`base` if it is this user's alone; else a folder in it that is. What others made is left as it is."""
+    """`base` if it belongs to this user alone, else a subfolder that does. Folders of others are not changed."""
     if make:
         _make(base)
     try:
@@ -94,7 +94,7 @@ def _folder(base: Path, make: bool) -> Folder:
 
 
 def _make(directory: Path) -> None:
-    """Has the directory and its parents afterwards, closed to others where they are new, whatever the umask."""
+    """Create the directory and its missing parents, closed to other users whatever the umask."""
     missing = []
     while not directory.exists() and not directory.is_symlink():
         missing.append(directory)
@@ -103,4 +103,4 @@ def _make(directory: Path) -> None:
         try:
             d.mkdir(mode=0o700)
         except FileExistsError:
-            continue  # another process was first; who it was is checked with the rest
+            continue  # another process created it first; its owner is checked with the rest

@@ -1,7 +1,7 @@
-"""What is read from the disk was written by this user on this machine, under the very name that it is read by.
+"""Authentication of cache files: each was written by this user on this machine, under the name that it is read by.
 
-A file is sealed with HMAC-SHA256 (RFC 2104) under a random key of the user's, which lies in the user's state directory, readable
-by nobody else, and is bound to the machine. Without such a key nothing is kept on disk.
+A file is sealed with HMAC-SHA256 (RFC 2104) under a random key that lies in the user's state directory, readable by nobody
+else, and is bound to the machine. Without such a key nothing is stored on disk.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def usable() -> bool:
 
 
 def name_of(text: str) -> str:
-    """A name (hex) for what is kept under `text`, which nobody else can foretell. `usable` first."""
+    """An unpredictable name (hex) for what is stored under `text`. Check `usable` first."""
     return hmac.digest(_needed(), b"name\0" + text.encode(), "sha256").hex()
 
 
 def seal(name: str, body: bytes) -> bytes:
-    """The content of the file `name`. `usable` first."""
+    """The sealed content of the file `name`. Check `usable` first."""
     return b"".join([MAGIC, _tag(name, body), body])
 
 
 def unseal(name: str, raw: bytes) -> memoryview:
-    """What `seal` was given. `Broken` for anything else."""
+    """The body that `seal` was given. Raises `Broken` for anything else."""
     body = memoryview(raw)[_TAG:]
     if not raw.startswith(MAGIC) or len(raw) < _TAG:
         raise Broken("it is of another kind or version")
@@ -69,7 +69,7 @@ _keys: dict[tuple[Path, int], bytes] = {}
 
 
 def _key() -> bytes | None:
-    """The key of this user on this machine; None, and one warning, when there can be none."""
+    """The key of this user on this machine; None, with one warning, if that fails."""
     try:
         where = place.state_path(), os.geteuid() if POSIX else 0
         if where not in _keys:
@@ -85,7 +85,7 @@ def _key() -> bytes | None:
 
 
 def _secret(folder: Folder) -> bytes:
-    """The content of the key file. It is made if there is none; of two processes that do so at once, one wins."""
+    """The content of the key file, created if missing; if two processes create it at once, one wins."""
     try:
         found = folder.read(FILE, limit=LENGTH, private=True)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _secret(folder: Folder) -> bytes:
 
 @functools.cache
 def _machine() -> bytes:
-    """What tells machines apart that share a home directory."""
+    """An identity that distinguishes machines with a shared home directory."""
     found = b""
     for file in _MACHINE:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The plan cache on disk: one sealed file an entry, JSON and raw bytes, bounded in size.
+"""The plan cache on disk: one sealed file per entry, JSON and raw bytes, limited in total size.
 
-An entry is used only when its seal is right (see `seal`) and it was written for the very key that is asked for; anything else
-is a miss, said once, and removed. Beside an entry lies a file that is one byte longer with every hit.
+An entry is used only if its seal is valid (see `seal`) and it was written for exactly the requested key; anything else is a
+miss, logged once, and removed. Beside each entry lies a file that grows by one byte with every hit.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ log = logging.getLogger("fusewright")
 SUFFIX, HITS, MADE = ".plan", ".hits", ".made"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.plan")
 _OURS = re.compile(r"[0-9a-f]{64}\.(plan|hits|made)|choices(\.json)?")
-"""Names that we give to files: no other file is ever removed."""
+"""Names of our own files; no other file is ever removed."""
 _TEMPORARY = re.compile(rf"\.(?:{_OURS.pattern})\.\d+\.[0-9a-f]{{16}}\.tmp")
 STALE = 3600.0
-"""Seconds after which a temporary file has no writer any more."""
+"""Age in seconds at which a temporary file counts as abandoned."""
 
 CHOICES = "choices"
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a plan depends on, by name: all of it is in the entry, and compared."""
+    """What a plan depends on, by name: all of it is stored in the entry and compared."""
 
     parts: Mapping[str, str]
 
@@ -47,7 +47,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """A plan of the cache: its name, size in bytes, time of last use (seconds since 1970) and hits."""
+    """A plan in the cache: its name, size in bytes, time of last use (seconds since 1970) and hits."""
 
     name: str
     bytes: int
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Content:
-    """What an entry holds: facts about it (its key among them), the plan as JSON data, the code of its kernels."""
+    """The content of an entry: metadata (including its key), the plan as JSON data, the code of its kernels."""
 
     facts: Mapping[str, Any]
     data: dict[str, Any]
@@ -65,7 +65,7 @@ class Content:
 
 
 def read(key: Key) -> Content | None:
-    """The entry of a key, or None. What is not an entry of this very key is removed, with a warning."""
+    """Read the entry of a key, or None. A file that is not an entry of exactly this key is removed, with a warning."""
     folder, name = place.cache(), key.name
     if folder is None:
         return None
@@ -75,19 +75,19 @@ def read(key: Key) -> Content | None:
             raise Broken("it was made for another key")
     except FileNotFoundError:
         return None
-    except Exception as e:  # whatever it is that damaged bytes lead to, it is a miss
+    except Exception as e:  # whatever damaged bytes cause, it is a miss
         reject(name, e)
         return None
     try:
         folder.append(name + HITS, b"+")
-        folder.touch(name + SUFFIX)  # what was used last is pruned last
+        folder.touch(name + SUFFIX)  # the least recently used entry is pruned first
     except OSError as e:
         log.debug("the time of last use was not recorded: %s", e)
     return found
 
 
 def reject(name: str, why: Exception) -> None:
-    """An entry that cannot be used is removed, and said."""
+    """Remove an unusable entry, and log it."""
     log.warning(
         "fusewright: %s in the plan cache cannot be used (%s: %s); it is removed and compiled anew",
         name[:16], type(why).__name__, printable(why)[:300],
@@ -106,7 +106,7 @@ def _remove(folder: Folder, *names: str) -> None:
 
 
 def open_entry(folder: Folder, name: str) -> Content:
-    """The content of an entry by its name. `Broken`, OSError or what JSON raises."""
+    """The content of an entry by name. Raises `Broken`, OSError or JSON's errors."""
     body = seal.unseal(name, folder.read(name + SUFFIX))
     facts, rest = _json(body)
     data, code = _json(rest)
@@ -126,7 +126,7 @@ def _packed(data: Mapping[str, Any]) -> bytes:
 
 
 def write(key: Key, facts: Mapping[str, Any], data: Mapping[str, Any], code: bytes, limit_bytes: int) -> None:
-    """Add an entry and prune the cache to its limit. A cache that cannot be written costs only time."""
+    """Add an entry and prune the cache to its limit. Failures are not raised."""
     folder, name = place.cache(), key.name
     if folder is None:
         return
@@ -139,12 +139,12 @@ def write(key: Key, facts: Mapping[str, Any], data: Mapping[str, Any], code: byt
 
 
 def entries() -> list[Entry]:
-    """What the cache holds, least recently used first. Nothing is made or changed."""
+    """The entries, least recently used first. Nothing is created or changed."""
     return _entries(_files())
 
 
 def _files() -> list[Found]:
-    """Files of ours; none where there is no cache."""
+    """Our own files; none if there is no cache."""
     folder = place.existing_cache()
     try:
         found = folder.files() if folder else []
@@ -155,7 +155,7 @@ def _files() -> list[Found]:
 
 
 def _entries(files: list[Found]) -> list[Entry]:
-    """A plan and the count of its hits are one entry."""
+    """A plan and its hit count form one entry."""
     hits = {f.name.removesuffix(HITS): f.bytes for f in files if f.name.endswith(HITS)}
     plans = {f.name.removesuffix(SUFFIX): f for f in files if _ENTRY.fullmatch(f.name)}
     found = [Entry(n, f.bytes + hits.get(n, 0), f.used, hits.get(n, 0)) for n, f in plans.items()]
@@ -163,7 +163,7 @@ def _entries(files: list[Found]) -> list[Entry]:
 
 
 def _artifacts(files: list[Found]) -> list[Entry]:
-    """What `artifacts` keeps, which is no plan."""
+    """The files stored by `artifacts`, which are not plans."""
     return [
         Entry(f.name.removesuffix(MADE), f.bytes, f.used)
         for f in files
@@ -172,24 +172,24 @@ def _artifacts(files: list[Found]) -> list[Entry]:
 
 
 def listed() -> Iterator[tuple[Entry, Mapping[str, Any]]]:
-    """Entries with the facts about them; none for what this user did not write on this machine."""
+    """Entries with their metadata, which is empty for files that this user did not write on this machine."""
     folder = place.existing_cache()
     for entry in entries() if folder else ():
         try:
             assert folder is not None
             yield entry, open_entry(folder, entry.name).facts
-        except Exception as e:  # damaged bytes may lead to anything
+        except Exception as e:  # damaged bytes may raise anything
             log.debug("%s cannot be read: %s", entry.name, printable(e))
             yield entry, {}
 
 
 def total_bytes() -> int:
-    """The size of all that is ours, unfinished files included."""
+    """The total size of our files, including unfinished ones."""
     return sum(f.bytes for f in _files())
 
 
 def prune(limit_bytes: int) -> int:
-    """Remove what killed writers left, then the least recently used entries until the rest fits; how many of these."""
+    """Remove abandoned temporary files, then the least recently used entries until the rest fits; return how many of these."""
     folder = place.existing_cache()
     if folder is None:
         return 0
@@ -216,7 +216,7 @@ def prune(limit_bytes: int) -> int:
 
 
 def clear() -> int:
-    """Remove every entry, the remembered choices and what writers left; how many plans were removed."""
+    """Remove every entry, the stored choices and temporary files; return how many plans were removed."""
     files, folder = _files(), place.existing_cache()
     if folder is not None:
         _remove(folder, *(f.name for f in files))
@@ -224,7 +224,7 @@ def clear() -> int:
 
 
 def read_choices() -> dict[str, Any]:
-    """The remembered choices; empty when there are none that are this user's own."""
+    """The stored choices; empty if there are none written by this user."""
     folder = place.existing_cache()
     if folder is None or not seal.usable():
         return {}
@@ -232,7 +232,7 @@ def read_choices() -> dict[str, Any]:
         found = json.loads(bytes(seal.unseal(CHOICES, folder.read(CHOICES))))
     except FileNotFoundError:
         return {}
-    except Exception as e:  # damaged bytes may lead to anything: measure again
+    except Exception as e:  # damaged bytes may raise anything: measure again
         why = f"{type(e).__name__}: {printable(e)}"
         log.warning("fusewright: the remembered choices cannot be used (%s); they are made anew", why)
         _remove(folder, CHOICES)
@@ -241,7 +241,7 @@ def read_choices() -> dict[str, Any]:
 
 
 def write_choices(update: Any) -> None:
-    """Let `update` change the remembered choices, under a lock between processes. OSError or `filelock.Timeout`."""
+    """Let `update` change the stored choices, under an inter-process lock. OSError or `filelock.Timeout`."""
     folder = place.cache()
     if folder is None or not seal.usable():
         return

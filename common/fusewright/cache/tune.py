@@ -1,4 +1,4 @@
-"""Short measurements that choose between equivalent ways to compute the same thing, remembered across processes."""
+"""Choose between equivalent computations by short measurements, which are stored across processes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ log = logging.getLogger(__name__)
 clock = time.perf_counter
 
 ROUNDS = 2
-"""Independent measurements that a choice is made from, where they agree."""
+"""Independent measurements per choice, if they agree."""
 
 MOST_ROUNDS = 7
 MOST_SECONDS = 50e-3
-"""More rounds are begun before so much time is spent on a key, where rounds do not agree: the machine is busy."""
+"""If rounds disagree, the machine is busy; new rounds start only until this much time was spent on a key."""
 
 BUDGET_SECONDS = 4e-3
-"""Time of one round over all candidates. A second pass may go beyond it: the first may have been disturbed."""
+"""Time of one round over all candidates. A second pass may exceed it, since the first may have been disturbed."""
 
 MAX_PASSES = 24
 
 CLOSE = 1.05
-"""Two candidates whose times differ by less than this are equally good."""
+"""Two candidates whose times differ by less than this factor count as equal."""
 
 Run = Callable[[], Any]
 
 _doubtful: dict[tuple[str, str], str] = {}
-"""(scope, key) -> what was chosen under noise: kept for this process, so that all its graphs do the same."""
+"""(scope, key) -> a choice made under noise, kept for this process so that all its graphs agree."""
 
 
 class Tuner:
-    """Chooses by measuring, and remembers. `scope` is the backend's fingerprint: choices of another machine, or with another
-    number of `workers`, do not count.
+    """Chooses by measuring, and stores the results. `scope` is the backend's fingerprint; choices from other machines or with
+    another number of `workers` do not count.
 
-    A choice that its rounds do not agree on was made on a busy machine. It is not written down, for that would keep it
-    for good; `settled` then tells the host not to keep a plan that was made with it either.
+    If rounds disagree, the choice was made on a busy machine. It is not stored, since that would make it permanent; `settled`
+    then tells the host not to store plans made with it either.
     """
 
     def __init__(self, scope: str, persist: bool = True, workers: int = 1) -> None:
@@ -55,9 +55,9 @@ class Tuner:
         self._new: dict[str, str] = {}
 
     def choose(self, key: str, candidates: Mapping[str, Run]) -> str:
-        """The name of the fastest candidate. One candidate is not measured; a candidate that raises is out.
+        """Return the name of the fastest candidate. A single candidate is not measured; candidates that raise are excluded.
 
-        Raises `Decline` when none runs, for want of memory for one: the region is given back with the reasons.
+        Raises `Decline` with the reasons if none runs, e.g. for lack of memory.
         """
         names = list(candidates)
         if len(names) == 1:
@@ -83,7 +83,7 @@ class Tuner:
         return best
 
     def save(self) -> None:
-        """Add what was measured to the file. A cache that cannot be written costs only time."""
+        """Store new measurements. Failures are not raised."""
         if not self._new or not self._persist:
             return
         try:
@@ -98,14 +98,14 @@ class Tuner:
 
 
 def _of_scope(everything: Mapping[str, Any], scope: str) -> dict[str, str]:
-    """What is remembered for a scope: names by key. A name that is no candidate will be ignored."""
+    """The stored choices of a scope: names by key. A name that is no longer a candidate will be ignored."""
     found = everything.get(scope)
     pairs = found.items() if isinstance(found, dict) else ()
     return {key: name for key, name in pairs if isinstance(name, str)}
 
 
 def verdict(rounds: Sequence[Mapping[str, float]]) -> tuple[str, bool]:
-    """The fastest of all rounds, and whether two thirds of them, two at least, find it the fastest or close to that."""
+    """The fastest over all rounds, and whether two thirds of them, at least two, find it fastest or close to that."""
     times = {name: min(r[name] for r in rounds) for name in rounds[0]}
     best = min(times, key=times.__getitem__)
     agreeing = sum(r[best] <= CLOSE * min(r.values()) for r in rounds)
@@ -113,12 +113,11 @@ def verdict(rounds: Sequence[Mapping[str, float]]) -> tuple[str, bool]:
 
 
 def measure(candidates: Mapping[str, Run], failures: dict[str, str]) -> list[dict[str, float]]:
-    """Best time in seconds of each candidate that runs, once per round; all rounds name the same candidates.
-    `failures` receives why the others did not run.
+    """Best time in seconds of each working candidate, once per round; all rounds have the same candidates. `failures` receives
+    the reasons of the others.
 
-    Candidates take turns, so that a disturbance hits all of them. A key costs each candidate's first run, plus at
-    most `2 * ROUNDS * BUDGET_SECONDS` or, where candidates are slow, `ROUNDS` runs of each; where rounds do not agree,
-    `MOST_SECONDS` and a round.
+    Candidates alternate, so that a disturbance affects all of them. A key costs each candidate's first run, plus at most `2 *
+    ROUNDS * BUDGET_SECONDS` or, for slow candidates, `ROUNDS` runs of each; if rounds disagree, `MOST_SECONDS` and one round.
     """
     with torch.no_grad(), compat.real_tensors():
         found = {name: _failure(run) for name, run in candidates.items()}
@@ -137,7 +136,7 @@ def _failure(run: Run) -> str:
     """Why a candidate does not run, or ""."""
     try:
         run()
-    except (RuntimeError, NotImplementedError, TypeError) as e:  # not with these arguments, or not in this memory
+    except (RuntimeError, NotImplementedError, TypeError) as e:  # unsupported arguments, or too little memory
         return f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
     return ""
 

@@ -1,5 +1,5 @@
-"""Every pass from a traced graph to code, in the order of the stages of `pipeline`, with the form that it takes and the form
-that it gives. What a pass gives is verified by that form's spec:
+"""Every pass from a traced graph to code, in the order of the stages of `pipeline`, with its input and output forms. The result
+of a pass is verified by the spec of its form:
 
     graph      ATen calls as nodes of torch.fx          graph/verify.py
     region     the ops that a backend claims            toolkit/region/verify.py
@@ -7,8 +7,8 @@ that it gives. What a pass gives is verified by that form's spec:
     kernel     loops over elements                      toolkit/ir/verify.py
     plan       one list of instructions for a graph     plan/verify.py
 
-The passes from graph to plan are run by `pipeline`, and verified as the option `verify` says; those over regions, kernels and
-memory verify themselves, whoever calls them.
+`pipeline` runs the passes from graph to plan, and verifies them as the option `verify` says; those over regions, kernels and
+memory always verify their results.
 """
 
 from __future__ import annotations

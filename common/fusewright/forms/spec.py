@@ -1,6 +1,5 @@
-"""What the forms of a program (graph, region, fragment, kernel, plan) have in common: a spec made of rules, and passes that
-are functions from one verified form to another. `passes` lists them all.
-"""
+"""The common base of the forms of a program (graph, region, fragment, kernel, plan): a spec made of rules, and passes, which
+are functions from one verified form to another. `passes` lists them all."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ R = TypeVar("R")
 
 
 class Violation(NamedTuple):
-    """What breaks the rule of that id; `text` begins with the place."""
+    """A violation of the rule with that id; `text` begins with the location."""
 
     rule: str
     text: str
 
 
 class FormError(FusewrightError):
-    """A form that breaks its spec after the pass `after`."""
+    """A form violates its spec after the pass `after`."""
 
     after: str = ""
     violations: Sequence[Violation] = ()
@@ -32,7 +31,7 @@ class FormError(FusewrightError):
 
 @dataclass(frozen=True)
 class Rule(Generic[F]):
-    """`check` yields one line per violation. Rules behind a `basis` rule rely on it: they are skipped where it is broken."""
+    """`check` yields one line per violation. Rules after a `basis` rule rely on it, and are skipped if it is violated."""
 
     id: str
     says: str
@@ -42,16 +41,16 @@ class Rule(Generic[F]):
 
 @dataclass(frozen=True)
 class Spec(Generic[F]):
-    """`content` shows whether a form that passes change in place has changed; None for an immutable form."""
+    """`content` shows whether an in-place pass has changed the form; None for an immutable form."""
 
     form: str
     error: type[FormError]
     rules: tuple[Rule[Any], ...]
     facts: Callable[[F], Any] = lambda form: form
-    """What rules look at."""
+    """Compute the facts that rules look at."""
     content: Callable[[F], object] = lambda form: None
     name: Callable[[F], str] = lambda form: ""
-    """Which form of its kind it is."""
+    """Name the form among those of its kind."""
 
     def violations(self, form: F) -> Iterator[Violation]:
         facts = self.facts(form)
@@ -83,8 +82,8 @@ def in_place(args: tuple[Any, ...], result: Any) -> Iterable[Any]:
 
 @dataclass(eq=False)
 class Pass(Generic[X, R]):
-    """A function whose first argument is of form `takes`, and which gives forms `gives`, found in its result by `made`. A
-    call verifies them, but for a form that comes back unchanged; `run` is the bare function."""
+    """A function from form `takes`, its first argument, to forms `gives`, which `made` finds in its result. A call verifies
+    them, except a form returned unchanged; `run` is the bare function."""
 
     name: str
     takes: str
@@ -103,7 +102,7 @@ class Pass(Generic[X, R]):
 
 
 class Identities:
-    """Objects that are equal only to the very same ones in the same order."""
+    """A sequence of objects, compared by identity and order."""
 
     def __init__(self, objects: Iterable[object]) -> None:
         self.objects = list(objects)

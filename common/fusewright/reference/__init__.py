@@ -1,4 +1,4 @@
-"""Reference backends that CI always runs: `null` claims nothing, `interp` computes the table, `faulty` misbehaves."""
+"""Reference backends, always run by CI: `null` claims nothing, `interp` computes the table, `faulty` misbehaves."""
 
 from fusewright.dynamo import entry
 from fusewright.reference.faulty import Faulty

@@ -1,4 +1,4 @@
-"""The backend that misbehaves in the way that its option `fault` names. The host must stay right, or say what is wrong."""
+"""A backend that misbehaves as its option `fault` says. The host must still be correct, or report the fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fault: TypeAlias = Callable[[Region, CompileContext, list[Call]], Sequence[Call]
 
 
 def _with_last(behind: Callable[[Ref, int, TensorSpec], Sequence[Call]]) -> Fault:
-    """A fault behind the region's last result: the op makes a temporary, and `behind` makes the result of it."""
+    """A fault in the region's last result: the op computes a temporary, and `behind` makes the result from it."""
 
     def fault(region: Region, ctx: CompileContext, calls: list[Call]) -> list[Call]:
         value = region.outputs[-1]
@@ -55,7 +55,7 @@ def _renamed(x: Any, names: Mapping[int, int]) -> Any:
 
 
 def _transposed_memory(given: Ref, out: int, spec: TensorSpec) -> list[Call]:
-    """The same values with dimensions in the opposite order in memory."""
+    """The same values with reversed dimension order in memory."""
     order = tuple(reversed(range(spec.rank)))
     a, b = out + 10**6, out + 2 * 10**6
     return [
@@ -96,11 +96,11 @@ FRAGMENT_FAULTS: dict[str, Fault] = {
     "fragment_has_other_strides": _with_last(_transposed_memory),
     "fragment_has_other_values": _with_last(lambda given, out, spec: [Call("aten::mul.Scalar", (given, 1.01), (out,))]),
 }
-"""By name: from the calls that are right to those that are wrong."""
+"""Faults by name: functions from the correct calls to faulty ones."""
 
 
 class Faulty(Interp):
-    """Like `interp`, but with one fault. Faults: see `FAULTS`."""
+    """Like `interp`, but with one fault of `FAULTS`."""
 
     name = "fusewright_faulty"
     options: ClassVar = {"fault": "decline"}

@@ -1,4 +1,4 @@
-"""The backend that computes every op from the opset table's own reference, in fp64. Slow, and the oracle in code form."""
+"""A backend that computes every op by the opset's reference, in fp64: slow, and the oracle."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ class Interp(Backend):
 
 
 def _evaluate(op: OpView, env: dict[int, Any]) -> dict[int, torch.Tensor]:
-    """One op by its reference; results get the dtype and the strides that the graph says. What eager refuses, eager
-    refuses: references say other words, or nothing.
-    """
+    """Compute one op by its reference; results get the dtype and strides of the graph. Eager runs first, so that calls that it
+    refuses raise its own error."""
     row = ops.OPS[op.op]
     args, kwargs = unbind(row.params, {name: _read(a, env) for name, a in zip(op.argnames, op.args, strict=True)})
     row.target(*args, **kwargs)
@@ -84,7 +83,7 @@ def _read(a: Any, env: dict[int, Any]) -> Any:
 
 
 def _like(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`t` as a fresh tensor with the dtype of `spec`, and its strides; where these are symbols, with its order of dimensions."""
+    """A fresh copy of `t` with the dtype and strides of `spec`, or its dimension order if strides are symbolic."""
     t = t.to(spec.dtype)
     if not spec.static:
         order = sorted(range(t.dim()), key=lambda d: -hint(spec.stride[d]))

@@ -1,4 +1,4 @@
-"""The backend that claims nothing. What it gives must be what `aot_eager` gives, bit for bit."""
+"""A backend that claims nothing. Its results must equal those of `aot_eager` bit for bit."""
 
 from __future__ import annotations
 

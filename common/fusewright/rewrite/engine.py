@@ -1,7 +1,7 @@
 """The rewrite engine: rules as data, each with an id, a hit counter and a switch; fuel for bisecting.
 
-A rule is a pattern over opset rows and a function that builds the replacement, or returns None for "no match after
-all". Every rule must be exact: the rewritten graph gives the same bits.
+A rule is a pattern over opset rows and a function that builds the replacement, or returns None to reject the match. Every rule
+must be exact: the rewritten graph gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ANY", "READER", "Env", "P", "Rewriter", "Rule", "match", "p"]
 
 
 def match(pattern: P, node: Any, env: dict[str, Any]) -> bool:
-    """Whether `node` matches; captures are written to `env`."""
+    """Whether `node` matches; captures are stored in `env`."""
     found = next(matches(pattern, _call(node), env, READER), None)
     env.update(found or {})
     return found is not None
@@ -36,7 +36,7 @@ def _call(node: Any) -> Node | None:
 
 
 class _Nodes:
-    """Patterns over the nodes of a traced graph."""
+    """Reads the nodes of a traced graph for patterns."""
 
     def name(self, op: Node) -> str:
         row = ops.find(op.target)
@@ -60,7 +60,7 @@ READER = _Nodes()
 
 @dataclass(frozen=True)
 class Rule:
-    """`doc` states the rule's algebra. `build(rewriter, node, env)` gives the replacement of the matched node."""
+    """`doc` states the rule's algebra. `build(rewriter, node, env)` returns the replacement of the matched node."""
 
     id: str
     pattern: P
@@ -83,7 +83,7 @@ class Rewriter:
     def call(
         self, name: str, args: tuple[Any, ...], like: Node | None = None, kwargs: dict[str, Any] | None = None
     ) -> Node:
-        """A new node before the current insertion point. `like` gives the metadata when it is known to be the same."""
+        """Make a node before the current insertion point. `like` supplies the metadata if it is known to be the same."""
         row = ops.OPS[name]
         node = self.graph.call_function(row.target, args, kwargs or {})
         source = like or next(iter(node.all_input_nodes), None)
@@ -99,7 +99,7 @@ class Rewriter:
             return node.target(*vals[0], **vals[1])  # type: ignore[operator]
 
     def run(self, rules: Sequence[Rule]) -> Counter[str]:
-        """One pass over the graph in order, repeating on each replacement; returns hits by rule id."""
+        """Make one pass over the graph in order, repeating on each replacement; return hits by rule id."""
         by_root: dict[str, list[Rule]] = {}
         for rule in rules:
             if rule.id not in self.log.disabled:

@@ -1,4 +1,4 @@
-"""Composites are opened only on claim: when a backend does not take the whole but takes every primitive in it."""
+"""Expand composites on claim: only if a backend rejects the whole but takes every primitive in it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from fusewright.partition.partition import ask
 def on_claim(
     graph: Graph, const: Constants, backend: Backend, denied: Mapping[str, Verdict], phase: Phase
 ) -> tuple[Graph, Constants]:
-    """`graph`, or a copy in which some composites are replaced by their primitives; and the constants of what is
-    returned, which inside of a composite are found as in the graph.
-    """
+    """Return `graph`, or a copy with some composites replaced by their primitives, and the constants of the result; constants
+    inside a composite are found as in the graph."""
     claims_nothing = type(backend).supports is Backend.supports
     chosen = {} if claims_nothing else _openable(graph, const.values, backend, denied, phase)
     if not chosen:
@@ -48,7 +47,7 @@ def on_claim(
 def _openable(
     graph: Graph, const: frozenset[Node], backend: Backend, denied: Mapping[str, Verdict], phase: Phase
 ) -> dict[Node, Graph]:
-    """Composites that the backend wants open, with what is in them. Equal composites are traced once."""
+    """Composites that the backend wants expanded, with their contents. Equal composites are traced once."""
     candidates = [
         n for n in graph.nodes
         if is_op(n) and n.name not in denied and UNTRUSTED not in n.meta
@@ -73,7 +72,7 @@ def _openable(
 
 
 def _given(node: Node) -> str:
-    """The arguments of a node with numbers for its inputs: which of them is given, and which are one, matters as well."""
+    """A key of a node's arguments, with its inputs numbered, so that repeated inputs are told apart from distinct ones."""
     places = {n: ("%", k) for k, n in enumerate(node.all_input_nodes)}
     return repr(torch.fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), places.__getitem__))
 
@@ -96,7 +95,7 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     try:
         with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
             inside = make_fx(body)(*fakes).graph
-    except compat.SizesAssumed:  # nobody would check that: the whole is eager's
+    except compat.SizesAssumed:  # nothing would check the assumption, so eager runs the whole
         return None
     canonicalize(inside)
     drop_dead_code(inside)
@@ -108,12 +107,12 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
 
 
 def _is_size(op: OpView) -> bool:
-    """Whether an op gives numbers alone: sizes are the plan's to compute, no backend's."""
+    """Whether an op returns only numbers: the plan computes sizes, not a backend."""
     return bool(op.outs) and all(v.spec is None for v in op.outs)
 
 
 def _laid_out(made: Any, like: Any) -> Any:
-    """`made` with the strides of `like`, which views of the whole were made for; primitives may give others."""
+    """Give `made` the strides of `like`, which views of the composite were traced for; primitives may produce others."""
     if isinstance(made, tuple | list):
         return tuple(map(_laid_out, made, like))
     if not isinstance(made, torch.Tensor) or not isinstance(like, torch.Tensor):
@@ -127,7 +126,7 @@ def _laid_out(made: Any, like: Any) -> Any:
 
 
 def _apart(made: Any, like: Any, given: Sequence[Any]) -> Any:
-    """`made` in memory of its own, where it is a view of what was given and `like` is none: primitives that move nothing."""
+    """Copy `made` if it is a view of an input and `like` is not: some primitives move no data."""
     if isinstance(made, tuple | list):
         return tuple(_apart(m, w, given) for m, w in zip(made, like, strict=True))
     if not _shares(made, given) or _shares(like, given):
@@ -141,12 +140,12 @@ def _shares(t: Any, others: Sequence[Any]) -> bool:
 
 
 def _strides(x: torch.Tensor) -> list[Any]:
-    """Where they matter."""
+    """Strides of the dims where they matter."""
     return [s for n, s in zip(x.shape, x.stride(), strict=True) if not compat.statically_true(n == 1)]
 
 
 def _splice(graph: Graph, node: Node, inside: Graph) -> None:
-    """Put the nodes of `inside` in the place of `node`."""
+    """Replace `node` by the nodes of `inside`."""
     env: dict[Node, Any] = dict(zip(inside.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     (output,) = inside.find_nodes(op="output")
     with graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""The host's own rules. All are exact (same bits), so they run before anybody claims anything."""
+"""The host's own rules. All are exact (same bits), so they run before any claims."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _same(a: Any, b: Any) -> bool:
 def _same_layout(a: Node, b: Node) -> bool:
     x, y = value_of(a), value_of(b)
     if lazy(x) != lazy(y):
-        return False  # a clone of a view that negates is what computes it
+        return False  # the clone is what computes a negated view
     return x.dtype == y.dtype and x.device == y.device and _same(x.shape, y.shape) and _same(x.stride(), y.stride())
 
 
@@ -35,7 +35,7 @@ def _weight(w: Any) -> bool:
 
 
 def _linear(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """addmm/mm on a transposed weight, flattened or not, is the linear that the user wrote."""
+    """Rewrite addmm/mm on a transposed weight, flattened or not, to the linear that the user wrote."""
     x, w, bias = env["x"], env["w"], env.get("bias")
     flat = _shape(env["flat"])
     if not _weight(w) or (bias is not None and value_of(bias).dim() != 1):
@@ -53,7 +53,7 @@ def _same_layout_rows(x: Node) -> bool:
 
 
 def _contiguous(x: Node) -> bool:
-    """Whether the elements lie in order for every size, without asking that of torch, which would add a guard."""
+    """Whether the elements lie in order for every size. Asking torch could add a guard."""
     expected: Any = 1
     for n, s in zip(reversed(value_of(x).shape), reversed(value_of(x).stride()), strict=True):
         if not compat.statically_true(n == 1) and not compat.statically_true(s == expected):
@@ -67,7 +67,7 @@ _VIEW = ("view", "reshape", "unsafe_view")
 
 
 def _is_transpose(node: Node) -> bool:
-    """t(w), permute(w, [1, 0]) or transpose(w, 0, 1) of a matrix."""
+    """Whether the node is t(w), permute(w, [1, 0]) or transpose(w, 0, 1) of a matrix."""
     rest = tuple(node.args[1:])
     row = ops.find(node.target)
     return row is not None and (
@@ -95,12 +95,12 @@ def _linear_mm(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 
 def _used_beside(mm: Node, node: Node) -> bool:
-    """Whether somebody else reads the product too: then a linear would compute it a second time."""
+    """Whether the product has other readers: a linear would compute it a second time."""
     return mm is not node and len(mm.users) > 1
 
 
 def _identity_view(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """A view that changes nothing. An output must stay its own tensor object."""
+    """Drop a view that changes nothing. An output must stay its own tensor object."""
     x = env["x"]
     if node in r.returned or not isinstance(x, Node) or not _same_layout(x, node):
         return None
@@ -123,9 +123,8 @@ def _t_t(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 
 def _attention(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """Attention whose log-sum-exp nobody reads is the attention that the user wrote; torch picks the same kernel for
-    it.
-    """
+    """Rewrite attention whose log-sum-exp is unused to the attention that the user wrote, for which torch selects the same
+    kernel."""
     users = [u for u in node.users if u.users or u in r.returned]
     if not users or any(not is_projection(u) or u.args[1] != 0 or u in r.returned for u in users):
         return None
@@ -142,7 +141,7 @@ def _attention(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 
 def _needless_copy(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """A copy that changes nothing. Kept where its memory is seen from outside, and where anything is written in place."""
+    """Drop a copy that changes nothing, unless its memory is visible outside or the graph writes in place."""
     if node in r.exposed or has_writes(r.graph):
         return None
     return _identity_view(r, node, env)
@@ -156,7 +155,7 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 
 _OF_GPUS = tuple(f"aten._scaled_dot_product_{kind}_attention.default" for kind in ("cudnn", "efficient", "flash"))
-"""What AOTAutograd makes of attention there: torch's choice among its kernels, which the same inputs lead to again."""
+"""AOTAutograd's forms of attention on GPUs: torch's own kernel choice, which the same inputs reproduce."""
 
 _MM_T = p("mm", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
 _ADDMM_T = p("addmm", "bias", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")

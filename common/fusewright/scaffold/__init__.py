@@ -1,7 +1,7 @@
-"""A new backend's package, written from templates: `fusewright new-backend NAME`.
+"""A package for a new backend, generated from templates: `fusewright new-backend NAME`.
 
-A template is a file under `template`, named as in the package with ".in" behind. `@NAME@` and its like stand for what differs;
-the folder `module` gets the name of the import package.
+A template is a file under `template` with the suffix ".in". Placeholders such as `@NAME@` are replaced; the folder `module` is
+renamed to the import package.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from fusewright.interface import INTERFACE, OPSET
 from fusewright.version import __version__
 
 LICENSES = ("Apache-2.0", "BSD-3-Clause", "MIT", "LicenseRef-Proprietary")
-"""SPDX names that the command offers. The text is its author's to put in."""
+"""SPDX names that the command offers. The author adds the license text."""
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _LONGEST = 40
 
 
 class ScaffoldError(FusewrightError, ValueError):
-    """A package cannot be written: its name, or the folder that it would lie in."""
+    """A package cannot be written, because of its name or its target folder."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A backend's names: `vendor_device` is `fusewright-vendor-device`, `fusewright_vendor_device` and `VendorDevice`."""
+    """The names of a backend: `vendor_device` becomes `fusewright-vendor-device`, `fusewright_vendor_device` and
+    `VendorDevice`."""
 
     name: str
     license: str = "LicenseRef-Proprietary"
@@ -48,7 +49,7 @@ class Package:
         return "".join(part.capitalize() for part in self.name.split("_"))
 
     def filled(self, text: str) -> str:
-        """A template's text with this package's names."""
+        """Fill a template with this package's names."""
         minor = ".".join(__version__.split(".")[:2])
         known = {
             "NAME": self.name, "DIST": self.dist, "MODULE": self.module, "CLASS": self.cls, "LICENSE": self.license,
@@ -58,7 +59,7 @@ class Package:
 
 
 def check_name(name: str, taken: Collection[str]) -> None:
-    """Raise `ScaffoldError` for a name that torch, Python or another backend has, or that is no identifier in small letters."""
+    """Raise `ScaffoldError` for a name that torch, Python or another backend uses, or that is not a lower-case identifier."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         proposed = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")[:_LONGEST]
         hint = f"; how about {proposed!r}?" if _NAME.fullmatch(proposed) else ""
@@ -75,7 +76,7 @@ def check_name(name: str, taken: Collection[str]) -> None:
 
 
 def write(package: Package, folder: Path) -> list[Path]:
-    """Write the package's files into `folder`, which must not exist or be empty. `ScaffoldError` else."""
+    """Write the package's files into `folder`, which must be empty or not exist; else raise `ScaffoldError`."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ScaffoldError(f"{folder} exists and is not empty; name another folder with --into, or remove it")
     made = []
@@ -88,7 +89,7 @@ def write(package: Package, folder: Path) -> list[Path]:
 
 
 def _templates() -> Iterator[tuple[str, str]]:
-    """Paths in the package, and texts."""
+    """Paths in the package, with their texts."""
     yield from _below(files(__name__) / "template", "")
 
 

@@ -1,2 +1,2 @@
-"""Symbolic sizes as values: `expr` is the type, `functions` what polynomials do not cover, `traced` makes them of torch's,
-`serial` writes and reads them."""
+"""Symbolic sizes as values: `expr` is the type, `functions` what polynomials do not cover, `traced` converts torch's, `serial`
+reads and writes JSON."""

@@ -1,8 +1,8 @@
-"""`SizeExpr`: a size that is known when the code runs. An `Extent` is one, or an int.
+"""`SizeExpr`: a size that is known at run time. An `Extent` is one, or an int.
 
-It is a canonical polynomial over atoms. Equal polynomials have equal form, so `==` and `hash` decide equality. Nothing is
-solved beyond that: what a polynomial does not cover (`n // 2`) is an atom itself, an `Apply`. Other atoms are symbols by name
-(in specs), symbols by position (in kernels, which know no names), and what a plan reads off its values (in launches).
+It is a canonical polynomial over atoms: equal polynomials have equal form, so `==` and `hash` decide equality. Nothing else is
+solved: what a polynomial cannot express (`n // 2`) is an atom itself, an `Apply`. Other atoms are symbols by name (in specs),
+symbols by position (in kernels, which have no names), and what a plan reads from its values (in launches).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SizeOf:
 
 @dataclass(frozen=True, slots=True)
 class OffsetOf:
-    """Where a plan's tensor begins in its storage, in elements."""
+    """The storage offset of a plan's tensor, in elements."""
 
     value: int
 
@@ -37,7 +37,7 @@ class OffsetOf:
 
 @dataclass(frozen=True, slots=True)
 class NumberOf:
-    """A number that a plan has as a value."""
+    """A number that is a value of a plan."""
 
     value: int
 
@@ -47,7 +47,7 @@ class NumberOf:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """A function of `FUNCTIONS`. Made by `apply`, which knows the simple cases."""
+    """A call of one of `FUNCTIONS`. Construct it with `apply`, which simplifies."""
 
     function: str
     args: tuple[Extent | float, ...]
@@ -59,9 +59,9 @@ class Apply:
 
 
 Atom: TypeAlias = str | int | SizeOf | OffsetOf | NumberOf | Apply
-"""A symbol's name, a symbol's position, a reading of a value, or a function of these."""
+"""The name of a symbol, the position of one, something read from a value, or a function of these."""
 Monomial: TypeAlias = tuple[Atom, ...]
-"""Atoms of a product, sorted, repeats for powers; () is the constant term."""
+"""The atoms of a product, sorted, repeated for powers; () is the constant term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SizeExpr:
         return self._hash
 
     def __reduce__(self) -> tuple[type[SizeExpr], tuple[object, ...]]:
-        return SizeExpr, (self.terms,)  # the hash of a name is another one in another process
+        return SizeExpr, (self.terms,)  # a name's hash differs between processes
 
     def __add__(self, other: Extent) -> Extent:
         return _sum(self, other, 1) if isinstance(other, int | SizeExpr) else NotImplemented
@@ -111,13 +111,13 @@ class SizeExpr:
 
     @property
     def name(self) -> str | None:
-        """The name of the symbol that this is; None when it is anything else."""
+        """The name of the symbol that this is; None for anything else."""
         atom = self.atom
         return atom if isinstance(atom, str) else None
 
     @property
     def atom(self) -> Atom | None:
-        """The atom that this is; None when it is a formula."""
+        """The single atom that this is; None for a formula."""
         (monomial, c), *more = self.terms
         return monomial[0] if not more and c == 1 and len(monomial) == 1 else None
 
@@ -129,19 +129,19 @@ Extent: TypeAlias = int | SizeExpr
 
 
 def symbol(atom: Atom) -> SizeExpr:
-    """The size that is one atom, such as the symbol of a name."""
+    """The size that consists of one atom, e.g. a named symbol."""
     return SizeExpr((((atom,), 1),))
 
 
 def apply(function: str, *args: Extent | float) -> Extent:
-    """A function of sizes, in its simplest form: constants are computed, exact divisions are polynomials."""
+    """A function of sizes in its simplest form: constants are folded, exact divisions become polynomials."""
     if function in ("Max", "Min"):
         return _extreme(function, args)
     if all(isinstance(a, int) for a in args) and not FUNCTIONS[function].real:
         try:
             return int(FUNCTIONS[function].call(*args))
         except (ArithmeticError, ValueError):
-            pass  # whoever runs it gets the error
+            pass  # evaluating it raises the error
     match function, args:
         case "FloorDiv", (int() | SizeExpr() as a, int() | SizeExpr() as b):
             if (exact := divide(a, b)) is not None:
@@ -155,7 +155,7 @@ def apply(function: str, *args: Extent | float) -> Extent:
 
 
 def _extreme(function: str, args: Sequence[Extent | float]) -> Extent:
-    """Of equals one, of ints the one that counts, and those inside among them."""
+    """Simplify Max or Min: drop duplicates, combine ints, flatten nested calls."""
     flat: dict[Extent | float, None] = {}
     for a in args:
         atom = a.atom if isinstance(a, SizeExpr) else None
@@ -171,7 +171,7 @@ def _extreme(function: str, args: Sequence[Extent | float]) -> Extent:
 
 
 def is_real(x: Extent | float) -> bool:
-    """Whether a number need not be an integer."""
+    """Whether a number may be a non-integer."""
     if isinstance(x, SizeExpr):
         return any(isinstance(a, Apply) and _is_real_call(a) for a in atoms(x))
     return isinstance(x, float)
@@ -190,7 +190,7 @@ def _rank(atom: Atom) -> tuple[int, int, str]:
 
 
 def sort_monomial(factors: Iterable[Atom]) -> Monomial:
-    """Factors in the order that monomials have."""
+    """Sort factors into a monomial's order."""
     return tuple(sorted(factors, key=_rank))
 
 
@@ -199,7 +199,7 @@ def _order(term: tuple[Monomial, int]) -> list[tuple[int, int, str]]:
 
 
 def make(terms: Mapping[Monomial, int]) -> Extent:
-    """The sum of terms whose monomials are sorted."""
+    """The sum of terms with sorted monomials."""
     kept = [(m, c) for m, c in terms.items() if c]
     if not kept:
         return 0
@@ -211,7 +211,7 @@ def make(terms: Mapping[Monomial, int]) -> Extent:
 
 
 def terms_of(e: Extent) -> Iterator[tuple[Monomial, int]]:
-    """The terms of a size; none of 0."""
+    """The terms of a size; none for 0."""
     if isinstance(e, SizeExpr):
         yield from e.terms
     elif e:
@@ -226,7 +226,7 @@ def _sum(a: Extent, b: Extent, sign: int) -> Extent:
 
 
 def divide(a: Extent, b: Extent) -> Extent | None:
-    """`a / b` when it is exact and `b` has a single term, else None."""
+    """`a / b` if it is exact and `b` has a single term, else None."""
     divisor = list(terms_of(b))
     if len(divisor) != 1:
         return 1 if a == b and divisor else None
@@ -254,7 +254,7 @@ def atoms(e: Extent | float) -> Iterator[Atom]:
 
 
 def leaves(e: Extent | float) -> Iterator[Atom]:
-    """The symbols and readings in a size, those inside functions too."""
+    """The symbols and values read in a size, including those inside functions."""
     for a in atoms(e):
         if isinstance(a, Apply):
             for x in a.args:
@@ -269,16 +269,16 @@ def names(e: Extent) -> Iterator[str]:
 
 
 def values(e: Extent) -> Iterator[int]:
-    """The plan's values that a size is read off."""
+    """Ids of the plan's values that a size is read from."""
     return (a.value for a in leaves(e) if isinstance(a, SizeOf | OffsetOf | NumberOf))
 
 
 Sizes: TypeAlias = Mapping[Atom, int] | Sequence[int]
-"""What symbols stand for: by atom, or by position."""
+"""Values of symbols: by atom, or by position."""
 
 
 def evaluate(e: Extent, sizes: Sizes) -> int:
-    """The value of `e`; KeyError or IndexError when a symbol has none. A function may be given its value as well."""
+    """The value of `e`; KeyError or IndexError if a symbol has none. `sizes` may also contain values of functions."""
     if isinstance(e, int):
         return e
     total = 0
@@ -297,7 +297,7 @@ def _value(atom: Atom, sizes: Sizes) -> int:
 
 
 def substitute(e: Extent, given: Callable[[Atom], Extent | None]) -> Extent:
-    """`e` with atoms replaced; those stay for which `given` has None, and functions are asked for before what is in them."""
+    """Replace atoms of `e`; atoms for which `given` returns None stay. Functions are looked up before their arguments."""
     if isinstance(e, int):
         return e
     out: Extent = 0
@@ -319,7 +319,7 @@ def _replaced(atom: Atom, given: Callable[[Atom], Extent | None]) -> Extent:
 
 
 def with_values(e: Extent, ids: Mapping[int, int] | Sequence[int]) -> Extent:
-    """`e` read off other values; `ids` has all of them."""
+    """`e` with the ids of its values replaced; `ids` must contain all of them."""
 
     def renumbered(a: Atom) -> Extent | None:
         return symbol(replace(a, value=ids[a.value])) if isinstance(a, SizeOf | OffsetOf | NumberOf) else None
@@ -328,7 +328,7 @@ def with_values(e: Extent, ids: Mapping[int, int] | Sequence[int]) -> Extent:
 
 
 def product(sizes: Iterable[Extent]) -> Extent:
-    """All of them multiplied; 1 for none."""
+    """The product; 1 for none."""
     out: Extent = 1
     for s in sizes:
         out = s * out
@@ -339,7 +339,7 @@ def product(sizes: Iterable[Extent]) -> Extent:
 
 
 def _text(e: SizeExpr) -> str:
-    """As torch prints it: higher powers first, numbers last."""
+    """Format as torch does: higher powers first, numbers last."""
     if e.atom is not None:
         return _atom_text(e.atom)
     order = {a: k for k, a in enumerate(sorted(set(atoms(e)), key=_rank))}
@@ -369,7 +369,7 @@ def _atom_text(a: Atom) -> str:
 
 
 def _factor(x: Extent | float) -> str:
-    """The text of an operand, in parentheses unless it is one word or call."""
+    """The text of an operand, in parentheses unless it is a single word or call."""
     atom = x.atom if isinstance(x, SizeExpr) else None
     plain = atom is not None and not (isinstance(atom, Apply) and atom.function == "FloorDiv")
     return str(x) if plain or (isinstance(x, int | float) and x >= 0) else f"({x})"

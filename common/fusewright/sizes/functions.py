@@ -1,4 +1,4 @@
-"""What a size may call beside `+` and `*`. The list is closed: sizes come from the disk, too, and become Python text."""
+"""The functions allowed in sizes besides `+` and `*`. A closed list: sizes may come from disk, and become Python source."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_BITS = 64
-"""Powers and shifts of more are refused: their results could fill the memory."""
+"""Larger powers and shifts are refused, since their results could fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of numbers that takes `least` to `most` arguments; `real` where its result need not be an integer."""
+    """A function of `least` to `most` numbers; `real` if its result may be a non-integer."""
 
     call: Callable[..., Any]
     least: int
@@ -68,4 +68,4 @@ FUNCTIONS: Mapping[str, Function] = {
     "Sum": Function(_total, 2, _MANY, real=True),
     "Product": Function(_product, 2, _MANY, real=True),
 }
-"""By the name that prints; mostly torch's own. `Sum` and `Product` are of floats: those of integers are polynomials."""
+"""By printed name, mostly torch's own. `Sum` and `Product` are for floats; integers use polynomials."""

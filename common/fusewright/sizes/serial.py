@@ -1,4 +1,5 @@
-"""Sizes as JSON: an int, or a list of `[monomial, coefficient]`. In a monomial a name is text and a position an int; other atoms
+"""Sizes as JSON: an int, or a list of `[monomial, coefficient]`. In a monomial, a name is a string and a position an int; other
+atoms
 are objects with one member: `{"size": [value, dim]}`, `{"offset": value}`, `{"number": value}`, `{"FloorDiv": [a, b]}`."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from fusewright.sizes.functions import FUNCTIONS
 
 LARGEST = 1 << 64
 _MOST = 1024
-"""Terms of a sum and factors of a product."""
+"""Maximum number of terms in a sum, and of factors in a product."""
 _DEEPEST = 32
 
 
@@ -34,7 +35,7 @@ def _atom(a: Atom) -> Any:
 
 
 def from_data(data: Any) -> Extent:
-    """The size that `to_data` wrote. ValueError for everything else, sizes in another form than the canonical included."""
+    """Read a size written by `to_data`. ValueError for anything else, including non-canonical sizes."""
     if type(data) is int and abs(data) < LARGEST:
         return data
     found = _read(data, 0)

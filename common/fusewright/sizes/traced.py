@@ -1,6 +1,6 @@
-"""From torch's symbolic sizes, which are sympy expressions, to `SizeExpr`: once, where they come in.
+"""Convert torch's symbolic sizes, which are sympy expressions, to `SizeExpr`.
 
-Expressions are told apart by the names of their classes: sympy is not imported for them, nor torch's private functions.
+Expressions are identified by the names of their classes, so neither sympy nor torch's private functions are imported.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from fusewright.sizes.expr import Extent, SizeExpr, apply, is_real, product, sym
 from fusewright.sizes.functions import FUNCTIONS
 
 MOST_FACTORS = 8
-"""Powers up to this become products."""
+"""Powers up to this one become products."""
 
 _CALLED: Mapping[str, str] = {
     **{name: name for name in FUNCTIONS if name not in ("Sum", "Product")},
     "PythonMod": "Mod", "CleanDiv": "FloorDiv", "Equality": "Eq", "Unequality": "Ne",
     "StrictLessThan": "Lt", "LessThan": "Le", "StrictGreaterThan": "Gt", "GreaterThan": "Ge",
 }  # fmt: skip
-"""Class of an expression -> function."""
+"""Class name of an expression -> function."""
 
 
 class _Unknown(Exception):
-    """An expression of a kind that sizes do not have."""
+    """An expression of a kind that sizes cannot represent."""
 
 
 @lru_cache(4096)
 def from_sympy(e: Any) -> Extent:
-    """The size that an expression is. What sizes have no words for is a symbol of its own, which nothing gives a value to."""
+    """Convert an expression. One that sizes cannot represent becomes a fresh symbol without a value."""
     try:
         found = _number(e)
     except _Unknown:
