@@ -9,7 +9,7 @@ Thunk: TypeAlias = Callable[[], Any]
 
 
 class Lazy(Mapping[str, Thunk]):
-    """Candidates whose tensors are made when they are first run: a remembered choice then costs nothing."""
+    """Candidates whose tensors are allocated on first use, so that a remembered choice costs nothing."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Thunk]]) -> None:
         self._makers = makers

@@ -1,4 +1,4 @@
-"""A backend out of parts: a table of library calls, loop kernels for everything around them, a loader for the kernels.
+"""A ready-made backend: a table of library calls, loop kernels for the other ops, and a loader for the kernels.
 
     class Mine(FusedBackend):
         name, device_type = "mine", HOST
@@ -8,8 +8,8 @@
         @classmethod
         def probe(cls) -> Device | Unavailable: ...
 
-A backend whose library calls take neighbours in overrides `library`. Modules that are needed only to lower are imported
-inside the methods that lower, because a plan from the cache needs none of them; `imported_later` does this for class attributes.
+A backend that fuses neighbouring ops into its library calls overrides `library`. Modules needed only for lowering are imported
+inside the lowering methods, because a cached plan needs none of them; `imported_later` does this for class attributes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 
 class Loader(Protocol):
-    """Makes code of kernels. One that knows the device has its `policy`, a `DevicePolicy`.
+    """Compiles kernels. A loader that knows the device has its `policy`, a `DevicePolicy`.
 
-    `pack` and `unpack` are the way to the plan cache and back; `pack` gives None for no way."""
+    `pack` and `unpack` convert code for the plan cache and back; `pack` returns None for code that cannot be cached."""
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]: ...
 
@@ -51,12 +51,12 @@ class Loader(Protocol):
     def unpack(self, data: bytes) -> Mapping[str, KernelCode]: ...
 
     def fingerprint(self) -> str:
-        """What its code depends on beside the kernels: compilers and their target."""
+        """Identify what the code depends on besides the kernels: compilers and their target."""
         ...
 
 
 class InterpreterLoader:
-    """Kernels run by the reference interpreter: slow, on the host's tensors, on every machine."""
+    """Runs kernels with the reference interpreter: slowly, on host tensors, on any machine."""
 
     def __call__(self, kernels: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
         return {h: KernelCode(_interpreted(k), kernel=k) for h, k in kernels.items()}
@@ -87,12 +87,12 @@ class _ImportedLater(Generic[T]):
 
 
 def imported_later(get: Callable[[Any], T]) -> T:
-    """Decorator of a function that imports and returns a class attribute, called when the attribute is read."""
+    """Turn a function into a class attribute that is imported on each read: the function imports and returns it."""
     return cast(T, _ImportedLater(get))
 
 
 class FusedBackend(Backend):
-    """See the module. What its library table does not take, a kernel computes where there is a rule for it."""
+    """See the module docstring. Ops that the library table does not take are computed by kernels where a rule exists."""
 
     lowerings: ClassVar[LoweringTable[Any]] = LoweringTable[OpLowering]()
     loader: ClassVar[Loader] = interpreter_loader
@@ -102,7 +102,7 @@ class FusedBackend(Backend):
         super().__init__(device, options)
         self._loaded: dict[str, Any] = {}
         self.built: list[object] = []
-        """Code of kernels that was built before `load`, to be measured: held until then, or it would be built twice."""
+        """Kernel code built for measuring before `load`; held until then so that it is not built twice."""
 
     @classmethod
     def lowers(cls) -> Sequence[str]:
@@ -111,11 +111,11 @@ class FusedBackend(Backend):
         return tuple(dict.fromkeys([*cls.lowerings, *RULES]))
 
     def prefers_library(self, op: OpView) -> bool:
-        """Whether eager's own code for `op` is better than a kernel, though there is a rule for it."""
+        """Whether eager's code for `op` is better than a kernel, even though a rule exists."""
         return False
 
     def supports(self, op: OpView) -> Verdict:
-        """By the library table, else by a kernel rule."""
+        """Ask the library table, then the kernel rules."""
         from fusewright.toolkit.lower.tables import verdict
 
         by_library = self.lowerings.supports(op, self.running_on())
@@ -126,7 +126,7 @@ class FusedBackend(Backend):
         return by_library if not by_kernel and by_library.why is not Why.NO_LOWERING else by_kernel
 
     def library(self, region: Region, ctx: CompileContext) -> Sequence[LibraryCall]:
-        """The library calls of a region. Default: every op that the table takes, on its own, by `OpLowering` code."""
+        """Return the library calls of a region. By default, one call per op that the table takes, by `OpLowering` code."""
         calls = []
         for op in region.ops:
             row = self.lowerings.find(op, self.running_on())
@@ -141,12 +141,12 @@ class FusedBackend(Backend):
         return fuse(region, ctx, self.library(region, ctx), policy=self.policy())
 
     def policy(self) -> DevicePolicy:
-        """That of its loader, unless it has one of its own."""
+        """The device policy, by default the loader's."""
         found: DevicePolicy = getattr(self._loader(), "policy", DevicePolicy())
         return found
 
     def load(self, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
-        """Code for kernels; on a simulated device by the interpreter."""
+        """Compile kernels; on a simulated device, interpret them."""
         self._loaded.update(kernels)  # one backend compiles forward and backward before either is stored
         code = self._loader()(kernels)
         self.built.clear()
@@ -160,7 +160,7 @@ class FusedBackend(Backend):
         return {h: found[h] for h in kernels}
 
     def fingerprint(self) -> str:
-        """As every backend's, with what compiles its kernels."""
+        """The base fingerprint plus that of the loader."""
         self.running_on()
         return f"{super().fingerprint()}-{self._loader().fingerprint()}"
 
@@ -168,7 +168,7 @@ class FusedBackend(Backend):
         return interpreter_loader if self.running_on().simulated else type(self).loader
 
     def running_on(self) -> Device:
-        """The device, probed when first needed. RuntimeError when there is none."""
+        """Return the device, probing it on first use. Raises RuntimeError if there is none."""
         if self.device is None:
             found = self.probe()
             if isinstance(found, Unavailable):

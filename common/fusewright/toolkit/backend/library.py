@@ -1,4 +1,4 @@
-"""The table of library calls of a backend: what is claimed and the code that lowers it, in one registration.
+"""A backend's table of library calls. One registration declares which ops are claimed and the code that lowers them.
 
     LOWERINGS: LoweringTable[OpLowering] = LoweringTable()
 
@@ -6,9 +6,8 @@
     def relu(op: OpView, ctx: CompileContext) -> Instruction:
         return Call("vendor::relu.default", (ref(op.arg("self")),), (op.out.id,), op_id=op.id)
 
-`LOWERINGS.supports(op, device)` answers for `Backend.supports`, `lower(LOWERINGS, region, ctx)` for
-`Backend.compile`.
-The type of the code is the backend's own choice: the table only keeps it.
+`LOWERINGS.supports(op, device)` implements `Backend.supports`, `lower(LOWERINGS, region, ctx)` implements
+`Backend.compile`. The backend chooses the type of the code; the table only stores it.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from fusewright.toolkit.rules.space import layout_of
 Code = TypeVar("Code", bound=Callable[..., Any])
 
 OpLowering: TypeAlias = Callable[[OpView, CompileContext], Instruction | Iterable[Instruction]]
-"""The usual type of a lowering's code: one op in, the instructions that compute `op.outs` out."""
+"""The usual type of a lowering's code: takes an op, returns the instructions that compute `op.outs`."""
 
 Condition: TypeAlias = Callable[[OpView], str | None]
-"""None when the lowering takes the op, else why not, in a few words."""
+"""Returns None if the lowering takes the op, else a short reason."""
 
 
 @dataclass(frozen=True)
 class Lowering(Generic[Code]):
-    """One row of the table. `dtypes` maps a dtype to the device feature that it needs ("" for none); None
-    takes all.
+    """One row of the table. `dtypes` maps each accepted dtype to the device feature that it needs ("" for none); None
+    accepts all.
 
-    `layouts` names what every tensor argument may be (see `layout_of`); None takes any strides.
+    `layouts` lists the layouts allowed for tensor arguments (see `layout_of`); None accepts any strides.
     """
 
     op: str
@@ -61,7 +60,7 @@ class Lowering(Generic[Code]):
     when: Condition | None
 
     def verdict(self, op: OpView, device: Device) -> Verdict:
-        """Whether this row takes `op` on `device`, with the first reason against it."""
+        """Whether this row takes `op` on `device`; if not, the first reason why."""
         specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None]
         against = (
             _wrong_device(specs, device),
@@ -71,7 +70,7 @@ class Lowering(Generic[Code]):
             self._features(device),
         )
         reason = next((v for v in against if v is not None), None)
-        return reason if reason is not None else self._condition(op)  # a condition may rely on the rest
+        return reason if reason is not None else self._condition(op)  # a condition may rely on the other checks
 
     def _dynamic(self, op: OpView) -> Verdict | None:
         if self.dynamic:
@@ -111,8 +110,7 @@ class Lowering(Generic[Code]):
 
 
 class LoweringTable(Generic[Code]):
-    """Lowerings by row name of the opset. Several rows for one op are asked in the order in which they were
-    added."""
+    """Lowerings by row name of the opset. Several rows for one op are tried in the order of registration."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[Lowering[Code]]] = {}
@@ -126,8 +124,7 @@ class LoweringTable(Generic[Code]):
         features: Iterable[str] = (),
         when: Condition | None = None,
     ) -> Callable[[Code], Code]:
-        """Register the decorated function for the ops called `names`. Symbolic shapes are denied unless
-        `dynamic`."""
+        """Register the decorated function for the ops `names`. Symbolic shapes are rejected unless `dynamic`."""
         if dtypes is not None and not isinstance(dtypes, Mapping):
             dtypes = dict.fromkeys(dtypes, "")
         accepted = None if layouts is None else frozenset(layouts)
@@ -147,7 +144,7 @@ class LoweringTable(Generic[Code]):
         return name in self._rows
 
     def find(self, op: OpView, device: Device) -> Lowering[Code] | Verdict:
-        """The row that takes `op`, or why none does."""
+        """Return the row that takes `op`, or why none does."""
         verdict = Verdict(Why.NO_LOWERING, f"no lowering for {op.op}")
         for row in self._rows.get(op.op, ()):
             verdict = row.verdict(op, device)
@@ -162,7 +159,7 @@ class LoweringTable(Generic[Code]):
 
 
 def lower(table: LoweringTable[OpLowering], region: Region, ctx: CompileContext) -> Fragment:
-    """A region op by op, each through its row: what a backend without fusion returns from `compile`."""
+    """Lower a region op by op, each through its row: the `compile` of a backend without fusion."""
     instructions: list[Instruction] = []
     for op in region.ops:
         row = table.find(op, ctx.device)
@@ -174,7 +171,7 @@ def lower(table: LoweringTable[OpLowering], region: Region, ctx: CompileContext)
 
 
 def ref(arg: Any) -> Any:
-    """An argument of an `OpView` as an argument of an instruction: values become `Ref`s."""
+    """Convert an argument of an `OpView` to an argument of an instruction: values become `Ref`s."""
     if isinstance(arg, Value):
         return Ref(arg.id)
     if isinstance(arg, tuple):
@@ -183,15 +180,14 @@ def ref(arg: Any) -> Any:
 
 
 def compute_dtypes(specs: Iterable[TensorSpec]) -> list[torch.dtype]:
-    """The dtypes that an op computes in: its floating ones, or all when it has none (indices and masks do
-    not count)."""
+    """The dtypes that an op computes in: its floating-point ones (indices and masks do not count), or all if it has none."""
     found = dict.fromkeys(s.dtype for s in specs)
     floating = [d for d in found if d.is_floating_point or d.is_complex]
     return floating or list(found)
 
 
 def elsewhere(spec: TensorSpec, device: Device) -> str | None:
-    """Why a backend on `device` cannot reach a tensor, or None. Simulated devices compute on the host's tensors."""
+    """Why a backend on `device` cannot access a tensor, or None. Simulated devices compute on host tensors."""
     runs_on = HOST if device.simulated else device.type
     if spec.device.partition(":")[0] == runs_on:
         return None

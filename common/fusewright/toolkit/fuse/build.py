@@ -1,4 +1,4 @@
-"""From a group of ops to a kernel: axes, values at each element, stores. Equal groups build one kernel."""
+"""Builds the kernel of a group of ops: axes, values at each element, stores. Equal groups share one kernel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["Built", "build_group", "loop_order", "space_for"]
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel with the values that it reads and makes. `inplace` are the (output, input) pairs that may share
-    memory; `sizes` say what the kernel's symbols stand for, by the names that they have in the graph.
+    """A kernel with the values that it reads and writes. `inplace` are the (output, input) pairs that may alias;
+    `sizes` gives the kernel's symbols in terms of the graph's names.
     """
 
     kernel: Kernel
@@ -36,14 +36,14 @@ class Built:
     inplace: tuple[tuple[int, int], ...]
     sizes: tuple[Extent, ...] = ()
     checked: frozenset[int] = frozenset()
-    """Results of ops whose indices the kernel checks, all of them ..."""
+    """Results of ops whose indices the kernel checks in full ..."""
     partly: frozenset[int] = frozenset()
-    """... and of those where it does not."""
+    """... and of ops whose indices it checks only in part."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One rule of one op: what a group is made of."""
+    """One rule of one op. Groups consist of units."""
 
     op: OpView
     rule: Map | Row | Scatter
@@ -56,7 +56,7 @@ class Unit:
         return Domain(shape_of(self.op.out.spec), ())
 
     def outs(self) -> tuple[tuple[Value, Level], ...]:
-        """The values that it computes. What a scatter makes is complete only after its kernel: no value of it."""
+        """The values that the unit computes. None for a scatter, whose result is complete only after its kernel."""
         if isinstance(self.rule, Scatter):
             return ()
         if isinstance(self.rule, Row):
@@ -65,14 +65,14 @@ class Unit:
         return tuple((v, "full") for v in self.op.outs if v.spec is not None and 0 not in v.spec.shape)
 
     def outs_in(self, numel: Extent) -> tuple[tuple[Value, Level], ...]:
-        """The same in a domain of `numel` elements: a map of fewer runs once per row."""
+        """Like `outs`, in a domain of `numel` elements: a map over fewer elements runs once per row."""
         if isinstance(self.rule, Map) and product(shape_of(self.op.out.spec)) != numel:
             return tuple((v, "row") for v, _ in self.outs())
         return self.outs()
 
 
 def units_of(flow: Flow, op: OpView) -> list[Unit]:
-    """The units of an op; none for a view, or for an op without rules."""
+    """The units of an op; empty for views and for ops without rules."""
     return [Unit(op, rule) for rule in flow.rules(op) if not isinstance(rule, View) and _makes_something(op, rule)]
 
 
@@ -82,18 +82,18 @@ def _makes_something(op: OpView, rule: Rule) -> bool:
 
 @dataclass(frozen=True)
 class Root:
-    """A value that the kernel stores, and at which level."""
+    """A value that the kernel stores, and its level."""
 
     value: Value
     level: Level
 
 
 GUESS = 64
-"""The hint of a size that no tensor has on its own."""
+"""The hint of a symbol that is not by itself a dimension of any tensor."""
 
 
 def size_hints(values: Sequence[Value]) -> dict[Atom, int]:
-    """What sizes mention, in that order, with the size seen when tracing: a guess for what is no size on its own."""
+    """Map the atoms in sizes, in order, to the sizes seen when tracing; `GUESS` for atoms that are not a size by themselves."""
     hints: dict[Atom, int] = {}
     seen: dict[Atom, int] = {}
     for v in values:
@@ -108,7 +108,7 @@ def size_hints(values: Sequence[Value]) -> dict[Atom, int]:
 
 
 def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, ...]:
-    """Dims of the domain from the outermost loop to the innermost, parallel ones first; by the strides of `like`."""
+    """Order the dims of the domain from outermost to innermost loop, parallel ones first, by the strides of `like`."""
     rank = len(domain.shape)
     outer = [d for d in range(rank) if d not in domain.dims]
     inner = list(domain.dims)
@@ -123,7 +123,7 @@ def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, 
 def space_for(
     domain: Domain, order: Sequence[int], name: str = "fused", hints: dict[Atom, int] | None = None
 ) -> tuple[Builder, Space]:
-    """A builder with one axis per dim of the domain, in this order, and its elements."""
+    """Make a builder with one axis per dim of the domain, in this order, and the space of its elements."""
     n_p = len(domain.shape) - len(domain.dims)
     sizes = [domain.shape[d] for d in order]
     b = Builder(name, sizes[:n_p], sizes[n_p:], hints)
@@ -132,7 +132,7 @@ def space_for(
 
 
 def add_rows(e: KernelEvaluator, space: Space, units: Sequence[Unit]) -> None:
-    """Compute the results of row units (in topological order) over the space, so that `e` knows them."""
+    """Compute the results of row units (in topological order) over the space and record them in `e`."""
     for u in units:
         if not isinstance(u.rule, Row):
             continue
@@ -145,7 +145,7 @@ def add_rows(e: KernelEvaluator, space: Space, units: Sequence[Unit]) -> None:
 
 
 def segments(domain: Domain) -> tuple[tuple[bool, Extent], ...]:
-    """The domain's dims in order as (reduced?, size), sizes of one left out and equal neighbours joined."""
+    """The domain's dims in order as (reduced?, size), without sizes of one and with neighbours of the same kind merged."""
     out: list[tuple[bool, Extent]] = []
     for d, s in enumerate(domain.shape):
         reduced = d in domain.dims
@@ -161,9 +161,9 @@ def segments(domain: Domain) -> tuple[tuple[bool, Extent], ...]:
 def build_group(
     flow: Flow, name: str, units: Sequence[Unit], domain: Domain, order: Sequence[int], roots: Sequence[Root]
 ) -> Built:
-    """The kernel that computes `units` (topological) and stores `roots`.
+    """Build the kernel that computes `units` (in topological order) and stores `roots`.
 
-    NotAligned or IndexTooComplex when they cannot be one kernel.
+    Raises NotAligned or IndexTooComplex if they cannot be one kernel.
     """
     b, space = space_for(domain, order, name, size_hints(values_of(flow, units)))
     e = KernelEvaluator(b, flow, frozenset(v.id for u in units for v, _ in u.outs()))
@@ -181,18 +181,18 @@ def build_group(
 
 
 def values_of(flow: Flow, units: Sequence[Unit]) -> list[Value]:
-    """Every value that the units mention, those behind views and inlined ops too."""
+    """Every value that the units use, including those behind views and inlined ops."""
     values = [v for u in units for v in (*u.op.inputs(), *u.op.outs)]
     return values + [s for u in units for v in u.op.inputs() for s in flow.sources(v)]
 
 
 def store(e: KernelEvaluator, buffer: int, spec: TensorSpec, at: At, val: Val, how: str = "") -> None:
-    """Store a value in the type and the layout of a tensor."""
+    """Store a value in a tensor's dtype and layout."""
     e.b.store(buffer, e.address(spec, at), e.b.cast(val, from_torch(spec.dtype)), how=how)
 
 
 def finished(e: KernelEvaluator, outs: Sequence[int], always: Sequence[int] = ()) -> Built:
-    """The verified kernel, with the size symbols and the tensors that it really uses, and the inputs `always`."""
+    """Build the verified kernel, with only the size symbols and tensors that it uses, plus the inputs `always`."""
     kernel = e.b.build()
     by_buffer = {buffer: i for i, buffer in e.buffers.items()}
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
@@ -206,8 +206,8 @@ def finished(e: KernelEvaluator, outs: Sequence[int], always: Sequence[int] = ()
 
 
 def in_steps(built: Built, temporary: Callable[[TensorSpec], int], splits: Splits) -> list[Built]:
-    """The launches for a kernel: several where it reduces or counts along long rows of few points, else itself.
-    `temporary` gives the id of a new value.
+    """Split a kernel that reduces or scans few long rows into several launches; return any other kernel as it is.
+    `temporary` returns the id of a new value.
     """
     ids = [*built.inputs, *built.outs]
     split = split_rows(built.kernel, splits)
@@ -223,18 +223,18 @@ def in_steps(built: Built, temporary: Callable[[TensorSpec], int], splits: Split
 
 
 def _flat(dtype: DType, count: Extent, built: Built) -> TensorSpec:
-    """A dense tensor of one dim, whose size is a formula of a kernel's symbols."""
+    """A dense 1-D tensor whose size is a formula over a kernel's symbols."""
     n = _named(count, built)
     return TensorSpec((n if isinstance(n, int) else Dim(n, evaluate(count, built.kernel.hints)),), (1,), to_torch(dtype))
 
 
 def _named(size: Extent, built: Built) -> Extent:
-    """A formula of a kernel's symbols by the names that these have in the graph."""
+    """Rewrite a formula over a kernel's symbols in the graph's names."""
     return substitute(size, lambda a: built.sizes[a] if isinstance(a, int) else None)
 
 
 def _over(step: Step, ids: Sequence[int], built: Built) -> Built:
-    """A step of `built` over these values: those that it does not use dropped, those that it writes last."""
+    """A step of `built` over these values, dropping those that it does not use and putting those that it writes last."""
     kernel = step.kernel
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
     inputs = [k for k, b in enumerate(kernel.buffers) if b.access == "in" and k in used]
@@ -246,7 +246,7 @@ def _over(step: Step, ids: Sequence[int], built: Built) -> Built:
 
 @kernel_pass("with_buffers")
 def with_buffers(kernel: Kernel, kept: Sequence[int]) -> Kernel:
-    """The kernel with only those buffers, in that order."""
+    """Restrict the kernel to these buffers, in this order."""
     number = {old: new for new, old in enumerate(kept)}
     stages = tuple(
         replace(s, nodes=tuple(n if n.buffer is None else replace(n, buffer=number[n.buffer]) for n in s.nodes))
@@ -256,7 +256,7 @@ def with_buffers(kernel: Kernel, kept: Sequence[int]) -> Kernel:
 
 
 def sharing(kernel: Kernel) -> tuple[tuple[int, int], ...]:
-    """(output, input) positions whose tensors may be one and the same."""
+    """The (output, input) positions whose tensors may alias."""
     ins = [i for i, b in enumerate(kernel.buffers) if b.access == "in"]
     outs = [i for i, b in enumerate(kernel.buffers) if b.access == "out"]
     return tuple((o, i) for o, out in enumerate(outs) for i, source in enumerate(ins) if kernel.may_share(out, source))

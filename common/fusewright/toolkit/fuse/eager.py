@@ -1,7 +1,8 @@
-"""Where eager is faster than a kernel: conditions, which a backend gives with its policy, each with what was measured.
+"""Where eager is faster than a kernel: conditions from a backend's policy, each backed by a measurement.
 
-Nothing else in the fuser prefers eager: what has a rule and is in no row becomes a kernel. `faster` is asked before groups
-are made, about every op (rows for wherever an op stands), and once they are made, about every op that has a kernel to itself.
+Nothing else in the fuser prefers eager: any op that has a rule and matches no condition becomes a kernel. `faster` is asked
+about every op before grouping (conditions that hold wherever the op stands), and after grouping about every op that has a
+kernel to itself.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from fusewright.toolkit.rules.space import ShapeMismatch
 
 
 class Alone:
-    """The kernel of one op and nothing else. `kernel` builds it."""
+    """An op that has a kernel to itself. `kernel` builds that kernel."""
 
     def __init__(self, op: OpView, flow: Flow, kernel: Callable[[], Kernel]) -> None:
         self.op, self.flow, self.kernel = op, flow, kernel
 
     def only_moves(self) -> bool:
-        """Whether all that it reads lies in memory: no inlined op computes it on the way."""
+        """Whether the op reads all inputs from memory: none is computed by an inlined op."""
         return not any(self._computes(v) for v in self.op.inputs())
 
     def transposes(self) -> bool:
-        """Whether it loads along another axis than it stores: kernels do that in tiles, eager does not."""
+        """Whether the op loads along another axis than it stores: kernels do that in tiles, eager does not."""
         if self.op.op not in ("clone", "reshape"):
             return False
         try:
@@ -48,10 +49,11 @@ def _anything(op: OpView) -> bool:
 
 @dataclass(frozen=True)
 class Condition:
-    """One row, of one device. `least` are bytes of the result; `source` names the device, the day and the record.
+    """When eager is faster on one device. `least`: minimal bytes of the result; `source`: device, date and record of the
+    measurement.
 
-    `when` looks at an op's metadata. `alone`: None for an op wherever it stands, else what its kernel must be that holds
-    nothing else.
+    `when` inspects an op's metadata. `alone`: None to apply to an op wherever it stands, else a condition on an op that has a
+    kernel to itself.
     """
 
     name: str
@@ -64,11 +66,11 @@ class Condition:
 
     @property
     def note(self) -> str:
-        """What `explain` says of such an op."""
+        """The note that `explain` prints for such an op."""
         return f"eager: faster for {self.name}"
 
     def holds(self, op: OpView, kernel: Alone | None) -> bool:
-        """`kernel` is None as long as there are no groups."""
+        """Whether the condition applies. `kernel` is None before grouping."""
         if op.op not in self.ops or (self.alone is not None and kernel is None):
             return False
         if self.least and (op.out.spec is None or op.out.spec.bytes_hint() < self.least):
@@ -77,6 +79,6 @@ class Condition:
 
 
 def faster(rows: Sequence[Condition], op: OpView, kernel: Alone | None = None) -> Condition | None:
-    """The row by which eager computes an op that a kernel could compute, if there is one. `kernel`: its own, once it is known
-    that no other op shares it."""
+    """Return the condition under which eager computes an op despite its kernel rule, if any. `kernel`: the op's own kernel,
+    once it is known that no other op shares it."""
     return next((c for c in rows if c.holds(op, kernel)), None)

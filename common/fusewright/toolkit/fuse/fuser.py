@@ -1,4 +1,4 @@
-"""From a region to a fragment: library calls where they were asked for, loop kernels for the rest, views in between."""
+"""Lowers a region to a fragment: the given library calls, loop kernels for the other ops, and views in between."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fusewright.toolkit.rules.kinds import Domain, Row, Rule
 from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
 
 POLICY = DevicePolicy()
-"""Of a device about which nothing is known."""
+"""The policy for an unknown device."""
 
 
 class Unplaceable(Exception):
-    """Ops that are no kernel together (or, one op, no kernel at all)."""
+    """Ops that cannot form one kernel (or a single op that cannot form any)."""
 
     def __init__(self, ops: Sequence[OpView], why: str) -> None:
         super().__init__(why)
@@ -35,7 +35,7 @@ class Unplaceable(Exception):
 
 
 class NoKernels(Exception):
-    """All groups of a round that are no kernels."""
+    """All groups of a round that cannot form a kernel."""
 
     def __init__(self, groups: Iterable[Unplaceable]) -> None:
         super().__init__("groups that are no kernels")
@@ -43,7 +43,7 @@ class NoKernels(Exception):
 
 
 class BetterEager(Exception):
-    """Ops that a kernel could compute, but that are faster in eager: ids, each with the row that says so."""
+    """Ops that a kernel could compute but eager computes faster: ids, each with its condition."""
 
     def __init__(self, ops: Mapping[int, Condition]) -> None:
         super().__init__("eager is faster")
@@ -51,7 +51,7 @@ class BetterEager(Exception):
 
 
 class Unchecked(Exception):
-    """Ops whose checks of indices no kernel makes in full: their readers want only a part of the result."""
+    """Ops whose indices no kernel checks in full, because their readers need only a part of the result."""
 
     def __init__(self, ops: Iterable[int]) -> None:
         super().__init__("indices that no kernel checks")
@@ -60,7 +60,7 @@ class Unchecked(Exception):
 
 @dataclass
 class _Item:
-    """Instructions that stay together in the order of the fragment."""
+    """Instructions that stay together when the fragment is ordered."""
 
     position: int
     instructions: tuple[Instruction, ...]
@@ -70,7 +70,7 @@ class _Item:
 
 @dataclass
 class Fused:
-    """What the fuser made of a region, before it becomes a fragment; `groups` tells which ops share which kernel."""
+    """The lowered region before it becomes a fragment."""
 
     items: list[_Item] = field(default_factory=list)
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -81,8 +81,8 @@ def fuse(
     region: Region, ctx: CompileContext, calls: Sequence[LibraryCall] = (), memo: KernelMemo = MEMO,
     policy: DevicePolicy = POLICY,
 ) -> Fragment:  # fmt: skip
-    """Lower a region: `calls` as given, every other op by its rule in a kernel, or as eager runs it where no rule
-    fits, or the device's `policy` says that it is faster.
+    """Lower a region: emit `calls` as given and every other op as part of a kernel, or as an eager call where it has no
+    rule or the device's `policy` says that eager is faster.
     """
     solo: set[int] = set()
     whole: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ def fuse(
     ours = [op for op in region.ops if op.id not in called]
     plain = dict.fromkeys(constant_ops(region) - called | {op.id for op in ours if not verdict(op)}, "eager")
     plain |= {op.id: row.note for op in ours if (row := faster(policy.eager, op))}
-    while True:  # each round that raises makes one of these sets larger
+    while True:  # each failed round enlarges one of these sets
         known = len(plain), len(solo), len(whole)
         try:
             fused = _Planner(region, ctx, calls, plain, frozenset(solo), memo, whole, policy).run()
@@ -98,7 +98,7 @@ def fuse(
         except BetterEager as e:
             plain |= {i: row.note for i, row in e.ops.items()}
         except Unchecked as e:
-            plain |= dict.fromkeys(e.ops & whole, "eager")  # stored, and still not known to be looked at in full
+            plain |= dict.fromkeys(e.ops & whole, "eager")  # stored whole, and still not known to be checked in full
             whole |= e.ops
         except (NoKernels, Unplaceable) as e:
             for ids in e.groups:
@@ -111,7 +111,7 @@ def fuse(
 
 
 def _called(calls: Sequence[LibraryCall]) -> set[int]:
-    """Ops that library calls compute. ValueError where two of them claim one: the value of the first would be lost."""
+    """The ops that library calls compute. Raises ValueError if two calls compute the same op: the first result would be lost."""
     found: set[int] = set()
     for c in calls:
         twice = found & set(c.ops)
@@ -122,14 +122,14 @@ def _called(calls: Sequence[LibraryCall]) -> set[int]:
 
 
 def constant_ops(region: Region) -> set[int]:
-    """Ops that make constants of constants alone: left as calls, which run when weights are prepared."""
+    """Ops that compute constants from constants only. They stay eager calls, which run once when weights are prepared."""
     known = region.constants
     return {op.id for op in region.ops if known.issuperset(v.id for v in (*op.inputs(), *op.outs))}
 
 
 class _Planner:
-    """One attempt. `plain` are ops that eager runs, with notes; `solo` are ops that get a kernel of their own, `whole`
-    those whose results are stored.
+    """One planning round. `plain`: ops that eager runs, with notes; `solo`: ops that get a kernel of their own; `whole`: ops
+    whose results must be stored.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class _Planner:
         return self.out
 
     def _add_groups(self, groups: Iterable[Group], stored: set[int]) -> None:
-        """Every group: one that is no kernel does not hide the next, which would cost a round for each."""
+        """Build every group, collecting all failures: raising at the first would cost one round per failure."""
         failed: list[Unplaceable] = []
         for group in groups:
             try:
@@ -182,7 +182,7 @@ class _Planner:
     # ---- what must be in memory ----
 
     def _needed_by_calls(self) -> dict[int, Value]:
-        """Values that must be tensors because a call reads them or the region gives them away."""
+        """Values that must be tensors because a call reads them or the region returns them."""
         wanted = {v.id: v for v in self.region.outputs}
         for call in self.all_calls:
             for i in call.instructions:
@@ -190,7 +190,7 @@ class _Planner:
         return wanted
 
     def _behind_views(self, values: Mapping[int, Value]) -> set[int]:
-        """The values that those in `values` are views of, themselves included."""
+        """`values` together with the values that they are views of."""
         found: set[int] = set()
         for v in values.values():
             found.add(v.id)
@@ -202,7 +202,7 @@ class _Planner:
         return found
 
     def _stored(self, groups: list[Group], needed: Mapping[int, Value], grouper: Grouper) -> set[int]:
-        """Every value that some kernel must store. Makes groups for inlined ops that are needed as tensors."""
+        """Every value that a kernel must store. Creates groups for inlined ops that are needed as tensors."""
         stored: set[int] = set()
         todo = list(needed.values())
         reached: set[Group] = set()
@@ -230,7 +230,7 @@ class _Planner:
         return stored
 
     def _loaded(self, unit: Unit, group: Group) -> list[Value]:
-        """What a unit may load from memory: everything behind views and inlined ops that its group does not make."""
+        """The values a unit may load from memory: sources behind views and inlined ops, except those its group computes."""
         found = [s for v in unit.op.inputs() for s in self.flow.sources(v)]
         return [s for s in found if s.spec is not None and s.id not in group.levels]
 
@@ -314,7 +314,7 @@ class _Planner:
         return tuple(launches)
 
     def _temporary(self, group: Group) -> Callable[[TensorSpec], int]:
-        """Makes values between the kernels of one group, on its device."""
+        """Return a function that makes values passed between the kernels of one group, on its device."""
         device = next(v.spec.device for u in group.units for v in u.op.outs if v.spec is not None)
         return lambda spec: self.ctx.value(replace(spec, device=device)).id
 
@@ -338,21 +338,19 @@ def final_domain(group: Group, roots: Sequence[Root]) -> tuple[Domain, bool]:
 
 
 def _model(flow: Flow, group: Group, roots: Sequence[Root], domain: Domain) -> Value | None:
-    """The tensor whose layout the loops follow: the largest stored one that has the domain's shape, else one that
-    is read.
-    """
+    """The tensor whose layout the loops follow: the first stored one with the domain's shape, else the first such input."""
     values = (*(r.value for r in roots), *(v for u in group.units for v in u.op.inputs()))
     return next((v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape), None)
 
 
 def kernel_name(units: Sequence[Unit]) -> str:
-    """A few words for people: the ops in it."""
+    """A readable name made of the ops."""
     names = list(dict.fromkeys(u.op.op for u in units))
     return "_".join(names[:4]) + (f"_and_{len(names) - 4}" if len(names) > 4 else "")
 
 
 class _Sizes:
-    """Where the values of sizes come from at run time."""
+    """Finds where the values of sizes come from at run time."""
 
     def __init__(self, region: Region) -> None:
         self._specs: dict[int, TensorSpec] = {}
@@ -368,7 +366,7 @@ class _Sizes:
                 self._known.setdefault(atom, source)
 
     def source(self, size: Extent, inputs: Iterable[int], ops: Sequence[OpView]) -> Extent:
-        """What a launch gives for a size: what its own inputs say of it, else the region's."""
+        """The run-time source of a size of a launch: a dim of its own inputs if possible, else of the region's."""
         own: dict[Atom, Extent] = {}
         for i in inputs:
             for atom, source in _dims(i, self._specs.get(i)):
@@ -384,14 +382,14 @@ class _Sizes:
 
 
 def _dims(value: int, spec: TensorSpec | None) -> Iterator[tuple[Atom, Extent]]:
-    """The sizes that a tensor tells."""
+    """Yield the size symbols that a tensor's shape determines, with their source."""
     for d, s in enumerate(spec.shape if spec is not None else ()):
         if isinstance(s, Dim) and s.expr.atom is not None:
             yield s.expr.atom, symbol(SizeOf(value, d))
 
 
 def _ordered(items: list[_Item]) -> tuple[Instruction, ...]:
-    """Topological order, as near to the graph's own as the groups allow. ValueError when groups wait for each other."""
+    """Sort topologically, as close to the graph's order as the groups allow. Raises ValueError if groups form a cycle."""
     items.sort(key=lambda i: i.position)
     maker = {v: k for k, item in enumerate(items) for v in item.makes}
     waits = [{maker[r] for r in item.reads if r in maker} - {k} for k, item in enumerate(items)]

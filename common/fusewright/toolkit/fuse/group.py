@@ -1,4 +1,4 @@
-"""Which ops share a kernel: greedy, in topological order, by the bytes that need not be stored and loaded again."""
+"""Decides which ops share a kernel: greedily, in topological order, by the bytes of loads and stores saved."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Scatter
 from fusewright.toolkit.rules.space import At, ShapeMismatch, product, shape_of
 
 MAX_UNITS = 48
-"""Most ops in one kernel."""
+"""The most ops in one kernel."""
 
 MAX_BUFFERS = 24
-"""Most tensors that one kernel reads and writes: more than the pointers that fit in registers cost time."""
+"""The most tensors that one kernel reads and writes: pointers that do not fit in registers cost time."""
 
 NEAR = 24
-"""Kernels without a common value between them merge only when their ops are this near in the graph: lifetimes stay
+"""A unit joins a kernel that only reads the same values if its ops are at most this far away in the graph, to keep lifetimes
 short.
 """
 
 
 TINY = 64
-"""Maps of at most so many elements share kernels though they have nothing in common: a launch costs more than they do."""
+"""Maps of at most this many elements share kernels even without common values: a launch costs more than they do."""
 
 
 @dataclass(eq=False)
 class Group:
-    """Ops of one kernel. `levels`: the values that it computes, and whether per element of the domain or per row."""
+    """The ops of one kernel. `levels` maps the values that it computes to "full" (per element of the domain) or "row"."""
 
     id: int
     domain: Domain
@@ -65,8 +65,8 @@ class Group:
 
 
 class Probe(KernelEvaluator):
-    """Runs a rule without building anything: are the group's values read where the group has them, and what is
-    loaded?
+    """Runs a rule without building a kernel, to learn whether it reads the group's values at the element where the group has
+    them, and what it loads.
     """
 
     def __init__(self, flow: Flow, space: Space, builder: Builder, levels: Mapping[int, Level]) -> None:
@@ -94,7 +94,7 @@ class Probe(KernelEvaluator):
 
 
 class Grouper:
-    """See the module. `fixed` maps ops that something else computes to the number of the call that does."""
+    """Groups ops; see the module docstring. `fixed` maps ops that a call computes to the number of that call."""
 
     def __init__(
         self, flow: Flow, ops: Sequence[OpView], fixed: Mapping[int, int], needed: frozenset[int], solo: frozenset[int],
@@ -111,7 +111,7 @@ class Grouper:
         self._tiny: dict[Extent, Group] = {}
 
     def run(self) -> list[Group]:
-        """The groups, each in topological order."""
+        """Return the groups, each in topological order."""
         for position, op in enumerate(self.ops):
             if op.id in self.fixed:
                 self._call(op)
@@ -124,7 +124,7 @@ class Grouper:
         return [g for g in self.groups if g is not None]
 
     def place(self, unit: Unit, position: int) -> Group:
-        """Put a unit into the best group that takes it, or into a new one."""
+        """Put a unit into the best group that accepts it, or into a new one."""
         group = None if unit.op.id in self.solo else self._best(unit, position)
         if group is None:
             group = Group(self._fresh(), unit.domain())
@@ -136,8 +136,8 @@ class Grouper:
         return group
 
     def alone(self, unit: Unit, position: int) -> Group:
-        """A group for an inlined op that is wanted as a tensor after all. Those between the region's inputs and its
-        outputs (counters of steps) share one: no dependency of theirs can make it wait for itself."""
+        """Make a group for an inlined op whose result is needed as a tensor. One-element ops that only connect inputs of the
+        region to its outputs (step counters) share a group, since they cannot introduce a cycle."""
         outside = not self._mask(unit.op.inputs()) and not any(self.flow.users.get(v.id) for v in unit.op.outs)
         size = product(unit.domain().shape)
         group = self._tiny.get(-1) if outside and size == 1 else None
@@ -172,7 +172,7 @@ class Grouper:
         self._reach.update((v.id, mask | 1 << at) for v in op.outs)
 
     def _would_wait(self, unit: Unit, group: Group) -> bool:
-        """Whether the unit depends on the group by way of something outside it."""
+        """Whether the unit depends on the group through something outside it, which would make a cycle."""
         outside = 0
         for v in unit.op.inputs():
             for s in self.flow.sources(v):
@@ -201,7 +201,7 @@ class Grouper:
     # ---- choice ----
 
     def _best(self, unit: Unit, position: int) -> Group | None:
-        """The group that takes the unit and shares most bytes with it; producers that fit together merge first."""
+        """The group that accepts the unit and shares the most bytes with it. Compatible producers are merged first."""
         scores: dict[Group, int] = {}
         makers: list[Group] = []
         for v in {s.id: s for i in unit.op.inputs() for s in self.flow.sources(i)}.values():
@@ -226,7 +226,7 @@ class Grouper:
         return None
 
     def _joined(self, unit: Unit, group: Group) -> dict[int, int] | None:
-        """What the unit would load in the group; None when it cannot be in it. A row op gives a map group its rows."""
+        """The values that the unit would load in the group; None if it cannot join. A row op gives a map group its rows."""
         if len(group.units) >= MAX_UNITS or self._would_wait(unit, group):
             return None
         if group.scatters and not all(map(replaces, (unit, *(u for u in group.units if isinstance(u.rule, Scatter))))):
@@ -245,11 +245,11 @@ class Grouper:
         return probe.reads
 
     def _common_domain(self, unit: Unit, group: Group) -> Domain | None:
-        """The domain of the group with the unit in it."""
+        """The domain of the group once the unit has joined, or None."""
         wanted = unit.domain()
         n = product(wanted.shape)
         if in_parts(group.units, group.domain, self.splits):
-            # whole rows beside rows that run in parts would be one worker's
+            # in a kernel split by parts of its rows, unsplit rows would run on one worker
             alike = in_parts([unit], wanted, self.splits) and segments(wanted) == group.segments
             return group.domain if alike or n == group.row_numel else None
         if in_parts([unit], wanted, self.splits) and not self._private(unit, group):
@@ -267,9 +267,7 @@ class Grouper:
         return group.domain if n == group.row_numel else None
 
     def _private(self, unit: Unit, group: Group) -> bool:
-        """Whether nobody but the group and the unit sees the group's values, so that a column reduction may
-        swallow it.
-        """
+        """Whether only the group and the unit use the group's values, so that a column reduction may absorb it."""
         inside = {u.op.id for u in group.units} | {unit.op.id}
         for i in group.levels:
             if i in self.needed or any(user.id not in inside for user in self.flow.users.get(i, ())):
@@ -284,7 +282,7 @@ class Grouper:
             if isinstance(unit.rule, Row):
                 unit.rule.code(KernelRow(probe, space, unit.domain()), unit.op)
             elif isinstance(unit.rule, Scatter):
-                for v in unit.op.inputs():  # what starts the result is read before the kernel runs
+                for v in unit.op.inputs():  # the start value of the result is read before the kernel runs
                     if v is unit.op.args[0] and any(s.id in levels for s in self.flow.sources(v)):
                         return None
                 shape = unit.rule.shape(unit.op)
@@ -322,7 +320,7 @@ class Grouper:
         return self._fits_together(a, b)
 
     def _fits_together(self, a: Group, b: Group) -> bool:
-        """Whether the units of both are in step with each other's values."""
+        """Whether the units of each group read the other's values at the element where it has them."""
         levels = {**a.levels, **b.levels}
         for unit in a.units:
             if any(s.id in b.levels for v in unit.op.inputs() for s in self.flow.sources(v)) and (
@@ -332,7 +330,7 @@ class Grouper:
         return all(isinstance(u.rule, Row) or self._probed(u, a, a.space, levels) is not None for u in b.units)
 
     def _merge(self, a: Group, b: Group) -> None:
-        """`b` becomes part of `a`. Its number stays, as one more name for `a`."""
+        """Merge `b` into `a`. The number of `b` remains valid as an alias of `a`."""
         order = {op.id: i for i, op in enumerate(self.ops)}
         a.units = sorted([*b.units, *a.units], key=lambda u: order[u.op.id])
         a.levels.update(b.levels)
@@ -349,7 +347,7 @@ class Grouper:
 
 
 def replaces(unit: Unit) -> bool:
-    """Whether a unit is a scatter that only puts elements in places: several of one domain share a kernel."""
+    """Whether a unit is a scatter that only overwrites elements; several such scatters over one domain share a kernel."""
     rule = unit.rule
     return (
         isinstance(rule, Scatter)
@@ -359,9 +357,7 @@ def replaces(unit: Unit) -> bool:
 
 
 def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
-    """Whether units reduce rows that are so long, and so few, that their kernel runs in two steps (see
-    `kernel.split`).
-    """
+    """Whether units reduce rows so long and so few that their kernel runs in two steps (see `transform.split`)."""
     row = product(tuple(domain.shape[d] for d in domain.dims))
     points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
     known = isinstance(row, int) and isinstance(points, int)
@@ -373,6 +369,6 @@ def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
 
 
 def is_column(domain: Domain) -> bool:
-    """Whether rows run across memory: the last real dim of the domain is not reduced."""
+    """Whether rows are strided in memory: the last dim of the domain (beside sizes of 1) is not reduced."""
     real = [d for d, s in enumerate(domain.shape) if s != 1]
     return bool(domain.dims) and bool(real) and real[-1] not in domain.dims

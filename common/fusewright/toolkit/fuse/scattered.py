@@ -1,4 +1,4 @@
-"""Kernels of a scatter: the start values, the stores, and what is made of the accumulated values."""
+"""Builds the kernels of a scatter: start values, stores, and the final computation on the accumulated values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fusewright.toolkit.rules.kinds import Accumulator, Address, Domain, Scatter
 from fusewright.toolkit.rules.space import At, shape_of
 
 Part = tuple[Built, tuple[tuple[int, int], ...]]
-"""A kernel, and its (output, input) pairs that are one tensor, changed in place."""
+"""A kernel, and its (output, input) pairs that are one tensor, updated in place."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One scatter of a group: its accumulators, which live in values `started` and then `last`, of these types."""
+    """One scatter of a group. Its accumulators are held in the values `started`, then `last`, of these types."""
 
     unit: Unit
     accumulators: Sequence[Accumulator]
@@ -44,7 +44,7 @@ class _Job:
 def build_scatter(
     flow: Flow, group: Group, roots: Sequence[Root], temporary: Callable[[TensorSpec], int]
 ) -> list[Part]:
-    """The launches of a group that ends in scatters. `temporary` gives the id of a new value."""
+    """Build the launches of a group that ends in scatters. `temporary` returns the id of a new value."""
     jobs = [_job(u, u.rule, temporary) for u in group.units if isinstance(u.rule, Scatter)]
     parts: list[Part] = [
         (_start(flow, j.unit, a, spec, i), ())
@@ -69,7 +69,7 @@ def _job(unit: Unit, rule: Scatter, temporary: Callable[[TensorSpec], int]) -> _
 
 
 def _map_space(flow: Flow, unit: Unit, name: str) -> tuple[KernelEvaluator, Space]:
-    """One axis per dim of the op's result, in the order of its strides."""
+    """Make a space with one axis per dim of the op's result, in the order of its strides."""
     domain = Domain(shape_of(unit.op.out.spec), ())
     hints = size_hints(values_of(flow, [unit]))
     b, space = space_for(domain, loop_order(domain, unit.op.out, False), name, hints)
@@ -93,7 +93,7 @@ def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job
     results = [(v, at, e.value(v, at)) for v, at in stored]
     started = [i for j in jobs for i in j.started]
     for i, spec in zip(started, (s for j in jobs for s in j.specs), strict=True):
-        e.buffer(Value(i, spec))  # a parameter of the kernel, though it is written as an output
+        e.buffer(Value(i, spec))  # an input parameter of the kernel, although it is written like an output
     number = count()
     for j, (places, values) in zip(jobs, made, strict=True):
         for a, spec, value in zip(j.accumulators, j.specs, values, strict=True):
@@ -109,7 +109,7 @@ def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job
 
 
 def _made(e: KernelEvaluator, unit: Unit, space: Space) -> tuple[tuple[Index, ...] | Address, tuple[Val, ...]]:
-    """Where a scatter stores, and what, over a domain of as many elements as its own."""
+    """The places and values that a scatter stores, over a domain with as many elements as its own."""
     rule = unit.rule
     assert isinstance(rule, Scatter)
     return rule.code(e, unit.op, space.base.reshape(rule.shape(unit.op)))

@@ -1,5 +1,5 @@
-"""Equal groups have equal kernels: a group as a hashable value, independent of ids, so that twelve layers build one
-kernel.
+"""Signatures of groups: hashable values, independent of ids, so that equal groups share a kernel and twelve layers build only
+one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain
 
 LIMIT = 1024
-"""Kernels kept for groups that may come again."""
+"""The most kernels kept for groups that may recur."""
 
 
 class Signature:
-    """Numbers the values of a group in the order in which they are met. Equal `parts`: one kernel for both."""
+    """Numbers the values of a group in the order of first use. Groups with equal `parts` have the same kernel."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -41,10 +41,10 @@ class Signature:
             return ("%", self.value(a))
         if isinstance(a, tuple):
             return tuple(self.arg(x) for x in a)
-        return repr(a)  # repr tells -0.0 from 0.0 and True from 1
+        return repr(a)  # repr distinguishes -0.0 from 0.0 and True from 1
 
     def value(self, v: Value) -> int:
-        """The number of a value; what lies behind a view or an inlined op belongs to the group."""
+        """The number of a value. Views and inlined ops behind it become part of the signature."""
         made = self.flow.producer.get(v.id)
         if v.id in self.number:
             return self.number[v.id]
@@ -63,12 +63,12 @@ class Signature:
 
 
 def layout(spec: TensorSpec | None) -> Hashable:
-    """What a kernel depends on of a tensor."""
+    """The properties of a tensor that a kernel depends on."""
     return None if spec is None else (spec.shape, spec.stride, spec.dtype)
 
 
 class KernelMemo:
-    """Kernels by signature, the least recently used ones dropped. Values are numbered as `Signature` numbers them."""
+    """An LRU cache of kernels by signature, with values numbered as `Signature` numbers them."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -88,7 +88,7 @@ class KernelMemo:
 
     def put(self, key: Hashable, number: dict[int, int], built: Built) -> None:
         if not number.keys() >= {i for s in built.sizes for i in values(s)}:
-            return  # a size is read off a value that the signature does not know
+            return  # a size comes from a value that the signature does not cover
         with self._lock:
             self._found[key] = _renumbered(built, number)
             while len(self._found) > self._limit:
@@ -103,4 +103,4 @@ def _renumbered(built: Built, ids: Sequence[int] | Mapping[int, int]) -> Built:
 
 
 MEMO = KernelMemo()
-"""Shared by all graphs of the process: kernels are data and depend on their signature alone."""
+"""Shared by all graphs of the process: kernels are plain data and depend only on their signature."""

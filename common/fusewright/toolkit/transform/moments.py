@@ -1,5 +1,5 @@
-"""Means and sums of squared distances (`m2`) as plain sums, for emitters whose rows stay in a cache: a second pass over
-the row costs less than the division per element of a running mean, and its error is smaller."""
+"""Rewrites means and sums of squared deviations (`m2`) as plain sums, for emitters whose rows stay in cache: a second pass
+over the row costs less than the per-element division of a running mean, and its error is smaller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright.toolkit.ir.verify import kernel_pass
 
 @kernel_pass("without_moments")
 def without_moments(kernel: Kernel) -> Kernel:
-    """An equal kernel whose only reductions are those that need one number per row."""
+    """Return an equivalent kernel whose reductions each carry only one number per row."""
     if not any(n.how in ("mean", "m2") for n in kernel.nodes() if n.op == "reduce"):
         return kernel
     lowering = _Lowering(kernel)
@@ -30,7 +30,7 @@ class _Lowering:
         self.types = {n.id: n.dtype for n in kernel.nodes()}
 
     def stage(self, stage: Stage) -> list[Stage]:
-        """The stage, then the divisions of its means, then the second pass that its m2 need."""
+        """Emit the stage, the divisions for its means, and the second pass for its m2."""
         moments = [n for n in stage.nodes if n.op == "reduce" and n.how in ("mean", "m2")]
         if not moments:
             return [stage]
@@ -51,7 +51,7 @@ class _Lowering:
         return [Stage("PR", tuple(nodes)), Stage("P", tuple(after)), Stage("PR", tuple(second))]
 
     def _divided(self, total: Node, result: int) -> list[Node]:
-        """`total` / the number of elements in a row, as the value `result`."""
+        """Emit `total` divided by the row length, as the value `result`."""
         row: Extent = 1
         for s in self.kernel.r:
             row = row * s
@@ -63,15 +63,15 @@ class _Lowering:
         return [*steps, Node(result, "div", total.dtype, (total.id, steps[-1].id))]
 
     def _kept(self, nodes: list[Node], operands: set[int]) -> list[Node]:
-        """The stage with those operands kept that are dear to compute again, or whose inputs a store may have changed
-        by then (an output may live in the memory of an input that is read no later)."""
+        """Mark as kept the operands that are expensive to recompute, or whose inputs a store may overwrite before the
+        second pass (an output may alias an input that is not read after it)."""
         stores = any(n.op == "store" for n in nodes)
         dear = {x for x in operands if stores or sum(map(cost, self._needed(nodes, x))) >= KEEP_COST}
         dear |= {x for x in operands if any(n.op == "scan" for n in self._needed(nodes, x))}
         return [replace(n, keep=True) if n.id in dear else n for n in nodes]
 
     def _needed(self, nodes: list[Node], x: int) -> list[Node]:
-        """What computes `x` in the stage, in order; values that are kept are there already."""
+        """The nodes of the stage that compute `x`, in order, apart from kept values."""
         by_id = {n.id: n for n in nodes if not n.keep}
         todo, seen = [x], set[int]()
         while todo:
@@ -82,7 +82,7 @@ class _Lowering:
         return [n for n in nodes if n.id in seen]
 
     def _second(self, nodes: list[Node], distances: list[Node], mean_of: dict[int, int]) -> list[Node]:
-        """The pass that sums (x - mean)^2, for each operand."""
+        """Emit the pass that sums (x - mean)^2 for each operand."""
         out, again = list[Node](), dict[int, int]()
         for m2 in distances:
             for n in self._needed(nodes, m2.args[0]):

@@ -1,6 +1,6 @@
-"""Softmax in one pass: a row's maximum and the sum of exp(x - maximum) together, rescaled as the maximum grows.
+"""Online softmax: compute a row's maximum and the sum of exp(x - maximum) in one pass, rescaling the sum as the maximum grows.
 
-Milakov and Gimelshein 2018, "Online normalizer calculation for softmax". Long rows are then read once less.
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax". Saves one read of long rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from fusewright.toolkit.ir.ir import Kernel, Node
 
 
 def pairs(kernel: Kernel) -> dict[int, int]:
-    """Reductions `sum(exp(x - max(x)))` by their ids -> the reduction `max(x)` that each can be taken with."""
+    """Map each reduction `sum(exp(x - max(x)))` to the reduction `max(x)` that it can be fused with, by ids."""
     nodes = kernel.node_map()
     stage_of = {n.id: k for k, s in enumerate(kernel.stages) for n in s.nodes}
     first_store = min((stage_of[n.id] for n in nodes.values() if n.op == "store"), default=len(kernel.stages))
@@ -18,14 +18,14 @@ def pairs(kernel: Kernel) -> dict[int, int]:
         top = _maximum(nodes, n)
         if top is None or top.id in found.values():
             continue
-        # nothing that the row is computed from may change between the two passes
+        # no store may change the inputs of the row between the two passes
         if stage_of[top.id] < stage_of[n.id] <= first_store:
             found[n.id] = top.id
     return found
 
 
 def _maximum(nodes: dict[int, Node], n: Node) -> Node | None:
-    """The maximum that belongs to `n`, if `n` is such a sum."""
+    """The maximum that `n` subtracts, if `n` is such a sum."""
     if n.op != "reduce" or n.how != "sum" or nodes[n.args[0]].op != "exp":
         return None
     difference = nodes[nodes[n.args[0]].args[0]]
@@ -38,7 +38,7 @@ def _maximum(nodes: dict[int, Node], n: Node) -> Node | None:
 
 
 def _same(nodes: dict[int, Node], a: int, b: int) -> bool:
-    """Whether two values are computed in the same way."""
+    """Whether two values are computed by equal expressions."""
     x, y = nodes[a], nodes[b]
     if a == b:
         return True

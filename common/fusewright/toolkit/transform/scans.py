@@ -1,7 +1,7 @@
-"""Counting along few long rows, in parts: each part counts its own, a scan over the parts says at which count each one
-begins, and then all parts run beside each other.
+"""Splits integer cumulative sums along few long rows into parts: sum each part, scan the sums to get each part's start value,
+then scan all parts in parallel.
 
-Only sums of integers: those of floats would be other ones. Sizes decide, as in `split`.
+Integers only, since reordering would change float results. Whether to split depends on sizes, as in `split`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fusewright.toolkit.transform.split_columns import SPLITS, Steps
 
 @kernel_pass("split_scan", made=lambda steps: () if steps is None else steps.kernels)
 def split_scan(kernel: Kernel, splits: Splits = SPLITS) -> Steps | None:
-    """The three steps; None where the kernel is not of that kind: few points, a long row, and one row stage with a
-    single sum of integers along it."""
+    """Split a kernel with few points, a long row and a single row stage with one integer cumulative sum into three steps.
+    Return None for any other kernel."""
     n_p = len(kernel.p)
     rows = [s for s in kernel.stages if s.over == "PR"]
     scans = [n for n in kernel.nodes() if n.op == "scan"]
@@ -40,7 +40,7 @@ def split_scan(kernel: Kernel, splits: Splits = SPLITS) -> Steps | None:
 
 
 def _ordered(n: Node) -> bool:
-    """Whether a store depends on the order of points."""
+    """Whether a store depends on the execution order of points."""
     return n.op == "store" and n.index is not None and bool(n.how or n.index.indirect)
 
 
@@ -67,7 +67,7 @@ class _Scan:
         return Steps(steps, ((t, self.points * self.parts), (t, self.points * self.parts)))
 
     def _counted(self) -> Step:
-        """How much each part adds."""
+        """Step 1: the sum of each part."""
         wanted = self._needed(self.scan.args[0])
         total = Node(next(self.fresh), "reduce", self.scan.dtype, self.scan.args, how="sum")
         stages = [Stage(s.over, tuple(self._moved(n) for n in s.nodes if n.id in wanted)) for s in self.kernel.stages]
@@ -77,7 +77,7 @@ class _Scan:
         return self._kernel("counts", [*stages[: row + 1], Stage("P", (after,))], self.sizes)
 
     def _begun(self) -> Step:
-        """What all parts before each one add."""
+        """Step 2: the start value of each part, the sum of all parts before it."""
         n_p, t = len(self.kernel.p), self.scan.dtype
         sizes: tuple[Extent, ...] = (*self.kernel.p, self.parts)
         at = axis_index(n_p, sizes) * self.points + linear(n_p, sizes, self.kernel.p, 0)
@@ -91,7 +91,7 @@ class _Scan:
         return self._kernel("starts", [Stage("PR", row)], sizes, n_p)
 
     def _placed(self) -> Step:
-        """The kernel itself, for each part from its own start on."""
+        """Step 3: the original kernel, run on each part from its start value."""
         start = Node(next(self.fresh), "load", self.scan.dtype, (), self.place, self.starts)
         within = replace(self.scan, id=next(self.fresh))
         total = Node(self.scan.id, "add", self.scan.dtype, (within.id, start.id))
@@ -102,7 +102,7 @@ class _Scan:
         return self._kernel("placed", stages, self.sizes)
 
     def _needed(self, value: int) -> set[int]:
-        """The values that one is computed from, itself included."""
+        """The values that `value` is computed from, including itself."""
         nodes, todo, found = self.kernel.node_map(), [value], set[int]()
         while todo:
             i = todo.pop()

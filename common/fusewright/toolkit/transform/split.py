@@ -1,8 +1,8 @@
-"""Long reductions over few points: two kernels, the first one over parts of the row, the second one over the
-parts.
+"""Splits long reductions over few points into two kernels: the first reduces parts of the row, the second combines
+the parts.
 
-The number of parts depends on sizes only, so results do not depend on the number of workers; of symbolic sizes those
-seen when tracing decide.
+The number of parts depends only on sizes (for symbolic sizes, those seen when tracing), so results do not depend on the
+number of workers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fusewright.toolkit.transform.split_columns import SPLITS, few_columns
 
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 LINE = 64
-"""Long parts are a multiple of so many elements: vectors that lie across two cache lines take twice as long to load."""
+"""Long parts are multiples of this many elements: vector loads that cross a cache line take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Run `first` on the buffers `first_buffers` of the kernel and then the partial results, then `second`
-    on all buffers of the kernel and then the partial results. `partials` are their types and element counts.
+    """Run `first` on the kernel's buffers `first_buffers` followed by the partial results, then `second` on all of the
+    kernel's buffers followed by the partial results. `partials` are their types and element counts.
     """
 
     first: Step
@@ -41,8 +41,8 @@ class Split:
 
 @kernel_pass("split_rows", made=lambda s: () if s is None else (s.first.kernel, s.second.kernel))
 def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
-    """The two steps, or None when the kernel is not of that kind: few points, a long row, and one row stage that holds
-    nothing but mergeable reductions."""
+    """Split a kernel with few points, a long row and one row stage of only mergeable reductions in two steps. Return None for
+    any other kernel."""
     kernel = without_moments(kernel)
     n_p = len(kernel.p)
     seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
@@ -68,7 +68,7 @@ def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
 
 
 def chunk_of(kernel: Kernel, parts: int) -> Extent:
-    """Steps of the first row axis that one part takes."""
+    """The length of one part along the first row axis."""
     size = kernel.sizes[len(kernel.p)]
     line = LINE if evaluate(size, kernel.hints) >= 16 * LINE * parts else 1
     return apply("FloorDiv", size + (parts * line - 1), parts * line) * line
@@ -79,7 +79,7 @@ def _is_position(n: Node) -> bool:
 
 
 def linear(n_axes: int, sizes: tuple[Extent, ...], shape: tuple[Extent, ...], skip: int) -> Index:
-    """Row-major index over axes `skip` .. `skip + n_axes`."""
+    """The row-major index over axes `skip` .. `skip + n_axes`."""
     out = Index(sizes=sizes)
     for a in range(n_axes):
         out = out + axis_index(skip + a, sizes) * product(shape[a + 1 :])
@@ -89,7 +89,7 @@ def linear(n_axes: int, sizes: tuple[Extent, ...], shape: tuple[Extent, ...], sk
 def _first(
     kernel: Kernel, at: int, reductions: list[Node], parts: int, chunk: Extent
 ) -> tuple[Step, tuple[int, ...]]:
-    """Partial results: `parts` joins P, the first row axis becomes its chunk."""
+    """The kernel of partial results: `parts` joins P, and the first row axis shrinks to one chunk."""
     old, n_p = kernel.sizes, len(kernel.p)
     sizes: tuple[Extent, ...] = (parts, *old[:n_p], chunk, *old[n_p + 1 :])
     axes = [axis_index(a + 1, sizes) for a in range(len(old))]
@@ -106,7 +106,7 @@ def _first(
     ends = {n.id: n for n in row if n.op == "reduce"}
     results, after = [ends[r.id] for r in reductions], list[Node]()
     for r in [r for r in results if _is_position(r)]:
-        # positions are compared by the values there, which go along as partial results
+        # positions are compared by the values at them, which are partial results too
         value = Node(next(fresh), "reduce", types[reductions[results.index(r)].args[0]], r.args, how=r.how[3:])
         start = Node(next(fresh), "index", "i64", index=axis_index(0, sizes) * (product(old[n_p + 1 :]) * chunk))
         position = Node(next(fresh), "add", "i64", (r.id, start.id))
@@ -129,7 +129,7 @@ def _first(
 
 
 def guarded(row: list[Node], at: Index, size: Extent, types: dict[int, DType], fresh: Iterator[int]) -> list[Node]:
-    """The row stage with nothing read, checked, reduced or stored where `at` is past `size`."""
+    """Guard the row stage: nothing is read, checked, reduced or stored where `at` is past `size`."""
     here = Node(next(fresh), "index", "i64", index=at)
     limit = _number(size, at, fresh)
     inside = Node(next(fresh), "lt", "bool", (here.id, limit.id))
@@ -159,7 +159,7 @@ def _moved(n: Node, axes: list[Index], sizes: tuple[Extent, ...], used: tuple[in
 
 
 def _guarded_load(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
-    """The load with `inside` added to its mask."""
+    """Add `inside` to the mask of a load."""
     if n.args:
         both = Node(next(fresh), "and", "bool", (n.args[0], inside))
         return [both, replace(n, args=(both.id, n.args[1]))]
@@ -168,7 +168,7 @@ def _guarded_load(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
 
 
 def _guarded_access(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
-    """The check or the store with `inside` added to its mask."""
+    """Add `inside` to the mask of a check or a store."""
     if len(n.args) == 1:
         return [replace(n, args=(n.args[0], inside))]
     both = Node(next(fresh), "and", "bool", (n.args[1], inside))
@@ -176,7 +176,7 @@ def _guarded_access(n: Node, inside: int, fresh: Iterator[int]) -> list[Node]:
 
 
 def _guarded_reduce(n: Node, inside: int, dtype: DType, fresh: Iterator[int]) -> list[Node]:
-    """The reduction of its operand where `inside`, of its identity elsewhere."""
+    """Make a reduction take its identity outside of `inside`."""
     edge = Node(next(fresh), "const", dtype, value=identity(n.how.removeprefix("arg"), dtype))
     value = Node(next(fresh), "where", dtype, (inside, n.args[0], edge.id))
     return [edge, value, replace(n, args=(value.id,))]
@@ -187,7 +187,7 @@ def _zero(dtype: DType) -> float | int | bool:
 
 
 def identity(how: str, dtype: DType) -> float | int | bool:
-    """What a reduction of `SPLITTABLE` (positions aside) gives for no element."""
+    """The identity of a reduction of `SPLITTABLE` other than argmax and argmin."""
     info = TYPES[dtype]
     if how in ("any", "all"):
         return how == "all"
@@ -199,7 +199,7 @@ def identity(how: str, dtype: DType) -> float | int | bool:
 
 
 def _second(kernel: Kernel, at: int, reductions: list[Node], parts: int) -> Step:
-    """The row stage becomes one over the parts; everything else stays."""
+    """The kernel that combines the parts: its row stage runs over them, everything else stays."""
     n_p, points = len(kernel.p), product(kernel.p)
     sizes: tuple[Extent, ...] = (*kernel.p, parts)
     point = linear(n_p, sizes, kernel.p, 0)

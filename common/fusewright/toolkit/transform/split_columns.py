@@ -1,9 +1,9 @@
-"""Kernels over few columns with long rows (norms over channels-last images, their gradients), taken apart: a kernel for
-each pass over the rows, one for what is computed per point, one for what is stored per element.
+"""Splits kernels over few columns with long rows (norms over channels-last images, their gradients): one kernel for each
+pass over the rows, one for values per point, one for stores per element.
 
-Columns beside each other are one work item, so such a kernel would be one worker's. Its rows are in no cache when
-they are read again, so nothing is lost by another kernel reading them. Sizes alone decide, so results do not depend on
-the number of workers; of symbolic sizes those seen when tracing decide.
+Adjacent columns form one work item, so an unsplit kernel would run on a single worker. Its rows have left the cache by the
+time they are read again, so reading them in another kernel costs nothing extra. Only sizes (for symbolic sizes, those seen
+when tracing) decide, so results do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fusewright.toolkit.transform.moments import without_moments
 
 SPLITS = Splits()
 FREE = ("const", "scalar")
-"""Values per point that each kernel makes for itself."""
+"""Values per point that each kernel makes for itself, as they cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Run `steps` in order, each on all buffers of the kernel and then the temporaries, which are given by type and
-    element count. What a kernel does not use is marked as an input of it."""
+    """Run `steps` in order, each on all buffers of the original kernel followed by the temporaries (type and element count).
+    Buffers that a step does not use are declared as its inputs."""
 
     steps: tuple[Step, ...]
     temporaries: tuple[tuple[DType, Extent], ...]
@@ -41,7 +41,7 @@ class Steps:
 
 
 def few_columns(kernel: Kernel, splits: Splits = SPLITS) -> bool:
-    """Whether rows run across memory, are long, and there are too few of them for the workers of a device."""
+    """Whether rows are strided in memory, long, and too few to occupy the workers of a device."""
     n_p = len(kernel.p)
     if not kernel.r or not n_p:
         return False
@@ -55,8 +55,8 @@ def few_columns(kernel: Kernel, splits: Splits = SPLITS) -> bool:
 
 @kernel_pass("split_columns", made=lambda steps: () if steps is None else steps.kernels)
 def split_columns(kernel: Kernel) -> Steps | None:
-    """The steps of a kernel for which `few_columns` holds; None where it is one pass of reductions already, or where
-    its stores depend on their order."""
+    """Split a kernel for which `few_columns` holds. Return None if it already is one pass of reductions, or if its stores
+    depend on their order."""
     kernel = without_moments(kernel)
     nodes = list(kernel.nodes())
     ordered = any(n.op == "scan" or (n.op == "store" and n.how) for n in nodes)
@@ -97,12 +97,12 @@ class _Apart:
         return len(self.kernel.buffers) + self.temporaries.setdefault(value, len(self.temporaries))
 
     def _per_point(self, n: Node) -> bool:
-        """Whether kernels over elements load the value: per point, and not free to make."""
+        """Whether per-element kernels load the value from a temporary: it is per point and not free."""
         return n.op == "reduce" or (self.over[n.id] == "P" and n.op not in FREE)
 
     def _needed(self, roots: Iterable[Node], ends: Callable[[Node], bool] | None = None) -> list[Node]:
-        """What the roots are computed from, in order, up to values that lie in temporaries (all that `ends` holds for,
-        else every reduction)."""
+        """The nodes that the roots depend on, in order, stopping at values held in temporaries (those for which `ends` holds;
+        by default every reduction)."""
         first = {n.id for n in roots}
         todo, seen = list(first), set[int]()
         while todo:
@@ -122,7 +122,7 @@ class _Apart:
         return Node(next(self.fresh), "store", n.dtype, (n.id,), self.point, self._temporary(n.id))
 
     def _reductions(self, stage: Stage) -> Kernel:
-        """The reductions of one stage, each into its temporary."""
+        """The kernel of one stage's reductions, each stored to its temporary."""
         roots = [n for n in stage.nodes if n.op == "reduce"]
         mine = {n.id for n in roots}
         points, row = list[Node](), list[Node]()
@@ -136,7 +136,7 @@ class _Apart:
         return replace(self.kernel, name=f"{self.kernel.name}_rows", stages=tuple(stages))
 
     def _points(self, wanted: set[int]) -> Kernel | None:
-        """Stores per point, and the values in `wanted` into their temporaries."""
+        """The kernel of stores per point, which also stores the values in `wanted` to their temporaries."""
         stores = [n for n in self.nodes if n.op == "store" and self.over[n.id] == "P"]
         values = [n for n in self.nodes if n.id in wanted]
         if not stores and not values:
@@ -148,7 +148,7 @@ class _Apart:
         return self._moved(nodes, axes, sizes, "points")
 
     def _elements(self, needed: list[Node]) -> Kernel:
-        """Stores per element, as a kernel without rows; columns are the innermost axis."""
+        """The kernel of stores per element, without row axes; columns are the innermost axis."""
         nodes = [self._loaded(n) if self._per_point(n) else replace(n, keep=False) for n in needed]
         n_p, n_r = len(self.kernel.p), len(self.kernel.r)
         sizes = (*self.kernel.r, *self.kernel.p)
@@ -161,7 +161,7 @@ class _Apart:
         return replace(self.kernel, name=f"{self.kernel.name}_{what}", p=sizes, r=(), stages=stages)
 
     def _complete(self, kernel: Kernel) -> Step:
-        """The kernel with the temporaries among its buffers, in normal form."""
+        """Add the temporaries to the kernel's buffers and bring it into normal form."""
         stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
         buffers = list(self.kernel.buffers)
         for i in sorted(self.temporaries, key=self.temporaries.__getitem__):
