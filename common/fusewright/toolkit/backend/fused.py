@@ -87,7 +87,7 @@ class _ImportedLater(Generic[T]):
 
 
 def imported_later(get: Callable[[Any], T]) -> T:
-    """Turn a function into a class attribute that is imported on each read: the function imports and returns it."""
+    """Decorate a function that imports and returns a class attribute, so that it runs when the attribute is read."""
     return cast(T, _ImportedLater(get))
 
 

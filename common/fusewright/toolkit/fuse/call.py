@@ -9,7 +9,7 @@ from fusewright.plan.ir import Instruction
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """Instructions that compute the ops `ops` (an anchor and what the call takes in) of a region."""
+    """Instructions that compute the ops `ops` of a region: an anchor and the ops fused into its call."""
 
     ops: tuple[int, ...]
     instructions: tuple[Instruction, ...]

@@ -1,5 +1,5 @@
-"""Whether a kernel looks at every element of a tensor. An op that checks its indices, or its divisors, must check them all,
-though its readers want only a part of its result: eager raises for the rest too.
+"""Proves that a kernel reads every element of a tensor. An op that checks its indices or divisors must check them all, even
+if its readers need only a part of its result, because eager would raise for the rest too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from fusewright.toolkit.ir.extent import Extent, divide, nonnegative
 from fusewright.toolkit.ir.index import Index
 
 Digit = tuple[Extent, Extent]
-"""What a term adds: multiples of a step, from 0 up to (count - 1) of them."""
+"""(step, count): a term of an index that takes the values 0, step, ..., (count - 1) * step."""
 
 
 def covers(places: Collection[Index], total: Extent) -> bool:
-    """Whether row-major numbers, over all points of a kernel, are together all of `total`. False where it is not clear."""
+    """Whether these linear indices, over all points of a kernel, cover 0 .. total - 1. False if that cannot be proved."""
     starts: dict[Index, set[int]] = {}
     for ix in places:
         found = _without_offset(ix)
@@ -25,7 +25,7 @@ def covers(places: Collection[Index], total: Extent) -> bool:
 
 
 def _without_offset(ix: Index) -> tuple[int, Index] | None:
-    """The offset beside the rest, with every step upwards."""
+    """Split an index into its offset and the rest, with every step made positive."""
     if ix.indirect or ix.sizes is None:
         return None
     offset, coefs = ix.offset, []
@@ -40,7 +40,7 @@ def _counts_all(ix: Index, offsets: set[int], total: Extent) -> bool:
     digits = _digits(ix)
     if digits is None or min(offsets) != 0:
         return False
-    if len(offsets) > 1:  # the same at several places, as of rows that are written out
+    if len(offsets) > 1:  # one index at several offsets, as in unrolled rows
         step = sorted(offsets)[1]
         if offsets != set(range(0, step * len(offsets), step)):
             return False
@@ -56,7 +56,7 @@ def _counts_all(ix: Index, offsets: set[int], total: Extent) -> bool:
 
 
 def _digits(ix: Index) -> list[Digit] | None:
-    """The terms of an index as digits that vary independently; None where they do not."""
+    """The terms of an index as digits that vary independently, or None if they do not."""
     assert ix.sizes is not None
     digits: list[Digit] = []
     parts: dict[int, list[tuple[Extent, Extent]]] = {}
@@ -78,7 +78,7 @@ def _digits(ix: Index) -> list[Digit] | None:
 
 
 def _apart(parts: list[tuple[Extent, Extent]]) -> bool:
-    """Whether digits of one axis, each from one power to another, share none."""
+    """Whether the digits of one axis, given as (low, high) place values, do not overlap."""
     if len(parts) < 2:
         return True
     if not all(isinstance(a, int) and isinstance(b, int) for a, b in parts):

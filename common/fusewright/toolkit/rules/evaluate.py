@@ -1,6 +1,4 @@
-"""The value of a tensor at an index, inside a kernel: loaded where it lies in memory, computed by its rule where it
-does not.
-"""
+"""Evaluates a tensor at an index inside a kernel: loads it if it is in memory, else computes it by its rule."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, View
 from fusewright.toolkit.rules.space import At, Part, extent, is_contiguous, product, shape_of, stride_of
 
 SAME_START = frozenset({"view", "reshape", "alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"})
-"""Views that begin where their argument does."""
+"""Views that start at the same address as their argument."""
 
 
 class NotAligned(Exception):
-    """A result of a row is wanted at another place than the row's own: the tensor must be stored first."""
+    """A row's result is needed at an element other than the current one, so the tensor must be stored first."""
 
 
 def compute_dtype(dtype: torch.dtype) -> DType:
-    """The kernel type in which values of a torch dtype are held."""
+    """The kernel type that holds values of a torch dtype."""
     return compute_type(from_torch(dtype))
 
 
@@ -42,7 +40,7 @@ class KernelEvaluator:
         self.flow = flow
         self.members = members
         self.rows: dict[int, tuple[Val, Index]] = {}
-        """Result of a row op -> its value and the linear index at which it is the value."""
+        """Result of a row op -> its value and the linear index for which the value holds."""
         self.buffers: dict[int, int] = {}
         """Loaded value -> buffer, in the order of the kernel's inputs."""
         self._memo: dict[tuple[Any, ...], Val] = {}
@@ -50,12 +48,12 @@ class KernelEvaluator:
         self._parts: list[Part | None] = []
         self._op: OpView | None = None
         self._checks: dict[tuple[int, Any], list[Index]] = {}
-        """Result of an op that checks something, and what it checks -> the elements that were looked at."""
+        """(result of a checking op, what it checks) -> the elements that were checked."""
 
     # ---- values ----
 
     def __call__(self, arg: Any, at: At, dtype: DType | None = None) -> Val:
-        """`arg` (a value or a number) at the element `at`, broadcast if need be, in `dtype` or in its compute type."""
+        """Evaluate `arg` (a value or a number) at element `at`, broadcast if necessary, in `dtype` or its own compute type."""
         if not isinstance(arg, Value):
             return self.const(arg, dtype or _type_of_number(arg))
         if arg.spec is None:
@@ -67,7 +65,7 @@ class KernelEvaluator:
         return v if dtype is None else self.cast(v, dtype)
 
     def const(self, number: Any, dtype: DType) -> Val:
-        """A Python number as a value; integers wrap as torch's conversion does."""
+        """Convert a Python number to a value; integers wrap as in torch's conversion."""
         info = TYPES[dtype]
         if info.kind == "int" and isinstance(number, int | float) and not isinstance(number, bool):
             bits = 8 * info.size
@@ -77,13 +75,13 @@ class KernelEvaluator:
         return self.b.const(number, dtype)
 
     def cast(self, v: Val, dtype: DType) -> Val:
-        """`v` in another type. To half: rounded, and held in fp32 again."""
+        """Convert `v` to another type. For half types, round and hold the result in fp32."""
         if not TYPES[dtype].compute:
             return self.b.cast(self.b.cast(v, dtype), compute_type(dtype))
         return self.b.cast(v, dtype)
 
     def value(self, v: Value, at: At) -> Val:
-        """A tensor value at an element of its own shape."""
+        """Evaluate a tensor value at an element of its own shape."""
         key = (v.id, at, None if self._mask is None else self._mask.id)
         found = self._memo.get(key)
         if found is None:
@@ -106,7 +104,7 @@ class KernelEvaluator:
         return self.load(v, at)
 
     def computed(self, v: Value, op: OpView, k: int, at: At, rule: Map) -> Val:
-        """The element of a map op, in the compute type of its dtype."""
+        """Compute an element of a map op, in the compute type of its dtype."""
         assert v.spec is not None
         before, self._op = self._op, op
         try:
@@ -123,7 +121,7 @@ class KernelEvaluator:
         return val
 
     def load(self, v: Value, at: At) -> Val:
-        """From memory. Under a mask nothing is read where it does not hold."""
+        """Load an element from memory; nothing is read where the mask is false."""
         assert v.spec is not None
         buffer = self.buffer(v)
         address = self.address(v.spec, at)
@@ -143,7 +141,7 @@ class KernelEvaluator:
 
     @staticmethod
     def address(spec: TensorSpec, at: At) -> Index:
-        """Where the element lies, in elements from the tensor's first."""
+        """The address of an element, counted in elements from the tensor's first."""
         if is_contiguous(spec):
             return at.linear
         out = Index(sizes=at.dims[0].sizes) if at.dims else Index()
@@ -153,7 +151,7 @@ class KernelEvaluator:
         return out
 
     def offset(self, v: Value) -> Extent:
-        """Where a tensor begins in its storage, in elements: 0 for what kernels make."""
+        """The storage offset of a tensor, in elements; 0 for tensors that kernels make."""
         made = self.flow.producer.get(v.id)
         if made is None:
             return self.b.size(OffsetOf(v.id), 0)
@@ -167,13 +165,13 @@ class KernelEvaluator:
 
     @property
     def mask(self) -> Val | None:
-        """The condition under which values are wanted now; None: always."""
+        """The condition under which values are currently needed; None means always."""
         return self._mask
 
     @contextmanager
     def masked(self, condition: Val, part: Part | None = None) -> Iterator[None]:
-        """Values asked for inside are only used where `condition` holds: nothing is read elsewhere. `part`: the points
-        where it does, if they are a part of one axis.
+        """Evaluate values inside only where `condition` holds; nothing is read elsewhere. `part`: the points where it holds,
+        if they are a range of one axis.
         """
         before = self._mask
         self._mask = condition if before is None else self.b.op("and", before, condition)
@@ -186,7 +184,7 @@ class KernelEvaluator:
 
     @staticmethod
     def part(index: Index, start: Extent, size: Extent) -> Part | None:
-        """The points at which an index is from `start` on below `start + size`; None where they are not that simple."""
+        """The points at which an index lies in [start, start + size), or None if they are not a range of one axis."""
         (axis, step), *more = index.coefs or ((0, 0),)
         plain = step == 1 and not (more or index.divmods or index.indirect or index.offset != 0)
         return Part(axis, start, size) if plain else None
@@ -196,15 +194,15 @@ class KernelEvaluator:
         return self.b.index_value(index)
 
     def lookup(self, indices: Value, at: At, size: Any, says: str, wrap: bool = False) -> Index:
-        """An index that a tensor of integers names, checked against `size`. At run time, what `says` says when it is
-        outside (see `messages`).
+        """Read an index from an integer tensor and check it against `size`. Out of bounds, the launch raises the error that
+        `says` describes (see `messages`).
         """
         i = self(indices, at, "i64")
         self.checked(indices.id, at)
         return self.b.indirect(self.b.bound(i, size, wrap, self._mask, says))
 
     def checked(self, what: Any, at: At) -> None:
-        """Note that the op that is computed now checks an element of something."""
+        """Record that the op being computed checks an element of `what`."""
         if self._op is None:  # an op of the kernel's own domain
             return
         found = self._checks.setdefault((self._op.out.id, (what, product(at.shape))), [])
@@ -215,7 +213,7 @@ class KernelEvaluator:
             found.append(place)
 
     def coverage(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Results of ops all of whose checks were made here, and of those of which some were not."""
+        """Return the results of ops whose checks were all made here, and of ops whose checks were made in part."""
         partly = {v for (v, (_, total)), places in self._checks.items() if not covers(places, total)}
         return frozenset(v for v, _ in self._checks) - partly, frozenset(partly)
 
@@ -226,7 +224,7 @@ def _type_of_number(number: Any) -> DType:
 
 @dataclass
 class Space:
-    """The axes of one kernel: `base` is the element of the domain, `row` the same without the reduced dims."""
+    """The axes of one kernel: `base` is the current element of the domain, `row` the same without the reduced dims."""
 
     domain: Domain
     base: At
@@ -241,7 +239,7 @@ class Space:
 
 
 class KernelRow:
-    """What a row rule sees: elements of its domain, and reductions over its rows."""
+    """The context of a row rule: elements of its domain, and reductions over its rows."""
 
     def __init__(self, e: Evaluator, space: Space, domain: Domain) -> None:
         self.e, self.b = e, e.b
@@ -252,7 +250,7 @@ class KernelRow:
         self.along = self.full.pick(domain.dims)
 
     def x(self, arg: Any, dtype: DType | None = None) -> Val:
-        """A value over the domain: of its shape, of as many elements, or broadcast to it."""
+        """Evaluate a value over the domain: it has the domain's shape or element count, or is broadcast to it."""
         at = self.full
         if isinstance(arg, Value) and arg.spec is not None:
             shape = shape_of(arg.spec)
@@ -260,11 +258,11 @@ class KernelRow:
         return self.e(arg, at, dtype)
 
     def per_row(self, arg: Any, dtype: DType | None = None) -> Val:
-        """A value with one element per row, whatever its shape."""
+        """Evaluate a value with one element per row, whatever its shape."""
         return self.e(arg, self._shaped(self.row, arg), dtype)
 
     def per_position(self, arg: Any, dtype: DType | None = None) -> Val:
-        """A value with one element per position in the row, the same for all rows (a weight)."""
+        """Evaluate a value with one element per position in the row, the same for all rows (a weight)."""
         return self.e(arg, self._shaped(self.along, arg), dtype)
 
     @staticmethod
@@ -272,7 +270,7 @@ class KernelRow:
         return at.reshape(shape_of(arg.spec)) if isinstance(arg, Value) and arg.spec is not None else at
 
     def count(self) -> Any:
-        """Elements in a row, an extent."""
+        """The row length, as an extent."""
         n: Any = 1
         for d in self.domain.dims:
             n = self.domain.shape[d] * n

@@ -1,4 +1,4 @@
-"""A region as values and their rules: who makes what, who uses what, what is so cheap that nobody needs to store it."""
+"""A region as values and their rules: producers, users, and ops cheap enough to recompute at each use (inlined ops)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fusewright.toolkit.rules.space import Shape, factor_groups, shape_of, strid
 RulesOf = Callable[[OpView], tuple[Rule, ...]]
 
 INLINE_COST = 12
-"""A map op of at most this many vector instructions may be computed again by each of its users ..."""
+"""A map op of at most this many vector instructions may be recomputed by each of its users ..."""
 
 INLINE_BYTES = 4
-"""... when what it reads has at most one n-th of the bytes that it writes."""
+"""... if the bytes that it reads are at most 1/INLINE_BYTES of those that it writes."""
 
 READ_AGAIN = 4
-"""How often an element may be computed again rather than stored."""
+"""How often an element may be recomputed rather than stored."""
 
 INLINE_DEPTH = 12
-"""Longest chain of such ops."""
+"""The longest chain of inlined ops."""
 
 
 class Flow:
-    """The ops of a region that kernels may compute (`ops`), with their rules. `fixed` are ops that something else
-    computes, `whole` ops whose results are stored, so that all of their indices are checked.
+    """The ops of a region that kernels may compute (`ops`), with their rules. `fixed`: ops computed by calls; `whole`: ops
+    whose results are stored, so that all of their indices are checked.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Flow:
                 self._inline[op.id] = depth
 
     def rules(self, op: OpView) -> tuple[Rule, ...]:
-        """The rules by which kernels compute `op`; none for a fixed op."""
+        """The rules by which kernels compute `op`; empty for a fixed op."""
         return self._rules.get(op.id, ())
 
     def rule(self, op: OpView, k: int) -> Rule:
@@ -79,7 +79,7 @@ class Flow:
         return bool(rules) and isinstance(rules[0], View)
 
     def is_inline(self, op: OpView) -> bool:
-        """Whether each user computes `op` for itself."""
+        """Whether each user recomputes `op`."""
         return op.id in self._inline
 
     def _inline_depth(self, op: OpView, rules: tuple[Rule, ...]) -> int | None:
@@ -100,8 +100,8 @@ class Flow:
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _has_one_user(self, op: OpView, times: int = READ_AGAIN) -> bool:
-        """Whether one op of a kernel alone reads the result, each element at most about `times` times: storing it
-        would be for nothing.
+        """Whether a single kernel op reads the result, each element at most about `times` times, so that storing it gains
+        nothing.
         """
         users = {u.id: u for u in self.users.get(op.out.id, ())}
         if len(users) != 1 or op.out.id in self.needed:
@@ -128,7 +128,7 @@ class Flow:
         return self._inline.get(op.id, 0)
 
     def leaves(self, v: Value) -> Iterable[TensorSpec]:
-        """What is read from memory to know `v`: itself, or what lies behind views and inlined ops."""
+        """The tensors read from memory to evaluate `v`: itself, or the sources behind views and inlined ops."""
         return [x.spec for x in self.sources(v) if x.spec is not None]
 
     def sources(self, v: Value) -> list[Value]:
@@ -146,7 +146,7 @@ class Flow:
 
 
 def is_alias(op: OpView) -> bool:
-    """Whether a view op really shares memory: a reshape may also copy. Told from the strides of its argument."""
+    """Whether a view op shares memory. A reshape may copy instead, depending on the strides of its argument."""
     if op.op != "reshape" or op.out.spec is None:
         return True
     source = op.arg("self").spec
@@ -155,7 +155,7 @@ def is_alias(op: OpView) -> bool:
 
 
 def _one_stride(shape: Shape, stride: Shape, dims: tuple[int, ...]) -> bool:
-    """Whether these neighbouring dims lie in memory like a single one."""
+    """Whether these neighbouring dims can be addressed with a single stride."""
     real = [d for d in dims if shape[d] != 1]
     return all(stride[a] == stride[b] * shape[b] for a, b in pairwise(real))
 
@@ -164,7 +164,7 @@ _COPIES: dict[int, Map] = {}
 
 
 def copy_of(view: View) -> Map:
-    """A view's rule as that of an op that copies."""
+    """Turn a view's rule into the rule of an op that copies."""
     found = _COPIES.get(id(view))
     if found is None:
         found = _COPIES[id(view)] = Map(lambda e, op, k, at: e.value(*view.code(op, k, at)), view.check)

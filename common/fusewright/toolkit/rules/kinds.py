@@ -1,14 +1,14 @@
-"""What a rule is: how an op of the opset is computed at an index, in four kinds. The tables themselves are beside this
-file.
+"""The four kinds of rules. A rule says how to compute an op of the opset at an index; the tables of rules are in
+`toolkit/lower`.
 
 - `View`: the result is an element of an argument; costs nothing.
-- `Map`: one element of the result from elements of the arguments at indices that the rule says.
+- `Map`: one element of the result from elements of the arguments at indices that the rule gives.
 - `Row`: results over a domain of full rows, from reductions over the dims `dims` of `shape`. A result is "full" (one
   value per element of the domain) or "row" (one per row).
 - `Scatter`: a start value, and stores at computed places, over the domain of a source.
 
-Rules compute in the compute type of each dtype (fp32 for the half types): a value inside a kernel is not rounded to
-half until it is stored, or cast on purpose. Integers and bool are exact.
+Rules compute in the compute type of each dtype (fp32 for the half types): a value inside a kernel is rounded to half
+only when stored or explicitly cast. Integers and bool are exact.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from fusewright.toolkit.ir.types import DType
 from fusewright.toolkit.rules.space import At, Part, Shape
 
 Check: TypeAlias = Callable[[OpView], "str | None"]
-"""None when the rule takes this very call, else why not in a few words."""
+"""Returns None if the rule applies to this call, else a short reason."""
 
 Level: TypeAlias = Literal["full", "row"]
 
 
 Symbols: TypeAlias = tuple[str, ...]
-"""Names of number arguments that a rule computes with, or never reads, where they are symbols; elsewhere they must be known."""
+"""Names of number arguments that may be symbols, because the rule computes with them or never reads them. All others must be
+known numbers."""
 
 
 def always(op: OpView) -> str | None:
@@ -39,7 +40,7 @@ def always(op: OpView) -> str | None:
 
 
 class Evaluator(Protocol):
-    """What a rule sees of the kernel that it computes in; see `evaluate.KernelEvaluator`."""
+    """A rule's view of the kernel under construction; see `evaluate.KernelEvaluator`."""
 
     b: Builder
 
@@ -58,7 +59,7 @@ class Evaluator(Protocol):
 
 
 class RowContext(Protocol):
-    """What a row rule sees: elements of its domain, and reductions over its rows; see `evaluate.KernelRow`."""
+    """The context of a row rule: elements of its domain, and reductions over its rows; see `evaluate.KernelRow`."""
 
     b: Builder
     domain: Domain
@@ -78,7 +79,7 @@ class RowContext(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """`code(op, k, at)`: which element of which argument the element `at` of output `k` is."""
+    """`code(op, k, at)` returns the argument, and the element of it, that element `at` of output `k` is."""
 
     code: Callable[[OpView, int, At], tuple[Value, At]]
     check: Check = always
@@ -87,7 +88,7 @@ class View:
 
 @dataclass(frozen=True)
 class Map:
-    """`code(e, op, k, at)`: the element `at` of output `k`. `cost` in vector instructions, roughly."""
+    """`code(e, op, k, at)` computes element `at` of output `k`. `cost` is a rough count of vector instructions."""
 
     code: Callable[[Evaluator, OpView, int, At], Val]
     check: Check = always
@@ -105,9 +106,9 @@ class Domain:
 
 @dataclass(frozen=True)
 class Row:
-    """`code(row, op)` gives the outputs at positions `outs`, in that order; `levels` says what each of them is.
+    """`code(row, op)` returns the outputs at positions `outs`, in that order; `levels` is the level of each.
 
-    `ordered`: positions along the row matter (scans and argmax): the row may not be run in another order.
+    `ordered`: positions along the row matter (scans and argmax), so the row must run in order.
     """
 
     domain: Callable[[OpView], Domain]
@@ -121,7 +122,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """Memory of the result's shape: `init` gives its first content, `how` is the way in which stores combine."""
+    """A buffer of the result's shape. `init` computes its initial content; `how` says how stores combine with it."""
 
     how: str
     init: Callable[[Evaluator, OpView, At], Val]
@@ -130,7 +131,7 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Address:
-    """A place as elements from the result's first one in memory; nothing is stored where `inside` does not hold."""
+    """A place, counted in elements from the result's first; nothing is stored where `inside` is false."""
 
     index: Index
     inside: Val
@@ -138,10 +139,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Scatter:
-    """`code(e, op, at)`: where the source element `at` of the domain `shape(op)` goes (an index per dim of the result, or
-    an `Address`), and one value per accumulator.
+    """`code(e, op, at)` returns the place of the source element `at` of the domain `shape(op)` (an index per dim of the
+    result, or an `Address`), and one value per accumulator.
 
-    Without `finish` the only accumulator is the result; else `finish(e, op, at, accumulated)` is.
+    The result is `finish(e, op, at, accumulated)`, or the only accumulator if there is no `finish`.
     """
 
     shape: Callable[[OpView], Shape]
@@ -155,7 +156,7 @@ class Scatter:
 Rule: TypeAlias = View | Map | Row | Scatter
 
 Rules: TypeAlias = "tuple[Rule, ...] | Callable[[OpView], tuple[Rule, ...]]"
-"""The rules of one op. Several compute different outputs of it (each a `Row`). A function chooses by the call's
+"""The rules of one op. If there are several, each is a `Row` and computes different outputs. A function chooses by the call's
 arguments.
 """
 
@@ -164,7 +165,7 @@ Table: TypeAlias = Mapping[str, Rules]
 
 
 def merge(tables: Iterable[Table]) -> dict[str, Rules]:
-    """One table of several. ValueError when two have rules for one op."""
+    """Merge tables. Raises ValueError if two of them have rules for the same op."""
     out: dict[str, Rules] = {}
     for t in tables:
         twice = out.keys() & t.keys()

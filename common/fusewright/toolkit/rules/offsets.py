@@ -1,4 +1,4 @@
-"""How far the indices of a kernel reach: whether they fit in 32 bits."""
+"""The range of a kernel's indices, to decide whether they fit in 32 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusewright.toolkit.ir.ir import Kernel
 
 
 def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
-    """The largest magnitude that an index of the kernel would have to hold."""
+    """An upper bound on the magnitude of the kernel's indices."""
     axes = [evaluate(s, sizes) for s in kernel.sizes]
     n_p = len(kernel.p)
     top = max(_points(axes[:n_p]), _points(axes[n_p:]))
@@ -22,7 +22,7 @@ def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
 
 
 def _reach(ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[int]) -> tuple[int, int]:
-    """Bounds of an index and of what is divided in it."""
+    """Bounds of an index and of the dividends in it."""
 
     def term(stride: Extent, reach: int) -> int:
         return abs(evaluate(stride, sizes)) * max(reach, 0)

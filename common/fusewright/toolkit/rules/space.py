@@ -1,4 +1,4 @@
-"""Where an element is: an index per dim of a tensor (`At`), and how views change it. Sizes become extents here."""
+"""Positions of elements: an index per dim of a tensor (`At`), and how views transform it. Sizes become extents here."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ Shape = tuple[Extent, ...]
 
 
 class ShapeMismatch(ValueError):
-    """Symbolic shapes that cannot be told to fit together: the op is left to eager."""
+    """Symbolic shapes cannot be proved compatible; the op is left to eager."""
 
 
 def extent(size: Size) -> Extent:
-    """A size of the interface as an extent of kernels."""
+    """Convert a size of the interface to an extent of kernels."""
     return size.expr if isinstance(size, Dim) else int(size)
 
 
 def step_of(stride: Size) -> Extent:
-    """A stride as an extent. Torch takes empty dims for one element long, which matters to no element that exists."""
+    """Convert a stride to an extent. Torch counts empty dims as one element long in strides, which affects no existing element,
+    so the `Max(1, n)` is dropped."""
     return substitute(stride.expr, _without_max) if isinstance(stride, Dim) else int(stride)
 
 
 def _without_max(atom: Atom) -> Extent | None:
-    """`n` for `Max(1, n)`."""
+    """Return `n` for `Max(1, n)`, else None."""
     match atom:
         case Apply(function="Max", args=(1, int() | SizeExpr() as n)):
             return substitute(n, _without_max)
@@ -73,9 +74,9 @@ def is_contiguous(spec: TensorSpec) -> bool:
 
 
 class At:
-    """One element of a tensor of `shape`, as an index per dim; `linear` is its row-major number.
+    """One element of a tensor of `shape`, as an index per dim; `linear` is its row-major index.
 
-    A reshape keeps `linear` as it is, so that two tensors read in step are known to be in step however they are shaped.
+    A reshape preserves `linear`, so tensors accessed at the same element are recognized as such whatever their shapes.
     """
 
     __slots__ = ("_cache", "_dims", "_from", "_hash", "_linear", "shape")
@@ -116,7 +117,7 @@ class At:
         return self is other or (isinstance(other, At) and self.shape == other.shape and self.dims == other.dims)
 
     def reshape(self, shape: Shape) -> At:
-        """The same element of the tensor seen in another shape. IndexTooComplex when it cannot be said."""
+        """The same element of the tensor in another shape. Raises IndexTooComplex if it cannot be expressed."""
         if shape == self.shape:
             return self
         found = self._cache.get(shape)
@@ -125,7 +126,7 @@ class At:
         return found
 
     def broadcast(self, shape: Shape) -> At:
-        """The element of a tensor of `shape` that broadcasting brings here. ShapeMismatch when it does not
+        """The element of a tensor of `shape` that is broadcast to this one. Raises ShapeMismatch if `shape` does not
         broadcast.
         """
         if shape == self.shape:
@@ -153,11 +154,11 @@ class At:
         return At(shape, tuple(dims), None, self if same else None)
 
     def pick(self, dims: Sequence[int]) -> At:
-        """The element at those dims alone."""
+        """Restrict the element to these dims."""
         return At(tuple(self.shape[d] for d in dims), tuple(self.dims[d] for d in dims))
 
     def with_dim(self, dim: int, index: Index, size: Extent) -> At:
-        """Another index in one dim, of a tensor whose size is `size` there."""
+        """Replace the index in one dim, where the tensor has size `size`."""
         dims, shape = list(self.dims), list(self.shape)
         dims[dim], shape[dim] = index, size
         return At(tuple(shape), tuple(dims))
@@ -177,7 +178,7 @@ def linearise(dims: Sequence[Index], shape: Shape) -> Index:
 
 
 def _regroup(dims: tuple[Index, ...], old: Shape, new: Shape) -> tuple[Index, ...]:
-    """Indices after a reshape. Runs of dims with equal products are regrouped on their own, so few need a division."""
+    """Compute indices after a reshape. Runs of dims with equal products are regrouped separately, so few need a division."""
     out: list[Index] = []
     for a, b in factor_groups(old, new):
         if len(a) == len(b) == 1:
@@ -193,7 +194,7 @@ def _regroup(dims: tuple[Index, ...], old: Shape, new: Shape) -> tuple[Index, ..
 
 @lru_cache(4096)
 def factor_groups(old: Shape, new: Shape) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Runs of dims of two shapes that hold equally many elements, in order, as short as possible."""
+    """Pair the shortest runs of dims of two shapes, in order, that have equal element counts."""
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -215,7 +216,7 @@ def factor_groups(old: Shape, new: Shape) -> tuple[tuple[tuple[int, ...], tuple[
 
 
 def _is_behind(left: Extent, right: Extent) -> bool:
-    """Whether `left` must take another dim to reach `right`."""
+    """Whether `left` must take in another dim to reach `right`."""
     if isinstance(left, int) and isinstance(right, int):
         return left < right
     return divide(left, right) is None
@@ -223,14 +224,14 @@ def _is_behind(left: Extent, right: Extent) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """Points of a kernel: those at which an axis is from `start` on below `start + size`."""
+    """The points of a kernel at which an axis lies in [start, start + size)."""
 
     axis: int
     start: Extent
     size: Extent
 
     def of(self, index: Index) -> Index | None:
-        """The index, counted over these points alone."""
+        """Restrict an index to these points, counting the axis from `start`; None if that is not possible."""
         if index.sizes is None:
             return None
         sizes = tuple(self.size if a == self.axis else s for a, s in enumerate(index.sizes))
@@ -243,7 +244,7 @@ class Part:
 
 
 def layout_of(spec: TensorSpec) -> str:
-    """ "contiguous", "channels_last" (4-d), or "strided" for the rest. A size of 1 may have any stride."""
+    """Return "contiguous", "channels_last" (4-d) or "strided". A dim of size 1 may have any stride."""
     if _follows(spec, range(spec.rank - 1, -1, -1)):
         return "contiguous"
     if spec.rank == 4 and _follows(spec, (1, 3, 2, 0)):
@@ -252,7 +253,7 @@ def layout_of(spec: TensorSpec) -> str:
 
 
 def _follows(spec: TensorSpec, order: Iterable[int]) -> bool:
-    """Whether strides are dense in this order of dims, innermost first; symbolic sizes by their hints."""
+    """Whether strides are dense in this order of dims, innermost first; symbolic sizes count by their hints."""
     step = 1
     for d in order:
         size = hint(spec.shape[d])
