@@ -1,4 +1,4 @@
-"""The backend `graviton_acl`: what CPU backends share of oneDNN (`fusewright_cpu.onednn`), with ACL's forms of the heavy ops."""
+"""The backend `graviton_acl`: the shared oneDNN lowerings (`fusewright_cpu.onednn`), with heavy ops in forms that ACL computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FPMATH = ("fp32", "bf16")
 
 
 class GravitonAcl(QuantizedBackend):
-    """aarch64 CPUs, with the Arm Compute Library that torch carries."""
+    """aarch64 CPUs, with the Arm Compute Library that torch bundles."""
 
     name = "graviton_acl"
     priority = 50
@@ -33,9 +33,9 @@ class GravitonAcl(QuantizedBackend):
     namespaces = (*QuantizedBackend.namespaces, fpmath.NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
         **QuantizedBackend.options,
-        # What fp32 products and convolutions are multiplied in: "bf16" runs them on bf16 hardware, with fp32 in and out.
+        # Type in which fp32 products and convolutions multiply: "bf16" uses bf16 hardware, with fp32 inputs and results.
         "fpmath": "fp32",
-        # The core that a simulation is of.
+        # The core to simulate.
         "target": "neoverse-v1",
     }
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {**QuantizedBackend.choices, "fpmath": FPMATH}
@@ -56,7 +56,7 @@ class GravitonAcl(QuantizedBackend):
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
-        """The same choices and calls for a core of the table, computed by the oneDNN that this machine's torch has."""
+        """Make the choices and calls of a core from the table; the oneDNN of this machine's torch computes them."""
         features = target.simulated(options["target"])
         if features is None:
             raise OptionError(f"no core is called {options['target']!r}; those known are {', '.join(target.ARM_CORES)}")
@@ -71,7 +71,7 @@ class GravitonAcl(QuantizedBackend):
         return (quantized if op.op == "linear" else quantized_convolutions).why_not(op, graph)
 
     def _loader(self) -> Loader:
-        """Of a simulation too: loop kernels and attention are compiled for the CPU that is here."""
+        """Return the loader for this machine's CPU, in simulation too: loop kernels and attention are compiled for it."""
         return type(self).loader
 
     def __init__(self, device: Device | None = None, options: Mapping[str, Any] | None = None) -> None:

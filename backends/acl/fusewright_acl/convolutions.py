@@ -1,9 +1,9 @@
-"""Convolutions and their gradients in forms that ACL or oneDNN's SVE code computes, never oneDNN's reference.
+"""Convolutions and their gradients in forms that ACL or oneDNN's SVE code computes, to avoid oneDNN's reference kernels.
 
-Read from ONEDNN_VERBOSE on aarch64: ACL takes 1-d and 2-d convolutions of one group in fp32 and bf16; depthwise ones and
-gradients are SVE code in fp32 alone, gradients in planes alone, and where a group has whole vectors of channels; what remains is
-`ref`. So other bf16 convolutions are computed in fp32, between kernels that cast, groups one by one, and gradients in planes, or
-as products of columns without SVE, and those of groups of few channels one by one.
+According to ONEDNN_VERBOSE on aarch64, ACL takes 1-d and 2-d convolutions of one group in fp32 and bf16. Depthwise convolutions and
+gradients have SVE code for fp32 only, gradients only in contiguous (NCHW) layout and where a group's channels fill whole vectors;
+everything else is `ref`. So other bf16 convolutions run in fp32 between casts, grouped ones group by group. Gradients run in NCHW,
+or as im2col products without SVE; those of groups with few channels run group by group.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from fusewright_cpu.onednn.patterns import is_packed, post_op
 
 F32 = torch.float32
 MOST_GROUPS = 64
-"""Groups that are convolved one by one."""
+"""Most groups that are convolved one by one."""
 WHOLE = 8
-"""oneDNN's SVE code takes groups with a multiple of so many channels, or those of one channel each."""
+"""oneDNN's SVE code takes groups whose channels are a multiple of this, or depthwise ones."""
 
 
 def kind_of(op: OpView) -> str:
-    """ "plain" (one group), "depthwise" (a channel each), "grouped", or "other": transposed or of three dimensions."""
+    """Return "plain" (one group), "depthwise" (one input channel per group), "grouped", or "other": transposed or 3-d."""
     x, w, groups = spec_of(op.arg("input")), spec_of(op.arg("weight")), op.arg("groups")
     if op.arg("transposed") or x.rank not in (3, 4):
         return "other"
@@ -48,14 +48,14 @@ def kind_of(op: OpView) -> str:
 
 
 def takes_neighbours(op: OpView, b: Builder) -> bool:
-    """Whether its call computes a batch norm and an activation behind it."""
+    """Whether the convolution's call can also compute a batch norm and an activation that follow."""
     kind = kind_of(op)
     known = kind == "plain" or (kind == "depthwise" and "sve" in b.ctx.device.features) or kind == "grouped"
     return known and is_packed(op, b) and (kind != "grouped" or op.arg("groups") <= MOST_GROUPS)
 
 
 def lower(m: Match, b: Builder) -> None:
-    """A convolution with what rides on it, in the form for its kind, type and weight."""
+    """Emit a convolution with its fused neighbours, in the form for its kind, type and weight."""
     op, kind = m.anchor, kind_of(m.anchor)
     half = spec_of(op.out).dtype is not F32
     if kind == "plain" and is_packed(op, b):
@@ -73,7 +73,7 @@ def lower(m: Match, b: Builder) -> None:
 
 
 def _few_channels(op: OpView, b: Builder) -> bool:
-    """Whether oneDNN has but its reference for the groups as they are."""
+    """Whether oneDNN has only reference kernels for these groups."""
     out, own, *_ = spec_of(op.arg("weight")).shape
     return "sve" not in b.ctx.device.features or bool(own % WHOLE or out // op.arg("groups") % WHOLE)  # type: ignore[operator]
 
@@ -85,7 +85,7 @@ def _leave(m: Match, b: Builder, why: str) -> None:
 
 
 def _packed(m: Match, b: Builder) -> None:
-    """Channels-last, the weight in ACL's blocks, fp32 with its batch norm folded in; multiplied in bf16 under `fpmath`."""
+    """Emit a channels-last call with the weight in ACL's blocks and the batch norm folded in; `fpmath` may multiply in bf16."""
     op, x = m.anchor, m.anchor.arg("input")
     weight, bias = folded(m, b)
     packed = packed_conv(weight, geometry_of(op), x, b)
@@ -101,7 +101,7 @@ def _packed(m: Match, b: Builder) -> None:
 
 
 def _depthwise(m: Match, b: Builder) -> None:
-    """Packed, channels-last, in fp32."""
+    """Emit a packed channels-last call in fp32; bf16 is cast around it."""
     op, x, out = m.anchor, m.anchor.arg("input"), m.last.out
     if spec_of(out).dtype is F32:
         weight, bias = folded(m, b)
@@ -121,23 +121,23 @@ def _depthwise(m: Match, b: Builder) -> None:
 
 
 def _prepared(weight: Value, b: Builder) -> Ref:
-    """A weight of a convolution, one over [N, C, L] as one over images."""
+    """Return a convolution's weight, that of a 1-d one as a 2-d weight."""
     ref = b.exact(weight)
     return ref if spec_of(weight).rank == 4 else b.prepare("aten::unsqueeze.default", ref, 2)
 
 
 def _wide(op: OpView, b: Builder) -> dict[str, Value]:
-    """Its tensors in fp32."""
+    """Return the op's tensors, cast to fp32."""
     return {n: _cast(op.arg(n), F32, b) for n in ("input", "weight", "bias") if op.arg(n) is not None}
 
 
 def _reads(op: OpView, values: Mapping[str, Value]) -> OpView:
-    """The op, reading other values: whoever orders ops sees what its call waits for."""
+    """Return the op with other inputs, so that whatever orders ops sees the true dependencies of its call."""
     return replace(op, args=tuple(values.get(n, a) for n, a in zip(op.argnames, op.args, strict=True)))
 
 
 def _one_by_one(m: Match, b: Builder) -> None:
-    """Each group by ACL, then side by side."""
+    """Convolve each group with ACL, then concatenate."""
     op, out, groups, held = m.anchor, m.last.out, m.anchor.arg("groups"), is_packed(m.anchor, b)
     image, made = as_image(op.arg("input"), b), spec_of(m.last.out).shape[1] // groups
     parts = []
@@ -150,12 +150,12 @@ def _one_by_one(m: Match, b: Builder) -> None:
 
 
 def _slice(value: Any, dim: int, g: int, size: Any, b: Builder) -> Ref:
-    """The `g`th of equal parts of a tensor."""
+    """Return the `g`th slice of length `size`."""
     return _called("aten::slice.Tensor", value, dim, g * size, (g + 1) * size, b=b)
 
 
 def _packed_group(m: Match, x: Ref, g: int, made: Any, b: Builder) -> Ref:
-    """A group of a convolution whose weight is a constant."""
+    """Emit one group of a convolution with a constant weight."""
     given, geometry = m.anchor.arg("input"), (*geometry_of(m.anchor)[:-1], 1)
     weight, bias = folded(m, b)
     bounds = (0, g * made, (g + 1) * made)
@@ -167,7 +167,7 @@ def _packed_group(m: Match, x: Ref, g: int, made: Any, b: Builder) -> Ref:
 
 
 def _plain_group(m: Match, x: Ref, g: int, made: Any, b: Builder) -> Ref:
-    """A group of a convolution that trains: eager's call, channels-last."""
+    """Emit one group of a convolution in training: eager's call, channels-last."""
     padding, stride, dilation, _ = geometry_of(m.anchor)
     weight = as_image(m.anchor.arg("weight"), b)
     bias = m.anchor.arg("bias")
@@ -179,7 +179,7 @@ def _plain_group(m: Match, x: Ref, g: int, made: Any, b: Builder) -> Ref:
 
 
 def _widened(m: Match, b: Builder) -> None:
-    """Eager's call in fp32, between casts: its kernels for bf16 are oneDNN's reference."""
+    """Emit eager's call in fp32 between casts, because in bf16 it would run oneDNN's reference."""
     op, out = m.anchor, m.last.out
     wide = {n: _dense(v, b) for n, v in _wide(op, b).items()}
     shape = spec_of(out).shape
@@ -190,7 +190,7 @@ def _widened(m: Match, b: Builder) -> None:
 
 
 def _call(op: OpView, values: dict[str, Value], outs: tuple[Value, ...], b: Builder) -> None:
-    """Eager's call of `op` with other values, which ops behind it cast."""
+    """Emit eager's call of `op` with other inputs and results; the caller casts the results."""
     b.append(b.ctx.aten(replace(_reads(op, values), outs=outs)))
     b.replace(_reads(op, values), *outs)
 
@@ -216,7 +216,7 @@ def _called(target: str, *args: Any, b: Builder) -> Ref:
 
 
 def backward(m: Match, b: Builder) -> None:
-    """The gradients of a convolution by its input, weight and bias, computed in fp32 and in planes."""
+    """Emit a convolution's gradients with respect to input, weight and bias, computed in fp32 and NCHW."""
     op = m.anchor
     wide = {n: _dense(_cast(op.arg(n), F32, b), b) for n in ("grad_output", "input", "weight")}
     outs = tuple(_planes(v, b) for v in op.outs)
@@ -241,21 +241,21 @@ SLOW = "aten::_slow_conv2d_backward.output_mask"
 
 
 def _apart(op: OpView, b: Builder) -> bool:
-    """Whether each group has gradients of its own."""
+    """Whether gradients are computed group by group."""
     groups = 1 < op.arg("groups") <= MOST_GROUPS and not op.arg("transposed") and any(op.arg("output_mask")[:2])
     vectors = kind_of(op) == "depthwise" and "sve" in b.ctx.device.features
     return groups and kind_of(op) != "other" and not vectors and _few_channels(op, b)
 
 
 def _columns(op: OpView, b: Builder) -> bool:
-    """Whether its products are OpenBLAS's: oneDNN has SVE code alone."""
+    """Whether the gradients are im2col products by OpenBLAS: without SVE oneDNN has only its reference."""
     plain = spec_of(op.arg("input")).rank == 4 and not op.arg("transposed") and (op.arg("groups") == 1 or _apart(op, b))
     wanted = any(op.arg("output_mask")[:2])
     return wanted and plain and set(op.arg("dilation")) == {1} and "sve" not in b.ctx.device.features
 
 
 def _gradients(op: OpView, given: Sequence[Any], outs: Sequence[Value], columns: bool, b: Builder) -> None:
-    """Of one group, by input and weight."""
+    """Emit the gradients of one group with respect to input and weight."""
     stride, padding, mask = op.arg("stride"), op.arg("padding"), (*op.arg("output_mask")[:2], False)
     target, how = SLOW, (spec_of(op.arg("weight")).shape[2:], stride, padding)
     if not columns:
@@ -265,7 +265,7 @@ def _gradients(op: OpView, given: Sequence[Any], outs: Sequence[Value], columns:
 
 
 def _gradients_of_groups(op: OpView, given: Sequence[Any], outs: Sequence[Value], columns: bool, b: Builder) -> None:
-    """Of each group, then side by side."""
+    """Emit the gradients of each group, then concatenate."""
     grad, x, weight = given
     groups, (made, own, *_) = op.arg("groups"), spec_of(op.arg("weight")).shape
     parts = []
@@ -284,7 +284,7 @@ def _bias_gradient(op: OpView, grad: Value, out: Value, b: Builder) -> None:
 
 
 def _planes(out: Value, b: Builder) -> Value:
-    """What the call makes in place of a result: fp32, dense and row-major."""
+    """Return the value that the call produces for a result: fp32, dense and row-major."""
     if out.spec is None:
         return out
     stride = contiguous_strides(out.spec.shape)  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ def _planes(out: Value, b: Builder) -> Value:
 
 
 def backward_reason(op: OpView) -> str | None:
-    """Why a gradient stays eager's: empty tensors, and mixed types."""
+    """Return why a gradient stays eager's (empty tensors, mixed types), or None."""
     specs = [spec_of(op.arg(n)) for n in ("grad_output", "input", "weight")]
     if any(0 in s.shape for s in specs):
         return "an empty tensor"

@@ -1,9 +1,9 @@
-"""Products and convolutions of fp32 tensors that multiply in bf16 and add in fp32 (`bfmmla`), fp32 in and out.
+"""Products and convolutions of fp32 tensors that multiply in bf16 and accumulate in fp32 (`bfmmla`), with fp32 inputs and results.
 
-oneDNN reads how exact products of fp32 must be from a setting of torch's that is the whole process's
-(`torch.backends.mkldnn.matmul.fp32_precision`), so the operators here turn it on while they run. A product that another
-thread starts in that moment is computed alike; nothing of it stays behind. Whatever form a weight was packed in, oneDNN then
-rounds and reorders it at every call: products with weights that are constants have a kernel of our own beside it.
+oneDNN takes the precision of fp32 products from a process-wide setting of torch (`torch.backends.mkldnn.matmul.fp32_precision`),
+which the operators here set while they run. A product that another thread starts meanwhile is also computed in bf16; the setting
+is restored afterwards. oneDNN then rounds and reorders the weight at every call, however it was packed, so products with constant
+weights may use our own kernel instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _before: list[str] = []
 
 @contextmanager
 def bf16_products() -> Iterator[None]:
-    """oneDNN may multiply fp32 in bf16. The last thread to leave puts back what the first one found."""
+    """Let oneDNN multiply fp32 in bf16. The last thread to leave restores the setting that the first one found."""
     global _inside
     with _lock:
         if not _inside:
@@ -60,14 +60,14 @@ def linear_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [n, k] as our own kernel reads it."""
+    """Pack a weight [n, k] for our own kernel."""
     return bf16_linear.packed(weight).contiguous()
 
 
 def sdpa_bf16(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """Attention of fp32 tensors, its two products in bf16."""
+    """Compute attention of fp32 tensors with both products in bf16."""
     with bf16_products():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
 
@@ -82,7 +82,7 @@ def conv_bf16(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], groups: int,
 ) -> torch.Tensor:  # fmt: skip
-    """A convolution of channels-last images with a packed weight (`mkldnn::_reorder_convolution_weight`)."""
+    """Convolve channels-last images with a packed weight (`mkldnn::_reorder_convolution_weight`)."""
     with bf16_products():
         return torch.ops.mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, "none", [], "")
 
@@ -97,4 +97,4 @@ _OPERATORS: Mapping[Callable[..., torch.Tensor], str] = {
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 for _function, _schema in _OPERATORS.items():
     _library.define(f"{_function.__name__}{_schema}")
-    _library.impl(_function.__name__, _function, "CompositeExplicitAutograd")  # a packed weight is no CPU tensor to torch
+    _library.impl(_function.__name__, _function, "CompositeExplicitAutograd")  # packed weights do not dispatch as CPU tensors

@@ -1,4 +1,4 @@
-"""Weights of int8 as the kernels of `fusewright_cpu.kernels` read them: operators that run once for each weight."""
+"""Operators that pack int8 weights for the kernels of `fusewright_cpu.kernels`; they run once per weight."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PACK, PACK_CONV, SUMS, COLUMNS = (
 
 
 def int8_pack(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """int8 [n, k] as the kernel of this form reads it, one dimension."""
+    """Pack int8 [n, k] for the kernel of this form, into one dimension."""
     return int8_linear.packed(weight, form).contiguous()
 
 
 def int8_pack_conv(weight: torch.Tensor, groups: int, run: int, form: str) -> torch.Tensor:
-    """int8 [n, depth, ky, kx] as the kernel of this form reads it, one dimension. `run`: bytes that lie side by side in `x`."""
+    """Pack int8 [n, depth, ky, kx] for the kernel of this form, into one dimension. `run`: contiguous bytes in `x`."""
     return int8_conv.packed(weight, groups, run, form).contiguous()
 
 
 def int8_sums(weight: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """The int32 sum of each row of int8 [n, ...], padded as the kernel reads it."""
+    """Return the int32 sum of each row of int8 [n, ...], padded as the kernel reads it."""
     return int8_conv.padded(weight.flatten(1).sum(1).to(torch.int32), groups)
 
 
 def int8_columns(values: torch.Tensor, n: int, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
-    """One number for each of n columns, of one for all or for each, padded as the kernel reads it."""
+    """Return one number for each of n columns, given one for all or one for each, padded as the kernel reads it."""
     return int8_conv.padded(values.reshape(-1).to(dtype, copy=True).expand(n), groups).contiguous()
 
 

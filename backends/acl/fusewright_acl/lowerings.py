@@ -1,6 +1,6 @@
-"""The one table of graviton_acl: which ops it lowers to library calls, under which conditions, and how.
+"""The lowering table of graviton_acl: which ops become library calls, under which conditions, and how.
 
-A lowering gets a match (the op and the neighbours that the call takes in) and writes into the fragment.
+A lowering gets a match (the op and the neighbours fused into its call) and writes into the fragment.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LOWERINGS.add("conv", dtypes=FLOATS, when=_conv_reason)(convolutions.lower)
 
 
 RIDES = frozenset({"relu", "gelu", "tanh", "sigmoid"})
-"""Unary ops that ACL computes behind a product of fp32, as exactly as eager and with its NaNs; with any other op behind, or
-behind bf16, oneDNN takes its reference implementation."""
+"""Unary ops that ACL fuses into an fp32 product, as accurately as eager and with the same NaNs. With any other op, or in bf16,
+oneDNN uses its reference implementation."""
 RIDES_ON_CONV = frozenset({"relu", "clamp"})
 
 
@@ -62,7 +62,7 @@ def _unary(op: OpView, m: Match, b: Builder) -> bool:
 
 
 def _batch_norm(op: OpView, m: Match, b: Builder) -> bool:
-    """Of fp32 alone: in bf16 the kernel that is there for the activation takes it in."""
+    """Whether to fold a batch norm: only in fp32, because in bf16 the activation's kernel fuses it."""
     out = m.out.spec
     fits = folds_batch_norm(op, m, b) and out is not None and out.dtype is torch.float32
     return fits and takes_neighbours(m.anchor, b)
@@ -90,4 +90,4 @@ ROWS = tuple(
         ("acl.attention", ATTENTION, "attention"),
     )
 )
-"""In the order in which they are asked."""
+"""The rewrite rows, in the order in which they are tried."""

@@ -1,8 +1,8 @@
-"""Products with weights: in ACL's blocked layout, through OpenBLAS, as a 1x1 convolution, in bf16, or as eager has them.
+"""Products with weights: in ACL's blocked layout, through OpenBLAS, as a 1x1 convolution, in bf16, or by eager's own call.
 
-What each call of torch runs on aarch64 was read from ONEDNN_VERBOSE (see `verbose`): `_linear_pointwise` with a weight that is not
-packed is oneDNN's reference gemm, and in bf16 it is a reference kernel with any weight. The bf16 product that takes a packed weight
-is a 1x1 convolution.
+ONEDNN_VERBOSE (see `verbose`) shows what each torch call runs on aarch64: `_linear_pointwise` runs oneDNN's reference gemm if the
+weight is not packed, and in bf16 a reference kernel with any weight. The bf16 product that takes a packed weight is a 1x1
+convolution.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from fusewright_cpu.target import host_target
 POINT = ((0, 0), (1, 1), (1, 1), 1)
 """Padding, stride, dilation and groups of a 1x1 convolution."""
 LEAST = 8
-"""Rows of a product or channels of an image below which ACL's blocks are mostly padding: eager's call stays."""
+"""Smallest dimensions of a weight for ACL's blocks; below, they are mostly padding and eager's call stays."""
 
 
 def lower(m: Match, b: Builder) -> None:
-    """input @ weight.T + bias in the form that is fastest for its shape."""
+    """Emit input @ weight.T + bias in the fastest form for its shape."""
     op = m.anchor
     form = form_of(op, b)
     note = _WRITE[form](m, b)
@@ -63,7 +63,7 @@ def lower(m: Match, b: Builder) -> None:
 
 
 def form_of(op: OpView, b: Builder) -> str:
-    """ "aten", "packed", "blas", "point", "gemv", "bf16" or "bf16_packed" for this product here."""
+    """Return the form of a product: "aten", "packed", "blas", "point", "gemv", "bf16" or "bf16_packed"."""
     product, (x, w, _) = product_of(op), operands(op)
     wide = min(product.k, product.n) >= LEAST
     if product.dtype is torch.float32 and b.ctx.options["fpmath"] == "bf16" and wide:
@@ -85,7 +85,7 @@ def form_of(op: OpView, b: Builder) -> str:
 
 
 def _bf16_form(op: OpView, product: Product, b: Builder) -> str:
-    """ "bf16" (ACL, which packs the weight at every call) or "bf16_packed" (our kernel, for which it is packed once)."""
+    """Return "bf16" (ACL, packing the weight at every call) or "bf16_packed" (our kernel, with the weight packed once)."""
     x, w, bias = operands(op)
     if not b.is_const(w) or not b.is_const(bias) or b.ctx.options["prepack"] == "never" or not rows_fit(b.spec(x)):
         return "bf16"
@@ -98,7 +98,7 @@ def _bf16_form(op: OpView, product: Product, b: Builder) -> str:
 
 
 def gemv_of(op: OpView, b: Builder) -> Gemv | None:
-    """The kernel for a product of few rows, whose matrix is read as it lies: [n, k], dense."""
+    """Return the kernel for a product of few rows that reads the dense [n, k] weight in place, or None."""
     p, (x, w, bias) = product_of(op), operands(op)
     specs = [b.spec(x), b.spec(w)]
     if p.m > MOST_GEMV_ROWS or not all(s.static for s in specs) or not _dense(specs[0], contiguous_strides(specs[0].shape)):  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def _dense(spec: TensorSpec, stride: Sequence[int]) -> bool:
     return all(n == 1 or s == d for n, s, d in zip(spec.shape, spec.stride, stride, strict=True))
 
 
-# -- written into the fragment
+# -- writing each form
 
 
 def _aten(m: Match, b: Builder) -> str:
@@ -130,7 +130,7 @@ def _packed(m: Match, b: Builder) -> str:
 
 
 def _blas(m: Match, b: Builder) -> str:
-    """OpenBLAS takes a weight whose columns are dense; any other goes to ACL, which copies it at every call."""
+    """Give OpenBLAS a weight with dense columns; any other would go to ACL, which copies it at every call."""
     x, w, bias = operands(m.anchor)
     columns = b.prepare("aten::t.default", weight_of(m.anchor, w, b))
     dense = b.prepare("aten::clone.default", columns, memory_format=torch.contiguous_format)
@@ -143,7 +143,7 @@ def _blas(m: Match, b: Builder) -> str:
 
 
 def _point(m: Match, b: Builder) -> str:
-    """x[m, k] as an image [1, k, 1, m] whose channels are innermost, and back."""
+    """Emit a 1x1 convolution of x[m, k] viewed as a channels-last image [1, k, 1, m]."""
     op, product = m.anchor, product_of(m.anchor)
     x, w, bias = operands(op)
     shape = (product.n, product.k, 1, 1)
@@ -161,7 +161,7 @@ def _point(m: Match, b: Builder) -> str:
 
 
 def _bf16(m: Match, b: Builder) -> str:
-    """The bias is added by a kernel, in fp32: with one, torch's product takes another path."""
+    """Emit the bf16 product without its bias, which a kernel adds in fp32: with a bias, torch's product takes another path."""
     op = m.anchor
     x, w, bias = operands(op)
     weight = weight_of(op, w, b)
@@ -217,12 +217,12 @@ def _laid_out(weight: Ref, b: Builder) -> Ref:
 
 
 def _rows_of(out: Value) -> tuple[int, ...] | None:
-    """Row-major strides of a result of fixed size."""
+    """Return row-major strides of a result of static size, else None."""
     spec = spec_of(out)
     return contiguous_strides(spec.shape) if spec.static else None  # type: ignore[arg-type]
 
 
-# -- measured
+# -- measurements
 
 
 def _tensors(p: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -303,11 +303,11 @@ _MEASURE: dict[str, Callable[[Product], Callable[[], Thunk]]] = {
 }  # fmt: skip
 
 
-# -- products of batches
+# -- batched products
 
 
 def batched(m: Match, b: Builder) -> None:
-    """self @ mat2 of every matrix of a batch: in bf16 under `fpmath`, else eager's call, which is ACL's."""
+    """Emit a batched product: in bf16 under `fpmath`, else eager's call, which runs ACL."""
     op = m.anchor
     sizes: Sequence[object] = (*spec_of(op.arg("self")).shape[1:], spec_of(op.arg("mat2")).shape[2])
     wide = all(isinstance(n, int) and n >= LEAST for n in sizes)
@@ -323,7 +323,7 @@ def batched(m: Match, b: Builder) -> None:
 
 
 def attention(m: Match, b: Builder) -> None:
-    """Under `fpmath` torch's kernel with products in bf16, where that is faster than ours in fp32; else as every CPU backend."""
+    """Emit attention: under `fpmath`, torch's kernel with bf16 products if faster than ours in fp32; else the CPU backends' own."""
     op = m.anchor
     if b.ctx.options["fpmath"] != "bf16" or not _sdpa_in_bf16(op, b):
         return sdpa(m, b)

@@ -1,8 +1,8 @@
-"""Products with weights of int8: what a q/dq graph, torchao's `_int_mm` or a weight-only linear says, by our own kernels.
+"""Products with int8 weights by our own kernels, from q/dq graphs, torchao's `_int_mm` and weight-only linears.
 
-A product of int8 is `Int8Linear`, to the bit what the graph gives whose product is rounded correctly; quantization before it,
-and what follows, are loop kernels. A few rows of floats times a weight of int8 are `Gemv`, which reads the weight's 8 bits.
-What no row takes stays a product of floats.
+An int8 product is `Int8Linear`, bitwise equal to the graph with a correctly rounded product; loop kernels compute quantization
+before it and all that follows. A few float rows times an int8 weight are `Gemv`, which reads the 8-bit weight directly.
+Products that no row takes stay in floats.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ I32 = torch.int32
 
 
 def why_not(op: OpView, graph: RegionGraph) -> str | None:
-    """Why a linear with a weight of int8 stays one of floats; None where our kernel takes it, or where it has none."""
+    """Return why a linear with an int8 weight stays in floats; None if our kernel takes it, or if it has no such weight."""
     w = weight_of(op.arg("weight"), graph)
     x = dequantized(op.arg("input"), graph, views=True)
     if w is None:
@@ -59,7 +59,7 @@ def _linear_reason(op: OpView, x: Quantized | Rows, w: Weight, graph: RegionGrap
 
 
 def product_reason(op: OpView, w: Weight, taps: int, graph: RegionGraph) -> str | None:
-    """What a linear and a convolution, of sums of `taps` products, may be refused for alike."""
+    """Return why a linear or convolution with sums of `taps` products is refused, for reasons common to both, or None."""
     most = MOST_K_WITH_ZEROS if has_zeros(w) else MOST_K
     if not form_here():
         return "the CPU multiplies no int8"
@@ -75,12 +75,12 @@ def product_reason(op: OpView, w: Weight, taps: int, graph: RegionGraph) -> str 
 
 
 def form_here() -> str:
-    """The instruction that multiplies int8 on this machine, or ""."""
+    """Return the instruction that multiplies int8 on this machine, or ""."""
     return form_of(host_target())
 
 
 def has_zeros(w: Weight) -> bool:
-    """Whether zero points must be taken off a weight: those of a tensor may be any."""
+    """Whether a weight's zero points must be subtracted; a tensor of them may hold any value."""
     return isinstance(w.zero_point, Value) or bool(w.zero_point)
 
 
@@ -111,7 +111,7 @@ def _write_linear(m: Match, b: Builder) -> None:
 
 
 def numbers(op: OpView, x: Quantized | Rows, w: Weight, b: Builder, groups: int = 1) -> list[Ref]:
-    """What kernels of int8 read behind the weight: scales, sums, zero points and the bias (see `Int8Product`)."""
+    """Return the int8 kernels' arguments after the weight: scales, sums, zero points and bias (see `Int8Product`)."""
     n, weight, bias = int(spec_of(w.value).shape[0]), b.exact(w.value), op.arg("bias")  # type: ignore[arg-type]
     return [
         _columns(w.scale, n, torch.float32, b, groups), b.prepare(SUMS, weight, groups),
@@ -122,13 +122,13 @@ def numbers(op: OpView, x: Quantized | Rows, w: Weight, b: Builder, groups: int 
 
 
 def _columns(value: Any, n: int, dtype: torch.dtype, b: Builder, groups: int = 1) -> Ref:
-    """A number or constant as one for each column."""
+    """Expand a number or constant to one per column."""
     given = b.exact(value) if isinstance(value, Value) else b.prepare("aten::full.default", (1,), value, dtype=dtype)
     return b.prepare(COLUMNS, given, n, dtype, groups)
 
 
 def _per_row(value: Any, dtype: torch.dtype, b: Builder) -> Ref:
-    """A scale or zero point of rows: a number, or a value."""
+    """Return a row-wise scale or zero point, given a number or a value."""
     if not isinstance(value, Value):
         return b.prepare("aten::full.default", (1,), value, dtype=dtype)
     if spec_of(value).dtype is dtype:
@@ -141,13 +141,13 @@ def _per_row(value: Any, dtype: torch.dtype, b: Builder) -> Ref:
 def launch(
     kernel: Int8Linear | Int8Conv | Gemv, given: Sequence[Ref | Value], sizes: tuple[Any, ...], out: Value, m: Match, b: Builder
 ) -> None:
-    """A kernel that computes the whole match."""
+    """Launch a kernel that computes the whole match."""
     inputs = [v if isinstance(v, Value) else Value(v.id, None) for v in given]
     b.launch(kernel, hash_of(kernel), inputs, sizes, (), out=out, op=m.anchor)
     b.close_call(m.ops)
 
 
-# -- torchao's product of integers
+# -- torchao's integer product
 
 
 def _int_mm(m: Match, b: Builder) -> bool:
@@ -166,13 +166,13 @@ def _write_int_mm(m: Match, b: Builder) -> None:
     b.notes[op.id] = f"int8 product ({form})"
 
 
-# -- a few rows of floats with a weight of int8
+# -- a few float rows with an int8 weight
 
 
 def _few(
     m: Match, x: Value, w: Value, shape: Sequence[Size], bias: Value | None, b: Builder, zeros: bool = False
 ) -> Gemv | None:
-    """The kernel for these rows and the weight [n, k], where there is one and it is the faster."""
+    """Return the kernel for these rows and the weight [n, k] if it exists and measures faster than a widened weight."""
     spec, out = b.spec(x), spec_of(m.out)
     if not (spec.static and is_static(shape) and out.static and is_row_major(out)) or 0 in (*spec.shape, *shape):
         return None
@@ -185,7 +185,7 @@ def _few(
 
 
 def _reading_pays(kernel: Gemv, n: int, k: int, b: Builder) -> bool:
-    """Whether a weight of 8 bits is read faster than one widened beforehand."""
+    """Whether reading an 8-bit weight is faster than reading one widened beforehand."""
 
     def timed(weight: str) -> Any:
         def make() -> Thunk:
@@ -222,7 +222,7 @@ def _write_weight_only(m: Match, b: Builder) -> None:
 def _write_few(
     m: Match, x: Value, weight: Ref, shape: Sequence[Size], of_rows: Sequence[Any], bias: Value | None, b: Builder
 ) -> None:
-    """`of_rows`: the scale of each row of weights, and perhaps its zero point; or one for all."""
+    """Emit the kernel. `of_rows`: scale and optional zero point, each one per weight row or one for all."""
     n, k = (int(s) for s in shape)  # type: ignore[arg-type]
     more = [] if bias is None else [b.exact(bias)]
     columns = [_columns(v, n, torch.float32, b) for v in of_rows]
@@ -231,7 +231,7 @@ def _write_few(
 
 
 def _widened(m: Match, b: Builder) -> Match | None:
-    """`mm(x, cast(t(w)))` with its factor and bias."""
+    """Match `mm(x, cast(t(w)))` with its scale and bias."""
     if not spec_of(m.anchor.arg("self")).static:
         return None
     found = widened(m, b.graph, MOST_GEMV_ROWS)
@@ -254,4 +254,4 @@ ROWS = (
     Row("acl.int8.weight_only", chain("linear"), extend=_weight_only, write=_write_weight_only, note="int8 weight"),
     Row("acl.int8.widened", widened_linear("acl.int8"), extend=_widened, write=_write_widened, note="int8 weight"),
 )  # fmt: skip
-"""In the order in which they are asked, before those of floats."""
+"""The rewrite rows, in the order in which they are tried, before those of float products."""

@@ -1,4 +1,4 @@
-"""Convolutions of int8 images between dequantized operands, by our own kernel: oneDNN's for aarch64 is its reference gemm."""
+"""Convolutions of dequantized int8 images by our own kernel, because oneDNN on aarch64 runs its reference gemm for them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fusewright_cpu.kernels.int8_conv import Geometry
 from fusewright_cpu.onednn.lowerings import spec_of
 
 MOST_WASTE = 4
-"""Products made for each one that is wanted: with more, those of floats are the faster."""
+"""Most multiplications performed per useful one; above this, float convolutions are faster."""
 
 
 def why_not(op: OpView, graph: RegionGraph) -> str | None:
-    """Why a convolution with a weight of int8 stays one of floats; None where our kernel takes it, or where it has none."""
+    """Return why a convolution with an int8 weight stays in floats; None if our kernel takes it, or if it has no such weight."""
     x, w = dequantized(op.arg("input"), graph), weight_of(op.arg("weight"), graph)
     if w is None:
         return None if x is None else "its weight is no constant of int8"
@@ -46,10 +46,10 @@ def _reason(op: OpView, x: Quantized, w: Weight, graph: RegionGraph) -> str | No
 
 
 def geometry_of(op: OpView, x: Quantized, w: Weight) -> Geometry:
-    """The convolution that the kernel computes."""
+    """Return the geometry of the convolution that the kernel computes."""
     image, (columns, _, *kernel) = spec_of(x.value).shape, spec_of(w.value).shape
     given = (tuple(op.arg(name)) for name in ("stride", "padding", "dilation"))
-    stride, padding, dilation = (pair * 2 if len(pair) == 1 else pair for pair in given)  # one number is for both
+    stride, padding, dilation = (pair * 2 if len(pair) == 1 else pair for pair in given)  # one number serves both dimensions
     return Geometry(image, columns, tuple(kernel), stride, padding, dilation, op.arg("groups"))  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ def _is_int8(m: Match, b: Builder) -> bool:
 
 
 def _write(m: Match, b: Builder) -> None:
-    """The result is channels-last, as other convolutions' are; what follows is a kernel."""
+    """Emit the kernel. Its result is channels-last, as for other convolutions; loop kernels compute what follows."""
     op, x, w = m.anchor, dequantized(m.anchor.arg("input"), b.graph), weight_of(m.anchor.arg("weight"), b.graph)
     assert isinstance(x, Quantized) and w is not None
     geometry, form, out = geometry_of(op, x, w), form_here(), spec_of(op.out)

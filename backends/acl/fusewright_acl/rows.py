@@ -1,4 +1,4 @@
-"""Rows of tensors, for kernels that take [m, k] row-major: whether a tensor is that, and how many rows it has."""
+"""Row-major tensors, for kernels that take [m, k]: test for the layout, convert to it, count rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusewright.toolkit.region.builder import Builder
 
 
 def is_row_major(spec: TensorSpec) -> bool:
-    """Whether it is row-major, symbolic sizes too."""
+    """Whether a tensor is row-major, with symbolic sizes too."""
     step: Any = 1
     for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
         if size != 1 and _formula(stride) != step:
@@ -26,17 +26,17 @@ def _formula(size: Size) -> Any:
 
 
 def rows_fit(spec: TensorSpec) -> bool:
-    """Whether `row_major` can make it so."""
+    """Whether `row_major` can convert the tensor."""
     return spec.static or is_row_major(spec)
 
 
 def row_count(shape: Sequence[Size]) -> Any:
-    """How many rows there are."""
+    """Return the number of rows."""
     return reduce(operator.mul, map(_formula, shape), 1)
 
 
 def row_major(x: Value, b: Builder) -> Value:
-    """Row-major, copied where it is not."""
+    """Return the value in row-major layout, copied if necessary."""
     if is_row_major(b.spec(x)):
         return b.at_hand(x)
     return b.row_major(x) if b.spec(x).static else Value(b.exact(x).id, x.spec)

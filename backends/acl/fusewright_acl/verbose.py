@@ -1,6 +1,6 @@
-"""What oneDNN says that it runs: the lines of ONEDNN_VERBOSE, and which of them are its reference implementations.
+"""Parse ONEDNN_VERBOSE: what oneDNN runs, and which of it are reference implementations.
 
-The format is that of https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html, version 1.
+Format: https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html, version 1.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 HEAVY = frozenset({"matmul", "inner_product", "convolution", "deconvolution", "rnn"})
-"""Primitives whose reference implementation costs up to a hundred times an optimized one; reorders and pointwise ones do
-not."""
+"""Primitives whose reference implementation is up to a hundred times slower than an optimized one, unlike reorders and
+pointwise ones."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """One primitive that ran: its kind, the implementation's name, whether it makes gradients, and the sizes."""
+    """A primitive that ran: its kind, the implementation's name, whether it computes gradients, and the sizes."""
 
     primitive: str
     implementation: str
@@ -36,12 +36,12 @@ class Execution:
 
     @property
     def reference(self) -> bool:
-        """Whether the implementation, or one that it is made of, is oneDNN's portable C++."""
+        """Whether the implementation, or one that it builds on, is oneDNN's portable C++."""
         return "ref" in re.split(r"[:+]", self.implementation)
 
 
 def parse(text: str) -> list[Execution]:
-    """The executions in the output of a process that ran with ONEDNN_VERBOSE=1; other lines are skipped."""
+    """Return the executions in the output of a process run with ONEDNN_VERBOSE=1; other lines are skipped."""
     found = []
     for line in text.splitlines():
         at = line.find("onednn_verbose,")
@@ -53,12 +53,12 @@ def parse(text: str) -> list[Execution]:
 
 
 def references(executions: Iterable[Execution]) -> list[Execution]:
-    """The heavy ones that oneDNN has no optimized implementation for."""
+    """Return the heavy primitives that ran as a reference implementation."""
     return [e for e in executions if e.heavy and e.reference]
 
 
 def executed(run: Callable[[], Any]) -> list[Execution]:
-    """The primitives that `run` executes. The process's standard output is read in the meantime, and passed on afterwards."""
+    """Return the primitives that `run` executes. Captures the process's standard output meanwhile, and forwards it afterwards."""
     sys.stdout.flush()
     libc, out = ctypes.CDLL(None), os.dup(1)
     with tempfile.TemporaryFile() as file:
