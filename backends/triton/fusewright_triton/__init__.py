@@ -11,8 +11,8 @@ _ENTRIES = {name: entry(name) for name in ("nvidia_triton", "rocm_triton")}
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """An entry point: `torch.compile` was given the backend's name. Compiler processes get ready while Dynamo traces, if the
-    process uses a GPU already; asking whether there is one would forbid it to fork."""
+    """Return the entry point that `torch.compile` looks up by backend name. If the process already uses a GPU, the compiler
+    processes start while Dynamo traces; merely asking whether there is a GPU would forbid the process to fork."""
     if name not in _ENTRIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if torch.cuda.is_initialized():

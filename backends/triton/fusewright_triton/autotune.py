@@ -1,10 +1,10 @@
-"""`options={"autotune": True}`: a short list of configurations around the formula's, by measurement on the device.
+"""`options={"autotune": True}`: measure a short list of configurations around the formula's and take the fastest.
 
     tuned = tune(kernels, target, ctx.choose)     # kernels by structural hash
     tuned.configs, tuned.notes                    # by structural hash as well
 
-Choices are remembered by the host under the kernel's hash, the device and Triton's version. Each candidate runs on
-tensors of its own making, several launches recorded in one graph of the device, so that launching costs nothing.
+The host remembers choices under the kernel's hash, the device and Triton's version. Each candidate runs on tensors made
+for the trial; several launches are recorded in one device graph, so that launch overhead is not measured.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ LONGEST = 65536
 """Longest row (elements) that a candidate holds in registers."""
 
 MOST_PER_LANE = 128
-"""Elements of a block for each lane: beyond this registers spill."""
+"""Elements of a block per lane: beyond this registers spill."""
 
 MOST = 20
-"""Candidates of a kernel at most, the formula's among them."""
+"""The most candidates for a kernel, including the formula's."""
 
 Choose = Callable[[str, Mapping[str, Thunk]], str]
 
 
 class Stopped(Exception):
-    """Tuning of a kernel cannot go on. Not a RuntimeError: the host would only drop the candidate that met it."""
+    """Tuning of a kernel cannot go on. Not a RuntimeError: for that the host would drop only the candidate that raised it."""
 
 
 class Trials(Protocol):
-    """Makes what is measured: `maker(k)` gives a thunk that runs the k-th configuration and waits for it.
+    """Builds the measured candidates: `maker(k)` returns a thunk that runs the k-th configuration and waits for it.
 
-    A maker raises `Stopped` where no candidate can be measured, and RuntimeError where its own cannot.
+    A maker raises `Stopped` where no candidate can be measured, and RuntimeError where only its own cannot.
     """
 
     def __init__(self, kernel: Kernel, configs: Sequence[Config], target: Target) -> None: ...
@@ -66,15 +66,15 @@ class Trials(Protocol):
 
 @dataclass
 class Tuned:
-    """What was chosen, by structural hash, and a few words on how."""
+    """The chosen configurations and notes on the choice, by structural hash."""
 
     configs: dict[str, Config] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
 
 def tune(kernels: Mapping[str, Kernel], target: Target, choose: Choose, trials: type[Trials] | None = None) -> Tuned:
-    """The fastest configuration of each kernel. Where measuring is not possible the formula's choice stays, and the
-    note says why; a single candidate that fails is left out, with a note too."""
+    """Choose the fastest configuration of each kernel. Where measuring is not possible, keep the formula's choice and say why
+    in the note; leave out a single candidate that fails, also with a note."""
     tuned = Tuned()
     for key, kernel in kernels.items():
         formula = schedule.choose(kernel, target)
@@ -98,8 +98,8 @@ def tune(kernels: Mapping[str, Kernel], target: Target, choose: Choose, trials: 
 
 
 def _made(maker: Callable[[], Thunk], name: str, formula: bool, failures: list[str]) -> Thunk:
-    """A candidate's thunk; why there is none goes to `failures`. Without the formula's there is nothing to compare
-    with, so a lack of memory (which another call may not have) ends the search then and leaves nothing remembered."""
+    """Return a candidate's thunk, or append the reason why there is none to `failures`. Without the formula's candidate there is
+    no baseline, so running out of memory for it (which another call may not) stops the search and nothing is remembered."""
     try:
         return maker()
     except torch.OutOfMemoryError as e:
@@ -128,8 +128,8 @@ def name_of(c: Config) -> str:
 
 
 def candidates(kernel: Kernel, formula: Config, target: Target) -> list[Config]:
-    """The formula's choice first, then what differs from it in the block, the warps, the row or the split by a factor
-    of two or four, as far as the emitter can print it."""
+    """List the formula's choice first, then configurations whose block, warps, row or split differ from it by a factor
+    of two or four, as far as the emitter can print them."""
     out = [formula]
     for c in _near(kernel, formula):
         if len(out) < MOST and c not in out and _sensible(c, target) and _printable(kernel, c):
@@ -138,7 +138,7 @@ def candidates(kernel: Kernel, formula: Config, target: Target) -> list[Config]:
 
 
 def _near(kernel: Kernel, c: Config) -> Iterator[Config]:
-    """Candidates, the likely ones first."""
+    """Yield candidates, the most promising first."""
     for block, warps in product((1, 2, 0.5), (1, 2, 0.5, 0.25)):
         yield replace(c, tiles=_scaled(c.tiles, block), warps=int(c.warps * warps))
     if not c.row:
@@ -159,14 +159,14 @@ def _near(kernel: Kernel, c: Config) -> Iterator[Config]:
 
 
 def _scaled(tiles: tuple[Tile, ...], by: float) -> tuple[Tile, ...]:
-    """Tiles with the innermost block scaled; by 0: all of one point."""
+    """Return the tiles with the innermost block scaled; 0 makes every block one point."""
     if by == 0:
         return tuple(Tile(t.axes, 1) for t in tiles)
     return (*tiles[:-1], *(Tile(t.axes, max(1, int(t.block * by))) for t in tiles[-1:]))
 
 
 def _row(kernel: Kernel) -> int | None:
-    """The power of 2 that holds a row, where its size is known, not empty and not too long."""
+    """Return the power of 2 that holds a row, if its size is known, not empty and not too long."""
     size = 1
     for s in kernel.r:
         if not isinstance(s, int):
@@ -228,7 +228,7 @@ class OnDevice:
         return run
 
     def _code(self, k: int) -> Callable[[Variant], Built]:
-        """One binary for all variants: its tensors and sizes are what it was built for."""
+        """Return a function that gives every variant the same binary: it was built for this trial's tensors and sizes."""
         built = self._built[k]
         if isinstance(built, BuildError):
             raise built
@@ -250,8 +250,8 @@ class OnDevice:
 
 
 def stand_ins(kernel: Kernel, device: str) -> list[torch.Tensor]:
-    """A tensor for each buffer, as long as the kernel's accesses reach at the hints of its sizes. Integers are valid
-    positions. `Stopped` when a position is not checked by the kernel, so that nothing says how far it may reach."""
+    """Return a tensor for each buffer, as long as the kernel's accesses reach at the hinted sizes. Integers are valid
+    indices. Raise `Stopped` when the kernel does not check an index, so that its reach is unknown."""
     hints = kernel.hints
     bounds = {n.id: evaluate(n.extent, hints) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
     lengths = [1] * len(kernel.buffers)
@@ -271,7 +271,7 @@ def stand_ins(kernel: Kernel, device: str) -> list[torch.Tensor]:
 
 
 def _reach(index: Index, kernel: Kernel, hints: Sequence[int], bounds: Mapping[int, int]) -> int:
-    """An element that no access by `index` goes beyond."""
+    """Return an element that no access by `index` goes beyond."""
     sizes = [max(evaluate(s, hints) - 1, 0) for s in kernel.sizes]
 
     def most(coefs: Coefs) -> int:

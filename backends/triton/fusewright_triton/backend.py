@@ -66,7 +66,7 @@ ENV = (
     "TRITON_OVERRIDE*", "TRITON_LIBDEVICE_PATH", "TRITON_INTERPRET", "TRITON_HIP_*", "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT",
     "AMDGCN_*", "NVIDIA_TF32_OVERRIDE", "CUBLAS*", "CUDNN_*",
 )  # fmt: skip
-"""What Triton and the libraries of a GPU are told from outside, and code or measured choices depend on."""
+"""External settings of Triton and of GPU libraries that affect code or measured choices."""
 
 
 EAGER = (
@@ -76,11 +76,11 @@ EAGER = (
         source=f"{target.H100.source.device}, {target.H100.source.date}, docs/studies/gpu-kernels.md",
     ),
 )  # fmt: skip
-"""Where torch's own kernels are faster; smaller results cost what the call costs."""
+"""Ops that torch's own kernels compute faster; for smaller results the call overhead dominates."""
 
 
 class TritonLoader:
-    """Kernels as machine code for one target; or, simulated, their source as Triton's interpreter runs it."""
+    """Load kernels as machine code for one target or, simulated, as source for Triton's interpreter."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class TritonLoader:
         return _codes(module, kernels)
 
     def pack(self, kernels: Mapping[str, Kernel]) -> bytes | None:
-        """Kernels with their machine code; simulated, the kernels alone, whose source is code enough."""
+        """Serialize kernels with their machine code; when simulated, the kernels alone, from which the source is printed."""
         from fusewright_triton import runtime
         from fusewright_triton.run import archive
 
@@ -133,7 +133,7 @@ def _codes(module: CompiledModule, kernels: Iterable[str]) -> Mapping[str, Kerne
 
 @functools.cache
 def _triton() -> str:
-    """Triton's version, read from its file: what is stored runs without importing it."""
+    """Return Triton's version as read from its file: stored code runs without importing Triton."""
     spec = importlib.util.find_spec("triton")
     text = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
     found = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
@@ -141,7 +141,7 @@ def _triton() -> str:
 
 
 class TritonBackend(FusedBackend):
-    """What both vendors share. `target` finds the row of a device in the vendor's table."""
+    """The part that both vendors share. `target` finds the row of a device in the vendor's table."""
 
     device_type = "cuda"  # torch names HIP devices so too
     priority = 50
@@ -190,12 +190,12 @@ class TritonBackend(FusedBackend):
         raise NotImplementedError
 
     def policy(self) -> DevicePolicy:
-        """Results are tensors of torch's allocator, which knows streams; nothing depends on the host's threads."""
+        """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
         by = self.target(self.running_on()).bounds
         return DevicePolicy(eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth)
 
     def prepare(self) -> None:
-        """Compiler processes get ready while the graph is traced."""
+        """Start the compiler processes while the graph is traced."""
         from fusewright_triton.build import workers
 
         device = self.running_on()
@@ -203,7 +203,7 @@ class TritonBackend(FusedBackend):
             workers.pool().warm_up(self.target(device).compiler)
 
     def supports(self, op: OpView) -> Verdict:
-        """Kernels by their rules; every other row of the opset may lie between them as torch's own call."""
+        """Answer by the kernel rules; every other row of the opset may run between kernels as torch's own call."""
         verdict = super().supports(op)
         refused = (Why.NO_LOWERING, Why.ATTR) if op.op in RULES else (Why.NO_LOWERING, Why.ATTR, Why.DTYPE)
         if not verdict and verdict.why in refused and op.op in ops.OPS:
@@ -211,7 +211,7 @@ class TritonBackend(FusedBackend):
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
-        """As every fused backend; what this emitter cannot print is given back."""
+        """Compile like every fused backend; decline what this emitter cannot print."""
         from fusewright_triton.runtime import refused
 
         b = rewritten(self.lowerings, region, ctx)
@@ -226,7 +226,7 @@ class TritonBackend(FusedBackend):
         return replace(fragment, notes=self._tune(fragment, ctx, notes) if self.values["autotune"] else notes)
 
     def _precompile(self, b: Builder) -> None:
-        """Compiler processes begin with the kernels written by hand while the rest of the region is lowered."""
+        """Start building handwritten kernels in the compiler processes while the rest of the region is lowered."""
         device = self.running_on()
         if not device.simulated:
             for order in orders(b):
@@ -234,7 +234,7 @@ class TritonBackend(FusedBackend):
                 library(self.target(device)).ask(order)
 
     def _tune(self, fragment: Fragment, ctx: CompileContext, notes: Mapping[int, str]) -> Mapping[int, str]:
-        """Has configurations for the kernels of a fragment afterwards; the notes say what was chosen."""
+        """Choose configurations for the kernels of a fragment; the returned notes describe the choices."""
         from fusewright_triton.autotune import tune
 
         tuned = tune(fragment.kernels, self.target(self.running_on()), ctx.choose)
@@ -251,7 +251,7 @@ class TritonBackend(FusedBackend):
         return f"{super().fingerprint()}-torch {torch.__version__}-triton {_triton()}-{gpu}-{told}"
 
     def recorder(self) -> Recorder | None:
-        """Graphs of the device, unless they are switched off or there is no device."""
+        """Return a recorder of device graphs, unless they are switched off or there is no device."""
         if not self.values["graphs"] or self.running_on().simulated:
             return None
         from fusewright_triton.run.graphs import Graphs
@@ -268,7 +268,7 @@ class NvidiaTriton(TritonBackend):
 
     name = "nvidia_triton"
     lowerings = CUDNN
-    channels_last_training = True  # cuDNN's kernels for tensor cores are, and transpose images that are not
+    channels_last_training = True  # cuDNN's tensor core kernels are channels-last, and transpose other images
     targets, typical = target.NVIDIA, "sm_90"
 
     @classmethod
@@ -325,7 +325,7 @@ class RocmTriton(TritonBackend):
 
 
 def prepare(name: str) -> None:
-    """Has a backend get ready where its device is there."""
+    """Let a backend prepare itself if its device is there."""
     cls = next(c for c in (NvidiaTriton, RocmTriton) if c.name == name)
     device = cls.probe()
     if isinstance(device, Device):

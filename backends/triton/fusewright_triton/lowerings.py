@@ -1,4 +1,4 @@
-"""The table of library calls that differ from eager's own: what they take, and where their code is."""
+"""The table of library calls that differ from eager's own: which calls each row takes, and the code of the row."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fusewright_triton.select.attention import decode, sdpa, short_sequence, unf
 from fusewright_triton.select.calls import OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
-"""Of both vendors."""
+"""Rows of both vendors."""
 
 CUDNN: LoweringTable[OpCode] = LoweringTable()
-"""Of NVIDIA alone: cuDNN's fused convolutions."""
+"""Rows of NVIDIA alone: cuDNN's fused convolutions."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

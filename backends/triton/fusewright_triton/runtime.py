@@ -1,13 +1,13 @@
-"""From kernels to callables: on a GPU (machine code by way of the driver) or on CPU tensors (the interpreter).
+"""Turn kernels into callables: on a GPU (machine code launched through the driver) or on CPU tensors (the interpreter).
 
-    module = compile_kernels(kernels, target)          # builds what this process does not have yet, in parallel
+    module = compile_kernels(kernels, target)          # builds, in parallel, what this process does not have yet
     launch = module.launcher(kernel)
     launch(tensors, sizes, scalars)                    # on torch's current stream
 
 A launch allocates nothing, unless programs share rows (then one workspace from torch's stream-ordered
-allocator), and waits for nothing, so it can be captured in a CUDA or HIP graph. Errors that a kernel finds
-(an index out of bounds) are written to host memory by the GPU, and raised by the next launch that can fail,
-or by `raise_errors()`.
+allocator), and waits for nothing, so it can be captured in a CUDA or HIP graph. When a kernel finds an error
+(an index out of bounds), the GPU writes it to host memory, and the next launch that can fail,
+or `raise_errors()`, raises it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Number = int | float | bool
 
 
 class Launch(Protocol):
-    """Runs a kernel on its buffers in order; the caller has allocated the outputs and checked everything."""
+    """Run a kernel on its buffers in order; the caller has allocated the outputs and checked all arguments."""
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
@@ -48,24 +48,24 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompiledModule:
-    """Code of several kernels, by structural hash."""
+    """Compiled code of several kernels, by structural hash."""
 
     kernels: Mapping[str, Kernel]
     sources: Mapping[str, Source]
     make: Callable[[str, Kernel], Launch]
 
     def launcher(self, kernel: Kernel) -> Launch:
-        """A callable for `kernel`, which must be one of this module's."""
+        """Return a callable for `kernel`, which must be one of this module's."""
         return self.by_hash(structural_hash(kernel))
 
     def by_hash(self, key: str) -> Launch:
-        """A callable for the kernel of this hash."""
+        """Return a callable for the kernel of this hash."""
         return self.make(key, self.kernels[key])
 
 
 class Library:
-    """The kernels that this process has for a target. Equal kernels of one configuration are built once: of kernels as
-    `positional` gives them, for what is kept under a hash may hold none of the names that a hash does not know."""
+    """The kernels that this process has for a target. Equal kernels of one configuration are built once. Kernels are stored as
+    `positional` returns them: a value under a hash must not contain names that the hash does not cover."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -74,7 +74,7 @@ class Library:
         self.configs: dict[tuple[str, tuple[int, ...]], schedule.Config] = {}
 
     def get(self, orders: Mapping[str, Wanted]) -> None:
-        """Has every order, by structural hash of its kernel, afterwards."""
+        """Build every ordered kernel that is missing; `orders` are keyed by structural hash."""
         with self.lock:
             missing = self._missing(orders)
             for key, result in zip(missing, build(list(missing.values()), self.target), strict=True):
@@ -84,14 +84,14 @@ class Library:
         return {key: o for key, o in orders.items() if (key, o.config, o.variant) not in self.built}
 
     def variant(self, key: str, kernel: Kernel, how: schedule.Config, variant: Variant) -> Built:
-        """One binary of a kernel, built when it is first asked for."""
+        """Return one binary of a kernel, built on first request."""
         with self.lock:
             if (key, how, variant) not in self.built:
                 self.built[key, how, variant] = build([Wanted(kernel, how, variant)], self.target)[0]
             return self.built[key, how, variant]
 
     def config(self, key: str, kernel: Kernel) -> schedule.Config:
-        """The formula's configuration of a kernel, for the sizes that it was traced with."""
+        """Return the formula's configuration of a kernel, for the sizes that it was traced with."""
         return self.configs.setdefault((key, kernel.hints), schedule.choose(kernel, self.target))
 
 
@@ -102,7 +102,7 @@ def library(target: Target) -> Library:
 
 
 def first_variant(kernel: Kernel) -> Variant:
-    """The variant that is built before anything is known but the hints of sizes."""
+    """Return the variant to build while only the hints of sizes are known."""
     hints = kernel.hints
     even = bool(kernel.symbols) and all(v % 16 == 0 for v in hints)
     return Variant(offsets_bound(kernel, hints) >= schedule.WIDE, True, even)
@@ -113,10 +113,10 @@ def compile_kernels(
     target: Target,
     configs: Mapping[str, schedule.Config] = MappingProxyType({}),
 ) -> CompiledModule:
-    """Machine code for `kernels`. No GPU is touched before the first launch. `configs` are configurations by structural
+    """Compile `kernels` to machine code. No GPU is touched before the first launch. `configs` are configurations by structural
     hash; the formula gives the others.
 
-    `Unsupported` or `workers.BuildError` when one of them cannot be built."""
+    Raise `Unsupported` or `workers.BuildError` when one of them cannot be built."""
     by_hash = {structural_hash(k): positional(k) for k in kernels}
     lib = library(target)
     how = _configs(lib, by_hash, configs)
@@ -132,7 +132,7 @@ def _configs(
 
 
 def _module(lib: Library, kernels: Mapping[str, Kernel], how: Mapping[str, schedule.Config]) -> CompiledModule:
-    """Launchers of kernels whose first variants the library has; others are built when a launch needs them."""
+    """Return launchers of kernels whose first variants the library has; others are built when a launch needs them."""
 
     def make(key: str, kernel: Kernel) -> Launch:
         return GpuLauncher(kernel, lib.target, functools.partial(lib.variant, key, kernel, how[key]))
@@ -147,8 +147,8 @@ def pack_kernels(
     configs: Mapping[str, schedule.Config] = MappingProxyType({}),
     by_hand: Iterable[handwritten.Order] = (),
 ) -> bytes:
-    """Compiled kernels, by structural hash, with every variant that this process has of them, and what was ordered of kernels
-    written by hand, for the cache on disk."""
+    """Serialize compiled kernels, by structural hash, with every variant of them that this process has, and the ordered
+    handwritten kernels, for the cache on disk."""
     lib, kernels = library(target), {key: positional(k) for key, k in kernels.items()}
     how = _configs(lib, kernels, configs)
     with lib.lock:
@@ -158,7 +158,7 @@ def pack_kernels(
 
 
 def unpack_kernels(data: bytes, target: Target) -> CompiledModule:
-    """What `pack_kernels` gave, without Triton. ValueError, KeyError or TypeError for what does not fit."""
+    """Load what `pack_kernels` returned, without Triton. Raise ValueError, KeyError or TypeError for data that does not fit."""
     stored, lib = archive.unpack(data, target), library(target)
     missing = [
         k.name for key, k in stored.kernels.items() if (key, stored.configs[key], first_variant(k)) not in stored.built
@@ -174,7 +174,7 @@ def unpack_kernels(data: bytes, target: Target) -> CompiledModule:
 
 @functools.lru_cache(1024)
 def refused(kernel: Kernel, target: Target) -> str | None:
-    """Why the emitter cannot print a kernel, or None."""
+    """Return why the emitter cannot print a kernel, or None."""
     try:
         emit(kernel, library(target).config(structural_hash(kernel), kernel))
     except Unsupported as e:
@@ -183,8 +183,8 @@ def refused(kernel: Kernel, target: Target) -> str | None:
 
 
 def simulate_kernels(kernels: Sequence[Kernel], target: Target | None = None) -> CompiledModule:
-    """The same source on CPU tensors, by Triton's interpreter. With a `target` its configuration is used, else
-    one with blocks as large as the interpreter likes them."""
+    """Run the same source on CPU tensors with Triton's interpreter, with the configuration of `target`, or without one
+    with the large blocks that suit the interpreter."""
     by_hash = {structural_hash(k): k for k in kernels}
 
     def source(k: Kernel) -> Source:
@@ -196,7 +196,7 @@ def simulate_kernels(kernels: Sequence[Kernel], target: Target | None = None) ->
 
 
 class SimulatedLauncher:
-    """Runs a source's functions by the interpreter. Errors are raised at once."""
+    """Run a source's functions with the interpreter. Errors are raised at once."""
 
     def __init__(self, kernel: Kernel, source: Source) -> None:
         from fusewright_triton.run.interpreter import Simulated
@@ -207,7 +207,7 @@ class SimulatedLauncher:
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
     ) -> None:
-        """What a check of the kernel finds is raised as eager raises it."""
+        """Run the kernel; an error that one of its checks finds is raised as eager raises it."""
         error = torch.zeros(1, dtype=torch.int64)
         parts = [torch.empty(evaluate(count, sizes), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
         given = {

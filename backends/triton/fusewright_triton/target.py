@@ -1,4 +1,4 @@
-"""What the GPUs have that a Triton kernel can be tuned to. Numbers are the vendors' own.
+"""Properties of the GPUs that Triton kernels are tuned to. Numbers are the vendors' own.
 
 NVIDIA: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 AMD: ROCm "AMD GPU specifications" (LDS, register files, wavefront size) and LLVM's AMDGPU usage guide.
@@ -15,7 +15,7 @@ KiB = 1024
 
 @dataclass(frozen=True)
 class Measured:
-    """Where numbers come from: the device, the day, and the records that hold what was measured."""
+    """The source of fitted numbers: the device, the date, and the records of the measurements."""
 
     device: str
     date: str
@@ -24,71 +24,71 @@ class Measured:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What decides between a kernel and a library's call, fitted on one device."""
+    """Thresholds for choosing between a kernel and a library call, fitted on one device."""
 
     source: Measured
     product_results: int
-    """Results from which on a product kernel is worth its compilation."""
+    """The least number of results for which a product kernel is worth compiling."""
     product_rows: int
-    """Rows of a block: fewer leave a library's kernels for few rows faster."""
+    """Rows of a block: for fewer, a library's kernels for few rows are faster."""
     library_flops: float
-    """Operations a second of the library's products."""
+    """Operations per second of the library's products."""
     library_result: float
-    """Seconds that the library needs for each result, which it writes while nothing is multiplied."""
+    """Seconds that the library takes to write one result, while nothing is multiplied."""
     kernel_step: float
-    """Seconds of one step of the ring of `kernels/hopper.py`, 128 x 128 x 64 products on each multiprocessor."""
+    """Seconds for one step of the ring of `kernels/hopper.py`: 128 x 128 x 64 products on each multiprocessor."""
     bandwidth: float
-    """Bytes a second of a loop kernel."""
+    """Bytes per second of a loop kernel."""
     narrow_tiles: float
-    """Time of two tiles of 128 x 128 over that of one of 128 x 256, both full."""
+    """Time of two full tiles of 128 x 128 divided by that of one of 128 x 256."""
     padded_results: int
-    """Results from which on a width that suits no fast kernel is padded: the copy back must cost less than the slow kernel."""
+    """The least results for which a width that suits no fast kernel is padded: the copy back must be cheaper than the slow kernel."""
     sibling_weights: int
-    """Elements of concatenated weights at most: they are a second copy, and large products gain nothing."""
+    """The most elements of concatenated weights: they are a second copy, and large products gain nothing."""
     gemv_rows: int
-    """Rows up to which sums of a row of weights are faster than a library's products on matrix units."""
+    """The most rows for which dot products with rows of the weight (GEMV) beat a library's product on matrix units."""
     gemv_weights: int
-    """Elements of a weight below which a library's call takes no longer than a kernel."""
+    """The least elements of a weight for which a kernel beats a library call."""
     int8_rows: int
-    """Rows up to which a product that reads 8-bit weights as they are beats one with weights that are widened before it."""
+    """The most rows for which a product that reads 8-bit weights directly beats one with weights widened beforehand."""
     decode_keys: int
-    """Keys below which torch's attention of few queries does as well."""
+    """The least keys for which our attention of few queries beats torch's."""
     narrow_head: int
-    """Elements of a head up to which our attention with a mask is faster."""
+    """The largest head dimension for which our attention with a mask is faster."""
     short_sequence: int
-    """Keys up to which it is so whatever the mask."""
+    """The most keys for which our attention is faster whatever the mask."""
     mask_step: int
-    """Bytes from one element of a mask to the next up to which reading it as it is costs less than a copy."""
+    """The largest stride (bytes) between elements of a mask for which reading it in place costs less than a copy."""
     short_rows: float
-    """Heads, as a share of the multiprocessors, from which on the kernel for few keys fills the device."""
+    """The least heads, as a share of the multiprocessors, for which the kernel for few keys fills the device."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Numbers of the formula that cuts loop kernels into programs. There is no library's call to stay with, so other targets
-    start from them too; `autotune` measures around what the formula says."""
+    """Numbers of the formula that cuts loop kernels into programs. Other targets start from them too, as there is no library call
+    to fall back to; `autotune` measures around the formula's choice."""
 
     source: Measured
     persistent: int
-    """Longest row (elements) that one program holds in registers."""
+    """The longest row (elements) that one program holds in registers."""
     split_worth: int
     """Elements per program above which a split pays when multiprocessors idle."""
     max_split: int
     matrix: int
-    """Elements of a matrix from which on its products with few rows have a rule of their own."""
+    """The least elements of a matrix whose products with few rows have a rule of their own."""
     product_step: int
-    """Elements of such a matrix, times rows that it multiplies, that a program holds at a time."""
+    """Elements of such a matrix, times the rows that it multiplies, that a program holds at a time."""
     row_elements: tuple[int, int]
-    """Elements of a held row to a lane: of rows below 1024, and of longer ones. Blocks of more threads leave a multiprocessor
-    no room for a second one while the first waits for its reductions."""
+    """Elements of a held row per lane: for rows below 1024, and for longer ones. With larger thread blocks a multiprocessor
+    has no room for a second block while the first waits for its reductions."""
     point_bytes_ahead: int
-    """Widest loads that a lane has under way in a pointwise kernel of few operands."""
+    """The widest loads that a lane has in flight in a pointwise kernel of few operands."""
     early_words: int
-    """Most 32-bit registers of a lane that loads may take before the first of them is needed."""
+    """The most 32-bit registers of a lane for loads issued before the first of them is needed."""
     sums_together: int
-    """Sums that are taken together."""
+    """The number of sums that are reduced together."""
     beyond_caches: int
-    """Bytes of a tensor that no cache holds."""
+    """The least bytes of a tensor that no cache holds."""
 
 
 _RESULTS = "docs/results/2026-11-21-"
@@ -114,8 +114,8 @@ FORMULA = Schedule(
 class Target:
     """One GPU architecture. `shared` is the shared memory (LDS) that one block may use, in bytes.
 
-    `lanes` is the width of a warp or wave, `units` how many multiprocessors (compute units) its common model has,
-    `matrix` the kind of matrix instruction, `thread_registers` and `block_registers` how many 32-bit registers one
+    `lanes` is the width of a warp or wave, `units` the number of multiprocessors (compute units) of its common model,
+    `matrix` the kind of matrix instruction, `thread_registers` and `block_registers` the number of 32-bit registers that one
     thread and one block may have, `fp8` the 8-bit float types that it multiplies, by torch's names.
     """
 
@@ -130,28 +130,28 @@ class Target:
     fp8: tuple[str, ...] = ()
     features: frozenset[str] = frozenset({"fp16", "bf16"})
     fitted: Thresholds | None = None
-    """None where nobody measured: a condition is then measured where that is cheap, else the library's call stays."""
+    """None for a target without measurements: a condition is then measured where that is cheap, else the library call stays."""
     schedule: Schedule = FORMULA
 
     @property
     def bounds(self) -> Thresholds:
-        """Between which a kernel is worth a try: this target's own, else those of the device that has been measured."""
+        """Return the bounds within which a kernel is worth a try: this target's own, else those of the measured device."""
         return self.fitted or H100
 
     @property
     def options(self) -> tuple[tuple[str, object], ...]:
-        """What Triton's compiler is told beside the number of warps. Denormals are kept, as eager keeps them."""
+        """Return the options for Triton's compiler besides the number of warps. Denormals are kept, as eager keeps them."""
         common = (("sanitize_overflow", False),)
         return (*common, ("enable_reflect_ftz", False)) if self.triton == "cuda" else common
 
     @property
     def compiler(self) -> list[int | str]:
-        """What Triton's compiler calls it: backend, architecture, lanes."""
+        """Return the target in Triton's terms: backend, architecture, lanes."""
         return [self.triton, int(self.arch.removeprefix("sm_")) if self.triton == "cuda" else self.arch, self.lanes]
 
     @property
     def all_features(self) -> frozenset[str]:
-        """Features as a `Device` lists them: the matrix kind and 8-bit floats are features too."""
+        """Return features as a `Device` lists them, including the matrix kind and 8-bit floats."""
         return self.features | {self.matrix} | set(self.fp8)
 
 
@@ -191,20 +191,20 @@ AMD: dict[str, Target] = {
 
 
 def nvidia(capability: tuple[int, int]) -> Target | None:
-    """The target of a compute capability: its own row, or the nearest older one of the same major."""
+    """Return the target of a compute capability: its own row, or the nearest older one of the same major."""
     major, minor = capability
     older = [m for m in range(minor, -1, -1) if f"sm_{major}{m}" in NVIDIA]
     return NVIDIA[f"sm_{major}{older[0]}"] if older else None
 
 
 def amd(name: str) -> Target | None:
-    """The target of an architecture as HIP names it, e.g. "gfx942:sramecc+:xnack-"."""
+    """Return the target of an architecture as HIP names it, e.g. "gfx942:sramecc+:xnack-"."""
     return AMD.get(name.split(":")[0])
 
 
 @functools.cache
 def named(arch: str) -> Target:
-    """The target of a device by the name that its backend gives it. ValueError for others."""
+    """Return the target of a device by the name that its backend gives it. Raise ValueError for others."""
     found = amd(arch) or (nvidia((int(arch[3:-1]), int(arch[-1]))) if arch.startswith("sm_") else None)
     if found is None:
         raise ValueError(f"{arch} has no target")

@@ -1,1 +1,1 @@
-"""Kernels that are written by hand, where a loop kernel cannot be as good: one file of Triton source each."""
+"""Handwritten kernels, for computations that a loop kernel cannot do as well: one file of Triton source each."""

@@ -1,7 +1,7 @@
 """The attention kernel as torch operators that a plan can name, on GPUs and (interpreted) on CPU tensors.
 
 `fusewright_triton::attention`: a mask of any strides, or none. `fusewright_triton::attention_decomposed`: the bias of
-decomposed relative positions. Both compute for a target by its name, which says how large the blocks are.
+decomposed relative positions. Both take a target's name, which determines the block sizes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DECOMPOSED = f"{NAMESPACE}::attention_decomposed.default"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
 FEW_KEYS = 64
-"""Keys up to which a block has few of them."""
+"""The most keys for which a block takes fewer of them."""
 LARGEST_IMAGE = 256
-"""Rows and columns of an image of keys together, at most, unless it is as wide as a block of keys."""
+"""The most rows plus columns of an image of keys, unless it is as wide as a block of keys."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Tiles:
 
 
 def power_of_two(n: int) -> int:
-    """The next power of two, 16 at least, as products of blocks need."""
+    """Return the next power of two, at least 16, the least block size of `tl.dot`."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def tiles(
     t: Target, dtype: torch.dtype, dim: int, queries: int, keys: int, image: tuple[int, int] | None = None
 ) -> Tiles:
-    """The blocks for heads of `dim` elements; `image` is (rows, columns) of the keys of decomposed positions.
+    """Return the blocks for heads of `dim` elements; `image` is (rows, columns) of the keys of decomposed positions.
 
-    By measurement on an H100 (docs/studies/gpu-attention.md); the other targets have what their registers and shared memory hold.
+    Measured on an H100 (docs/studies/gpu-attention.md); other targets get what fits their registers and shared memory.
     """
     wide, single = power_of_two(dim), dtype == torch.float32
     small = wide > 128 or t.matrix == "wmma" or (single and t.triton == "hip")
@@ -60,7 +60,7 @@ def tiles(
         whole = columns <= 128 and 4 * image[1] >= 3 * columns and wide <= 128
         bias, bn = (1, columns) if whole else (2, 32 if small or single else 64)
         bm = min(bm, 32) if single and bias == 2 else bm
-    # RDNA's warps have 32 lanes of 256 registers: four of them do not hold wide heads
+    # RDNA's warps have 32 lanes of 256 registers: four warps do not hold wide heads
     warps = 8 if t.matrix == "wmma" and wide > 64 else 4
     how = Tiles(bm, bn, warps, (2 if single else 3) if t.triton == "cuda" else 1, bias)
     while shared(how, dtype, dim, image) > t.shared and (how.stages > 1 or how.bm > 16):
@@ -69,16 +69,16 @@ def tiles(
 
 
 def precision(t: Target, dtype: torch.dtype) -> str:
-    """How products of fp32 are computed: by three of TF32, which are as exact, where matrix instructions have only those."""
+    """Return the precision of fp32 products: three TF32 products, which are as exact, where matrix instructions have only TF32."""
     return "tf32x3" if dtype == torch.float32 and t.triton == "cuda" else "ieee"
 
 
 def shared(how: Tiles, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> int:
-    """Bytes of shared memory that a block takes, at most: queries, keys and values of every stage, scores, and what a bias
-    as a product reads."""
+    """Return the most bytes of shared memory that a block takes: queries, keys and values of every stage, scores, and the
+    operands of a bias that is computed as a product."""
     wide, parts = power_of_two(dim), power_of_two(sum(image)) if image is not None and how.bias == 2 else 0
     elements = how.bm * wide + 2 * how.stages * how.bn * wide + parts * (how.bm + how.bn)
-    # fp32 may be split in two for its products
+    # fp32 operands may be split in two for their products
     return elements * (8 if dtype == torch.float32 else 2) + how.bm * how.bn
 
 
@@ -86,7 +86,7 @@ def constants(
     how: Tiles, dtype: torch.dtype, dim: int, mask: int = 0, each: bool = False, causal: bool = False, zero: bool = True,
     query_columns: int = 1, image: tuple[int, int] = (0, 0), precision: str = "ieee",
 ) -> dict[str, Any]:  # fmt: skip
-    """The kernel's compile-time arguments."""
+    """Return the kernel's compile-time arguments."""
     return {
         "D": dim, "MASK": mask, "EACH": each, "CAUSAL": causal, "ZERO": zero, "BIAS": how.bias,
         "QW": query_columns, "KH": image[0], "KW": image[1], "LEAST": torch.finfo(dtype).min,
@@ -99,11 +99,11 @@ def _launch(t: Target, programs: int, args: Sequence[Any], how: Tiles, fixed: Ma
 
 
 def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None = None) -> bool:
-    """Whether the kernel is built for such heads on a target, and holds such an image of keys."""
+    """Return whether the kernel is built for such heads on a target, and holds such an image of keys."""
     how = tiles(t, dtype, dim, LARGEST_IMAGE, LARGEST_IMAGE, image)
     large = image is not None and how.bias == 2 and sum(image) > LARGEST_IMAGE
     known = dtype in DTYPES and dim <= LARGEST_DIM and not large
-    known &= dtype != torch.float32 or t.matrix != "wmma"  # which multiplies halves alone
+    known &= dtype != torch.float32 or t.matrix != "wmma"  # WMMA multiplies half types only
     return known and shared(how, dtype, dim, image) <= t.shared
 
 
@@ -111,7 +111,7 @@ def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
     scale: float | None, zero: bool, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`attention` by torch's own kernels."""
+    """Compute `attention` by torch's own kernels."""
     operands = query, key, value
     if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         operands, mask = (
@@ -128,7 +128,7 @@ def by_torch(
 
 
 def _placed(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A tensor in these strides."""
+    """Return a tensor with these strides."""
     if t.stride() == tuple(stride):
         return t
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
@@ -139,10 +139,10 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
     scale: float | None, zero: bool, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """What `scaled_dot_product_attention` without dropout gives, in these strides.
+    """Compute `scaled_dot_product_attention` without dropout, with these strides of the result.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk; mask is boolean or added, and broadcasts
-    to [B, H, Q, K]. A row that sees no key is 0 with `zero`, as torch's fused kernels have it, else NaN, as a softmax has.
+    to [B, H, Q, K]. A fully masked row is 0 with `zero`, as in torch's fused kernels, else NaN, as from a softmax.
     """
     q, k, v = (_dense(t) for t in (query, key, value))
     batch, heads, queries, dim = q.shape
@@ -167,7 +167,7 @@ def decomposed_by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor,
     scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`attention_decomposed` by torch's own kernels, with the bias as a matrix."""
+    """Compute `attention_decomposed` by torch's own kernels, with the bias as a matrix."""
     flat = query.dim() == 3
     q, k, v = (t.unsqueeze(1) if flat else t for t in (query, key, value))
     bias = (rel_h.float().unsqueeze(-1) + rel_w.float().unsqueeze(-2)).to(q.dtype)
@@ -183,10 +183,10 @@ def attention_decomposed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor,
     scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention over an image with bias[q, k] = rel_h[q, k // W] + rel_w[q, k % W], in these strides.
+    """Compute attention over an image with bias[q, k] = rel_h[q, k // W] + rel_w[q, k % W], with these strides of the result.
 
     query, key and value [B, H, Q or K, D] or [N, Q or K, D]; rel_h [N, Qh, Qw, Kh] and rel_w [N, Qh, Qw, Kw] of any
-    strides, where N = B * H, Q = Qh * Qw and K = Kh * Kw. A row that sees no key is NaN.
+    strides, where N = B * H, Q = Qh * Qw and K = Kh * Kw. A fully masked row is NaN.
     """
     flat = query.dim() == 3
     q, k, v = (_dense(t.unsqueeze(1) if flat else t) for t in (query, key, value))
@@ -206,7 +206,7 @@ def attention_decomposed(
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
-    """With a dense last dimension, which the kernel reads as such."""
+    """Return a tensor with a dense last dimension, as the kernel expects."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

@@ -17,17 +17,17 @@ OPERATOR = f"{NAMESPACE}::attention_decode.default"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ROWS = 16
-"""Query heads that share a head of keys, times queries: rows of one block of a matrix instruction."""
+"""The most query heads that share a head of keys, times queries: rows of one block of a matrix instruction."""
 LARGEST_DIM = 256
 KEYS = 64
-"""Most keys of one step."""
+"""The most keys of one step."""
 STEP_BYTES = 1 << 14
-"""Bytes of the keys of one step at most: shared memory holds several such blocks."""
+"""The most bytes of keys of one step: shared memory holds several such blocks."""
 MOST_PARTS = 64
 
 
 def step_of(t: Target, dtype: torch.dtype, dim: int) -> int:
-    """Keys of one step."""
+    """Return the number of keys of one step."""
     if t.matrix == "wmma":
         return 16  # its registers hold no more
     few = STEP_BYTES // (power_of_two(dim) * dtype.itemsize)
@@ -35,12 +35,12 @@ def step_of(t: Target, dtype: torch.dtype, dim: int) -> int:
 
 
 def warps_of(t: Target) -> int:
-    """Warps of a program."""
+    """Return the number of warps of a program."""
     return 8 if t.matrix == "wmma" else 4
 
 
 def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
-    """Keys of a part, a multiple of `step`, and the number of parts: enough programs for every multiprocessor."""
+    """Return the keys of a part, a multiple of `step`, and the number of parts: enough programs for every multiprocessor."""
     steps = -(-keys // step)
     wanted = max(1, min(MOST_PARTS, -(-units // batches)))
     chunk = -(-steps // wanted) * step
@@ -51,7 +51,7 @@ def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
     sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`attention_decode` by torch's own kernels."""
+    """Compute `attention_decode` by torch's own kernels."""
     if cos is not None and sin is not None:
         first, second = query.chunk(2, -1)
         query = query * cos + torch.cat((-second, first), -1) * sin
@@ -63,11 +63,11 @@ def attention_decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
     sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """What `scaled_dot_product_attention` gives without dropout, in these strides.
+    """Compute `scaled_dot_product_attention` without dropout, with these strides of the result.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk, H / Hk * Q at most MOST_ROWS; mask is
-    boolean or added, and broadcasts to [B, H, Q, K]. A row that sees no key is 0. Queries are turned first where cos and sin are
-    given, which broadcast to them (see `rotary`).
+    boolean or added, and broadcasts to [B, H, Q, K]. A fully masked row is 0. With cos and sin, which broadcast to the queries,
+    rotary embeddings are applied first (see `rotary`).
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]

@@ -1,6 +1,6 @@
-"""Products with weights of 8 bits as torch operators that a plan can name, on GPUs and (interpreted) on CPU tensors.
+"""Products with 8-bit weights as torch operators that a plan can name, on GPUs and (interpreted) on CPU tensors.
 
-`fusewright_triton::int8_linear`: activations of floats, `fusewright_triton::int8_mm`: of 8 bits too, sums of 32.
+`fusewright_triton::int8_linear`: float activations. `fusewright_triton::int8_mm`: 8-bit activations, 32-bit sums.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MM = f"{NAMESPACE}::int8_mm.default"
 BLOCKS, JOIN = Kernel("int8", "blocks"), Kernel("int8", "joined")
 
 SHORTEST = 1024
-"""Products of a sum that are worth a program of their own."""
+"""The shortest part of a sum that is worth its own program."""
 
 JOINED = 1024
-"""Columns of one program that joins parts."""
+"""Columns of one program that combines parts."""
 
 
 LEAST_ROWS, MULTIPLE = 17, 8
-"""What cuBLAS wants of an int8 product: rows of the left operand, and what K and N are multiples of."""
+"""What cuBLAS requires of an int8 product: the least rows of the left operand, and a divisor of K and N."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Tiles:
 
 @functools.cache
 def tiles(m: int, n: int, k: int, itemsize: int, target: str) -> Tiles:
-    """By measurement on an H100. Few rows are bound by the bytes of the weight: narrow blocks, and where there are fewer
-    than two to a multiprocessor, K in parts. Other targets have what their shared memory holds."""
+    """Return the tiles, as measured on an H100. With few rows the bytes of the weight are the limit: narrow blocks, and with fewer
+    than two per multiprocessor K is split. Other targets get what fits their shared memory."""
     t = named(target)
     if m <= 16:
         bm, bn, bk, warps = 16, 32, 128, 4
@@ -68,14 +68,14 @@ def tiles(m: int, n: int, k: int, itemsize: int, target: str) -> Tiles:
 def linear_by_torch(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, target: str
 ) -> torch.Tensor:
-    """`int8_linear` as eager computes it, with a wider copy of the weight."""
+    """Compute `int8_linear` as eager does, with a wider copy of the weight."""
     out = torch.nn.functional.linear(x, weight.to(x.dtype))
     out = out if scale is None else out * scale
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def mm_by_torch(x: torch.Tensor, weight: torch.Tensor, target: str) -> torch.Tensor:
-    """`int8_mm` by the library, with zeros around operands that it refuses."""
+    """Compute `int8_mm` by the library, with operands that it refuses padded with zeros."""
     (m, k), n = x.shape, weight.shape[0]
     more = -k % MULTIPLE
     x = torch.nn.functional.pad(x, (0, more, 0, max(0, LEAST_ROWS - m)))
@@ -87,7 +87,7 @@ def mm_by_torch(x: torch.Tensor, weight: torch.Tensor, target: str) -> torch.Ten
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, target: str
 ) -> torch.Tensor:
-    """(x @ weight.T) * scale + bias with one rounding, at the end.
+    """Compute (x @ weight.T) * scale + bias with one rounding, at the end.
 
     x [M, K] of floats; weight [N, K] int8; scale and bias [N] of floats. The result has x's type.
     """
@@ -97,7 +97,7 @@ def int8_linear(
 
 @or_else(mm_by_torch)
 def int8_mm(x: torch.Tensor, weight: torch.Tensor, target: str) -> torch.Tensor:
-    """x @ weight.T in int32: x [M, K] and weight [N, K] int8, of any M, N and K."""
+    """Compute x @ weight.T in int32: x [M, K] and weight [N, K] int8, of any M, N and K."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.int32, device=x.device)
     return _run(x, weight, None, None, out, target)
 

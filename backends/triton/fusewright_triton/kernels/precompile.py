@@ -1,4 +1,4 @@
-"""Which kernels written by hand the calls of a region need: the operators are run on torch's meta device."""
+"""Find which handwritten kernels the calls of a region need, by running the operators on torch's meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusewright_triton.run.handwritten import OPERATORS, Order, noting
 
 
 def orders(b: Builder) -> list[Order]:
-    """The code that the calls of a rewritten region ask for, each once. Calls on symbolic sizes ask when they are run."""
+    """Return the code that the calls of a rewritten region need, each once. Calls on symbolic sizes request theirs at run time."""
     calls = [i for c in b.calls for i in c.instructions if isinstance(i, Call)]
     if not any(c.target in OPERATORS for c in calls):
         return []
@@ -32,14 +32,14 @@ def orders(b: Builder) -> list[Order]:
 
 @dataclass
 class _Metas:
-    """Tensors of the meta device for the values of a region: by their types, or made as the plan makes them."""
+    """Meta tensors for the values of a region: from their types, or made as the plan makes them."""
 
     specs: dict[int, TensorSpec]
     makers: dict[int, Call]
     made: dict[int, Any] = field(default_factory=dict)
 
     def run(self, function: Any, call: Call) -> Any:
-        """What a call gives; None where that cannot be said before it is run."""
+        """Return the result of a call, or None where it is unknown before the call runs."""
         try:
             return function(*self._argument(call.args), **{k: self._argument(a) for k, a in call.kwargs})
         except (_Unknown, RuntimeError):  # torch has no metadata function for everything
@@ -65,7 +65,7 @@ class _Metas:
 
 
 class _Unknown(Exception):
-    """A value of which nothing is known."""
+    """A value about which nothing is known."""
 
 
 def _operator(target: str) -> Any:

@@ -28,10 +28,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "": lambda x: x,
 }
-"""What the kernels compute on their sums, and eager's functions for the same."""
+"""The activations that the kernels apply to their sums, with eager's functions for them."""
 
 ALIGNED = 16
-"""Bytes that the address and the rows of a described matrix are multiples of (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""The alignment (bytes) of address and rows of a matrix with a descriptor (CUDA driver API, cuTensorMapEncodeTiled)."""
 
 GROUP = 8
 
@@ -49,15 +49,15 @@ class Tiles:
 
 
 IN_TURNS = Tiles(128, 128, 64, 8, 6)
-"""Of `kernels/hopper.py`, for each of its two groups: 64 registers of sums in each thread. A ring of 192 KiB (of 160 KiB it
-is a tenth slower) and 32 KiB of results fill the shared memory."""
+"""Tiles of `kernels/hopper.py`, per warp group: 64 registers of sums in each thread. A ring of 192 KiB (160 KiB is
+a tenth slower) and 32 KiB of results fill the shared memory."""
 STARTING, TURNING = 96, 112
-"""Registers of its threads when it starts, and of those that multiply afterwards; the warp that loads gives up the others."""
+"""Registers per thread at the start, and later in the threads that multiply; the loading warp gives up the difference."""
 
 
 def tiles(t: Target, m: int, n: int) -> Tiles:
-    """The blocks of `kernels/product.py` for an [M, N] result: wide ones where as many multiprocessors have work;
-    where that was not measured, what shared memory holds."""
+    """Return the blocks of `kernels/product.py` for an [M, N] result: wide ones where they occupy as many multiprocessors;
+    on targets without measurements, what fits the shared memory."""
     if t.fitted is None or t.matrix != "wgmma":
         return Tiles(64, 64, 32, 4, 2) if t.shared <= 1 << 16 else Tiles(128, 128, 32, 8, 3)
     wide, narrow = (rounds(m, n, 128, bn, t.units) * bn for bn in (256, 128))
@@ -65,12 +65,12 @@ def tiles(t: Target, m: int, n: int) -> Tiles:
 
 
 def rounds(m: int, n: int, bm: int, bn: int, units: int) -> int:
-    """How many tiles the busiest multiprocessor computes."""
+    """Return how many tiles the busiest multiprocessor computes."""
     return -(-(-(-m // bm) * -(-n // bn)) // units)
 
 
 def gain(t: Target, m: int, k: int, n: int, saved: int) -> float:
-    """Seconds that `kernels/hopper.py` is expected to gain over a library's product and a kernel that moves `saved` bytes."""
+    """Return the seconds that `kernels/hopper.py` should save over a library's product and a kernel that moves `saved` bytes."""
     by = t.bounds
     ours = rounds(m, n, IN_TURNS.bm, IN_TURNS.bn, t.units) * -(-k // IN_TURNS.bk) * by.kernel_step
     return 2 * m * n * k / by.library_flops + m * n * by.library_result + saved / by.bandwidth - ours
@@ -84,7 +84,7 @@ def by_torch(
     target: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`linear_activation` by torch's own calls."""
+    """Compute `linear_activation` by torch's own calls."""
     out = torch.nn.functional.linear(x, weight, bias)
     return ACTIVATIONS[activation](out if residual is None else out + residual.reshape(out.shape)).contiguous()
 
@@ -98,9 +98,9 @@ def linear_activation(
     target: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias + residual) with one rounding, at the end. A dense [.., N] for x [.., K], weight [N, K].
+    """Compute activation(x @ weight.T + bias + residual), dense [.., N], with one rounding at the end.
 
-    bf16 or fp16. `activation` is "", "gelu", "gelu_tanh", "silu", "sigmoid" or "relu"; the residual has the result's shape.
+    x [.., K], weight [N, K], bf16 or fp16. `activation` is "", "gelu", "gelu_tanh", "silu", "sigmoid" or "relu"; the residual has the result's shape.
     """
     rows, weight = _described(x.reshape(-1, x.shape[-1])), _described(weight)
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -115,7 +115,7 @@ def linear_activation(
 
 
 def _aligned(out: torch.Tensor) -> bool:
-    """Whether a descriptor can name rows of a result."""
+    """Return whether a descriptor can describe rows of a result."""
     return out.shape[-1] * out.element_size() % ALIGNED == 0
 
 
@@ -131,7 +131,7 @@ def _one_by_one(
     ANY.launch(t, programs, (given, kept, to, *more, out, m, n, k), fixed, num_warps=how.warps, num_stages=how.stages)
 
 
-# Gluon is young: another Triton may say it in other words.
+# Gluon's API still changes: another Triton may need other code.
 @or_else(_one_by_one, "one that is 10 to 30% slower runs instead")
 def _in_turns(
     t: Target,

@@ -1,4 +1,4 @@
-"""From a region to library calls with their neighbours: rows claim first, then the claims are written in order."""
+"""Lower a region to library calls fused with their neighbours: rows claim first, then the claims are written in order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fusewright_triton.target import Target, named
 
 @dataclass
 class Calls:
-    """What a row may ask about the region, and what it writes to (`b`)."""
+    """What a row may ask about the region, and the builder `b` that it writes to."""
 
     graph: RegionGraph
     b: Builder
     padded: dict[tuple[int, int, int], Value] = field(default_factory=dict)
-    """Copies with zeros behind their rows, by id of what was copied and how many rows and columns were added."""
+    """Copies padded with zeros, by the id of the original and the number of rows and columns added."""
 
     @property
     def ctx(self) -> CompileContext:
@@ -35,23 +35,23 @@ class Calls:
         return named(self.ctx.device.arch)
 
     def pays(self, key: str, library: Callable[[], Thunk], kernel: Callable[[], Thunk]) -> bool:
-        """Whether a kernel within the target's bounds is faster than the library's call: so it is where the bounds were
-        fitted, and simulated, which has no speed; elsewhere by a short measurement."""
+        """Return whether a kernel within the target's bounds is faster than the library call: always where the bounds were
+        fitted and in simulation, which has no speed; elsewhere by a short measurement."""
         if self.target.fitted is not None or self.ctx.device.simulated:
             return True
         return self.ctx.choose(key, Lazy({"library": library, "kernel": kernel})) == "kernel"
 
     @property
     def fused(self) -> bool:
-        """Whether the device's own fused calls are there; simulated ones compute by plain ops."""
+        """Return whether the device's own fused calls are available; simulated devices compute with plain ops."""
         return not self.ctx.device.simulated
 
     def is_const(self, *values: Value | None) -> bool:
-        """Whether values are made of weights only, so that what is made of them can be kept. None (no bias) counts."""
+        """Return whether values depend on weights only, so that results derived from them can be kept. None (no bias) counts."""
         return all(map(self.graph.is_const, values))
 
     def exact(self, value: Value | None) -> Ref | None:
-        """A value with the graph's strides; None stays None."""
+        """Return a value with the graph's strides; None stays None."""
         return None if value is None else self.b.exact(value)
 
 
@@ -60,12 +60,12 @@ OpCode: TypeAlias = Callable[[OpView, Calls], Claim | None]
 
 
 def by_rows(rows: Sequence[Row]) -> OpCode:
-    """The lowering that asks these rows, in order."""
+    """Return the lowering that asks these rows, in order."""
     return lambda op, c: first(rows, op, c.graph, c, c.ctx.rules)
 
 
 def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext) -> Builder:
-    """The region with a table's library calls in it. Raises what lowerings raise."""
+    """Return the region with a table's library calls in it. Exceptions of lowerings pass through."""
     graph = RegionGraph(region)
     target = named(ctx.device.arch)
     if target.fitted is not None or ctx.device.simulated:  # where nobody measured, it would be a kernel for every weight
@@ -83,6 +83,6 @@ def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext)
 
 
 def spec_of(value: Any) -> TensorSpec:
-    """The type of a tensor value."""
+    """Return the type of a tensor value."""
     assert isinstance(value, Value) and value.spec is not None
     return value.spec

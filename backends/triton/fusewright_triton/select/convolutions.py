@@ -1,8 +1,8 @@
-"""Convolutions of inference: channels-last, with batch norm folded into the weight, an addition and a relu taken in.
+"""Convolutions of inference: channels-last, with batch norm folded into the weight, fused with an addition and a relu.
 
-A batch norm without a relu behind it stays a loop kernel, which takes in more. A shortcut (convolution and batch norm
+A batch norm that no relu follows stays a loop kernel, which fuses more. A shortcut (convolution and batch norm
 whose only reader is the addition) gives its shift to the other branch, so that no pass over the image adds it.
-Convolutions of patches, whose stride is their size, are products.
+Convolutions of patches, whose stride equals their kernel size, become products.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select.calls import Calls, spec_of
 
 SHORTCUT = "triton.conv.shortcut"
-"""The id of the row's other half: a convolution whose shift the call that adds its result takes over."""
+"""The id of the row's other half: a shortcut convolution whose shift is added by the call that adds its result."""
 
 
 def reason(op: OpView) -> str | None:
-    """Why a convolution stays torch's own call."""
+    """Return why a convolution stays torch's own call."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if x.rank != 4 or op.arg("transposed"):
         return "only 2-d convolutions that are not transposed"
@@ -45,12 +45,12 @@ def _cuts(m: Match, c: Calls) -> bool:
 
 
 def _whole(m: Match, c: Calls) -> bool:
-    """The library's fused calls take no groups."""
+    """Reject groups, which the library's fused calls do not take."""
     return _constant(m, c) and m.anchor.arg("groups") == 1
 
 
 def _normed(op: OpView, m: Match, c: Calls) -> bool:
-    """A batch norm of constants, whose statistics nobody reads."""
+    """Match a batch norm of constants whose statistics nobody reads."""
     if op.arg("input") != m.out or not all(map(c.graph.unused, op.outs[1:])):
         return False
     return c.is_const(*(op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")))
@@ -67,14 +67,14 @@ def _alike(a: Value, b: Value) -> bool:
 
 
 def _with_other(m: Match, c: Calls) -> Match:
-    """The other summand, and the shortcut that makes it."""
+    """Bind the other summand, and the shortcut that makes it."""
     before, (a, b) = (m.get("norm") or m.anchor).out, m["add"].args[:2]
     other = b if a == before else a
     return m.with_ops(other=other, shortcut=_shortcut(other, c))
 
 
 def _shortcut(other: Value, c: Calls) -> Match | None:
-    """The convolution and batch norm behind the other side of an addition, if nobody else reads it."""
+    """Return the convolution and batch norm behind the other side of an addition, if they have no other reader."""
     pattern = p("batch_norm", p("conv", capture="conv", alone=True), capture="norm")
     norm = c.graph.producer(other) if c.graph.only_user(other) is not None else None
     found = find(pattern, norm, c.graph, c) if norm is not None and c.ctx.rules.allows(SHORTCUT) else None
@@ -96,7 +96,7 @@ def _note(m: Match) -> str:
 
 
 def _write(m: Match, c: Calls) -> None:
-    """Calls whose last one makes `m.out`, channels-last."""
+    """Emit calls whose last one makes `m.out`, channels-last."""
     op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
     x = b.any_strides(op.arg("input"))
@@ -122,7 +122,7 @@ def _write(m: Match, c: Calls) -> None:
 
 
 def _unfused(c: Calls, args: tuple[Any, ...], other: Ref | None, library: Callable[..., None]) -> None:
-    """The same by plain ops, for simulated devices."""
+    """Emit the same as plain ops, for simulated devices."""
     made = c.ctx.value(None)
     c.b.call("aten::convolution.default", *args, out=made)
     if other is not None:
@@ -137,7 +137,7 @@ def _packed(weight: Ref, c: Calls) -> Ref:
 
 
 def _folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
-    """Weight (channels-last) and shift (fp32), with the batch norm's scale and shift multiplied in, in fp32."""
+    """Return weight (channels-last) and shift (fp32), with the batch norm's scale and shift multiplied in, in fp32."""
     prepare, bias, norm = c.b.prepare, m.anchor.arg("bias"), m.get("norm")
     weight = c.b.exact(m.anchor.arg("weight"))
 
@@ -161,14 +161,14 @@ def _folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
 
 
 def _zeros(m: Match, c: Calls) -> Ref:
-    """A shift of nothing, where the weight is."""
+    """Return a zero shift on the weight's device."""
     return c.b.prepare(
         "aten::new_zeros.default", c.b.exact(m.anchor.arg("weight")), (spec_of(m.out).shape[1],), dtype=torch.float32
     )
 
 
 def _patches(op: OpView) -> bool:
-    """Whether every input element is in one window, once: then windows are rows of a matrix."""
+    """Return whether every input element is in exactly one window: then windows are rows of a matrix."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     kernel = tuple(w.shape[2:])
     fits = all(n % k == 0 for n, k in zip(x.shape[2:], kernel, strict=True))  # type: ignore[operator]
@@ -179,7 +179,7 @@ def _patches(op: OpView) -> bool:
 
 
 def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -> Value:
-    """The input of a convolution as a view with its windows apart, for a kernel to read."""
+    """Return the input of a convolution as a view split into its windows, for a kernel to read."""
     x = c.b.spec(op.arg("input"))
     (batch, channel, row, column), kh, kw = x.stride, split[3], split[5]
     strides = (batch, channel, row * kh, row, column * kw, column)
@@ -190,7 +190,7 @@ def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -
 
 
 def _product(m: Match, c: Calls) -> None:
-    """Windows as rows, times the weight as a matrix; the result is channels-last."""
+    """Emit windows as rows, times the weight as a matrix; the result is channels-last."""
     op = m.anchor
     b, x, w = c.b, c.b.spec(op.arg("input")), spec_of(op.arg("weight"))
     n, channels, height, width = x.shape
@@ -226,4 +226,4 @@ ROWS = (
     Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
     Row("triton.conv.alone", chain("conv"), when=_constant, write=_write, note=_note),
 )  # fmt: skip
-"""Of convolutions, in the order in which they are asked: what `cudnn_convolution_relu` and its like take, they get."""
+"""Rows of convolutions, in matching order: those that `cudnn_convolution_relu` and its like take come first."""

@@ -1,7 +1,7 @@
-"""Products whose results no library call writes as they are wanted: with an activation behind, a residual, or odd rows.
+"""Products with an epilogue that no library call offers: an activation, a residual, or rows of odd length.
 
-cuBLASLt's own gelu is the one by tanh, torch's `addmm` copies a residual first, and cuBLAS's kernels for rows that are not
-multiples of 16 bytes are three to six times slower. `kernels/hopper.py` and, for odd rows, `kernels/product.py` do it.
+cuBLASLt's own gelu is the tanh approximation, torch's `addmm` copies a residual first, and cuBLAS's kernels for rows that are not
+multiples of 16 bytes are three to six times slower. `kernels/hopper.py` and, for odd rows, `kernels/product.py` handle these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACTIVATIONS = frozenset(product_ops.ACTIVATIONS) | {"gelu"}
 
 
 def suits(op: OpView, c: Calls) -> bool:
-    """Whether the kernels take a linear: large, of a half type, of fixed sizes, on a device with descriptors in hardware."""
+    """Return whether the kernels take a linear: large, of a half type, of fixed sizes, on a device with descriptors in hardware."""
     x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
     bias = op.arg("bias")
     if "tma" not in c.ctx.device.features or x.dtype not in product_ops.DTYPES or not out.static:
@@ -39,19 +39,19 @@ def suits(op: OpView, c: Calls) -> bool:
 
 
 def sizes(op: OpView) -> tuple[int, int, int]:
-    """Rows, inner size and columns of a linear of fixed sizes."""
+    """Return rows, inner size and columns of a linear of fixed sizes."""
     x, n = spec_of(op.arg("input")), int(spec_of(op.out).shape[-1])  # type: ignore[arg-type]
     k = int(x.shape[-1])  # type: ignore[arg-type]
     return spec_of(op.out).numel_hint() // n, k, n
 
 
 def _same_rows(op: OpView, m: Match, c: Calls) -> bool:
-    """Whether an op gives the same rows in another shape."""
+    """Return whether an op gives the same rows in another shape."""
     return _reshapes(op)
 
 
 def _activated(m: Match, c: Calls) -> bool:
-    """An activation of the product's type that no loop kernel behind would take in."""
+    """Match an activation of the product's type that no later loop kernel would fuse."""
     op, out = m.anchor, m.out
     if spec_of(out).dtype != spec_of(op.out).dtype or activation_of(m.last) is None:
         return False
@@ -63,7 +63,7 @@ def _unscaled(op: OpView, m: Match, c: Calls) -> bool:
 
 
 def _with_residual(m: Match, c: Calls) -> Match | None:
-    """The other summand, of the product's form."""
+    """Bind the other summand, which has the product's form."""
     op, made = m.anchor, spec_of(m.out)
     residual = next((v for v in m.last.inputs() if v.id != m.ops[-2].out.id), None)
     if residual is None or not _alike(spec_of(residual), made) or not _alike(spec_of(op.out), made):
@@ -72,12 +72,12 @@ def _with_residual(m: Match, c: Calls) -> Match | None:
 
 
 def _alike(a: TensorSpec, b: TensorSpec) -> bool:
-    """Whether tensors have as many elements, of one type, in rows of one length."""
+    """Return whether tensors have equally many elements, of one type, in rows of one length."""
     return a.dtype == b.dtype and a.numel_hint() == b.numel_hint() and a.shape[-1:] == b.shape[-1:]
 
 
 def leaving(m: Match, c: Calls) -> bool:
-    """A result that leaves the region as our kernel would write it."""
+    """Match a result that leaves the region in the layout that our kernel writes."""
     return _leaves(m.out, c) and suits(m.anchor, c) and dense(m.out)
 
 
@@ -86,7 +86,7 @@ def _plain(m: Match, c: Calls) -> bool:
 
 
 def write(m: Match, c: Calls) -> None:
-    """The product with what was found behind it, as one call of our kernel."""
+    """Emit the product and its matched epilogue as one call of our kernel."""
     op, out, residual = m.anchor, m.out, m.get("residual")
     name = "" if residual is not None else activation_of(m.last) or ""
     given = c.b.any_strides(op.arg("input")), c.exact(op.arg("weight")), c.exact(op.arg("bias"))
@@ -99,7 +99,7 @@ def write(m: Match, c: Calls) -> None:
 
 
 def pays(m: Match, c: Calls) -> bool:
-    """Whether our kernel is faster than the library's product and what comes behind it."""
+    """Return whether our kernel is faster than the library's product and its epilogue."""
     residual = m.get("residual") is not None
     return faster(m.anchor, Epilogue("" if residual else activation_of(m.last) or "", residual), c)
 
@@ -110,20 +110,20 @@ ACTIVATION = Row(
     "triton.product.activation", chain("linear", _VIEWS, one(ACTIVATIONS)),
     when=_activated, pays=pays, write=write, note=lambda m: f"product with {m.last.op}",
 )  # fmt: skip
-"""A linear with the activation that alone reads its result, unless a loop kernel behind takes the activation in."""
+"""A linear with the activation that is the only reader of its result, unless a later loop kernel fuses the activation."""
 
 RESIDUAL = Row(
     "triton.product.residual", chain("linear", _VIEWS, one("add", _unscaled)),
     extend=_with_residual, pays=pays, write=write, note="product with what is added",
 )  # fmt: skip
-"""A linear with the addition that alone reads its result: a residual, which a kernel would read, as the result itself."""
+"""A linear with the addition that is the only reader of its result: a kernel would read the residual as well as the result."""
 
 PLAIN = Row("triton.product.plain", chain("linear"), when=_plain, pays=pays, write=write, note="product")
-"""A linear alone, where our kernel is the faster one: rows so short that a library's kernel waits for its epilogues."""
+"""A linear alone, where our kernel is faster: rows so short that a library's kernel stalls on its epilogues."""
 
 
 def linear(op: OpView, n: int, weight: Ref, bias: Ref | None, out: Value, c: Calls) -> None:
-    """A linear of what `op` reads with another weight of `n` rows, by the faster kernel."""
+    """Emit a linear of `op`'s input with another weight of `n` rows, by the faster kernel."""
     x = c.b.any_strides(op.arg("input"))
     if not c.ctx.device.simulated and suits(op, c) and faster(op, Epilogue(), c, n):
         c.b.call(product_ops.LINEAR, x, weight, bias, "", c.ctx.device.arch, out=out)
@@ -132,51 +132,51 @@ def linear(op: OpView, n: int, weight: Ref, bias: Ref | None, out: Value, c: Cal
 
 
 def _reshapes(op: OpView) -> bool:
-    """Whether an op gives the same rows in another shape."""
+    """Return whether an op gives the same rows in another shape."""
     return op.op in RESHAPES and spec_of(op.out).shape[-1] == spec_of(op.args[0]).shape[-1]
 
 
 def _leaves(v: Value, c: Calls) -> bool:
-    """Whether a value, or rows of it in another shape, are used outside."""
+    """Return whether a value, or its rows in another shape, are used outside the region."""
     views = (u.out for u in c.graph.users(v) if _reshapes(u))
     return c.graph.escapes(v) or any(_leaves(o, c) for o in views)
 
 
 def _stored(v: Value, c: Calls) -> bool:
-    """Whether somebody reads a value from memory, a library's call or the outside."""
+    """Return whether a library call, or code outside the region, reads a value from memory."""
     users = c.graph.users(v)
     return _leaves(v, c) or any(_stored(u.out, c) if _reshapes(u) else u.op not in RULES for u in users)
 
 
 def activation_of(op: OpView) -> str | None:
-    """The kernel's name of an op, or None."""
+    """Return the kernel's name for an op, or None."""
     if op.op == "gelu":
         return "gelu_tanh" if op.arg("approximate") == "tanh" else "gelu"
     return op.op if op.op in product_ops.ACTIVATIONS else None
 
 
 def dense(v: Value) -> bool:
-    """Whether the graph wants a dense tensor."""
+    """Return whether the graph wants a dense tensor."""
     spec = spec_of(v)
     return tuple(spec.stride) == contiguous_strides(spec.shape)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the sums of a product."""
+    """The epilogue of a product."""
 
     activation: str = ""
     residual: bool = False
 
     @property
     def passes(self) -> int:
-        """How often a loop kernel would read or write the result for it."""
+        """Return how often a loop kernel would read or write the result for it."""
         return 2 if self.activation else int(self.residual)
 
 
 def faster(op: OpView, after: Epilogue, c: Calls, n: int = 0) -> bool:
-    """Whether a kernel is faster than torch's calls for a linear (or one of `n` columns): by sizes, where they were
-    measured, or under the option `autotune` by a short measurement. Simulated it always is."""
+    """Return whether a kernel is faster than torch's calls for a linear (or one of `n` columns): by sizes where they were
+    measured, or with the option `autotune` by a short measurement. In simulation it always is."""
     device, (m, k, own) = c.ctx.device, sizes(op)
     n = n or own
     if device.simulated:
@@ -200,7 +200,7 @@ def faster(op: OpView, after: Epilogue, c: Calls, n: int = 0) -> bool:
 def _tensors(
     m: int, k: int, n: int, dtype: torch.dtype, device: str, biased: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Random ones: the power that zeros save would change the clock."""
+    """Return random tensors: zeros draw less power, which would change the clock."""
     x, w = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
     return x, w, torch.zeros(n, dtype=dtype, device=device) if biased else None
 

@@ -1,4 +1,4 @@
-"""Products with weights: one for all that read the same, and widths that the fast kernels take."""
+"""Products with weights: siblings that read one input become one product, and widths are padded to suit the fast kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls, spec_of
 
 PADDED_TO = 8
-"""Elements of a half type whose rows suit the tensor memory accelerator and 16-byte loads."""
+"""Row lengths in a half type that are multiples of this suit the tensor memory accelerator and 16-byte loads."""
 
 REPEATS = 10
 
@@ -27,7 +27,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def reason(op: OpView) -> str | None:
-    """Why a linear stays torch's own call."""
+    """Return why a linear stays torch's own call."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if not x.static or w.rank != 2 or x.rank < 2 or 0 in (*x.shape, *w.shape):
         return "symbolic, empty or no matrix"
@@ -39,24 +39,24 @@ def _odd(m: Match, c: Calls) -> bool:
 
 
 def _siblings(m: Match, c: Calls) -> Match | None:
-    """All linears of constants that read what this one reads."""
+    """Bind all linears of constants that read this one's input."""
     group = siblings_of(m.anchor, c.graph, lambda op: reason(op) is None)
     return None if group is None else replace(m, ops=tuple(group), at=group[0])
 
 
 def _padding_helps(m: Match, c: Calls) -> bool:
-    """The weight is padded once; in training, where every kernel is eager's own, at each call."""
+    """Match unsuitable widths, if the weight is constant and so padded once, or in training, where it is padded at each call."""
     constant = c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
     return _unsuited(m.anchor, c) and (constant or c.graph.phase != "infer")
 
 
 def _concatenated(m: Match, c: Calls) -> None:
-    """All siblings as one product; each result is a slice of it, without a copy."""
+    """Emit all siblings as one product; each result is a slice of it, without a copy."""
     _sliced(m.ops, c, *joined(m.ops, c.b))
 
 
 def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, more: int = 0) -> None:
-    """One product whose columns are the results of `group` in order, and `more` that nobody reads."""
+    """Emit one product whose columns are the results of `group` in order, and `more` unused ones."""
     whole = c.ctx.value(None)
     epilogues.linear(group[0], sum(widths_of(group)) + more, weight, bias, whole, c)
     taken_apart(group, Ref(whole.id), c.b, more)
@@ -69,7 +69,7 @@ def _unsuited(op: OpView, c: Calls) -> bool:
 
 
 def _padding_pays(m: Match, c: Calls) -> bool:
-    """Whether a product of padded rows, with a copy of what is wanted of it, is faster than one of rows that do not suit."""
+    """Return whether a product of padded rows, with a copy of the wanted part, beats one of unsuitable rows."""
     op = m.anchor
     x, (rows, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
     like = (x.dtype, x.device, biased)
@@ -82,7 +82,7 @@ def _padding_pays(m: Match, c: Calls) -> bool:
 
 
 def _padded(m: Match, c: Calls) -> None:
-    """The product with rows of zeros behind the weight; the result is a slice, with gaps between its rows."""
+    """Emit the product with a weight padded by rows of zeros; the result is a slice, with gaps between its rows."""
     op = m.anchor
     more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
     make = c.b.prepare if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
@@ -93,14 +93,14 @@ def _padded(m: Match, c: Calls) -> None:
 
 
 def _each_call(c: Calls, target: str, *args: Any) -> Ref:
-    """What `Builder.prepare` computes, at every call: weights change in training."""
+    """Compute at every call what `Builder.prepare` would compute once: weights change in training."""
     made = c.ctx.value(None)
     c.b.call(target, *args, out=made)
     return Ref(made.id)
 
 
 def mm_reason(op: OpView) -> str | None:
-    """Only products whose operands may have rows that no fast kernel takes."""
+    """Take only products whose operands may have rows that no fast kernel takes."""
     operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
     if not all(s.static for s in operands) or not any(map(_gapless, operands)):
         return "the operands suit torch's kernels as they are"
@@ -108,7 +108,7 @@ def mm_reason(op: OpView) -> str | None:
 
 
 def _gapless(s: TensorSpec) -> bool:
-    """Whether a matrix has rows (or columns) of elements whose length does not suit."""
+    """Return whether a matrix is dense with rows (or columns) whose length does not suit the fast kernels."""
     return s.dtype in HALF and s.rank == 2 and 1 in s.stride and max(s.stride) % PADDED_TO != 0  # type: ignore[type-var, operator]
 
 
@@ -117,7 +117,7 @@ def _worth_a_copy(s: TensorSpec, c: Calls) -> bool:
 
 
 def _copies_pay(m: Match, c: Calls) -> bool:
-    """Whether operands are large and unsuited, and a product of copies in padded rows is faster."""
+    """Return whether operands are large and unsuitable, and a product of padded copies is faster."""
     operands = [spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))]
     copied = [_worth_a_copy(s, c) for s in operands]
     sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in operands)
@@ -126,8 +126,8 @@ def _copies_pay(m: Match, c: Calls) -> bool:
 
 
 def _with_padded_rows(m: Match, c: Calls) -> None:
-    """The product of operands with zeros behind their rows, for the fast kernels want sizes that suit as well as strides; what is
-    added to the rows of the result is cut off, which leaves no gaps."""
+    """Emit the product of zero-padded operands: the fast kernels want suitable sizes as well as strides. Rows added to the
+    result are cut off, which leaves no gaps."""
     op, out = m.anchor, m.anchor.out
     left, right = op.arg("self"), op.arg("mat2")
     specs = [spec_of(left), spec_of(right)]
@@ -142,7 +142,7 @@ def _with_padded_rows(m: Match, c: Calls) -> None:
 
 
 def _added(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> tuple[int, int, int]:
-    """What is added to M, K and N: to the rows, or to the columns where these lie dense, of each operand that is copied."""
+    """Return the padding of M, K and N: of the rows, or of the columns where these are dense, of each copied operand."""
     (m, k), (_, n) = (tuple(map(int, s.shape)) for s in specs)  # type: ignore[arg-type]
     left, right = (s.stride[1] == 1 for s in specs)
     inner = (copied[0] and left) or (copied[1] and not right)
@@ -150,7 +150,7 @@ def _added(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> tuple[int, in
 
 
 def _enlarged(value: Value, rows: int, columns: int, c: Calls) -> Ref:
-    """A matrix with so many rows and columns of zeros behind it: of what it is the transpose of, if its columns lie dense."""
+    """Return a matrix padded with rows and columns of zeros; if its columns are dense, by padding the matrix that it transposes."""
     if not rows and not columns:
         return c.b.exact(value)
     if spec_of(value).stride[1] != 1:
@@ -162,7 +162,7 @@ def _enlarged(value: Value, rows: int, columns: int, c: Calls) -> Ref:
 
 
 def _transposed(value: Value, c: Calls) -> Value:
-    """What `value` is the transpose of, or an op that makes it."""
+    """Return the matrix that `value` transposes, or emit an op that makes it."""
     spec, made = spec_of(value), c.graph.producer(value)
     if made is not None and made.op in ("t", "transpose", "permute"):
         base = next(iter(made.inputs()))
@@ -172,7 +172,7 @@ def _transposed(value: Value, c: Calls) -> Value:
 
 
 def _concat_pays(m: Match, c: Calls) -> bool:
-    """Whether one product for all siblings is faster than one for each, by a short measurement."""
+    """Return whether one product for all siblings is faster than one for each, by a short measurement."""
     group, ctx = m.ops, c.ctx
     x, ws = spec_of(group[0].arg("input")), [spec_of(op.arg("weight")) for op in group]
     if ctx.device.simulated:
@@ -193,7 +193,7 @@ def _concat_pays(m: Match, c: Calls) -> bool:
 def _products(
     m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool, wanted: int | None = None
 ) -> Thunk:
-    """Products of one tensor. `wanted`: columns that are copied out of each."""
+    """Time products of one tensor. `wanted`: columns that are copied out of each."""
     x = torch.full((m, k), 0.5, dtype=dtype, device=device)
     ws = [torch.full((n, k), 0.5, dtype=dtype, device=device) for n in widths]
     bs = [torch.zeros(n, dtype=dtype, device=device) if biased else None for n in widths]
@@ -210,7 +210,7 @@ def _products(
 
 
 def _mms(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> Thunk:
-    """A product of matrices, with zeros behind the rows of those that are `copied`."""
+    """Time a product of matrices, with those that are `copied` padded with zeros."""
     given = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(0.5) for s in specs]  # type: ignore[arg-type]
     rows, inner, columns = _added(specs, copied)
     more = (rows, inner), (inner, columns)
@@ -247,10 +247,10 @@ ROWS = (
     ),
     epilogues.PLAIN,
 )  # fmt: skip
-"""Of linears, in the order in which they are asked."""
+"""Rows of linears, in matching order."""
 
 PADDED_ROWS = Row(
     "triton.product.padded_rows", chain("mm"), when=lambda m, c: mm_reason(m.anchor) is None, pays=_copies_pay,
     write=_with_padded_rows, note="product, of padded rows",
 )  # fmt: skip
-"""A product whose unsuited operands, where they are large, are copied to padded rows; products of one tensor share the copy."""
+"""A product whose large unsuitable operands are copied to padded rows; products of one tensor share the copy."""

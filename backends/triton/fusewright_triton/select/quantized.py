@@ -1,9 +1,9 @@
 """Linears with weights of 8 bits, as torchao's tensors leave them in a graph.
 
-Weight-only: `mm(x, cast(t(w)))`, then a factor for each column and a bias. For a few rows it is a loop kernel of sums with
-its neighbours, for more a kernel of blocks that reads the weight as it is; for many, eager's own cast before the library's
-product costs less than it saves. Dynamic: `_int_mm` of quantized rows, with
-loop kernels before and behind it; shapes that cuBLAS refuses have a kernel of their own.
+Weight-only: `mm(x, cast(t(w)))`, then a factor for each column and a bias. For a few rows this becomes a loop kernel of dot
+products fused with its neighbours, for more rows a tiled kernel that reads the weight directly; for many rows, eager's own cast
+before the library's product is faster. Dynamic: `_int_mm` of quantized rows, between loop kernels; shapes that cuBLAS refuses
+have their own kernel.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fusewright_triton.select import products
 from fusewright_triton.select.calls import Calls, spec_of
 
 REPEATS = 20
-"""Products that are timed together."""
+"""Products per timing."""
 
 
 def mm_reason(op: OpView) -> str | None:
-    """Why a product stays torch's own call. Its rows, and what its weight is made of, are seen by its rows."""
+    """Return why a product stays torch's own call. The rows of the table look at its sizes and at what makes its weight."""
     x, out = spec_of(op.arg("self")), spec_of(op.out)
     return "symbolic or empty" if not (x.static and out.static) or 0 in (*x.shape, *out.shape) else None
 
 
 def _widened(m: Match, c: Calls) -> Match | None:
-    """A weight of 8 bits that the region widens to the type of the product; its cast, where nobody else needs it."""
+    """Bind an 8-bit weight that the region widens to the type of the product, and its cast if the cast has no other reader."""
     return widened(m, c.graph, c.target.bounds.int8_rows)
 
 
 def _reading_pays(match: Match, c: Calls) -> bool:
-    """Whether the kernel that reads 8-bit weights is faster than the library's product of widened ones."""
+    """Return whether the kernel that reads 8-bit weights is faster than the library's product of widened ones."""
     op = match.anchor
     x, (k, n) = spec_of(op.arg("self")), (int(s) for s in spec_of(op.arg("mat2")).shape)  # type: ignore[arg-type]
     m, arch = int(x.shape[0]), c.ctx.device.arch  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def _linear(m: Match, c: Calls) -> None:
 
 
 def int_mm_reason(op: OpView) -> str | None:
-    """Why an integer product stays torch's own call."""
+    """Return why an integer product stays torch's own call."""
     a, b = spec_of(op.arg("self")), spec_of(op.arg("mat2"))
     if not (a.static and b.static) or 0 in (*a.shape, *b.shape):
         return "symbolic or empty"
@@ -72,7 +72,7 @@ def int_mm_reason(op: OpView) -> str | None:
 
 
 def _int_mm_pays(m: Match, c: Calls) -> bool:
-    """A product of integers that cuBLAS refuses, or that a kernel computes faster."""
+    """Match an integer product that cuBLAS refuses, or that a kernel computes faster."""
     op = m.anchor
     rows, k, n = (int(s) for s in (*spec_of(op.arg("self")).shape, spec_of(op.arg("mat2")).shape[1]))  # type: ignore[arg-type]
     if rows < LEAST_ROWS or k % MULTIPLE or n % MULTIPLE:
@@ -81,7 +81,7 @@ def _int_mm_pays(m: Match, c: Calls) -> bool:
 
 
 def _kernel_pays(m: int, n: int, k: int, op: OpView, c: Calls) -> bool:
-    """Whether the kernel is faster than the library, by a short measurement."""
+    """Return whether the kernel is faster than the library, by a short measurement."""
     device, target = spec_of(op.out).device, _target(c)
 
     def products(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[], Thunk]:
@@ -113,7 +113,7 @@ def _target(c: Calls) -> str:
 
 
 def _rows_of(value: Value, c: Calls) -> Ref:
-    """The transpose of a matrix; the operators copy one that is not dense then."""
+    """Return the transpose of a matrix; the operators copy a transpose that is not dense."""
     if c.is_const(value):
         return c.b.prepare("aten::t.default", c.b.exact(value))
     made = c.ctx.value(None)
@@ -125,9 +125,9 @@ LINEAR8 = Row(
     "triton.int8.linear", widened_linear("triton.int8"),
     extend=_widened, pays=_reading_pays, write=_linear, note="product with int8 weights",
 )  # fmt: skip
-"""A product with a weight of 8 bits that the region widens, and the factor and the bias behind it."""
+"""A product with an 8-bit weight that the region widens, and the factor and bias of its epilogue."""
 
 MM = (LINEAR8, products.PADDED_ROWS)
-"""By what its weight is made of, else by its rows."""
+"""Matched first by what makes the weight, then by its rows."""
 
 INT_MM = (Row("triton.int8.int_mm", chain("int_mm"), pays=_int_mm_pays, write=_int_mm, note="int8 product"),)

@@ -1,4 +1,4 @@
-"""Attention of few queries (decoding): one kernel that reads a cache once, however many query heads share its heads."""
+"""Attention of few queries (decoding): one kernel that reads a cache once for all query heads that share its heads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ REPEATS = 10
 
 
 def reason(op: OpView) -> str | None:
-    """Why this is no attention of few queries."""
+    """Return why this is no attention of few queries."""
     return not_few_queries(op, kernel.MOST_ROWS, kernel.DTYPES, kernel.LARGEST_DIM)
 
 
 def _of_one_cache(m: Match, c: Calls) -> Match | None:
-    """Keys and values as they are before they are repeated for every query head of a group, and what turns the queries."""
+    """Bind keys and values before they are repeated for the query heads of a group, and the rotary embedding of the queries."""
     op, ops = m.anchor, list[OpView]()
     key, value = (unrepeated(op.arg(n), c.graph, ops) for n in ("key", "value"))
     if spec_of(key).shape != spec_of(value).shape:
@@ -41,7 +41,7 @@ def _of_one_cache(m: Match, c: Calls) -> Match | None:
 
 
 def _pays(m: Match, c: Calls) -> bool:
-    """Whether the kernel is faster than torch's, where it was not fitted by a short measurement."""
+    """Return whether the kernel is faster than torch's; where it was not fitted, by a short measurement."""
     op = m.anchor
     specs = q, k, *_ = [spec_of(v) for v in (op.arg("query"), m["key"], op.arg("attn_mask")) if v is not None]
     if k.shape[2] < c.target.bounds.decode_keys:  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Sums in a graph, and those that are a bias of attention by the rows and columns of an image."""
+"""Find sums in a graph that are an attention bias decomposed into rows and columns of an image."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Shape = tuple[int, ...]
 
 
 def shape_of(value: Value) -> Shape:
-    """The shape of a tensor whose sizes are known."""
+    """Return the shape of a tensor whose sizes are known."""
     return spec_of(value).shape  # type: ignore[return-value]
 
 
 def made_for_one(value: Value, c: Calls) -> OpView | None:
-    """The op that makes a value which one op uses, once."""
+    """Return the op that makes a value, if one op uses the value, once."""
     return c.graph.producer(value) if c.graph.only_user(value) is not None else None
 
 
 def through(value: Value, c: Calls, ops: list[OpView]) -> Value:
-    """What a value is a reshaped copy of. The ops in between, used by nobody else, are noted."""
+    """Return the value that `value` is a reshaped copy of. Intermediate ops without other readers go into `ops`."""
     while (made := made_for_one(value, c)) is not None and made.op in RESHAPES:
         ops.append(made)
         value = next(made.inputs())
@@ -36,28 +36,28 @@ def through(value: Value, c: Calls, ops: list[OpView]) -> Value:
 
 
 def view(c: Calls, target: str, *args: Any) -> Ref:
-    """The result of a view op."""
+    """Return the result of a view op."""
     made = c.ctx.value(None)
     c.b.call(target, *args, out=made)
     return Ref(made.id)
 
 
 def fits(q: TensorSpec, c: Calls, image: tuple[int, int] | None = None) -> bool:
-    """Whether our kernel takes these heads, in inference: training needs what torch's own attention saves."""
+    """Return whether our kernel takes these heads, in inference: training needs what torch's own attention saves."""
     target = named(c.ctx.device.arch)
     return c.graph.phase == "infer" and kernel.fits(target, q.dtype, int(q.shape[-1]), image)  # type: ignore[arg-type]
 
 
 @dataclass
 class Sum:
-    """A value as a sum: `terms` with the shapes of the sums that they are broadcast to, and the `ops` that add up."""
+    """A value as a sum: `terms` with the shapes of the sums that they are broadcast to, and the `ops` that add them."""
 
     terms: list[tuple[Value, Shape]] = field(default_factory=list)
     ops: list[OpView] = field(default_factory=list)
 
 
 def summands(value: Value, c: Calls, found: Sum) -> Sum:
-    """Opens the sums that a value is, as far as nobody else reads them."""
+    """Expand a value into its summands, as long as partial sums have no other reader."""
     value = through(value, c, found.ops)
     made = made_for_one(value, c)
     operands = list(made.inputs()) if made is not None else []
@@ -86,7 +86,7 @@ class Positions:
 
 
 def positions(terms: Sequence[tuple[Value, Shape]], heads: int, queries: int, keys: int) -> Positions | None:
-    """Two terms as a decomposed bias of `heads` matrices of queries by keys."""
+    """Return two terms as a decomposed bias of `heads` matrices of queries by keys."""
     if len(terms) != 2 or terms[0][1] != terms[1][1] or len(terms[0][1]) < 4:
         return None
     frame = terms[0][1]
@@ -104,12 +104,12 @@ def positions(terms: Sequence[tuple[Value, Shape]], heads: int, queries: int, ke
 
 
 def summed(p: Positions, c: Calls) -> tuple[Ref | None, Ref | None]:
-    """rel_h [N, Qh, Qw, KH] and rel_w [N, Qh, Qw, KW]."""
+    """Return rel_h [N, Qh, Qw, KH] and rel_w [N, Qh, Qw, KW]."""
     return _relative(p.rel_h, -1, p.keys[0], p, c), _relative(p.rel_w, -2, p.keys[1], p, c)
 
 
 def _relative(value: Value, dim: int, size: int, p: Positions, c: Calls) -> Ref | None:
-    """A summand as [N, Qh, Qw, size], without the dimension `dim` (of size one)."""
+    """Return a summand as [N, Qh, Qw, size], without the dimension `dim` (of size one)."""
     made, rank = c.graph.producer(value), len(shape_of(value))
     if made is not None and made.op == "unsqueeze" and (made.arg("dim") - dim) % rank == 0:
         source = next(made.inputs())

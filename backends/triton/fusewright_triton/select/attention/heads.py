@@ -1,4 +1,4 @@
-"""Heads of attention where they lie: without the copies by which model code sorts queries, keys, values and results."""
+"""Read and write attention heads in place: without the copies by which model code reorders queries, keys, values and results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _VIEWS = frozenset({"view", "reshape", "permute", "transpose", "alias"})
 
 @dataclass(frozen=True)
 class Stack:
-    """Queries, keys and values as slices of one tensor [parts, B, H, L, D]: `at` says which.
+    """Queries, keys and values as slices of one tensor [parts, B, H, L, D]: `at` gives the index of each.
 
-    `ops` copy it to a dense one and take that apart, and are no longer needed by the attention.
+    `ops` copy it to a dense tensor and unbind that; the attention no longer needs them.
     """
 
     whole: Value
@@ -33,12 +33,12 @@ class Stack:
     ops: tuple[OpView, ...]
 
     def slices(self, c: Calls) -> list[Ref]:
-        """Query, key and value [B, H, L, D], as views."""
+        """Return query, key and value [B, H, L, D] as views."""
         return [view(c, "aten::select.int", c.b.any_strides(self.whole), 0, k) for k in self.at]
 
 
 def stack_of(query: Value, key: Value, value: Value, c: Calls, taken: list[OpView]) -> Stack | None:
-    """What query, key and value [N, L, D] (or [B, H, L, D]) are slices of. The views in between are noted as taken."""
+    """Return the tensor that query, key and value [N, L, D] (or [B, H, L, D]) are slices of. Views in between go into `taken`."""
     between: list[OpView] = []
     found = [_unbound(x, c, between) for x in (query, key, value)]
     if any(f is None or f[0] is not found[0][0] for f in found):  # type: ignore[index]
@@ -57,7 +57,7 @@ def stack_of(query: Value, key: Value, value: Value, c: Calls, taken: list[OpVie
 
 
 def _unbound(value: Value, c: Calls, between: list[OpView]) -> tuple[OpView, int] | None:
-    """The op that takes a tensor apart into this and others."""
+    """Return the unbind op that makes a value, and the value's index in it."""
     while (made := c.graph.producer(value)) is not None and made.op != "unbind":
         if made.op not in RESHAPES or c.graph.only_user(value) is None:
             return None
@@ -67,7 +67,7 @@ def _unbound(value: Value, c: Calls, between: list[OpView]) -> tuple[OpView, int
 
 
 def taken_apart(s: Stack | None, taken: Sequence[OpView], c: Calls) -> tuple[Claim, ...]:
-    """What copies of the slices only those that others than the attention (`taken`) read."""
+    """Copy only those slices that have readers besides the attention (`taken`)."""
     if s is None:
         return ()
     inside = {op.id for op in taken}
@@ -86,25 +86,25 @@ def _copies(s: Stack, wanted: Sequence[bool], c: Calls) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """A result [B, H, L, D] that is wanted as a dense [B, L, H * D], which `end` copies it to after `ops`."""
+    """A result [B, H, L, D] that is wanted as a dense [B, L, H * D], to which `end` copies it after `ops`."""
 
     lead: tuple[int, int]
     end: OpView
     ops: tuple[OpView, ...]
 
     def stride(self, length: int, dim: int) -> tuple[int, int, int, int]:
-        """The strides by which [B, H, L, D] is that dense tensor."""
+        """Return the strides that make [B, H, L, D] that dense tensor."""
         heads = self.lead[1]
         return (length * heads * dim, dim, heads * dim, 1)
 
     def write(self, made: Ref, c: Calls) -> None:
-        """The end of the copy, as a view of the result."""
+        """Emit the end of the copy as a view of the result."""
         rows = view(c, "aten::permute.default", made, (0, 2, 1, 3))
         c.b.call("aten::view.default", rows, shape_of(self.end.out), out=self.end.out, op=self.end)
 
 
 def result_of(out: Value, c: Calls) -> Result | None:
-    """Whether a result [N, L, D] or [B, H, L, D] is only copied to rows of all heads."""
+    """Match a result [N, L, D] or [B, H, L, D] that is only copied to rows of all heads."""
     chain: list[OpView] = []
     user = c.graph.only_user(out)
     while user is not None and user.op in _VIEWS:
@@ -140,7 +140,7 @@ def _applied(op: OpView, x: torch.Tensor) -> torch.Tensor:
 
 
 def base_of(transposed: Value, c: Calls, taken: list[OpView]) -> Value | None:
-    """[N, L, D] of which a value is the transpose [N, D, L]; the transpose is noted where nobody else reads it."""
+    """Return [N, L, D] of which a value is the transpose [N, D, L]; a transpose without other readers goes into `taken`."""
     made = c.graph.producer(transposed)
     if made is None or made.op not in ("transpose", "permute"):
         return None
@@ -157,8 +157,8 @@ def base_of(transposed: Value, c: Calls, taken: list[OpView]) -> Value | None:
 
 @dataclass(frozen=True)
 class Heads:
-    """Where the operands and the result of an attention lie; `ops` are taken for that. `lead` is (batch, heads), None while
-    [N, L, D] says all that is needed."""
+    """Where the operands and the result of an attention lie; it claims `ops` for that. `lead` is (batch, heads), or None where
+    [N, L, D] suffices."""
 
     stack: Stack | None
     result: Result | None
@@ -166,7 +166,7 @@ class Heads:
     ops: tuple[OpView, ...]
 
     def operands(self, values: Sequence[Value | Ref | None], c: Calls) -> list[Ref | None]:
-        """Query, key and value, [B, H, L, D] where batch and heads are told apart."""
+        """Return query, key and value, as [B, H, L, D] where batch and heads are known separately."""
         if self.stack is not None:
             return list(self.stack.slices(c))
         refs = [c.b.any_strides(x) if isinstance(x, Value) else x for x in values]
@@ -175,7 +175,7 @@ class Heads:
         return [view(c, "aten::unflatten.int", r, 0, self.lead) for r in refs]
 
     def write(self, op: OpView, target: str, args: Sequence[Any], c: Calls) -> None:
-        """`op.out` or what becomes of it, by a call of `args`, the strides of its result and the target's name."""
+        """Emit `op.out`, or what it is copied to, by a call of `args`, the strides of its result and the target's name."""
         out, arch = spec_of(op.out), c.ctx.device.arch
         if self.result is not None:
             length, dim = shape_of(op.out)[-2:]
@@ -190,7 +190,7 @@ class Heads:
 
 
 def heads_of(query: Value, key: Value | None, value: Value, out: Value, c: Calls) -> Heads:
-    """Of query, key and value [N, L, D] or [B, H, L, D] and a result of that form; no `key`: it lies in another way."""
+    """Find the heads of query, key, value and result, each [N, L, D] or [B, H, L, D]; `key` is None if it has another layout."""
     ops: list[OpView] = []
     stack = None if key is None else stack_of(query, key, value, c, ops)
     result = result_of(out, c)

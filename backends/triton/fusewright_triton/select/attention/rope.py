@@ -1,4 +1,4 @@
-"""Rotary embeddings in a graph: heads that are turned by an angle of their position (Su et al., RoFormer, 2021)."""
+"""Find rotary embeddings in a graph: heads rotated by an angle that depends on their position (Su et al., RoFormer, 2021)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fusewright_triton.select.calls import Calls, spec_of
 
 @dataclass(frozen=True)
 class Turned:
-    """`source` * `cos` + (its halves exchanged, the second one negated) * `sin`, all of one type; `ops` compute it, and nobody
-    else reads what is in between."""
+    """`source` * `cos` + (its halves exchanged, the second one negated) * `sin`, all of one type. `ops` compute it; their
+    intermediate values have no other reader."""
 
     source: Value
     cos: Value
@@ -34,7 +34,7 @@ _TURNED = p(
 
 
 def turned(value: Value, c: Calls) -> Turned | None:
-    """What a value [B, H, L, D] is, if it is turned so."""
+    """Return a value [B, H, L, D] as a rotary embedding, if it is one."""
     total = made_for_one(value, c)
     if total is None or spec_of(value).rank != 4:
         return None
@@ -46,7 +46,7 @@ def turned(value: Value, c: Calls) -> Turned | None:
 
 
 def _in_halves(found: Env) -> bool:
-    """Whether the slices are the halves of the last dimension."""
+    """Return whether the slices are the halves of the last dimension."""
     joined = found["joined"]
     dim = shape_of(joined.out)[-1]
     halves = dim % 2 == 0 and _is_slice(found["first"], 0, dim // 2) and _is_slice(found["second"], dim // 2, dim)
@@ -54,7 +54,7 @@ def _in_halves(found: Env) -> bool:
 
 
 def _is_slice(op: OpView, start: int, end: int) -> bool:
-    """Whether an op takes these columns."""
+    """Return whether an op takes these columns."""
     if op.op != "slice" or op.arg("dim") not in (-1, 3) or op.arg("step") != 1:
         return False
     columns = shape_of(op.arg("self"))[-1]
@@ -63,7 +63,7 @@ def _is_slice(op: OpView, start: int, end: int) -> bool:
 
 
 def _suits(v: object, whole: Value) -> bool:
-    """Whether it is of the whole's type, and broadcasts to it without its last dimension."""
+    """Return whether `v` has the whole's type and broadcasts to it without its last dimension."""
     if not isinstance(v, Value):
         return False
     a, b = spec_of(v), spec_of(whole)

@@ -1,4 +1,4 @@
-"""Torch's attention: which kernel computes it where it has a mask."""
+"""Choose which kernel computes torch's attention with a mask."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ REPEATS = 10
 
 
 def sdpa_reason(op: OpView) -> str | None:
-    """Why torch's own choice among its kernels is left alone."""
+    """Return why torch's own choice among its kernels is left alone."""
     if op.arg("attn_mask") is None:
         return "torch's own choice among its kernels is the fastest one"
     return None
 
 
 def _decomposed_mask(m: Match, c: Calls) -> Match | None:
-    """A mask of decomposed positions that nobody else reads never becomes a matrix."""
+    """Match a mask of decomposed positions that has no other reader; it is never materialized as a matrix."""
     op = m.anchor
     q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
     plain = q.rank == 4 and q.shape[:2] == k.shape[:2] and q.shape[-1] == v.shape[-1]
@@ -49,7 +49,7 @@ def _decomposed_mask(m: Match, c: Calls) -> Match | None:
 
 
 def slices_elsewhere(m: Match, ops: tuple[OpView, ...], c: Calls) -> tuple[Claim, ...]:
-    """What becomes of the copies that an attention no longer reads."""
+    """Claim the copies that an attention no longer reads."""
     return taken_apart(m["heads"].stack, ops, c)
 
 
@@ -67,14 +67,14 @@ def _has_mask(m: Match, c: Calls) -> bool:
 
 
 def _refused(mask: TensorSpec) -> bool:
-    """Masks whose last dimension is not dense: flash, memory-efficient and cuDNN attention all refuse those, and torch
-    would compute in fp32 products and a softmax."""
+    """Return whether a mask's last dimension is not dense: flash, memory-efficient and cuDNN attention all refuse such masks, and
+    torch would use fp32 products and a softmax."""
     return mask.rank > 0 and mask.stride[-1] != 1 and mask.shape[-1] != 1
 
 
 def _shared_mask(op: OpView, c: Calls) -> bool:
-    """Whether batches, heads or queries share a mask, so that reading it costs little, or keys are few: narrow heads of half
-    types are then faster in our kernel."""
+    """Return whether batches, heads or queries share a mask, which makes it cheap to read, or keys are few: for narrow heads of
+    half types our kernel is then faster."""
     q, k, mask = (spec_of(op.arg(n)) for n in ("query", "key", "attn_mask"))
     read = math.prod(n for n, step in zip(mask.shape, mask.stride, strict=True) if step != 0)  # type: ignore[misc]
     whole = math.prod(q.shape[:3]) * k.shape[2]  # type: ignore[arg-type, operator]
@@ -86,8 +86,8 @@ def _narrow(q: TensorSpec, c: Calls) -> bool:
 
 
 def _known_to_pay(op: OpView, refused: bool, c: Calls) -> bool:
-    """Where our kernel was always found faster than torch's first choice, or than that with a copy of the mask before it: small
-    steps of a mask cost little."""
+    """Return whether our kernel was always found faster than torch's first choice, or than that choice after a copy of the mask:
+    small strides of a mask cost little."""
     q, mask, fitted = spec_of(op.arg("query")), spec_of(op.arg("attn_mask")), c.target.fitted
     if fitted is None:
         return False
@@ -96,7 +96,7 @@ def _known_to_pay(op: OpView, refused: bool, c: Calls) -> bool:
 
 
 def _plain(op: OpView, c: Calls) -> bool:
-    """Whether our kernel computes this attention."""
+    """Return whether our kernel supports this attention."""
     q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
     if op.arg("dropout_p") or op.arg("is_causal") or not q.rank == k.rank == 4:
         return False
@@ -105,7 +105,7 @@ def _plain(op: OpView, c: Calls) -> bool:
 
 
 def _ours_takes(m: Match, c: Calls) -> bool:
-    """Whether our kernel may be the faster one."""
+    """Return whether our kernel may be the faster one."""
     op = m.anchor
     return _has_mask(m, c) and _plain(op, c) and (_refused(spec_of(op.arg("attn_mask"))) or _shared_mask(op, c))
 
@@ -116,7 +116,7 @@ def _ours_pays(m: Match, c: Calls) -> bool:
 
 
 def _copy_helps(m: Match, c: Calls) -> bool:
-    """Whether torch's kernels take the mask only when it is copied."""
+    """Return whether torch's kernels take the mask only after a copy."""
     out = spec_of(m.out)
     dense = out.stride == contiguous_strides(out.shape)  # type: ignore[arg-type]
     return _has_mask(m, c) and dense and _refused(spec_of(m.anchor.arg("attn_mask")))
@@ -130,7 +130,7 @@ def _masked(m: Match, c: Calls) -> None:
 
 
 def _with_dense_mask(m: Match, c: Calls) -> None:
-    """A mask made of constants is copied once, when the plan is first run."""
+    """Copy the mask; one made of constants is copied once, when the plan first runs."""
     op = m.anchor
     mask: Value = op.arg("attn_mask")
     spec = spec_of(mask)
@@ -139,7 +139,7 @@ def _with_dense_mask(m: Match, c: Calls) -> None:
     c.b.append(clone)
     given = c.b.resolved(op)
     place = op.argnames.index("attn_mask")
-    # torch's choice among its kernels decides the strides, and it is another one than for the mask as it was
+    # torch's choice among its kernels decides the strides, and it differs from the choice for the original mask
     made = c.ctx.value(None)
     args = (*given.args[:place], dense, *given.args[place + 1 :])
     c.b.append(c.ctx.aten(replace(given, args=args, outs=(made, *given.outs[1:]))))
@@ -147,7 +147,7 @@ def _with_dense_mask(m: Match, c: Calls) -> None:
 
 
 def _pays(op: OpView, refused: bool, c: Calls) -> bool:
-    """Whether our kernel is faster than torch's (with a dense copy of a mask that it refuses), by a short measurement."""
+    """Return whether our kernel beats torch's (with a dense copy of a mask that it refuses), by a short measurement."""
     if c.ctx.device.simulated:
         return True
     specs = [spec_of(op.arg(n)) for n in ("query", "key", "value", "attn_mask")]
@@ -161,7 +161,7 @@ def _pays(op: OpView, refused: bool, c: Calls) -> bool:
 
 
 def samples(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Tensors of these types, to measure with."""
+    """Return tensors of these types to measure with."""
     return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(1) for s in specs]  # type: ignore[arg-type]
 
 
@@ -203,4 +203,4 @@ ROWS = (
         note="attention with a dense mask",
     ),
 )  # fmt: skip
-"""Of attention with a mask: by our kernel where it is faster; a mask that torch's kernels refuse is else copied."""
+"""Rows of attention with a mask: our kernel where it is faster; otherwise a mask that torch's kernels refuse is copied."""

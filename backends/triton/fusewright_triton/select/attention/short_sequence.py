@@ -10,7 +10,7 @@ from fusewright_triton.select.calls import Calls, spec_of
 
 
 def reason(op: OpView) -> str | None:
-    """Why this is no attention over few keys, by what a graph says of it."""
+    """Return why this is no attention over few keys, as far as the graph tells."""
     specs = q, k, v = [spec_of(op.arg(n)) for n in ("query", "key", "value")]
     if not all(s.static and s.rank == 4 and 0 not in s.shape for s in specs):
         return "symbolic, empty, or not [B, H, L, D]"
@@ -20,7 +20,7 @@ def reason(op: OpView) -> str | None:
     if scale is not None and not scale > 0:
         return "a scale that is not positive"
     queries, dim, keys = q.shape[2], q.shape[3], k.shape[2]
-    # with all of them a library's kernel has nothing to pad, and is as fast
+    # at the full length a library's kernel has no padding to do, and is as fast
     if keys >= kernel.MOST_KEYS or 2 * queries < kernel.ROWS or dim > kernel.LARGEST_DIM or dim % 8:  # type: ignore[operator]
         return "many keys, few queries or a wide head"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in kernel.DTYPES:
@@ -31,7 +31,7 @@ def reason(op: OpView) -> str | None:
 
 
 def _enough(m: Match, c: Calls) -> bool:
-    """Whether the device has what the kernel is built on, and the graph heads for enough of its multiprocessors."""
+    """Return whether the device has the kernel's features, and the graph enough heads for the device's multiprocessors."""
     t, out = c.target, spec_of(m.out)
     batch, heads = out.shape[:2]
     if t.matrix != "wgmma" or t.fitted is None or c.graph.phase != "infer":

@@ -33,7 +33,7 @@ _MOVES = RESHAPES | {"expand"}
 
 
 def reason(op: OpView) -> str | None:
-    """Only over the last dimension of scores."""
+    """Accept only a softmax over the last dimension of scores."""
     x = spec_of(op.arg("self"))
     return None if x.rank >= 3 and op.arg("dim") in (-1, x.rank - 1) else "not over the last dimension of scores"
 
@@ -42,8 +42,8 @@ def reason(op: OpView) -> str | None:
 class Spelled:
     """weights = softmax(query [N, Q, D] @ key [N, D, K] * scale + terms); `product` = weights @ value [N, K, D].
 
-    `terms` are summands with the shapes that they are broadcast to, `scores` that of the product of queries and keys.
-    `hidden` says where a score became -inf. `ops` compute it, and nobody else reads what is in between.
+    `terms` are summands with the shapes that they are broadcast to, `scores` the shape of the product of queries and keys.
+    `hidden` marks scores set to -inf. `ops` compute all of it; their intermediate values have no other reader.
     """
 
     product: OpView
@@ -62,12 +62,12 @@ def _whole_matrices(op: OpView, m: Match, c: Calls) -> bool:
 
 
 def _weighs(op: OpView, m: Match, c: Calls) -> bool:
-    """A product of the softmax's result with values."""
+    """Match a product of the softmax's result with values."""
     return bool(op.arg("self") == m.out)
 
 
 def _spelled(m: Match, c: Calls) -> Spelled | None:
-    """The whole attention around a softmax and the product behind it."""
+    """Match the whole attention around a softmax and the product behind it."""
     product, ops = m.last, list(m.ops)
     if c.graph.phase != "infer":
         return None
@@ -93,7 +93,7 @@ def _spelled(m: Match, c: Calls) -> Spelled | None:
 
 
 def _of_positions(m: Match, c: Calls) -> Match | None:
-    """With a bias by rows and columns of keys."""
+    """Match a bias decomposed into rows and columns of keys."""
     s = _spelled(m, c)
     if s is None or s.hidden:
         return None
@@ -107,7 +107,7 @@ def _of_positions(m: Match, c: Calls) -> Match | None:
 
 
 def _of_mask(m: Match, c: Calls) -> Match | None:
-    """With a mask, or nothing, added."""
+    """Match an added mask, or none."""
     s = _spelled(m, c)
     if s is None or len(s.terms) + (s.hidden is not None) > 1:
         return None
@@ -124,12 +124,12 @@ def _of_mask(m: Match, c: Calls) -> Match | None:
 
 
 def _same_matrices(a: Value, b: Value) -> bool:
-    """Whether two tensors hold as many matrices of one size."""
+    """Return whether two tensors hold equally many matrices of one size."""
     return shape_of(a)[-2:] == shape_of(b)[-2:] and math.prod(shape_of(a)) == math.prod(shape_of(b))
 
 
 def _uncast(value: Value, c: Calls, ops: list[OpView]) -> Value:
-    """What a value is a wider copy of."""
+    """Return the value that `value` is a wider copy of."""
     made = made_for_one(value, c)
     if made is None or made.op != "cast":
         return value
@@ -138,7 +138,7 @@ def _uncast(value: Value, c: Calls, ops: list[OpView]) -> Value:
 
 
 def _unhidden(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, Value | None]:
-    """What a value is with some scores hidden, and which."""
+    """Return a value before some of its scores were hidden, and the mask of the hidden ones."""
     made = made_for_one(value, c)
     if made is None or made.op != "masked_fill" or made.arg("value") != -math.inf:
         return value, None
@@ -147,7 +147,7 @@ def _unhidden(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, Value |
 
 
 def _scaled(value: Value, c: Calls, ops: list[OpView]) -> tuple[Value, float]:
-    """What a value is the multiple of, and how much of it."""
+    """Return the value that `value` is a multiple of, and the factor."""
     made = made_for_one(value, c)
     if made is None or made.op not in ("mul", "div"):
         return value, 1.0
@@ -167,11 +167,11 @@ def _with_positions(m: Match, c: Calls) -> None:
     where.write(s.product, kernel.DECOMPOSED, [*operands, *decomposed_bias.summed(m["bias"], c), s.scale], c)
 
 
-# ---------------------------------------------------------------- with a mask, or nothing, added
+# ---------------------------------------------------------------- with an added mask, or none
 
 
 def _lead(s: Spelled, n: int, queries: int, keys: int) -> tuple[int, int] | None:
-    """Batch and heads, as the scores are added to the mask; None when these are no matrices of queries by keys."""
+    """Return batch and heads as in the sum of scores and mask; None when these are no matrices of queries by keys."""
     frame = s.terms[0][1] if s.terms else s.scores
     if frame[-2:] != (queries, keys) or len(frame) not in (3, 4) or math.prod(frame[:-2]) != n:
         return None
@@ -179,7 +179,7 @@ def _lead(s: Spelled, n: int, queries: int, keys: int) -> tuple[int, int] | None
 
 
 def _split(value: Value, lead: Shape, c: Calls) -> tuple[Value, list[OpView]]:
-    """A stack of matrices as [B, H, ...] where it was made of that, and the copies and views in between; else itself."""
+    """Return a stack of matrices as [B, H, ...] if it was made of that, and the copies and views in between; else itself."""
     between: list[OpView] = []
     at = value
     while (made := made_for_one(at, c)) is not None and made.op in _MOVES:
@@ -203,7 +203,7 @@ def _with_mask(m: Match, c: Calls) -> None:
 
 
 def _mask(s: Spelled, c: Calls) -> tuple[Ref | None, Value | None]:
-    """The mask that the kernel reads, and what it is made of. One of weights is made once."""
+    """Return the mask that the kernel reads, and its source value. A mask of weights is made once."""
     if s.hidden is None:
         return (c.b.any_strides(s.terms[0][0]), s.terms[0][0]) if s.terms else (None, None)
     make = c.b.prepare if c.is_const(s.hidden) else partial(view, c)
@@ -228,4 +228,4 @@ ROWS = (
         "triton.attention.unfused", _SOFTMAX, extend=_of_mask, write=_with_mask, note="attention, by our kernel"
     ),
 )  # fmt: skip
-"""Of attention around a softmax."""
+"""Rows of attention around a softmax."""
