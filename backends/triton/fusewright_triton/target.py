@@ -42,7 +42,7 @@ class Thresholds:
     narrow_tiles: float
     """Time of two full tiles of 128 x 128 divided by that of one of 128 x 256."""
     padded_results: int
-    """The least results for which a width that suits no fast kernel is padded: the copy back must be cheaper than the slow kernel."""
+    """The least results for which a width that suits no fast kernel is padded: the copy back must cost less than that kernel."""
     sibling_weights: int
     """The most elements of concatenated weights: they are a second copy, and large products gain nothing."""
     gemv_rows: int

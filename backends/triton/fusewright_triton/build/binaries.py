@@ -1,4 +1,4 @@
-"""Kernels as machine code: what is asked of the compiler, and what is kept of its answer."""
+"""Kernels as machine code: requests to the compiler, and what is kept of its answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fusewright_triton.target import Target
 
 
 class Variant(NamedTuple):
-    """What a binary may assume: `aligned` all addresses are multiples of 16 bytes, `even` all sizes are multiples
-    of 16; `wide` offsets may need 64 bits."""
+    """The assumptions of a binary: `aligned`, all addresses are multiples of 16 bytes; `even`, all sizes are multiples
+    of 16; `wide`, offsets may need 64 bits."""
 
     wide: bool = False
     aligned: bool = True
@@ -27,8 +27,8 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """One function's machine code. `listing` is the assembly text where it was built here, "" when loaded. `descriptors`
-    has what the driver is told of each tensor descriptor among the parameters."""
+    """One function's machine code. `listing` is the assembly text if it was built here, "" if loaded. `descriptors`
+    holds the driver's settings for each tensor descriptor among the parameters."""
 
     name: str
     code: bytes
@@ -40,7 +40,7 @@ class Binary:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A kernel under a configuration, to be built."""
+    """A kernel to build, with its configuration."""
 
     kernel: Kernel
     config: Config
@@ -61,7 +61,7 @@ class Built:
 
 
 def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
-    """What `compiler.build` takes."""
+    """Return the request that `compiler.build` takes."""
     aligned = [p.name for p in source.parameters if p.pointer and (variant.aligned or p.kind != "buffer")]
     aligned += [p.name for p in source.parameters if p.kind == "size" and variant.even]
     return {
@@ -75,14 +75,14 @@ def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
 
 
 def build(wanted: Sequence[Wanted], target: Target) -> list[Built]:
-    """Builds kernels in parallel, in the order given. `workers.BuildError` when Triton fails on one."""
+    """Build kernels in parallel; results keep the order of `wanted`. Raise `workers.BuildError` when Triton fails on one."""
     sources = [w.source() for w in wanted]
     answers = build_all(_requests(wanted, sources, target))
     return [_built(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
 
 
 def build_each(wanted: Sequence[Wanted], target: Target) -> list[Built | BuildError]:
-    """As `build`, but a kernel that fails gives its error and the others are built."""
+    """Like `build`, but a kernel that fails gives its error and the others are built."""
     sources = [w.source() for w in wanted]
     answers = workers.build_each(_requests(wanted, sources, target))
     return [
@@ -100,7 +100,7 @@ def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) 
 
 
 def binary(data: Mapping[str, Any], name: str = "") -> Binary:
-    """What the compiler answered for a function, by its own name or this one."""
+    """Return the compiler's answer for a function as a binary, under its own name or `name`."""
     code = base64.b64decode(data["code"])
     made = name or data["name"], code, data["shared"], data["threads"], data.get("listing", "")
     return Binary(*made, tuple(data.get("descriptors", ())))

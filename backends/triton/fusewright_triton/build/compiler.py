@@ -1,14 +1,14 @@
-"""From source text to machine code, with Triton. No GPU and no driver is needed.
+"""Compile source text to machine code with Triton. No GPU and no driver is needed.
 
-This file imports nothing but the standard library and Triton, because it is also the program of the worker
+This file imports only the standard library and Triton, because it is also the program of the worker
 processes: `python compiler.py` reads one request per line from its input (JSON) and answers each with a line.
 A worker starts in the time that `import triton` takes.
 
 A request is {"text" or "module" (a file of kernels/), "functions": [names], "signature": {parameter: Triton type},
 "aligned": [parameters whose value is a multiple of 16], "options", "target": [backend, arch, lanes]} and, for
-parameters that Triton knows when it compiles, "constants": {parameter: value}; the answer is {"binaries":
-[{"name", "code" (base64), "shared", "threads", "listing", "descriptors"}]} or {"error": text}. "descriptors" has what
-the driver is told of each tensor descriptor; it is empty where descriptors are pointers, sizes and strides.
+parameters that are compiled in, "constants": {parameter: value}; the answer is {"binaries":
+[{"name", "code" (base64), "shared", "threads", "listing", "descriptors"}]} or {"error": text}. "descriptors" holds
+the driver's settings for each tensor descriptor; it is empty where descriptors are pointers, sizes and strides.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 
 IDLE_SECONDS = 180.0
 LISTINGS = {"cuda": "ptx", "hip": "amdgcn"}
-"""What Triton calls the assembly text."""
+"""Triton's names of the assembly text."""
 CODE = {"cuda": "cubin", "hip": "hsaco"}
 ALWAYS = {"enable_fp_fusion": True}
-"""Options of every kernel. Multiplications and additions become one instruction: Triton 3.9 says that 3.10 will not by itself."""
+"""Options of every kernel. Fuse multiplications and additions: Triton 3.9 announces that 3.10 will not do so by default."""
 
 
 def load(text: str, names: Mapping[str, Any]) -> ModuleType:
-    """Emitted source as a module without a file, with `names` in place of what its import lines would bring.
+    """Return emitted source as a module without a file, with `names` in place of its imports.
 
     Triton reads the text of functions back through `linecache`."""
     body = [("" if line.startswith(("import ", "from ")) else line) for line in text.splitlines()]
@@ -47,7 +47,7 @@ def load(text: str, names: Mapping[str, Any]) -> ModuleType:
 
 
 def _imported(name: str) -> ModuleType:
-    """A module of this package. Where the package itself is not there, its __init__ is left out: it imports torch."""
+    """Return a module of this package. If the package itself is not importable, skip its __init__, which imports torch."""
     folder = Path(__file__).parents[1]
     for part in ("", "emit", "kernels"):
         package = f"fusewright_triton.{part}".rstrip(".")
@@ -59,7 +59,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def build(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The binaries of a request, one per function. Raises what Triton raises."""
+    """Return the binaries of a request, one per function. Triton's exceptions pass through."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -94,7 +94,7 @@ def _emitted(text: str) -> ModuleType:
 
 
 def _source(function: Any, request: Mapping[str, Any]) -> Any:
-    """A function as the compiler takes it: of Triton, or of Gluon, whose descriptors have layouts."""
+    """Return a function in the form that the compiler takes: Triton's, or Gluon's, whose descriptors have layouts."""
     from triton.compiler import ASTSource
 
     signature, constants = request["signature"], request.get("constants", {})
@@ -107,7 +107,7 @@ def _source(function: Any, request: Mapping[str, Any]) -> Any:
 
 
 def _with_layout(described: str) -> str:
-    """The type of a descriptor with Gluon's usual layout of such a block in shared memory; other types as they are."""
+    """Return the type of a descriptor with Gluon's default shared memory layout of such a block; other types unchanged."""
     if not described.startswith("tensordesc"):
         return described
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -124,8 +124,8 @@ def _attributes(signature: Mapping[str, str], aligned: Sequence[str]) -> dict[tu
 
 
 def main() -> None:
-    """The loop of a worker. It ends with its parent, or when it is asked nothing for some minutes. What it is started with is
-    built first, for nobody."""
+    """Run the loop of a worker. It ends with its parent, or after some minutes without a request. A request on its command
+    line is built first, as a warm-up, and not answered."""
     import triton.compiler  # noqa: F401 (while the parent is still busy)
 
     for first in sys.argv[1:]:
@@ -137,7 +137,7 @@ def main() -> None:
         try:
             answer: dict[str, Any] = {"binaries": build(json.loads(line))}
         except Exception as e:
-            # whatever Triton finds wrong goes to the parent, which raises it there
+            # the parent raises whatever error Triton reports
             answer = {"error": f"{type(e).__name__}: {e}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a kernel's machine code takes of a multiprocessor, read from the code itself: no GPU and no driver is asked.
+"""The multiprocessor resources that a kernel's machine code uses, read from the code itself without a GPU or a driver.
 
 NVIDIA: section `.nv.info` of the cubin, which the CUDA binary utilities print (`cuobjdump -elf`). AMD: the metadata of the
 code object, as LLVM's AMDGPU usage guide defines it.
@@ -21,8 +21,8 @@ _WITH_VALUE = 4
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers of one thread (32 bits each), bytes of a thread's memory off the chip (what does not fit in registers is
-    there), bytes of shared memory (LDS) of one block."""
+    """Registers of one thread (32 bits each), bytes of a thread's local memory (off the chip, for registers that spill),
+    bytes of shared memory (LDS) of one block."""
 
     registers: int
     scratch: int
@@ -30,12 +30,12 @@ class Resources:
 
 
 def resources(b: Binary, t: Target) -> Resources:
-    """Of a binary that was built here: ValueError for one without the facts (one from the cache has no listing)."""
+    """Read the resources of a binary. Raise ValueError for one without them (one from the cache has no listing)."""
     return _nvidia(b) if t.triton == "cuda" else _amd(b)
 
 
 def over_limits(b: Binary, t: Target) -> list[str]:
-    """What of a binary exceeds its target, in words; empty when it can be launched."""
+    """Describe each limit of the target that a binary exceeds; empty when it can be launched."""
     used = resources(b, t)
     facts = {
         f"{b.threads} threads in a block": (b.threads, 1024),
@@ -56,7 +56,7 @@ def _nvidia(b: Binary) -> Resources:
             form, attribute, size = struct.unpack_from("<BBH", data, at)
             at += 4
             if form == _WITH_VALUE:
-                if attribute in (_REGISTERS, _FRAME):  # one for each function; the kernel's own includes its callees
+                if attribute in (_REGISTERS, _FRAME):  # one per function; the kernel's own includes its callees
                     _, value = struct.unpack_from("<II", data, at)
                     found[attribute] = max(found.get(attribute, 0), value)
                 at += size
@@ -66,7 +66,7 @@ def _nvidia(b: Binary) -> Resources:
 
 
 def _sections(code: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of an ELF64 file's sections."""
+    """Yield names and contents of an ELF64 file's sections."""
     (table,) = struct.unpack_from("<Q", code, 0x28)
     count, names = struct.unpack_from("<HH", code, 0x3C)
     headers = [struct.unpack_from("<IIQQQQ", code, table + 64 * i) for i in range(count)]
@@ -83,6 +83,6 @@ def _amd(b: Binary) -> Resources:
             raise ValueError(f"{b.name}: the code object does not say its {name}")
         return int(found[1])
 
-    # Triton asks for LDS at the launch; what the code object has beside it is fixed
+    # Triton requests LDS at launch; the code object's own is fixed
     shared = max(b.shared, field("group_segment_fixed_size"))
     return Resources(field("vgpr_count"), field("private_segment_fixed_size"), shared)

@@ -1,4 +1,4 @@
-"""Builds kernels in several processes: Triton's compiler holds Python's lock for most of its time."""
+"""Build kernels in several processes: Triton's compiler holds Python's lock for most of its time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Request = Mapping[str, Any]
 Answer = list[dict[str, Any]]
 
 ALONE = 4
-"""Up to this many kernels are built in this process where no worker is there: a worker must first import Triton."""
+"""Up to this many kernels are built in this process when no worker is running: a worker must first import Triton."""
 MOST = 16
 
 AHEAD, FOR_EACH = 8, 2
-"""Workers at most that are started before it is known what is to be built, and processors for each. With four of them on an
+"""The most workers that are started before it is known what to build, and processors per worker. With four of them on an
 H100's 16 cores BERT's first call took 2.98 s instead of 3.54."""
 
 FIRST: Request = {
@@ -35,7 +35,7 @@ FIRST: Request = {
     "aligned": [],
     "options": {},
 }
-"""What such a worker builds while it is not asked for anything: with the first kernel, Triton hashes its own files (0.3 s)."""
+"""The throwaway kernel that warms up such a worker: with its first kernel, Triton hashes its own files (0.3 s)."""
 
 
 class BuildError(RuntimeError):
@@ -43,14 +43,14 @@ class BuildError(RuntimeError):
 
 
 class Ended(BuildError):
-    """A worker ended before it answered: it was idle for long, ran out of memory, or Triton crashed."""
+    """A worker ended before it answered: it was idle for too long, ran out of memory, or Triton crashed."""
 
 
 class Worker:
     """One process. It lives as long as this process, and builds one kernel at a time."""
 
     def __init__(self, first: Request | None = None) -> None:
-        """`first` is built, for nobody, before what it is asked for."""
+        """`first` is built as a warm-up, before any request."""
         program = Path(compiler.__file__)
         # -P: the folder of compiler.py must not hide top-level modules of the same names
         self.process = subprocess.Popen(
@@ -79,7 +79,7 @@ class Worker:
         return found
 
     def close(self) -> None:
-        """Ends it at once: one that is not asked for anything may still be getting ready."""
+        """End the process at once: an idle worker may still be warming up."""
         self.process.terminate()
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it ended by itself, with a request unread
@@ -98,11 +98,11 @@ class Pool:
         atexit.register(self.close)
 
     def submit(self, request: Request) -> Future[Answer]:
-        """Has it built beside what this process does next."""
+        """Build in the background while this process goes on."""
         return self.threads.submit(self.build, request)
 
     def build(self, request: Request) -> Answer:
-        """By a worker that is there, else by a new one; by a new one too where the first ends over it."""
+        """Build with a free worker, else with a new one. If the first worker ends during the build, retry with a new one."""
         worker = self._alive()
         if worker is not None:
             with contextlib.suppress(Ended):
@@ -121,13 +121,13 @@ class Pool:
                     self.free.append(worker)
 
     def warm_up(self, target: Sequence[int | str]) -> None:
-        """Has a few workers afterwards, which get Triton ready for a target while this process does something else."""
+        """Start a few workers, which prepare Triton for a target while this process does something else."""
         with self.lock:
             more = min(AHEAD, processors() // FOR_EACH - 1) - len(self.free) - self.busy
             self.free += [Worker({**FIRST, "target": target}) for _ in range(more)]
 
     def _alive(self) -> Worker | None:
-        """A free worker; one that was ended from outside (for want of memory, say) is dropped."""
+        """Return a free worker; drop those that were killed from outside (when memory ran out, say)."""
         with self.lock:
             while self.free:
                 worker = self.free.pop()
@@ -136,7 +136,7 @@ class Pool:
         return None
 
     def close(self) -> None:
-        """Ends the workers; the next build starts new ones."""
+        """End the workers; the next build starts new ones."""
         with self.lock:
             workers, self.free = self.free, []
         for w in workers:
@@ -145,26 +145,26 @@ class Pool:
 
 @functools.cache
 def pool() -> Pool:
-    """The pool of this process."""
+    """Return the pool of this process."""
     return Pool()
 
 
 def processors() -> int:
-    """How many processes may build at once: FUSEWRIGHT_TRITON_WORKERS, or what this process may run on."""
+    """Return how many processes may build at once: FUSEWRIGHT_TRITON_WORKERS, or the number of usable processors."""
     told = os.environ.get("FUSEWRIGHT_TRITON_WORKERS")
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(int(told) if told else have, MOST))
 
 
 def build_all(requests: Sequence[Request]) -> list[Answer]:
-    """Answers in the order of the requests. Raises `BuildError` for the first that fails."""
+    """Return answers in the order of the requests. Raise `BuildError` for the first that fails."""
     if not requests or processors() == 1 or (len(requests) <= ALONE and not (pool().free or pool().busy)):
         return [_here(r) for r in requests]
     return [answer.result() for answer in [pool().submit(r) for r in requests]]
 
 
 def build_each(requests: Sequence[Request]) -> list[Answer | BuildError]:
-    """Answers in the order of the requests, all from workers; a request that fails gives its error."""
+    """Return answers in the order of the requests, all from workers; a request that fails gives its error."""
 
     def one(answer: Future[Answer]) -> Answer | BuildError:
         try:

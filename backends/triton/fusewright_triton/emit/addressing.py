@@ -10,7 +10,7 @@ from fusewright.toolkit.ir.index import DivMod, Index
 
 
 def extent_text(e: Extent, names: Mapping[Atom, str]) -> str:
-    """A size as an expression over the kernel's size parameters."""
+    """Return a size as an expression over the kernel's size parameters."""
     if not isinstance(e, SizeExpr):
         return str(e)
     text = ""
@@ -24,7 +24,7 @@ def extent_text(e: Extent, names: Mapping[Atom, str]) -> str:
 
 
 def atom(text: str) -> str:
-    """`text` in parentheses unless it binds tightly already."""
+    """Return `text`, in parentheses unless it already binds tightly."""
     return text if _WORD.fullmatch(text) or _call(text) else f"({text})"
 
 
@@ -32,7 +32,7 @@ _WORD = re.compile(r"[\w.]+|\d[\d.]*e[-+]\d+")
 
 
 def _call(text: str) -> bool:
-    """Whether `text` is one call, `f(...)`, whose parenthesis closes at the very end."""
+    """Return whether `text` is one call, `f(...)`, whose parenthesis closes at the very end."""
     start = text.find("(")
     if start <= 0 or not text.endswith(")") or not text[:start].replace("_", "").replace(".", "").isalnum():
         return False
@@ -45,7 +45,7 @@ def _call(text: str) -> bool:
 
 
 class Addresses:
-    """Writes indices. `axis` gives the text of an axis; `value` that of an i64 SSA value used as an index."""
+    """Prints indices. `axis` returns the text of an axis, `value` that of an i64 SSA value used as an index."""
 
     def __init__(self, names: Mapping[Atom, str], axis: Callable[[int], str], value: Callable[[int], str]) -> None:
         self.names, self.axis, self.value = names, axis, value
@@ -54,7 +54,7 @@ class Addresses:
         return extent_text(e, self.names)
 
     def index(self, ix: Index) -> str:
-        """The element offset of an access; "0" when it is the first element."""
+        """Return the element offset of an access; "0" for the first element."""
         terms = [self._scaled(self.axis(a), c) for a, c in ix.coefs]
         terms += [self._scaled(self._divmod(d), d.stride) for d in ix.divmods]
         terms += [self._scaled(self.value(i.value), i.stride) for i in ix.indirect]

@@ -1,8 +1,8 @@
-"""Loop kernels as Triton source text.
+"""Print loop kernels as Triton source text.
 
 One kernel gives one function, or one per pass over the row when several programs share a row ("split"): each
-pass leaves its partial reductions in a workspace, and the next function combines them. Nothing is
-accumulated with atomics but what the kernel itself stores so, hence results do not depend on scheduling.
+pass leaves its partial reductions in a workspace, and the next function combines them. Atomics are used only for
+stores that the kernel itself accumulates, hence results do not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Triton source of a kernel. `workspace` gives type and element count of each `part` parameter; `warps` goes
-    to the compiler. `wide` says that offsets are 64 bits: sizes are passed as 64-bit integers then."""
+    """Triton source of a kernel. `workspace` gives type and element count of each `part` parameter; `warps` is passed
+    to the compiler. `wide` means 64-bit offsets; sizes are then passed as 64-bit integers."""
 
     text: str
     functions: tuple[Function, ...]
@@ -76,11 +76,11 @@ class Source:
 def emit(
     kernel: Kernel, config: Config, wide: bool | None = None, check_division: bool = False, name: str | None = None
 ) -> Source:
-    """Source of `kernel` under `config`.
+    """Print `kernel` under `config`.
 
     `wide=None` decides from sizes: static ones, or the hints of symbolic ones. With `check_division`, integer
-    division by zero is reported in the error flag, as eager does on the CPU but not on GPUs. Raises
-    `Unsupported` when Triton cannot do it.
+    division by zero is reported in the error flag, as eager does on the CPU but not on GPUs. Raise
+    `Unsupported` when Triton cannot express the kernel.
     """
     if wide is None:
         wide = offsets_bound(kernel, kernel.hints) >= WIDE
@@ -114,7 +114,7 @@ def _function(name: str, parameters: Sequence[Parameter], lines: Sequence[str]) 
 
 
 def _segments(layout: Layout) -> list[tuple[int, int]]:
-    """Ranges of stages: each ends with a pass that has reductions, the last one with the kernel."""
+    """Return ranges of stages: each ends with a pass that has reductions, the last one with the kernel."""
     out, first, stages = [], 0, layout.kernel.stages
     for k, s in enumerate(stages):
         if any(n.op == "reduce" for n in layout.roots(s)):
@@ -157,7 +157,7 @@ def _workspace(kernel: Kernel, config: Config) -> tuple[tuple[DType, Extent], ..
 
 
 def _reports(kernel: Kernel, check_division: bool) -> bool:
-    """Whether the kernel can fail."""
+    """Return whether the kernel can fail."""
     types = {n.id: n.dtype for n in kernel.nodes()}
     return any(
         n.op == "bound" or (check_division and n.op in DIVISIONS and is_int(types[n.args[0]])) for n in kernel.nodes()

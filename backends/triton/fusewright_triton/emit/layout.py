@@ -1,4 +1,4 @@
-"""The blocks of one program: which axes lie along which block dimension, and the names of it all."""
+"""The blocks of one program: which axes each block dimension holds, and the names in the emitted text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Dim:
     """A block dimension: `block` neighbouring points of the flattened `axes`, whose sizes multiply to `size`.
 
     `var` holds the flattened position, `const` names the block size, `mask` the variable that says which
-    positions exist (None: all do). A dimension of P with block 1 is no dimension of the blocks, `var` is a
-    number then.
+    positions exist (None: all do). A dimension of P with block 1 does not appear in block shapes; its `var` is
+    then a scalar.
     """
 
     var: str
@@ -34,7 +34,7 @@ class Dim:
 
 @dataclass(slots=True)
 class Layout:
-    """What all programs of a kernel share."""
+    """The layout that all programs of a kernel share."""
 
     kernel: Kernel
     config: Config
@@ -49,21 +49,21 @@ class Layout:
     stage_of: dict[int, int]
     rowwise: frozenset[int] = field(default_factory=frozenset)
     online: dict[int, int] = field(default_factory=dict)
-    """Sums that are taken in the pass of a maximum (see `online`); none where rows are held."""
+    """Sums that are computed in the pass of a maximum (see `online`); none where rows are held."""
 
     together: int | None = None
-    """Neighbours in a row that every access can move at once, where that is less than a lane could (see `_together`)."""
+    """Neighbours in a row that every access can move at once, if that is less than a lane could (see `_together`)."""
 
     @property
     def vectors(self) -> list[Dim]:
         return [d for d in self.dims if d.vector]
 
     def passes_row(self, stage: Stage) -> bool:
-        """Whether a stage goes over the row, for a store or a reduction of its own."""
+        """Return whether a stage passes over the row, for a store or a reduction of its own."""
         return stage.over == "PR" and bool(self.roots(stage))
 
     def roots(self, stage: Stage) -> list[Node]:
-        """What a stage exists for."""
+        """Return the nodes that a stage is there to compute: its stores and reductions."""
         return [n for n in stage.nodes if n.op in ("store", "reduce") and n.id not in self.online]
 
     @property
@@ -71,42 +71,42 @@ class Layout:
         return len(self.vectors)
 
     def vector_names(self, over_row: bool) -> frozenset[str]:
-        """Block dimensions of a stage over P (or over P and R)."""
+        """Return the block dimensions of a stage over P (or over P and R)."""
         return frozenset(d.var for d in self.vectors if over_row or d is not self.row)
 
     def shape(self, dims: Iterable[str]) -> str:
-        """The block shape of a value that varies along `dims`, e.g. "[XB, 1]"; "()" for a number."""
+        """Return the block shape of a value that varies along `dims`, e.g. "[XB, 1]"; "()" for a number."""
         have = set(dims)
         if not self.rank or (self.rank == 1 and not have):
             return "()"
         return f"[{', '.join(d.const if d.var in have else '1' for d in self.vectors)}]"
 
     def spread(self, dim: Dim) -> str:
-        """The subscript that turns a 1-D range into this dimension of a block."""
+        """Return the subscript that turns a 1-D range into this dimension of a block."""
         if self.rank < 2:
             return ""
         at = self.vectors.index(dim)
         return f"[{', '.join(':' if i == at else 'None' for i in range(self.rank))}]"
 
     def lanes(self) -> str:
-        """Positions along the row, from 0 on."""
+        """Return positions along the row, starting at 0."""
         if self.row is None:
             raise ValueError("the kernel has no row")
         text = f"tl.arange(0, {self.row.const}){self.spread(self.row)}"
         return text if self.together is None or self.rank > 1 else f"tl.max_contiguous({text}, {self.together})"
 
     def row_axis(self) -> int:
-        """The block axis that the row lies along (the last one)."""
+        """Return the block axis that the row lies along (the last one)."""
         return self.rank - 1
 
     def dims_of_axes(self, axes: Iterable[int]) -> frozenset[str]:
-        """Block dimensions along which an address varies that uses `axes`."""
+        """Return the block dimensions along which an address that uses `axes` varies."""
         used = set(axes)
         return frozenset(d.var for d in self.vectors if used & set(d.axes))
 
 
 def make_layout(kernel: Kernel, config: Config) -> Layout:
-    """Names and block dimensions for a kernel."""
+    """Choose names and block dimensions for a kernel."""
     n_p = len(kernel.p)
     dims = [_tile_dim(kernel, t.axes, t.block, c) for t, c in zip(config.tiles, _consts(config), strict=True)]
     row = _row_dim(kernel, config) if kernel.r else None
@@ -131,8 +131,8 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
 
 
 def _spread_scans(kernel: Kernel, layout: Layout, dims_of: dict[int, frozenset[str]]) -> dict[int, frozenset[str]]:
-    """Scans, and what is made of them, over every row of a block, even where all rows are alike: Triton's lowering of a scan
-    asserts that its operand fills the layout."""
+    """Spread scans, and values computed from them, over every row of a block, even where all rows are alike: Triton's lowering
+    of a scan asserts that its operand fills the layout."""
     rows, spread = layout.vector_names(over_row=False), set[int]()
     for n in kernel.nodes():
         if n.id in dims_of and (n.op == "scan" or spread & set(n.uses())):
@@ -142,10 +142,10 @@ def _spread_scans(kernel: Kernel, layout: Layout, dims_of: dict[int, frozenset[s
 
 
 def _together(kernel: Kernel) -> int | None:
-    """Neighbours in a row that all accesses of whole tensors can move at once, if rows begin between multiples of 16 bytes.
+    """Return how many neighbours in a row all accesses of whole tensors can move at once, if rows are not 16-byte aligned.
 
-    Else lanes would take as many neighbours as operands allow that all rows share, and read the others in pieces that
-    lie apart. Measured on an H100, layer norm of 30522 bf16: 0.85 of a copy against 0.60.
+    Otherwise each lane would take as many neighbours as the operands shared by all rows allow, and read the others in separate
+    pieces. Measured on an H100, layer norm of 30522 bf16: 0.85 of a copy against 0.60.
     """
     n_p = len(kernel.p)
     found = None
@@ -154,7 +154,7 @@ def _together(kernel: Kernel) -> int | None:
             continue
         strides = [c for a, c in n.index.coefs if c != 1] + [n.index.offset]
         if len(strides) > len(n.index.coefs) or n.index.divmods or n.index.indirect:
-            return None  # not along the row, or at places that are not known
+            return None  # not along the row, or at unknown places
         known = [s for s in strides if isinstance(s, int)]
         if len(known) < len(strides):
             return None
@@ -166,12 +166,12 @@ def _together(kernel: Kernel) -> int | None:
 
 
 def axis_name(kernel: Kernel, axis: int) -> str:
-    """p0, p1, ..., r0, ... as in the printed IR."""
+    """Return p0, p1, ..., r0, ... as in the printed IR."""
     return f"p{axis}" if axis < len(kernel.p) else f"r{axis - len(kernel.p)}"
 
 
 def product(extents: Sequence[Extent]) -> Extent:
-    """The product of sizes."""
+    """Return the product of sizes."""
     out: Extent = 1
     for e in extents:
         out = out * e
@@ -202,13 +202,13 @@ def _fits(size: Extent, block: int) -> bool:
 
 
 def _word(name: str) -> str:
-    """`name` as a Python identifier."""
+    """Return `name` as a Python identifier."""
     word = re.sub(r"\W", "_", name)
     return word if word[:1].isalpha() else f"n{word}"
 
 
 class _Names:
-    """Parameter names, made distinct from each other and from what programs call their own."""
+    """Parameter names, made distinct from each other and from the names that programs use themselves."""
 
     _OWN = re.compile(r"(v|acc|part|carry)\d|[pr]\d+$|(x|r|pid|part|start|tl|fw|triton|libdevice|error_ptr|XB|YB|RB)$")
 
@@ -216,7 +216,7 @@ class _Names:
         self.taken: set[str] = set()
 
     def fresh(self, word: str) -> str:
-        if self._OWN.match(word):  # by its beginning: nothing put behind it would help
+        if self._OWN.match(word):  # it matches a prefix, so a suffix would not help
             word = f"n_{word}"
         while word in self.taken:
             word += "_"

@@ -16,12 +16,12 @@ from fusewright_triton.emit.schedule import matrices
 from fusewright_triton.target import FORMULA
 
 ATOMIC = {"add": ("f32", "f64", "f16", "bf16", "i32", "i64"), "max": ("i32", "i64"), "min": ("i32", "i64")}
-"""Accumulations that hardware does on one element atomically. Float sums then depend on the order of programs."""
+"""Accumulations that hardware does atomically on one element. The result of float sums then depends on the order of programs."""
 COMBINE = {"add": "{0} + {1}", "mul": "{0} * {1}", "max": "{m}.maximum({0}, {1})", "min": "{m}.minimum({0}, {1})"}
 
 
 class Program(Protocol):
-    """What the memory side writes into; see `values.Values`."""
+    """The interface of a program that memory accesses need; see `values.Values`."""
 
     layout: Layout
     kernel: Kernel
@@ -33,7 +33,7 @@ class Program(Protocol):
 
 
 class Memory:
-    """The memory side of a program. `epoch` counts the stores to each buffer so far."""
+    """The memory accesses of a program. `epoch` counts the stores to each buffer so far."""
 
     def __init__(self, program: Program) -> None:
         self.p, self.layout, self.kernel = program, program.layout, program.kernel
@@ -42,7 +42,7 @@ class Memory:
         self.matrices = matrices(self.kernel)
 
     def domain_mask(self, dims: Iterable[str]) -> str:
-        """Which points of a block along `dims` exist; "" when all do."""
+        """Return which points of a block along `dims` exist; "" when all do."""
         have = set(dims)
         return " & ".join(d.mask for d in self.layout.vectors if d.var in have and d.mask is not None)
 
@@ -63,13 +63,13 @@ class Memory:
         self.p.put(f"{self.p.name(n.id)} = tl.load({at}{f', mask={mask}' if mask else ''}{other}{policy})")
 
     def _policy(self, buffer: int, index: Index) -> str:
-        """What the caches are told: rows that all programs read stay, matrices that are read once go first."""
+        """Return the cache policy: rows that all programs read stay, matrices that are read once are evicted first."""
         if self.is_shared(index):
             return ', eviction_policy="evict_last"'
         return ', eviction_policy="evict_first"' if buffer in self.matrices else ""
 
     def is_shared(self, index: Index) -> bool:
-        """Whether all programs read the same row, which stays in the caches then while others pass through them."""
+        """Return whether all programs read the same row, which then stays in the caches while other data streams through them."""
         points = len(self.kernel.p)
         return any(a >= points for a in index.axes()) and not index.indirect and min(index.axes()) >= points
 
@@ -96,7 +96,7 @@ class Memory:
             self._update(n, at, value, mask)
 
     def _update(self, n: Node, at: str, value: str, mask: str) -> None:
-        """Accumulation where every element belongs to one point."""
+        """Accumulate where every element belongs to one point."""
         half = TYPES[n.dtype].kind == "float" and not TYPES[n.dtype].compute
         old = f"tl.load({at}{mask})"
         if half:
@@ -107,14 +107,14 @@ class Memory:
         self.p.put(f"tl.store({at}, new{n.id}{f'.to({TRITON[n.dtype]})' if half else ''}{mask})")
 
     def _passing(self, n: Node, index: Index) -> str:
-        """Tells the caches not to keep a tensor that is larger than they are. Worth 2 to 3% where rows are read in small
+        """Tell the caches not to keep a tensor that is larger than they are. Gains 2 to 3% where rows are read in small
         pieces (layer norms of 30522 bf16 on an H100), and nothing elsewhere."""
         sizes = [self.kernel.sizes[a] for a in index.axes()]
         known = math.prod(s for s in sizes if isinstance(s, int)) * TYPES[n.dtype].size
         return ', cache_modifier=".cs"' if self.layout.together is not None and known >= FORMULA.beyond_caches else ""
 
     def _conflicts(self, n: Node, over_row: bool) -> bool:
-        """Whether two points of the stage may store to one element."""
+        """Return whether two points of the stage may store to one element."""
         _, index = _present(n)
         if index.indirect:
             return True
@@ -126,7 +126,7 @@ class Memory:
         return dims.union(*(self.layout.dims_of[i.value] for i in index.indirect))
 
     def _pointer(self, buffer: int, index: Index, dims: frozenset[str], block: bool = False) -> str:
-        """The addresses of an access as a block along `dims`; `block` makes a block even of a single address
+        """Return the addresses of an access as a block along `dims`; with `block`, also a single address becomes a block
         where values are blocks."""
         name, offset = self.layout.buffers[buffer], self.p.address.index(index)
         text = name if offset == "0" else f"{name} + {offset}"
@@ -136,8 +136,8 @@ class Memory:
         return f"tl.broadcast_to({text}, {self.layout.shape(dims)})"
 
     def check_recomputed(self, again: Sequence[Node], k: int) -> None:
-        """Refuses to read an element again that an earlier stage may have overwritten (also through an output
-        that lives in the memory of an input)."""
+        """Refuse to read an element again that an earlier stage may have overwritten (also through an output
+        that aliases an input)."""
         for n in again:
             if n.op != "load":
                 continue

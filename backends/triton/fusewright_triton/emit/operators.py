@@ -1,9 +1,9 @@
-"""How each pointwise op of the kernel IR is written in Triton.
+"""The Triton text of each pointwise op of the kernel IR.
 
 `{0}`, `{1}`, `{2}` are operands. `fw` is `fusewright_triton.emit.device` (helpers with torch's semantics where
 Triton's differ), `libdevice` is Triton's name for the vendors' math libraries (libdevice, OCML). Plain
-operators take literals as operands; function calls get typed constants, because Triton would give a literal
-in a call a type of its own.
+operators take literals as operands; function calls get typed constants, because Triton would choose its own type
+for a literal in a call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Text per kind of operand; `literals` says that operands may be plain numbers."""
+    """One text per kind of operand; `literals` says that operands may be plain numbers."""
 
     floats: str = ""
     ints: str = ""
@@ -109,7 +109,7 @@ EXACT_F32: dict[str, str] = {
     "reciprocal": "fw.reciprocal({0})",
     "sqrt": "tl.sqrt_rn({0})",
 }
-"""f32 forms that round correctly: Triton's plain `/` and `sqrt` are approximations of 1-2 ulp on f32, exact on f64."""
+"""Correctly rounded f32 forms: Triton's plain `/` and `sqrt` are approximations of 1-2 ulp on f32, exact on f64."""
 
 TRITON: dict[DType, str] = {
     "f32": "tl.float32",
@@ -141,7 +141,7 @@ SIGNATURE: dict[DType, str] = {
 
 
 def form_of(op: str, dtype: DType) -> tuple[str, bool]:
-    """The text of `op` on operands of `dtype`, and whether its operands may be literals. KeyError: no such op."""
+    """Return the text of `op` on operands of `dtype`, and whether its operands may be literals. Raise KeyError for unknown ops."""
     form, kind = FORMS[op], TYPES[dtype].kind
     text = {"float": form.floats, "int": form.ints, "bool": form.bools}[kind]
     if dtype == "f32":
@@ -152,7 +152,7 @@ def form_of(op: str, dtype: DType) -> tuple[str, bool]:
 
 
 def literal(value: int | float | bool, dtype: DType) -> str:
-    """A number as Python text, for use beside a value of its type."""
+    """Return a number as Python text, for use beside a value of its type."""
     kind = TYPES[dtype].kind
     if kind == "bool":
         return str(bool(value))
@@ -167,7 +167,7 @@ def literal(value: int | float | bool, dtype: DType) -> str:
 
 
 def constant(value: int | float | bool, dtype: DType) -> str:
-    """A number as a typed Triton scalar. Triton makes +0.0 of -0.0, so that one is made from its bits."""
+    """Return a number as a typed Triton scalar. Triton turns -0.0 into +0.0, so -0.0 is made from its bits."""
     if TYPES[dtype].kind == "float" and float(value) == 0.0 and str(float(value)).startswith("-"):
         if dtype == "f64":
             return "tl.full((), -9223372036854775808, tl.int64).to(tl.float64, bitcast=True)"
@@ -177,12 +177,12 @@ def constant(value: int | float | bool, dtype: DType) -> str:
 
 
 def is_negative_zero(value: int | float | bool | None) -> bool:
-    """Whether a literal is -0.0, which Triton cannot hold as a number."""
+    """Return whether a literal is -0.0, which Triton cannot hold as a number."""
     return isinstance(value, float) and str(value) == "-0.0"
 
 
 def cast(text: str, src: DType, dst: DType) -> str:
-    """`text` of type `src` converted as torch converts: f64 and integers reach the half types through f32."""
+    """Convert `text` of type `src` as torch converts: f64 and integers reach the half types through f32."""
     s, d = TYPES[src], TYPES[dst]
     if dst == "bool":
         return f"{text} != 0"

@@ -1,4 +1,4 @@
-"""What a program that holds its row reads before it needs it. Loads stay where they are written: none passes a barrier."""
+"""Choose the loads that a program holding its row issues early. Loads stay where they are written: none moves across a barrier."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fusewright_triton.emit.values import Values
 from fusewright_triton.target import FORMULA
 
 LANES, MOST_THREADS, BLOCK_REGISTERS = 32, 1024, 1 << 16
-"""Threads of a warp and of a program, and the registers that they have together, on the GPUs that these rules were measured on."""
+"""Threads of a warp, the most threads of a program, and its registers, on the GPUs that these rules were measured on."""
 
 
 def under_way(p: Values, nodes: Sequence[Node]) -> list[Node]:
-    """Loads of a stage at places that do not depend on data, if there are registers for all of them; matrices first."""
+    """Return loads of a stage whose addresses do not depend on data, if there are registers for all of them; matrices first."""
     loads = [n for n in nodes if n.op == "load" and not n.args and n.index is not None and not n.index.indirect]
     stored = {n.buffer for n in nodes if n.op == "store"}
     words = sum(TYPES[n.dtype].size for n in loads) * _block(p) // 4
@@ -25,8 +25,8 @@ def under_way(p: Values, nodes: Sequence[Node]) -> list[Node]:
 
 
 def ahead(p: Values, nodes: Sequence[Node]) -> list[Node]:
-    """Rows that all programs read, which stages after this one need: where a program fills a multiprocessor alone, nobody else
-    is at work while it waits for them. One block of the row is held meanwhile, and a quarter of the registers left.
+    """Return rows shared by all programs that later stages need: if a program fills a multiprocessor alone, no other one
+    hides the latency of these loads. They are held beside one block of the row; a quarter of the registers stays free.
 
     Worth 1% of layer norms of 30522 bf16 on an H100, where reading all of such rows early costs 10%: registers spill.
     """
@@ -48,5 +48,5 @@ def ahead(p: Values, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _block(p: Values) -> int:
-    """Elements of a block that a lane holds."""
+    """Return the elements of a block that a lane holds."""
     return math.prod(d.block for d in p.layout.vectors) // (LANES * p.config.warps)

@@ -1,7 +1,7 @@
-"""Writes one Triton function: the stages of a kernel from `first` to `last` for one block of points.
+"""Print one Triton function: the stages of a kernel from `first` to `last` for one block of points.
 
-Rows are held in registers ("persistent"), or passed over in steps, once per stage; or shared by several programs,
-which leave parts of their reductions for the functions after them.
+Rows are held in registers ("persistent"), or passed over in steps, once per stage, or shared by several programs,
+which leave partial reductions for the functions after them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Program(Values):
         self.joined = {top: total for total, top in layout.online.items()}
 
     def write(self, first: int, last: int) -> None:
-        """Stages `first`..`last`. Parts of earlier reductions are in the workspace."""
+        """Print stages `first`..`last`. Partial results of earlier reductions are in the workspace."""
         self._constants(first, last)
         self._points()
         stages = self.kernel.stages
@@ -54,7 +54,7 @@ class Program(Values):
                 self.value(n)
 
     def _held(self, nodes: Sequence[Node]) -> None:
-        """A stage over a row that is held: few loads are all under way before the first is needed, sums are taken together."""
+        """Print a stage over a row that is held: issue its loads, if few, before the first is needed, and take sums together."""
         for n in (*under_way(self, nodes), *ahead(self, nodes)):
             self.value(n)
         self._nodes([n for n in nodes if n.op != "reduce"], over_row=True)
@@ -70,7 +70,7 @@ class Program(Values):
         self._nodes(reductions)
 
     def _require(self, ids: Iterable[int]) -> None:
-        """Writes what nodes need of values that do not vary along the row."""
+        """Print values that do not vary along the row and that nodes need."""
         todo, wanted = list(ids), set[int]()
         while todo:
             n = self.node(todo.pop())
@@ -124,7 +124,7 @@ class Program(Values):
         self._finish_dim(row)
 
     def _row_range(self, k: int) -> tuple[str, str]:
-        """First and last row element of this program."""
+        """Return the first and last row element of this program."""
         if not self.shares_row:
             return "0", self.limit
         size, split, step = product(self.kernel.r), self.config.split, self.config.row
@@ -137,7 +137,7 @@ class Program(Values):
         return f"begin{k}", f"end{k}"
 
     def _closure(self, stage: Stage, k: int) -> list[Node]:
-        """The stage's nodes, and the row values of earlier stages that they need, to be computed again."""
+        """Return the stage's nodes, and the row values of earlier stages that they need, which are computed again."""
         todo, found = [n.id for n in self.layout.roots(stage)], set[int]()
         while todo:
             i = todo.pop()
@@ -150,7 +150,7 @@ class Program(Values):
         return nodes
 
     def operand_block(self, i: int) -> str:
-        """A value as a full block over the row, for reductions."""
+        """Return a value as a full block over the row, for reductions."""
         dims, row = self.layout.dims_of[i], self._row()
         text = self.operand(i)
         if row.var in dims and self.node(i).op != "const":
@@ -170,7 +170,7 @@ class Program(Values):
         return f"tl.full((), {self.limit}, {TRITON[dtype]})"
 
     def _sums(self, group: Sequence[Node]) -> None:
-        """Sums and means of blocks of one shape and type: warps then wait for each other once."""
+        """Print sums and means of blocks of one shape and type together: warps then synchronize once."""
         if len(group) == 1:
             return self._reduce_at_once(group[0])
         dtype, axis = self.node(group[0].args[0]).dtype, self.layout.row_axis()
@@ -184,7 +184,7 @@ class Program(Values):
                 self.put(f"{v} = {self._divided(v, dtype)}")
 
     def _reduce_at_once(self, n: Node) -> None:
-        """A reduction over a row that is all there."""
+        """Print a reduction over a row that is held whole."""
         if n.id in self.known or self._found(n):
             return
         self.known.add(n.id)
@@ -215,11 +215,11 @@ class Program(Values):
         return f"fw.divide({text}, {self._count(dtype)})"
 
     def scan(self, n: Node) -> None:
-        """A scan over a row that is all there."""
+        """Print a scan over a row that is held whole."""
         self.put(f"{self.name(n.id)} = fw.scan_{n.how}({self._scanned(n)}, {self.layout.row_axis()})")
 
     def _scanned(self, n: Node) -> str:
-        """What a scan goes over, as a block of its rows."""
+        """Return the operand of a scan, as a block of its rows."""
         x, dims = self._masked(n.args[0], red.identity(n.how, n.dtype)), self.layout.dims_of
         same = dims[n.id] == dims[n.args[0]] | {self._row().var}
         return x if same else f"tl.broadcast_to({x}, {self.layout.shape(dims[n.id])})"
@@ -227,7 +227,7 @@ class Program(Values):
     # loops over the row
 
     def _start(self, n: Node, begin: str) -> None:
-        """Variables that go through the loop, which starts at row element `begin`."""
+        """Print the variables that are carried through the loop, which starts at row element `begin`."""
         if n.op == "scan":
             shape = self.layout.shape(self.layout.dims_of[n.id] - {self._row().var})
             self.put(red.Carry(f"carry{n.id}", red.identity(n.how, n.dtype), n.dtype).init(shape))
@@ -246,7 +246,7 @@ class Program(Values):
             self.put(f"at{n.id} = {f'({spread}).to(tl.int64)' if self.wide else spread}")
 
     def _step(self, n: Node) -> None:
-        """A node inside the loop."""
+        """Print a node inside the loop."""
         if n.op == "store":
             self.memory.store(n, over_row=True)
         elif n.op == "scan":
@@ -281,8 +281,8 @@ class Program(Values):
             self.put(f"{acc} = {red.step(n.how, dtype, acc, self._masked(i, red.identity(n.how, dtype)))}")
 
     def _welford_step(self, n: Node, dtype: DType) -> None:
-        """Mean and squared deviations per lane. The count is that of the steps: a lane that is masked in the
-        last step does not take it."""
+        """Update mean and squared deviations per lane. The count is the number of steps: a lane that is masked in the
+        last step does not take that step."""
         x, mask, begin = self.operand_block(n.args[0]), self._row().mask, self._begin(n)
         k, mean, acc = f"share{n.id}", f"mean{n.id}", f"acc{n.id}"
         done = "start // RB" if begin == "0" else f"(start - {begin}) // RB"
@@ -298,7 +298,7 @@ class Program(Values):
         return f"begin{self.layout.stage_of[n.id]}" if self.shares_row else "0"
 
     def _finish(self, n: Node) -> None:
-        """The reduction's value after the loop; or, where programs share the row, their parts of it."""
+        """Print the reduction's value after the loop; where programs share the row, their partial results."""
         v, dtype, axis = self.name(n.id), self.node(n.args[0]).dtype, self.layout.row_axis()
         acc = f"acc{n.id}"
         if n.id in self.joined:
@@ -322,7 +322,7 @@ class Program(Values):
             self.known.add(n.id)
 
     def _finish_online(self, n: Node, dtype: DType) -> None:
-        """A maximum and the sum that was taken with it."""
+        """Print a maximum and the sum that was computed with it."""
         other = self.node(self.joined[n.id])
         both, axis = f"{self.name(n.id)}, {self.name(other.id)}", self.layout.row_axis()
         self.put(f"{both} = fw.reduce_online(acc{n.id}, acc{other.id}, {axis}, {not self.shares_row})")
@@ -333,7 +333,7 @@ class Program(Values):
             self.known |= {n.id, other.id}
 
     def _lane_counts(self, n: Node, dtype: DType) -> str:
-        """How many elements each lane took, as a block like the accumulators."""
+        """Return how many elements each lane took, as a block like the accumulators."""
         row, begin = self._row(), self._begin(n)
         lanes = f"tl.arange(0, RB){self.layout.spread(row)}"
         shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {row.var})
@@ -364,7 +364,7 @@ class Program(Values):
             self.put(f"tl.store({where}, {value}{f', mask={mask}' if mask else ''})")
 
     def _combine(self, n: Node) -> None:
-        """The value of a reduction from the parts that programs of an earlier launch left."""
+        """Compute a reduction from the partial results of an earlier launch's programs."""
         if n.id in self.known:
             return
         pair = next(((m, s) for m, s in self.joined.items() if n.id in (m, s)), (n.id,))
@@ -385,7 +385,7 @@ class Program(Values):
             self.put(f"{v} = {self._divided(folded, dtype) if n.how == 'mean' else folded}")
 
     def _parts_of(self, n: Node) -> list[str]:
-        """Loads the parts of one reduction: blocks with the parts along the row's axis."""
+        """Load the partial results of one reduction: blocks with the parts along the row's axis."""
         parts, got = f"parts{n.id}", []
         self.put(f"{parts} = tl.arange(0, {self.config.split}){self.layout.spread(self._row())}")
         mask = self.memory.domain_mask(self._point_dims())
@@ -407,5 +407,5 @@ class Program(Values):
         return left if self.layout.rank == 1 else f"tl.broadcast_to({left}, {self._part_shape()})"
 
     def _part_shape(self) -> str:
-        """The shape of a block of parts: like a row block, with the parts along the row's axis."""
+        """Return the shape of a block of parts: like a row block, with the parts along the row's axis."""
         return self.layout.shape(self._point_dims() | {self._row().var}).replace("RB", str(self.config.split))

@@ -1,4 +1,4 @@
-"""Reductions and scans: what is carried through a loop over the row, how it ends, how parts of a row combine.
+"""Reductions and scans: the variables carried through a loop over the row, the final step, and how partial results combine.
 
 All texts are for one node. `x` is the operand as a block over the row with masked positions replaced by the
 identity, except where `keep` says otherwise: `m2` and the arg-reductions skip them with the mask itself.
@@ -19,11 +19,11 @@ STEPS = {
     "any": "{0} | {1}",
     "all": "{0} & {1}",
 }
-"""How an accumulator takes one more element; max and min depend on the kind, see `step`."""
+"""Update of an accumulator by one more element; max and min depend on the kind, see `step`."""
 
 
 def identity(how: str, dtype: DType) -> str:
-    """The literal that changes nothing."""
+    """Return the literal of the identity element."""
     info = TYPES[dtype]
     if how in ("max", "argmax", "min", "argmin"):
         low = how.endswith("max")
@@ -37,7 +37,7 @@ def identity(how: str, dtype: DType) -> str:
 
 
 def step(how: str, dtype: DType, acc: str, x: str) -> str:
-    """The accumulator after one more element (or block)."""
+    """Return the accumulator after one more element (or block)."""
     if how in ("max", "min"):
         module = "fw" if TYPES[dtype].kind == "float" else "tl"
         return f"{module}.{how}imum({acc}, {x})"
@@ -45,13 +45,13 @@ def step(how: str, dtype: DType, acc: str, x: str) -> str:
 
 
 def fold(how: str, x: str, axis: int) -> str:
-    """One value per row from a block of accumulators."""
+    """Reduce a block of accumulators to one value per row."""
     return f"fw.reduce_{'sum' if how == 'mean' else how}({x}, {axis})"
 
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """A variable that lives through the loop: its first value, for a block of `shape`."""
+    """A variable carried through the loop, with its first value for a block of `shape`."""
 
     name: str
     value: str
@@ -64,14 +64,14 @@ class Carry:
 
 
 def _number(text: str) -> int | float | bool:
-    """A literal read back."""
+    """Parse a literal."""
     if text in ("True", "False"):
         return text == "True"
     return float(text[7:-2]) if text.startswith("float") else float(text) if "." in text else int(text)
 
 
 def carries(n: Node, dtype: DType) -> list[Carry]:
-    """Variables of a reduction of `dtype` values in a loop. Those of arg-reductions start at the lane's own
+    """Return the loop variables of a reduction of `dtype` values. The index of an arg-reduction starts at the lane's own
     position (see `Program`), so only the value is here."""
     if n.how == "m2":
         return [Carry(f"mean{n.id}", literal(0, dtype), dtype), Carry(f"acc{n.id}", literal(0, dtype), dtype)]
@@ -79,7 +79,7 @@ def carries(n: Node, dtype: DType) -> list[Carry]:
 
 
 def parts(n: Node, dtype: DType) -> list[tuple[str, DType]]:
-    """What programs that share a row leave for each other: (suffix of the workspace's name, type)."""
+    """Return the partial results that programs sharing a row leave for each other: (suffix of the workspace's name, type)."""
     if n.how == "m2":
         return [(f"{n.id}_mean", dtype), (f"{n.id}", dtype)]
     if n.how.startswith("arg"):

@@ -1,7 +1,7 @@
-"""How a kernel is cut into programs: blocks of P, elements of the row per step, splits, warps.
+"""Cut a kernel into programs: blocks of P, elements of the row per step, splits, warps.
 
-A formula of bytes and shape, no search; its numbers are `target.Schedule`. What it rests on:
-- a warp moves memory best in 16 bytes per lane, and one program should have 2-4 such loads in flight per lane;
+This is a formula of bytes and shape, without a search; its numbers are `target.Schedule`. It rests on three facts:
+- a warp moves memory best with 16 bytes per lane, and one program should have 2-4 such loads in flight per lane;
 - a row that fits in registers is read once ("persistent"); few warps per row mean few barriers per reduction;
 - kernels with fewer programs than the device has multiprocessors waste it: long rows are then split, and a
   second kernel combines the parts.
@@ -20,7 +20,7 @@ from fusewright_triton.target import FORMULA, Target
 LANE_BYTES = 16
 """Bytes of the widest load of one lane."""
 WIDE = 2**31 - 2**22
-"""Element offsets from here on need 64-bit arithmetic; the margin covers lanes past the end of a block."""
+"""The least element offset that needs 64-bit arithmetic; the margin covers lanes past the end of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the formula looks at. `bytes_along[a]` is the traffic whose addresses are contiguous along axis a."""
+    """The formula's inputs. `bytes_along[a]` is the traffic whose addresses are contiguous along axis a."""
 
     sizes: tuple[int, ...]
     n_p: int
@@ -66,7 +66,7 @@ class _Shape:
 
 
 def choose(kernel: Kernel, target: Target) -> Config:
-    """The configuration for a kernel; pure, from its strides, types and size hints."""
+    """Return the configuration of a kernel, a pure function of its strides, types and size hints."""
     hints = kernel.hints
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
     if not kernel.r:
@@ -105,7 +105,7 @@ def _shape(kernel: Kernel, sizes: tuple[int, ...]) -> _Shape:
 
 
 def _accesses(kernel: Kernel) -> list[Node]:
-    """Loads and stores, equal ones once."""
+    """Return loads and stores, without duplicates."""
     seen: dict[tuple[object, ...], Node] = {}
     for n in kernel.nodes():
         if n.op in ("load", "store"):
@@ -114,7 +114,7 @@ def _accesses(kernel: Kernel) -> list[Node]:
 
 
 def _reach(n: Node, sizes: tuple[int, ...]) -> int:
-    """How much of the domain an access covers, in percent of a full tensor (small operands are cached)."""
+    """Return how much of the domain an access covers, in percent of a full tensor (small operands are cached)."""
     if n.index is None:
         return 0
     covered = _product([sizes[a] for a in n.index.axes()])
@@ -128,7 +128,7 @@ def _row_is_contiguous(shape: _Shape) -> bool:
 
 
 def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
-    """Pointwise kernels: one block over flattened P, or a tile when buffers favour different axes."""
+    """Configure a pointwise kernel: one block over flattened P, or a tile when buffers favour different axes."""
     every = tuple(range(shape.n_p))
     if not every:
         return Config((), 0, False, 1, 1)
@@ -143,7 +143,7 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
 
 
 def _tiles(shape: _Shape, outer: int, inner: int, target: Target) -> Config:
-    """A square tile over two axes: 256 bytes a side where that leaves every multiprocessor two tiles."""
+    """Return a square tile over two axes: 256 bytes a side where that leaves every multiprocessor two tiles."""
     side = 256 // max(shape.width, 2)
     if shape.points < 2 * target.units * side * side:
         side //= 2
@@ -153,14 +153,14 @@ def _tiles(shape: _Shape, outer: int, inner: int, target: Target) -> Config:
 
 
 def _transposes(shape: _Shape, a: int, b: int) -> bool:
-    """Whether both axes are contiguous for a good part of the traffic, and long enough for a tile."""
+    """Return whether both axes are contiguous for a good part of the traffic, and long enough for a tile."""
     small = min(shape.bytes_along[a], shape.bytes_along[b])
     large = max(shape.bytes_along[a], shape.bytes_along[b])
     return small * 4 >= large and small > 0 and min(shape.sizes[a], shape.sizes[b]) >= 8
 
 
 def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
-    """Reductions along contiguous memory."""
+    """Configure reductions along contiguous memory."""
     every = tuple(range(shape.n_p))
     large = _matrices(kernel, shape, target.schedule.matrix)
     if static and shape.row and large:
@@ -178,14 +178,14 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
 
 
 def matrices(kernel: Kernel) -> frozenset[int]:
-    """Buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
+    """Return the buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
     hints = kernel.hints
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
     return frozenset(n.buffer for n in _matrices(kernel, shape, FORMULA.matrix) if n.buffer is not None)
 
 
 def _matrices(kernel: Kernel, shape: _Shape, least: int) -> list[Node]:
-    """Loads of the large operands, of `least` elements, of products of few rows. Such a kernel only reduces."""
+    """Return loads of the large operands (at least `least` elements) of products of few rows, in a kernel that only reduces."""
     loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
     if (
         any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
@@ -201,7 +201,7 @@ def _matrices(kernel: Kernel, shape: _Shape, least: int) -> list[Node]:
 
 
 def _absent(large: list[Node], shape: _Shape) -> tuple[int, ...]:
-    """The axes of P that these operands do not have."""
+    """Return the axes of P that these operands do not have."""
     axes = {a for n in large if n.index is not None for a in n.index.axes()}
     return tuple(a for a in range(shape.n_p) if a not in axes)
 
@@ -211,7 +211,7 @@ def _over_row(n: Node, shape: _Shape) -> bool:
 
 
 def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Target) -> Config:
-    """A row of each matrix per program, 16 elements of all of them a lane at a time."""
+    """Give each program a row of each matrix; each lane takes 16 elements of all of them at a time."""
     tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
     row = _pow2(max(shape.row, 2))
     step = min(row, target.schedule.product_step // _product(tuple(t.block for t in tiles)))
@@ -219,13 +219,13 @@ def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Tar
 
 
 def _row_warps(elements: int, target: Target) -> int:
-    """Warps for rows that are held in registers."""
+    """Return the warps for rows that are held in registers."""
     short, long = target.schedule.row_elements
     return _warps(elements, short if elements < 1024 else long, target)
 
 
 def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
-    """Reductions across contiguous memory: lanes lie along P."""
+    """Configure reductions across contiguous memory: lanes lie along P."""
     every = tuple(range(shape.n_p))
     inner = max(range(shape.n_p), key=lambda a: shape.bytes_along[a])
     block = min(max(128 // shape.width, 16), _pow2(shape.sizes[inner]))
@@ -244,7 +244,7 @@ def _tile(axes: tuple[int, ...], block: int) -> tuple[Tile, ...]:
 
 
 def _split(kernel: Kernel, shape: _Shape, programs: int, step: int, target: Target) -> int:
-    """How many programs share a row: enough for six blocks a multiprocessor, each with a few steps to do."""
+    """Return how many programs share a row: enough for six blocks per multiprocessor, each with a few steps to do."""
     if not splittable(kernel) or programs >= 2 * target.units or shape.row < 4 * step:
         return 1
     if shape.row * max(1, shape.points // max(programs, 1)) < target.schedule.split_worth:
@@ -254,15 +254,15 @@ def _split(kernel: Kernel, shape: _Shape, programs: int, step: int, target: Targ
 
 
 def splittable(kernel: Kernel) -> bool:
-    """Whether rows may be shared: no scan, and nothing that is stored is loaded (programs do not see each
-    other's stores within a launch, and later kernels compute values again)."""
+    """Return whether rows may be shared: there is no scan, and no stored buffer is loaded (programs do not see each
+    other's stores within a launch, and later functions recompute values)."""
     stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
     loaded = {n.buffer for n in kernel.nodes() if n.op == "load"}
     return not stored & loaded and not any(n.op == "scan" for n in kernel.nodes())
 
 
 def _warps(elements: int, per_lane: int, target: Target) -> int:
-    """Warps for a block, `per_lane` elements to each lane; a power of 2, at most 1024 threads."""
+    """Return the warps for a block, `per_lane` elements to each lane; a power of 2, at most 1024 threads."""
     return max(1, min(_pow2(elements) // (per_lane * target.lanes), 1024 // target.lanes))
 
 
@@ -274,5 +274,5 @@ def _product(sizes: tuple[int, ...] | list[int]) -> int:
 
 
 def _pow2(n: int) -> int:
-    """The least power of 2 that is at least `n`."""
+    """Return the least power of 2 that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The values of one Triton function: which points a program has, and a line of text per value of the IR."""
+"""The values of one Triton function: the points of a program, and a line of text per value of the IR."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Values(abc.ABC):
         self.used_axes = self._used_axes()
         self.rounded = self._rounded()
         self.totals = pairs(self.kernel)
-        """Sums of a softmax, which are at least 1: what is divided by them is multiplied by their reciprocal."""
+        """Sums of a softmax, which are at least 1: divisions by them become multiplications by their reciprocal."""
         self.softened = self._softened()
         self.address = Addresses(layout.sizes, self._axis, self._index_value)
         self.memory = Memory(self)
@@ -59,7 +59,7 @@ class Values(abc.ABC):
         return self.layout.nodes[i]
 
     def operand(self, i: int, literals: bool = False) -> str:
-        """A value where it is used: its name, or a constant (a bare number where those are allowed)."""
+        """Return a value as an operand: its name, or a constant (a bare number where those are allowed)."""
         n = self.node(i)
         if n.op != "const":
             return self.name(i)
@@ -75,7 +75,7 @@ class Values(abc.ABC):
         return axis_name(self.kernel, a)
 
     def _index_value(self, i: int) -> str:
-        """A value used as an index. One that was checked against a bound fits 32 bits in a narrow kernel."""
+        """Return a value used as an index. One that was checked against a bound fits 32 bits in a narrow kernel."""
         text = self.operand(i)
         return text if self.wide or self.node(i).op != "bound" else f"{text}.to(tl.int32)"
 
@@ -112,7 +112,7 @@ class Values(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, n: Node) -> None:
-        """Writes a scan over a row that is all there."""
+        """Print a scan over a row that is held whole."""
 
     # points
 
@@ -122,7 +122,7 @@ class Values(abc.ABC):
                 self.put(f"{d.const}: tl.constexpr = {d.block}")
 
     def _points(self) -> None:
-        """Which points of P this program has."""
+        """Print which points of P this program has."""
         wide = ".to(tl.int64)" if self.wide else ""
         factors = self._grid_factors()
         if not factors and self.config.split == 1:
@@ -145,7 +145,7 @@ class Values(abc.ABC):
     """Whether several programs of this function share a row (set by the caller before `write`)."""
 
     def _grid_factors(self) -> list[tuple[int | Dim, str]]:
-        """What programs enumerate, outermost first: single axes, then tiles; with their counts."""
+        """Return what programs enumerate, outermost first: single axes, then tiles; with their counts."""
         out: list[tuple[int | Dim, str]] = [(a, self.address.extent(self.kernel.sizes[a])) for a in self.layout.rest]
         for d in self.layout.dims:
             if d is not self.layout.row:
@@ -171,7 +171,7 @@ class Values(abc.ABC):
         self._finish_dim(what)
 
     def _finish_dim(self, d: Dim) -> None:
-        """The mask of a dimension, and the axes that were flattened into it."""
+        """Print the mask of a dimension, and the axes that were flattened into it."""
         if d.mask is not None:
             self.put(f"{d.mask} = {d.var} < {atom(self.address.extent(d.size))}")
         if len(d.axes) == 1:
@@ -188,7 +188,7 @@ class Values(abc.ABC):
     # values
 
     def value(self, n: Node) -> None:
-        """Writes the value of a node, unless it is there already."""
+        """Print the value of a node, unless it is already there."""
         if n.id in self.known or n.op == "const":
             return
         if self.config.persistent and self._found(n):
@@ -204,7 +204,7 @@ class Values(abc.ABC):
             self.put(f"{self.name(n.id)} = {self._expression(n)}")
 
     def _found(self, n: Node) -> bool:
-        """Whether an equal value is known: a persistent program computes nothing twice."""
+        """Return whether an equal value is known: a persistent program computes nothing twice."""
         renamed = {u: self.alias.get(u, u) for u in n.uses()}
         index = n.index.with_values(renamed) if n.index is not None else None
         epoch = self.memory.epoch.get(n.buffer, 0) if n.op == "load" and n.buffer is not None else 0
@@ -252,7 +252,7 @@ class Values(abc.ABC):
         return text.format(*(atom(a) if "(" not in text else a for a in args))
 
     def _divisor(self, n: Node, text: str) -> str:
-        """The divisor with zeros replaced. Zero is an error where eager makes it one (on the CPU)."""
+        """Return the divisor with zeros replaced. Zero is an error where eager makes it one (on the CPU)."""
         zero = f"{atom(text)} == 0"
         if self.check_division:
             mask = self.memory.domain_mask(self.layout.dims_of[n.id])
@@ -261,7 +261,7 @@ class Values(abc.ABC):
         return f"tl.where({zero}, {constant(1, self.node(n.args[1]).dtype)}, {text})"
 
     def _bound(self, n: Node) -> None:
-        """A checked index: reported and replaced by 0 where it is out of bounds."""
+        """Print a checked index: reported and replaced by 0 if out of bounds."""
         v, i, size = self.name(n.id), self.operand(n.args[0]), atom(self.address.extent(n.extent or 0))
         low = f"-{size}" if n.how == "wrap" else "0"
         self.put(f"{v}_bad = ({i} < {low}) | ({i} >= {size})")

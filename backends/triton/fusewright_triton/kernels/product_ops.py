@@ -100,7 +100,8 @@ def linear_activation(
 ) -> torch.Tensor:
     """Compute activation(x @ weight.T + bias + residual), dense [.., N], with one rounding at the end.
 
-    x [.., K], weight [N, K], bf16 or fp16. `activation` is "", "gelu", "gelu_tanh", "silu", "sigmoid" or "relu"; the residual has the result's shape.
+    x [.., K], weight [N, K], bf16 or fp16. `activation` is "", "gelu", "gelu_tanh", "silu", "sigmoid" or "relu"; the residual
+    has the result's shape.
     """
     rows, weight = _described(x.reshape(-1, x.shape[-1])), _described(weight)
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)

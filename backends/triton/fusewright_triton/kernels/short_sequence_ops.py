@@ -18,22 +18,22 @@ OPERATOR = f"{NAMESPACE}::attention_short_sequence.default"
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_KEYS = 256
-"""Half of a thread's registers hold its 128 scores."""
+"""The most keys: 128 scores take half of a thread's registers."""
 LARGEST_DIM = 64
-"""Elements of a head: a row of 128 bytes in shared memory."""
+"""The most elements of a head: a row of 128 bytes in shared memory."""
 
 ROWS = 64
-"""Queries of a block: 16 to each of a group's four warps."""
+"""Queries of a block: 16 for each of a group's four warps."""
 AHEAD = 2
-"""Blocks of queries that are fetched early, for each group."""
+"""Blocks of queries that are prefetched for each group."""
 ROOM = 128 << 10
 """Bytes of shared memory for heads of keys and values."""
 STARTING, MULTIPLYING = 168, 240
-"""Registers of a thread when the kernel starts, and of those that multiply afterwards; the warp that loads gives up the others."""
+"""Registers per thread at the start, and later in the threads that multiply; the loading warp gives up the difference."""
 
 
 def pieces(keys: int) -> tuple[int, int, int]:
-    """Powers of two from 16 on, falling, or zeros: three blocks that hold `keys` keys with as little waste as possible."""
+    """Return falling powers of two from 16 on, or zeros: three blocks that hold `keys` keys with as little waste as possible."""
     total = -(-keys // 16) * 16
     while total.bit_count() > 3:
         total += total & -total
@@ -42,7 +42,7 @@ def pieces(keys: int) -> tuple[int, int, int]:
 
 
 def describable(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> bool:
-    """Whether a descriptor can name a tensor of these strides (CUDA driver API, cuTensorMapEncodeTiled)."""
+    """Return whether a descriptor can describe a tensor of these strides (CUDA driver API, cuTensorMapEncodeTiled)."""
     steps = [s for n, s in zip(shape[:-1], stride[:-1], strict=True) if n > 1]
     return stride[-1] == 1 and all(s > 0 and s * itemsize % ALIGNED == 0 for s in steps)
 
@@ -55,7 +55,7 @@ def attention_short_sequence(
     stride: Sequence[int],
     target: str,
 ) -> torch.Tensor:
-    """What `scaled_dot_product_attention` without a mask gives, in these strides, which a descriptor can name.
+    """Compute `scaled_dot_product_attention` without a mask, with these strides of the result, which a descriptor can describe.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one half type, H a multiple of Hk, K up to MOST_KEYS, D up to
     LARGEST_DIM; `scale` is positive.
@@ -70,7 +70,7 @@ def _in_steps(
     return attention(query, key, value, None, False, scale, True, stride, t.arch)
 
 
-# Gluon is young: another Triton may say it in other words.
+# Gluon's API still changes: another Triton may need other code.
 @or_else(_in_steps, "the usual one runs instead")
 def _at_once(
     t: Target, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, stride: Sequence[int]
@@ -93,19 +93,19 @@ def _at_once(
 
 
 def _bytes(keys: int, dim: int) -> int:
-    """Of a head's keys and values."""
+    """Return the bytes of a head's keys and values."""
     return 2 * keys * dim * 2
 
 
 def _described(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that a descriptor can name, a copy if need be."""
+    """Return a tensor that a descriptor can describe, a copy if need be."""
     if not describable(x.shape, x.stride(), x.element_size()) or x.data_ptr() % ALIGNED:
         x = x.clone(memory_format=torch.contiguous_format)
     return _renamed(x)
 
 
 def _renamed(x: torch.Tensor) -> torch.Tensor:
-    """With strides that a descriptor takes where a dimension has one element."""
+    """Change the strides of dimensions of one element to ones that a descriptor accepts."""
     if 1 not in x.shape[:-1]:
         return x
     step = ALIGNED // x.element_size()

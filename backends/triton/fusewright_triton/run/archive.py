@@ -1,7 +1,7 @@
-"""Kernels and their machine code as bytes for the plan cache, and back. JSON and raw code, no pickle.
+"""Serialize kernels and their machine code for the plan cache. JSON and raw code, no pickle.
 
-The source of a kernel is not stored: it is written again (by hand: read), and compared with a hash of the one that was built.
-So code of another version of this package is noticed, and nothing of Triton's compiler is needed to start from what is stored.
+The source of a kernel is not stored: on loading it is generated again (handwritten source is read) and compared with the hash of
+the source that was built. Code of another version of this package is thus noticed, and loading needs nothing of Triton's compiler.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VERSION = 4
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Kernels and their configurations, by structural hash, and what was built of them; the code of kernels written by hand.
-    Simulated ones have no code."""
+    """Kernels and their configurations, by structural hash, and their binaries; the code of handwritten kernels.
+    Simulated kernels have no code."""
 
     kernels: Mapping[str, Kernel]
     configs: Mapping[str, Config]
@@ -36,10 +36,10 @@ class Stored:
 
 
 def pack(target: Target, stored: Stored) -> bytes:
-    """Bytes for `unpack`."""
+    """Return bytes for `unpack`."""
     entries, code = [], []
     for (key, config, variant), b in stored.built.items():
-        how = [_config_data(config), list(variant), b.kernel.name]  # it may have been built for an equal kernel
+        how = [_config_data(config), list(variant), b.kernel.name]  # the name may be that of an equal kernel
         entries.append([key, *how, _digest(b.source), [_facts(f) for f in b.binaries]])
         code += [f.code for f in b.binaries]
     by_hand = [[_order_data(o), _text_digest(source(o.module)), _facts(f)] for o, f in stored.by_hand.items()]
@@ -57,7 +57,7 @@ def pack(target: Target, stored: Stored) -> bytes:
 
 
 def unpack(data: bytes, target: Target) -> Stored:
-    """What `pack` was given. ValueError, KeyError or TypeError for what is damaged, of another target or version."""
+    """Return what `pack` was given. Raise ValueError, KeyError or TypeError for damaged data or another target or version."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     if header["version"] != VERSION or header["target"] != _identity(target):
@@ -81,7 +81,7 @@ def unpack(data: bytes, target: Target) -> Stored:
 
 
 def _kernel(key: str, data: dict[str, Any]) -> Kernel:
-    """A kernel that is the one of its hash, and whole: it becomes source again."""
+    """Return a complete kernel that matches its hash: its source is generated again."""
     kernel = from_json(data)
     verify(kernel)
     if structural_hash(kernel) != key:
@@ -91,7 +91,7 @@ def _kernel(key: str, data: dict[str, Any]) -> Kernel:
 
 @dataclass
 class _Code:
-    """Machine code, function after function."""
+    """The concatenated machine code of functions."""
 
     data: bytes
     at: int

@@ -1,4 +1,4 @@
-"""Arguments of a kernel as the driver wants them: in memory, in the order of the kernel's parameters."""
+"""Lay out the arguments of a kernel for the driver: in memory, in the order of the kernel's parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SLOT = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorDescriptor:
-    """A dense-rowed matrix that a kernel reads or writes by blocks of this size, through a tensor descriptor. Address and rows
-    are multiples of 16 bytes."""
+    """A matrix with dense rows that a kernel reads or writes by blocks of this size, through a tensor descriptor. Address and
+    row stride are multiples of 16 bytes."""
 
     tensor: torch.Tensor
     block: tuple[int, ...]
@@ -27,10 +27,10 @@ class TensorDescriptor:
 
 @dataclass(slots=True)
 class Bound:
-    """A function loaded for one device, with memory for its arguments, in which everything but addresses is filled in.
+    """A function loaded for one device, with memory for its arguments in which everything but addresses is filled in.
 
-    `pointers` are the arguments (by position) whose addresses `place` writes, and where; `descriptors` those of which it
-    writes a descriptor, unless they lie where they lay before.
+    `pointers` lists the arguments (by position) whose addresses `place` writes, and where; `descriptors` those for which it
+    writes a descriptor, unless their addresses are unchanged.
     """
 
     function: int
@@ -43,7 +43,7 @@ class Bound:
     descriptors: list[_Descriptor]
 
     def place(self, args: Sequence[Any]) -> None:
-        """Writes addresses of `args` into the memory."""
+        """Write the addresses of `args` into the memory."""
         for k, at in self.pointers:
             struct.pack_into("<Q", self.memory, at, _address(args[k]))
         for d in self.descriptors:
@@ -70,10 +70,10 @@ def _address(a: torch.Tensor | TensorDescriptor) -> int:
 
 
 def bind(code: Binary, function: int, args: Sequence[Any], compiled_in: Sequence[bool], d: Driver) -> Bound:
-    """Arguments of a function that is loaded for torch's current device. Those that are `compiled_in` are no parameters.
+    """Bind the arguments of a function that is loaded for torch's current device. Those that are `compiled_in` are no parameters.
 
-    A descriptor is a parameter of its own where the code has hardware for it, followed by sizes (i32) and strides (i64); else
-    an address, sizes, strides (i64) and a flag stand for it. Two addresses of scratch memory end the list, which no kernel uses.
+    With hardware descriptors a descriptor is one parameter, followed by sizes (i32) and strides (i64); without them, an
+    address, sizes, strides (i64) and a flag replace it. Two scratch memory addresses, which no kernel uses, end the list.
     """
     fields: list[
         tuple[str, Any]
@@ -112,7 +112,7 @@ def _laid_out(
     descriptors: Sequence[tuple[int, int, Mapping[str, Any]]],
     d: Driver,
 ) -> Bound:
-    """Memory with descriptors first, which must be aligned, and then a slot for each other parameter."""
+    """Lay out memory with the descriptors first, which must be aligned, and then a slot for each other parameter."""
     first = len(descriptors) * DESCRIPTOR
     memory = ctypes.create_string_buffer(first + SLOT * len(fields) + DESCRIPTOR)
     start = -ctypes.addressof(memory) % DESCRIPTOR

@@ -1,6 +1,6 @@
-"""Loading and launching machine code through the GPU driver's own C interface, by ctypes.
+"""Load and launch machine code through the GPU driver's own C interface, by ctypes.
 
-No compiler is started for that (Triton would build a C launcher per signature), and Triton is not imported:
+This starts no compiler (Triton would build a C launcher per signature) and does not import Triton:
 stored kernels run without it. CUDA: "CUDA Driver API", module and execution control. HIP: "HIP module API",
 the same shape.
 """
@@ -25,16 +25,16 @@ THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and its HIP counterpart."""
 
 DESCRIPTOR = 128
-"""Bytes of a tensor descriptor (CUtensorMap), which lies at a multiple of 64."""
+"""Size (bytes) of a tensor descriptor (CUtensorMap), which is aligned to 64 bytes."""
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
-"""Types whose number in device code differs from the driver's."""
+"""Types whose number in the compiler's metadata differs from the driver's."""
 _L2_128_BYTES = 2
 _NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT."""
 
 
 class DriverError(RuntimeError):
-    """The driver refused; the text has its own code and words."""
+    """The driver refused; the message has its error code and text."""
 
 
 class Driver:
@@ -49,7 +49,7 @@ class Driver:
         self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
 
     def load(self, code: bytes, name: str, shared: int) -> int:
-        """The function `name` of a cubin or code object, for torch's current device."""
+        """Return the function `name` of a cubin or code object, for torch's current device."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self.call(f"load {name}", self._load, ctypes.byref(module), code)
         self.call(f"find {name}", self._function, ctypes.byref(function), module, name.encode())
@@ -60,8 +60,8 @@ class Driver:
     def describe(
         self, to: int, address: int, shape: Sequence[int], stride: Sequence[int], how: Mapping[str, Any]
     ) -> None:
-        """Writes to `to` the descriptor of a matrix of any rank, dense in its last dimension. `how` is the compiler's: the block
-        of one transfer, the swizzle and the type. Beyond the matrix there are zeros."""
+        """Write to `to` the descriptor of a matrix of any rank, dense in its last dimension. `how` comes from the compiler: the
+        block of one transfer, the swizzle and the type. Reads beyond the matrix give zeros."""
         rank = len(shape)
         wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
         self.call(
@@ -72,37 +72,37 @@ class Driver:
         )  # fmt: skip
 
     def stream(self) -> int:
-        """A new stream of torch's current device that does not wait for the default one: one that torch hands out to nobody.
-        It is never destroyed, for what torch keeps under a stream would be found under the next one of its address."""
+        """Create a stream of torch's current device that does not wait for the default one and that torch hands out to nobody.
+        It is never destroyed: a later stream at its address would inherit what torch keeps under the old one."""
         made = ctypes.c_void_p()
         self.call("make a stream", self._stream, ctypes.byref(made), NON_BLOCKING)
         return int(made.value or 0)
 
     def restart_capture(self, stream: int) -> None:
-        """Ends the capture on a stream, whatever became of it, and begins an empty one of this thread's."""
+        """End the capture on a stream, whatever its state, and begin an empty one in this thread."""
         graph = ctypes.c_void_p()
-        self._capture[0](ctypes.c_void_p(stream), ctypes.byref(graph))  # an error where the capture is broken
+        self._capture[0](ctypes.c_void_p(stream), ctypes.byref(graph))  # returns an error if the capture is broken
         if graph.value:
             self._capture[1](graph)
         self.call("begin a capture", self._capture[2], ctypes.c_void_p(stream), THREAD_LOCAL)
 
     def launcher(self) -> Callable[..., int]:
-        """`f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, else `relaunch` says why."""
+        """Return `f(function, gx, gy, gz, bx, by, bz, shared, stream, params, None)`; 0 is success, else `relaunch` says why."""
         launch: Callable[..., int] = self._launch
         return launch
 
     def launch_address(self) -> int:
-        """Of the launcher's function, for who calls it without ctypes."""
+        """Return the address of the launcher's function, for callers that do without ctypes."""
         return ctypes.cast(self._launch, ctypes.c_void_p).value or 0
 
     def relaunch(self, name: str, *arguments: Any) -> None:
-        """Once more what the launcher failed at. Raises `DriverError` when it fails again."""
+        """Retry a launch that failed. Raise `DriverError` when it fails again."""
         self.call(f"launch {name}", self._launch, *arguments)
 
     def call(self, what: str, function: Callable[..., int], *arguments: Any) -> None:
-        """Calls a function of the driver. Raises `DriverError` when it refuses.
+        """Call a function of the driver. Raise `DriverError` when it refuses.
 
-        A thread that torch's allocator has served from memory it holds (autograd's own, a new one) has no context yet: it
+        A new thread, or autograd's own, that torch's allocator has served from cached memory has no context yet: it
         gets that of torch's current device.
         """
         code = function(*arguments)
@@ -122,7 +122,7 @@ class Driver:
             raise self.error(code, what)
 
     def error(self, code: int, what: str) -> DriverError:
-        """What a code means, in the driver's words."""
+        """Return an error with the driver's text for a code."""
         text: Any = ctypes.c_char_p()
         if self.kind == "cuda":
             self.lib.cuGetErrorString(code, ctypes.byref(text))
@@ -154,5 +154,5 @@ def _library(kind: str) -> str:
 
 @functools.cache
 def driver(kind: Literal["cuda", "hip"]) -> Driver:
-    """The driver of this process. OSError when it is not installed."""
+    """Return the driver of this process. Raise OSError when it is not installed."""
     return Driver(kind)

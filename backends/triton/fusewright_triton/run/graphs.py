@@ -14,29 +14,29 @@ from fusewright_triton.run.launch import errors
 from fusewright_triton.run.streams import Pool, side_of
 
 REPEATS = 10
-"""Calls of a candidate that are measured at once."""
+"""Calls of a candidate that are timed together."""
 
 ROUNDS = 3
-"""Calls that a measurement takes the best of, after one that is not counted."""
+"""Timed calls of which a measurement takes the best, after one that is not counted."""
 
 
 @functools.cache
 def _index(device: str) -> int | None:
-    """None: of whatever device is current."""
+    """Return the index of a device; None means the current one."""
     return torch.device(device).index
 
 
 class Graphs:
-    """Records on a stream beside the current one of a device (see `streams`)."""
+    """Record on a side stream of a device's current one (see `streams`)."""
 
     device_type = "cuda"  # torch names HIP devices so too
 
     def on(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        """A context in which a device is the current one, as for `record` and `seconds`."""
+        """Return a context in which a device is the current one, as `record` and `seconds` require."""
         return torch.cuda.device(device)
 
     def stream(self, device: str) -> Hashable | None:
-        """The device's current stream, unless that is being captured."""
+        """Return the device's current stream, unless that is being captured."""
         index, current = _index(device), torch.cuda.current_device()
         if index is not None and index != current:
             with torch.cuda.device(index):
@@ -48,7 +48,7 @@ class Graphs:
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-        """See `Recorder.record`: on the current device. Warming up loads kernels, which a capture cannot."""
+        """See `Recorder.record`; works on the current device. Warming up loads kernels, which a capture cannot."""
         current = torch.cuda.current_stream()
         side = side_of(current)
         pool = side.pool if shared else Pool()
@@ -74,7 +74,7 @@ class Graphs:
         return results, again
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """The best of a few calls, each between two events with nothing before it."""
+        """Return the best time of a few calls, each between two events with nothing queued before it."""
         run()
         return min(self._once(run) for _ in range(ROUNDS))
 
@@ -89,8 +89,8 @@ class Graphs:
 
 
 def _warm_up(run: Callable[[], Any]) -> None:
-    """Raises RuntimeError for what draws random numbers, though no tag of an operator says so: warming up, measuring and replaying
-    would each draw."""
+    """Run once. Raise RuntimeError for code that draws random numbers without an operator tag saying so: warming up, measuring
+    and replaying would each draw."""
     before = torch.cuda.get_rng_state()
     run()
     if not torch.equal(before, torch.cuda.get_rng_state()):
@@ -99,7 +99,7 @@ def _warm_up(run: Callable[[], Any]) -> None:
 
 
 def several(run: Callable[[], Any], device: str) -> Callable[[], None]:
-    """A few calls on a device and a wait, as a candidate of a measured choice."""
+    """Return a candidate of a measured choice: a few calls on a device, then a wait."""
 
     def again() -> None:
         for _ in range(REPEATS):
@@ -110,7 +110,7 @@ def several(run: Callable[[], Any], device: str) -> Callable[[], None]:
 
 
 def repeated(run: Callable[[], Any], device: str) -> Callable[[], None]:
-    """As `several`, from a graph: without the host's part of a call, which replayed plans do not have."""
+    """Like `several`, but from a graph, without the host's part of a call, which replayed plans do not have."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         current = torch.cuda.current_stream()

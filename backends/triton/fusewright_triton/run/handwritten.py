@@ -1,12 +1,12 @@
-"""Kernels written by hand: built by the compiler processes, like emitted ones, and launched by the driver's own interface.
+"""Handwritten kernels: built by the compiler processes, like emitted ones, and launched through the driver's own interface.
 
     PRODUCT = Kernel("product", "product")                    # a function of kernels/product.py, in Triton or Gluon
     PRODUCT.launch(target, programs, args, constants, num_warps=8, num_stages=4)
 
-`args` are what the function takes beside its `tl.constexpr` parameters, in order: tensors, numbers, `TensorDescriptor` matrices.
-Where they lie decides what happens: on a GPU the kernel is launched on torch's current stream, CPU tensors are computed by
-Triton's interpreter, and on torch's meta device the code is only asked for, so that it is there when it is needed. What the code
-depends on is an `Order`; equal ones are built once in a process, and go to the plan cache with the plan.
+`args` are the function's parameters other than `tl.constexpr`, in order: tensors, numbers, `TensorDescriptor` matrices.
+Their device decides what happens: on a GPU the kernel is launched on torch's current stream, CPU tensors are computed by
+Triton's interpreter, and on torch's meta device the code is only requested, so that it is there when it is needed. An `Order` holds
+everything that the code depends on; equal orders are built once per process, and their code goes to the plan cache with the plan.
 
     @or_else(by_torch)                                        # where this Triton cannot build what `run` launches
     def run(x, weight): ...
@@ -45,20 +45,20 @@ R = TypeVar("R")
 Argument: TypeAlias = "torch.Tensor | TensorDescriptor | int | float"
 NAMESPACE = "fusewright_triton"
 ALIGNED = "/16"
-"""Ends the type of what is a multiple of 16."""
+"""Suffix of the type of an argument that is a multiple of 16."""
 ONE = "1"
-"""The type of a number that is one, which is compiled in, as Triton does."""
+"""The type of a number equal to one, which is compiled in, as Triton does."""
 MOST_BOUND = 1024
-"""Sets of sizes that a process keeps arguments for."""
+"""The most sets of sizes for which a process keeps bound arguments."""
 SAID = 500
-"""Characters of a compiler's words that are repeated: the last ones say what is wrong."""
+"""How many characters of a compiler's message are shown: the last ones say what is wrong."""
 INSTALL = "install the triton that your torch wheel asks for (pip check names it)"
-"""What helps where Triton is missing or refuses."""
+"""The remedy where Triton is missing or refuses."""
 
 
 class Order(NamedTuple):
-    """What the code of a kernel depends on: a function of a file in kernels/, the types of its arguments, its constants, how
-    Triton builds it."""
+    """Everything that the code of a kernel depends on: a function of a file in kernels/, the types of its arguments, its
+    constants, Triton's build options."""
 
     module: str
     function: str
@@ -67,7 +67,7 @@ class Order(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def request(self, target: Target) -> dict[str, Any]:
-        """What `compiler.build` takes."""
+        """Return the request that `compiler.build` takes."""
         names = parameters(self.module, self.function)
         given = dict(zip(names, self.types, strict=True))
         constants = {**dict(self.constants), **{p: 1 for p, t in given.items() if t == ONE}}
@@ -85,19 +85,19 @@ class Order(NamedTuple):
 
 @functools.cache
 def source(module: str) -> str:
-    """The text of a file in kernels/."""
+    """Return the text of a file in kernels/."""
     return Path(__file__).parents[1].joinpath("kernels", f"{module}.py").read_text()
 
 
 @functools.cache
 def _functions(module: str) -> dict[str, ast.FunctionDef]:
-    """Read, not imported: that would import Triton."""
+    """Parse the file instead of importing it, which would import Triton."""
     return {f.name: f for f in ast.parse(source(module)).body if isinstance(f, ast.FunctionDef)}
 
 
 @functools.cache
 def parameters(module: str, function: str, all: bool = False) -> tuple[str, ...]:
-    """Names of a function's parameters, or of those that are no `constexpr`."""
+    """Return the names of a function's parameters that are not `constexpr`, or with `all` of every parameter."""
     args = _functions(module)[function].args.args
     return tuple(a.arg for a in args if all or a.annotation is None or "constexpr" not in ast.unparse(a.annotation))
 
@@ -106,7 +106,7 @@ def parameters(module: str, function: str, all: bool = False) -> tuple[str, ...]
 
 
 class Library:
-    """The code that this process has, or is having built, for a target."""
+    """The code that this process has, or is building, for a target."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -115,8 +115,8 @@ class Library:
         self.again: set[Order] = set()
 
     def ask(self, order: Order) -> Future[Binary]:
-        """The code when it is there; a compiler process builds it if nobody asked for it before, or once more if the process
-        ended over it."""
+        """Return a future of the code. A compiler process builds it if nobody asked for it before, or once more if the process
+        died building it."""
         with self.lock:
             found = self.built.get(order)
             ended = found is not None and found.done() and isinstance(found.exception(), workers.Ended)
@@ -127,20 +127,20 @@ class Library:
         return found
 
     def code(self, order: Order) -> Binary:
-        """The code, waited for. `Unbuilt` when there is none."""
+        """Wait for the code and return it. Raise `Unbuilt` when there is none."""
         found = self.ask(order)
         error = found.exception()
         if error is not None:
-            raise Unbuilt(order, error)  # a new one: the traceback of one that is raised again grows
+            raise Unbuilt(order, error)  # a new exception: the traceback of one that is raised again grows
         return found.result()
 
     def could_be_built(self, orders: Iterable[Order]) -> dict[Order, Binary]:
-        """Code of what Triton does not refuse."""
+        """Return the code of the orders that Triton does not refuse."""
         found = {order: self.ask(order) for order in orders}
         return {order: code.result() for order, code in found.items() if code.exception() is None}
 
     def add(self, order: Order, code: Binary) -> None:
-        """Code from the plan cache."""
+        """Add code from the plan cache."""
         there: Future[Binary] = Future()
         there.set_result(code)
         with self.lock:
@@ -148,7 +148,7 @@ class Library:
 
 
 class Unbuilt(workers.BuildError):
-    """A kernel written by hand could not be built."""
+    """A handwritten kernel could not be built."""
 
     def __init__(self, order: Order, why: BaseException) -> None:
         super().__init__(str(why))
@@ -159,9 +159,9 @@ class Unbuilt(workers.BuildError):
 def or_else(
     other: Callable[P, R], instead: str = "torch's own calls run instead"
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates what launches kernels: where Triton cannot build one of them, `other` computes the same from the same
-    arguments, and one warning says so, whatever else needs that kernel. In a plan compiled with `strict`, a
-    `BackendCrashError` does."""
+    """Decorate a function that launches kernels with a fallback: if Triton cannot build one of them, `other` computes the same
+    from the same arguments, and one warning per kernel says so. In a plan compiled with `strict`,
+    a `BackendCrashError` is raised instead."""
 
     def decorated(run: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(run)
@@ -191,7 +191,7 @@ def _warn(e: Unbuilt, instead: str) -> None:
 
 
 def _then(answer: Future[workers.Answer]) -> Future[Binary]:
-    """The one binary of an answer."""
+    """Return a future of the only binary of an answer."""
     made: Future[Binary] = Future()
 
     def done(answer: Future[workers.Answer]) -> None:
@@ -207,7 +207,7 @@ def _then(answer: Future[workers.Answer]) -> Future[Binary]:
 
 @functools.cache
 def library(target: Target) -> Library:
-    """This process's code for `target`."""
+    """Return this process's code for `target`."""
     return Library(target)
 
 
@@ -216,7 +216,7 @@ _noted = threading.local()
 
 @contextmanager
 def noting(orders: list[Order]) -> Iterator[None]:
-    """What kernels are asked for on the meta device by this thread, meanwhile, goes into `orders`, and is not built."""
+    """Collect in `orders` the kernels that this thread requests on the meta device in this context; do not build them."""
     before = getattr(_noted, "orders", None)
     _noted.orders = orders
     try:
@@ -238,7 +238,7 @@ class Kernel:
     def launch(
         self, target: Target, programs: int, args: Sequence[Argument], constants: Mapping[str, Any], **options: Any
     ) -> None:
-        """See the module. `options` are those of Triton's compiler. `Unbuilt` when it cannot build the kernel."""
+        """Launch; see the module. `options` are those of Triton's compiler. Raise `Unbuilt` when it cannot build the kernel."""
         device = next(_tensor(a).device for a in args if isinstance(a, torch.Tensor | TensorDescriptor))
         if device.type == "cpu":
             _interpreted(self.module, self.function).run(0, programs, [_for_triton(a) for a in args], **constants)
@@ -251,7 +251,7 @@ class Kernel:
             self._run(target, programs, args, constants, options)
 
     def order(self, args: Sequence[Argument], constants: Mapping[str, Any], options: Mapping[str, Any]) -> Order:
-        """What a launch with such arguments needs."""
+        """Return the order of a launch with such arguments."""
         types = tuple(_type(a) for a in args)
         return Order(self.module, self.function, types, tuple(constants.items()), tuple(options.items()))
 
@@ -276,7 +276,7 @@ class Kernel:
         key = (self, device, *[_identity(a) for a in args], *constants.items(), *options.items())
         try:
             bound = _bound[key].pop()
-        except (KeyError, IndexError):  # the first of its kind, or all are in use by other threads
+        except (KeyError, IndexError):  # the first of its kind, or other threads are using all of them
             bound = _bind(self.order(args, constants, options), args, target, device)
         bound.place(args)
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -294,7 +294,7 @@ _loaded: dict[tuple[int, Order], int] = {}
 
 
 def _bind(order: Order, args: Sequence[Argument], target: Target, device: int) -> Bound:
-    """With the code loaded for a device, the current one, unless it is already; a stream that is being captured forbids that."""
+    """Bind arguments with the code loaded for the current device. Loading is not possible while a stream is being captured."""
     code, d = library(target).code(order), driver(target.triton)
     if (device, order) not in _loaded:
         _loaded[device, order] = d.load(code.code, code.name, code.shared)
@@ -311,7 +311,7 @@ def _element(dtype: torch.dtype) -> str:
 
 
 def _type(a: Argument) -> str:
-    """An argument's type in Triton's words, and what its value lets the code assume."""
+    """Return an argument's type in Triton's notation, and what its value lets the code assume."""
     if isinstance(a, TensorDescriptor):
         return f"tensordesc<{_element(a.tensor.dtype)}{list(a.block)}>"
     if isinstance(a, torch.Tensor):
@@ -324,7 +324,7 @@ def _type(a: Argument) -> str:
 
 
 def _identity(a: Argument) -> Any:
-    """What of an argument a launch is bound to: all but addresses."""
+    """Return the part of an argument that a launch is bound to: all but addresses."""
     if isinstance(a, torch.Tensor):
         return a.dtype, a.data_ptr() % 16 == 0
     if isinstance(a, TensorDescriptor):
@@ -340,7 +340,7 @@ def _interpreted(module: str, function: str) -> Any:
 
 
 def _for_triton(a: Argument) -> Any:
-    """As Triton's interpreter takes an argument."""
+    """Return an argument in the form that Triton's interpreter takes."""
     if not isinstance(a, TensorDescriptor):
         return a
     from triton.tools import tensor_descriptor
@@ -351,18 +351,18 @@ def _for_triton(a: Argument) -> Any:
 # ---------------------------------------------------------------- operators
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
-"""Torch operators that launch kernels written by hand, by the name that a plan has for them."""
+"""Torch operators that launch handwritten kernels, by the name that plans use for them."""
 _libraries: list[torch.library.Library] = []
 
 
 def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> None:
-    """Defines an operator that a plan can name, for GPUs and (interpreted) for CPU tensors. `run` is also called with meta
-    tensors, to ask for its kernels before they are needed; `meta` gives its result's type alone."""
+    """Define an operator that a plan can name, for GPUs and (interpreted) for CPU tensors. `run` is also called with meta
+    tensors, to request its kernels before they are needed; `meta` only computes its result's type."""
     name = schema.partition("(")[0]
     own = torch.library.Library(NAMESPACE, "FRAGMENT")
     own.define(schema)
     for key in ("CPU", "CUDA"):
         own.impl(name, run, key)
     own.impl(name, meta, "Meta")
-    _libraries.append(own)  # its definitions end with it
+    _libraries.append(own)  # its definitions live as long as it does
     OPERATORS[f"{NAMESPACE}::{name}.default"] = run

@@ -1,6 +1,6 @@
-"""The names of `device` and `libdevice` for Triton's interpreter, which runs kernels on CPU tensors with NumPy.
+"""Implement the names of `device` and `libdevice` for Triton's interpreter, which runs kernels on CPU tensors with NumPy.
 
-Pointwise functions are the references of the kernel IR's own op table; reductions are done on whole blocks
+Pointwise functions are the references of the kernel IR's own op table; reductions work on whole blocks
 (the interpreter's own generic reduction takes elements one by one).
 """
 
@@ -19,13 +19,13 @@ from fusewright.toolkit.ir.optable import OPS
 
 
 def to_torch(x: Any) -> torch.Tensor:
-    """The data of an interpreted value. bf16 is kept as its bits by the interpreter."""
+    """Return the data of an interpreted value. The interpreter represents bf16 by its bits."""
     data = torch.from_numpy(np.ascontiguousarray(x.handle.data))
     return data.view(torch.bfloat16) if x.dtype == tl.bfloat16 else data
 
 
 def from_torch(t: torch.Tensor, dtype: tl.dtype, block: bool) -> Any:
-    """An interpreted value of `dtype`, a block or a number."""
+    """Return an interpreted value of `dtype`, a block or a number."""
     data = (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
     return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if block else dtype)
 
@@ -51,7 +51,7 @@ def _reduce(ref: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, 
 
 
 def _shaped(out: torch.Tensor, axis: int, dtype: tl.dtype) -> Any:
-    """A reduced block: axis 1 stays, a one-dimensional block becomes a number (an array of one element)."""
+    """Shape a reduced block: axis 1 stays, a one-dimensional block becomes a number (an array of one element)."""
     return from_torch(out.unsqueeze(1), dtype, True) if axis == 1 else from_torch(out.reshape(1), dtype, False)
 
 
@@ -96,7 +96,7 @@ def _scan(ref: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, in
 
 
 def report(error_ptr: Any, bad: Any, code: int, site: int = ZERO_DIVISION, index: Any = 0) -> None:
-    """Writes the error word of CPU kernels (see `kernel.checks`). A failure of a check before this one stays."""
+    """Write the error word of CPU kernels (see `kernel.checks`), unless an earlier check has already failed."""
     where = to_torch(bad)
     if not bool(where.any()):
         return
@@ -119,7 +119,7 @@ def _sums(*args: Any) -> tuple[Any, ...]:
 
 
 class Device:
-    """What `fw` is in interpreted kernels."""
+    """Stands for `fw` in interpreted kernels."""
 
     maximum = staticmethod(_pointwise(torch.maximum))
     minimum = staticmethod(_pointwise(torch.minimum))
@@ -159,7 +159,7 @@ class Device:
 
 
 class Libdevice:
-    """What `libdevice` is in interpreted kernels: torch's functions under the libraries' names."""
+    """Stands for `libdevice` in interpreted kernels: torch's functions under the libraries' names."""
 
     nearbyint = staticmethod(_pointwise(torch.round))
 

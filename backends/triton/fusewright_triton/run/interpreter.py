@@ -1,8 +1,8 @@
 """Runs emitted kernels on CPU tensors with Triton's interpreter.
 
-The interpreter is Triton's own, with the parts replaced whose arithmetic is not the devices': casts (it
-truncates to bf16), maxima of NaN, types of comparisons, and reductions by Python loops. Nothing of it stays replaced
-outside a run.
+The interpreter is Triton's own, except for parts whose arithmetic differs from the devices': casts (it
+truncates to bf16), maxima of NaN, types of comparisons, and reductions by Python loops. The replacements are active
+only during a run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Builder(interpreter.InterpreterBuilder):
 
     def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
         out = super().binary_op(lhs, rhs, op)
-        # Triton keeps the operands' type on comparisons, and then makes blocks of floats of them
+        # Triton keeps the operands' type on comparisons, and then makes float blocks of the results
         return interpreter.TensorHandle(out.data, tl.int1) if out.data.dtype == np.bool_ else out
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
@@ -65,8 +65,8 @@ class _Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(ones, type.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        """Products of halves in fp32 and of bytes in int32, as matrix instructions compute them (bf16 is bits here, fp16
-        would round)."""
+        """Multiply half types in fp32 and int8 in int32, as matrix instructions do (bf16 is represented by its bits here, and
+        fp16 would round)."""
         wide = tl.float32 if d.dtype.scalar.is_floating() else d.dtype.scalar
         x, y = (self.cast_impl(operand, wide).data for operand in (a, b))
         return interpreter.TensorHandle(np.matmul(x, y) + d.data, d.dtype.scalar)
@@ -86,7 +86,7 @@ def _replacements() -> tuple[Any, Any]:
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    """Our builder in the interpreter's module, for the length of a run."""
+    """Replace the builder in the interpreter's module for the duration of a run."""
     names = ("interpreter_builder", "interpreter_semantic")
     with _LOCK:
         before = [getattr(interpreter, n) for n in names]
@@ -101,7 +101,7 @@ def _replaced() -> Iterator[None]:
 
 
 class _Jit:
-    """What `triton` is in interpreted source: `triton.jit` keeps the Python function."""
+    """Stands for `triton` in interpreted source: `triton.jit` keeps the Python function."""
 
     @staticmethod
     def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,13 +109,13 @@ class _Jit:
 
 
 def _range(*bounds: Any, **hints: Any) -> range:
-    """`range` over interpreted numbers (Triton's own conversion does not work with NumPy 2.4); hints of `tl.range` say how
-    to compile it."""
+    """`range` over interpreted numbers (Triton's own conversion does not work with NumPy 2.4); the hints of `tl.range`
+    only affect compilation."""
     return range(*(b.handle.data.item() if isinstance(b, tl.tensor) else b for b in bounds))
 
 
 class _Language:
-    """What `tl` is in interpreted source: Triton's language with our `range`."""
+    """Stands for `tl` in interpreted source: Triton's language with our `range`."""
 
     range = staticmethod(_range)
 
@@ -128,7 +128,7 @@ class Simulated:
 
     def __init__(self, text: str, functions: Sequence[str]) -> None:
         names = {"triton": _Jit, "tl": _Language(), "libdevice": Libdevice(), "fw": Device, "range": _range}
-        names["language"] = tl  # the interpreter replaces parts of the module, which it looks for among a function's globals
+        names["language"] = tl  # the interpreter replaces parts of this module, which it finds in a function's globals
         module = load(text, names)
         with _replaced():
             self.functions = [interpreter.InterpretedFunction(getattr(module, f)) for f in functions]

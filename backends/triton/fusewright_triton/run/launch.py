@@ -1,4 +1,4 @@
-"""Launching built kernels on a GPU with little overhead: arguments are bound once, a launch fills in addresses."""
+"""Launch built kernels on a GPU with little overhead: arguments are bound once, a launch only fills in addresses."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fusewright_triton.target import Target
 
 PART_ALIGNMENT = 256
 MOST_SIZES = 4096
-"""Sets of sizes that a launcher remembers."""
+"""The most sets of sizes that a launcher remembers."""
 FORMATS = {"f32": "f4x", "f64": "d", "i32": "i4x", "i64": "q"}
-"""Numbers among the arguments, in `struct`'s letters."""
+"""`struct` format characters of scalar arguments."""
 NOT_LAUNCHED = -1
-"""What the native launcher says where Python must launch; k + 1 is that the driver refused function k, 0 that all is done."""
+"""The native launcher's answer when Python must launch; k + 1 means that the driver refused function k, 0 success."""
 
 
 class Errors:
-    """One word of pinned host memory that kernels write error codes to. Reading it waits for nothing."""
+    """One word of pinned host memory that kernels write error codes to. Reading it does not synchronize."""
 
     def __init__(self) -> None:
         self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -41,7 +41,7 @@ class Errors:
         self.word = ctypes.c_int32.from_address(self.address)
 
     def check(self) -> None:
-        """Raises what a finished kernel reported, once."""
+        """Raise the error that a finished kernel reported, once."""
         code = self.word.value
         if code:
             self.word.value = 0
@@ -50,18 +50,18 @@ class Errors:
 
 @functools.cache
 def errors() -> Errors:
-    """The process's error word. Memory pinned by torch has one address on the host and on every device."""
+    """Return the process's error word. Memory pinned by torch has one address on the host and on every device."""
     return Errors()
 
 
 def raise_errors() -> None:
-    """Waits for the current stream, then raises what its kernels reported."""
+    """Wait for the current stream, then raise what its kernels reported."""
     torch.cuda.current_stream().synchronize()
     errors().check()
 
 
 def raise_error(code: int, name: str) -> None:
-    """Raises what an error code stands for, as eager does on the CPU."""
+    """Raise the error of a code, as eager does on the CPU."""
     if code == INDEX_ERROR:
         raise IndexError(f"index out of range in {name}")
     if code == ZERO_DIVISION:
@@ -71,8 +71,8 @@ def raise_error(code: int, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What follows from the sizes of a launch: which code it needs, programs per function, places of the parts of
-    shared rows in their workspace and its length."""
+    """What the sizes of a launch determine: the code variant, programs per function, and for shared rows the offsets of the
+    parts in their workspace and its length."""
 
     wide: bool
     even: bool
@@ -83,7 +83,7 @@ class _Sizes:
 
 @dataclass(slots=True)
 class _Bound:
-    """One variant, loaded for one device, with memory for its arguments: 8 bytes each, in the order of parameters.
+    """One variant, loaded for one device, with a buffer for its arguments: 8 bytes each, in the order of parameters.
 
     `functions` holds (handle, threads, shared bytes, name); `pack` writes addresses, scalars and sizes into `memory`,
     `pack_parts` the addresses of parts. `params` are the addresses of the arguments, as the driver wants them.
@@ -98,10 +98,10 @@ class _Bound:
 
 
 class GpuLauncher:
-    """`launcher(tensors, sizes, scalars)` launches on torch's current stream. See `runtime` for what it promises.
+    """`launcher(tensors, sizes, scalars)` launches on torch's current stream. See `runtime` for its guarantees.
 
     Variants of the code (unaligned addresses, offsets beyond 32 bits) are built when they are first needed.
-    Launches from several threads at once each get arguments of their own.
+    Concurrent launches from several threads each get their own arguments.
     """
 
     def __init__(self, kernel: Kernel, target: Target, variant: Callable[[Variant], Built]) -> None:
@@ -119,7 +119,7 @@ class GpuLauncher:
         sizes: Sequence[int] = (),
         scalars: Sequence[int | float | bool] = (),
     ) -> None:
-        """Raises errors of earlier launches that are known by now: IndexError for an index out of bounds."""
+        """Launch. Raise errors of earlier launches that are known by now: IndexError for an index out of bounds."""
         left = self._fast(tensors, sizes, scalars)
         if left:
             self._by_python(tensors, sizes, scalars, max(left - 1, 0))
@@ -127,7 +127,7 @@ class GpuLauncher:
     def _by_python(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], scalars: Sequence[int | float | bool], first: int
     ) -> None:
-        """Launch the functions from `first` on, and let the native launcher do what was new the next time."""
+        """Launch the functions from `first` on, and let the native launcher handle new sizes the next time."""
         device = tensors[0].get_device()
         if device != torch.cuda.current_device():
             if device < 0:
@@ -145,7 +145,7 @@ class GpuLauncher:
         free = self._free.get(key)
         bound = free.pop() if free else self._bind(Variant(*key[1:]), device)
         bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
-        # held until the launches are queued; the allocator gives it to later work of this stream only
+        # keep it until the launches are queued; the allocator gives it only to later work of this stream
         workspace = self._place_parts(bound, known, tensors[0].device) if known.workspace else None
         stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
         for (function, threads, shared, name), programs in list(zip(bound.functions, known.programs, strict=True))[first:]:
@@ -177,7 +177,7 @@ class GpuLauncher:
             self._native.learn_sizes(sizes, found.wide, found.even, found.programs)
 
     def _teach_variant(self, device: int, variant: Variant, bound: _Bound, letters: str, reports: bool) -> None:
-        """Have the native launcher launch this code by itself. Parts of shared rows take memory, which it does not allocate."""
+        """Let the native launcher launch this code itself, unless rows are shared: it cannot allocate memory for their parts."""
         if self._native is None:
             d = driver(self.target.triton)
             self._native = native.device_launch(d.launch_address(), errors().address if self._reports else 0)

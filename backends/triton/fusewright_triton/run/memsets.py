@@ -1,7 +1,7 @@
-"""Memset nodes of a captured CUDA graph become kernel nodes.
+"""Replace memset nodes of a captured CUDA graph by kernel nodes.
 
 cuBLASLt clears counters before some products, and cuDNN before attention. The driver launches a graph of kernels alone in one
-go, whatever their number; every memset node among them costs the host a microsecond more at each launch.
+go, however many there are; every memset node among them costs the host a microsecond more per launch.
 
 Source: CUDA Driver API, graph management; PTX ISA.
 """
@@ -68,7 +68,7 @@ class _Kernel(ctypes.Structure):
 
 
 def words_of(m: Memset) -> tuple[int, int] | None:
-    """A memset as (word, count) of 32-bit words; None for one that is none."""
+    """Return a memset as (word, count) of 32-bit words; None if it is not expressible in words."""
     total = m.width * m.size
     if m.height != 1 or m.size not in (1, 2, 4) or total % 4 or m.start % 4 or not 0 < total // 4 < 1 << 31:
         return None
@@ -78,7 +78,7 @@ def words_of(m: Memset) -> tuple[int, int] | None:
 
 @functools.cache
 def _fill(device: int) -> int:
-    """The kernel on one device; 0 where the driver cannot assemble it."""
+    """Return the fill kernel for one device, or 0 if the driver cannot assemble it."""
     try:
         return driver("cuda").load(FILL, "fill", 0)
     except DriverError:
@@ -86,7 +86,7 @@ def _fill(device: int) -> int:
 
 
 class _Graph:
-    """A CUgraph that is not instantiated yet."""
+    """A CUgraph that is not yet instantiated."""
 
     def __init__(self, handle: int, fill: int) -> None:
         self.handle, self.fill = ctypes.c_void_p(handle), ctypes.c_void_p(fill)
@@ -96,7 +96,7 @@ class _Graph:
         d.call(name, getattr(d.lib, name), *args)
 
     def listed(self, name: str, of: ctypes.c_void_p) -> list[int]:
-        """What a driver function lists: asked for the number first."""
+        """Return the items that a driver function lists; it is first asked for their number."""
         count = ctypes.c_size_t()
         self.call(name, of, None, ctypes.byref(count))
         found = (ctypes.c_void_p * max(count.value, 1))()
@@ -105,7 +105,7 @@ class _Graph:
         return [int(h or 0) for h in found[: count.value]]
 
     def replaced(self, handle: int) -> bool:
-        """Puts a kernel in the place of a memset node; whether the node was one."""
+        """Replace a memset node by a kernel; return whether the node was one."""
         node, kind, memset = ctypes.c_void_p(handle), ctypes.c_int(), Memset()
         self.call("cuGraphNodeGetType", node, ctypes.byref(kind))
         if kind.value != MEMSET:
@@ -125,7 +125,7 @@ class _Graph:
         return True
 
     def added(self, start: int, word: int, words: int, before: Sequence[int]) -> ctypes.c_void_p:
-        """A kernel node that fills memory after the nodes `before`."""
+        """Add a kernel node that fills memory after the nodes `before`."""
         arguments = (ctypes.c_uint64(start), ctypes.c_uint32(word), ctypes.c_uint32(words))
         addresses = _array([ctypes.addressof(a) for a in arguments])
         three = ctypes.c_uint32 * 3
@@ -144,8 +144,8 @@ def _array(values: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def as_kernels(graph: int, device: int) -> int:
-    """Replaces the memset nodes of a graph (a CUgraph) that is not instantiated yet; how many that were. RuntimeError when
-    the driver refuses in between, which leaves the graph without use."""
+    """Replace the memset nodes of a graph (a CUgraph) that is not yet instantiated, and return their number. Raise RuntimeError
+    when the driver refuses midway, which leaves the graph unusable."""
     fill = _fill(device)
     if not fill:
         return 0

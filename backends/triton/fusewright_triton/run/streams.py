@@ -1,10 +1,10 @@
-"""Where the work of a stream is recorded: on a stream beside it that nobody else has, and in memory that stays.
+"""Record the work of a stream on its own private side stream, and in memory that stays.
 
-cuBLAS and hipBLAS work in memory that torch keeps for each pair of a handle and a stream, and a recording holds its address. It is
-outside of the recording: whoever clears these workspaces (`torch.compile(mode="reduce-overhead")` does, before and after each graph
-of its own) gives the memory back, and the next replay would write into somebody else's, or into none. So they are taken from
-a pool of this module's, for a stream of its own: what is given back to that pool is handed out to recordings of the same stream
-alone, which run one after the other.
+cuBLAS and hipBLAS use workspaces that torch keeps for each pair of a handle and a stream. A recording holds a workspace's address
+but does not own it: code that clears these workspaces (`torch.compile(mode="reduce-overhead")` does, before and after each of its
+own graphs) frees the memory, and the next replay would write into memory of others, or into none. So workspaces come from a pool of
+this module, for a private stream: memory returned to that pool is reused only by recordings of the same stream,
+which run one after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusewright_triton.run.driver import driver
 
 
 class Pool:
-    """The memory of everything that is recorded together. It goes with its last graph, and so does its handle."""
+    """The memory of everything that is recorded together. It is freed with its last graph, and so is its handle."""
 
     def __init__(self) -> None:
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -48,8 +48,8 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, current: torch.cuda.Stream) -> Iterator[None]:
-        """The side stream, after the work of the current one, which then waits for it. Threads take turns: what another one
-        began there would become a part of what is being recorded."""
+        """Enter the side stream after the work of the current one, which then waits for it. Threads take turns: work that another
+        thread starts there would become part of the recording."""
         with self._turn:
             self.side.wait_stream(current)
             with torch.cuda.stream(self.side):
@@ -59,20 +59,20 @@ class SideStream:
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
-        """Captures into `graph` on the side stream. Torch ends its own part of a capture (its generator, its allocator) only where
-        the driver's part ends well, so a broken one is first replaced by an empty one."""
-        graph.capture_begin(capture_error_mode="thread_local", **how)  # other threads may go on allocating and waiting
+        """Capture into `graph` on the side stream. Torch cleans up its part of a capture (its generator, its allocator) only if
+        the driver's part ends well, so a broken capture is first replaced by an empty one."""
+        graph.capture_begin(capture_error_mode="thread_local", **how)  # other threads may go on allocating and synchronizing
         try:
             yield
             graph.capture_end()
         except BaseException:  # an interrupt too must not leave the stream capturing
-            with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # what broke it is raised
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # the original error is raised
                 self._driver.restart_capture(self.side.cuda_stream)
                 graph.capture_end()
             raise
 
     def _take_workspaces(self) -> None:
-        """Has the libraries ask for their memory: by a product, and one with a bias, which has a workspace of its own."""
+        """Make the libraries request their workspaces: by a product, and by one with a bias, which has its own workspace."""
         with torch.cuda.use_mem_pool(self._workspaces, self._device), torch.autocast("cuda", enabled=False):
             x = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.side.device)
             torch.addmm(x[0], torch.mm(x, x), x)
@@ -83,7 +83,7 @@ _creation = threading.Lock()
 
 
 def side_of(current: torch.cuda.Stream) -> SideStream:
-    """Where the work of a stream of the current device is recorded."""
+    """Return the side stream that records the work of a stream of the current device."""
     key = (current.device_index, current.cuda_stream)
     with _creation:
         if key not in _sides:
