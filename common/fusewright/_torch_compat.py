@@ -1,6 +1,6 @@
 """Every private torch name that Fusewright uses, in one file. Checked against torch 2.10 to 2.13.
 
-Nothing here is imported before it is needed: `import fusewright` must not pull in Dynamo.
+Everything is imported on first use: `import fusewright` must not import Dynamo.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree  # noqa: F401  a private name, by which others reach it
+from torch.utils import _pytree as pytree  # noqa: F401  a private name that others import from here
 
 DYNAMO = "torch._dynamo"
-"""What the first compilation of a process imports: a second of a core. Who forks many processes imports it once."""
+"""The import done by a process's first compilation: a second of a core. Import it once before forking many processes."""
 
 
 def aot_compile(
@@ -30,10 +30,9 @@ def aot_compile(
     inference: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
     joint: Callable[[Graph], None],
 ) -> Callable[..., Any]:
-    """Hand a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does. `joint` rewrites the
-    graph of forward and backward before it is cut in two, and makes equal calls one: torch's own pass imports all of
-    Inductor's lowerings (0.7 s) to count writes.
-    """
+    """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does. `joint` rewrites the
+    joint graph of forward and backward before it is cut in two, and merges equal calls: torch's own pass imports all of
+    Inductor's lowerings (0.7 s) to count writes."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -58,9 +57,9 @@ _RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
 
 @contextlib.contextmanager
 def _resizing_whole() -> Iterator[None]:
-    """Let autograd record resizing as one operator, and its gradient as another: of torch's Python forms, which AOTAutograd
-    traces otherwise, it makes one scatter with accumulation for each tap. Symbolic sizes keep those forms: the gradients'
-    shape functions take none."""
+    """Make autograd record resizing as one operator and its gradient as another. AOTAutograd would otherwise trace torch's
+    Python forms, whose gradient is one accumulating scatter per tap. Symbolic sizes keep the Python forms, because the shape
+    functions of the gradients do not support them."""
     from torch._decomp.decompositions import upsample_compute_output_size as sizes
 
     def whole(packet: Any, decomposed: Any, x: Any, size: Any, *rest: Any) -> Any:
@@ -85,13 +84,11 @@ def _resizing_whole() -> Iterator[None]:
 
 
 SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a single memory location"
-"""What AOTAutograd says of a graph that writes into an expanded input."""
+"""AOTAutograd's message for a graph that writes into an expanded input."""
 
 
 def static_input_indices() -> frozenset[int]:
-    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd compiles now; empty when
-    unknown.
-    """
+    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd is compiling; empty if unknown."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -100,8 +97,8 @@ def static_input_indices() -> frozenset[int]:
 
 
 def keep_sources(made: GraphModule, gm: GraphModule) -> None:
-    """Have AOTAutograd know of a rewritten Dynamo graph what it knows of `gm`: where inputs come from, and so which of them are
-    parameters and buffers. Dynamo says it in attributes, which no copy of a graph has."""
+    """Copy to a rewritten Dynamo graph what AOTAutograd reads from `gm`: the sources of inputs, which tell parameters and
+    buffers. Dynamo stores them in attributes, which copies of a graph lose."""
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, name):
             setattr(made, name, getattr(gm, name))
@@ -111,7 +108,7 @@ def keep_sources(made: GraphModule, gm: GraphModule) -> None:
 
 
 def shape_env_of(gm: GraphModule) -> Any | None:
-    """The ShapeEnv of a traced graph, or None when every size is static."""
+    """The ShapeEnv of a traced graph, or None if all sizes are static."""
     for node in gm.graph.nodes:
         val = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(val, torch.SymInt):
@@ -124,7 +121,7 @@ def shape_env_of(gm: GraphModule) -> Any | None:
 
 
 def assumed_sizes(gm: GraphModule) -> str:
-    """What tracing knows of symbolic sizes, as text: ranges and guards. Code may rely on any of it; "" for static graphs."""
+    """What tracing knows of symbolic sizes, as text: ranges and guards. Code may rely on all of it; "" for static graphs."""
     env = shape_env_of(gm)
     if env is None:
         return ""
@@ -147,7 +144,7 @@ def fake_mode_of(t: Any) -> Any:
 
 
 _BOUNDS: WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary()
-"""By ShapeEnv and expression: the bounds, and the ranges of symbols that these follow from."""
+"""By ShapeEnv and expression: the bounds, and the symbol ranges that they were derived from."""
 
 
 def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
@@ -156,33 +153,33 @@ def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
     size_hint = node.hint
     env = node.shape_env
     if isinstance(size_hint, torch.SymInt) or (env is None and type(size_hint) is not int):
-        size_hint = None  # a ragged dimension of a nested tensor only stands for itself: its hint is no number
+        size_hint = None  # a nested tensor's ragged dimension stands only for itself; its hint is not a number
     lo, hi = (0, None) if env is None else _bounds(env, node.expr)
     return node.expr, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
 
 
 def _bounds(env: Any, expr: Any) -> tuple[int, int | None]:
-    """Bounds of an expression. Torch walks all of it each time, which is long where sizes follow from sizes, and a graph names
-    each of them many times."""
+    """Cached bounds of an expression. Torch walks the whole expression each time, which is slow where sizes derive from sizes,
+    and a graph mentions each many times."""
     known, ranges = _BOUNDS.setdefault(env, {}), env.var_to_range
     if (found := known.get(expr)) is not None and all(ranges.get(s) is r for s, r in found[2]):
         return found[:2]
     bounds = env.bound_sympy(expr)  # None for a ragged dimension in torch 2.11
     lo = int(bounds.lower) if bounds is not None and bounds.lower.is_Integer else 0
-    # Not is_integer: torch's integer infinity says yes to that.
+    # Not is_integer, which is true of torch's integer infinity.
     hi = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
     known[expr] = (lo, hi, [(s, ranges.get(s)) for s in expr.free_symbols])
     return lo, hi
 
 
 def traced_size(size: Any) -> int | None:
-    """The number that a size was when the graph was traced, without a guard that it stays so; None when only data tell."""
+    """The number that a size was during tracing, without adding a guard; None if it depends on data."""
     found = size.node.hint if isinstance(size, torch.SymInt) else size
     return found if isinstance(found, int) else None
 
 
 def settled_size(size: Any) -> Any:
-    """A size, as a number where guards have made its symbol one."""
+    """A size, as a number if guards have fixed its symbol."""
     if not isinstance(size, torch.SymInt):
         return size
     number = size.node.maybe_as_int()
@@ -199,31 +196,31 @@ def statically_true(condition: Any) -> bool:
 
 
 def is_zero_tensor(t: torch.Tensor) -> bool:
-    """Whether a tensor is zeros without memory, as autograd's formulas make them."""
+    """Whether a tensor is zeros without memory, as autograd's formulas create."""
     return t._is_zerotensor()
 
 
 def lazy_view(fake: Any, kind: str) -> torch.Tensor:
-    """A view of a FakeTensor that is negated ("neg") or conjugated ("conj") when it is read."""
+    """A lazily negated ("neg") or conjugated ("conj") view of a FakeTensor."""
     views = {"neg": torch.ops.aten._neg_view.default, "conj": torch.ops.aten._conj.default}
     with fake_mode_of(fake):
         return views[kind](fake)
 
 
 def is_tangent(node: torch.fx.Node) -> bool:
-    """Whether a placeholder of AOTAutograd's backward graph is a gradient that autograd hands in, not a saved value."""
+    """Whether a placeholder of AOTAutograd's backward graph is an incoming gradient, not a saved value."""
     return node.name.startswith("tangents")
 
 
 def is_wrapper(t: object) -> bool:
-    """Whether a tensor is of a subclass that holds other tensors, which AOTAutograd takes out of it."""
+    """Whether a tensor's subclass wraps other tensors, which AOTAutograd unwraps."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(t)
 
 
 def bound_op(op: Any) -> Callable[..., Any]:
-    """The C++ entry of an OpOverload: skips one Python frame a call."""
+    """The C++ entry point of an OpOverload, which saves one Python frame per call."""
     return getattr(op, "_op", op)
 
 
@@ -233,7 +230,7 @@ def is_overload(target: object) -> bool:
 
 
 def is_literal(node: Node) -> bool:
-    """Whether a node is a tensor that tracing made of numbers in the program, which nobody else holds."""
+    """Whether a node is a tensor literal of the program, which nobody else references."""
     return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
 
 
@@ -243,31 +240,31 @@ def is_higher_order(target: object) -> bool:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put a text into the structured trace (TORCH_TRACE), where tlparse shows it beside Dynamo's own."""
+    """Add a text to the structured trace (TORCH_TRACE), where tlparse shows it beside Dynamo's own."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 PROFILING = "_is_profiler_enabled"
-"""What `profiler_flag` is asked for."""
+"""The argument for `profiler_flag`'s result."""
 
 
 def profiler_flag() -> Callable[[str], bool]:
-    """A function that gives for PROFILING whether somebody profiles, by `torch.profiler` or `emit_nvtx`. It is called at every
-    call of a plan, so it is no Python."""
+    """Return a function that, given PROFILING, tells whether a profiler is active (`torch.profiler` or `emit_nvtx`). Plans call
+    it at every call, so it is not Python code."""
     return vars(torch.autograd.profiler).__getitem__
 
 
 def profiling() -> bool:
-    """Whether somebody profiles."""
+    """Whether a profiler is active."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def may_return_alias(op: Any) -> bool:
     """Whether a result of the operator may share memory with an argument.
 
-    True when the schema says so, and for composite operators, whose schema says nothing about what they call.
+    True if the schema says so, and for composite operators, whose schemas do not cover the operators that they call.
     """
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
@@ -275,19 +272,19 @@ def may_return_alias(op: Any) -> bool:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operator is made of others alone, so that its schema does not say what those do."""
+    """Whether an operator only calls others, so that its schema does not describe their effects."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 
 def op_database_lacks() -> str:
-    """The package that the module of torch's OpInfo database imports and that is not installed, or ""."""
+    """A package that torch's OpInfo database needs and that is not installed, or ""."""
     from importlib.util import find_spec
 
     return next((name for name in ("expecttest", "pytest") if find_spec(name) is None), "")
 
 
 def op_database() -> Sequence[Any]:
-    """Torch's OpInfo database: operators with samples, dtypes and errors, which torch is tested with."""
+    """Torch's OpInfo database: operators with samples, dtypes and errors, used for torch's own tests."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     found: Sequence[Any] = op_db
@@ -302,12 +299,12 @@ def is_elementwise_entry(op: Any) -> bool:
 
 
 def register_quantized_decomposed() -> None:
-    """Define the `quantized_decomposed` ops, as an import of torchao does."""
+    """Define the `quantized_decomposed` ops, as importing torchao does."""
     import torch.ao.quantization.fx._decomposed  # noqa: F401
 
 
 def decomposition(target: Any) -> Callable[..., Any]:
-    """Torch's own decomposition of an ATen overload into simpler ones. LookupError when it has none."""
+    """Torch's decomposition of an ATen overload into simpler ones. LookupError if there is none."""
     from torch._decomp import decomposition_table
 
     if target not in decomposition_table:
@@ -319,21 +316,21 @@ _COMPUTING = frozenset(
     "torch torch._C._nn torch._C._fft torch._C._linalg torch._C._special torch.functional torch.nn.functional "
     "torch._tensor _operator operator math builtins itertools".split()
 )
-"""Modules whose functions compute. Others that stand in Dynamo graphs may enter a mode, a level of torch.func or the like."""
+"""Modules whose functions only compute. Other functions in Dynamo graphs may enter a mode, a level of torch.func or the like."""
 
 _SETTERS = ("set_", "_set_", "_enter", "_exit", "manual_seed", "seed", "use_deterministic")
 
 
 def computes(target: Any) -> bool:
-    """Whether a function in a Dynamo graph only computes: it is safe to run it, and to run the same again later.
+    """Whether a function in a Dynamo graph only computes, so that it is safe to run it, and to run it again later.
 
-    Autocast regions count, because what enters them can be told and undone.
+    Autocast regions count, because entering one can be detected and undone.
     """
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
     if enters_autocast(target) or leaves_autocast(target) or target is torch._C._log_api_usage_once:
         return True
-    owner = getattr(target, "__objclass__", None)  # of `torch.Tensor.add`
+    owner = getattr(target, "__objclass__", None)  # e.g. of `torch.Tensor.add`
     module = getattr(owner, "__module__", None) if owner is not None else getattr(target, "__module__", None)
     if owner is not None and issubclass(torch.Tensor, owner):
         return True
@@ -341,7 +338,7 @@ def computes(target: Any) -> bool:
 
 
 def enters_autocast(target: Any) -> bool:
-    """Whether a function in a Dynamo graph enters autocast; what it gives is what `leave_autocast` takes."""
+    """Whether a function in a Dynamo graph enters autocast; its result is the argument of `leave_autocast`."""
     return target is torch.amp.autocast_mode._enter_autocast
 
 
@@ -351,34 +348,34 @@ def leaves_autocast(target: Any) -> bool:
 
 
 def leave_autocast(mode: Any) -> None:
-    """Undo what `enters_autocast` says of."""
+    """Undo an `enters_autocast` call."""
     torch.amp.autocast_mode._exit_autocast(mode)
 
 
 UNBACKED = "unbacked_bindings"
-"""Key in `node.meta` of torch's: the symbols that stand for sizes and numbers which only the node's data tell."""
+"""Torch's key in `node.meta` for symbols whose values depend on the node's data."""
 
 _FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def depends_on_data(op: Any, args: Sequence[Any]) -> bool:
-    """Whether the size of a result, or a result that is a number, depends on what is in the tensors."""
-    if op is torch.ops.aten.index.Tensor:  # of indices the number is known, of what a mask keeps it is not
+    """Whether a result's size, or a result that is a number, depends on the values of tensors."""
+    if op is torch.ops.aten.index.Tensor:  # integer indices give a known number of elements, masks do not
         return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return not _FROM_DATA.isdisjoint(op.tags)
 
 
 def drop_dead_code(graph: Graph, kept: Callable[[torch.fx.Node], bool]) -> None:
-    """Erase nodes that nobody reads, but for those with an effect: torch's list of these, and `kept`."""
+    """Erase unread nodes, except those with an effect according to torch or `kept`."""
     graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure() or kept(node))
 
 
 @contextlib.contextmanager
 def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
-    """A context for work on a graph whose guards are made: yields a list of what was assumed of its sizes all the same.
+    """A context for work on a graph whose guards are fixed: yields a list of assumptions made about its sizes nonetheless.
 
-    Symbols that the work makes, where it computes metadata anew, are hidden from torch's tracing around us, which would
-    look for them among the results of its own.
+    Symbols created while metadata is recomputed are hidden from an enclosing torch tracing, which would look for them among its
+    own results.
     """
     env = shape_env_of(gm)
     assumed: list[str] = []
@@ -392,23 +389,24 @@ def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
 
 
 class SizesAssumed(Exception):
-    """Work on a settled graph would hold only for some of its sizes."""
+    """Work on a graph with fixed guards would hold only for some of its sizes."""
 
 
 def _refused_guard(record: logging.LogRecord) -> bool:
-    """A filter for what torch logs of a guard that is refused on purpose."""
+    """A filter for torch's log messages about guards that are refused on purpose."""
     return not str(record.msg).startswith("failed during evaluate_expr")
 
 
 @contextlib.contextmanager
 def assuming_nothing(fake: Any) -> Iterator[None]:
-    """A context for tracing with FakeTensors of a settled graph. Raises `SizesAssumed` where that would add a guard."""
+    """A context for tracing with FakeTensors of a graph whose guards are fixed. Raises `SizesAssumed` if that would add a
+    guard."""
     env = fake_mode_of(fake).shape_env
     if env is None:
         yield
         return
     before = len(env.guards)
-    held = getattr(env, "error_on_new_guards", contextlib.nullcontext)  # older torch only tells afterwards
+    held = getattr(env, "error_on_new_guards", contextlib.nullcontext)  # older torch detects it only afterwards
     told = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     told.addFilter(_refused_guard)
     try:
@@ -456,7 +454,7 @@ def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def is_module_state(node: torch.fx.Node, example: Any) -> bool:
-    """Whether an input of a Dynamo graph is a parameter or buffer of the module that is compiled."""
+    """Whether an input of a Dynamo graph is a parameter or buffer of the compiled module."""
     if isinstance(example, torch.nn.Parameter):
         return True
     return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
@@ -475,11 +473,11 @@ def disable_autocast() -> Any:
 _NOT_ELEMENTWISE = frozenset(
     "copy_ set_ as_strided_ resize_ resize_as_ detach_ requires_grad_ t_ transpose_ unsqueeze_ squeeze_".split()
 )
-"""Writing ops that change more than values: their out-of-place form means something else."""
+"""In-place ops that change more than values: their out-of-place form means something else."""
 
 
 def out_of_place(op: Any) -> Any | None:
-    """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of writing ops (out=, copy_, set_, random ones)."""
+    """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of mutating ops (out=, copy_, set_, random ones)."""
     base, _, overload = op._schema.name.partition("::")[2], "", op._overloadname
     if op.namespace != "aten" or not base.endswith("_") or torch.Tag.nondeterministic_seeded in op.tags:
         return None
@@ -487,12 +485,12 @@ def out_of_place(op: Any) -> Any | None:
         return None
     packet = getattr(torch.ops.aten, base[:-1], None)
     names = [] if packet is None else sorted(packet.overloads(), key=lambda name: name != overload)
-    # `pow_.Scalar` is `pow.Tensor_Scalar`: `pow.Scalar` has the same names, and a number for a base
+    # `pow_.Scalar` corresponds to `pow.Tensor_Scalar`: `pow.Scalar` has the same argument names, but a number as its base
     return next((f for f in (getattr(packet, n) for n in names) if _taken(f) == _taken(op)), None)
 
 
 def _taken(op: Any) -> list[tuple[str, str]]:
-    """Names and types of what an operator takes."""
+    """Names and types of an operator's arguments."""
     return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
@@ -502,7 +500,7 @@ def storage_id(t: torch.Tensor) -> int:
 
 
 def fake_mode(shape_env: Any = None) -> Any:
-    """A FakeTensorMode of its own."""
+    """A new FakeTensorMode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
@@ -511,7 +509,7 @@ def fake_mode(shape_env: Any = None) -> Any:
 def fake_tensor(
     mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    """A FakeTensor of any device type, whether or not this torch is built for it."""
+    """A FakeTensor of any device type, even one that this torch build does not support."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     storage = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
@@ -520,9 +518,7 @@ def fake_tensor(
 
 
 class Symbols:
-    """Symbolic sizes by name: `Symbols().size("2*s0 + 1")`. Symbols are positive; hints are chosen apart from each
-    other.
-    """
+    """Symbolic sizes by name: `Symbols().size("2*s0 + 1")`. Symbols are positive, with distinct hints."""
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -532,7 +528,7 @@ class Symbols:
         self._hints: dict[Any, int] = {}
 
     def size(self, text: str) -> Any:
-        """The SymInt of an expression; an int when it has no symbol. ValueError when it cannot be read."""
+        """The SymInt of an expression; an int if it has no symbol. ValueError if it cannot be parsed."""
         import ast
 
         try:
@@ -552,7 +548,7 @@ class Symbols:
         if name not in self._known:
             symbol = sympy.Symbol(name, positive=True, integer=True)
             add = getattr(self.env, "add_backed_var_to_val", None) or self.env.add_var_to_val
-            self._hints[symbol] = sympy.Integer(7 + 6 * len(self._known))  # torch 2.10 asks what stands for a symbol is_Add
+            self._hints[symbol] = sympy.Integer(7 + 6 * len(self._known))  # torch 2.10 asks a symbol's replacement for is_Add
             add(symbol, int(self._hints[symbol]))
             self.env.var_to_range[symbol] = ValueRanges(0, int_oo)
             self.env.var_to_range_sloc[symbol] = ValueRangesSLoc(None, None)  # type: ignore[arg-type]
@@ -588,7 +584,8 @@ class Symbols:
 
 
 def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
-    """What `torch.compile` was given: the module, and backend and options as far as the result tells. Anything else is itself."""
+    """The module given to `torch.compile`, with backend and options as far as the result tells. Other objects are returned as
+    they are."""
     if not hasattr(model, "_orig_mod"):
         return model, None, None
     at = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
@@ -601,39 +598,39 @@ def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]
 
 
 def graph_breaks() -> dict[str, int]:
-    """Reasons of Dynamo's graph breaks in this process, with how often each was met."""
+    """Reasons of Dynamo's graph breaks in this process, with their counts."""
     from torch._dynamo.utils import counters
 
     return {str(reason): int(n) for reason, n in counters["graph_break"].items()}
 
 
 def frames() -> tuple[int, int]:
-    """How many functions Dynamo was given in this process, and how many of them it traced; the others it gave back to Python."""
+    """How many functions Dynamo saw in this process, and how many it traced; the others run in plain Python."""
     from torch._dynamo.utils import counters
 
     return counters["frames"]["total"], counters["frames"]["ok"]
 
 
 def untraced() -> dict[str, int]:
-    """What Dynamo could not trace in this process, with how often: reasons of its graph breaks are among them."""
+    """What Dynamo could not trace in this process, with counts; includes the reasons of graph breaks."""
     from torch._dynamo.utils import counters
 
     return {str(reason): int(n) for reason, n in counters["unimplemented"].items()}
 
 
 def real_tensors() -> Any:
-    """A context manager under which ops compute: AOTAutograd compiles inside a FakeTensorMode."""
+    """A context manager in which ops really compute, since AOTAutograd compiles inside a FakeTensorMode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
-"""Functions in Dynamo graphs that are recorded as one operator, though tracing would take them apart."""
+"""Functions in Dynamo graphs that are recorded as one operator, though tracing would decompose them."""
 
 
 CHECKED_IN_PYTHON: frozenset[Any] = frozenset({torch._C._nn.one_hot})
-"""Functions in Dynamo graphs that check values, which their C++ leaves out on FakeTensors; torch has a Python form for those."""
+"""Functions in Dynamo graphs whose C++ form skips value checks on FakeTensors; torch has Python forms for them."""
 
 
 def has_python_form(op: Any) -> bool:
@@ -645,8 +642,8 @@ def has_python_form(op: Any) -> bool:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """A context in which operators are torch's own, whatever modes and dispatcher the caller runs under: the view of a FakeTensor,
-    or by an operator's Python form, may exist where a tensor of the same strides has none."""
+    """A context with torch's own operators, outside the caller's modes and dispatcher: with a FakeTensor, or by an operator's
+    Python form, a view may exist that a real tensor of the same strides does not have."""
     from torch._dispatch.python import no_python_dispatcher
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -655,31 +652,31 @@ def without_modes() -> Iterator[None]:
 
 
 def python_dispatcher() -> Any:
-    """A context manager under which torch's Python forms of operators are taken, as AOTAutograd traces."""
+    """A context manager that selects torch's Python forms of operators, as in AOTAutograd's tracing."""
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()
 
 
 def symbolic_mode() -> Any:
-    """A FakeTensorMode whose `from_tensor` makes sizes symbols."""
+    """A FakeTensorMode whose `from_tensor` makes sizes symbolic."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return fake_mode(ShapeEnv())
 
 
 def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether what tracing assumed of the sizes of `fakes` is true of `tensors`."""
+    """Whether what tracing assumed of the sizes of `fakes` holds for `tensors`."""
     found: bool = shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False)
     return found
 
 
 FROM_A_POINTER = ("cpu", "cuda")
-"""Types of devices on which torch makes a storage of memory that somebody else owns."""
+"""Device types on which torch can wrap externally owned memory in a storage."""
 
 
 def unowned(t: torch.Tensor) -> torch.Tensor:
-    """A tensor on the memory of `t` that does not keep it alive."""
+    """A tensor that shares the memory of `t` without keeping it alive."""
     storage = t.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), t.device, storage.nbytes())
     empty = torch.empty(0, dtype=t.dtype, device=t.device)
@@ -687,12 +684,12 @@ def unowned(t: torch.Tensor) -> torch.Tensor:
 
 
 def storage_uses(storage: Any) -> int:
-    """How many tensors and others hold a storage, the given Python object among them."""
+    """The reference count of a storage, including the given Python object."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def forward_results() -> int:
-    """How many results of the forward graph that AOTAutograd compiles now are not saved for backward; they come first."""
+    """How many results of the forward graph that AOTAutograd is compiling are not saved for backward; they come first."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -703,17 +700,17 @@ def forward_results() -> int:
 _COLLECTIVE = frozenset({
     "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor",
 })  # fmt: skip
-"""Namespaces of operators by which processes talk to each other."""
+"""Namespaces of operators for communication between processes."""
 
 _LOCAL = frozenset({
     "aten", "prims", "prim", "quantized", "_quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "mkl", "onednn",
     "inductor", "profiler", "rngprims", "debugprims", "torchvision", "torchaudio", "torchao", "cudnn", "sparse", "_test",
 })  # fmt: skip
-"""Namespaces of operators that talk to nobody."""
+"""Namespaces of operators that do not communicate."""
 
 
 def communicates(namespace: str, unknown: bool = True) -> bool:
-    """Whether operators of a namespace may wait for other processes. Those of an `unknown` one may, where there are any."""
+    """Whether operators of a namespace may wait for other processes. Unknown ones may, unless there is only one process."""
     if namespace in _COLLECTIVE:
         return True
     return unknown and namespace not in _LOCAL and not namespace.startswith("fusewright") and several_processes()
@@ -726,12 +723,12 @@ def several_processes() -> bool:
 
 
 def clear_workspaces() -> None:
-    """Gives back the memory that torch keeps for cuBLAS or hipBLAS, as Inductor's graph trees do around each of their graphs."""
+    """Free the memory that torch keeps for cuBLAS or hipBLAS, as Inductor's graph trees do around each of their graphs."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""The index of the current GPU: without a frame of Python."""
+"""The index of the current GPU, without a Python frame."""
 
 
 def _current_stream(index: int) -> int:
@@ -739,19 +736,19 @@ def _current_stream(index: int) -> int:
 
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
-"""The handle of a GPU's current stream, by its index: without an object made for it."""
+"""The handle of a GPU's current stream, by GPU index, without allocating an object."""
 
 
 def in_process_group() -> bool:
-    """Whether this process works with others."""
+    """Whether this process belongs to a process group."""
     d = torch.distributed
     return d.is_available() and d.is_initialized() and d.get_world_size() > 1
 
 
 @contextlib.contextmanager
 def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
-    """For each graph that Inductor compiles meanwhile: its kernels by name, with the stack traces of what they compute, in the
-    order of the graph. Of a torch that does not tell this there is nothing in them."""
+    """For each graph that Inductor compiles in this context: its kernels by name, with the stack traces of their ops, in graph
+    order. Empty if this torch does not provide it."""
     from torch._inductor import config, output_code
     from torch._inductor.utils import fresh_cache
 
@@ -773,22 +770,22 @@ def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
 
 
 def inductor_freezing() -> contextlib.AbstractContextManager[None]:
-    """What Inductor compiles meanwhile has weights as constants. `options={"freezing": True}` alone does not do it: Dynamo, which
-    decides whether weights are inputs, asks the process's configuration."""
+    """Make Inductor treat weights as constants in this context. `options={"freezing": True}` is not enough: Dynamo, which
+    decides whether weights are inputs, reads the global configuration."""
     from torch._inductor import config
 
     return config.patch(freezing=True)
 
 
 def aot_inductor() -> Any:
-    """The module of `aoti_compile_and_package` and `aoti_load_package`, where torch documents AOTInductor."""
+    """The module of `aoti_compile_and_package` and `aoti_load_package`, as documented for AOTInductor."""
     import torch._inductor
 
     return torch._inductor
 
 
 def inductor_calls(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
-    """What runs in each call of a graph of Inductor's on the host: names of kernels and operators, with seconds, in order."""
+    """What runs in each call of an Inductor graph on the host: names of kernels and operators, with seconds, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(rounds):
             call()

@@ -12,7 +12,8 @@ from types import FrameType
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 good, 1 a check failed, 2 wrong usage, 130 interrupted, 143 ended."""
+    """Entry point of the console script. Exit codes: 0 success, 1 a check failed, 2 wrong usage, 130 interrupted, 143
+    terminated."""
     try:
         from fusewright.cli.app import app
     except ModuleNotFoundError as e:
@@ -34,7 +35,7 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         print("fusewright: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader, e.g. `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as e:
@@ -52,7 +53,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """What ends a job (`timeout`, a scheduler, a closed terminal) ends it as Ctrl-C does: processes and temporary files go too."""
+    """Handle signals that end a job (`timeout`, a scheduler, a closed terminal) like Ctrl-C, so that child processes and
+    temporary files are cleaned up."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""The group of subcommands. Each is a module of this package, imported when it is used."""
+"""The group of subcommands. Each is a module of this package, imported on use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from fusewright import __version__
 from fusewright.errors import nearest
 
-# name -> one line of help, so that `fusewright --help` imports neither torch nor a backend.
+# name -> one line of help, so that `fusewright --help` imports neither torch nor a backend
 COMMANDS = {
     "doctor": "Check every installed backend on this machine, with a real computation.",
     "explain": "Show what becomes of a model: coverage, fallbacks with reasons, partitions, plan.",

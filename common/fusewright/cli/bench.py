@@ -1,6 +1,4 @@
-"""`fusewright bench`: what is measured is in `fusewright.bench`; here are the options, the order of work and
-the exit code.
-"""
+"""`fusewright bench`: the options, the order of work and the exit code. The measurements are in `fusewright.bench`."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ from fusewright.errors import counted, in_brief, nearest
 
 Case = tuple[str, str]
 PIPED = 120
-"""Columns of what goes to a file or a pipe."""
+"""Width in columns for output to a file or a pipe."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -140,7 +138,7 @@ def bench(
 
 
 def _compared(console: Console, document: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """What got slower, after it and all that could not be compared was printed."""
+    """Print the comparison and what could not be compared; return what got slower."""
     worse, missing = report.regressions(document, before), report.not_compared(document, before)
     for line in worse:
         console.print(f"regressed: {line}", style="bold red", markup=False)
@@ -162,7 +160,7 @@ def _int8(
     console: Console, models: Sequence[str], backend: str, against: Sequence[str] | None, settings: Settings,
     file: Path | None, append: bool,
 ) -> None:
-    """Print each row as it comes, write what there is, then print all: what contenders a row has depends on what runs here."""
+    """Print each row as it is measured, write the document, then print all: the contenders of a row depend on what runs here."""
     import torch
 
     from fusewright.quantization import bench as int8
@@ -191,7 +189,7 @@ def _console() -> Console:
 def _cases(
     models: Sequence[str], suite: bool, train: bool, only_kernels: bool, dtypes: Sequence[str] | None
 ) -> Iterator[Case]:
-    """Pairs of model and dtype, a model's dtypes in a row. Every name is checked before anything runs."""
+    """Pairs of model and dtype, grouped by model. Every name is checked before anything runs."""
     chosen = [*models, *(SUITE if suite else ())]
     if only_kernels:
         if train or not all(map(kernels.is_kernel, chosen)):
@@ -244,8 +242,8 @@ def _measure_all(
     file: Path | None,
     verbose: bool,
 ) -> tuple[int, list[str], bool]:
-    """How many cases ran, a line for each that could not, and whether Ctrl-C was pressed, which ends the measuring but not the
-    report."""
+    """Return how many cases ran, a line for each that could not, and whether Ctrl-C was pressed, which stops measuring but
+    still prints the report."""
     ran, failures = 0, []
     show_status = console.is_terminal and not verbose
     pool = ThreadPoolExecutor(settings.ahead + 1)
@@ -284,19 +282,19 @@ def _measure_all(
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             if left:
-                TURNS.stop()  # or threads would go on waiting for their processes
+                TURNS.stop()  # else threads would wait for their processes
             pool.shutdown()
     return ran, failures, bool(left)
 
 
 def _interrupted(left: Sequence[Case]) -> str:
-    """What to say of the rows that were not measured."""
+    """The message for rows that were not measured."""
     others = len(left) - 1
     return f"interrupted at {' '.join(left[0])}; {others} more {'was' if others == 1 else 'were'} not measured"
 
 
 def _picked(document: dict[str, Any], models: Sequence[str], dtypes: Sequence[str] | None) -> dict[str, Any]:
-    """The document with its rows of these models and dtypes; all where none are named. `BadParameter` where it has none of them."""
+    """The document's rows of these models and dtypes; all if none are named. `BadParameter` if it has none of them."""
     rows = [r for r in document["rows"] if (not models or r["model"] in models) and (not dtypes or r["dtype"] in dtypes)]
     if not rows and (models or dtypes):
         has = ", ".join(dict.fromkeys(f"{r['model']} {r['dtype']}" for r in document["rows"])) or "no rows"

@@ -1,4 +1,4 @@
-"""`fusewright cache`: what the plan cache holds."""
+"""`fusewright cache`: the content of the plan cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def list_entries(as_json: bool) -> None:
 
 
 def _row(e: Entry, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry as JSON types. None for what this user did not write on this machine, or an earlier version did."""
+    """An entry as JSON types; fields are None for an entry not written by this user on this machine, or written by an earlier
+    version."""
     made = facts.get("made")
     return {
         "plan": e.name,
@@ -60,7 +61,7 @@ def _row(e: Entry, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _age(seconds: float | None) -> str:
-    """In the largest unit that it has two of."""
+    """Format in the largest unit of which there are at least two."""
     if seconds is None:
         return "?"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

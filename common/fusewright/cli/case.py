@@ -1,4 +1,4 @@
-"""What `explain` and `report` are asked about: a model, or a case of `bench`, with the backend, its options and the device."""
+"""The arguments shared by `explain` and `report`: a model or a case of `bench`, with the backend, its options and the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Chosen:
 
 
 def arguments(command: Command) -> Command:
-    """Add the arguments that say what a command is about."""
+    """Add the arguments that select the model."""
     for add in reversed(_ARGUMENTS):
         command = add(command)
     return command
@@ -54,13 +54,13 @@ def chosen(model: str, backend: str, device: str | None, train: bool, given: Seq
 
 
 def _options(name: str, given: Sequence[str]) -> Mapping[str, Any]:
-    """What "name=value" texts say, checked, for a backend that can work here."""
-    if name == "fusewright":  # which one that is depends on where the model's tensors are
+    """Parse and check "name=value" texts for a backend that works here."""
+    if name == "fusewright":  # resolved later, by the device of the model's tensors
         return options_of_text(given, *(i.cls for i in registry.backends() if i.cls is not None and i.available))
     if name not in registry.plugins():
         known = ["fusewright", *registry.plugins()]
         raise UnknownBackendError(f"no backend is called {name!r}; {nearest(name, known)}")
     cls = registry.info(name).cls
     options = options_of_text(given, *filter(None, [cls]))
-    registry.create(name, Options.parse(options, cls))  # raises with the reason when it cannot work here
+    registry.create(name, Options.parse(options, cls))  # raises the reason if it cannot work here
     return options

@@ -1,4 +1,4 @@
-"""What `doctor` finds out, as plain data: about the machine, the cache, the environment and every backend."""
+"""The findings of `doctor`, as plain data: the machine, the cache, the environment and every backend."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SCHEMA = 1
 SMOKE = (sys.executable, "-m", "fusewright.cli.smoke")
 SMOKE_SECONDS = 180
 SIMULATED = "simulated on CPU, no such device here"
-"""How a backend is called whose own code ran, but not on its hardware."""
+"""The label of a backend whose own code ran, but not on its hardware."""
 
 
 @dataclass
 class Row:
-    """One backend. Four questions, kept apart: installed, loads, has a device, runs."""
+    """One backend. Four separate questions: installed, loads, has a device, runs."""
 
     name: str
     dist: str
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass
 class Report:
-    """Everything that `doctor` prints. A broken backend and any of `problems` make it exit with 1."""
+    """Everything that `doctor` prints. A broken backend or any of `problems` makes it exit with 1."""
 
     machine: dict[str, Any]
     rows: list[Row]
@@ -69,7 +69,7 @@ class Report:
 
 
 def collect(smoke: bool = True) -> Report:
-    """Find out everything. With `smoke`, every backend that has a device computes something."""
+    """Collect everything. With `smoke`, every backend with a device computes something."""
     rows = [_row(i) for i in registry.backends()]
     report = Report(machine_facts(), rows)
     if smoke:
@@ -105,7 +105,7 @@ def _row(info: registry.BackendInfo) -> Row:
 
 
 def run_smoke(rows: Sequence[Row]) -> None:
-    """Fill in `runs`. A child that dies costs the backend that was running; a new one takes the rest."""
+    """Fill in `runs`. If the child process dies, the backend running in it is blamed, and a new child takes the rest."""
     todo = {r.name: r for r in rows}
     while todo:
         events, ending = _child(list(todo))
@@ -131,7 +131,7 @@ def run_smoke(rows: Sequence[Row]) -> None:
 
 
 def _child(names: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """Events of one child process, and in words how it ended."""
+    """The events of one child process, and a description of how it ended."""
     try:
         done = subprocess.run([*SMOKE, *names], capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
         out, code = done.stdout, done.returncode
@@ -170,7 +170,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cache_facts() -> dict[str, Any]:
-    """Where the cache is, its size in bytes and whether this user can write it (or could make it)."""
+    """The location of the cache, its size in bytes and whether this user can write it (or could create it)."""
     found = place.existing_cache()
     try:
         folder = found.path if found else place.path()
@@ -186,7 +186,7 @@ def _version(package: str) -> str | None:
         return None
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # some ship it under another distribution's name
+    except importlib.metadata.PackageNotFoundError:  # some vendors ship it under another distribution name
         return "present"
 
 
@@ -197,7 +197,7 @@ PLATFORMS = {
     "thread, the processor's features are not read, bench --memory needs Linux.",
     "musl": "musl was never tried: torch has no wheels for it. Use an image with glibc (Debian, Ubuntu, Fedora).",
 }
-"""What works on a platform that is not Linux with glibc, and what does not."""
+"""What works and what does not on platforms other than Linux with glibc."""
 
 
 def libc() -> str:
@@ -206,12 +206,12 @@ def libc() -> str:
 
 
 def platform_remark(system: str, libc: str) -> str:
-    """A line on a platform by `sys.platform` and `libc`, or ""."""
+    """A remark on a platform, given by `sys.platform` and `libc`, or ""."""
     return PLATFORMS.get(libc if system.startswith("linux") else system, "")
 
 
 def judge(report: Report) -> None:
-    """What of the facts is a problem, and what only worth a line."""
+    """Sort the facts into problems and remarks."""
     facts, rows = report.machine, report.rows
     if remark := platform_remark(facts["platform"].partition(" ")[0], facts["libc"]):
         report.warnings.append(remark)

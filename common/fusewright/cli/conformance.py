@@ -1,4 +1,4 @@
-"""`fusewright conformance`: whether a backend is right, and how much it lowers."""
+"""`fusewright conformance`: whether a backend is correct, and how much it lowers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def conformance(
     else:
         found = {}
         wanted_names = names or tuple(n for n, p in registry.plugins().items() if not p.reference)
-        for name in wanted_names:  # one that does not exist is told before hours are spent on the others
+        for name in wanted_names:  # report unknown names before spending hours on the others
             registry.info(name)
         for name in wanted_names:
             settings = Settings(name, simulate, samples, dtypes, opinfo, part, rows)
@@ -96,7 +96,7 @@ def conformance(
 
 
 def _merged(paths: Sequence[Path], names: Sequence[str], verbose: bool) -> dict[str, Record]:
-    """Records of files, of all their backends or of those named; told like a run's."""
+    """Records of files, of all their backends or of those named, reported like a run's."""
     try:
         found = {n: r for n, r in record.merged(paths).items() if not names or n in names}
     except (OSError, ValueError) as e:
@@ -111,7 +111,7 @@ def _merged(paths: Sequence[Path], names: Sequence[str], verbose: bool) -> dict[
 
 
 def _held_to(path: Path, renew: bool, found: Mapping[str, Record]) -> list[str]:
-    """What the file has and the checks have no longer; nothing when it is written anew."""
+    """Lowerings in the file that the checks no longer find; none if it is rewritten."""
     if len(found) != 1:
         raise click.UsageError("--coverage is of one backend: name it by --backend")
     (one,) = found.values()
@@ -121,7 +121,7 @@ def _held_to(path: Path, renew: bool, found: Mapping[str, Record]) -> list[str]:
         return Coverage.read(path).lost(one.checks)
     try:
         before = Coverage.read(path)
-    except (OSError, ValueError):  # there is none, or one of another version
+    except (OSError, ValueError):  # no file, or one of another version
         Coverage.of(one).write(path)
     else:
         Coverage.of(one).over(before).write(path)
@@ -140,7 +140,7 @@ def _run(settings: Settings, jobs: Sequence[dict[str, str]], processes: int, lim
 
 
 def _progress(done: int, total: int, start: float) -> None:
-    """A line that is written over, for somebody who watches."""
+    """A progress line that overwrites itself."""
     if sys.stderr.isatty():
         _clear()
         click.echo(f"{done} of {total} jobs, {time.monotonic() - start:.0f} s", err=True, nl=False)

@@ -50,8 +50,8 @@ def _print(report: Report, everything: bool) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """One line of the table. A path that only a simulation has seen says so."""
-    works = "simulated" if row.simulated else f"{row.ms or 0:.2f} ms"  # an interpreter's time says nothing
+    """One row of the table, marked if the backend has only run in simulation."""
+    works = "simulated" if row.simulated else f"{row.ms or 0:.2f} ms"  # an interpreter's time means nothing
     runs = "-" if row.runs is None else works if row.runs else "FAILS"
     return (
         row.name,

@@ -1,4 +1,4 @@
-"""`fusewright explain`: what becomes of a model, told by the record of a real compile."""
+"""`fusewright explain`: what happens to a model, from the record of a real compilation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHERE = ("lowered", "carried", "eager", "view")
 
 @dataclass(frozen=True)
 class Group:
-    """Ops that share a fate. `share` is their part of the estimated time of a call."""
+    """Ops with the same outcome. `share` is their part of the estimated time of a call."""
 
     op: str
     n: int
@@ -48,8 +48,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Explained:
-    """A compile, seen from outside. `recompiles`: graphs that a second call with the same inputs made. `skipped`: how many
-    functions Dynamo gave back to Python whole; `untraced`: what it could not trace, where that is so."""
+    """A compilation seen from outside. `recompiles`: graphs compiled by a second call with the same inputs. `skipped`: how many
+    functions Dynamo left to plain Python; `untraced`: what it could not trace, if so."""
 
     model: str
     backend: str
@@ -100,7 +100,7 @@ def run(
     model: str, backend: str, dtype: Any, size: Any, train: bool, options: Mapping[str, Any] | None = None,
     accuracy: bool = False, device: str = HOST,
 ) -> Explained:  # fmt: skip
-    """Compile and call the model twice, recording; then judge what it computes, if `accuracy`. Of a decoding, one step."""
+    """Compile and call the model twice, recording; then judge its results, if `accuracy`. For a decoding, run one step."""
     options, clock = dict(options or {}), Clock(device)
     clock.begin()
     make = _train_call if train else _inference_call
@@ -125,12 +125,12 @@ def run(
 
 
 def _said_better(record: logging.LogRecord) -> bool:
-    """Whether a line is no note that sends its reader to this command."""
+    """Whether a line is not a note that points its reader to this command."""
     return report.SEE not in record.getMessage()
 
 
 def _more(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Counts that have grown, by how much."""
+    """Counts that have grown, with the increase."""
     return {k: n - before.get(k, 0) for k, n in now.items() if n > before.get(k, 0)}
 
 
@@ -143,7 +143,7 @@ def _accuracy(model: str, size: Any, dtype: Any, device: str, backend: str, opti
 
 
 def _train_accuracy(model: str, size: Any, dtype: Any, device: str, backend: str, options: dict[str, Any]) -> Accuracy:
-    """The same of the loss and the gradients of a step."""
+    """The same for the loss and the gradients of a training step."""
     eager = resolve_step(model, size, dtype, device).repeatable()
     ours = copy.deepcopy(eager)
     ours.compiled = torch.compile(ours.module, backend=backend, options=options)
@@ -175,17 +175,17 @@ def _train_call(model: str, size: Any, dtype: Any, device: str, options: dict[st
 
 
 def fallbacks(e: Explained) -> list[Group]:
-    """What eager runs, by op and reason, the most expensive first."""
+    """What eager runs, by op and reason, most expensive first."""
     return _grouped(e, e.ops("eager"), lambda r: str(r.verdict))
 
 
 def lowered(e: Explained) -> list[Group]:
-    """What the backend runs, by op and how it was lowered, the most expensive first."""
+    """What the backend runs, by op and kind of lowering, most expensive first."""
     return _grouped(e, e.ops("lowered"), lambda r: r.note)
 
 
 def carried(e: Explained) -> list[Group]:
-    """What eager's own calls compute inside of regions, by op and reason, the most expensive first."""
+    """What runs as eager's own calls inside regions, by op and reason, most expensive first."""
     return _grouped(e, e.ops("carried"), lambda r: r.verdict.detail)
 
 
@@ -241,8 +241,7 @@ def as_document(e: Explained) -> dict[str, Any]:
 
 
 def coverage(e: Explained) -> dict[str, float]:
-    """Shares of what is lowered, by number of ops (views, which cost nothing, left out) and by estimated time, and of what is
-    carried."""
+    """Shares of lowered ops, by count (without views, which are free) and by estimated time, and the shares of carried ops."""
     ops, times = ({w: measure(e.ops(w)) for w in WHERE[:-1]} for measure in (len, _sum))
     counted, timed = max(sum(ops.values()), 1), max(sum(times.values()), 1e-30)
     return {
@@ -259,7 +258,7 @@ def coverage(e: Explained) -> dict[str, float]:
 def _print(e: Explained) -> None:
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no width of its own, and nothing should be cut there
+        console.width = 200  # a file or a pipe has no width of its own, and nothing should be truncated there
     say: Callable[[str], None] = lambda text: console.print(escape(text))  # noqa: E731
     _header(e, say)
     if not e.graphs:
@@ -299,7 +298,7 @@ def _header(e: Explained, say: Callable[[str], None]) -> None:
 
 
 def _first_hint(reason: str) -> str:
-    """What Dynamo says, on one line, with the first of its hints."""
+    """Dynamo's message on one line, with the first of its hints."""
     text, *hints = reason.split("Developer debug context")[0].split("Hint:")
     return " ".join("Hint:".join((text, *hints[:1])).split())
 
@@ -337,7 +336,7 @@ def _group_table(console: Console, e: Explained, title: str, reason: str, groups
 
 
 def _few(texts: Sequence[str], n: int = 2) -> str:
-    """The first of them, and how many more there are."""
+    """The first few texts, and the number of others."""
     return ", ".join(texts[:n]) + (f" +{len(texts) - n}" if len(texts) > n else "")
 
 
@@ -350,7 +349,7 @@ def _summed(tables: Iterable[Any]) -> dict[str, Any]:
 
 
 def _print_texts(e: Explained, stage: str | None, plan: bool) -> None:
-    """Graphs or plans as plain text, fit for a file."""
+    """Print graphs or plans as plain text, suitable for a file."""
     wanted = [s for s in (stage, "plan" if plan else None) if s]
     for i, g in enumerate(e.graphs):
         for name in wanted:

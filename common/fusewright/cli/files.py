@@ -10,7 +10,7 @@ import click
 
 
 class Written(click.Path):
-    """A file to write: one that could not be written is refused before the work, not behind it."""
+    """A file to write. An unwritable one is rejected before the work, not after it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)

@@ -1,4 +1,4 @@
-"""`fusewright quantize`: quantize a model, tell what it costs in accuracy, and keep it in a file."""
+"""`fusewright quantize`: quantize a model, report the cost in accuracy, and save it to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusewright.errors import counted
 from fusewright.interface import QuantizationReport
 
 NOISY = 20.0
-"""dB of a layer below which it is worth a suggestion: noise of a tenth of the signal's magnitude."""
+"""SQNR of a layer, in dB, below which keeping it in floats is suggested: noise of a tenth of the signal's magnitude."""
 
 
 @click.command()
@@ -67,7 +67,7 @@ def _loaded(model: str, dtype: str, size: str) -> tuple[torch.nn.Module, list[An
 
 
 def table(report: QuantizationReport) -> Table:
-    """Layers, the noisiest first."""
+    """Layers, noisiest first."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("layer", "op", "result", "dB", "share of work"):
         made.add_column(title, justify="right" if title in ("dB", "share of work") else "left")
@@ -79,7 +79,7 @@ def table(report: QuantizationReport) -> Table:
 
 
 def suggestions(report: QuantizationReport) -> list[str]:
-    """Which layers to keep in floats, and what that costs."""
+    """Which layers to keep in floating point, and the cost."""
     work = sum(layer.work for layer in report.layers) or 1
     worst = [layer for layer in sorted(report.layers, key=lambda x: x.sqnr) if layer.sqnr < NOISY][:5]
     if not worst:

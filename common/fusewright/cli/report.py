@@ -1,4 +1,4 @@
-"""`fusewright report`: what became of a model, as one page for a browser."""
+"""`fusewright report`: what happened to a model, as one page for a browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(
     beside eager's and Inductor's, plan and source, the first call by stage, memory, and accuracy by layer.
     """
     chosen = case.chosen(model, backend, device, train, given)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on the terminal when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler logs to the terminal when it starts
     asked = document.Asked(model, backend, dtype, size, train, chosen.options, inductor, chosen.device)
     found = document.collect(asked, lambda text: click.echo(f"{model}: {text}", err=True))
     output.write_text(page.render(found), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A real computation through each backend that is named: `python -m fusewright.cli.smoke [--raise] NAME...`.
+"""A real computation through each named backend: `python -m fusewright.cli.smoke [--raise] NAME...`.
 
-It prints a line of JSON before and after each. `doctor` runs it in a child process, so that a backend that
-takes its process down is a finding and not the end.
+Prints a line of JSON before and after each. `doctor` runs it in a child process, so that a backend that crashes the process is
+reported instead of ending `doctor`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusewright.interface import HOST
 
 ROWS, WIDTH = 16, 64
 FLOOR = 1e-6
-"""Errors below this are never held against a backend: rounding at fp32 for values of about one."""
+"""Errors below this are ignored: fp32 rounding for values of about one."""
 
 
 def block(x: Tensor, w: Tensor, b: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def block(x: Tensor, w: Tensor, b: Tensor, scale: Tensor, shift: Tensor) -> Tens
 def smoke(name: str) -> dict[str, Any]:
     """Compile `block` with the backend on its own device, run it and compare. Times are in milliseconds.
 
-    A backend without a device here runs on a simulated one, if it has that: then tensors are on the CPU.
+    A backend without a device here runs on a simulated one, if it has that, with tensors on the CPU.
     """
     found = registry.info(name)
     simulate = not found.available
@@ -60,7 +60,7 @@ def smoke(name: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    """Run the computation with each backend; with `--raise` an error ends it, traceback and all."""
+    """Run the computation with each backend; with `--raise` the first error ends the run with its traceback."""
     for name in (n for n in names if n != "--raise"):
         print(json.dumps({"name": name, "event": "start"}), flush=True)
         try:

@@ -51,12 +51,11 @@ ROWS: tuple[Op, ...] = (
     *pointwise.ROWS, *reduction.ROWS, *view.ROWS, *contraction.ROWS,
     *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS, *quantized.ROWS,
 )  # fmt: skip
-"""Every row that this opset version has, whether or not this torch has the overload."""
+"""Every row of this opset version, whether or not this torch has the overload."""
 
 
 class _Table(Mapping[str, Op]):
-    """Rows by name. Iteration skips rows whose overload this torch lacks; a package imported later may
-    bring it."""
+    """Rows by name. Iteration skips rows whose overload this torch lacks; a package imported later may define it."""
 
     def __init__(self, rows: Sequence[Op]) -> None:
         self._rows = {op.name: op for op in rows}
@@ -78,7 +77,7 @@ OPS: Mapping[str, Op] = _Table(ROWS)
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is known of one overload: its own schema, its row, and the adapter when it is an alias."""
+    """What is known of an overload: its schema, its row, and its adapter if it is an alias."""
 
     op: Op
     params: tuple[Param, ...]
@@ -102,7 +101,7 @@ def _entry(target: Overload) -> _Entry | None:
     if target not in _ENTRIES:
         found = _BY_NAME.get(_key(target))
         if found is not None and not found[0].available:
-            return None  # so far: a package imported later may bring what the row needs
+            return None  # for now: a package imported later may define what the row needs
         _ENTRIES[target] = None if found is None else _Entry(found[0], params_of(target), found[1])
     return _ENTRIES[target]
 
@@ -114,7 +113,7 @@ def find(target: Overload) -> Op | None:
 
 
 def row_of(target: Overload) -> Op | None:
-    """The row that `canonical` makes of a call of `target`, where it makes one."""
+    """The row that `canonical` returns for a call of `target`, if any."""
     entry = _entry(target)
     return None if entry is None else entry.op
 
@@ -122,12 +121,10 @@ def row_of(target: Overload) -> Op | None:
 def canonical(
     target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Op, tuple[Any, ...], dict[str, Any]] | None:
-    """The call as its row's canonical overload takes it, bit for bit the same; None when it is outside the
-    opset.
+    """Convert a call to its row's canonical overload, with bitwise the same results; None if it is outside the opset.
 
-    All arguments are positional, in schema order, defaults filled in; keyword-only ones are in the dict,
-    filled in too. Arguments may be anything: tensors, fx nodes, symbols. A lone int where the schema has
-    `int[N]` becomes a list.
+    All arguments are positional, in schema order, with defaults filled in; keyword-only ones are in the dict, also filled in.
+    Arguments may be anything: tensors, fx nodes, symbols. A single int where the schema has `int[N]` becomes a list.
     """
     entry = _entry(target)
     if entry is None:
@@ -153,8 +150,7 @@ def saved_dtypes(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
 
 def is_view(target: Overload) -> bool:
-    """Whether an output may share memory with an input without being written through this call (by the
-    schema)."""
+    """Whether, by the schema, an output may share memory with an input that this call does not write."""
     infos = [r.alias_info for r in target._schema.returns]
     return any(i is not None and not i.is_write for i in infos)
 

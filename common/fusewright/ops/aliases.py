@@ -1,8 +1,7 @@
-"""Other overloads that mean exactly what a row means: argument adapters to the canonical schema. Bitwise,
-or not here.
+"""Overloads that are bitwise equivalent to a row: argument adapters to the canonical schema.
 
-An adapter takes the alias's arguments by name and gives the canonical ones by name (missing ones take their
-defaults), or None when this very call is outside the opset.
+An adapter maps the alias's arguments by name to the canonical ones (missing ones take their defaults), or returns None if this
+call is outside the opset.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class Alias:
 
 
 def alias(qualname: str, op: str, adapter: Adapter | None = None, **constants: Any) -> Alias:
-    """An alias whose arguments have the canonical names, with `constants` beside them; or one with an
-    adapter."""
+    """An alias whose arguments have the canonical names, plus `constants`; or one with an adapter."""
     return Alias(qualname if "::" in qualname else f"aten::{qualname}", op, adapter or (lambda a: {**a, **constants}))
 
 
@@ -80,26 +78,26 @@ def _sort(a: Args) -> dict[str, Any]:
 
 
 def _hardtanh(a: Args) -> dict[str, Any] | None:
-    # With float limits, hardtanh of integers gives integers and clamp gives floats.
+    # With float limits, hardtanh of integers returns integers and clamp floats.
     if not _is_floating(a["self"]):
         return None
     return {"self": a["self"], "min": a["min_val"], "max": a["max_val"]}
 
 
 def _some_elements(a: Args) -> dict[str, Any] | None:
-    # Of an empty tensor, eager refuses each in its own words.
+    # For an empty tensor, the two raise different errors.
     shape = getattr(_traced(a["self"]), "shape", ())
     return None if any(isinstance(s, int) and s == 0 for s in shape) else {**a}
 
 
 def _is_floating(x: Any) -> bool:
-    """Whether a tensor, or an fx node with traced metadata, is known to be floating."""
+    """Whether a tensor, or an fx node with traced metadata, is known to be floating-point."""
     dtype = getattr(_traced(x), "dtype", None)
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _traced(x: Any) -> Any:
-    """A tensor, or what was traced for an fx node."""
+    """A tensor, or the traced value of an fx node."""
     return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
 
 

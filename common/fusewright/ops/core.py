@@ -1,7 +1,7 @@
 """The row type of the opset table, and how a row is bound to a call.
 
-A row is data: names, rules and plain functions. Rules and references see a call as `Args`, a mapping from
-argument name to value.
+A row is data: names, rules and plain functions. Rules and references see a call as `Args`, a mapping from argument name to
+value.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from typing import Any, TypeAlias
 import torch
 
 Args: TypeAlias = Mapping[str, Any]
-"""One call by argument name. A tensor is anything with `shape` and `dtype`: a Tensor, a FakeTensor or a
-`TensorSpec`."""
+"""One call by argument name. A tensor is anything with `shape` and `dtype`: a Tensor, a FakeTensor or a `TensorSpec`."""
 
 Shape: TypeAlias = tuple[Any, ...]
 """Sizes: ints or SymInts."""
 
 DtypeRule: TypeAlias = Callable[[Args], tuple[torch.dtype | None, ...]]
 ShapeRule: TypeAlias = Callable[[Args], tuple[Shape | None, ...]]
-"""Rules give one entry per output, lists of outputs flattened; None stands for an output that is not
-computed."""
+"""A rule returns one entry per output, lists of outputs flattened; None stands for an output that is not computed."""
 
 Overload: TypeAlias = Any
 """A torch operator overload, such as `torch.ops.aten.add.Tensor`."""
 
 
 class Kind(enum.Enum):
-    """What an op does with memory; the first question of every lowering."""
+    """What an op does with memory; the first question in any lowering."""
 
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
@@ -47,7 +45,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Param:
-    """One argument of an overload's schema. `size` is N of an `int[N]`, which also accepts a single int."""
+    """One argument of an overload's schema. `size` is the N of an `int[N]`, which also accepts a single int."""
 
     name: str
     kwonly: bool
@@ -56,19 +54,18 @@ class Param:
     size: int | None = None
 
     def value(self, given: Any) -> Any:
-        """`given` as the schema stores it: a lone int becomes a list of N."""
+        """Convert `given` to the schema's form: a single int becomes a list of N."""
         lone = self.size is not None and isinstance(given, int | torch.SymInt) and not isinstance(given, bool)
         return [given] * self.size if lone and self.size else given
 
 
 @dataclass(frozen=True)
 class Op:
-    """One row of the opset. Equality is by name: a row is unique in its table.
+    """One row of the opset. Equality is by name, which is unique in the table.
 
-    `reference` takes the canonical arguments with every floating tensor in fp64 and gives fp64 (see
-    `oracle.evaluate`); `decompose` takes the canonical arguments and computes in primitives, at the dtype
-    that eager computes in. The overload is looked up on first use: the table costs nothing to import, and
-    knows ops that are registered later.
+    `reference` takes the canonical arguments with every floating tensor in fp64 and returns fp64 (see `oracle.evaluate`);
+    `decompose` takes the canonical arguments and computes in primitives, in eager's compute dtype. The overload is looked up on
+    first use, so that the table is cheap to import and may name ops that are registered later.
     """
 
     name: str
@@ -81,11 +78,11 @@ class Op:
     source: str = field(compare=False, repr=False)
     decompose: Callable[..., Any] | None = field(compare=False, repr=False, default=None)
     fake_differs: tuple[int, ...] = field(compare=False, repr=False, default=())
-    """Outputs whose dtype FakeTensor may get wrong: the rule says what eager gives, `meta["val"]` may not."""
+    """Outputs whose dtype FakeTensor may get wrong; trust the rule, not `meta["val"]`."""
 
     @cached_property
     def target(self) -> Overload:
-        """The canonical overload. LookupError when this torch has none."""
+        """The canonical overload. LookupError if this torch has none."""
         found = resolve(self.qualname)
         if found is None:
             raise LookupError(f"{self.name}: this torch has no {self.qualname}")
@@ -107,8 +104,7 @@ class Op:
         return tuple(p.name for p in self.params)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The call by argument name, in schema order, defaults filled in. TypeError when it does not fit
-        the schema."""
+        """The call by argument name, in schema order, with defaults filled in. TypeError if it does not fit the schema."""
         return bind(self.params, args, kwargs or {})
 
     def dtypes(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[torch.dtype | None, ...]:
@@ -145,13 +141,13 @@ def _param(a: Any) -> Param:
     required = not a.has_default_value()
     default = None if required else a.default_value
     if a.name == "dtype" and default is not None:
-        # A schema holds a dtype by its number in c10::ScalarType; the only default that ATen has is 4.
+        # A schema stores a dtype as its number in c10::ScalarType; the only default in ATen is 4.
         default = {4: torch.int64}[default]
     return Param(a.name, a.kwarg_only, required, default, a.N)
 
 
 def bind(params: tuple[Param, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, in schema order, defaults filled in. TypeError when they do not fit."""
+    """Arguments by name, in schema order, with defaults filled in. TypeError if they do not fit."""
     if len(args) > len(params):
         raise TypeError(f"{len(args)} arguments given, {len(params)} taken")
     out: dict[str, Any] = {}
@@ -171,7 +167,7 @@ def bind(params: tuple[Param, ...], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def unbind(params: tuple[Param, ...], bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Back from names to a call: positional arguments in schema order, keyword-only ones by name."""
+    """Convert names back to a call: positional arguments in schema order, keyword-only ones by name."""
     args = tuple(bound[p.name] for p in params if not p.kwonly)
     return args, {p.name: bound[p.name] for p in params if p.kwonly}
 
@@ -188,6 +184,6 @@ def row(
     decompose: Callable[..., Any] | None = None,
     fake_differs: tuple[int, ...] = (),
 ) -> Op:
-    """Declare a row. The source of a definition is ATen's own documentation of the op unless given."""
+    """Declare a row. Unless given, the source of its definition is ATen's own documentation of the op."""
     source = source or f"ATen {qualname.partition('::')[2].partition('.')[0]}"
     return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose, fake_differs)

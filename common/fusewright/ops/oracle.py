@@ -1,5 +1,4 @@
-"""The reference semantics of a row, run in fp64: the judge of every backend and the engine of the `interp`
-backend."""
+"""The reference semantics of a row, run in fp64: the judge of every backend, and the implementation of the `interp` backend."""
 
 from __future__ import annotations
 
@@ -17,10 +16,9 @@ COMPARISONS = frozenset({"eq_scalar", "ne_scalar", "lt_scalar", "le_scalar", "gt
 
 
 def evaluate(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """The outputs of a canonical call by its reference: every floating tensor in fp64 (complex128), in and
-    out.
+    """Compute the outputs of a canonical call by its reference, with every floating tensor in fp64 (complex128).
 
-    Lists of outputs are flattened. Random rows, views of bits and undefined values run as they are.
+    Lists of outputs are flattened. Random rows, bit views and undefined values run unchanged.
     """
     if op.kind is Kind.RANDOM or op.name == "view_dtype":
         return flat(op.reference(*args, **kwargs))
@@ -31,7 +29,7 @@ def evaluate(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[to
 
 
 def compute(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """As `evaluate`, rounded to the dtypes of the row's rule."""
+    """Like `evaluate`, rounded to the dtypes of the row's rule."""
     dtypes = op.dtypes(args, kwargs)
     outs = evaluate(op, args, kwargs)
     return tuple(None if o is None or d is None else o.to(d) for o, d in zip(outs, dtypes, strict=True))
@@ -55,7 +53,7 @@ def flat(out: Any) -> tuple[torch.Tensor | None, ...]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What integers become in true division and the like, for the time of a block."""
+    """The dtype that integers become in true division and the like, within a block."""
     old = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -65,6 +63,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _rounded_scalars(args: Sequence[Any]) -> list[Any]:
-    # Eager compares at the promoted dtype: 0.1 is rounded to bf16 before it meets a bf16 tensor.
+    # Eager compares in the promoted dtype: 0.1 is rounded to bf16 before it is compared with a bf16 tensor.
     dtype = result_type(args)
     return [a if is_tensor(a) else torch.tensor(a, dtype=dtype).item() for a in args]

@@ -1,4 +1,4 @@
-"""What dtype rules and shape rules share: how they name themselves and how they look at a call."""
+"""Helpers shared by dtype rules and shape rules: naming, and access to a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def named(rule: F, name: str) -> F:
-    """Give a made rule the name that the docs page shows."""
+    """Set the name of a generated rule, as the docs page shows it."""
     rule.__name__ = rule.__qualname__ = name
     return rule
 
@@ -29,25 +29,25 @@ def tensors(x: Any) -> Iterator[Any]:
 
 
 def device_type(t: Any) -> str:
-    """The type of the device of a tensor or a spec, by torch's name."""
+    """The device type of a tensor or a spec, by torch's name."""
     return str(t.device).partition(":")[0]
 
 
 def wrap(dim: int, rank: int) -> int:
-    """A dimension counted from the front."""
+    """Normalize a dimension to count from the front."""
     return dim + max(rank, 1) if dim < 0 else dim
 
 
 def is_one(size: Any) -> bool:
-    """Whether a size is known to be one, without asking a symbol."""
+    """Whether a size is known to be one, without a guard on a symbol."""
     return isinstance(size, int) and size == 1
 
 
 def times(n: int) -> str:
-    """How the name of a rule for several outputs ends."""
+    """The name suffix of a rule for several outputs."""
     return f" x{n}" if n > 1 else ""
 
 
 def masked_by(outs: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
-    """`outs` with None for those that `mask` turns off."""
+    """`outs` with None for those that `mask` switches off."""
     return tuple(o if m else None for o, m in zip(outs, mask, strict=True))

@@ -1,6 +1,6 @@
-"""Strides of results where FakeTensor does not say what eager gives: rules by row, measured over the whole opset.
+"""Strides of results where FakeTensor differs from eager: rules by row, measured over the whole opset.
 
-`tests/ops/test_strides.py` compares every row with eager, for inputs of many layouts; a row that needs no rule has none.
+`tests/ops/test_strides.py` compares every row with eager for inputs of many layouts; rows that need no rule have none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusewright import _torch_compat as compat
 from fusewright.ops.core import Args, Op
 
 Rule = Callable[[Args], tuple[torch.Tensor | None, ...]]
-"""One traced tensor of the right strides for each result; None where FakeTensor is right. Runs under the FakeTensorMode."""
+"""For each result, a traced tensor with the right strides; None if FakeTensor is right. Runs under the FakeTensorMode."""
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def _operand(t: torch.Tensor) -> torch.Tensor:
 
 
 def _iterated(*names: str) -> Rule:
-    """As TensorIterator lays out a result of these operands, for which torch's addition and product stand."""
+    """The layout that TensorIterator chooses for these operands; torch's addition and product stand in for the op."""
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         given = [_operand(a[n]) for n in names if isinstance(a[n], torch.Tensor)]
@@ -35,7 +35,7 @@ def _iterated(*names: str) -> Rule:
 
 
 def _in_format(x: torch.Tensor, how: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
-    """A tensor of the sizes of `x` in a memory format: `x` itself where it lies so, for tracing another takes longer."""
+    """A tensor of the sizes of `x` in a memory format: `x` itself if it has that format, because tracing another takes longer."""
     step, wanted = 1, [0] * x.dim()
     if all(isinstance(n, int) and n > 0 for n in x.shape):
         dims = range(x.dim() - 1, -1, -1) if how is torch.contiguous_format else (1, *range(x.dim() - 1, 1, -1), 0)
@@ -55,7 +55,7 @@ def _cloned(name: str) -> Rule:
 
 
 def _suggested(name: str) -> Rule:
-    """Channels last where the input's strides have that order, else contiguous."""
+    """Channels-last if the input's strides have that order, else contiguous."""
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x = a[name]
@@ -67,7 +67,7 @@ def _suggested(name: str) -> Rule:
 
 
 def _like_channels_last(x: torch.Tensor) -> bool:
-    """`suggest_memory_format` of torch: strides grow from the channels over the last dimensions to the first."""
+    """Torch's `suggest_memory_format`: strides grow from the channels over the last dimensions to the first."""
     step: Any = 0
     for d in (1, *range(x.dim() - 1, 1, -1), 0):
         n, s = x.shape[d], x.stride(d)
@@ -80,12 +80,12 @@ def _like_channels_last(x: torch.Tensor) -> bool:
 
 
 def _on_cpu(rule: Rule, name: str) -> Rule:
-    """A rule of the CPU's kernels: other devices have others."""
+    """A rule of the CPU's kernels; those of other devices differ."""
     return _by_device(name, cpu=rule)
 
 
 def _by_device(name: str, **rules: Rule) -> Rule:
-    """A rule of the kernels of each device; of others FakeTensor is right."""
+    """A rule for the kernels of each device; for other devices, FakeTensor is right."""
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         found = rules.get(a[name].device.type)
@@ -95,7 +95,7 @@ def _by_device(name: str, **rules: Rule) -> Rule:
 
 
 def _cuda_batch_norm_backward(a: Args) -> tuple[torch.Tensor | None, ...]:
-    """Dense; channels last in training where both operands are."""
+    """Dense; channels-last in training if both operands are."""
     x, formats = a["input"], {4: torch.channels_last, 5: torch.channels_last_3d}
     last = a["train"] and x.dim() in formats and all(_dense_in(t, formats[x.dim()]) for t in (x, a["grad_out"]))
     return (_in_format(x, formats[x.dim()] if last else torch.contiguous_format),)
@@ -106,7 +106,8 @@ def _dense_in(t: torch.Tensor, how: torch.memory_format) -> bool:
 
 
 def _copied(name: str) -> Rule:
-    """As it lies, gaps too, unless elements share memory: `clone_preserve_strides` of torch. Its rule in 2.11 keeps shared ones."""
+    """The input's strides, including gaps, unless elements share memory: torch's `clone_preserve_strides`. Its rule in 2.11
+    keeps shared ones."""
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x = a[name]
@@ -117,7 +118,7 @@ def _copied(name: str) -> Rule:
 
 
 def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
-    """Padded in two dimensions: laid out as the input suggests. torch's rule in 2.11 says contiguous."""
+    """Two padded dimensions: the layout suggested by the input. torch's rule in 2.11 says contiguous."""
     x, (left, right, top, bottom) = a["self"], a["padding"]
     rows, columns = x.shape[-2] + top + bottom, x.shape[-1] + left + right
     how = torch.channels_last if x.dim() == 4 and _like_channels_last(x) else torch.contiguous_format
@@ -162,6 +163,6 @@ RULES: dict[str, Rule] = {
 
 
 def expected(row: Op, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:
-    """A traced tensor with eager's strides for each result that FakeTensor may have wrong. Call it under the FakeTensorMode."""
+    """A traced tensor with eager's strides for each result that FakeTensor may get wrong. Call under the FakeTensorMode."""
     rule = RULES.get(row.name)
     return () if rule is None else rule(row.bind(args, kwargs))

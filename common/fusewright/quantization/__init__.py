@@ -1,4 +1,4 @@
-"""`fusewright.quantize`: which backend quantizes, and what it is given. How is the backend's business."""
+"""`fusewright.quantize`: select the quantizing backend and normalize its inputs; the backend does the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright.errors import QuantizationError, nearest
 from fusewright.interface import Quantization, QuantizationReport
 
 MOST_INPUTS = 4096
-"""Calibration inputs that are read: a data loader may be endless."""
+"""Maximum number of calibration inputs that are read, since a data loader may be endless."""
 
 
 def quantize(
@@ -34,13 +34,13 @@ def quantize(
 
 
 def report(model: torch.nn.Module, quantized: torch.nn.Module, inputs: Any, backend: str | None = None) -> QuantizationReport:
-    """Where quantization costs accuracy, layer by layer, on these inputs."""
+    """Report where quantization costs accuracy, layer by layer, on these inputs."""
     return quantization_of(backend).report(model, quantized, listed(inputs))
 
 
 def load(file: str | Path | BinaryIO) -> torch.nn.Module:
-    """The quantized model of a file that `torch.export.save` or `fusewright quantize --save` wrote, ready for `torch.compile`.
-    Torch reads its ops only once they are defined, which is done here; torchao is not needed."""
+    """Load a quantized model saved by `torch.export.save` or `fusewright quantize --save`, ready for `torch.compile`. Defines
+    the quantized ops first, which torch needs to read the file; torchao is not needed."""
     compat.register_quantized_decomposed()
     return torch.export.load(file).module()
 
@@ -55,7 +55,7 @@ def listed(inputs: Iterable[Any] | torch.Tensor) -> list[Any]:
 
 
 def quantization_of(backend: str | None = None) -> Quantization:
-    """That of a backend, or of the first one here that has some, by priority."""
+    """The quantization of a backend, or of the best one here by priority."""
     found = registry.get(backend or quantizing()).quantization()
     if found is None:
         raise QuantizationError(f"backend {backend!r} does not quantize; these do: {', '.join(_names()) or 'none here'}")
@@ -70,6 +70,6 @@ def quantizing() -> str:
 
 
 def _names() -> list[str]:
-    """Backends here that quantize, the best first."""
+    """Backends here that quantize, best first."""
     there = [i for i in registry.backends() if i.cls is not None and i.available and i.cls.quantization() is not None]
     return [i.name for i in sorted(there, key=lambda i: (-i.cls.priority if i.cls else 0, i.name))]

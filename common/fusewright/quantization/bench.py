@@ -1,7 +1,8 @@
-"""`fusewright bench --int8`: products by torch's engines, Inductor and ours; models in int8 beside floats and Inductor's int8.
+"""`fusewright bench --int8`: products by torch's engines, Inductor and ours; int8 models beside floating-point ones and
+Inductor's int8.
 
-Contenders take turns in one process, and the median of each is told with its ratio over the first one. A contender that fails
-has its reason in the table.
+Contenders alternate in one process; the table shows the median of each and its ratio to the first one, or the reason of its
+failure.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ CONVS = (
 RECIPES = ("static", "dynamic")
 MODELS = ("bert", "gpt2", "resnet50", "mobilenet_v2", "vit")
 ENGINES = tuple(sorted(set(torch.backends.quantized.supported_engines) - {"none", "qnnpack"}, key=lambda e: (e != "fbgemm", e)))
-"""Torch's own, but the one for phones; the one that others are held against comes first."""
+"""Torch's engines except the one for phones; the baseline comes first."""
 CRASHES = frozenset({("onednn", "linear_dynamic")})
-"""What ends the process in some version of torch: never called (see `guarded`)."""
+"""Calls that crash the process in some version of torch and are skipped (see `guarded`)."""
 
 Timed = Mapping[str, Callable[[], Any]]
 
@@ -53,7 +54,8 @@ class Row:
         return {who: statistics.median(t) for who, t in self.times.items()}
 
     def as_json(self, mode: str) -> dict[str, Any]:
-        """As a row of a document of `fusewright bench`; speed-ups are over the first contender, each call being a round."""
+        """Convert to a row of a `fusewright bench` document; speed-ups are relative to the first contender, each call is a
+        round."""
         summaries = {who: stats.summarize([[t] for t in times]) for who, times in self.times.items()}
         base = next(iter(self.times.values()), [])
         found: dict[str, Any] = {
@@ -66,13 +68,13 @@ class Row:
 
 
 def interleaved(name: str, contenders: Timed, seconds: float = 1.0) -> Row:
-    """Every contender by turns, for about `seconds` in all."""
+    """Run the contenders alternately, for about `seconds` in all."""
     row, runs = Row(name), dict[str, Callable[[], Any]]()
     for who, run in contenders.items():
         try:
             run(), run()
             runs[who] = run
-        except Exception as e:  # a contender's own failure: a line of the table
+        except Exception as e:  # a contender's failure is a line of the table
             row.failed[who] = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:120]}"
     times: dict[str, list[float]] = {who: [] for who in runs}
     end = time.perf_counter() + seconds
@@ -90,7 +92,7 @@ def interleaved(name: str, contenders: Timed, seconds: float = 1.0) -> Row:
 
 @contextmanager
 def engine(name: str) -> Iterator[None]:
-    """torch's quantized engine, for a while."""
+    """Switch torch's quantized engine within a block."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = name
     try:
@@ -100,7 +102,7 @@ def engine(name: str) -> Iterator[None]:
 
 
 def guarded(name: str, op: str) -> None:
-    """RuntimeError for a call that would end the process."""
+    """Raise RuntimeError for a call that would crash the process."""
     if (name, op) in CRASHES:
         raise RuntimeError(f"torch's engine {name!r} crashes the process in {op}: not called")
     if name not in torch.backends.quantized.supported_engines:
@@ -137,7 +139,7 @@ def torch_conv(name: str, x: Sequence[int], w: Sequence[int], stride: int, group
 
 
 def _within(name: str, make: Callable[..., Callable[[], Any]], *sizes: Any) -> Callable[[], Any]:
-    """Made at its first call; run under its engine, which packed weights remember and some operators look at."""
+    """Build on the first call, and run under its engine, which packed weights store and some operators check."""
     made: list[Callable[[], Any]] = []
 
     def run() -> Any:
@@ -149,7 +151,7 @@ def _within(name: str, make: Callable[..., Callable[[], Any]], *sizes: Any) -> C
 
 
 def shapes(backend: str, small: bool = False, seconds: float = 1.0) -> Iterator[Row]:
-    """A row for each product: torch's engines, Inductor on the PT2E graph, each of ours, and what is chosen."""
+    """A row for each product: torch's engines, Inductor on the PT2E graph, each of ours, and the chosen one."""
     by = quantization_of(backend)
     for m, k, n in LINEARS[-1:] if small else LINEARS:
         contenders = {e: _within(e, torch_linear, m, k, n) for e in ENGINES}
@@ -174,7 +176,7 @@ def _graphs(backend: str, layer: torch.nn.Module, shape: Sequence[int]) -> dict[
 
 
 def _by_inductor(quantized: torch.nn.Module, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """Compiled by Inductor with freezing, without which it packs no int8 weight. The first call compiles, and nobody else's."""
+    """Compile with Inductor and freezing, without which it does not pack int8 weights. Only the first call compiles."""
     call, context = _no_grad(torch.compile(quantized, backend="inductor"), *args, **kwargs), compat.inductor_freezing()
 
     def run() -> Any:
@@ -201,7 +203,7 @@ def models(
     backend: str, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
     floats: str = "fusewright", inductor: bool = True, recipes: Sequence[str] = RECIPES,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each model: ours in fp32 and bf16; of each, int8 by each recipe by ours, of the first by Inductor too."""
+    """A row for each model: ours in fp32 and bf16, our int8 by each recipe of both, and Inductor's int8 of the first."""
     by = quantization_of(backend)
     for name in names:
         torch.compiler.reset()
@@ -228,7 +230,7 @@ def models(
 def measure(
     names: Sequence[str], size: Literal["full", "small"], seconds: float, backend: str, inductor: bool = True
 ) -> Iterator[tuple[str, Row]]:
-    """Everything, row by row, each with the table that it belongs to. Named models alone where there are names."""
+    """Measure everything, or only the named models; yield each row with the table that it belongs to."""
     if not names:
         yield from (("shapes", row) for row in shapes(backend, size == "small", min(seconds, 2.0)))
     yield from (("models", row) for row in models(backend, names or MODELS, size, seconds, inductor=inductor))

@@ -1,2 +1,2 @@
-"""`fusewright report`: one page that shows what became of a model. `document` gathers everything as JSON data, `page` puts it
-into a page that needs nothing else."""
+"""`fusewright report`: a page that shows what happened to a model. `document` collects everything as JSON data, `page` embeds
+it in a self-contained page."""

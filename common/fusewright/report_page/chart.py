@@ -1,4 +1,4 @@
-"""Comparisons as one picture: SVG that follows the reader's light or dark theme, the same bytes for the same figures."""
+"""Comparisons as a picture: SVG that follows the reader's light or dark theme, deterministic for the same figures."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DARK = ("#15181b", "#e4e6e8", "#9aa2aa", "#4a5259", ("#6aa5ee", "#878e96", "#dd
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of bars: its name, and (series, length, text at its end) of each. A length of None says why there is no bar."""
+    """A group of bars: its name, and (series, length, label) of each. A label with length None says why there is no bar."""
 
     name: str
     bars: tuple[tuple[int, float | None, str], ...]
 
 
 def of_bench(document: Row) -> str:
-    """How many times as fast as eager each contender is, by model, with the geometric mean. Noisy rows are named so."""
+    """The speed-up of each contender over eager, by model, with the geometric mean. Noisy rows are marked."""
     ours = document["backend"]
     rows = [r for r in document["rows"] if not is_kernel(r["model"])]
     names = [n for n in dict.fromkeys(n for r in rows for n in r["contenders"]) if n not in ("eager", ours)]
@@ -54,7 +54,7 @@ def _group(name: str, row: Row, series: Sequence[str]) -> Bars:
 
 
 def of_verdicts(title: str, where: str, verdicts: Iterable[tuple[str, str]]) -> str:
-    """How many models have which status, by mode: `verdicts` are (mode, status) of each."""
+    """How many models have which status, by mode; `verdicts` are (mode, status) pairs."""
     counts = Counter(verdicts)
     series = list(dict.fromkeys(["right", *sorted({status for _, status in counts})]))
     modes = list(dict.fromkeys(mode for mode, _ in counts))
@@ -66,7 +66,7 @@ def of_verdicts(title: str, where: str, verdicts: Iterable[tuple[str, str]]) -> 
 
 
 def draw(title: str, where: str, series: Sequence[str], groups: Sequence[Bars], line: float | None = None) -> str:
-    """The picture: one group of horizontal bars below another. `line` marks a length that all are held against."""
+    """Draw groups of horizontal bars below each other. `line` marks a reference length."""
     most = max([line or 0.0, *(b for g in groups for _, b, _ in g.bars if b is not None)], default=0.0) or 1.0
 
     def x(length: float) -> float:
@@ -123,5 +123,5 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def _drawable(text: str) -> str:
-    """Without what no XML may hold."""
+    """Remove characters that XML does not allow."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -1,4 +1,4 @@
-"""All that the page shows, as one JSON document: a real compile, recorded, then looked at part by part."""
+"""Everything that the page shows, as one JSON document: a real compilation, recorded, then examined part by part."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ log = logging.getLogger("fusewright")
 SCHEMA = "fusewright.report"
 SCHEMA_VERSION = 1
 ROUNDS = 15
-"""Runs of each plan of which the median counts."""
+"""Runs of each plan; the median counts."""
 TEXT = 60_000
-"""Characters of a kernel's source that are shown at most."""
+"""Maximum characters of a kernel's source that are shown."""
 INDUCTOR_ROUNDS = 5
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the page is about."""
+    """What the page was requested for."""
 
     model: str
     backend: str = "fusewright"
@@ -56,7 +56,7 @@ class Asked:
 
 @dataclass
 class Subject:
-    """A model that is called in the same way by everybody: `compiled(backend)` is a call of it, compiled anew."""
+    """A model that every contender calls in the same way: `compiled(backend)` is a call of it, freshly compiled."""
 
     asked: Asked
     built: Any
@@ -85,7 +85,7 @@ class Subject:
 
 
 def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
-    """The document of a model; of a decoding, of one step. Raises what building or running the model raises."""
+    """The document of a model, or of one step of a decoding. Raises what building or running the model raises."""
     clock = Clock(asked.device)
     clock.begin()
     case = (asked.model, asked.size, asked.dtype, asked.device)
@@ -106,7 +106,7 @@ def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
         say("compiling with Inductor")
         inductor, missing = _inductor(subject, others)
         calls |= inductor
-        call = subject.compiled(asked.backend, asked.options)  # the reset before Inductor's took ours away
+        call = subject.compiled(asked.backend, asked.options)  # the reset before Inductor's compilation discarded ours
         call()
         calls["ours"] = call
     say("timing calls")
@@ -135,7 +135,7 @@ def collect(asked: Asked, say: Progress = lambda _: None) -> dict[str, Any]:
 
 
 def _shown(model: str) -> str:
-    """The name of a model without the folders of its file: pages are given to others."""
+    """The name of a model without the folders of its file, since pages are shared."""
     file, colon, function = model.rpartition(":")
     return f"{Path(file).name}{colon}{function}"
 
@@ -146,7 +146,7 @@ def _phases(reports: Sequence[GraphReport]) -> list[str]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without the line that each graph gives: the page spells it out."""
+    """Suppress the line that each graph logs; the page has the details."""
     level = log.level
     log.setLevel(logging.ERROR)
     try:
@@ -172,7 +172,7 @@ def _first_call(subject: Subject) -> tuple[list[GraphReport], dict[str, int], fl
 
 
 def _timed(name: str, inside: list[tuple[float, float]]) -> Callable[..., Any]:
-    """The backend, whose calls by Dynamo are noted: begin and end."""
+    """Wrap the backend to note begin and end of Dynamo's calls to it."""
     backend = fusewright if name == "fusewright" else entry(name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _timed(name: str, inside: list[tuple[float, float]]) -> Callable[..., Any]:
 def _spans(
     start: float, end: float, inside: Sequence[tuple[float, float]], reports: Sequence[GraphReport]
 ) -> list[dict[str, Any]]:
-    """The first call; in it Dynamo and the backend by turns; in these the stages of each graph."""
+    """The first call, divided into turns of Dynamo and the backend, these into the stages of each graph."""
     found = [("first call", start, end, 0)]
     at = start
     for a, b in inside:
@@ -204,7 +204,7 @@ def _spans(
 
 
 def _eager(subject: Subject, phases: Mapping[str, Any]) -> dict[str, list[peers.Piece]]:
-    """Eager's kernels as the plan of the backend that lowers nothing."""
+    """Eager's kernels, as the plan of the backend that lowers nothing."""
     with _silent(), report.recording(keep=True) as reports:
         subject.compiled(peers.EAGER, {"cache": False})()
     live = [r for r in reports if not r.superseded]
@@ -214,7 +214,7 @@ def _eager(subject: Subject, phases: Mapping[str, Any]) -> dict[str, list[peers.
 def _inductor(
     subject: Subject, others: dict[str, dict[str, Sequence[peers.Piece]]]
 ) -> tuple[dict[str, Callable[[], Any]], str]:
-    """Inductor's call, with its kernels added to `others` by phase; and why there are none, if so."""
+    """Inductor's call, with its kernels added to `others` by phase; and, if there are none, the reason."""
     try:
         with compat.inductor_provenance() as told:
             call = subject.compiled("inductor")
@@ -223,7 +223,7 @@ def _inductor(
         if Clock(subject.asked.device).asynchronous:
             return {"inductor": call}, "its kernels are told apart on the host only"
         runs = compat.inductor_calls(call, INDUCTOR_ROUNDS)
-    except Exception as e:  # whatever keeps Inductor from a model, the page is about ours
+    except Exception as e:  # the page is about us, whatever prevents Inductor from running
         return {}, f"Inductor failed: {type(e).__name__}: {printable(e)[:300]}"
     phases = list(others)
     if len(told) != len(phases) or len(runs) != INDUCTOR_ROUNDS * len(told):
@@ -242,7 +242,7 @@ def _bars(
 
 
 def _files(reports: Sequence[GraphReport]) -> dict[str, str]:
-    """Files of the model's source by their names; a name that two of them have is left out."""
+    """Source files of the model by file name; ambiguous names are left out."""
     found: dict[str, str] = {}
     for r in reports:
         for node in r.kept.index.ops if r.kept else ():
@@ -275,7 +275,7 @@ def _graph(r: GraphReport) -> dict[str, Any]:
 
 
 def _fates(r: GraphReport) -> list[dict[str, Any]]:
-    """Ops by where they run and why, the most expensive first."""
+    """Ops by where they run and why, most expensive first."""
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
     total = sum(o.seconds for o in r.ops) or 1e-30
     for o in r.ops:
@@ -305,19 +305,19 @@ def _memory(kept: Kept, nodes: Sequence[flow.Node]) -> dict[str, Any]:
 
 
 def _layers(r: GraphReport, kept: Kept) -> tuple[list[dict[str, Any]], str]:
-    """Values judged, or the reason why they are not."""
+    """The judged values, or the reason why there are none."""
     if r.phase != "infer":
         return [], "only graphs for inference are compared value by value"
     if not computes_fp64(device := observe.device_of(kept)):
         return [], f"torch has no fp64 on {device}"
     try:
         return [asdict(j) for j in layers.judge(kept)], ""
-    except Exception as e:  # an op without a reference in fp64 must not cost the page
+    except Exception as e:  # an op without an fp64 reference must not lose the page
         return [], f"{type(e).__name__}: {printable(e)[:300]}"
 
 
 def _kernels(reports: Sequence[GraphReport]) -> dict[str, dict[str, str]]:
-    """Text of each loop kernel by hash: what the toolkit made, and what the backend emitted."""
+    """The text of each loop kernel by hash: the toolkit's, and the backend's generated code."""
     found = {}
     for r in reports:
         for key, code in (r.kept.kernels if r.kept else {}).items():

@@ -1,4 +1,4 @@
-"""The plan as a graph to look at: a node for each instruction that computes, arrows where a value goes, places on a plane."""
+"""The plan as a drawing: a node for each computing instruction, arrows for values, and positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright.report import Kept, OpRecord
 
 @dataclass
 class Node:
-    """An instruction. `at` is its position in the plan, `row` and `column` its place: every arrow goes to a higher row."""
+    """An instruction. `at` is its position in the plan; `row` and `column` place it so that every arrow points to a higher row."""
 
     at: int
     kind: str
@@ -32,7 +32,7 @@ class Node:
 
 
 def nodes(kept: Kept, records: Mapping[int, OpRecord]) -> list[Node]:
-    """Every instruction but views, through which arrows pass, in the order of the plan."""
+    """Every instruction except views, through which arrows pass, in the order of the plan."""
     plan: Plan = kept.plan
     makers: dict[int, tuple[int, ...]] = {}
     found: dict[int, Node] = {}
@@ -51,7 +51,7 @@ def nodes(kept: Kept, records: Mapping[int, OpRecord]) -> list[Node]:
 
 def owned(kept: Kept, records: Mapping[int, OpRecord]) -> dict[int, list[OpRecord]]:
     """The ops that each instruction computes, by its position; none for views. An op whose result is a view of another
-    instruction's, as one of several products made at once, is that one's."""
+    instruction's result, e.g. one of several merged products, belongs to that instruction."""
     found: dict[int, list[OpRecord]] = {}
     makers: dict[int, int] = {}
     for k, i in enumerate(kept.plan.instructions):
@@ -76,7 +76,7 @@ def _is_view(i: Call) -> bool:
 
 
 def op_ids(i: Instruction) -> tuple[int, ...]:
-    """The ops of the graph that an instruction computes, as far as it says so."""
+    """The ops that an instruction computes, as far as it names them."""
     if isinstance(i, Call):
         return () if i.op_id is None else (i.op_id,)
     return i.op_ids
@@ -98,7 +98,7 @@ def _kind(i: Instruction) -> str:
 
 
 def label(i: Instruction, kept: Kept) -> str:
-    """A short name: of the operator that is called, or of the kernel."""
+    """A short name: of the called operator, or of the kernel."""
     if isinstance(i, Launch):
         code = kept.kernels.get(i.kernel)
         return str(getattr(getattr(code, "kernel", None), "name", "") or f"kernel {i.kernel[:8]}")
@@ -112,7 +112,7 @@ def shape(spec: TensorSpec | None) -> str:
 
 
 def module_of(kept: Kept, op_id: int) -> str:
-    """The path of the innermost module that an op came from; "" where nothing tells."""
+    """The path of the innermost module that an op came from; "" if unknown."""
     node = kept.index.node_of.get(op_id)
     return module_path(node) if node is not None else ""
 
@@ -122,8 +122,8 @@ def _distinct(texts: Any) -> list[str]:
 
 
 def _arrange(found: dict[int, Node]) -> None:
-    """Rows by the longest way from an input. In a row each node stands as near as it can to what it reads: Sugiyama et al., 1981,
-    one sweep of barycenters."""
+    """Assign rows by the longest path from an input. Within a row, place each node as close as possible to its inputs: one
+    sweep of barycenters (Sugiyama et al., 1981)."""
     rows: dict[int, list[Node]] = {}
     for node in found.values():
         node.row = 1 + max((found[i].row for i in node.inputs), default=-1)

@@ -1,4 +1,4 @@
-"""Accuracy along a graph: what a plan computes, value by value, beside eager and fp64, each from the graph's inputs on."""
+"""Accuracy along a graph: the values of a plan beside eager's and fp64's, each computed from the graph's inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusewright.report_page.flow import module_of
 
 @dataclass(frozen=True)
 class Judged:
-    """A value that the plan makes. Errors are root mean squares against fp64, in parts of that of the value itself."""
+    """A value that the plan makes. Errors are root mean squares against fp64, relative to that of the value itself."""
 
     op: str
     source: str
@@ -29,7 +29,7 @@ class Judged:
 
 
 def judge(kept: Kept) -> list[Judged]:
-    """Every floating-point value that a plan makes of its graph, in the order of the graph. Raises what eager raises."""
+    """Every floating-point value that a plan makes of its graph, in graph order. Raises what eager raises."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return _judge(kept, observe.values(kept))
 
@@ -44,7 +44,7 @@ def _judge(kept: Kept, ours: Mapping[int, torch.Tensor]) -> list[Judged]:
         dying.setdefault(k, []).append(id)
     found = []
     for k, (_, op) in enumerate(views):
-        wide.update((v.id, oracle.widen(eager[v.id])) for v in op.inputs() if v.id not in wide)  # all weights at once are too much
+        wide.update((v.id, oracle.widen(eager[v.id])) for v in op.inputs() if v.id not in wide)  # not all weights at once
         eager.update(zip((v.id for v in op.outs), contract.called(op, eager), strict=True))
         wide.update(zip((v.id for v in op.outs), contract.evaluated(op, wide), strict=False))
         for v in op.outs:
@@ -58,7 +58,7 @@ def _judge(kept: Kept, ours: Mapping[int, torch.Tensor]) -> list[Judged]:
 
 
 def _inputs(kept: Kept) -> dict[int, Any]:
-    """Arguments and tensors that the graph holds, by id."""
+    """Arguments and tensors held by the graph, by id."""
     given = zip(kept.plan.inputs, observe.arguments(kept), strict=True)
     return dict(given) | {i: t for i, (_, t) in kept.plan.attributes.items()}
 

@@ -1,4 +1,4 @@
-"""A compiled graph, run once more and looked at: how long each instruction of its plan takes, and what it gives."""
+"""Run a compiled graph once more and observe it: the time of each instruction, and the values made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusewright.report import Kept
 
 
 def seconds(kept: Kept, rounds: int) -> list[float]:
-    """The median seconds of each instruction; empty where the graph was never called."""
+    """The median seconds of each instruction; empty if the graph was never called."""
     if not kept.args:
         return []
     marks: list[Callable[[], Any]] = []
@@ -31,7 +31,7 @@ def seconds(kept: Kept, rounds: int) -> list[float]:
 
 
 def values(kept: Kept) -> dict[int, torch.Tensor]:
-    """Copies of the tensors that the plan makes, by id, as they are when they are made."""
+    """Copies of the tensors that the plan makes, by id, taken when they are made."""
     found: dict[int, torch.Tensor] = {}
 
     def observe(k: int, results: tuple[Any, ...]) -> None:
@@ -45,7 +45,7 @@ def values(kept: Kept) -> dict[int, torch.Tensor]:
 
 
 def arguments(kept: Kept) -> list[Any]:
-    """The arguments of the first call, copies of what the plan writes in place among them."""
+    """The arguments of the first call, with copies of those that the plan writes in place."""
     written = build.written_values(kept.plan)
     pairs = zip(kept.plan.inputs, kept.args, strict=True)
     return [a.detach().clone() if i in written and isinstance(a, torch.Tensor) else a for i, a in pairs]
@@ -61,6 +61,6 @@ def _call(run: Any, kept: Kept) -> None:
 
 
 def device_of(*graphs: Kept) -> str:
-    """The device that plans are on beside the host; the host where there is none."""
+    """The device that plans use besides the host; the host if none."""
     found = sorted({s.device for kept in graphs for s in kept.plan.specs.values()} - {HOST})
     return found[0] if found else HOST

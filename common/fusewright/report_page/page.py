@@ -1,4 +1,4 @@
-"""The page: a document as data inside of HTML that needs nothing else, neither a network nor a library."""
+"""The page: a document as data in a self-contained HTML file, without network access or libraries."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from importlib import resources
 from typing import Any
 
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What could end the element that the data lies in, or a line of script."""
+"""Characters that could end the element that holds the data, or a line of script."""
 
 _CLOSED = "base-uri 'none'; form-action 'none'"
 
 
 def render(document: dict[str, Any]) -> str:
-    """The page of a document. Its texts (names of modules, source) are data throughout: the script puts them into the page as
-    text, and the page's policy allows no script but its own."""
+    """Render a document. All its texts (module names, source) are handled as data: the script inserts them as text, and the
+    page's content policy allows no other script."""
     style, script = _part("page.css"), _part("page.js")
     filled = {
         "{{policy}}": f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; {_CLOSED}",
@@ -36,7 +36,7 @@ def render(document: dict[str, Any]) -> str:
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """JSON that may stand inside of a script element."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(_finite(document), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character, escaped in _ESCAPED.items():
         text = text.replace(character, escaped)
@@ -44,7 +44,7 @@ def as_text(document: dict[str, Any]) -> str:
 
 
 def _finite(x: Any) -> Any:
-    """JSON has neither NaN nor infinity."""
+    """Replace NaN and infinities, which JSON lacks."""
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else None
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""What eager and Inductor spend, by line of the model's source, beside a plan's kernels."""
+"""The time that eager and Inductor spend on each source line of the model, beside a plan's kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fusewright.report_page import observe
 from fusewright.report_page.flow import label, owned
 
 EAGER = "fusewright_null"
-"""The backend that lowers nothing: its plan is eager's own kernels, one by one."""
+"""The backend that lowers nothing: its plan runs eager's own kernels one by one."""
 
 _GRAPH = re.compile(r"^graph_\d+_")
 
 
 @dataclass
 class Piece:
-    """A kernel, or call of an operator: its name, the source lines it stands for, seconds a call (of all its runs), how many runs,
-    and its positions in the plan of its graph, where it has one."""
+    """A kernel or operator call: its name, its source lines, seconds per call (summed over its runs), the number of runs, and
+    its positions in the graph's plan, if it has one."""
 
     name: str
     lines: tuple[str, ...]
@@ -35,17 +35,17 @@ class Piece:
 
 @dataclass
 class Group:
-    """Lines that some kernel of ours computes together, with what each contender spends on them."""
+    """Source lines that one of our kernels computes together, with the time that each contender spends on them."""
 
     lines: list[str]
     ours: list[Piece]
     seconds: dict[str, float]
     parts: dict[str, list[tuple[str, float]]]
-    """Of the others: kernels by name with their seconds."""
+    """The other contenders' kernels by name, with seconds."""
 
 
 def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piece]:
-    """What the plans of a phase run, timed, equal ones at equal lines as one."""
+    """The instructions of a phase's plans, timed; equal ones on equal lines are merged."""
     found: dict[tuple[str, tuple[str, ...]], Piece] = {}
     for g, report in enumerate(reports):
         if report.phase != phase or report.kept is None:
@@ -54,7 +54,7 @@ def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piec
         host = observe.device_of(report.kept) == HOST
         for k, seconds in enumerate(observe.seconds(report.kept, rounds)):
             records = made.get(k)
-            if records is None and not host:  # only the host has something to do for a view
+            if records is None and not host:  # a view costs time only on the host
                 continue
             lines = tuple(sorted({r.source for r in records or () if r.source}))
             name = "views" if records is None else label(report.kept.plan.instructions[k], report.kept)
@@ -68,8 +68,8 @@ def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piec
 def inductor(
     calls: Sequence[Sequence[tuple[str, float]]], told: Sequence[Mapping[str, Sequence[str]]], rounds: int
 ) -> list[Piece]:
-    """Inductor's kernels: what ran in each call of one of its graphs (`compat.inductor_calls`), and where the kernels of each graph
-    come from (`compat.inductor_provenance`). Of kernels with one name, the n-th that ran is the n-th that was told of."""
+    """Inductor's kernels: what ran in each call of one of its graphs (`compat.inductor_calls`), and the sources of each graph's
+    kernels (`compat.inductor_provenance`). Kernels with the same name are matched in order."""
     found: dict[tuple[str, tuple[str, ...]], Piece] = {}
     for at, call in enumerate(calls):
         waiting: dict[str, deque[tuple[str, ...]]] = defaultdict(deque)
@@ -91,13 +91,13 @@ def _readable(name: str) -> str:
 
 
 def _bare(name: str) -> str:
-    """What names of one kernel have in common: "extern_kernels.addmm" and "aten::addmm"; "graph_0_cpp_fused_add_0"."""
+    """The common part of a kernel's names: "extern_kernels.addmm" and "aten::addmm"; "graph_0_cpp_fused_add_0"."""
     return _readable(name).removesuffix(".default").replace("::", ".").rsplit(".", 1)[-1]
 
 
 def grouped(ours: Sequence[Piece], others: dict[str, Sequence[Piece]]) -> list[Group]:
-    """Lines that one of our kernels joins are one group; a kernel of another that covers several groups is shared out among them
-    as eager's time on their lines is. What names no line is a group of its own."""
+    """Lines that one of our kernels joins form a group. A contender's kernel that covers several groups is split in proportion
+    to eager's time on their lines. Kernels without source lines form groups of their own."""
     parent: dict[str, str] = {}
 
     def root(line: str) -> str:
@@ -143,7 +143,7 @@ def _weights(eager: Iterable[Piece]) -> dict[str, float]:
 
 
 def _shares(roots: Iterable[str], lines: Sequence[str], weight: dict[str, float]) -> list[tuple[str, float]]:
-    """How much of a kernel's time goes to each group of lines."""
+    """The share of a kernel's time for each group of lines."""
     sums: dict[str, float] = defaultdict(float)
     for key, line in zip(roots, lines, strict=True):
         sums[key] += max(weight.get(line, 0.0), 1e-9)
@@ -152,10 +152,10 @@ def _shares(roots: Iterable[str], lines: Sequence[str], weight: dict[str, float]
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Seconds of whole calls, until their results are there, taken in turns."""
+    """Seconds of whole calls until their results are available, in alternating order."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            call()  # the one before it left the caches to itself
+            call()  # the previous contender left the caches in its own state
             found[name].append(clock.seconds(call))
     return found

@@ -16,8 +16,9 @@ from fusewright.plan.memory import Placement, roots_of
 
 @dataclass(frozen=True)
 class Residency:
-    """Behind each instruction: bytes of tensors of their own, and of values in the arena, which has `arena` bytes. `largest` are
-    the values alive at the peak: (bytes, position of the instruction that made it)."""
+    """After each instruction: bytes of separate tensors, and of live values in the arena, whose size is `arena` bytes.
+    `largest` are the
+    values alive at the peak: (bytes, position of the instruction that made it)."""
 
     fresh: list[int]
     used: list[int]
@@ -30,7 +31,7 @@ class Residency:
 
 
 def residency(plan: Plan) -> Residency:
-    """Replay the lifetimes of a plan. Views and results that take over an input's memory occupy none of their own."""
+    """Replay the lifetimes of a plan. Views, and results that take over an input's memory, use none of their own."""
     placement: Placement = codegen.PLACE(plan)
     roots = roots_of(plan.instructions)
     born = {
@@ -72,7 +73,7 @@ def _last_use(
 
 
 def _bytes(spec: TensorSpec | None) -> int:
-    """Of a dense tensor."""
+    """The size of a dense tensor."""
     if spec is None:
         return 0
     count = 1

@@ -1,5 +1,5 @@
-"""What the backward rows compute. Short derivatives are written out; long ones are autograd of the forward
-formula in fp64."""
+"""The computations of the backward rows. Short derivatives are written out; long ones use autograd of the forward formula in
+fp64."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def group_norm_backward(
     group: int,
     output_mask: Sequence[bool],
 ) -> tuple[Any, ...]:
-    # eps is not among the arguments: the one that gives rstd from the input's own variance is used.
+    # eps is not an argument, so use the one that relates rstd to the input's own variance.
     g = x.reshape(N, group, -1)
     eps = (1 / rstd**2 - g.var(-1, correction=0)).reshape(N, group)
 

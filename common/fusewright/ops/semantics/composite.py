@@ -1,7 +1,6 @@
-"""What the composites compute: a formula for each (the fp64 oracle), and its decomposition into primitives.
+"""The computations of the composites: a formula for each (the fp64 oracle), and its decomposition into primitives.
 
-A decomposition computes at the dtype that eager computes in: half inputs are widened to fp32 and rounded
-once at the end.
+A decomposition computes in eager's compute dtype: half inputs are widened to fp32 and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def widened(x: Any) -> Any:
-    """`x` at the dtype that eager accumulates in."""
+    """`x` in the dtype that eager accumulates in."""
     return x.to(torch.float32) if x.dtype in _HALF else x
 
 
@@ -52,7 +51,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def matmul(x: Any, y: Any) -> Any:
-    """A matrix product as mm where one matrix is shared by the batch, else as bmm."""
+    """A matrix product as mm if the batch shares one matrix, else as bmm."""
     if x.dim() == 1 or y.dim() == 1:
         out = matmul(x.unsqueeze(0) if x.dim() == 1 else x, y.unsqueeze(1) if y.dim() == 1 else y)
         out = out.squeeze(-1) if y.dim() == 1 else out
@@ -87,7 +86,7 @@ def _attend(q: Any, k: Any, v: Any, s: Any) -> tuple[Any, Any]:
     top = torch.where(top == -math.inf, 0.0, top)
     e = torch.exp(s - top)
     total = e.sum(-1, keepdim=True)
-    # A row whose every score is masked gives zeros, as eager's kernels do.
+    # A row with all scores masked gives zeros, as in eager's kernels.
     p = torch.where(total == 0, 0.0, e / total)
     return torch.matmul(p, v), (top + torch.log(total)).squeeze(-1)
 
@@ -118,7 +117,7 @@ def _widened_mask(mask: Any) -> Any:
 
 
 def sdpa(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, **named: Any) -> Any:
-    """`sdpa_ref` of the same arguments in the type that eager computes in."""
+    """`sdpa_ref` of the same arguments in eager's compute dtype."""
     wide = (widened(q), widened(k), widened(v))
     return sdpa_ref(*wide, _widened_mask(attn_mask), *rest, **named).to(q.dtype)
 
@@ -139,7 +138,7 @@ def sdpa_lse_ref(
 
 
 def sdpa_lse(q: Any, k: Any, v: Any, *rest: Any, attn_mask: Any = None, **named: Any) -> tuple[Any, Any]:
-    """`sdpa_lse_ref` of the same arguments in the type that eager computes in."""
+    """`sdpa_lse_ref` of the same arguments in eager's compute dtype."""
     wide = (widened(q), widened(k), widened(v))
     out, lse = sdpa_lse_ref(*wide, *rest, attn_mask=_widened_mask(attn_mask), **named)
     return out.to(q.dtype), lse

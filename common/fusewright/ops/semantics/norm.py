@@ -1,4 +1,5 @@
-"""What softmax and the norms compute: a formula for each (the fp64 oracle), and its decomposition, as in `composite_math`."""
+"""The computations of softmax and the norms: a formula for each (the fp64 oracle), and its decomposition, as in
+`composite_math`."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, 
 
 def rms_norm_ref(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> tuple[Any, Any]:
     dims = list(range(-len(normalized_shape), 0))
-    # The default eps is that of the input's own dtype, which a reference in fp64 cannot see: fp32 is meant.
+    # The default eps depends on the input's dtype, which an fp64 reference cannot see: assume fp32.
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     rstd = 1 / torch.sqrt((x * x).mean(dims, keepdim=True) + eps)
     return affine(x * rstd, weight, None), rstd
@@ -123,7 +124,7 @@ def batch_norm_ref(
 
 
 def _inference_stats(mean: Any, rstd: Any) -> tuple[Any, Any]:
-    """What inference gives beside its result: nothing on a CPU."""
+    """The extra results of inference: empty on a CPU."""
     return (mean[:0].clone(), rstd[:0]) if mean.device.type == "cpu" else (mean.clone(), rstd)
 
 
@@ -171,7 +172,7 @@ def batch_norm_train_ref(
 def batch_norm_train(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *rest: Any, **named: Any
 ) -> tuple[Any, ...]:
-    """`batch_norm_train_ref` of the same arguments in the types that eager computes in."""
+    """`batch_norm_train_ref` of the same arguments in eager's compute dtypes."""
     wide = batch_norm_train_ref(widened(x), weight, bias, running_mean, running_var, *rest, **named)
     stats = _stats_dtype(x, running_mean)
     dtypes = (x.dtype, stats, stats, running_mean.dtype, running_var.dtype)

@@ -1,7 +1,7 @@
-"""Resizing: the bilinear one as eager weighs it; gradients as sums over the outputs that an element reached: gathers, one
+"""Resizing: bilinear with eager's weights; gradients as gathers that sum over the outputs an element contributed to, one
 dimension after the other.
 
-Autograd of the forward pass gives scatters instead, whose stores collide: four with accumulation for a bilinear resize.
+Autograd of the forward pass would give colliding scatters: four accumulating ones for a bilinear resize.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _AXES = (-1, -2)
 def bilinear2d(
     x: Tensor, output_size: Any, align_corners: bool, scale_h: float | None = None, scale_w: float | None = None
 ) -> Tensor:
-    """The mean of four elements, each times its weight, as eager's kernel has it: torch's decomposition, `a + (b - a) * share`, has
-    NaN beside an infinity. Integers are left to that one, which rounds."""
+    """The weighted mean of four elements, as in eager's kernel: torch's decomposition, `a + (b - a) * share`, gives NaN next to
+    an infinity. Integers use the decomposition, which rounds."""
     aten = torch.ops.aten
     if not x.is_floating_point():
         found: Tensor = compat.decomposition(aten.upsample_bilinear2d.default)(
@@ -44,7 +44,7 @@ def bilinear2d(
 def _taps(
     n: Any, made: Any, align_corners: bool, scale: float | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two places among `n` for each of `made` results, and the share of the second: ATen's
+    """For each of `made` results, two positions among `n` and the weight of the second: ATen's
     `area_pixel_compute_source_index` and `compute_source_index_and_lambda`."""
     place = torch.arange(made, device=device)
     if compat.statically_true(n == made):
@@ -60,7 +60,7 @@ def _taps(
 
 
 def nearest2d_backward(grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Any:
-    """Sums of blocks where each size is a whole multiple; else the operator as it is."""
+    """Sums of blocks if each size is a whole multiple; else the operator itself."""
     shape, made = _ints(input_size), _ints(grad.shape)
     if shape is None or made is None or not _multiple(made, shape) or not _as_sized(made, shape, scales):
         return torch.ops.aten.upsample_nearest2d_backward(grad, output_size, input_size, *scales)
@@ -69,8 +69,8 @@ def nearest2d_backward(grad: Tensor, output_size: Any, input_size: Any, *scales:
 
 
 def bilinear2d_backward(grad: Tensor, output_size: Any, input_size: Any, align_corners: bool, *scales: Any) -> Any:
-    """Weighted sums of what lies within one step of an element; the operator as it is for symbolic sizes, and for scales that are
-    not the ratio of sizes. Weights are those of ATen's `compute_source_index_and_lambda`."""
+    """Weighted sums of the outputs within one step of an element; the operator itself for symbolic sizes and for scales other
+    than the ratio of sizes. Weights are those of ATen's `compute_source_index_and_lambda`."""
     shape, made = _ints(input_size), _ints(grad.shape)
     if shape is None or made is None or not all((*shape, *made)) or not (align_corners or _as_sized(made, shape, scales)):
         return torch.ops.aten.upsample_bilinear2d_backward(grad, output_size, input_size, align_corners, *scales)
@@ -89,13 +89,13 @@ def _multiple(made: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _as_sized(made: Sequence[int], shape: Sequence[int], scales: Sequence[Any]) -> bool:
-    """Whether the scales, of height and width, are left out or say what the sizes say."""
+    """Whether the scales, of height and width, are absent or equal to the ratio of sizes."""
     return all(s is None or s * shape[d] == made[d] for s, d in zip(scales, (-2, -1), strict=False))
 
 
 def _gathered(grad: Tensor, dim: int, n: int, align_corners: bool) -> Tensor:
-    """Gradient of a linear resize of `n` elements along `dim` (-1 or -2): element i sums the outputs whose source lies in
-    [i - 1, i + 1), by their distance."""
+    """Gradient of a linear resize of `n` elements along `dim` (-1 or -2): element i sums the outputs whose source lies in [i -
+    1, i + 1), weighted by distance."""
     made = grad.shape[dim]
     if n == made:
         return grad
@@ -113,11 +113,11 @@ def _gathered(grad: Tensor, dim: int, n: int, align_corners: bool) -> Tensor:
 
 
 def _first(element: Any, n: int, made: int, align_corners: bool) -> Any:
-    """No output before this one reaches `element`, in whole numbers: source(o) >= element - 1."""
+    """The first output that may reach `element`: source(o) >= element - 1, in integer arithmetic."""
     return (element - 1) * (made - 1) // max(n - 1, 1) if align_corners else ((2 * element - 1) * made - n) // (2 * n)
 
 
 def _most(n: int, made: int, align_corners: bool) -> int:
-    """How many outputs from the first one on may reach an element."""
+    """The maximum number of outputs, from the first one on, that reach an element."""
     last = [-_first(-i, n, made, True) if align_corners else -(-((2 * i + 3) * made - n) // (2 * n)) for i in range(n)]
     return max(min(b, made - 1) - max(_first(i, n, made, align_corners), 0) + 1 for i, b in enumerate(last))
