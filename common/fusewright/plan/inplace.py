@@ -17,9 +17,9 @@ from fusewright.interface import TensorSpec
 from fusewright.plan.build import Plan, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of
+from fusewright.plan.vocabulary import COPIES
 
 COPY = "aten::copy_.default"
-COPIES = "aten::_foreach_copy_.default"
 
 
 def updated_in_place(plan: Plan) -> Plan:

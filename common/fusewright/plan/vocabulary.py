@@ -146,9 +146,13 @@ _HASH = re.compile(r"\w{1,128}", re.ASCII)
 _PLAIN = (type(None), bool, str, float, complex, torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
+COPIES = "aten::_foreach_copy_.default"
+"""The one operator outside the opset that a pass over plans introduces (`inplace.copied_together`)."""
+
+
 class Words:
-    """What plans for one graph may call: the opset's operators and their overloads, those of the graph itself, and the
-    namespaces that the backend declares."""
+    """What plans for one graph may call: the opset's operators and their overloads, those of the graph itself, the
+    namespaces that the backend declares, and `COPIES`."""
 
     def __init__(self, of_graph: frozenset[str] = frozenset(), namespaces: Sequence[str] = ()) -> None:
         self._graph, self._namespaces = of_graph, frozenset(namespaces)
@@ -156,6 +160,7 @@ class Words:
     def has(self, target: str) -> bool:
         return (
             target in PYTHON
+            or target == COPIES
             or target in self._graph
             or target.partition(".")[0] in ops.PACKETS
             or target.partition("::")[0] in self._namespaces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import hmac
 import json
@@ -43,6 +44,18 @@ def test_what_one_process_compiled_the_next_finds() -> None:
         assert torch.equal(compiled(affine)(X), first)
     assert len(made) == 1 and names() == made
     torch.testing.assert_close(first, affine(X))
+
+
+def test_both_plans_of_a_training_step_that_updates_statistics_are_found() -> None:
+    theirs = torch.nn.Sequential(*(torch.nn.BatchNorm1d(6) for _ in range(3)))
+    x, results = torch.randn(5, 6), []
+    with counted() as made:
+        for _ in range(2):
+            ours = copy.deepcopy(theirs)
+            compiled(ours)(x).sin().sum().backward()
+            results.append([*ours.buffers(), *(p.grad for p in ours.parameters())])
+    assert len(made) == 2 and set(names()) == set(made)
+    assert all(map(torch.equal, *results))
 
 
 def test_an_entry_copied_over_another_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
