@@ -1,4 +1,4 @@
-"""The 64-bit Arm cores that are known, what each brings, and what the system says of the one at hand.
+"""The known 64-bit Arm cores with their features, and what the system reports about this machine's core.
 
 Part numbers are those of MIDR_EL1 in Arm's Technical Reference Manuals; bits of the auxiliary vector are those of Linux
 (Documentation/arch/arm64/elf_hwcaps.rst); names under macOS are those of sysctl(3). Features have LLVM's names.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ArmCore:
-    """`part` is (implementer, part) of MIDR_EL1, or None where it is not known; `machine` is what has the core. `sve_bits` is
+    """`part` is (implementer, part) of MIDR_EL1, or None if unknown; `machine` names machines with this core. `sve_bits` is
     the length of an SVE vector, 0 without SVE."""
 
     name: str
@@ -45,7 +45,7 @@ CORES: tuple[ArmCore, ...] = (
 ARM_CORES: Mapping[str, ArmCore] = {c.name: c for c in CORES}
 
 LLVM = ("fullfp16", "dotprod", "sve", "sve2", "i8mm", "bf16")
-"""Features that not every core has and code is made with."""
+"""Features that not every core has and that generated code uses."""
 
 # Bit of AT_HWCAP, or 64 + bit of AT_HWCAP2.
 _HWCAP = {
@@ -63,8 +63,8 @@ _MIDR = Path("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1")
 
 @dataclass(frozen=True)
 class System:
-    """What an operating system says of its CPU: Linux the auxiliary vector, the length of a vector and what identifies the
-    core, macOS the values of `sysctl`."""
+    """What an operating system reports about its CPU: on Linux the auxiliary vector, the vector length and the core's
+    identification, on macOS the values of `sysctl`."""
 
     hwcap: int = 0
     hwcap2: int = 0
@@ -75,14 +75,14 @@ class System:
 
 
 def features_of(system: System) -> frozenset[str]:
-    """Names of what the CPU has. Some are not LLVM's: "sve_i8mm" and "sve_bf16" are parts of two that are."""
+    """Return the CPU's feature names. Some are not LLVM's: "sve_i8mm" and "sve_bf16" are parts of two that are."""
     bits = system.hwcap | system.hwcap2 << 64
     found = {name for bit, name in _HWCAP.items() if bits >> bit & 1}
     return frozenset(found | {name for key, name in _SYSCTL.items() if system.sysctl.get(key) == 1})
 
 
 def core_of(system: System) -> ArmCore | None:
-    """The core, or None for one that is not in the table or that the system does not name."""
+    """Return the core, or None for one that is not in the table or that the system does not name."""
     brand = str(system.sysctl.get("machdep.cpu.brand_string", ""))
     if brand:
         return next((c for c in CORES if c.machine and brand.startswith(c.machine)), None)
@@ -96,7 +96,7 @@ def core_of(system: System) -> ArmCore | None:
 
 @functools.cache
 def system() -> System:
-    """What this machine's says."""
+    """Return what this machine's system reports."""
     return _macos() if sys.platform == "darwin" else _linux() if sys.platform == "linux" else System()
 
 

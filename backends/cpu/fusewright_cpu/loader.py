@@ -20,7 +20,7 @@ __all__ = ["llvm_loader"]
 
 
 class LlvmLoader:
-    """Kernels compiled for this CPU."""
+    """Compile and load kernels for this CPU."""
 
     policy = CPU
 
@@ -44,7 +44,7 @@ def _native(launcher: Launcher) -> KernelCode:
 
 
 def _text(kernel: Source) -> str:
-    """LLVM IR of a kernel for this CPU, before LLVM's passes."""
+    """Return the LLVM IR of a kernel for this CPU, before LLVM's passes."""
     from fusewright_cpu.run.codegen import kernels_to_text
 
     return kernels_to_text({hash_of(kernel): kernel}, host_target(), parallel=True)[0]

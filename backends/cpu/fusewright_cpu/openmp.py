@@ -1,4 +1,4 @@
-"""The OpenMP library that torch computes with: where it is loaded, and how many of its threads a caller wakes."""
+"""Find the OpenMP library that torch computes with, and limit how many of its threads a caller wakes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PARALLEL, THREAD, THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """A handle on the OpenMP library that torch computes with; None where it computes without, or where none is found."""
+    """Return a handle on the OpenMP library that torch computes with; None if it uses none, or if none is found."""
     if "openmp" not in torch.__config__.parallel_info().lower():
         return None
     for path in loaded():
         try:
-            found = ctypes.PyDLL(path)  # already loaded: this only gives a handle on it
+            found = ctypes.PyDLL(path)  # already loaded: this only returns a handle
         except OSError:
             continue
         if _is_torchs(found):
@@ -29,8 +29,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def loaded() -> list[str]:
-    """Paths of the OpenMP libraries in this process; empty where the system does not tell. There may be several: packages bring
-    their own."""
+    """Return paths of the OpenMP libraries in this process; empty if the system does not list them. There may be several:
+    packages bring their own."""
     if not sys.platform.startswith("linux"):
         return []
     with open("/proc/self/maps") as maps:
@@ -39,8 +39,8 @@ def loaded() -> list[str]:
 
 
 def _is_torchs(lib: ctypes.CDLL) -> bool:
-    """Whether torch sees what this library is told. Paths do not say it, and on the pool of another library each of our kernels
-    would wait for torch's threads, which go on spinning for milliseconds after their own work."""
+    """Return whether torch sees a setting made in this library, which its path does not tell. On the pool of another library each
+    of our kernels would wait for torch's threads, which keep spinning for milliseconds after their own work."""
     try:
         tell, ask = lib.omp_set_num_threads, lib.omp_get_max_threads
     except AttributeError:
@@ -54,8 +54,8 @@ def _is_torchs(lib: ctypes.CDLL) -> bool:
 
 
 def limited(threads: int) -> int:
-    """Let so many threads at most share what this thread computes from now on; how many it were. Torch's own function tells all of
-    its libraries, and drops what they have prepared."""
+    """Limit how many threads share this thread's computations from now on; return the previous limit. Torch's own function informs
+    all of its libraries, and drops what they have prepared."""
     before = torch.get_num_threads()
     _set_threads()(threads)
     return before

@@ -1,4 +1,4 @@
-"""What the host may assume of a CPU that runs loop kernels on torch's own threads, and where its eager is faster than these."""
+"""What the host may assume of a CPU that runs loop kernels on torch's own threads, and where torch's eager kernels are faster."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fusewright.toolkit.rules.space import layout_of
 from fusewright_cpu.openmp import limited
 
 LARGE = 1 << 17
-"""Bytes of a result from which on a row about size holds: a smaller one costs what the call costs."""
+"""The least bytes of a result for rows about size: for smaller ones the call overhead dominates."""
 ZIPPED = 6
-"""Tensors that a kernel stacks along a new last dimension by zipping vectors: two of 1024x768 in 0.13 ms, eager 0.53."""
+"""The most tensors that a kernel stacks along a new last dimension by zipping vectors: two of 1024x768 in 0.13 ms, eager 0.53."""
 
 
 def _channels_last(op: OpView) -> bool:
-    """Dense channels-last images; eager's group norm refuses every other layout that is not contiguous."""
+    """Match dense channels-last images; eager's group norm refuses every other non-contiguous layout."""
     spec = next(op.inputs()).spec
     return spec is not None and layout_of(spec) == "channels_last"
 
 
 def _fp32_rows(op: OpView) -> bool:
-    """fp32 images whose rows are dense."""
+    """Match fp32 images whose rows are dense."""
     spec = op.out.spec
     return spec is not None and spec.dtype == torch.float32 and spec.stride[-1] == 1
 
@@ -61,7 +61,7 @@ EAGER: tuple[Condition, ...] = (
 CPU = DevicePolicy(
     arena=64,  # a cache line, and the widest vector
     workers=torch.get_num_threads,
-    splits=Splits(),  # fitted here: the defaults are a CPU's
+    splits=Splits(),  # the defaults were fitted on a CPU
     eager=EAGER,
     flops_per_second=2e11,
     bytes_per_second=2e10,
@@ -69,14 +69,14 @@ CPU = DevicePolicy(
     limit=limited,
     worth_waking=5e-6,
 )
-"""Speeds are those of two server cores. What one op takes by them before a second thread gains more than it costs: convolutions and
-linears of 3 us took 31 to 37 us on one thread of an EPYC and 31 to 34 on two, of 20 us 70 and 50 (2026-11-23)."""
+"""Speeds are those of two server cores. They predict for how long an op must run before a second thread pays off: convolutions and
+linears of 3 us took 31 to 37 us on one thread of an EPYC and 31 to 34 on two, those of 20 us 70 and 50 (2026-11-23)."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """Numbers of the formula that makes loops of a kernel, fitted on one machine. Others start from them too: there is no
-    library's call to stay with."""
+    """Numbers of the formula that makes loops of a kernel, fitted on one machine. Other machines start from them too, as there is
+    no library call to fall back to."""
 
     source: str
     block: int

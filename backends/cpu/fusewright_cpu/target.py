@@ -1,4 +1,4 @@
-"""The CPU that code is made for: triple, name, features, and what the emitter needs to know of them."""
+"""The CPU that code is generated for: triple, name, features, and the properties that the emitter needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fusewright_cpu.arm import ARM_CORES
 
 @dataclass(frozen=True, slots=True)
 class CpuTarget:
-    """`vector_bytes` is the width of a register; `masks` says that the last elements of a row go through masked loads and
-    stores; `fma` that it has one."""
+    """`vector_bytes` is the width of a register; `masks` means that the tail of a row uses masked loads and
+    stores; `fma` that there is a fused multiply-add."""
 
     triple: str
     cpu: str
@@ -26,51 +26,51 @@ class CpuTarget:
     fma: bool
 
     def has(self, feature: str) -> bool:
-        """Whether the feature string turns `feature` on."""
+        """Return whether the feature string turns `feature` on."""
         return f"+{feature}" in self.features.split(",")
 
     @property
     def arm(self) -> bool:
-        """Whether it is a 64-bit Arm CPU."""
+        """Return whether this is a 64-bit Arm CPU."""
         return self.triple.startswith(("aarch64", "arm64"))
 
     @property
     def sve_bits(self) -> int:
-        """The length of an SVE vector, 0 without SVE. Code is made for this length alone."""
+        """Return the length of an SVE vector, 0 without SVE. Code runs with this length only."""
         return self.vector_bytes * 8 if self.has("sve") else 0
 
     @property
     def fma_overwrites_addend(self) -> bool:
-        """Whether a multiply-add writes to the register of its addend alone, as NEON's does, so that a constant one costs a
-        move. SVE's and x86's may write to a factor."""
+        """Return whether a multiply-add can only overwrite its addend, as NEON's does, so that a constant addend costs a
+        move. SVE's and x86's may overwrite a factor."""
         return self.arm and self.vector_bytes == 16
 
     @property
     def masks_by_lanes(self) -> bool:
-        """Whether masked loads and stores are made of single lanes, as on NEON: whole vectors cost less."""
+        """Return whether masked loads and stores are split into lanes, as on NEON: whole vectors cost less."""
         return self.arm and not self.has("sve")
 
     @property
     def registers(self) -> int:
-        """Vector registers."""
+        """Return the number of vector registers."""
         return 32 if self.arm or self.has("avx512f") else 16
 
     @property
     def converts_half(self) -> bool:
-        """Whether it converts f16; without, code would call compiler support functions that a JIT does not
+        """Return whether the CPU converts f16; without that, code would call compiler support functions that a JIT does not
         have."""
         return not self.triple.startswith(("x86_64", "amd64", "i686")) or self.has("f16c")
 
     @property
     def fingerprint(self) -> str:
-        """Names everything that object code depends on; equal on equal machines."""
+        """Return a string that names everything that object code depends on; equal on equal machines."""
         version = ".".join(map(str, llvm.llvm_version_info))
         sve = f"/sve{self.sve_bits}" if self.sve_bits else ""
         return f"{self.triple}/{self.cpu}/{self.features}{sve}/llvm {version}, llvmlite {llvmlite.__version__}"
 
 
 SVE_BITS = (128, 256, 512)
-"""Lengths of SVE vectors that code is made for; on others it is NEON's."""
+"""Supported lengths of SVE vectors; for others, code uses NEON."""
 
 def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
     on = set(features.split(","))
@@ -83,8 +83,8 @@ def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
 
 @functools.cache
 def host_target() -> CpuTarget:
-    """This machine. The environment variable FUSEWRIGHT_CPU_ISA narrows it, for tests: "avx2" or "avx" on x86, a core of
-    `ARM_CORES` on Arm."""
+    """Return this machine's target. The environment variable FUSEWRIGHT_CPU_ISA narrows it, for tests: "avx2" or "avx" on x86, a
+    core of `ARM_CORES` on Arm."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple = llvm.get_process_triple()
@@ -98,8 +98,8 @@ def host_target() -> CpuTarget:
 
 
 def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
-    """A generic x86-64 of level "avx512", "avx2" or "avx" (with F16C, without AVX2, FMA and masks).
-    ValueError for another."""
+    """Return a generic x86-64 of level "avx512", "avx2" or "avx" (with F16C, without AVX2, FMA and masks).
+    Raise ValueError for another."""
     levels = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "avx": "x86-64-v2"}
     if isa not in levels:
         raise ValueError(f"no level {isa!r} of x86-64 (FUSEWRIGHT_CPU_ISA); known are {', '.join(levels)}")
@@ -110,7 +110,7 @@ def x86_target(isa: str, triple: str = "x86_64-unknown-linux-gnu") -> CpuTarget:
 
 
 def aarch64_target(cpu: str = "neoverse-v1", triple: str = "") -> CpuTarget:
-    """A core of `ARM_CORES`. ValueError for one that is not there."""
+    """Return a core of `ARM_CORES`. Raise ValueError for an unknown one."""
     if cpu not in ARM_CORES:
         raise ValueError(f"no Arm core {cpu!r}; known are {', '.join(ARM_CORES)}")
     system = "arm64-apple-macosx" if cpu.startswith("apple") else "aarch64-unknown-linux-gnu"
@@ -118,7 +118,7 @@ def aarch64_target(cpu: str = "neoverse-v1", triple: str = "") -> CpuTarget:
 
 
 def _arm(triple: str, cpu: str, features: tuple[str, ...], sve_bits: int) -> CpuTarget:
-    """SVE of a length that code is not made for is switched off."""
+    """Return an Arm target, with SVE switched off if its length is not supported."""
     wide = sve_bits in SVE_BITS
     on = [f"+{f}" for f in features if wide or not f.startswith("sve")]
     text = ",".join(on if wide else [*on, "-sve"])
@@ -126,7 +126,7 @@ def _arm(triple: str, cpu: str, features: tuple[str, ...], sve_bits: int) -> Cpu
 
 
 def _arm_host(triple: str) -> CpuTarget:
-    """This Arm machine: what its system says that it has. A core that is not in the table is a generic one."""
+    """Return this Arm machine's target, from what its system reports. A core that is not in the table is a generic one."""
     system = arm.system()
     core, found = arm.core_of(system) or ARM_CORES["generic"], arm.features_of(system)
     on = tuple(f for f in arm.LLVM if f in found)
@@ -134,7 +134,7 @@ def _arm_host(triple: str) -> CpuTarget:
 
 
 def target_machine(target: CpuTarget, opt: int = 2) -> llvm.TargetMachine:
-    """LLVM's machine for `target`, with position-independent code, as a JIT needs on every platform."""
+    """Return LLVM's target machine, with position-independent code, as a JIT needs on every platform."""
     if target.triple.split("-")[0] != llvm.get_process_triple().split("-")[0]:
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()

@@ -1,1 +1,1 @@
-"""What CPU backends lower to the oneDNN that torch carries."""
+"""Lowerings of CPU backends to the oneDNN that torch includes."""

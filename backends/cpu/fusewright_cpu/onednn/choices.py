@@ -1,5 +1,5 @@
-"""Which form of a library call is fastest for a shape: short measurements on tensors of that shape,
-remembered by the host."""
+"""Choose the fastest form of a library call for a shape, by short measurements on tensors of that shape
+that the host remembers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.run.jit import compile_kernels
 
 PROXY_FLOPS = 8e8
-"""Products above this are measured on fewer columns: a candidate should take no more than a few
+"""Products above this are measured on fewer columns, so that a candidate takes no more than a few
 milliseconds."""
 
 PROXY_ELEMENTS = 1 << 23
-"""Largest weight that a measurement makes."""
+"""The largest weight that a measurement allocates."""
 
 
 Matrix: TypeAlias = Callable[[int, int, bool, torch.dtype], torch.Tensor]
-"""Makes an operand: rows, columns, whether rows are the dense ones, dtype."""
+"""Makes an operand from rows, columns, whether rows are dense, and dtype."""
 
 
 def penalised(run: Thunk, factor: float) -> Thunk:
-    """`run`, made to take `factor` times as long."""
+    """Return `run` slowed down by `factor`."""
 
     def slow() -> None:
         start = time.perf_counter()
@@ -66,7 +66,7 @@ class Product:
         return 2.0 * self.m * self.k * self.n
 
     def proxy(self) -> Product:
-        """A product that is quick to measure and behaves alike: fewer columns, in multiples of a cache
+        """Return a product that is quick to measure and behaves alike: fewer columns, in multiples of a cache
         line."""
         most = min(PROXY_FLOPS / (2.0 * self.m * self.k), PROXY_ELEMENTS / self.k)
         if self.n <= most:
@@ -75,8 +75,8 @@ class Product:
 
 
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> str:
-    """ "aten", "dense", "packed" or "copied", among `forms`. "aten" is what eager calls (MKL for fp32); "copied" is dense
-    on a transposed x that a kernel has copied to rows, which oneDNN's own copy takes several times as long for."""
+    """Return "aten", "dense", "packed" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32); "copied"
+    is "dense" after a kernel has copied a transposed x to rows, for which oneDNN's own copy takes several times as long."""
     if len(forms) == 1:
         return forms[0]
     matrix = cache(_matrix)
@@ -85,8 +85,8 @@ def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> 
 
 
 def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0) -> Callable[[], Thunk]:
-    """A product in one form, of operands that `matrix` makes. `p` may have fewer columns than are meant: a copy of x then
-    counts in proportion."""
+    """Return a product in one form, on operands that `matrix` makes. `p` may be a proxy with fewer columns: the copy of x is then
+    scaled in proportion."""
 
     def make() -> Thunk:
         x = matrix(p.m, p.k, p.x_rows or form == "copied", p.dtype)
@@ -107,7 +107,7 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0) -> Ca
 
 
 def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> bool:
-    """Whether one product with concatenated weights beats separate ones, each in its packed form."""
+    """Return whether one product with concatenated weights beats separate ones, each in its packed form."""
     key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
 
     matrix = cache(_matrix)
@@ -125,9 +125,9 @@ def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtyp
 def attention_form(
     ctx: CompileContext, kernel: Attention, specs: Sequence[TensorSpec], sizes: Sequence[int], scale: float, built: list[object]
 ) -> str:
-    """ "eager" (torch's own kernel) or "kernel". `specs`: query, key, value, the mask if any, and the result; `sizes` and
-    `scale` as the kernel takes them. `built` receives the kernel's code if that was built to be measured: while it is held,
-    the plan need not build it again."""
+    """Return "eager" (torch's own kernel) or "kernel". `specs`: query, key, value, the mask if any, and the result; `sizes` and
+    `scale` are the kernel's arguments. `built` receives the kernel's code if it was built for the measurement: while the code is
+    held, the plan need not build it again."""
 
     def tensors() -> list[torch.Tensor]:
         made = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in specs]  # type: ignore[arg-type]

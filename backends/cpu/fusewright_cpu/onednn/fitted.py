@@ -1,4 +1,4 @@
-"""Numbers that were fitted to oneDNN's products on one machine."""
+"""Constants that were fitted to oneDNN's products on one machine."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fitted:
-    """Numbers that were fitted on one machine. Choices that they take part in are measured wherever the backend runs."""
+    """Constants that were fitted on one machine. Choices that depend on them are still measured wherever the backend runs."""
 
     source: str
     packed_gain: float
-    """A packed copy of a weight doubles its memory, so it must be this much faster than the weight as it is."""
+    """The least speed-up for which a weight is packed, as the packed copy doubles its memory."""
     copy: float
-    """Time of a kernel that transposes a matrix, in plain copies of it."""
+    """Time of a kernel that transposes a matrix, relative to a plain copy of it."""
     small_product: int
-    """Multiplications below which a bf16 product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is more than
-    it takes."""
+    """The number of multiplications below which a bf16 product of symbolic size stays with eager: oneDNN's fixed cost of 12 us is
+    more than the product takes."""
 
 
 FITTED = Fitted(

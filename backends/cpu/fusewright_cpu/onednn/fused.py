@@ -26,16 +26,16 @@ ENV = ("ONEDNN_*", "DNNL_*", "ATEN_CPU_CAPABILITY", "MKL_*")
 
 
 class OneDnnBackend(FusedBackend):
-    """`rows` claim what library calls compute; those of a subclass may be asked before these."""
+    """`rows` claim ops for library calls; a subclass may put its own rows before these."""
 
     device_type = "cpu"
-    constant_masks = True  # attention under `is_causal` skips the future instead of reading a mask of it
+    constant_masks = True  # with `is_causal`, attention skips future keys instead of reading a mask of them
     loader = llvm_loader
     namespaces: ClassVar[Sequence[str]] = ("mkldnn", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
         # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".
         "prepack": "auto",
-        # Let relu and clamp ride on a product, which turns a NaN into 0.
+        # Fuse relu and clamp into a product, which turns a NaN into 0.
         "finite_math": False,
     }
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {"prepack": ("auto", "never", "always")}
@@ -63,7 +63,7 @@ class OneDnnBackend(FusedBackend):
         return (norms.RULE,)
 
     def supports(self, op: OpView) -> Verdict:
-        """By the table or as a kernel; ops that take any strides may lie between as ATen calls."""
+        """Answer by the table or as a kernel; ops that take any strides may run in between as ATen calls."""
         from fusewright.toolkit.region.builder import OWN_STRIDES, STRIDE_FREE
 
         verdict = super().supports(op)
@@ -78,9 +78,9 @@ class OneDnnBackend(FusedBackend):
         return lowered(self.rewritten(RegionGraph(region), ctx), self.rows, ctx, self)
 
     def rewritten(self, graph: RegionGraph, ctx: CompileContext) -> RegionGraph:
-        """The region with ops that this backend puts in place of others, before anything is claimed."""
+        """Return the region with ops that this backend substitutes before anything is claimed."""
         return graph
 
     def fingerprint(self) -> str:
-        """With what oneDNN is told from outside: measured choices depend on it."""
+        """Include oneDNN's external settings: measured choices depend on them."""
         return f"{super().fingerprint()}-torch {torch.__version__}-{machine.torch_switches(*SWITCHES)}-{machine.environment(*ENV)}"

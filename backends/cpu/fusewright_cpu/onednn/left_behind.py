@@ -1,6 +1,6 @@
-"""What oneDNN keeps of models that are gone: machine code for each shape and form of a product, 0.6 MB of it, half of it
-beyond its cache of primitives and out of anybody's reach. A process that compiles and drops models of ever new shapes would
-grow for ever, so that new shapes stay with eager from some number of such products on."""
+"""Limit the memory that oneDNN keeps for deleted models: 0.6 MB of machine code for each shape and form of a product, half of it
+outside its cache of primitives and unreachable. A process that compiles and drops models of ever new shapes would
+grow without bound, so after some number of such products new shapes stay with eager."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import weakref
 
 MOST = 128
-"""Shapes of products that models which are gone may leave behind. Those of living models are not counted."""
+"""The most shapes of products that deleted models may leave behind. Those of living models are not counted."""
 
 
 class Shapes:
-    """Which shapes of products oneDNN has code for, and who uses them."""
+    """The shapes of products that oneDNN has code for, and their users."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -20,7 +20,7 @@ class Shapes:
         self._lock = threading.Lock()
 
     def admit(self, key: str, owner: object) -> bool:
-        """Whether oneDNN may get the shape `key`, for as long as `owner` lives. One that it has code for costs nothing."""
+        """Return whether oneDNN may get the shape `key`, for as long as `owner` lives. A shape that it has code for is free."""
         with self._lock:
             if key not in self._seen:
                 living = set().union(*self._used.values())
@@ -32,7 +32,7 @@ class Shapes:
             return True
 
     def clear(self) -> None:
-        """As in a new process, for tests."""
+        """Reset to the state of a new process, for tests."""
         with self._lock:
             self._seen.clear()
             self._used.clear()

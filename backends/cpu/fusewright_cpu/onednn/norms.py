@@ -1,8 +1,8 @@
 """Group norms of channels-last images in fp32.
 
-Eager's kernel for this layout takes the variance as the difference of two means, which cancel (T. F. Chan, G. H. Golub and
+Eager's kernel for this layout computes the variance as the difference of two means, which cancel (T. F. Chan, G. H. Golub and
 R. J. LeVeque, "Algorithms for computing the sample variance", The American Statistician 37, 1983): where the mean is three times
-the spread it has 24 times the error of eager's kernel for planes, which is the one that a model has that runs in planes.
+the spread, it has 24 times the error of eager's kernel for contiguous images, which is the one that a contiguous model uses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.rules.space import layout_of
 
 RULE = "onednn.group_norm"
-"""Whether it is applied depends on the layout at hand, so that no row can claim it before."""
+"""Whether the rule applies depends on the actual layout, so no row can claim the op in advance."""
 
 
 def lower(op: OpView, b: Builder) -> bool:
-    """Write `op` as means over points and then over the channels of a group, of the values, of their distances from that and of the
-    squares of those: kernels that go along the channels. False where it is something else, or somebody reads its statistics.
+    """Write `op` as means over points and then over the channels of a group: of the values, of their deviations from that mean, and
+    of the squared deviations, in kernels that go along the channels. Return False for other ops, or if the statistics are read.
 
-    The mean of the distances is what rounding left of the mean: the same at every point, so that it would add up further on.
+    The mean of the deviations is the rounding error of the mean: the same at every point, so it would accumulate later.
     """
     if op.op != "group_norm" or not b.ctx.rules.allows(RULE) or not all(b.graph.unused(v) for v in op.outs[1:]):
         return False
@@ -34,7 +34,7 @@ def lower(op: OpView, b: Builder) -> bool:
         return False
     mean = _means(x, groups, b)
 
-    def distance() -> Value:  # written out for every use, so that each kernel computes it and none stores it
+    def distance() -> Value:  # emitted once per use, so that each kernel recomputes it and none stores it
         return b.append_op("sub", x, mean)
 
     d = distance()
@@ -53,7 +53,7 @@ def lower(op: OpView, b: Builder) -> bool:
 
 
 def _means(x: Value, groups: int, b: Builder) -> Value:
-    """[N, C, H, W] -> [N, C, 1, 1]: for every channel the mean of its group."""
+    """[N, C, H, W] -> [N, C, 1, 1]: the mean of its group for every channel."""
     assert x.spec is not None
     n, channels, *_ = x.spec.shape
     assert isinstance(channels, int)

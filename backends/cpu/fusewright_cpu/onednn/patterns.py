@@ -1,4 +1,4 @@
-"""Which neighbours a library call takes in: post-ops as a table, and what may follow each anchor as chains of optional steps."""
+"""The ops that library calls fuse: post-ops as a table, and what may follow each anchor as chains of optional steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Scalars = tuple[float, ...]
 
 @dataclass(frozen=True)
 class PostOp:
-    """A unary op as oneDNN computes it behind a product: torch's name for it, its numbers and its variant.
+    """A unary op that oneDNN fuses into a product: torch's name for it, its scalars and its variant.
 
-    `exact` is False where oneDNN loses a NaN that eager keeps (max(NaN, 0) is 0 there): then only under
+    `exact` is False where oneDNN loses a NaN that eager keeps (max(NaN, 0) is 0 there); it is then used only under
     `finite_math`.
     """
 
@@ -51,26 +51,26 @@ POST_OPS: Mapping[str, PostOp] = {
     "clamp": PostOp("hardtanh", exact=False, scalars=_limits),
     "hardsigmoid": PostOp("hardsigmoid", exact=False),
 }
-"""Row of the opset -> post-op. Which ones lose NaN was measured;
-tests/backends/onednn/test_special_values.py keeps watch."""
+"""Row of the opset -> post-op. Measurements show which ones lose NaN;
+tests/backends/onednn/test_special_values.py checks this."""
 
 AFTER_ADD = frozenset({"relu"})
-"""The unary ops that torch's mkldnn ops take behind a binary one."""
+"""The unary ops that torch's mkldnn ops accept after a binary one."""
 
 
 def posts(m: Match) -> tuple[OpView, ...]:
-    """The ops behind the anchor, in order."""
+    """Return the ops after the anchor, in order."""
     return m.ops[1:]
 
 
 def other_of(m: Match) -> Value | None:
-    """What the binary post-op adds."""
+    """Return the operand that the binary post-op adds."""
     add = m.get("add")
     return None if add is None else _other(add, (m.get("batch_norm") or m.anchor).out)
 
 
 def post_op(m: Match) -> tuple[str, Scalars, str]:
-    """Attribute, scalars and algorithm of the unary op as torch's mkldnn ops take them."""
+    """Return attribute, scalars and algorithm of the unary op as torch's mkldnn ops take them."""
     unary = m.get("unary")
     if unary is None:
         return "none", (), ""
@@ -79,7 +79,7 @@ def post_op(m: Match) -> tuple[str, Scalars, str]:
 
 
 def is_packed(op: OpView, b: Builder) -> bool:
-    """Whether the weight of a convolution lies in oneDNN's own layout."""
+    """Return whether the weight of a convolution is in oneDNN's own layout."""
     return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
 
 
@@ -96,12 +96,12 @@ def _unary_of_conv(op: OpView, m: Match, b: Builder) -> bool:
 
 
 def _in_parts(m: Match, b: Builder) -> bool:
-    """A convolution whose long sums are several: the kernel that adds them up takes in what is behind."""
+    """Match a convolution whose long sums are split: the kernel that adds the parts fuses the ops after it."""
     return is_packed(m.anchor, b) and sums.parts_of(m.anchor) > 1
 
 
 def folds_batch_norm(op: OpView, m: Match, b: Builder) -> bool:
-    """One of constants, whose statistics nobody reads."""
+    """Match a batch norm of constants whose statistics nobody reads."""
     if op.arg("input") != m.out or not same_type(op.out, m.out) or not all(map(b.graph.unused, op.outs[1:])):
         return False
     statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
@@ -109,8 +109,8 @@ def folds_batch_norm(op: OpView, m: Match, b: Builder) -> bool:
 
 
 def _residual(op: OpView, m: Match, b: Builder) -> bool:
-    """In fp32 an addition of its own is as fast or faster. Grouped convolutions have no fused one. Behind a batch norm the
-    bias is fp32, which the fused one does not take."""
+    """Match a residual that is worth fusing. In fp32 a separate addition is as fast or faster; grouped convolutions have no fused
+    one; after a batch norm the bias is fp32, which the fused one does not take."""
     if op.arg("alpha") != 1 or not same_type(op.out, m.out) or m.get("batch_norm") is not None:
         return False
     other, out = _other(op, m.out), m.out.spec
@@ -134,7 +134,7 @@ PRODUCT = chain(
     ("linear", "addmm", "mm"),
     maybe(frozenset(POST_OPS), _unary, "unary", rule="onednn.product.unary"),
 )  # fmt: skip
-"""It takes no binary post-op: that measures slower than a separate addition, and up to nine times slower with a bias
+"""No binary post-op: it measures slower than a separate addition, and up to nine times slower with a bias
 (docs/studies/onednn.md)."""
 
 CONV = chain(

@@ -1,4 +1,4 @@
-"""What CPU backends share that lower quantized products: which ops wait for a pattern, and what `explain` says of the others."""
+"""Quantized products on CPU backends: which ops a pattern may still claim, and what `explain` says about the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusewright.toolkit.region.graph import RegionGraph
 from fusewright_cpu.onednn.fused import OneDnnBackend
 
 UNLESS_QUANTIZED = (Why.NO_LOWERING, Why.DYNAMIC_SHAPE, Why.ATTR)
-"""Why an op may be refused that a pattern takes all the same."""
+"""Reasons to refuse an op that a pattern may take all the same."""
 
 
 class QuantizedBackend(OneDnnBackend):
@@ -18,16 +18,16 @@ class QuantizedBackend(OneDnnBackend):
 
     shows_constants = True
     carried: ClassVar[frozenset[str]] = frozenset()
-    """Rows that are claimed so that a pattern may take them; eager's own call where none does."""
+    """Rows that are claimed so that a pattern may take them; otherwise eager's own call runs them."""
     products: ClassVar[tuple[str, ...]] = ()
     """Rows that may be quantized."""
 
     def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:
-        """Why a product with quantized operands, of which the plan says `note`, is not int8."""
+        """Return why a product with quantized operands, described in the plan by `note`, is not int8."""
         raise NotImplementedError
 
     def supports(self, op: OpView) -> Verdict:
-        """As every oneDNN backend; what only a quantized pattern can take may lie in a region too."""
+        """Answer like every oneDNN backend; ops that only a quantized pattern can take may be in a region too."""
         verdict = super().supports(op)
         if not verdict and op.op in self.carried and verdict.why in UNLESS_QUANTIZED:
             return Verdict(Why.CARRIED, f"eager's own call, unless it is part of an int8 one ({verdict})")
@@ -40,7 +40,7 @@ class QuantizedBackend(OneDnnBackend):
         return replace(compiled, notes={**compiled.notes, **self._stayed(region, compiled)})
 
     def _stayed(self, region: Region, compiled: Fragment) -> dict[int, str]:
-        """Products that are not int8, and why."""
+        """Return the products that are not int8, and why."""
         graph, notes = RegionGraph(region), compiled.notes
         asked = {op.id: self.why_not(op, graph, notes.get(op.id, "")) for op in region.ops if op.op in self.products}
         return {i: f"not int8: {why}; {notes.get(i, 'eager')}" for i, why in asked.items() if why}

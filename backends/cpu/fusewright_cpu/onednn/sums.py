@@ -1,10 +1,10 @@
-"""Long sums of fp32 convolutions in parts, so that they are as exact as eager's.
+"""Split long sums of fp32 convolutions into parts, so that they are as exact as eager's.
 
-oneDNN's channels-last convolutions add the products of a pixel one by one; its kernels for blocked layouts, which eager calls on
-planes, add up parts of 16 channels (for AVX2 only those of 1x1). The rounding error of one running sum grows with the root of its
-length, that of parts with the root of a part's (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14,
-1993). Parts that oneDNN can compute in one call are groups: the same products, side by side in the channels of the result, and a
-loop kernel adds them up.
+oneDNN's channels-last convolutions add the products of a pixel one by one; its kernels for blocked layouts, which eager uses for
+contiguous images, add up parts of 16 channels (for AVX2 only in 1x1 convolutions). The rounding error of one running sum grows with
+the root of its length, that of split sums with the root of a part's length (N. J. Higham, "The accuracy of floating point
+summation", SIAM J. Sci. Comput. 14, 1993). oneDNN computes all parts in one call as groups: the same products, with the parts side
+by side in the channels of the result, and a loop kernel adds them up.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import Builder
 
 LONGEST = 576
-"""Products in one running sum: 3x3 over 64 channels has 1.95 times the error of eager's kernels, which hardly grows with the length
-(docs/studies/fp32-accuracy.md)."""
+"""The most products in one running sum: 3x3 over 64 channels has 1.95 times the error of eager's kernels, which hardly grows with
+the length (docs/studies/fp32-accuracy.md)."""
 
 FEWEST = 8
-"""Channels in a part. Their number need not be a multiple of a vector's, as oneDNN's vectors go over the results."""
+"""The least channels in a part. Their number need not be a multiple of a vector's, as oneDNN's vectors go over the results."""
 
 LARGEST = 1 << 25
-"""Bytes that all parts together stay below. A C library maps larger blocks afresh for every call (mallopt(3), M_MMAP_THRESHOLD),
-and the page faults take up to as long as the convolution."""
+"""The limit in bytes of all parts together. For larger blocks a C library maps new memory at every call (mallopt(3),
+M_MMAP_THRESHOLD), and the page faults take up to as long as the convolution."""
 
 
 def parts_of(op: OpView) -> int:
-    """Into how many sums a convolution with a packed weight is divided; 1 where it is not."""
+    """Return into how many sums a convolution with a packed weight is split; 1 for no split."""
     x, weight, out = op.arg("input").spec, op.arg("weight").spec, op.out.spec
     channels, *kernel = weight.shape[1:]
     # Taps of one pixel that lie inside of the image.
@@ -47,7 +47,7 @@ def parts_of(op: OpView) -> int:
 
 
 def grouped(weight: Ref, shape: Sequence[Any], parts: int, b: Builder) -> Ref:
-    """[O, I, H, W] as [parts * O, I / parts, H, W]: the channels of each part are a group. `shape` may have no H."""
+    """Return [O, I, H, W] as [parts * O, I / parts, H, W]: the channels of each part are a group. `shape` may have no H."""
     out, channels, *taps = shape
     taps = [1, *taps] if len(taps) == 1 else taps
     apart = b.prepare("aten::view.default", weight, (out, parts, channels // parts, *taps))
@@ -56,7 +56,7 @@ def grouped(weight: Ref, shape: Sequence[Any], parts: int, b: Builder) -> Ref:
 
 
 def add_up(whole: Value, parts: int, out: Value, stride: tuple[int, ...], b: Builder) -> None:
-    """Ops that make `out`, with these strides, of its parts, which lie side by side in the channels of `whole`; in pairs."""
+    """Emit ops that add, in pairs, the parts that lie side by side in the channels of `whole`, into `out` with these strides."""
     assert whole.spec is not None and out.spec is not None
     shape, n = out.spec.shape, out.spec.shape[1]
     assert isinstance(n, int)

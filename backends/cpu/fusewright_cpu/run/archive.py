@@ -1,4 +1,4 @@
-"""Compiled kernels as bytes for the plan cache, and back: object code and the kernels themselves, no pickle."""
+"""Serialize compiled kernels for the plan cache: object code and the kernels themselves, no pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusewright_cpu.run.sources import Source, from_json, to_json
 
 
 def pack(kernels: Mapping[str, Source]) -> bytes:
-    """The code of loaded kernels, by hash. Object code that other kernels share goes along whole."""
+    """Return the code of loaded kernels, by hash. Object code shared with other kernels is included whole."""
     found = images(kernels)
     header = {
         "kernels": {h: to_json(k) for h, k in kernels.items()},
@@ -23,7 +23,7 @@ def pack(kernels: Mapping[str, Source]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, Launcher]:
-    """Link what `pack` gave and return a launcher for each kernel. ValueError, KeyError or RuntimeError when it does not fit."""
+    """Link what `pack` returned and return its launchers. Raise ValueError, KeyError or RuntimeError if it does not fit."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     at = 8 + length

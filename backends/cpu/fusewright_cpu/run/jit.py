@@ -1,9 +1,9 @@
-"""From kernels to callables: one LLVM module per call of `compile_kernels`, LLJIT, object code that can be
+"""Turn kernels into callables: one LLVM module per call of `compile_kernels`, LLJIT, object code that can be
 stored. `codegen` is imported when something is emitted: code from the plan cache is only linked.
 
 A kernel's symbol is `fw_` and its hash, so equal kernels of a process are compiled and linked
 once, and object code from the disk cache is found by the same name. Code lives as long as somebody holds its
-`Linked` module, as every launcher does: what a model compiled goes with it."""
+`Linked` module, as every launcher does: a model's code is unloaded with the model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class CompiledModule:
 
     @property
     def addresses(self) -> dict[str, int]:
-        """The C function of each kernel by hash (see `entry`), good while this object or a launcher is held."""
+        """Return the C function of each kernel by hash (see `entry`), valid while this object or a launcher is held."""
         return {h: module.addresses[h] for h, module in self.linked.items()}
 
     def launcher(self, kernel: Source) -> Launcher:
-        """A Python callable for `kernel`, which must be one of this module's."""
+        """Return a Python callable for `kernel`, which must be one of this module's."""
         h = hash_of(kernel)
         return Launcher(kernel, self.linked[h].addresses[h], self.linked[h])
 
@@ -55,7 +55,7 @@ class _Process:
         self.loaded: weakref.WeakValueDictionary[str, Linked] = weakref.WeakValueDictionary()
 
     def link(self, code: bytes, hashes: Iterable[str], symbols: Iterable[str]) -> Linked:
-        """Loads object code that holds the kernels `hashes`. LinkError when that fails, KeyError when this process lacks
+        """Load object code that holds the kernels `hashes`. Raise LinkError when that fails, KeyError when this process lacks
         one of `symbols`."""
         imports = {s: symbol_address(s) for s in sorted({*symbols, *ALWAYS})}
         linked = self.linker.link(code, {h: symbol_name(h) for h in hashes}, imports)
@@ -77,8 +77,8 @@ def _only_process() -> _Process:
 
 
 def compile_kernels(kernels: Sequence[Source]) -> CompiledModule:
-    """Compiles what this process does not have yet, in one module. UnsupportedKernel when this machine
-    cannot run one, LinkError when its code cannot be loaded."""
+    """Compile what this process does not have yet, in one module. Raise UnsupportedKernel when this machine
+    cannot run a kernel, LinkError when its code cannot be loaded."""
     from fusewright_cpu.run.codegen import kernels_to_text, to_object
 
     by_hash = {hash_of(k): k for k in kernels}
@@ -94,12 +94,12 @@ def compile_kernels(kernels: Sequence[Source]) -> CompiledModule:
 
 
 def _held(process: _Process, hashes: Iterable[str]) -> dict[str, Linked]:
-    """Those of the kernels that are loaded, held from now on: another thread may drop its own hold at any time."""
+    """Return and hold those of the kernels that are loaded: another thread may drop its own hold at any time."""
     return {h: linked for h in hashes if (linked := process.loaded.get(h)) is not None}
 
 
 def images(hashes: Iterable[str]) -> list[Linked]:
-    """The code that holds these kernels of the process, each once. KeyError for a kernel that is not loaded."""
+    """Return the code that holds these kernels of the process, each once. Raise KeyError for a kernel that is not loaded."""
     process = _process()
     with process.lock:
         found = [process.loaded[h] for h in hashes]
@@ -107,10 +107,10 @@ def images(hashes: Iterable[str]) -> list[Linked]:
 
 
 def load_module(object_bytes: bytes, hashes: Sequence[str], symbols: Sequence[str]) -> CompiledModule:
-    """Links stored object code. The caller has checked that `host_target().fingerprint` is the one it was
+    """Link stored object code. The caller has checked that `host_target().fingerprint` is the one it was
     made for.
 
-    LinkError when it does not fit or a kernel is missing in it; KeyError when this process lacks one of `symbols`.
+    Raise LinkError when it does not fit or lacks a kernel; KeyError when this process lacks one of `symbols`.
     """
     process = _process()
     with process.lock:

@@ -18,15 +18,15 @@ _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
 def float_bits(x: float) -> int:
-    """A float as its place in the argument block holds it."""
+    """Return a float's bits, as stored in the argument block."""
     bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
     return bits
 
 
 class Launcher:
-    """`launcher(tensors, sizes, scalars)` runs the kernel on torch's threads. It checks nothing but the
-    error code: the plan has checked shapes, types and strides when it was made. Safe to call from several
-    threads. `code` keeps the function at `address` loaded; who calls that without the launcher must hold the launcher."""
+    """`launcher(tensors, sizes, scalars)` runs the kernel on torch's threads. It checks only the
+    error code: the plan checked shapes, types and strides when it was made. Safe to call from several
+    threads. `code` keeps the function at `address` loaded; callers that use the address directly must hold the launcher."""
 
     def __init__(self, kernel: Source, address: int, code: object) -> None:
         self.kernel, self.address, self._code = kernel, address, code
@@ -37,7 +37,7 @@ class Launcher:
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[int | float | bool] = ()
     ) -> None:
-        """What a check of the kernel finds is raised after the launch, as eager raises it."""
+        """Run the kernel; afterwards, raise an error that one of its checks found, as eager raises it."""
         words = [t.data_ptr() or without_memory(t) for t in tensors]
         words.extend(sizes)
         for x, wide in zip(scalars, self._floats, strict=True):
@@ -53,7 +53,7 @@ class Launcher:
         sizes: Sequence[int] = (),
         scalars: Sequence[int | float | bool] = (),
     ) -> None:
-        """The same with the types and counts of arguments checked; for tests and first runs."""
+        """Run after checking the types and counts of arguments; for tests and first runs."""
         k = self.kernel
         if (len(tensors), len(sizes), len(scalars)) != (len(k.buffers), len(k.symbols), len(k.scalars)):
             raise TypeError(
@@ -66,7 +66,7 @@ class Launcher:
 
 
 def error(kernel: Source, code: int, sizes: Sequence[int]) -> Exception:
-    """What the error word of a launch stands for. `sizes`: those that it was given, or its block from them on."""
+    """Return the exception for a launch's error word. `sizes`: the launch's sizes, or its argument block from them on."""
     if isinstance(kernel, Kernel):
         return checks.error(kernel, code, sizes)
     return RuntimeError(f"{kernel.name} failed with code {code}")

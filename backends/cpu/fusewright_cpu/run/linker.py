@@ -1,9 +1,9 @@
-"""Object code into executable memory, and out of it again. Needs llvmlite alone, so that the linker of another machine
-can be tried where torch does not run (`ci/aarch64/link.py`).
+"""Load object code into executable memory and unload it again. Needs only llvmlite, so that the linker can be tested on
+machines where torch does not run (`ci/aarch64/link.py`).
 
-LLVM has two linkers. JITLink, which this is, lays a module out in one piece and reaches other libraries through stubs of
-its own. RuntimeDyld, llvmlite's default on ELF, maps section by section, and aborts the process where two of them come to
-lie more than 2 GiB apart, as they do once the address space is well used.
+LLVM has two linkers. JITLink, used here, lays a module out in one piece and reaches other libraries through its own
+stubs. RuntimeDyld, llvmlite's default on ELF, maps section by section, and aborts the process if two sections end up
+more than 2 GiB apart, which happens once the address space is heavily used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 
 GENERATION = 64
-"""Modules linked by one LLJIT: an unloaded module leaves 10 KB of names behind in its LLJIT, which go with that."""
+"""Modules linked by one LLJIT: an unloaded module leaves 10 KB of names in its LLJIT, which are freed with the LLJIT."""
 
 
 class LinkError(RuntimeError):
@@ -24,7 +24,7 @@ class LinkError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Linked:
-    """Object code in executable memory, unloaded when nobody holds this any more. `addresses` are those of its functions,
+    """Object code in executable memory, unloaded when nobody holds this object any more. `addresses` are those of its functions,
     by the keys that `link` was given, and `imports` the outside functions that it needs."""
 
     code: bytes
@@ -34,7 +34,7 @@ class Linked:
 
 
 class Linker:
-    """Links for one machine. Callers take turns: it has no lock of its own."""
+    """Links for one machine. It has no lock: callers must take turns."""
 
     def __init__(self, machine: llvm.TargetMachine) -> None:
         self._machine = machine
@@ -42,8 +42,8 @@ class Linker:
         self._lljit: llvm.orcjit.LLJIT | None = None
 
     def link(self, code: bytes, exports: Mapping[str, str], imports: Mapping[str, int]) -> Linked:
-        """Loads object code that defines the symbols `exports` (the values) and may call `imports`. LinkError when it does
-        not, when it is damaged, and for want of memory."""
+        """Load object code that defines the symbols `exports` (the values) and may call `imports`. Raise LinkError when it does
+        not define them, is damaged, or memory runs out."""
         builder = llvm.JITLibraryBuilder().add_object_img(code)
         for name, address in imports.items():
             builder.import_symbol(name, address)

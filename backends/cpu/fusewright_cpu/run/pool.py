@@ -1,4 +1,4 @@
-"""Addresses of what kernels call: the OpenMP pool that torch already runs, and the C library. Never a pool
+"""Addresses of the functions that kernels call: the OpenMP pool that torch already runs, and the C library. Never a pool
 of our own."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _address(lib: ctypes.CDLL, name: str) -> int:
 
 @functools.cache
 def pool_symbols() -> Mapping[str, int]:
-    """Entry points of the OpenMP library that torch computes with, or nothing: kernels are then
+    """Return entry points of the OpenMP library that torch computes with, or nothing: kernels are then
     serial."""
     lib = library()
     try:
@@ -38,7 +38,7 @@ def _c_libraries() -> tuple[ctypes.CDLL, ...]:
 
 
 def symbol_address(name: str) -> int:
-    """The address of a function of the pool or of the C library. KeyError when there is none."""
+    """Return the address of a function of the pool or of the C library. Raise KeyError when there is none."""
     pool = pool_symbols()
     if name in pool:
         return pool[name]

@@ -1,4 +1,4 @@
-"""What a module can hold: loop kernels, and kernels that are written by hand. Both have a name, buffers, sizes and scalars,
+"""The contents of a module: loop kernels and handwritten kernels. Both have a name, buffers, sizes and scalars,
 and become a C function of the same form (see `entry`)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Source: TypeAlias = Kernel | Attention | Gemv | Int8Linear | Int8Conv | Bf16Line
 
 
 def hash_of(source: Source) -> str:
-    """SHA-256 (hex) of what the function computes; equal in every process."""
+    """Return the SHA-256 (hex) of what the function computes; equal in every process."""
     if isinstance(source, Kernel):
         return structural_hash(source)
     return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()
@@ -36,14 +36,14 @@ _BY_HAND: dict[str, type[Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear]]
 
 
 def to_json(source: Source) -> dict[str, Any]:
-    """The source as JSON data."""
+    """Return the source as JSON data."""
     if isinstance(source, Kernel):
         return kernel_to_json(source)
     return {next(k for k, t in _BY_HAND.items() if isinstance(source, t)): asdict(source)}
 
 
 def from_json(data: Mapping[str, Any]) -> Source:
-    """What `to_json` described. ValueError for data of another version."""
+    """Restore the source from `to_json`. Raise ValueError for data of another version."""
     for name, kind in _BY_HAND.items():
         if name in data:
             return kind(**data[name])
