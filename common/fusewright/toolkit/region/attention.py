@@ -1,4 +1,4 @@
-"""What regions say of attention: which attends with few queries, and where keys were before model code repeated them."""
+"""Recognizes attention with few queries, and keys before model code repeated them for each head."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.region.graph import RegionGraph
 
 RESHAPES = frozenset({"view", "reshape", "clone", "alias"})
-"""Ops that keep the elements and their order."""
+"""Ops that preserve the elements and their order."""
 
 
 def not_few_queries(op: OpView, most: int, dtypes: Collection[torch.dtype], largest: int) -> str | None:
-    """Why an `sdpa` is no attention [B, H, Q, D] of at most `most` queries over heads of `largest` elements, or None."""
+    """Why an `sdpa` is not an attention [B, H, Q, D] with at most `most` queries and heads of at most `largest` elements, or
+    None if it is."""
     q, k, v = (_spec(op.arg(n)) for n in ("query", "key", "value"))
     mask = op.arg("attn_mask")
     specs = [q, k, v, *([] if mask is None else [_spec(mask)])]
@@ -33,8 +34,8 @@ def not_few_queries(op: OpView, most: int, dtypes: Collection[torch.dtype], larg
 
 
 def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView]) -> Value:
-    """[B, Hk, L, D] of which [B, H, L, D] is a copy with every head repeated; to `ops` go those in between that nobody else
-    needs."""
+    """Return the [B, Hk, L, D] tensor of which `value`, [B, H, L, D], is a copy with every head repeated. Append the ops in
+    between that have no other users to `ops`."""
     between: list[OpView] = []
     source = value
     while (made := graph.producer(source)) is not None and made.op in RESHAPES:
@@ -51,7 +52,7 @@ def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView]) -> Value:
     if made is None or made.op != "unsqueeze" or _spec(next(made.inputs())).shape != (*whole[:2], *whole[3:]):
         return value
     between.append(made)
-    for op in between:  # from the last one back: what others read stays, with what it is made of
+    for op in between:  # backwards from the last: an op with other readers stays, and so do its producers
         if graph.only_user(op.out) is None:
             break
         ops.append(op)

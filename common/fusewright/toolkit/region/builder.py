@@ -1,9 +1,9 @@
-"""Rewrites one region for the fuser: library calls with their constants, and every op with the strides at hand.
+"""Rewrites one region for the fuser: library calls with their constants, and every op with the actual strides.
 
-A library call may lay its result out in its own way (channels-last convolutions, slices of a concatenated product).
-Such a value lives under an id of its own. Ops that take any strides read it as it is; for all others, and for what
-leaves the region, it is copied to the strides of the graph, once. What is not a library call stays an op: the fuser
-makes kernels of it.
+A library call may choose the layout of its result (channels-last convolutions, slices of a concatenated product). Such
+a result gets a value id of its own. Ops that accept any strides read it directly; for all other ops, and for outputs of
+the region, it is copied once to the graph's strides. Ops that no library call computes are left for the fuser to turn
+into kernels.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ STRIDE_FREE = frozenset({
     "linear", "conv",
     "matmul", "quantize", "quantize_tensor", "dequantize", "dequantize_tensor",
 })  # fmt: skip
-"""Rows that give the same values for any strides of their inputs. Their own result may then have other
-strides too: torch's metadata functions say which. An op that refuses the strides (a view) reads a copy."""
+"""Rows that compute the same values for any strides of their inputs. The strides of their results may then change
+too, as torch's metadata functions determine. An op that does not accept the strides (a view) reads a copy."""
 NORMS = frozenset({"layer_norm", "rms_norm"})
-"""Rows of the opset whose kernels go over the innermost dim."""
+"""Rows of the opset whose kernels run along the innermost dim."""
 OWN_STRIDES = frozenset({"sdpa"})
-"""Rows that take any strides and give a result whose strides do not depend on them."""
+"""Rows that accept any strides and whose result's strides do not depend on them."""
 
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-"""Layouts that a copy of any tensor may be asked for by name."""
+"""Layouts that a copy can request as a memory format."""
 
 
 class Builder:
-    """The region under construction: `ops` with the values that they really read and make, `calls` for some of them.
+    """The region under construction: `ops` with the values that they actually read and write, and `calls` for some of them.
 
-    `owner` lives as long as what is compiled here: the backend, of which each compiled graph has its own. `built` is held
-    until the kernels of the plan are loaded: code that was built to be measured. `row_major_norms`: what a norm reads is made
-    row-major of copies, where the graph has it by columns; in training each would be copied back, since backward reads it."""
+    `owner` lives as long as the compiled code: it is the backend, and each compiled graph has its own. `built` holds code built
+    for measuring until the plan's kernels are loaded. `row_major_norms`: copy column-major inputs of norms to row-major; not
+    used in training, where each would have to be copied back for backward."""
 
     def __init__(
         self,
@@ -69,21 +69,21 @@ class Builder:
         self.calls: list[LibraryCall] = []
         self.notes: dict[int, str] = {}
         self.kernels: dict[str, Any] = {}
-        """Kernels that are no loop kernels of the fuser, by hash: for the fragment."""
-        self._instructions: list[Instruction] = []  # of the call that is being written
+        """Kernels other than the fuser's loop kernels, by hash, for the fragment."""
+        self._instructions: list[Instruction] = []  # of the call being written
         self._constants: dict[Any, Ref] = {}
-        self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that stands for it
+        self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that replaces it
         self._restored: set[int] = set()
 
     # -- constants
 
     def is_const(self, value: Value | None) -> bool:
-        """Whether a value is made of weights only, so that what is made of it can be kept. None (no bias)
-        counts."""
+        """Whether a value depends only on weights, so that results derived from it can be cached. True for None
+        (no bias)."""
         return self.graph.is_const(value)
 
     def prepare(self, target: str, *args: Any, **kwargs: Any) -> Ref:
-        """Compute something from constants. Equal computations are shared."""
+        """Compute a value from constants when weights are prepared. Equal computations are shared."""
         key = (target, args, tuple(kwargs.items()))
         found = self._constants.get(key)
         if found is None:
@@ -95,34 +95,34 @@ class Builder:
     # -- values
 
     def any_strides(self, value: Value | None) -> Ref | None:
-        """A value as it is, for instructions that take any strides."""
+        """Refer to a value with its actual strides, for instructions that accept any."""
         if value is None:
             return None
         return Ref(self._moved[value.id].id if value.id in self._moved else value.id)
 
     def spec(self, value: Value) -> TensorSpec:
-        """What `any_strides` refers to: the graph's spec, or that of the value that stands for it."""
+        """The spec of the value that `any_strides` refers to."""
         found = self._moved.get(value.id, value).spec
         assert found is not None
         return found
 
     def at_hand(self, value: Value) -> Value:
-        """What stands for a value of the graph: itself, or the one with other strides."""
+        """The value that holds a graph value: itself, or its replacement with other strides."""
         return self._moved.get(value.id, value)
 
     def exact(self, value: Value) -> Ref:
-        """A value with the graph's strides; copies it when that was not done before."""
+        """Refer to a value with the graph's strides, copying it on first use if necessary."""
         if value.id in self._moved and value.id not in self._restored:
             self._restored.add(value.id)
             self._restore(self._moved[value.id], value)
         return Ref(value.id)
 
     def row_major(self, value: Value) -> Value:
-        """A copy of a value of fixed size, dense and row-major: a kernel may take it in."""
+        """Copy a value of fixed size to a dense row-major tensor. The copy may be fused into a kernel."""
         return self._dense(value, contiguous_strides, torch.contiguous_format)
 
     def channels_last(self, value: Value) -> Value:
-        """A copy of images of fixed size, dense with channels innermost: a kernel may take it in."""
+        """Copy images of fixed size to a dense channels-last tensor. The copy may be fused into a kernel."""
         return self._dense(value, channels_last_strides, torch.channels_last)
 
     def _dense(self, value: Value, strides: Callable[..., tuple[int, ...]], layout: torch.memory_format) -> Value:
@@ -131,11 +131,11 @@ class Builder:
         return made
 
     def _restore(self, source: Value, value: Value) -> None:
-        """An op that copies `source` to the graph's strides."""
+        """Add an op that copies `source` to the graph's strides."""
         assert value.spec is not None
         layout = layout_of(value.spec) if value.spec.static else ""
         id = self._copy(source, value, _FORMATS.get(layout, torch.preserve_format))
-        if layout not in _FORMATS:  # no memory format says it, so eager's clone would not make these strides
+        if layout not in _FORMATS:  # no memory format describes these strides, so eager's clone would not produce them
             self.calls.append(LibraryCall((id,), _restored(source, value, self.ctx)))
 
     def _copy(self, source: Value, value: Value, layout: torch.memory_format) -> int:
@@ -147,35 +147,35 @@ class Builder:
     # -- instructions
 
     def call(self, target: str, *args: Any, out: Value, op: OpView | None = None) -> None:
-        """A call that makes `out` with the strides that the graph says."""
+        """Add a call that makes `out` with the graph's strides."""
         self._instructions.append(Call(target, args, (out.id,), op_id=op.id if op else None))
 
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
-        """A call whose result has these strides; None when the shape is symbolic, and the graph's hold."""
+        """Add a call whose result has these strides; None keeps the graph's, for symbolic shapes."""
         self.call(target, *args, out=self.with_layout(out, stride), op=op)
 
     def launch(
         self, kernel: Any, hash: str, inputs: Sequence[Value], sizes: Sequence[Any], scalars: Sequence[float], *,
         out: Value, op: OpView,
     ) -> None:  # fmt: skip
-        """A launch of a kernel of the backend's own, which reads its inputs with the strides at hand (see `spec`) and makes
-        `out` with those of the graph."""
+        """Add a launch of a backend's own kernel, which reads its inputs with their actual strides (see `spec`) and makes `out`
+        with the graph's."""
         self.kernels[hash] = kernel
         refs = tuple(r for v in inputs if (r := self.any_strides(v)) is not None)
         self._instructions.append(Launch(hash, refs, (out.id,), tuple(sizes), tuple(scalars), op_ids=(op.id,)))
 
     def append(self, instruction: Instruction) -> None:
-        """An instruction that was made elsewhere, say by `CompileContext.aten` of an op that `resolved` gave."""
+        """Add an instruction that was made elsewhere, e.g. by `CompileContext.aten` for an op from `resolved`."""
         self._instructions.append(instruction)
 
     def close_call(self, ops: Sequence[OpView]) -> None:
-        """The instructions written since the last call compute these ops, in one call."""
+        """Make the instructions written since the last call into one library call that computes these ops."""
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
         self.ops.extend(self.resolved(op) for op in ops)
 
     def write_claims(self, context: Any) -> None:
-        """Write every claim of the region into a call of its own, in order; leave the other ops to the fuser."""
+        """Write every claim of the region as a library call, in order; leave the other ops to the fuser."""
         for op in self.graph:
             claim = self.graph.claim_of(op)
             if claim is None:
@@ -186,15 +186,15 @@ class Builder:
                 self.notes.update(dict.fromkeys((o.id for o in claim.ops), claim.note))
 
     def replace(self, op: OpView, *made: Value) -> None:
-        """The instructions written since the last call make `made` in place of the results of `op`, which ops behind it (see
-        `append_op`) are to make of it."""
+        """Make the instructions written since the last call into a library call that makes `made` in place of the results of
+        `op`. Ops added afterwards (see `append_op`) must compute those results from `made`."""
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall((op.id,), instructions))
         self.ops.append(replace(self.resolved(op), outs=made))
 
     def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:
-        """One more op of the opset, for the fuser, over values of this builder. `out`: what it makes, if not a value of its own
-        with the strides that torch's metadata functions say."""
+        """Add an op of the opset, for the fuser, over values of this builder. `out`: its result; by default a new value with
+        the strides that torch's metadata functions determine."""
         row = ops.OPS[name]
         given = row.bind(args, {})
         target = row.target.name()
@@ -209,7 +209,7 @@ class Builder:
         return out
 
     def resolved(self, op: OpView) -> OpView:
-        """An op with the values that stand for the graph's own."""
+        """Return an op with its values replaced by those that hold them."""
         outs = tuple(self._moved.get(v.id, v) for v in op.outs)
         return replace(op, args=self._argument(op.args), outs=outs)
 
@@ -219,7 +219,7 @@ class Builder:
         return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def with_layout(self, out: Value, stride: Sequence[int] | None) -> Value:
-        """What stands for `out`, a result of the region, when it is made with these strides; None: the graph's."""
+        """Return the value that holds `out` if it is made with these strides; None keeps the graph's."""
         assert out.spec is not None
         if stride is None or _same_strides(out.spec, stride):
             return out
@@ -227,7 +227,8 @@ class Builder:
         return self._moved[out.id]
 
     def leave(self, op: OpView, any_strides: bool = True) -> None:
-        """Leave `op` to the fuser, with the strides at hand where it takes them, or always with the graph's."""
+        """Leave `op` to the fuser, with the actual strides if it accepts them, else with the graph's; without `any_strides`
+        always with the graph's."""
         if self.row_major_norms and any_strides:
             self._turn(op)
         moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
@@ -243,8 +244,8 @@ class Builder:
             self.ops.append(self.resolved(op))
 
     def _turn(self, op: OpView) -> None:
-        """Copy what `op` reads by columns, if it is pointwise and a row of its result is read next: else a residual stream behind
-        a transposed image stays transposed, as in eager, from its first norm to its last."""
+        """Copy column-major inputs of `op` to row-major if it is pointwise and a norm reads its result. Otherwise a residual
+        stream that starts from a transposed image would stay transposed, as in eager, from its first norm to its last."""
         row, out = ops.OPS.get(op.op), op.outs[0].spec
         if row is None or row.kind is not ops.Kind.POINTWISE or op.op not in STRIDE_FREE or not _by_columns(out):
             return
@@ -252,25 +253,25 @@ class Builder:
             for v in op.inputs():
                 if v.id not in self._moved and _by_columns(v.spec) and v.spec.shape == out.shape:  # type: ignore[union-attr]
                     self._moved[v.id] = self.row_major(v)
-                    self._restored.add(v.id)  # the value itself stays
+                    self._restored.add(v.id)  # the graph's value remains available
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
-        """The strides of every result of `op` for the inputs at hand, by torch's metadata functions; None:
-        keep the graph's."""
+        """The strides of every result of `op` for its actual inputs, by torch's metadata functions. None keeps the
+        graph's."""
         if op.op not in STRIDE_FREE or any(v.spec is None or not v.spec.static for v in op.inputs()):
             return None
-        # Libraries answer images that are channels-last with such, and the metadata function without a device does not.
+        # Libraries return channels-last results for channels-last images; the metadata function without a device does not.
         if op.op == "conv" and any(layout_of(self.spec(v)) == "channels_last" for v in op.inputs()):
             return None
         try:
             result = metadata(_operator(op.target), dict(zip(op.argnames, op.args, strict=True)), self.spec)
-        except (RuntimeError, ValueError, NotImplementedError):  # a view that these strides do not allow
+        except (RuntimeError, ValueError, NotImplementedError):  # a view that is impossible for these strides
             return None
         results = result if isinstance(result, tuple | list) else (result,)
         return [_usual_strides(r) if isinstance(r, torch.Tensor) else None for r in results]
 
     def finish(self) -> Region:
-        """The region for the fuser: every output with its strides."""
+        """Return the region for the fuser, with every output in the graph's strides."""
         for v in self.graph.outputs:
             if v.spec is not None:
                 self.exact(v)
@@ -280,7 +281,7 @@ class Builder:
 
 
 def _restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instruction, ...]:
-    """The calls that copy `made` to the strides of the graph's `value`."""
+    """Return the calls that copy `made` to the graph's strides of `value`."""
     assert value.spec is not None
     known = _FORMATS.get(layout_of(value.spec))
     if known is not None:
@@ -294,7 +295,7 @@ def _restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instructi
         return Ref(calls[-1].outs[0])
 
     source = Ref(made.id)
-    for d in repeated:  # elements that share their memory are written once
+    for d in repeated:  # write elements that share memory only once
         source = then("aten::slice.Tensor", source, d, 0, 1)
     narrow = tuple(1 if d in repeated else n for d, n in enumerate(shape))
     empty = then("aten::new_empty_strided.default", source, narrow, tuple(stride))
@@ -312,19 +313,19 @@ def _operator(target: str) -> Any:
 
 
 def _by_columns(spec: TensorSpec | None) -> bool:
-    """Whether the elements of a row lie apart."""
+    """Whether the elements of a row are not contiguous."""
     return spec is not None and spec.static and spec.rank > 1 and spec.shape[-1] != 1 and spec.stride[-1] != 1
 
 
 def _same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
-    """Equal where it matters: a dimension of size 1 may have any stride."""
+    """Whether strides are equal, apart from those of dimensions of size 1."""
     pairs = zip(spec.shape, spec.stride, stride, strict=True)
     return 0 in spec.shape or all(a == b for size, a, b in pairs if size != 1)
 
 
 def _usual_strides(t: torch.Tensor) -> tuple[int, ...]:
-    """The strides of `t`, with those of channels-last where they differ in dimensions of size 1 alone: torch then calls
-    them channels-last as well (its group norm leaves an odd stride for a batch of one)."""
+    """The strides of `t`, normalized to channels-last if they differ from it only in dimensions of size 1: torch treats
+    such tensors as channels-last too (its group norm leaves an odd stride for a batch of one)."""
     if t.dim() != 4 or t.is_contiguous():
         return t.stride()
     usual = channels_last_strides(t.shape)
@@ -349,7 +350,7 @@ def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def metadata(operator: Any, given: Mapping[str, Any], spec: Callable[[Value], TensorSpec]) -> Any:
-    """What torch's metadata functions say that an operator makes of values of fixed sizes. Raises what they refuse."""
+    """Run an operator on meta tensors of the values' specs, which have fixed sizes. Passes on torch's errors."""
 
     def on_meta(arg: Any) -> Any:
         if isinstance(arg, Value):

@@ -1,9 +1,9 @@
-"""Products of few rows with a large matrix as kernels of reductions: decoding, where reading the weights is all the time.
+"""GEMV as reduction kernels: products of few rows with a large matrix, as in decoding, where time goes into reading weights.
 
-`linear(x, w)` becomes `sum(x[:, None, :] * w, -1)`, whose product is never stored: the fuser makes one kernel of it with
-what follows (bias, residual, activation), and one of several that read the same rows. Rows that were scaled before
-(`x = h * g * rsqrt(mean(h * h) + eps)`, a norm) are not waited for: a factor that is constant along the row moves behind
-the sum, and is computed beside it, from the row that the kernel reads anyway.
+`linear(x, w)` becomes `sum(x[:, None, :] * w, -1)`, whose elementwise product is never stored: the fuser builds one kernel of
+it and its epilogue (bias, residual, activation), and one kernel for several products of the same rows. If a norm scales the
+rows (`x = h * g * rsqrt(mean(h * h) + eps)`), the kernel does not wait for it: factors that are constant along the row move
+out of the sum and are computed in the same kernel, from the row that it reads anyway.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Bounds:
-    """What decides between sums and a library's product: most rows, least elements of the weight, and lengths of its rows, the
-    longest of which a kernel holds in registers."""
+    """Limits for using sums instead of a library's product: the most rows, the fewest elements of the weight, and the shortest
+    and longest rows of the weight; a kernel holds a row in registers."""
 
     rows: int
     weights: int
@@ -39,13 +39,13 @@ class Bounds:
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 SHAPED = frozenset({"view", "reshape", "alias", "unsqueeze", "squeeze"})
-"""Ops after which the rows of a tensor are what they were, if its last dimension is."""
+"""Ops that preserve the rows of a tensor as long as they preserve its last dimension."""
 
 ALONG = frozenset({"cast", "mul", "div", "neg", "abs", "pow_scalar", "add", "sub", "rsqrt", "sqrt"})
-"""Ops that are computed again, element by element, for a factor of each row."""
+"""Elementwise ops that may be recomputed for a per-row factor."""
 
 MOST_AGAIN = 12
-"""Most ops that are computed again for a factor."""
+"""The most ops recomputed for a factor."""
 
 
 def _none(op: OpView) -> bool:
@@ -55,15 +55,15 @@ def _none(op: OpView) -> bool:
 def rewrite_products(
     graph: RegionGraph, ctx: CompileContext, bounds: Bounds, other: Callable[[OpView], bool] = _none
 ) -> None:
-    """Write the products of few rows in a region as sums, but for those that have an `other` kernel."""
+    """Rewrite the products of few rows in a region as sums, except those for which `other` holds: they have another kernel."""
     found = (op for op in graph if op.op in ("linear", "mm") and _reads_weight(op, graph, bounds))
     products = frozenset(op.id for op in found if not other(op))
     if products and rewrite(graph, ROWS, _Sums(graph, ctx, products), ctx.rules):
-        graph.sweep(SHAPED | ALONG | {"mean", "sum"})  # what only the rows of those products needed
+        graph.sweep(SHAPED | ALONG | {"mean", "sum"})  # ops that only served the rows of those products
 
 
 def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Bounds) -> bool:
-    """Whether the time of a product of `x` with the rows of `w`, which may be int8, is that of reading them."""
+    """Whether a product of `x` with the rows of `w`, which may be int8, is bound by reading `w`."""
     if any(v.spec is None or not v.spec.static for v in (x, w, op.out)) or x.spec.dtype not in FLOATS:
         return False
     if spec_of(op.out).dtype != x.spec.dtype or w.spec.dtype not in (x.spec.dtype, torch.int8):
@@ -83,7 +83,7 @@ def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Bounds) -> bool:
 
 @dataclass
 class _Scaled:
-    """Rows as a product: `base`, factors that vary `along` the row, and factors `per_row`."""
+    """Rows as a product of `base`, factors that vary `along` the row, and factors `per_row`."""
 
     base: Value
     along: list[Value] = field(default_factory=list)
@@ -91,8 +91,8 @@ class _Scaled:
 
 
 class _Sums:
-    """What the rows work with: the graph, the ids of products of few rows, and what was written for one and may serve
-    another. `made` are the new ops of the product at hand."""
+    """The context of the rewrite rows: the graph, the ids of products of few rows, and values written for one product that
+    others may reuse. `made` are the new ops of the current product."""
 
     def __init__(self, graph: RegionGraph, ctx: CompileContext, products: frozenset[int]) -> None:
         self.graph, self.ctx, self.products = graph, ctx, products
@@ -101,12 +101,12 @@ class _Sums:
         self.again: dict[tuple[int, Shape], Value] = {}
 
     def producer(self, value: Value) -> OpView | None:
-        """The op that made a value before products were written."""
+        """The op that made a value before the rewrite; None for ops that the rewrite wrote."""
         made = self.graph.producer(value)
         return None if made is not None and made.id in self.written else made
 
     def replace(self, ops: Sequence[OpView]) -> None:
-        """Put what was made in the place of products."""
+        """Replace products by the ops in `made`."""
         self.graph.replace(ops, self.made)
         self.written.update(op.id for op in self.made)
         self.made = []
@@ -114,7 +114,7 @@ class _Sums:
     # ---- ops
 
     def _op(self, name: str, *args: Any, shape: Shape, dtype: torch.dtype = torch.float32, **named: Any) -> Value:
-        """A new op with a result of this type: dense, or a view with the strides that its memory gives it."""
+        """Add an op with a result of this type: dense, or a view with the strides of the memory it views."""
         row = ops.OPS[name]
         bound = row.bind(args, named)
         given = tuple(tuple(a) if isinstance(a, list) else a for a in bound.values())
@@ -127,11 +127,11 @@ class _Sums:
         return out
 
     def product(self, rows: _Scaled, weight: Value, bias: Value | None, out: Value, id: int) -> None:
-        """The ops that make `out`; the one of them that stands for the product in reports gets this id."""
+        """Write the ops that make `out`. The one that represents the product in reports gets this id."""
         n, k = dims_of(weight)
         full = (numel(rows.base) // k, n, k)
         v = self._spread(rows.base, full)
-        for factor in (*rows.along, weight):  # not cast first: what is made of constants alone would be kept, in fp32
+        for factor in (*rows.along, weight):  # not cast first: a cast of constants would be stored as a constant, in fp32
             v = self._op("mul", v, factor, shape=full)
         v = self._op("sum", v, [-1], False, shape=full[:2])
         for factor in rows.per_row:
@@ -149,7 +149,7 @@ class _Sums:
             self.made[-1] = replace(self.made[-1], outs=(out,))
 
     def joined(self, rows: _Scaled, group: Sequence[OpView]) -> None:
-        """One product of one row for several: each result is a part of it."""
+        """Write one product for several that read the same row: each result is a slice of it."""
         weights, biases = ([op.arg(name) for op in group] for name in ("weight", "bias"))
         dtype, k = spec_of(weights[0]).dtype, dims_of(weights[0])[1]
         n = sum(dims_of(w)[0] for w in weights)
@@ -166,7 +166,7 @@ class _Sums:
             start = stop
 
     def transposed(self, weight: Value) -> Value:
-        """The rows of a weight that a product has transposed."""
+        """Undo the transpose of a product's weight: the result has the weight's rows."""
         spec = spec_of(weight)
         rows = self.ctx.value(replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1]))
         self.made.append(OpView(self.ctx.value(None).id, "t", "aten::t.default", ("self",), (weight,), (rows,)))
@@ -175,7 +175,7 @@ class _Sums:
     # ---- rows
 
     def _spread(self, v: Value, full: Shape) -> Value:
-        """Rows [.., K], or one for all, as fp32 over [M, N, K]: views, nothing is stored."""
+        """Expand rows [.., K], or one row for all, to fp32 over [M, N, K]; only views, nothing is stored."""
         key = (v.id, full)
         if key not in self.again:
             found, dtype, shape = v, spec_of(v).dtype, (numel(v) // full[2], 1, full[2])
@@ -185,7 +185,7 @@ class _Sums:
         return self.again[key]
 
     def _wide(self, v: Value) -> Value:
-        """In fp32."""
+        """Cast to fp32 if necessary."""
         if spec_of(v).dtype == torch.float32:
             return v
         out = self._op("cast", v, dtype=torch.float32, shape=dims_of(v))
@@ -193,7 +193,7 @@ class _Sums:
         return out
 
     def scaled(self, x: Value, m: int, k: int) -> _Scaled:
-        """`x` without its factors, if nobody but products of few rows wants it with them."""
+        """Split `x` into base and factors, if only products of few rows read the scaled values."""
         found = _Scaled(x)
         passed: list[Value] = []
         while (op := self.producer(found.base)) is not None:
@@ -210,7 +210,7 @@ class _Sums:
         return found if found.per_row and all(self._only_for_products(v, inside) for v in passed) else _Scaled(x)
 
     def _stripped(self, op: OpView, m: int, k: int) -> tuple[Value, list[Value], list[Value]] | None:
-        """One op less: what is left, and the factors that it brought."""
+        """Peel off one op: return its input, and the factors along and per row that it multiplies by."""
         if op.op in SHAPED or op.op == "cast":
             v = op.arg("self")
             same = dims_of(v)[-1:] == (k,) and numel(v) == m * k and spec_of(v).dtype in FLOATS
@@ -229,24 +229,24 @@ class _Sums:
         return None
 
     def _only_for_products(self, v: Value, inside: set[int]) -> bool:
-        """Whether all that reads a value are products of few rows, and what leads to them."""
+        """Whether only products of few rows, and ops that lead to them, read a value."""
         return not self.graph.escapes(v) and all(
             u.id in self.products or u.out.id in inside or (u.op in SHAPED and self._only_for_products(u.out, inside))
             for u in self.graph.users(v)
         )
 
     def _per_row(self, v: Value, base: Value, full: Shape) -> Value:
-        """A factor of each row [.., 1] as fp32 over [M, N]: computed again where a few ops make it of a sum."""
+        """A per-row factor [.., 1] as fp32 over [M, N], recomputed if only a few ops lead to it."""
         if len(self._chain(v, base)) <= MOST_AGAIN:
             return self._again(v, full)
         return self._stored(v)
 
     def _stored(self, v: Value) -> Value:
-        """As it is, one number to a row or one to all."""
+        """The stored factor, one number per row or one for all."""
         return self._wide(self._op("reshape", v, [numel(v), 1], shape=(numel(v), 1), dtype=spec_of(v).dtype))
 
     def _chain(self, v: Value, base: Value) -> dict[int, OpView]:
-        """What `_again` would compute of `base`."""
+        """The ops that `_again` would recompute from `base`."""
         found: dict[int, OpView] = {}
         todo = [v]
         while todo and len(found) <= MOST_AGAIN:
@@ -259,7 +259,7 @@ class _Sums:
 
     @staticmethod
     def _repeatable(op: OpView) -> bool:
-        """Whether it is computed again from its arguments, in fp32, rather than read."""
+        """Whether an op can be recomputed from its arguments, in fp32, instead of reading its result."""
         if any(v.spec is None or v.spec.dtype not in FLOATS for v in (*op.inputs(), op.out)):
             return False
         if op.op in ("mean", "sum"):
@@ -268,7 +268,7 @@ class _Sums:
         return op.op in SHAPED | ALONG
 
     def _again(self, v: Value, full: Shape) -> Value:
-        """A value [.., K] over [M, N, K], or one of [.., 1] over [M, N]."""
+        """Recompute a value [.., K] over [M, N, K], or a value [.., 1] over [M, N]."""
         shape = full if dims_of(v)[-1:] == (full[2],) else full[:2]
         if (v.id, shape) in self.again:
             return self.again[v.id, shape]
@@ -288,14 +288,14 @@ class _Sums:
         return out
 
     def _column(self, v: Value, shape: Shape) -> Value:
-        """A factor of each row as one that broadcasts along the row."""
+        """Reshape a per-row factor so that it broadcasts along the row."""
         if len(shape) == 3 and len(dims_of(v)) == 2:
             return self._op("reshape", v, [*dims_of(v), 1], shape=(*dims_of(v), 1))
         return v
 
 
 def _reads_weight(op: OpView, graph: RegionGraph, bounds: Bounds) -> bool:
-    """Whether a product, by a weight or by a widened one of int8, is one of few rows."""
+    """Whether an op is a product of few rows with a weight, or with an int8 weight that the region widens."""
     if op.op == "linear":
         return _suits(op, op.arg("input"), op.arg("weight"), op.arg("bias"), bounds)
     found = find(_WIDENED, op, graph, None) if graph.phase == "infer" else None
@@ -317,14 +317,14 @@ def _is_product(m: Match, s: _Sums) -> bool:
 
 
 def _with_rows(m: Match, s: _Sums) -> Match:
-    """The row of a product without its factors, as it is before anything is written."""
+    """Add the product's scaled rows to the match, while the graph is still unchanged."""
     x, k = m.anchor.args[0], dims_of(m.anchor.args[0])[-1]  # type: ignore[arg-type]
     return m.with_ops(rows=s.scaled(x, numel(x) // k, k))  # type: ignore[arg-type]
 
 
 def _siblings(m: Match, s: _Sums) -> Match | None:
-    """Products of the same row with constant weights of several heights: one with the weights one below another, whose
-    results are parts of it. Those of one height share a kernel as they are."""
+    """Match products of the same row with constant weights of different heights: they become one product with concatenated
+    weights, whose slices are the results. Products of equal height share a kernel without that."""
 
     def eligible(op: OpView) -> bool:
         given = [v for v in (op.arg("weight"), op.arg("bias")) if v is not None]
@@ -357,13 +357,13 @@ def _widened(m: Match, s: _Sums) -> Match:
 
 
 def _write_widened(m: Match, s: _Sums) -> None:
-    """The weight is widened where it is read."""
+    """Write a product that widens the weight as it reads it."""
     s.product(m["rows"], s.transposed(m["weight"]), None, m.out, m.anchor.id)
     s.replace([m.anchor])
 
 
 def rows_of(op: OpView) -> int:
-    """How many rows a linear multiplies."""
+    """The number of rows that a linear multiplies."""
     return numel(op.arg("input")) // dims_of(op.arg("weight"))[1]
 
 
@@ -400,4 +400,4 @@ ROWS = (
         note="product of few rows with int8 weights",
     ),
 )  # fmt: skip
-"""Of products of few rows, in the order in which they are asked."""
+"""The rewrite rows for products of few rows, in the order in which they are tried."""

@@ -1,7 +1,7 @@
-"""One region as a small mutable graph: ops in order, who makes a value and who reads it. Both are true after every edit.
+"""One region as a small mutable graph: ops in order, and the producer and readers of each value, kept up to date by every edit.
 
-Rows (`rewrite`) work on it: a row *claims* the ops that a library call is to compute, or *replaces* ops by others. An edit
-that would leave a value unmade, and a claim that overlaps another one, are refused and change nothing.
+Rewrite rows (`rewrite`) work on it: a row *claims* the ops that a library call will compute, or *replaces* ops by others. An
+edit that would leave a value without producer, or a claim that overlaps another, is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fusewright.interface import OpView, Region, TensorSpec, Value
 
 
 class RegionError(FormError, ValueError):
-    """An edit that would break the region, or a region that is broken."""
+    """An edit that would break the region, or a broken region."""
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """`ops` are computed by what `write(context)` writes when the walk over the region is `at` that op: the last one, or the
-    first where all results are slices of one product. `also` are claims that it counts on: all of them hold, or none.
-    `rules` are the ids of the rows behind it."""
+    """A claim on `ops`: `write(context)` writes the call that computes them when the walk over the region reaches `at`: the last
+    op, or the first if all results are slices of one product. `also` are claims that must be granted together with this one.
+    `rules` are the ids of the rewrite rows that made it."""
 
     ops: tuple[OpView, ...]
     at: OpView
@@ -33,7 +33,7 @@ class Claim:
 
 
 class RegionGraph:
-    """The ops of `region`, which itself stays as it is. Iterating gives them in order, and does not see later edits."""
+    """The ops of `region`, which is not modified itself. Iteration is in order and does not see later edits."""
 
     def __init__(self, region: Region) -> None:
         self.source = region
@@ -41,7 +41,7 @@ class RegionGraph:
         self._escaping = frozenset(v.id for v in region.outputs)
         self._given = frozenset(v.id for v in region.inputs)
         self._ops: dict[int, OpView] = {}
-        self._next: dict[int | None, int | None] = {None: None}  # a ring through None, which stands before and behind all
+        self._next: dict[int | None, int | None] = {None: None}  # a ring through None, which precedes and follows all
         self._previous: dict[int | None, int | None] = {None: None}
         self._positions: dict[int, int] | None = None
         self._producer: dict[int, int] = {}
@@ -74,20 +74,20 @@ class RegionGraph:
         return self._ops.get(self._producer.get(value.id, -1))
 
     def users(self, value: Value) -> Sequence[OpView]:
-        """The ops that read a value, one entry for each argument that does."""
+        """The ops that read a value, with one entry per argument that reads it."""
         return [self._ops[i] for i in self._users.get(value.id, ())]
 
     def user_ids(self, id: int) -> Sequence[int]:
-        """Ids of the ops that read the value of this id."""
+        """The ids of the ops that read the value with this id."""
         return self._users.get(id, ())
 
     def only_user(self, value: Value) -> OpView | None:
-        """The op that alone reads a value, once; None when there are others, or it is an output of the region."""
+        """The only op that reads a value, once; None if there are other readers or the value is an output of the region."""
         users = self._users.get(value.id, ())
         return self._ops[users[0]] if len(users) == 1 and value.id not in self._escaping else None
 
     def unused(self, value: Value) -> bool:
-        """Whether nobody reads a value."""
+        """Whether a value has no reader and is not an output."""
         return not self._users.get(value.id) and value.id not in self._escaping
 
     def escapes(self, value: Value) -> bool:
@@ -95,15 +95,15 @@ class RegionGraph:
         return value.id in self._escaping
 
     def is_const(self, value: Value | None) -> bool:
-        """Whether a value is made of weights only, so that what is made of it can be kept. None (no bias) counts."""
+        """Whether a value depends only on weights, so that results derived from it can be cached. True for None (no bias)."""
         return value is None or (self.phase == "infer" and value.spec is not None and value.spec.const)
 
     def before(self, a: OpView, b: OpView) -> bool:
-        """Whether `a` stands before `b`."""
+        """Whether `a` precedes `b`."""
         return self._position(a) < self._position(b)
 
     def ordered(self, ops: Iterable[OpView]) -> tuple[OpView, ...]:
-        """These ops in the order of the region, each once."""
+        """Sort these ops in the order of the region, without duplicates."""
         return tuple(sorted({op.id: op for op in ops}.values(), key=self._position))
 
     def _position(self, op: OpView) -> int:
@@ -112,13 +112,13 @@ class RegionGraph:
         return self._positions[op.id]
 
     def region(self) -> Region:
-        """The region as it stands."""
+        """Return the region in its current state."""
         return replace(self.source, ops=tuple(self))
 
     # -- editing
 
     def insert(self, op: OpView, before: OpView | None = None) -> None:
-        """Add an op in front of another one; without a place, right behind the last op whose result it reads."""
+        """Insert an op before another one, by default right after the last op whose result it reads."""
         self._check_new([op], gone=())
         if before is not None:
             self._link(op, before.id)
@@ -128,7 +128,7 @@ class RegionGraph:
         self._link(op, self._next[last])
 
     def replace(self, ops: Sequence[OpView], new: Sequence[OpView]) -> None:
-        """Put `new` where the first of `ops` stands. They make every result of `ops` that somebody else reads."""
+        """Put `new` in the place of the first of `ops`. The new ops must make every result of `ops` that other ops read."""
         self._check_free(ops)
         self._check_new(new, gone={op.id for op in ops})
         self._check_made(ops, new)
@@ -142,13 +142,13 @@ class RegionGraph:
             self._link(op, at)
 
     def erase(self, op: OpView) -> None:
-        """Take out an op whose results nobody reads."""
+        """Remove an op whose results are not read."""
         self._check_free([op])
         self._check_made([op], ())
         self._unlink(op)
 
     def sweep(self, names: Collection[str]) -> None:
-        """Take out ops of these names whose results nobody reads, and what only they read."""
+        """Remove ops of these names whose results are not read, and then those that only they read."""
         for op in reversed(list(self)):
             if op.op in names and op.id not in self._claims and all(map(self.unused, op.outs)):
                 self._unlink(op)
@@ -161,7 +161,7 @@ class RegionGraph:
                 raise RegionError(f"{op.op} {op.id} is claimed: {self._claims[op.id].note}")
 
     def _check_new(self, new: Sequence[OpView], gone: Collection[int]) -> None:
-        """New ids, and values that are there to be read."""
+        """Check that new ops have new ids and read only values that exist."""
         fresh = set(self._given)
 
         def made(v: Value) -> bool:
@@ -176,7 +176,7 @@ class RegionGraph:
             fresh.update(o.id for o in op.outs)
 
     def _check_made(self, ops: Sequence[OpView], new: Sequence[OpView]) -> None:
-        """Whether `new` makes what readers other than `ops` want of them."""
+        """Check that `new` makes every result of `ops` that other ops read."""
         gone, made = {op.id for op in ops}, {o.id for op in new for o in op.outs}
         for v in (o for op in ops for o in op.outs):
             if v.id not in made and (self.escapes(v) or not gone.issuperset(self._users.get(v.id, ()))):
@@ -206,8 +206,8 @@ class RegionGraph:
     # -- claims
 
     def claim(self, claim: Claim) -> bool:
-        """Let a call compute its ops; False, and nothing is claimed, where another claim, or the same one, has some of them
-        already. What two calls took would be made by the second alone, and what the first leaves unmade be read."""
+        """Grant a claim. Return False and grant nothing if some of its ops are claimed already: of two calls that took the same
+        op only the second would make its result, and readers of the first's would read a value that nothing makes."""
         wanted: dict[int, Claim] = {}
         for part in (claim, *claim.also):
             ids = {op.id for op in part.ops}
@@ -218,22 +218,22 @@ class RegionGraph:
         return True
 
     def release(self, claim: Claim) -> None:
-        """Take a claim back, with those that it counts on."""
+        """Release a claim together with its `also` claims."""
         for part in (claim, *claim.also):
             for op in part.ops:
                 if self._claims.get(op.id) is part:
                     del self._claims[op.id]
 
     def claim_of(self, op: OpView) -> Claim | None:
-        """The claim that has an op."""
+        """The claim that holds an op."""
         return self._claims.get(op.id)
 
     def free(self, op: OpView) -> bool:
-        """Whether no claim has an op."""
+        """Whether no claim holds an op."""
         return op.id not in self._claims
 
     def free_user(self, value: Value) -> OpView | None:
-        """The op that alone reads a value, if it may still be claimed."""
+        """The only op that reads a value, if it is unclaimed."""
         user = self.only_user(value)
         return user if user is not None and self.free(user) else None
 
@@ -244,7 +244,7 @@ class RegionGraph:
 
 
 def made_of(inputs: Iterable[Value], spec: TensorSpec) -> TensorSpec:
-    """The spec of what a rewrite makes of `inputs`: a constant where they are, unless it has more elements than they."""
+    """The spec of a value that a rewrite makes of `inputs`: constant if they all are, unless it has more elements than they do."""
     given = [v.spec for v in inputs if v.spec is not None]
     const = all(s.const for s in given) and spec.numel_hint() <= sum(s.numel_hint() for s in given)
     return replace(spec, const=const)

@@ -1,6 +1,6 @@
-"""What rules look for: a tree of ops by name and arguments (`P`), or an op and those that in turn read its result (`Chain`).
+"""Patterns: a tree of ops by name and arguments (`P`), or an op followed by successive readers of its result (`Chain`).
 
-The trees are those of the host's own rules (`fusewright.rewrite`) too: a `Reader` says what an op is there.
+The host's own rules (`fusewright.rewrite`) use the same trees; a `Reader` adapts them to each kind of graph.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ANY = _Any()
 """Matches every argument."""
 
 Env: TypeAlias = Mapping[str, Any]
-"""What was captured, by name."""
+"""Captures by name."""
 
 
 @dataclass(frozen=True)
 class P:
-    """A pattern: the row names that may stand here ("aten.name.overload" for an op in no row), and patterns for the leading
+    """A pattern: the row names that match ("aten.name.overload" for an op outside the opset), and patterns for the leading
     arguments.
 
-    An argument pattern is a nested `P`, a `str` that captures (the same name twice must match the same thing), a tuple of
+    An argument pattern is a nested `P`, a `str` that captures (equal names must match equal arguments), a tuple of
     patterns, `ANY`, or a literal that must be equal. Missing trailing patterns match everything. `either`: the first two
-    arguments may stand in either order. `alone`: nobody else reads its result.
+    arguments may come in either order. `alone`: the result has no other reader.
     """
 
     op: str | tuple[str, ...]
@@ -51,29 +51,29 @@ def p(op: str | tuple[str, ...], *args: Any, capture: str = "", either: bool = F
 
 
 class Reader(Protocol):
-    """How a kind of graph is read."""
+    """Adapts patterns to a kind of graph."""
 
     def name(self, op: Any) -> str: ...
 
     def args(self, op: Any) -> Sequence[Any]: ...
 
     def producer(self, arg: Any) -> Any | None:
-        """The op that makes an argument; None for what no op makes."""
+        """The op that makes an argument, or None."""
         ...
 
     def same(self, a: Any, b: Any) -> bool: ...
 
     def alone(self, arg: Any) -> bool:
-        """Whether one op alone reads an argument, once."""
+        """Whether an argument has a single reader, which reads it once."""
         ...
 
 
 OPS = ""
-"""Under this name a match has its ops, from the root on."""
+"""The name under which captures hold the matched ops, from the root on."""
 
 
 def matches(pattern: P, op: Any, env: Env, reader: Reader) -> Iterator[Env]:
-    """Every way in which `op` matches, each with what it captured beside `env`."""
+    """Yield the captures, added to `env`, of every way in which `op` matches."""
     if op is None or reader.name(op) not in pattern.names():
         return
     args = tuple(reader.args(op))
@@ -138,8 +138,8 @@ class RegionReader:
 
 @dataclass(frozen=True)
 class Match:
-    """`ops` are those that were found: what `anchor` reads, itself, what reads it. `captures` is what has a name, `rules` are the
-    ids of optional steps that took part. A call is written `at` that op; None: at the last one that was found."""
+    """A match: `ops` are the ops found, namely producers of `anchor`'s arguments, `anchor` and its readers. `captures` are the
+    named ones, `rules` the ids of the optional steps that matched. The call is written `at` that op; None means the last found."""
 
     anchor: OpView
     ops: tuple[OpView, ...]
@@ -151,26 +151,26 @@ class Match:
         return self.captures[name]
 
     def get(self, name: str) -> Any:
-        """What was captured under a name; None for an optional step that took no part."""
+        """The capture of a name, or None for an optional step that did not match."""
         return self.captures.get(name)
 
     @property
     def last(self) -> OpView:
-        """Where its call is written."""
+        """The op at which the call is written."""
         return self.at or self.ops[-1]
 
     @property
     def out(self) -> Value:
-        """What the call at its last op makes."""
+        """The result of the call."""
         return self.last.out
 
     def with_ops(self, *ops: OpView, at: OpView | None = None, **captures: Any) -> Match:
-        """The match with more ops and captures."""
+        """Return the match with additional ops and captures."""
         return replace(self, ops=(*self.ops, *ops), captures={**self.captures, **captures}, at=at or self.at)
 
 
 Fits: TypeAlias = Callable[[OpView, Match, Any], bool]
-"""(op, the match before it, context) -> whether the op takes part. The op reads `match.out`."""
+"""(op, the match so far, context) -> whether the op joins the match. The op reads `match.out`."""
 
 
 def always(op: OpView, match: Match, context: Any) -> bool:
@@ -179,13 +179,13 @@ def always(op: OpView, match: Match, context: Any) -> bool:
 
 
 RULES: set[str] = set()
-"""Ids of all rows and steps that were made: what the option `disable_rules` may name."""
+"""Ids of all rewrite rows and steps, which the option `disable_rules` may name."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An op that alone reads the result before it. `least` and `most`: how often, None for as often as it can be. An optional
-    one may have the id of a `rule`, by which it is switched off and counted."""
+    """An op that is the only reader of the preceding result, repeated `least` to `most` times (None: without limit). An optional
+    step may have a `rule` id, by which it is switched off and counted."""
 
     ops: frozenset[str]
     fits: Fits = always
@@ -200,7 +200,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """An op and, in order, those that take its result over. No op in it is claimed."""
+    """An op and the successive readers of its result. None of the ops may be claimed already."""
 
     anchor: P
     steps: tuple[Step, ...] = ()
@@ -211,17 +211,17 @@ def _names(op: str | Sequence[str] | frozenset[str]) -> frozenset[str]:
 
 
 def one(op: str | Sequence[str] | frozenset[str], fits: Fits = always, capture: str = "") -> Step:
-    """A step that must be there."""
+    """A required step."""
     return Step(_names(op), fits, capture)
 
 
 def maybe(op: str | Sequence[str] | frozenset[str], fits: Fits = always, capture: str = "", rule: str = "") -> Step:
-    """A step that may be missing."""
+    """An optional step."""
     return Step(_names(op), fits, capture, least=0, rule=rule)
 
 
 def many(op: str | Sequence[str] | frozenset[str], fits: Fits = always) -> Step:
-    """Any number of such steps: views, say."""
+    """Any number of such steps, e.g. views."""
     return Step(_names(op), fits, least=0, most=None)
 
 
@@ -233,7 +233,7 @@ def chain(anchor: str | tuple[str, ...] | P, *steps: Step) -> Chain:
 def find(
     pattern: P | Chain, op: OpView, graph: RegionGraph, context: Any, allowed: Callable[[str], bool] = lambda rule: True
 ) -> Match | None:
-    """The first match with `op` as its anchor."""
+    """Return the first match with `op` as its anchor."""
     root = pattern.anchor if isinstance(pattern, Chain) else pattern
     found = next(matches(root, op, {}, RegionReader(graph)), None)
     if found is None:
@@ -247,7 +247,7 @@ def find(
 def _stepped(
     step: Step, match: Match, graph: RegionGraph, context: Any, allowed: Callable[[str], bool]
 ) -> Match | None:
-    """The match with a step, as often as it fits; None where it must and does not."""
+    """Extend the match by a step as often as it fits; None if a required step does not."""
     count = 0
     while (step.most is None or count < step.most) and (not step.rule or allowed(step.rule)):
         user = graph.free_user(match.out)
@@ -260,9 +260,9 @@ def _stepped(
 
 
 def siblings(ops: Iterable[OpView], eligible: Callable[[OpView], bool]) -> list[tuple[OpView, ...]]:
-    """Linears that read the same value, so that one product with concatenated weights computes all of them.
+    """Group linears that read the same value, so that one product with concatenated weights can compute a whole group.
 
-    Their weights agree in input size and dtype, and all have a bias or none has. Groups are in the order of the region.
+    Weights of a group agree in input size and dtype, and all or none have a bias. Groups are in the order of the region.
     """
     groups: dict[Any, list[OpView]] = {}
     for op in ops:

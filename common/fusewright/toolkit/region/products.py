@@ -1,6 +1,6 @@
-"""One product for several linears of constants that read the same rows: weights one below another, results side by side.
+"""Joins linears with constant weights that read the same rows into one product: weights are concatenated, results sliced.
 
-What it pays to join is the backend's to say; who may be joined, and how results are taken apart, is said here.
+This module decides which linears may be joined and how results are sliced; the backend decides when joining pays off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fusewright.toolkit.region.pattern import siblings
 
 
 def siblings_of(op: OpView, graph: RegionGraph, suits: Callable[[OpView], bool]) -> Sequence[OpView] | None:
-    """All free linears of constants that read what `op` reads, itself among them, in order; None when it is alone."""
+    """All unclaimed linears with constant weights that read the same input as `op`, including `op`, in order; None if there is
+    no other."""
 
     def eligible(other: OpView) -> bool:
         constant = graph.is_const(other.arg("weight")) and graph.is_const(other.arg("bias"))
@@ -26,7 +27,7 @@ def siblings_of(op: OpView, graph: RegionGraph, suits: Callable[[OpView], bool])
 
 
 def joined(group: Sequence[OpView], b: Builder) -> tuple[Ref, Ref | None]:
-    """Weight and bias of all of them, prepared once."""
+    """The concatenated weight and bias of the group, prepared once."""
     weight = b.prepare("aten::cat.default", tuple(b.exact(op.arg("weight")) for op in group), 0)
     if group[0].arg("bias") is None:
         return weight, None
@@ -34,12 +35,12 @@ def joined(group: Sequence[OpView], b: Builder) -> tuple[Ref, Ref | None]:
 
 
 def widths_of(group: Sequence[OpView]) -> list[int]:
-    """Columns of each result."""
+    """The number of columns of each result."""
     return [int(op.out.spec.shape[-1]) for op in group]  # type: ignore[union-attr, arg-type]
 
 
 def taken_apart(group: Sequence[OpView], whole: Ref, b: Builder, more: int = 0) -> None:
-    """The results of the group as slices of one product, without a copy; `more` columns behind them are nobody's."""
+    """Slice the results of the group out of one product, without copying. `more` extra columns after them are ignored."""
     widths, start = widths_of(group), 0
     shape = (*group[0].out.spec.shape[:-1], sum(widths) + more)  # type: ignore[union-attr]
     stride = contiguous_strides(shape)

@@ -1,8 +1,8 @@
-"""Quantized products in a region: an op between dequantized operands, with what follows it up to quantization.
+"""Recognizes quantized products in a region: an op on dequantized operands and its epilogue up to the next quantization.
 
-A graph of quantize and dequantize ops says what int8 arithmetic is to give. These patterns read off it the 8-bit tensors, scales
-and zero points of a linear, a convolution, an addition or a product of two activations, whichever library is to compute it. The
-opset has no rows `q_add` and `q_matmul`: docs/quantization.md says why.
+Quantize and dequantize ops in a graph define the results of int8 arithmetic. These patterns extract the 8-bit tensors, scales
+and zero points of a linear, a convolution, an addition or a product of two activations, for any library. docs/quantization.md
+explains why the opset has no rows `q_add` and `q_matmul`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ VIEWS = frozenset({"view", "reshape", "squeeze", "unsqueeze"})
 PRODUCTS = ("matmul", "bmm", "mm")
 """Products of two activations."""
 BATCHING = frozenset({"view", "reshape", "expand", "clone"})
-"""Ops between an operand and its dequantization that leave its matrices as they are."""
+"""Ops that may stand between a dequantization and its use because they preserve the matrices."""
 BYTES = (torch.uint8, torch.int8)
 """Types of quantized tensors."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """`value` stands for (value - zero_point) * scale. Both are numbers, or values of one element."""
+    """A quantized tensor that stands for (value - zero_point) * scale. Scale and zero point are numbers or one-element values."""
 
     value: Value
     scale: Any
@@ -37,13 +37,13 @@ class Quantized:
 
     @property
     def static(self) -> bool:
-        """Whether scale and zero point are known."""
+        """Whether scale and zero point are known numbers."""
         return isinstance(self.scale, int | float) and isinstance(self.zero_point, int)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor with a scale and a zero point of its own for each row (token)."""
+    """A quantized tensor with a scale and a zero point per row (token)."""
 
     value: Value
     scale: Value
@@ -53,8 +53,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant int8 weight. `scale`: a value of one element per index of `axis`, or a number for all; `zero_point` too, None
-    for 0."""
+    """A constant int8 weight. `scale` and `zero_point` are values with one element per index of `axis`, or a number for all;
+    a `zero_point` of None means 0."""
 
     value: Value
     scale: Any
@@ -64,7 +64,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Target:
-    """What a result is quantized to."""
+    """The quantization of a result."""
 
     scale: float
     zero_point: int
@@ -74,13 +74,13 @@ class Target:
 
 
 def same_rows(op: OpView) -> bool:
-    """Whether a view keeps the last dimension, so that rows stay rows."""
+    """Whether a view preserves the last dimension, and so the rows."""
     x, out = op.args[0], op.out
     return isinstance(x, Value) and bool(x.spec and out.spec and x.spec.shape[-1:] == out.spec.shape[-1:] != ())
 
 
 def before_views(value: Any, graph: RegionGraph) -> Any:
-    """What rows were, before views that keep them."""
+    """Skip views that preserve rows."""
     made = graph.producer(value) if isinstance(value, Value) else None
     while made is not None and made.op in VIEWS and same_rows(made):
         value = made.args[0]
@@ -89,7 +89,7 @@ def before_views(value: Any, graph: RegionGraph) -> Any:
 
 
 def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantized | Rows | None:
-    """The 8-bit tensor that `value` was made of, perhaps in another shape of the same rows (`views`); None where it was not."""
+    """The 8-bit tensor that `value` was dequantized from, or None. With `views`, views that preserve rows may lie between."""
     value = before_views(value, graph) if views else value
     made = graph.producer(value) if isinstance(value, Value) else None
     if made is None or made.op not in ("dequantize", "dequantize_tensor", "dequantize_per_token"):
@@ -103,7 +103,7 @@ def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantize
 
 
 def weight_of(value: Any, graph: RegionGraph) -> Weight | None:
-    """The constant int8 weight that `value` was made of; None where it was not, or where a scale of 0 makes it nothing."""
+    """The constant int8 weight that `value` was dequantized from; None if there is none, or if a scale is 0."""
     made = graph.producer(value) if isinstance(value, Value) else None
     if made is None or made.op not in ("dequantize", "dequantize_per_channel"):
         return None
@@ -117,7 +117,7 @@ def weight_of(value: Any, graph: RegionGraph) -> Weight | None:
 
 
 def _keeps_matrices(op: OpView) -> bool:
-    """Whether an op changes only how matrices are batched."""
+    """Whether an op changes only the batching of matrices."""
     x, out = op.args[0], op.out
     if not isinstance(x, Value) or op.op not in BATCHING or x.spec is None or out.spec is None:
         return False
@@ -127,7 +127,7 @@ def _keeps_matrices(op: OpView) -> bool:
 
 
 def factors(op: OpView, graph: RegionGraph) -> tuple[Quantized, Quantized] | None:
-    """Both operands of one of `PRODUCTS`, quantized by numbers that are known; perhaps batched in another way."""
+    """Both operands of one of `PRODUCTS`, quantized with known numbers and possibly batched in another way; None otherwise."""
     found = []
     for value in op.args[:2]:
         while isinstance(value, Value) and (made := graph.producer(value)) is not None and _keeps_matrices(made):
@@ -140,27 +140,27 @@ def factors(op: OpView, graph: RegionGraph) -> tuple[Quantized, Quantized] | Non
 
 
 def target_of(op: OpView | None) -> Target | None:
-    """What a quantize op makes of its input."""
+    """The quantization that a quantize op applies."""
     if op is None:
         return None
     return Target(*(op.arg(n) for n in ("scale", "zero_point", "quant_min", "quant_max", "dtype")))
 
 
 def residual_of(m: Match) -> Value | None:
-    """What the addition of a match adds to the product."""
+    """The tensor that a match adds to the product, or None."""
     add = m.get("add")
     return None if add is None else other_of(add, m.ops[m.ops.index(add) - 1].out)
 
 
 def other_of(op: OpView, value: Value) -> Value | None:
-    """The other operand of an addition; None where there is none, or it is no tensor."""
+    """The other operand of an addition; None if it is the same value or not a tensor."""
     a, b = op.arg("self"), op.arg("other")
     found = b if a == value else a
     return found if isinstance(found, Value) and found.spec is not None and found != value else None
 
 
 def _adds(op: OpView, m: Match, context: Any) -> bool:
-    """A tensor of the product's own shape and type."""
+    """Whether an addition adds a tensor of the product's shape and dtype."""
     other, out = other_of(op, m.out), m.out.spec
     if op.arg("alpha") != 1 or other is None or other.spec is None or out is None or op.out.spec is None:
         return False
@@ -177,8 +177,8 @@ def product(
     anchor: str | tuple[str, ...], rule: str, posts: Callable[[OpView], Any], names: frozenset[str], residual: bool = True,
     views: bool = False,
 ) -> Chain:
-    """An anchor with what may follow it: views of the same rows (where `views`), an addition (where `residual`), a unary op of
-    `names` for which `posts` is not None, quantization. `rule` is the beginning of the steps' ids."""
+    """A chain of an anchor and its optional epilogue: row-preserving views (if `views`), an addition (if `residual`), a unary op
+    of `names` for which `posts` is not None, quantization. `rule` is the prefix of the steps' ids."""
 
     def unary(op: OpView, m: Match, context: Any) -> bool:
         same = op.out.spec is not None and m.out.spec is not None and op.out.spec.dtype == m.out.spec.dtype

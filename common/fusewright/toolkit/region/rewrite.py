@@ -1,7 +1,7 @@
-"""Rows that say what a backend makes of a region: an id, a pattern, a condition, a cost, and what is written.
+"""Rewrite rows of a backend's regions: each has an id, a pattern, a condition, a cost and a function that writes the result.
 
-First every row claims what it takes, in the order of the region; then the claims are written, in that order too. Rows are
-counted, switched off by id and limited by fuel as the host's rules are (`RuleLog`).
+First the rows claim ops, in the order of the region; then the claims are written, in the same order. Like the host's rules,
+rows are counted, switched off by id and limited by fuel (`RuleLog`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusewright.toolkit.region.verify import REGION
 log = logging.getLogger(__name__)
 
 Context: TypeAlias = Any
-"""What the functions of a backend's rows work with; the backend's own choice."""
+"""The argument that a backend passes to the functions of its rows; any type."""
 
 
 def _as_found(match: Match, context: Context) -> Match:
@@ -38,10 +38,10 @@ def _nothing_else(match: Match, ops: tuple[OpView, ...], context: Context) -> tu
 
 @dataclass(frozen=True)
 class Row:
-    """`when` is the condition, `pays` the cost: a formula, or a short measurement. `write` makes what replaces the match.
+    """One rewrite. `when` is the condition, `pays` the cost: a formula or a short measurement. `write` writes the replacement.
 
-    `extend` sees what a pattern cannot say, and gives the match with more ops and captures, or None for no match after all;
-    `also` are claims that this one counts on. `note` tells the reader of a report how its ops were lowered.
+    `extend` checks what a pattern cannot express and returns the match with more ops and captures, or None to reject it;
+    `also` are claims that must be granted with this one. `note` says in reports how the ops were lowered.
     """
 
     id: str
@@ -57,11 +57,11 @@ class Row:
         RULES.add(self.id)
 
     def roots(self) -> tuple[str, ...]:
-        """Names of the ops that it begins with."""
+        """The names of ops at which the pattern may match."""
         return (self.pattern.anchor if isinstance(self.pattern, Chain) else self.pattern).names()
 
     def match(self, op: OpView, graph: RegionGraph, context: Context, rules: RuleLog) -> Match | None:
-        """What the row finds at an op, if it is to be written."""
+        """Return the row's match at an op, if its conditions hold and it pays off."""
         if not rules.allows(self.id):
             return None
         found = find(self.pattern, op, graph, context, rules.allows)
@@ -71,7 +71,7 @@ class Row:
         return found if found is not None and self.pays(found, context) else None
 
     def claim(self, match: Match, graph: RegionGraph, context: Context) -> Claim:
-        """The claim to a match."""
+        """Make the claim for a match."""
         ops = graph.ordered(match.ops)
         note = self.note if isinstance(self.note, str) else self.note(match)
         also = self.also(match, ops, context)
@@ -79,7 +79,7 @@ class Row:
 
 
 def by_root(rows: Iterable[Row]) -> Mapping[str, Sequence[Row]]:
-    """Rows by the op that they begin with, in order."""
+    """Rows by the name of their root op, in order."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         for name in row.roots():
@@ -90,7 +90,7 @@ def by_root(rows: Iterable[Row]) -> Mapping[str, Sequence[Row]]:
 def first(
     rows: Iterable[Row], op: OpView, graph: RegionGraph, context: Context, rules: RuleLog
 ) -> Claim | None:
-    """The claim of the first row that matches at an op."""
+    """Return the claim of the first row that matches at an op."""
     for row in rows:
         if (match := row.match(op, graph, context, rules)) is not None:
             return row.claim(match, graph, context)
@@ -119,9 +119,9 @@ def _rewritten(graph: RegionGraph, rows: Sequence[Row], context: Context, rules:
 
 
 claimed = Pass("claims", "region", REGION, _claimed, lambda args, _: args[:1] if args[0].claims else ())
-"""A pass of claims: ask what is to be claimed from each op that is still free, in order. One that overlaps another is left
-out."""
+"""The claiming pass: ask for a claim at each op that is still free, in order. Claims that overlap an earlier one are
+dropped."""
 
 rewrite = Pass("rewrite", "region", REGION, _rewritten, lambda args, changed: args[:1] if changed else ())
-"""One pass of rows that replace ops by ops; whether anything was. All are found in the graph as it is before the first one
-is written."""
+"""One pass of rows that replace ops by ops; returns whether anything changed. All matches are found before the first is
+written."""

@@ -1,4 +1,4 @@
-"""What every region, and every graph of one, keeps to, as rules. They run after each pass over it."""
+"""The invariants of regions and region graphs, as rules that run after each pass over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AnyRegion: TypeAlias = Region | RegionGraph
 
 
 class Facts:
-    """A region, with what rules ask of it again and again: what each op reads, and what there is from the start."""
+    """A region with the lookups that its rules share: what each op reads, and the region's inputs."""
 
     def __init__(self, region: AnyRegion) -> None:
         self.region = region
@@ -66,7 +66,7 @@ def _same_types(f: Facts) -> Iterator[str]:
 
 
 def _alike(a: Value, b: Value) -> bool:
-    """Whether it is a weight is not all readers' business."""
+    """Whether two views of a value agree in type; readers may differ in whether it is a weight."""
     if a is b or a.spec is b.spec is not None:
         return True
     return _type(a) == _type(b)
@@ -126,19 +126,19 @@ REGION: Spec[AnyRegion] = Spec(
     RegionError,
     RULES,
     Facts,
-    content=lambda region: object(),  # users may have changed where no op has
+    content=lambda region: object(),  # users may have changed even if no op has
     name=lambda region: region.name,
 )
 UNORDERED = replace(REGION, rules=tuple(rule for rule in RULES if rule is not ORDER))
 
 
 def problems(region: AnyRegion, ordered: bool = True) -> Iterator[str]:
-    """Whatever breaks a rule. `ordered`: ops must stand behind those that they read."""
+    """Yield every broken rule. `ordered`: ops must come after the ops that they read."""
     return (v.text for v in (REGION if ordered else UNORDERED).violations(region))
 
 
 def verify(region: AnyRegion, after: str, ordered: bool = True) -> None:
-    """Raises `RegionError` with every problem; `after` names the pass."""
+    """Raise `RegionError` listing every problem; `after` names the pass."""
     (REGION if ordered else UNORDERED).check(region, after)
 
 

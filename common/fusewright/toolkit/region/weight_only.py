@@ -1,6 +1,6 @@
-"""Linears with weights of 8 bits and activations of floats, as quantizers leave them in a graph.
+"""Recognizes linears with 8-bit weights and floating-point activations, as quantizers write them into a graph.
 
-Per column: `mm(x, cast(t(q)))`, then a factor for each column and a bias. In groups: a linear whose weight is
+Per column: `mm(x, cast(t(q)))`, then a factor per column and a bias. In groups: a linear whose weight is
 `view((cast(view(q)) - cast(view(zero))) * view(scale))`, with the groups as the last dimension.
 """
 
@@ -19,8 +19,8 @@ from fusewright.toolkit.region.pattern import ANY, Chain, Match, chain, maybe, p
 
 
 def widened_linear(prefix: str) -> Chain:
-    """A product with a weight of 8 bits that the region widens, and the factor and the bias behind it. `prefix` begins the ids
-    of the steps that may be left out."""
+    """A product with an 8-bit weight that the region widens, followed by an optional factor and bias. `prefix` is the prefix of
+    the optional steps' ids."""
     return chain(
         p("mm", ANY, p("cast", "weight", capture="cast")),
         maybe("mul", of_columns, "scale", rule=f"{prefix}.scale"),
@@ -29,7 +29,7 @@ def widened_linear(prefix: str) -> Chain:
 
 
 def widened(m: Match, graph: RegionGraph, most_rows: int) -> Match | None:
-    """A match of `widened_linear` of few rows, whose weight is int8; its cast goes with it where nobody else needs it."""
+    """Accept a match of `widened_linear` if it has few rows and an int8 weight. The cast joins it if it has no other reader."""
     op, cast, weight = m.anchor, m["cast"], m["weight"]
     wrong = (
         spec_of(weight).dtype != torch.int8
@@ -43,7 +43,7 @@ def widened(m: Match, graph: RegionGraph, most_rows: int) -> Match | None:
 
 
 def of_columns(op: OpView, m: Match, context: Any) -> bool:
-    """Whether the other operand of what alone reads a product is one number for each column of the same type."""
+    """Whether the other operand of a product's only reader is one number per column, of the same dtype."""
     other = other_operand(op, m.out)
     out, made = spec_of(m.out), spec_of(op.out)
     if other is None or made.shape != out.shape or made.dtype != out.dtype or (op.op == "add" and op.arg("alpha") != 1):
@@ -52,13 +52,13 @@ def of_columns(op: OpView, m: Match, context: Any) -> bool:
 
 
 def other_operand(op: OpView, value: Value) -> Value | None:
-    """What an op of two operands reads beside `value`."""
+    """The operand of a binary op other than `value`."""
     others = [v for v in op.inputs() if v.id != value.id]
     return others[0] if len(others) == 1 else None
 
 
 def behind(m: Match) -> dict[str, Value | None]:
-    """The factor and the bias of a match of `widened_linear`, where it has them."""
+    """The factor and the bias of a match of `widened_linear`, each None if absent."""
     found, made = dict[str, Value | None](), m.anchor.out
     for name in ("scale", "bias"):
         if (step := m.get(name)) is not None:
@@ -68,9 +68,9 @@ def behind(m: Match) -> dict[str, Value | None]:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A weight [n, k] in groups along k: int8 `q` [n, k] or [n, groups, group], `scale` of a float type and `zero` (int8 or of a
-    float type, or None), one number for each group; all dense. `ops` make the weight of them, and nobody else reads what is in
-    between."""
+    """A weight [n, k] quantized in groups along k: int8 `q` [n, k] or [n, groups, group], and per group a floating-point `scale`
+    and a `zero` (int8, floating-point or None); all dense. `ops` compute the weight from them, and their intermediate results
+    have no other reader."""
 
     q: Value
     scale: Value
@@ -80,7 +80,7 @@ class Grouped:
 
 
 def grouped(weight: Value, graph: RegionGraph) -> Grouped | None:
-    """How a weight is made of 8 bits in groups, if it is. What is made of small constants may be a constant itself."""
+    """Recognize a weight quantized in groups, or return None. Values computed from small constants may be constants themselves."""
     steps = _Steps(graph)
     whole = steps.made(weight, "view", "reshape")
     factor = whole and steps.made(whole.arg("self"), "mul")
@@ -98,7 +98,7 @@ def grouped(weight: Value, graph: RegionGraph) -> Grouped | None:
 def _checked(
     weight: Value, q: Value, scale: Value, zero: Value | None, shape: Any, ops: list[OpView]
 ) -> Grouped | None:
-    """What was found, if its types and shapes are those of `Grouped`."""
+    """Make a `Grouped` if types and shapes fit, else return None."""
     if len(shape) != 3 or not all(isinstance(s, int) for s in shape) or shape[0] != spec_of(weight).shape[0]:
         return None
     n, groups, group = shape
@@ -112,7 +112,7 @@ def _checked(
 
 
 class _Steps:
-    """A walk from a value back through what alone reads what it is made of."""
+    """Walks back from a value through ops whose results have a single reader."""
 
     def __init__(self, graph: RegionGraph) -> None:
         self.graph = graph
@@ -126,7 +126,7 @@ class _Steps:
         return op
 
     def source(self, value: Value) -> Value:
-        """What a value is a cast and a view of, where it is."""
+        """Skip a cast and a view behind a value, if present."""
         for names in (("cast",), ("view", "reshape", "unsqueeze")):
             op = self.made(value, *names)
             value = value if op is None else op.arg("self")
