@@ -1,4 +1,4 @@
-"""Rows of products of two activations: attention's scores and values where a graph quantizes both operands."""
+"""Rewrite rows for products of two activations: attention's matrix products where a graph quantizes both operands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _when(m: Match, b: Builder) -> bool:
 
 
 def _pays(m: Match, b: Builder) -> bool:
-    """Whether packing an operand at each call and multiplying bytes is faster than widening both and multiplying floats."""
+    """Whether packing one operand per call for an int8 product is faster than widening both for a float product."""
     wanted = b.ctx.options.get("engine", "auto")
     if wanted != "auto":
         return wanted == "core"

@@ -1,4 +1,4 @@
-"""The backend `x86_int8`: quantized products on int8 instructions, everything else as CPU backends share it."""
+"""The backend `x86_int8`: quantized products on int8 instructions, everything else through the shared CPU lowerings."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fusewright_int8.tensors import ROWS as TENSOR_ROWS
 
 
 class X86Int8(QuantizedBackend):
-    """x86-64 CPUs with int8 dot-product instructions. What is not int8 it runs as `x86_onednn` does."""
+    """x86-64 CPUs with int8 dot-product instructions. Float ops run as in `x86_onednn`."""
 
     name = "x86_int8"
-    priority = 10  # quantized models only: for the others the float backend of this CPU comes first
+    priority = 10  # below the CPU's float backend, which comes first for models that are not quantized
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *MATMUL_ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
     carried = frozenset({"conv", "int_mm", "choose_qparams", *MATMULS})
     products = ("linear", "conv")
     namespaces = (*QuantizedBackend.namespaces, NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
         **QuantizedBackend.options,
-        # Who computes int8 products: "core", "onednn", or "auto", whichever measures fastest for a shape.
+        # The engine of int8 products: "core", "onednn", or "auto" for the one that measures fastest for a shape.
         "engine": "auto",
     }
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {**QuantizedBackend.choices, "engine": ("auto", "core", "onednn")}
@@ -62,7 +62,7 @@ class X86Int8(QuantizedBackend):
         return f"no native core: {missing}" if missing else f"int8 products by our core ({native.isa()}) and oneDNN"
 
     def fingerprint(self) -> str:
-        """With the core, whose calls stand in plans."""
+        """Include the core, because plans contain its calls."""
         return f"{super().fingerprint()}-core {'absent' if native.absent() else native.isa()}"
 
     @classmethod

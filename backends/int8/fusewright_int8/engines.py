@@ -1,4 +1,4 @@
-"""Who can compute an int8 product: our core, oneDNN or FBGEMM, as data, and which is the fastest for a shape."""
+"""The engines that compute int8 products (our core and oneDNN), as data, and the choice of the fastest for a shape."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LIBRARY_POSTS = ("none", "relu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class Engine:
-    """`linear`, `dynamic`, `conv` and `pack_*` are operators; `linear_tensor` takes a scale and a zero point that are tensors.
-    `residual`: it adds one. `limits`: it clamps to other limits than the type's."""
+    """One engine. `linear`, `dynamic`, `conv` and `pack_*` name operators; `linear_tensor` takes scale and zero point as tensors.
+    `residual`: it can add one. `limits`: it can clamp to limits other than the type's."""
 
     name: str
     linear: str
@@ -50,20 +50,20 @@ ENGINES: tuple[Engine, ...] = (
         LIBRARY_POSTS, False, False, _no_onednn,
     ),
 )  # fmt: skip
-"""Those that take the most neighbours in come first: they are asked first."""
+"""In the order in which they are tried: those that fuse the most neighbours first."""
 
 MOST_MEASURED = 1 << 22
-"""Largest weight that a measurement makes, in elements; a wider product is measured on fewer columns."""
+"""Largest weight that a measurement allocates, in elements; a wider product is measured on fewer columns."""
 
 
 def present(engines: Sequence[Engine] = ENGINES) -> tuple[Engine, ...]:
-    """Engines that are there."""
+    """Return the engines available on this machine."""
     return tuple(e for e in engines if e.absent() is None)
 
 
 @dataclass(frozen=True)
 class Product:
-    """x[m, k] @ w[n, k].T of 8 bits, into `out`. `adds`: a residual too."""
+    """An 8-bit product x[m, k] @ w[n, k].T into `out`. `adds`: with a residual."""
 
     m: int
     k: int
@@ -80,7 +80,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Convolution:
-    """x[shape] with w[weight], into `out`; strides and padding over two dimensions. `adds`: a residual too."""
+    """An 8-bit 2-d convolution of x[shape] with w[weight] into `out`. `adds`: with a residual."""
 
     shape: tuple[int, ...]
     weight: tuple[int, ...]
@@ -101,7 +101,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """x[m, k] @ w[n, k].T of floats, quantized by a rule of `reference.RULES`."""
+    """A product x[m, k] @ w[n, k].T of a float input, quantized dynamically by a rule of `reference.RULES`."""
 
     m: int
     k: int
@@ -115,15 +115,15 @@ class Dynamic:
 
 
 FLOATS = "floats"
-"""What `fastest` says where no engine is as fast as a product of floats."""
+"""The answer of `fastest` when a float product beats every engine."""
 
 
 def fastest(
     ctx: CompileContext, shape: Product | Convolution | Dynamic, among: Sequence[Engine] | None = None,
     floats: torch.dtype | None = None,
 ) -> str:  # fmt: skip
-    """The name of the engine that is fastest for a shape: of those that are there, or of `among`. Where the graph computes in
-    `floats`, it may be `FLOATS`: its product between a conversion from bytes and one to them."""
+    """Return the name of the fastest engine for a shape, of the available ones or of `among`. Given the graph's type `floats`, it
+    may be `FLOATS`: a float product between conversions from and to bytes."""
     there = present() if among is None else among
     make: Callable[[Engine, Any], Callable[[], Thunk]] = MAKERS[type(shape)]
     wanted = str(ctx.options.get("engine", "auto"))
@@ -148,7 +148,7 @@ def _after(out: torch.dtype, residual: torch.Tensor | None = None) -> tuple[obje
 
 
 def _with_residual(e: Engine, run: Callable[..., torch.Tensor], out: torch.dtype, given: Sequence[Any]) -> Thunk:
-    """A call that adds a residual, by the engine or behind it: there a loop kernel reads floats and stores what is wanted."""
+    """Return a call that adds a residual, in the engine or else in a separate pass, as a loop kernel after it would."""
     y = run(*given, *_after(torch.float32))
     if e.residual:
         return lambda: run(*given, *_after(out, y.to(out)))
@@ -182,7 +182,7 @@ def _dynamic(e: Engine, p: Dynamic) -> Callable[[], Thunk]:
 
 
 def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype) -> bool:
-    """Whether our core, which reads a weight's 8 bits, is faster than a float product of the weight widened beforehand."""
+    """Whether our core, which reads the 8-bit weight, is faster than a float product with the weight widened beforehand."""
     if native.absent():
         return False
 
@@ -218,7 +218,7 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
 
 
 def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> Thunk:
-    """A product of floats where its neighbours have bytes, which it reads and stores."""
+    """Return a float product that reads and stores bytes, as its quantized neighbours require."""
     if not shape.adds:
         return lambda: run(x.to(dtype)).to(shape.out)
     y = run(x.to(dtype))
@@ -254,11 +254,11 @@ MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
     Convolution: _conv,
     Dynamic: _dynamic,
 }
-"""Measurements, by what is measured."""
+"""Makers of the timed call, by the kind of shape measured."""
 
 
 def bare(op: str, sizes: Sequence[Any]) -> dict[str, Thunk]:
-    """Each engine's call for a product of uint8, requantized: "linear" of (m, k, n), "conv" of (input, weight, stride, groups)."""
+    """Return each engine's call of a requantized uint8 "linear" of (m, k, n) or "conv" of (input, weight, stride, groups)."""
     if op == "linear":
         m, k, n = sizes
         shape: Product | Convolution = Product(m, k, n, torch.uint8, torch.uint8)

@@ -1,6 +1,6 @@
-"""Rows of products with float inputs: quantized on the way (dynamic), or only the weight in 8 bits.
+"""Rewrite rows for products with float inputs: quantized dynamically, or with only the weight in 8 bits.
 
-Patterns are those of PT2E and of `fusewright.quantize`.
+The patterns are those of PT2E and of `fusewright.quantize`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fusewright_int8.lowerings import (
 from fusewright_int8.operators import name
 
 EPS = {"tensor": 2.0**-23, "row_symmetric": torch.finfo(torch.float32).eps}
-"""Smallest scale of the rules that a graph may give another one."""
+"""Smallest scale of each rule for which graphs may specify another one."""
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -58,7 +58,7 @@ class FloatInput:
 
 
 def _row_rule(rows: Rows, graph: RegionGraph) -> FloatInput | None:
-    """Rows quantized by what was chosen for them."""
+    """Match rows quantized with the scales and zero points chosen for them."""
     quantize, choose = graph.producer(rows.value), graph.producer(rows.scale)
     if quantize is None or quantize.op != "quantize_per_token" or choose is None:
         return None
@@ -72,7 +72,7 @@ def _row_rule(rows: Rows, graph: RegionGraph) -> FloatInput | None:
 
 
 def _tensor_rule(q: Quantized, graph: RegionGraph) -> FloatInput | None:
-    """A whole tensor quantized by what was chosen for it, to unsigned bytes with the scale's bound that the core knows."""
+    """Match a whole tensor quantized to uint8 with the scale and zero point chosen for it, under the core's bound of the scale."""
     quantize, choose = graph.producer(q.value), graph.producer(q.scale) if isinstance(q.scale, Value) else None
     if quantize is None or quantize.op != "quantize_tensor" or choose is None or choose.op != "choose_qparams":
         return None
@@ -84,7 +84,7 @@ def _tensor_rule(q: Quantized, graph: RegionGraph) -> FloatInput | None:
 
 
 def float_input(op: OpView, graph: RegionGraph) -> FloatInput | None:
-    """The float input of a product that quantizes it dynamically."""
+    """Return the float input of a dynamically quantized product, or None."""
     found = dequantized(op.arg("input"), graph, views=True)
     rule = _row_rule(found, graph) if isinstance(found, Rows) else _tensor_rule(found, graph) if found else None
     return rule if rule is not None and spec_of(rule.value).dtype in FLOATS else None
@@ -125,14 +125,14 @@ def _dynamic_write(e: Engine, m: Match, b: Builder) -> None:
 
 
 def _after(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
-    """Residual, post-op and type of a result in floats, computed of `x`."""
+    """Return residual, post-op and type of a float result computed from `x`."""
     found, post = residual_of(m), post_of(m.get("unary"))
     assert post is not None
     return (None if found is None else beside_rows(found, x, m, b), *post, spec_of(m.out).dtype)
 
 
 def _computed(op: OpView, graph: RegionGraph) -> Quantized | None:
-    """The input of a product, quantized by tensors that an op made."""
+    """Return the input of a product if its scale and zero point are tensors, else None."""
     found = dequantized(op.arg("input"), graph, views=True)
     fits = isinstance(found, Quantized) and isinstance(found.scale, Value) and isinstance(found.zero_point, Value)
     return found if fits else None  # type: ignore[return-value]
@@ -166,7 +166,7 @@ def _weight_only_when(m: Match, b: Builder) -> bool:
 
 
 def _plain_input(m: Match, b: Builder) -> Value:
-    """The float input, in the shape of the result where it had that."""
+    """Return the float input, before any views if it had the result's leading shape there."""
     x: Value = m.anchor.arg("input")
     earlier: Value = before_views(x, b.graph)
     return earlier if spec_of(earlier).shape[:-1] == spec_of(m.out).shape[:-1] else x
@@ -192,7 +192,7 @@ def _weight_only_write(m: Match, b: Builder) -> None:
     note(m, b, "int8 weight, core")
 
 
-# -- rows
+# -- rewrite rows
 
 
 def _posts(e: Engine | None) -> Callable[[OpView], Any]:
@@ -206,7 +206,7 @@ def _posts(e: Engine | None) -> Callable[[OpView], Any]:
 def _of_engine(e: Engine) -> tuple[Row, ...]:
     dynamic = product("linear", f"int8.dynamic.{e.name}", _posts(None), UNARY, views=True)
     computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.residual, views=True)
-    dynamic = type(dynamic)(dynamic.anchor, dynamic.steps[:-1])  # its result stays in floats
+    dynamic = type(dynamic)(dynamic.anchor, dynamic.steps[:-1])  # without the quantize step: the result stays in floats
     return (
         Row(
             f"int8.dynamic.{e.name}", dynamic, when=_dynamic_when, pays=partial(_dynamic_pays, e), write=partial(_dynamic_write, e),
@@ -227,4 +227,4 @@ ROWS: tuple[Row, ...] = (
         write=_weight_only_write, note="int8 weight",
     ),
 )  # fmt: skip
-"""In the order in which they are asked."""
+"""The rewrite rows, in the order in which they are tried."""

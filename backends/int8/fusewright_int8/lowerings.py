@@ -1,4 +1,4 @@
-"""Rows of x86_int8: which quantized patterns become int8 calls, under which conditions, and how."""
+"""The rewrite rows of x86_int8: which quantized patterns become int8 calls, under which conditions, and how."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 def post_of(op: OpView | None) -> tuple[str, tuple[float, ...]] | None:
-    """A unary op as the engines call it, with its numbers; None where they have none."""
+    """Return the engines' name and arguments for a unary op, or None if they lack it."""
     if op is None:
         return "none", ()
     match op.op:
@@ -52,7 +52,7 @@ def post_of(op: OpView | None) -> tuple[str, tuple[float, ...]] | None:
 UNARY = frozenset({"relu", "clamp", "gelu", "silu"})
 
 
-# -- what is int8, and why not
+# -- what stays in floats, and why
 
 
 def spec_of(value: Any) -> TensorSpec:
@@ -61,8 +61,8 @@ def spec_of(value: Any) -> TensorSpec:
 
 
 def why_not(op: OpView, graph: RegionGraph) -> str | None:
-    """Why a linear or convolution that has quantized operands stays one of floats; None where an engine takes it, or where it
-    has none."""
+    """Return why a linear or convolution with quantized operands stays in floats; None if an engine takes it, or if it has no
+    such operands."""
     x, w = dequantized(op.arg("input"), graph, op.op == "linear"), weight_of(op.arg("weight"), graph)
     if x is None and w is None:
         return None
@@ -108,7 +108,7 @@ def _common_reason(op: OpView, w: Weight, graph: RegionGraph, k: Any) -> str | N
 
 
 def static_input(op: OpView, graph: RegionGraph) -> Quantized | None:
-    """The input of a product, quantized by numbers that are known."""
+    """Return the input of a product if its scale and zero point are known numbers, else None."""
     found = dequantized(op.arg("input"), graph, op.op == "linear")
     return found if isinstance(found, Quantized) and found.static and found.scale else None
 
@@ -122,18 +122,18 @@ def _when(m: Match, b: Builder) -> bool:
 
 
 def dense(value: Value) -> bool:
-    """Whether the strides that an engine gives a result can be said, or are the graph's anyway."""
+    """Whether the strides that an engine gives the result are static, or equal the graph's."""
     spec = spec_of(value)
     return is_static(spec.shape[1:]) or strides_of(spec) == spec.stride
 
 
 def shaped(m: Match, x: Value) -> bool:
-    """Whether the rows of `x` give a result of the match's shape, or of one that can be said."""
+    """Whether the rows of `x` give a result of the match's shape, or of a static one that a view can produce."""
     return spec_of(x).shape[:-1] == spec_of(m.out).shape[:-1] or spec_of(m.out).static
 
 
 def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder) -> None:
-    """A call that makes a row of each row of `x`, and the view of its result that the graph has."""
+    """Emit a call that maps each row of `x` to a row, and the view that gives its result the graph's shape."""
     out, stride = spec_of(m.out), result_strides(m.out)
     if spec_of(x).shape[:-1] == out.shape[:-1]:
         b.library(target, b.any_strides(x), *rest, out=m.out, stride=stride, op=m.anchor)
@@ -145,7 +145,7 @@ def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder
 
 
 def beside_rows(residual: Value, x: Value, m: Match, b: Builder) -> Ref | None:
-    """What is added to a product of the rows of `x`: in their shape, where views between the two have changed it."""
+    """Return the residual of a product of the rows of `x`, reshaped to match them if views lie between."""
     rows = spec_of(x).shape[:-1]
     if m.anchor.op != "linear" or rows == spec_of(m.out).shape[:-1]:
         return b.any_strides(residual)
@@ -153,7 +153,7 @@ def beside_rows(residual: Value, x: Value, m: Match, b: Builder) -> Ref | None:
 
 
 def reshaped(value: Value, shape: tuple[Any, ...], op: OpView, b: Builder) -> Ref | None:
-    """A value in another shape, for the call that computes `op`."""
+    """Return a value in another shape, for the call that computes `op`."""
     given = b.any_strides(value)
     if spec_of(value).shape == shape:
         return given
@@ -163,7 +163,7 @@ def reshaped(value: Value, shape: tuple[Any, ...], op: OpView, b: Builder) -> Re
 
 
 def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]:
-    """Dense strides; those of a batch of images with the channels innermost."""
+    """Return dense strides: row-major, or channels-last for a batch of images."""
     order = [*range(spec.rank)]
     if channels_last:
         order = [0, *range(2, spec.rank), 1]
@@ -178,7 +178,7 @@ def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]
 
 
 def _takes(e: Engine, m: Match) -> bool:
-    """Whether an engine can quantize as the match does."""
+    """Whether an engine can quantize to the match's limits."""
     target = target_of(m.get("quantize"))
     if target is None or e.limits:
         return True
@@ -187,8 +187,8 @@ def _takes(e: Engine, m: Match) -> bool:
 
 
 def _pays(e: Engine, m: Match, b: Builder) -> bool:
-    """Whether this engine takes the match. Each is asked with what it takes in, so with a shape of its own: the last one that
-    can take what the others left does, unless floats are faster than it."""
+    """Whether this engine takes the match. Each engine is asked with the match that it would fuse, so with a shape of its own. The
+    last able engine takes what the others declined, unless floats are faster."""
     able = [o for o in present() if _takes(o, m)]
     if e not in able:
         return False
@@ -198,7 +198,7 @@ def _pays(e: Engine, m: Match, b: Builder) -> bool:
 
 
 def shape_of(m: Match, b: Builder) -> Product | Convolution:
-    """What a match computes, symbolic sizes by their hints."""
+    """Return the shape of a match, with hints for symbolic sizes."""
     op, x, w = m.anchor, static_input(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
     assert x is not None and w is not None
     xs, ws = (tuple(map(hint, spec_of(v).shape)) for v in (x.value, w.value))
@@ -211,7 +211,7 @@ def shape_of(m: Match, b: Builder) -> Product | Convolution:
 
 
 def geometry_of(op: OpView) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Stride, padding, dilation and groups of a convolution."""
+    """Return stride, padding, dilation and groups of a convolution."""
     return tuple(op.arg("stride")), tuple(op.arg("padding")), tuple(op.arg("dilation")), op.arg("groups")
 
 
@@ -226,7 +226,7 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
     else:
         kernel = tuple(spec_of(w.value).shape[2:])
         geometry = geometry_of(op)
-        unsigned = x.zero_point + (128 if spec_of(x.value).dtype is torch.int8 else 0)  # as oneDNN's operator multiplies
+        unsigned = x.zero_point + (128 if spec_of(x.value).dtype is torch.int8 else 0)  # oneDNN's operator multiplies uint8
         rest = geometry[-1:] if e.name == "core" else (scale, float(x.scale), unsigned, *geometry)
         args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, x.value, b))
         b.library(e.conv, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
@@ -240,7 +240,7 @@ def result_strides(value: Value, channels_last: bool = False) -> tuple[int, ...]
 
 
 def centered(w: Weight, b: Builder) -> tuple[Ref, Ref]:
-    """The weight without its zero points, and fp32 scales, one for each of its first dimension."""
+    """Return the weight minus its zero points, and one fp32 scale per index of its first dimension."""
     n = spec_of(w.value).shape[0]
     weight, zero, scale = b.exact(w.value), w.zero_point, w.scale
     if isinstance(zero, Value):
@@ -257,7 +257,7 @@ def centered(w: Weight, b: Builder) -> tuple[Ref, Ref]:
 
 
 def bias_of(op: OpView, b: Builder) -> Ref | None:
-    """The bias in fp32."""
+    """Return the bias in fp32."""
     bias = op.arg("bias")
     if bias is None:
         return None
@@ -268,7 +268,7 @@ def bias_of(op: OpView, b: Builder) -> Ref | None:
 
 
 def epilogue(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
-    """Residual, post-op and quantization of what is computed of `x`, as the operators take them."""
+    """Return residual, post-op and quantization of a result computed from `x`, as operator arguments."""
     found, target, post = residual_of(m), target_of(m.get("quantize")), post_of(m.get("unary"))
     assert post is not None
     residual = (None, 1.0, 0) if found is None else _residual(found, x, m, b)
@@ -278,7 +278,7 @@ def epilogue(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
 
 
 def _residual(value: Value, x: Value, m: Match, b: Builder) -> tuple[Any, ...]:
-    """What is added, in 8 bits where it was dequantized."""
+    """Return the residual with scale and zero point; a dequantized one is read in 8 bits."""
     q = dequantized(value, b.graph)
     if isinstance(q, Quantized) and q.static:
         return beside_rows(q.value, x, m, b), float(q.scale), q.zero_point
@@ -286,7 +286,7 @@ def _residual(value: Value, x: Value, m: Match, b: Builder) -> tuple[Any, ...]:
 
 
 def note(m: Match, b: Builder, text: str) -> None:
-    """Tell reports how a match is computed."""
+    """Note for reports how a match is computed."""
     b.notes[m.anchor.id] = " + ".join([text, *(p.op for p in m.ops if p is not m.anchor)])
     for p in m.ops:
         if p is not m.anchor:
@@ -312,4 +312,4 @@ def _rows(e: Engine) -> tuple[Row, ...]:
 
 
 ROWS: tuple[Row, ...] = tuple(row for e in ENGINES for row in _rows(e) if e.absent() is None)
-"""In the order in which they are asked."""
+"""The rewrite rows, in the order in which they are tried."""

@@ -1,7 +1,7 @@
-"""Torch operators that plans of `x86_int8` name: one for each engine (our core, oneDNN, FBGEMM), all with the same arguments.
+"""The torch operators that plans of `x86_int8` call: a set for each engine (our core, oneDNN), all with the same arguments.
 
-A weight is packed once (`pack_*`). One whose zero points do not leave 8 bits cannot be packed: then it stays in floats, and the
-product is one of floats, so that every graph gives what it says.
+Each weight is packed once (`pack_*`). A weight that no longer fits 8 bits after subtracting its zero points stays in floats, and
+so does its product, so that every graph computes what it specifies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GEOMETRY = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, int
 
 
 def name(op: str) -> str:
-    """The name of an operator in a plan."""
+    """Return the name of an operator in a plan."""
     return f"{NAMESPACE}::{op}.default"
 
 
@@ -39,7 +39,7 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def define(run: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema)
         op = schema.partition("(")[0]
-        for key in ("CPU", "MkldnnCPU"):  # oneDNN's packed weights are tensors of its own
+        for key in ("CPU", "MkldnnCPU"):  # oneDNN's packed weights dispatch as MkldnnCPU
             _library.impl(op, run, key)
         call_directly(name(op), run)
         return run
@@ -72,7 +72,7 @@ _NAMES = (
 
 
 def _named(rest: Sequence[Any]) -> dict[str, Any]:
-    """An epilogue's arguments as the core's functions take them."""
+    """Return an epilogue's arguments as keyword arguments of the core's functions."""
     found = dict(zip(_NAMES, rest, strict=True))
     if found["out_dtype"].is_floating_point:
         found["out_low"] = found["out_high"] = None
@@ -84,7 +84,7 @@ def _named(rest: Sequence[Any]) -> dict[str, Any]:
 
 @_operator("center(Tensor weight, Tensor? zero_points) -> Tensor")
 def center(weight: Tensor, zero_points: Tensor | None) -> Tensor:
-    """weight - zero_points (one for each of the first dimension, or one), int8 where it fits, else fp32."""
+    """Return weight - zero_points (one per index of the first dimension, or one for all) as int8 if it fits, else fp32."""
     if zero_points is None or not zero_points.any():
         return weight.clone(memory_format=torch.contiguous_format)
     column = zero_points.reshape(-1, *[1] * (weight.dim() - 1)).to(torch.int32)
@@ -95,7 +95,7 @@ def center(weight: Tensor, zero_points: Tensor | None) -> Tensor:
 
 @_operator("scales(Tensor scale, int n) -> Tensor")
 def scales(scale: Tensor, n: int) -> Tensor:
-    """fp32 [n] of one scale for all or for each."""
+    """Return fp32 [n], given one scale for all or one for each."""
     return scale.reshape(-1).to(torch.float32, copy=True).expand(n).contiguous()
 
 
@@ -134,7 +134,7 @@ def _wide_linear(
 def linear(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any
 ) -> Tensor:
-    """By our core."""
+    """Compute with our core."""
     if packed.dtype.is_floating_point:
         return _wide_linear(x, packed, w_scale, bias, scale, zero, _epilogue(*rest))
     return native.linear(x, packed, w_scale, bias, scale, zero, **_named(rest))
@@ -144,20 +144,20 @@ def linear(
     f"matmul(Tensor x, Tensor y, float x_scale, int x_zero_point, float y_scale, int y_zero_point, {_EPILOGUE}) -> Tensor"
 )
 def matmul(x: Tensor, y: Tensor, x_scale: float, x_zero: int, y_scale: float, y_zero: int, *rest: Any) -> Tensor:
-    """Of two activations, by our core; adds no residual."""
+    """Multiply two activations with our core, which adds no residual here."""
     given = {k: v for k, v in _named(rest).items() if not k.startswith("residual")}
     return native.matmul(x, y, x_scale, x_zero, y_scale, y_zero, **given)
 
 
 def _unsigned(x: Tensor, zero: int) -> tuple[Tensor, int]:
-    """uint8 of the same distance to its zero point: oneDNN multiplies signed activations by its reference, 3,000 times slower."""
+    """Shift int8 to uint8, zero point included: oneDNN multiplies signed activations with its reference, 3,000 times slower."""
     return (x.view(torch.uint8) ^ 0x80, zero + 128) if x.dtype is torch.int8 else (x, zero)
 
 
 ONEDNN_POSTS = {
     "none": ("none", "none"), "relu": ("relu", "none"), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"),
 }  # fmt: skip
-"""Post-ops of the core as oneDNN's operators call them."""
+"""The core's post-ops -> oneDNN's name and algorithm for them."""
 
 
 def _onednn_out(after: Epilogue) -> tuple[Any, ...]:
@@ -169,7 +169,7 @@ def _onednn_out(after: Epilogue) -> tuple[Any, ...]:
 def linear_onednn(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any
 ) -> Tensor:
-    """By oneDNN, which adds no residual and knows the limits of types only."""
+    """Compute with oneDNN, which adds no residual and clamps only to the limits of the type."""
     after = _epilogue(*rest)
     if packed.dtype.is_floating_point:
         return _wide_linear(x, packed, w_scale, bias, scale, zero, after)
@@ -184,7 +184,7 @@ def conv(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, kernel_size: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    """By our core."""
+    """Compute with our core."""
     geometry = stride, padding, dilation, groups
     if packed.dtype.is_floating_point:
         return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, _epilogue(*rest))
@@ -196,7 +196,7 @@ def conv_onednn(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, kernel_size: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    """By oneDNN, as `linear_onednn`."""
+    """Compute with oneDNN, with the restrictions of `linear_onednn`."""
     after, geometry = _epilogue(*rest), (stride, padding, dilation, groups)
     if packed.dtype.is_floating_point:
         return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, after)
@@ -225,7 +225,7 @@ def _wide_conv(
 
 @functools.lru_cache(64)
 def _zeros(n: int) -> Tensor:
-    """Zero points of weights, which oneDNN's operators take and do not read."""
+    """Return zero points of weights, which oneDNN's operators require but do not read."""
     return torch.zeros(n, dtype=torch.int32)
 
 
@@ -236,7 +236,7 @@ _AFTER = "Tensor? residual, str post, float[] post_args, ScalarType out_dtype"
 
 
 def _float_linear(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
-    """With a weight that does not fit 8 bits: its input is not quantized, which is closer to the floats than the graph."""
+    """Compute a product whose weight does not fit 8 bits. The input is not quantized, which is more exact than the graph."""
     residual, post, post_args, out_dtype = rest
     product = F.linear(x.float(), weight * w_scale[:, None], None if bias is None else bias.float())
     return Epilogue(residual, post=post, post_args=post_args, out_dtype=out_dtype).apply(product)
@@ -259,7 +259,7 @@ _operator(f"weight_linear({_FLOAT}, {_AFTER}) -> Tensor")(partial(_floats, nativ
 def linear_tensor(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor, *rest: Any
 ) -> Tensor:
-    """`linear`, with a scale and a zero point that were computed."""
+    """`linear` with the input's scale and zero point as tensors."""
     return linear(x, packed, w_scale, bias, float(scale), int(zero), *rest)
 
 
@@ -269,14 +269,14 @@ def linear_tensor(
 def linear_tensor_onednn(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor, *rest: Any
 ) -> Tensor:
-    """`linear_onednn`, with a scale and a zero point that were computed."""
+    """`linear_onednn` with the input's scale and zero point as tensors."""
     return linear_onednn(x, packed, w_scale, bias, float(scale), int(zero), *rest)
 
 
 def _dynamic_onednn(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, rule: str, *, out_dtype: torch.dtype, **after: Any
 ) -> Tensor:
-    """sums * scale of (q - zero) = sums of q, less zero times the sums of the weight: oneDNN knows one scale for all rows."""
+    """Compute sum((q - zero) * w) as sum(q * w) - zero * sum(w), and scale each row: oneDNN takes only one scale for all rows."""
     q, scale, zero = quantize_dynamic(x.reshape(-1, x.shape[-1]), RULES[rule])
 
     def sums(rows: Tensor) -> Tensor:

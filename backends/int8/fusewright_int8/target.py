@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """One way to multiply int8. `needs` are CPU features; `vector` is a vector register's length in bytes."""
+    """A way to multiply int8. `needs`: CPU features; `vector`: bytes in a vector register."""
 
     arch: str
     needs: frozenset[str]
@@ -23,5 +23,5 @@ TARGETS: tuple[Target, ...] = (
 
 
 def best(features: Set[str]) -> Target | None:
-    """The best target that a CPU with these features has, or None."""
+    """Return the best target for a CPU with these features, or None."""
     return next((t for t in TARGETS if t.needs <= features), None)

@@ -1,5 +1,5 @@
-"""Rows of what torchao's `quantize_` leaves (version 2 of its configurations): its tensors put `_int_mm` between ops that quantize,
-or the product of a widened weight, where a graph of q/dq ops would say what is meant.
+"""Rewrite rows for models quantized by torchao's `quantize_` (version 2 of its configurations). Its tensors emit `_int_mm` between
+arithmetic that quantizes, or a product with a widened weight, instead of q/dq ops.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fusewright_int8.operators import name
 
 @dataclass
 class Trail:
-    """Walks forward over ops that alone read the result before them."""
+    """Walks forward along ops, each the only reader of the result before it."""
 
     graph: RegionGraph
     value: Value
     ops: list[OpView] = field(default_factory=list)
 
     def step(self, op: str, fits: Callable[[OpView], bool] = lambda op: True) -> OpView | None:
-        """The next op, if it is called so and fits; else None, and nothing is passed."""
+        """Advance to the next op and return it, if it has this name and fits; else return None and stay."""
         user = self.graph.free_user(self.value)
         if user is None or user.op != op or not fits(user):
             return None
@@ -40,19 +40,19 @@ class Trail:
         return user
 
     def other(self, op: OpView) -> Value | None:
-        """What an op of two operands has beside the value at hand."""
+        """Return the operand of a binary op that is not the current value."""
         found = [v for v in op.inputs() if v != self.value]
         return found[0] if len(found) == 1 else None
 
 
 def _back(value: Any, graph: RegionGraph, *names: str) -> OpView | None:
-    """The op that makes a value, if it is one of these."""
+    """Return the op that produces a value if it has one of these names."""
     made = graph.producer(value) if isinstance(value, Value) else None
     return made if made is not None and made.op in names else None
 
 
 def _through(value: Value, graph: RegionGraph, *names: str) -> Value:
-    """What a value was before ops of these names, which have one input each."""
+    """Return a value as it was before unary ops of these names."""
     while (made := _back(value, graph, *names)) is not None:
         value = made.args[0]  # type: ignore[assignment]
     return value
@@ -64,7 +64,7 @@ def _zero(value: Any, graph: RegionGraph) -> bool:
 
 
 def _symmetric_scale(scale: Value, graph: RegionGraph) -> Value | None:
-    """The tensor whose rows `scale` was chosen for, by largest magnitude; None where it was found in another way."""
+    """Return the tensor whose rows' largest magnitudes determine `scale`, or None if it was computed otherwise."""
     clamp = _back(_through(scale, graph, "cast"), graph, "clamp")
     div = (
         _back(clamp.arg("self"), graph, "div")
@@ -86,7 +86,7 @@ def _symmetric_scale(scale: Value, graph: RegionGraph) -> Value | None:
 
 
 def _affine_rows(value: Value, graph: RegionGraph) -> tuple[Value, Value, bool] | None:
-    """Input, scale and whether 128 was added, of rows quantized by `quantize_affine` without zero points."""
+    """Match rows quantized by `quantize_affine` without zero points: return input, scale and whether 128 was added."""
     shifted = spec_of(value).dtype == torch.uint8
     if shifted:
         add = _back(_through(value, graph, "cast"), graph, "add")
@@ -117,7 +117,7 @@ def _is_int32(op: OpView) -> bool:
 
 
 def _matrix(value: Value, b: Builder) -> Value | None:
-    """The constant int8 weight [n, k] of which `value` is the transpose."""
+    """Return the constant int8 weight [n, k] that `value` transposes, or None."""
     made = _back(value, b.graph, "t", "transpose", "permute")
     found: Any = made.args[0] if made is not None else None
     fits = found is not None and spec_of(found).dtype == torch.int8 and b.is_const(found) and spec_of(found).static
@@ -125,7 +125,7 @@ def _matrix(value: Value, b: Builder) -> Value | None:
 
 
 def _compensated(trail: Trail, weight: Value) -> bool:
-    """Passes the subtraction of what the shift by 128 added."""
+    """Step over the subtraction that compensates the shift by 128; return whether it is there."""
     op = trail.step("sub")
     times = _back(op.arg("other"), trail.graph, "mul") if op is not None else None
     sums = _back(times.arg("self"), trail.graph, "sum") if times is not None and times.arg("other") == 128 else None
@@ -135,7 +135,7 @@ def _compensated(trail: Trail, weight: Value) -> bool:
 
 
 def _columns(trail: Trail, op: OpView | None, n: int) -> Value | None:
-    """The constant with one number for each column, by which a step multiplies or which it adds."""
+    """Return the constant with one number per column that a step multiplies by or adds, or None."""
     if op is None:
         return None
     before = trail.ops[-2].out if len(trail.ops) > 1 else None
@@ -145,7 +145,7 @@ def _columns(trail: Trail, op: OpView | None, n: int) -> Value | None:
 
 @dataclass(frozen=True)
 class Affine:
-    """A product of torchao's: input and rule, weight, scales, bias."""
+    """A matched torchao product: input and rule, weight, scales, bias."""
 
     x: Value
     weight: Value
@@ -154,7 +154,7 @@ class Affine:
 
 
 def _finish(trail: Trail, n: int, b: Builder) -> tuple[Value | None, OpView | None]:
-    """Passes a view, the bias, a cast and a unary op; the bias and the unary op."""
+    """Step over a view, the bias, a cast and a unary op; return the bias and the unary op."""
     trail.step("view", lambda op: spec_of(op.out).shape[-1] == n)
 
     def adds_bias(op: OpView) -> bool:
@@ -257,4 +257,4 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("int8.widened", chain("mm"), extend=_widened, pays=_widened_pays, write=_widened_write, note="int8 weight"),
 )  # fmt: skip
-"""In the order in which they are asked."""
+"""The rewrite rows, in the order in which they are tried."""

@@ -1,5 +1,5 @@
-// Convolutions of channels-last tensors: depthwise by their own kernel, pointwise as products of the tensor as it is, others as
-// products of rows that are gathered block by block, in cache.
+// Convolutions of channels-last tensors: depthwise with their own kernel, pointwise as products of the tensor itself, others as
+// products of rows gathered block by block in cache (im2col).
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -11,7 +11,7 @@ namespace fusewright::int8 {
 
 namespace {
 
-constexpr i64 kGathered = i64{1} << 17;  // bytes of gathered rows: they and a panel of weights fit the second-level cache
+constexpr i64 kGathered = i64{1} << 17;  // bytes of gathered rows: with a panel of weights they fit the L2 cache
 constexpr i64 kMostRows = 192;
 constexpr i64 kLeastPixels = 16;
 
@@ -30,7 +30,7 @@ After from_row(After a, i64 row) {
   return a;
 }
 
-// The product of one group; x and its stride are for the caller to set.
+// The product of one group; the caller sets x and its stride.
 Gemm product_of_group(const Conv& c, i64 group) {
   Gemm g;
   g.m = c.pixels(), g.n = c.n / c.groups, g.k = c.c / c.groups * c.taps();
@@ -43,13 +43,13 @@ Gemm product_of_group(const Conv& c, i64 group) {
   return g;
 }
 
-// Whether the pixels that are read lie one behind the other, each once.
+// Whether the pixels read are contiguous, each read once.
 bool is_pointwise(const Conv& c) {
   bool plain = c.taps() == 1 && c.stride_h == 1 && c.stride_w == 1 && c.pad_h == 0 && c.pad_w == 0;
   return plain && c.h_stride == c.w * c.w_stride && (c.batch == 1 || c.batch_stride == c.h * c.h_stride);
 }
 
-// What output pixels [pixel, pixel + rows) read of `bytes` channels at `first`: rows of taps * bytes.
+// Gather what output pixels [pixel, pixel + rows) read of `bytes` channels from `first`: rows of taps * bytes.
 void gather(const Conv& c, i64 pixel, i64 rows, i64 first, i64 bytes, std::uint8_t* to) {
   const auto size = static_cast<std::size_t>(bytes);
   const bool joined = c.dilation_w == 1 && c.w_stride == bytes;
@@ -75,8 +75,8 @@ void gather(const Conv& c, i64 pixel, i64 rows, i64 first, i64 bytes, std::uint8
   }
 }
 
-// Rows that a part gathers: as many as the cache holds, fewer where there would be too few parts for the threads. Each thread is
-// given as many parts as the others.
+// Rows that a part gathers: as many as the cache holds, or fewer if there would be too few parts for the threads. Parts are divided
+// evenly among threads.
 i64 rows_of_part(const Kernels& kernels, const Conv& c, i64 k, i64 threads) {
   const i64 unit = kernels.rows, pixels = c.pixels();
   const i64 most = std::clamp(kGathered / std::max<i64>(k, 1), unit, kMostRows);

@@ -1,4 +1,5 @@
-// Features by CPUID, and what the system saves on a context switch by XGETBV. Source: Intel SDM volume 1, chapters 13 and 15.
+// CPU features from CPUID, and the state that the system saves on a context switch from XGETBV. Source: Intel SDM volume 1,
+// chapters 13 and 15.
 #include "cpu.h"
 
 #include <cpuid.h>
@@ -28,7 +29,7 @@ std::uint64_t saved() {
   return std::uint64_t{high} << 32 | low;
 }
 
-// Linux grants the 8 KiB of tile registers to a process that asks.
+// Linux grants the 8 KiB of tile registers to a process on request.
 bool tiles_granted() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr long kRequest = 0x1023, kTileData = 18;

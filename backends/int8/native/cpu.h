@@ -1,4 +1,4 @@
-// Which instruction sets this CPU and system can run.
+// The instruction sets that this CPU and system can run.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace fusewright::int8 {
 
-// Kernels that can run here, best first; the simulation of AMX is last.
+// Kernels that can run here, best first; the AMX simulation is last.
 const std::vector<const Kernels*>& runnable();
 
 }  // namespace fusewright::int8

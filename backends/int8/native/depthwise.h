@@ -1,4 +1,4 @@
-// Depthwise convolution: for each output pixel, four taps of 4 W channels at a time through the same dot product as matrices.
+// Depthwise convolution: for each output pixel, four taps of 4 W channels at a time, with the dot product of the matrix kernels.
 #pragma once
 
 #include "gemm.h"
@@ -7,9 +7,9 @@ namespace fusewright::int8 {
 namespace {
 
 constexpr i64 kMostTaps = 1024;
-constexpr i64 kEndRows = 16;  // pixels whose sums end together
+constexpr i64 kEndRows = 16;  // pixels whose sums go through the epilogue together
 
-// An output pixel and where its taps lie: null for those in the padding and those that fill the last four.
+// An output pixel and the addresses of its taps: null for taps in the padding and those that pad the last group of four.
 class Window {
  public:
   Window(const Conv& conv, i64 pixel)
@@ -28,7 +28,7 @@ class Window {
   i64 top() const { return y * c.stride_h - c.pad_h; }
   i64 left() const { return x * c.stride_w - c.pad_w; }
   void place() {
-    if (image >= c.batch) return;  // behind the last one
+    if (image >= c.batch) return;  // past the last image
     const std::uint8_t* base = c.x + image * c.batch_stride;
     inside = true;
     i64 t = 0;
@@ -44,12 +44,12 @@ class Window {
 
   const Conv& c;
   i64 image, y, x;
-  bool inside = false;  // the whole window
+  bool inside = false;  // whether the whole window is
   const std::uint8_t* at[kMostTaps];
 };
 
-// Sums of 4 W channels at `first` of a pixel. `bytes` of them exist; those behind them, which have no weights, are the next
-// pixel's, or read through a copy where the tensor ends.
+// Sums of 4 W channels of a pixel, from `first`. Only `bytes` of them exist; the lanes after them have no weights and read the
+// next pixel, or a copy at the end of the tensor.
 template <class V>
 void depthwise_sums(const Conv& c, const std::uint8_t* const* taps, const std::uint8_t* zeros, i64 first, i64 bytes,
                     const std::int8_t* w, const std::uint8_t* end, std::int32_t* to) {

@@ -1,7 +1,7 @@
-// From sums to results: scaling, what is added, the post-op, and the store.
+// Epilogues, from sums to results: scaling, bias and residual, post-op, store.
 //
-// Quantized results have a quick way and an exact one. The quick one computes in fp32; where the sum of all its roundings could
-// change the level that a result rounds to, the exact one computes again. So both give what the exact one gives.
+// Quantized results have a fast path and an exact one. The fast path computes in fp32; where its rounding errors could change the
+// level that a result rounds to, the exact path recomputes it. So the results are always those of the exact path.
 #pragma once
 
 #include "post.h"
@@ -11,14 +11,14 @@ namespace {
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// What the columns of a panel need after the sums, in fp64: see `Columns::of`.
+// The epilogue's per-column numbers of a panel, in fp64; see `Columns::of`.
 struct Columns {
   alignas(64) double scale[kPanel];
   alignas(64) double bias[kPanel];
   alignas(64) std::int32_t offset[kPanel];
 
-  // Of columns [first, first + count): scale is that of the weight, times that of x unless rows have their own; offset is the
-  // sum of the weights, times the zero point of x likewise.
+  // For columns [first, first + count): scale is the weight's, times that of x unless each row has its own; offset is the sum of
+  // the weights, times the zero point of x under the same condition.
   void of(const float* w_scale, const float* bias_of, const std::int32_t* sums, i64 first, i64 count, double x_scale,
           std::int32_t zero) {
     for (i64 i = 0; i < kPanel; ++i) {
@@ -30,7 +30,7 @@ struct Columns {
   }
 };
 
-// The zero point of what the instructions multiply: those that take only uint8 see int8 with 128 added.
+// The zero point as the instructions see it: those that take only uint8 get int8 with 128 added.
 template <bool FLIPS> std::int32_t zero_of(const Gemm& g, i64 row) { return g.x_zero[row] + (FLIPS && g.x_signed ? 128 : 0); }
 
 template <bool FLIPS> void columns_of_panel(Columns& c, const Gemm& g, i64 first, i64 count) {
@@ -38,13 +38,13 @@ template <bool FLIPS> void columns_of_panel(Columns& c, const Gemm& g, i64 first
   c.of(g.w_scale, g.bias, g.sums, first, count, scale, g.per_row ? 1 : zero_of<FLIPS>(g, 0));
 }
 
-// Whether a quantized result is a chain of monotonic steps: scale, a residual of 8 bits, limits.
+// Whether a quantized result is a chain of monotonic steps: scale, an 8-bit residual, limits.
 inline bool ends_quickly(const After& a) {
   bool residual = !a.residual || size_of(a.residual_type) == 1;
   return residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu || a.post == Post::clamp);
 }
 
-// The largest magnitude of a panel's numbers; NaN where one of them is, for its bits are above all others.
+// The largest magnitude of a panel's numbers; NaN if one of them is, because its bits compare above all others.
 inline float largest(const float (&x)[kPanel]) {
   std::int32_t bits[kPanel], most = 0;
   __builtin_memcpy(bits, x, sizeof bits);
@@ -54,9 +54,9 @@ inline float largest(const float (&x)[kPanel]) {
   return found;
 }
 
-// A panel's columns in levels of the result, those of int8 with 128 added: (sum - offset) * scale + bias + residual *
-// residual_scale. It is computed with a bias that is surely too small and with one that is surely too large: where both round to
-// the same level, the exact way gives that one too.
+// A panel's columns in quantization levels (for int8 with 128 added): (sum - offset) * scale + bias + residual * residual_scale.
+// It is computed with a lower and an upper bound of the bias: where both round to the same level, the exact path gives that
+// level too.
 struct Levels {
   static constexpr float kUnit = 0x1p-24f;  // the largest relative error of one rounding to fp32
 
@@ -65,10 +65,10 @@ struct Levels {
   alignas(64) float above[kPanel];
   float residual_scale = 0;
   std::uint8_t low = 0, high = 255;
-  std::uint8_t flip = 0;  // what makes bytes of the result of levels
-  bool usable = false;    // else only the exact way is right
+  std::uint8_t flip = 0;  // XOR mask from levels to the result's bytes
+  bool usable = false;    // else only the exact path is correct
 
-  // `k`: of how many products sums are.
+  // `k`: the number of products in a sum.
   void of(const Columns& c, const After& a, i64 k) {
     flip = a.out_type == Type::s8 ? 128 : 0;
     const double inverse = static_cast<double>(a.inverse), rest = inverse * static_cast<double>(a.residual_scale);
@@ -80,16 +80,16 @@ struct Levels {
     limits(a);
     const float steepest = largest(scale), most = largest(bias);
     const float added = 256.0f * __builtin_fabsf(residual_scale);
-    // All roundings on either way, of levels up to 257 (those beyond are clamped alike) and of what they are the sum of.
+    // Bounds all rounding errors of either path, for levels up to 257 (larger ones clamp alike) and their summands.
     const float error = kUnit * (2560.0f + 5.0f * most + 6.0f * added);
     for (i64 i = 0; i < kPanel; ++i) below[i] = bias[i] - error, above[i] = bias[i] + error;
-    const float sum = 65025.0f * static_cast<float>(k);  // at most: both operands may have zero points
-    const bool fits = (sum < 0x1p31f ? sum : 0x1p31f) * steepest + most + added < 0x1p30f;  // int32; false for NaN and Inf
+    const float sum = 65025.0f * static_cast<float>(k);  // upper bound: both operands may have zero points
+    const bool fits = (sum < 0x1p31f ? sum : 0x1p31f) * steepest + most + added < 0x1p30f;  // fits int32; false for NaN and Inf
     usable = fits && error < 0.125f && a.inverse > 0x1p-100f && a.inverse < 0x1p100f && a.clamp_low <= a.clamp_high;
   }
 
  private:
-  // Quantizing is monotonic: limits of the post-op are levels too.
+  // Quantization is monotonic, so the post-op's limits become levels too.
   void limits(const After& a) {
     float least = static_cast<float>(a.low), most = static_cast<float>(a.high);
     if (a.post == Post::relu) least = within(static_cast<float>(a.zero), least, most);
@@ -102,7 +102,7 @@ struct Levels {
   static float within(float x, float least, float most) { return x > most ? most : x > least ? x : least; }
 };
 
-// W sums from column j on, in fp32 with the bias. `row_scale` times the columns' scale; `zero` times their offset.
+// W sums from column j on, in fp32 with the bias. `row_scale` multiplies the columns' scale, `zero` their offset.
 template <class V, bool PER_ROW>
 inline typename V::F scaled_sums(const Columns& c, i64 j, const std::int32_t* sums, double row_scale, std::int32_t zero) {
   auto s = V::load(sums + j), offset = V::load(c.offset + j);
@@ -112,7 +112,7 @@ inline typename V::F scaled_sums(const Columns& c, i64 j, const std::int32_t* su
     return V::scaled(V::sub(s, offset), c.scale + j, c.bias + j);
 }
 
-// Sums to results the exact way: columns [from, from + count) of a row of sums that starts at `first`.
+// The exact path: columns [from, from + count) of a row of sums that starts at column `first`.
 template <class V, bool PER_ROW>
 void finish_exactly(const After& a, const Columns& c, i64 row, i64 first, i64 from, i64 count, const std::int32_t* sums,
                     double row_scale = 1.0, std::int32_t zero = 1) {
@@ -122,7 +122,7 @@ void finish_exactly(const After& a, const Columns& c, i64 row, i64 first, i64 fr
   }
 }
 
-// Floats with nothing added to them: whole vectors of a row, with no question asked at each.
+// Float results without residual or post-op: whole vectors of a row, without branches per vector.
 template <class V, Type OUT, bool PER_ROW>
 void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 count, const std::int32_t* sums, double row_scale,
                    std::int32_t zero) {
@@ -137,9 +137,8 @@ void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 cou
   if (whole < count) finish_exactly<V, PER_ROW>(a, c, row, first, whole, count - whole, sums, row_scale, zero);
 }
 
-// 4 W columns the quick way. What is the same for all rows is held in registers: a store of bytes may change any number, and each
-// would be loaded again behind it.
-// RESIDUAL is f32 where there is none.
+// The fast path for 4 W columns. Row-independent numbers are held in registers, because byte stores may alias anything and would
+// force reloading them. RESIDUAL is f32 if there is none.
 template <class V, Type RESIDUAL> class QuickEnd {
  public:
   QuickEnd(const Columns& c, const Levels& l, i64 from) : residual_scale(V::set(l.residual_scale)), bytes(l.low, l.high, l.flip) {
@@ -149,7 +148,7 @@ template <class V, Type RESIDUAL> class QuickEnd {
     }
   }
 
-  // False, with nothing stored, where a level is uncertain.
+  // Return false, without storing, if a level is uncertain.
   bool store(const std::int32_t* sums, const std::uint8_t* residual, std::uint8_t* to) const {
     typename V::I level[4], differing = V::set(0);
 #pragma GCC unroll 4
@@ -208,14 +207,14 @@ void finish_quickly(const After& a, const Columns& c, const Levels& l, i64 row, 
   run(a, c, l, row, rows, first, count, sums);
 }
 
-// The ends of one panel: prepared once for its columns.
+// The epilogue of one panel, prepared once for its columns.
 template <class V, bool FLIPS> class Ends {
  public:
   Ends(const Gemm& gemm, i64 first_, i64 count_) : g(gemm), first(first_), count(count_) {
     columns_of_panel<FLIPS>(columns, g, first, count);
     if (!g.per_row && ends_quickly(g.after)) levels.of(columns, g.after, g.k);
   }
-  // Rows [row, row + rows), whose sums are rows of kPanel.
+  // Finish rows [row, row + rows); `sums` has rows of kPanel.
   void finish(i64 row, i64 rows, std::int32_t* sums) const {
     if (g.row_terms) take_terms(row, rows, sums);
     if (levels.usable) return finish_quickly<V>(g.after, columns, levels, row, rows, first, count, sums);

@@ -1,4 +1,4 @@
-// Products of 8 bits for one instruction set: blocks of rows by a panel of columns, all of k at a time, sums in registers.
+// 8-bit products for one instruction set: blocks of rows by a panel of columns, over all of k, with sums in registers.
 #pragma once
 
 #include "ends.h"
@@ -6,21 +6,21 @@
 namespace fusewright::int8 {
 namespace {
 
-constexpr i64 kFewRows = 4;  // so few wait for memory, and leave tiles mostly empty
-constexpr i64 kAhead = 8192;  // bytes of weights that are asked for before they are needed
-constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the nearest cache
+constexpr i64 kFewRows = 4;  // so few rows are memory-bound, and leave tiles mostly empty
+constexpr i64 kAhead = 8192;  // prefetch distance in the weights, in bytes
+constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the L1 cache
 
-// MR rows of x by NV vectors of columns; sums to `to`, rows of kPanel. `step`: bytes of weights from one quad of k to the next.
+// MR rows of x by NV vectors of columns; sums go to `to`, in rows of kPanel. `step`: weight bytes from one quad of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
 void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, std::int32_t* to) {
-  // Every loop over `acc` is unrolled: one that is not would keep it in memory, stored at the begin and the end of the product.
+  // Every loop over `acc` is unrolled; otherwise it would live in memory and be stored before and after the product.
   typename V::I acc[MR][NV];
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[r][v] = V::set(0);
   const std::uint8_t* row[MR];
-  std::uint8_t rest[MR][4] = {};  // the last k % 4 of each row: beyond its end nothing may be read
+  std::uint8_t rest[MR][4] = {};  // the last k % 4 of each row; reading past its end is not allowed
   const i64 whole = k / kQuad * kQuad;
   for (int r = 0; r < MR; ++r) {
     row[r] = x + r * x_stride;
@@ -28,7 +28,7 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
   }
 
   for (i64 at = 0; at < whole; at += kQuad, w += step) {
-    // Few rows wait for memory: the hardware's own prefetch stops at each page.
+    // Few rows are memory-bound, and the hardware's prefetch stops at page boundaries.
     if constexpr (MR <= kFewRows)
       for (int v = 0; v < NV * V::W / 16; ++v) __builtin_prefetch(w + kAhead + 64 * v);
     typename V::B b[NV];
@@ -65,7 +65,7 @@ void some_rows(i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t*
   block<V, MR, NV, SIGNED>(x, x_stride, w, step, k, to);
 }
 
-// `vectors` of columns, at most V::NV at a time.
+// `vectors` vectors of columns, at most V::NV at a time.
 template <class V, int NV, bool SIGNED>
 void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k,
                   std::int32_t* to) {
@@ -81,7 +81,7 @@ void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, co
   }
 }
 
-// Sums of `rows` rows by the columns of a panel `width` wide, to rows of kPanel.
+// Sums of `rows` rows by the columns of a panel `width` wide, written in rows of kPanel.
 template <class V>
 void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 width, i64 k,
                    std::int32_t* to) {

@@ -1,6 +1,6 @@
-// The kernels of one instruction set. This file is compiled once for each, with its flags and with FUSEWRIGHT_SET (the name of
-// its table) and FUSEWRIGHT_VECTORS (the header of its vectors). All else here has internal linkage: a function with external
-// linkage could be taken by the linker for another set's, on a CPU that cannot run it.
+// The kernels of one instruction set. This file is compiled once per set, with its flags, FUSEWRIGHT_SET (the name of its table)
+// and FUSEWRIGHT_VECTORS (the header of its vectors). Everything else here has internal linkage: the linker could merge functions
+// with external linkage with those of another set, which this CPU may not run.
 #include FUSEWRIGHT_VECTORS
 
 #include "depthwise.h"

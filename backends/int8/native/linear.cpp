@@ -12,20 +12,20 @@ namespace fusewright::int8 {
 
 namespace {
 
-constexpr i64 kSerial = i64{1} << 19;      // products of 8 bits that one thread does in about the time that a team takes to start
-constexpr i64 kCachedRows = i64{1} << 18;  // bytes of x that stay in the second-level cache while panels pass
-constexpr i64 kQuantized = i64{1} << 14;   // elements that are quantized as one part
+constexpr i64 kSerial = i64{1} << 19;      // 8-bit products that one thread computes in about the time a team takes to start
+constexpr i64 kCachedRows = i64{1} << 18;  // bytes of x that stay in the L2 cache while panels stream
+constexpr i64 kQuantized = i64{1} << 14;   // elements quantized as one part
 
 i64 parts_of(i64 n, i64 size) { return (n + size - 1) / size; }
 
-// Memory of the calling thread, kept for its next call. `Slot` tells apart what is in use at one time.
+// Scratch memory of the calling thread, kept for its next call. Buffers in use at the same time have different `Slot`s.
 template <class T, int Slot> T* scratch(i64 count) {
   static thread_local std::vector<T> kept;
   if (static_cast<i64>(kept.size()) < count) kept.resize(static_cast<std::size_t>(count));
   return kept.data();
 }
 
-// Rows that a part takes: as many as the cache holds, fewer where there would be too few parts for the threads.
+// Rows of a part: as many as the cache holds, or fewer if there would be too few parts for the threads.
 i64 rows_of_part(const Kernels& kernels, const Gemm& g, i64 threads) {
   i64 unit = kernels.rows, panels = panels_of(g.n);
   i64 rows = std::max(unit * 4, kCachedRows / std::max<i64>(g.k, 1) / unit * unit);
@@ -51,7 +51,7 @@ std::int32_t whole(float x, const Rule& rule) {
   return static_cast<std::int32_t>(std::clamp(x, static_cast<float>(rule.low), static_cast<float>(rule.high)));
 }
 
-// Each step is rounded to x's type where the source computes in it.
+// Steps that the source computes in x's type are rounded to it.
 float scale_of(const Range& r, Type type, const Rule& rule) {
   float width = rule.symmetric ? std::max(-r.least, r.most) : rounded_to(type, r.most - r.least);
   if (rule.source == Source::token && rule.symmetric)
@@ -81,7 +81,7 @@ void quantize_row(const Kernels& kernels, const Floats& f, const Rule& rule, con
     kernels.quantize(f.row(row), f.type, f.k, 1.0f / c.scale, c.zero, rule.low, rule.high, q);
 }
 
-// `zero` times the sums of (x - x_zero), for each row.
+// `zero` times the sum of (x - x_zero), for each row.
 const std::int32_t* terms_of_rows(const Gemm& g, std::int32_t zero) {
   std::int32_t* terms = scratch<std::int32_t, 1>(g.m);
   for (i64 r = 0; r < g.m; ++r) {
@@ -94,7 +94,7 @@ const std::int32_t* terms_of_rows(const Gemm& g, std::int32_t zero) {
   return terms;
 }
 
-// f(row) for all rows, some at a time.
+// Call f(row) for all rows, in parallel parts of several rows.
 template <class Fn> void each_row(const Floats& x, i64 threads, Fn f) {
   i64 rows = std::max<i64>(1, kQuantized / std::max<i64>(x.k, 1));
   parallel(parts_of(x.m, rows), threads, [&](i64 part) {
@@ -133,8 +133,8 @@ void run_gemm(const Kernels& kernels, const Gemm& g, i64 threads) {
   });
 }
 
-// sum (x - x_zero) (y - y_zero) = sum (x - x_zero) y' - z' sum (x - x_zero), where y' is y in int8 and z' the zero point of that:
-// the first is a product with a packed weight, the second a term of each row.
+// sum (x - x_zero) (y - y_zero) = sum (x - x_zero) y' - z' sum (x - x_zero), where y' is y as int8 and z' its zero point: the first
+// term is a product with a packed weight, the second a term per row.
 void run_matmul(const Kernels& kernels, const Batched& b, i64 threads) {
   if (b.m == 0 || b.n == 0) return;
   const std::int32_t zero = b.y_zero - (b.y_signed ? 0 : 128);
@@ -194,7 +194,7 @@ void run_weight(const Kernels& kernels, const Floats& x, WeightGemm g, i64 threa
     Range range = kernels.range(x.row(r), x.type, x.k);
     bool finite = !range.nan && std::isfinite(range.most - range.least);
     int exponent = finite ? exponent_of(range) : 0, bits = static_cast<int>(8 * g.planes - 2);
-    // A power of two: nothing of the larger numbers is rounded.
+    // A power of two, so that larger numbers are not rounded.
     scale[r] = finite ? std::ldexp(1.0f, exponent - bits) : std::numeric_limits<float>::quiet_NaN();
     kernels.split(x.row(r), x.type, x.k, std::ldexp(1.0f, bits - exponent), g.planes, bytes + r * g.planes * x.k);
   });

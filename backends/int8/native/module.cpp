@@ -1,4 +1,4 @@
-// The Python module `_core`: addresses, sizes and numbers in, nothing of torch. `fusewright_int8.run.native` checks what it passes.
+// The Python module `_core`. It takes addresses, sizes and numbers, no torch objects; `fusewright_int8.run.native` checks them.
 #include <pybind11/pybind11.h>
 
 #include <atomic>

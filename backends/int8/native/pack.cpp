@@ -1,4 +1,4 @@
-// Weights in the order in which products read them (see types.h), and the sums of their columns.
+// Packs weights in the order in which products read them (see types.h), with the sums of their columns.
 #include <cstring>
 
 #include "drivers.h"
@@ -7,7 +7,7 @@ namespace fusewright::int8 {
 
 namespace {
 
-// weight_of(n, k) for the whole matrix.
+// Packs weight_of(n, k) for the whole matrix.
 template <class Fn> void pack_matrix(i64 n, i64 k, Fn weight_of, std::int8_t* to) {
   std::memset(to, 0, static_cast<std::size_t>(packed_bytes(n, k)));
   auto sums = reinterpret_cast<std::int32_t*>(to + matrix_bytes(n, k));

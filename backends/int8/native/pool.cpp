@@ -26,7 +26,7 @@ void set_pool(std::uintptr_t gomp_parallel) { pool = reinterpret_cast<Parallel>(
 void run_parts(Part part, void* work, i64 parts, i64 threads) {
   Work w{part, work, parts};
   Parallel start = pool;
-  // Always as many threads as torch uses, or one: libgomp ends the threads that a smaller team leaves idle.
+  // Always as many threads as torch uses, or one: libgomp terminates threads that a smaller team leaves idle.
   if (parts > 1 && threads > 1 && start)
     start(take_parts, &w, static_cast<unsigned>(threads), 0);
   else

@@ -1,5 +1,5 @@
-// Elementary functions on fp32 vectors, and loads and stores of every type. The polynomials are those of the project's loop
-// kernels (`fusewright_cpu/emit/math.py`), so that a fused gelu and one of a loop kernel agree.
+// Elementary functions on fp32 vectors, and loads and stores of every type. The polynomials are those of the loop kernels
+// (`fusewright_cpu/emit/math.py`), so that a fused gelu equals that of a loop kernel.
 #pragma once
 
 #include "types.h"
@@ -15,7 +15,7 @@ template <class V> typename V::F polynomial(typename V::F x, const float* c, int
 
 template <class V> typename V::F absolute(typename V::F x) { return V::bits(V::both(V::bits(x), V::set(0x7FFFFFFF))); }
 
-// x in [low, high]; NaN stays NaN (V::max and V::min give their second operand then).
+// Clamp x to [low, high]; NaN stays NaN (V::max and V::min then return their second operand).
 template <class V> typename V::F clamp(typename V::F x, float low, float high) {
   return V::min(V::set(high), V::max(V::set(low), x));
 }
@@ -28,7 +28,7 @@ template <class V> typename V::F exp(typename V::F x) {
   auto n = V::rint(V::mul(x, V::set(1.4426950408889634f)));
   auto r = V::fma(n, V::set(-1.428606765330187e-06f), V::fma(n, V::set(-0.693145751953125f), x));
   auto p = V::fma(V::fma(polynomial<V>(r, c, 5), r, V::set(1.0f)), r, V::set(1.0f));
-  auto k = V::round(n);  // 2^n in two factors: 2^128 is no float
+  auto k = V::round(n);  // 2^n in two factors, because 2^128 is not a float
   auto half = V::sar(k, 1);
   return V::mul(V::mul(p, power_of_two<V>(half)), power_of_two<V>(V::sub(k, half)));
 }
@@ -42,7 +42,7 @@ template <class V> typename V::F erf(typename V::F x) {
       0.0018329550512135029f, -0.001201334991492331f, 0.0021711369045078754f, -0.0009218090563081205f};
   auto t = clamp<V>(x, -top, top);
   auto u = V::fma(V::mul(t, t), V::set(2 / (top * top)), V::set(-1.0f));
-  // Four parts by powers of u^4, which do not wait for each other.
+  // Four independent parts, combined with powers of u^4.
   auto u2 = V::mul(u, u), u4 = V::mul(u2, u2);
   typename V::F part[4];
   for (int i = 0; i < 4; ++i) {
@@ -89,7 +89,7 @@ template <class V> typename V::F apply_post(typename V::F y, const After& a) {
   return y;
 }
 
-// W numbers of any type at `p`, widened; 8 bits without scale and zero point.
+// Load W numbers of any type at `p`, widened; 8-bit ones without applying scale and zero point.
 template <class V> typename V::F load_as(const void* p, Type type, i64 at) {
   switch (type) {
     case Type::u8: return V::to_float(V::load_u8(static_cast<const std::uint8_t*>(p) + at));
@@ -100,7 +100,7 @@ template <class V> typename V::F load_as(const void* p, Type type, i64 at) {
   return V::load(static_cast<const float*>(p) + at);
 }
 
-// bf16, round half to even; NaN becomes the quiet one that torch writes.
+// Store bf16, rounding half to even; NaN becomes the quiet NaN that torch writes.
 template <class V> void store_bf16(std::uint16_t* p, typename V::F y) {
   auto u = V::bits(y);
   auto up = V::add(V::set(0x7FFF), V::both(V::shr(u, 16), V::set(1)));
@@ -109,8 +109,8 @@ template <class V> void store_bf16(std::uint16_t* p, typename V::F y) {
   V::store_low16(p, V::add(kept, V::set(0x7FC0)));
 }
 
-// clamp(round(y * inverse) + zero, low, high), 0 for NaN. Clamped before it is rounded: the limits are whole numbers. Vectors
-// rather than numbers: a store of bytes may change any number, and each would be loaded again behind it.
+// clamp(round(y * inverse) + zero, low, high), 0 for NaN. It clamps before rounding, because the limits are integers. Members are
+// vectors held in registers: byte stores may alias scalars in memory and would force reloading them.
 template <class V> struct Quantizer {
   typename V::F inverse, low, high;
   typename V::I zero;
@@ -139,7 +139,7 @@ template <class V> void store_as(const After& a, i64 at, typename V::F y) {
 
 constexpr i64 size_of(Type t) { return t == Type::f32 ? 4 : t == Type::bf16 ? 2 : 1; }
 
-// W results that belong at element (row, column): residual, post-op, store.
+// Finish W results at element (row, column): residual, post-op, store.
 template <class V> void finish_vector(const After& a, i64 row, i64 column, typename V::F y) {
   if (a.residual) {
     auto r = load_as<V>(a.residual, a.residual_type, row * a.residual_stride + column);
@@ -152,7 +152,7 @@ template <class V> void finish_vector(const After& a, i64 row, i64 column, typen
   store_as<V>(a, row * a.out_stride + column, apply_post<V>(y, a));
 }
 
-// The same for the first `count` < W of them, through a copy: nothing beside them may be touched.
+// The same for only the first `count` < W results, through a copy, because their neighbours must not be touched.
 template <class V> void finish_part(const After& a, i64 row, i64 column, typename V::F y, i64 count) {
   alignas(64) unsigned char in[4 * V::W] = {}, out[4 * V::W];
   After copy = a;

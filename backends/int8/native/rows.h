@@ -1,4 +1,4 @@
-// Ranges of floats, and their quantization: what dynamic quantization does to a row.
+// Ranges of floats, and their quantization: the steps of dynamic quantization on a row.
 #pragma once
 
 #include "post.h"
@@ -6,7 +6,7 @@
 namespace fusewright::int8 {
 namespace {
 
-// Calls f(vector, first, count) over `count` floats; the last vector may be filled up with zeros.
+// Call f(vector, first, count) over `count` floats; the last vector may be padded with zeros.
 template <class V, class Fn> void each_vector(const void* x, Type type, i64 count, Fn f) {
   i64 at = 0;
   for (; at + V::W <= count; at += V::W) f(load_as<V>(x, type, at), at, i64{V::W});

@@ -1,5 +1,5 @@
-// Products of 8 bits on AMX tiles: 32 rows by 32 columns in four tiles of sums, 64 of k at a time. Source: Intel SDM volume 1,
-// chapter 18. The instructions come as `Tiles`: the real ones, or the same in C++ where there is no such CPU.
+// 8-bit products on AMX tiles: 32 rows by 32 columns in four tiles of sums, 64 of k at a time. Source: Intel SDM volume 1,
+// chapter 18. `Tiles` provides the instructions: the real ones, or their emulation in C++ for other CPUs.
 #pragma once
 
 #include <initializer_list>
@@ -12,12 +12,12 @@ namespace {
 constexpr i64 kTile = 16;  // rows of a tile, and its columns of int32
 constexpr i64 kTileRows = 2 * kTile;
 constexpr i64 kTileK = 64;
-constexpr i64 kDeep = 448;  // of k at a time: 64 columns of weights and 32 rows of x so long stay in the nearest cache
-constexpr i64 kHighRows = 4 * kTileRows;  // rows whose sums are kept meanwhile
+constexpr i64 kDeep = 448;  // depth of k per pass: 64 columns of weights and 32 rows of x of this length stay in the L1 cache
+constexpr i64 kHighRows = 4 * kTileRows;  // rows whose sums are kept between passes
 
 enum Tile : int { SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 };
 
-// Sizes of the eight tiles, as LDTILECFG reads them.
+// The shapes of the eight tiles, as LDTILECFG reads them.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
   std::uint16_t bytes[16] = {};
@@ -38,7 +38,7 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// A part of a product: `rows` of x, up to 32, by 32 columns or (WIDE false) 16.
+// A part of a product: up to 32 `rows` of x by 32 columns, or 16 if WIDE is false.
 struct TileWork {
   const std::uint8_t* x;
   i64 x_stride;
@@ -63,7 +63,7 @@ void tile_step(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 w_
   }
 }
 
-// The last k % 64: neither x nor the weights may be read beyond their ends.
+// The last k % 64, copied because neither x nor the weights may be read past their ends.
 template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileWork& t, i64 at) {
   alignas(64) std::uint8_t x[kTileRows][kTileK] = {};
   alignas(64) std::int8_t w[kTile][128] = {};
@@ -72,7 +72,7 @@ template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileW
   tile_step<T, SIGNED, TALL, WIDE>(x[0], kTileK, w[0], 128);
 }
 
-// Sums begin at 0, or (ADDS) at those in `to`.
+// Start sums at 0, or (ADDS) at those in `to`.
 template <class T, bool ADDS, int SUM> void tile_begin(const std::int32_t* to) {
   if constexpr (ADDS)
     T::template load<SUM>(to, 4 * kPanel);
@@ -107,7 +107,7 @@ template <class T, bool SIGNED, bool ADDS> void tile_panel(const TileWork& all, 
   }
 }
 
-// The sizes of the tiles, set where the height of a block changes.
+// Configures the tiles when the height of a block changes.
 template <class T> class TileRows {
  public:
   TileRows() = default;
@@ -122,8 +122,8 @@ template <class T> class TileRows {
   i64 configured = 0;
 };
 
-// Sums of rows [row, row + rows) by a panel at `w`, `width` wide: a part of k for all rows before the next, so that its weights are
-// read from the nearest cache.
+// Sums of rows [row, row + rows) by a panel at `w`, `width` wide. Each part of k covers all rows before the next part, so that its
+// weights stay in the L1 cache.
 template <class T> void tile_sums(const Gemm& g, TileRows<T>& sizes, i64 row, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
   const i64 parts = (g.k + kDeep - 1) / kDeep, deep = parts > 1 ? round_up((g.k + parts - 1) / parts, kTileK) : kDeep;
   i64 at = 0;

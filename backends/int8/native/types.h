@@ -1,4 +1,4 @@
-// What the kernels are asked to do, as plain data: the same for every instruction set.
+// The kernels' work as plain data, the same for every instruction set.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@ using i64 = std::int64_t;
 enum class Type : int { u8, s8, f32, bf16 };
 enum class Post : int { none, relu, clamp, gelu, gelu_tanh, silu };
 
-// Packed weights: panels of 64 columns (the last one narrower, a multiple of 16), each [k / 4][width][4] with zeros behind k,
-// then the sum of every column as int32. One layout serves all instruction sets: 16 columns by 4 are a line of 64 bytes, which
-// is a zmm register, two ymm registers, or a row of an AMX tile.
+// Packed weights: panels of 64 columns (the last may be narrower, a multiple of 16), each [k / 4][width][4] zero-padded along k, then
+// the sum of every column as int32. One layout serves all instruction sets: 16 columns by 4 are a 64-byte line, which is a zmm
+// register, two ymm registers, or a row of an AMX tile.
 constexpr i64 kPanel = 64;
 constexpr i64 kNarrow = 16;
 constexpr i64 kQuad = 4;
@@ -25,10 +25,10 @@ constexpr i64 panel_bytes(i64 k) { return kPanel * round_up(k, kQuad); }
 constexpr i64 matrix_bytes(i64 n, i64 k) { return round_up(n, kNarrow) * round_up(k, kQuad); }
 constexpr i64 packed_bytes(i64 n, i64 k) { return matrix_bytes(n, k) + 4 * round_up(n, kNarrow); }
 
-// What happens to an fp32 result y: y + residual, a post-op, then rounding to a float type, or quantization to [low, high].
+// The epilogue of an fp32 result y: y + residual, a post-op, then rounding to a float type or quantization to [low, high].
 struct After {
   const void* residual = nullptr;
-  i64 residual_stride = 0;  // elements from row to row, as below
+  i64 residual_stride = 0;  // in elements, as is out_stride
   Type residual_type = Type::f32;
   float residual_scale = 1;
   std::int32_t residual_zero = 0;
@@ -54,12 +54,12 @@ struct Gemm {
   const float* x_scale = nullptr;  // [m] when per_row, else [1]
   const std::int32_t* x_zero = nullptr;
   bool per_row = false;
-  const std::int32_t* row_terms = nullptr;  // taken from every sum of a row
+  const std::int32_t* row_terms = nullptr;  // subtracted from every sum of a row
   After after;
 };
 
-// Float rows as whole numbers: x = (number of `planes` bytes) * scale[row], row r's bytes in rows planes * r and following, the
-// lowest first, half of the range added so that they are unsigned. So a product of floats is one of 8 bits, exactly summed.
+// Float rows as integers of `planes` bytes: x = integer * scale[row]. The bytes of row r are in rows planes * r and following,
+// lowest first, with half the range added to make them unsigned. So a float product becomes an 8-bit product with exact sums.
 struct WeightGemm {
   const std::uint8_t* x = nullptr;
   i64 planes = 0;
@@ -75,7 +75,7 @@ struct WeightGemm {
   After after;
 };
 
-// A convolution of channels-last x[batch, h, w, c]; strides in bytes, channels lie side by side.
+// A convolution of channels-last x[batch, h, w, c]; strides in bytes, channels contiguous.
 struct Conv {
   const std::uint8_t* x = nullptr;
   i64 batch_stride = 0, h_stride = 0, w_stride = 0;
@@ -94,23 +94,23 @@ struct Conv {
   i64 pixels() const { return batch * oh * ow; }
 };
 
-// Depthwise weights: blocks of 64 channels, each [taps / 4][4][4][4 channels][4 taps] so that the bytes lie as those of four
-// pixels do after two rounds of unpack instructions; then int32 sums.
+// Depthwise weights: blocks of 64 channels, each [taps / 4][4][4][4 channels][4 taps], which matches the byte order of four pixels
+// after two rounds of unpack instructions; then int32 sums.
 constexpr i64 depthwise_block(i64 taps) { return kPanel * round_up(taps, kQuad); }
 constexpr i64 depthwise_bytes(i64 c, i64 taps) {
   return round_up(c, kPanel) * round_up(taps, kQuad) + 4 * round_up(c, kPanel);
 }
 
-// The smallest and largest of some floats, 0 included, and whether one is NaN.
+// The minimum and maximum of some floats and 0, and whether one is NaN.
 struct Range {
   float least = 0, most = 0;
   bool nan = false;
 };
 
-// The kernels of one instruction set. Each runs a part of the work on the calling thread.
+// The kernels of one instruction set. Each does part of the work on the calling thread.
 struct Kernels {
   const char* name;
-  i64 rows;  // how many rows of x a product takes at a time
+  i64 rows;  // rows of x that a product takes at a time
   void (*gemm)(const Gemm&, i64 row, i64 rows, i64 panel, i64 panels);
   void (*weight_gemm)(const WeightGemm&, i64 panel, i64 panels);
   void (*depthwise)(const Conv&, i64 pixel, i64 pixels);
@@ -120,7 +120,7 @@ struct Kernels {
                    std::uint8_t* out);
   void (*quantize64)(const void* x, Type type, i64 count, double inverse, std::int32_t zero, std::int32_t low,
                      std::int32_t high, std::uint8_t* out);
-  // round(x * factor), half the range of `planes` bytes added: byte i to out[i * count] and following
+  // round(x * factor) plus half the range of `planes` bytes; byte i goes to out[i * count] and following
   void (*split)(const void* x, Type type, i64 count, float factor, i64 planes, std::uint8_t* out);
 };
 

@@ -1,5 +1,5 @@
-// Float rows times int8 weights, through the products of 8 bits: see `WeightGemm`. Few rows are bound by the bytes of the weight,
-// which widening in registers would not reach: it takes four times as many instructions.
+// Float rows times int8 weights, through 8-bit products: see `WeightGemm`. Few rows should run at the speed of reading the weight;
+// widening it in registers would be slower, because it takes four times as many instructions.
 #pragma once
 
 #include "gemm.h"
@@ -16,7 +16,7 @@ inline double number(const WeightGemm& g, i64 row, i64 k) {
   return double{x};
 }
 
-// A row that is not finite, as its floats multiply: slowly, for whoever debugs one.
+// A row that is not finite, multiplied as floats: slow, but with the right NaNs and infinities.
 template <class V>
 void unusual_row(const WeightGemm& g, const Columns& c, i64 row, i64 first, i64 count, const std::int8_t* w, i64 width) {
   alignas(64) float y[kPanel] = {};
@@ -28,14 +28,14 @@ void unusual_row(const WeightGemm& g, const Columns& c, i64 row, i64 first, i64 
   for (i64 j = 0; j < count; j += V::W) finish<V>(g.after, row, first + j, V::load(y + j), count - j);
 }
 
-// `multiply(x, rows, weights, width, sums)` is what `sums_of_panel` or tiles do with rows of uint8.
+// `multiply(x, rows, weights, width, sums)` computes sums of uint8 rows, as `sums_of_panel` or tiles do.
 template <class V, class Fn> void weight_panels(const WeightGemm& g, i64 panel, i64 panels, Fn multiply) {
   alignas(64) std::int32_t sums[kBlockRows * kPanel];
   const i64 step = kBlockRows / g.planes;
   Columns columns;
   for (i64 p = panel; p < panel + panels; ++p) {
     i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
-    columns.of(g.w_scale, g.bias, g.sums, first, count, 1.0, 128);  // the half that was added to the highest byte
+    columns.of(g.w_scale, g.bias, g.sums, first, count, 1.0, 128);  // removes the half range added to the highest byte
     for (i64 r = 0; r < g.m; r += step) {
       i64 height = smaller(step, g.m - r);
       multiply(g.x + r * g.planes * g.k, height * g.planes, g.weight + p * panel_bytes(g.k), width, sums);

@@ -1,1 +1,1 @@
-"""From a model to a graph of quantize and dequantize ops, on top of torchao's PT2E; and how accurate that is."""
+"""Quantize a model to a graph with quantize and dequantize ops, with torchao's PT2E, and report its accuracy."""

@@ -13,7 +13,7 @@ from fusewright_int8.flow.recipes import RECIPES
 
 
 class Int8Quantization:
-    """By torchao, which is asked for when it is needed."""
+    """Quantization by torchao, which is imported only when needed."""
 
     recipes: Mapping[str, str] = {r.name: r.about for r in RECIPES.values()}
 
@@ -44,7 +44,7 @@ class Int8Quantization:
 
 
 def need_torchao() -> None:
-    """QuantizationError where torchao, an optional dependency, is missing."""
+    """Raise QuantizationError if torchao, an optional dependency, is missing."""
     try:
         import torchao.quantization.pt2e  # noqa: F401
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Export, observe, convert: a model with quantize and dequantize ops in it."""
+"""Export a model, calibrate it, and convert it to one with quantize and dequantize ops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fusewright_int8.flow.simplify import after_converting, before_observing
 log = logging.getLogger("fusewright")
 
 META = "fusewright_quantization"
-"""In `GraphModule.meta` of what is quantized: the recipe, and which layers stayed in floats."""
+"""Key in a quantized model's `GraphModule.meta`: the recipe, and which layers stayed in floats."""
 q = torch.ops.quantized_decomposed
 
 
@@ -49,10 +49,10 @@ def quantize(
 
 
 def finished(prepared: GraphModule, recipe: Recipe, stayed: Mapping[str, str]) -> GraphModule:
-    """A calibrated model, converted."""
+    """Convert a calibrated model."""
     check_observed(prepared)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torchao's own on its internals
+        warnings.simplefilter("ignore", UserWarning)  # torchao warns about its own internals
         converted: GraphModule = convert_pt2e(prepared)
     if recipe.inputs == "row":
         quantize_rows(converted)
@@ -70,30 +70,30 @@ def _nothing(stayed: Mapping[str, str], recipe: Recipe) -> str:
 
 
 def as_call(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One calibration input as arguments and keyword arguments."""
+    """Return a calibration input as arguments and keyword arguments."""
     if isinstance(given, Mapping):
         return (), dict(given)
     return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
 
 
 def check_finite(values: Any, where: str) -> None:
-    """QuantizationError where a tensor holds NaN or Inf: a scale made of these says nothing."""
+    """Raise QuantizationError if a tensor holds NaN or Inf, which would make its scale meaningless."""
     for t in pytree.tree_leaves(values):
         if isinstance(t, Tensor) and t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise QuantizationError(f"{where} holds NaN or Inf; calibrate on inputs that the model is meant for")
 
 
 def export(model: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_batch: bool) -> GraphModule:
-    """The model as a graph of ATen ops, its batch of any size where it allows that."""
+    """Export the model as a graph of ATen ops, with a dynamic batch size if it allows one."""
     if isinstance(model, GraphModule) and any(n.target in OPS for n in model.graph.nodes):
-        return model  # exported already
+        return model  # already exported
     args, kwargs = call
     failures: list[str] = []
     for shapes in ([_batches(args, kwargs)] if dynamic_batch else []) + [None]:
         try:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
             return before_observing(with_linears(program.module(check_guards=False)))
-        except Exception as e:  # whatever a model's own code raises: the user is told
+        except Exception as e:  # the model's code may raise anything; the user is told
             failures.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
     raise QuantizationError(
         f"torch.export cannot trace the model ({failures[-1]}). Quantize parts of it (model.encoder = fusewright.quantize("
@@ -102,7 +102,7 @@ def export(model: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]],
 
 
 def with_linears(model: GraphModule) -> GraphModule:
-    """`addmm(bias, x, w)` of a parameter as the linear of its transpose, which quantizers know (GPT-2's Conv1D)."""
+    """Rewrite `addmm(bias, x, w)` of a parameter as a linear of its transpose, which quantizers know (GPT-2's Conv1D)."""
     aten, changed = torch.ops.aten, False
     for node in model.graph.find_nodes(op="call_function", target=aten.addmm.default):
         bias, x, w = node.args
@@ -136,7 +136,7 @@ def _batches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Calibrator(Interpreter):
-    """Runs a prepared model, and looks at what its observers are given."""
+    """Runs a prepared model and checks what its observers see."""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(self.fetch_attr(target), ObserverBase):
@@ -152,7 +152,7 @@ class _Calibrator(Interpreter):
 
 
 def calibrate(prepared: GraphModule, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-    """Show the observers some inputs. QuantizationError where the model makes NaN or Inf of them."""
+    """Run the model on inputs for its observers. Raise QuantizationError if it produces NaN or Inf."""
     with torch.no_grad():
         for args, kwargs in calls:
             flat = [v for v in pytree.tree_leaves((args, kwargs))]
@@ -168,7 +168,7 @@ def calibrate(prepared: GraphModule, calls: Iterable[tuple[tuple[Any, ...], dict
 
 
 def check_observed(prepared: GraphModule) -> None:
-    """QuantizationError where an observer of activations has seen nothing."""
+    """Raise QuantizationError if an observer of activations has seen nothing."""
     for node in prepared.graph.nodes:
         if node.op != "call_module":
             continue
@@ -186,7 +186,7 @@ def check_observed(prepared: GraphModule) -> None:
 
 
 def quantize_rows(model: GraphModule) -> None:
-    """Quantize the inputs of linears with int8 weights row by row, when they come."""
+    """Quantize the inputs of linears with int8 weights dynamically, row by row."""
     made: dict[Node, Node] = {}
     for node in list(model.graph.nodes):
         if node.target is not torch.ops.aten.linear.default or not _is_quantized(node.args[1]):
@@ -205,7 +205,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def _rows(graph: Any, x: Node) -> Node:
-    """q/dq of the rows of `x`, whose scales are found in fp32 whatever its type."""
+    """Insert q/dq of the rows of `x`; scales are computed in fp32 whatever its type."""
     dtype = x.meta["val"].dtype
     wide = x if dtype is torch.float32 else graph.call_function(torch.ops.aten.to.dtype, (x, torch.float32))
     chosen = graph.call_function(q.choose_qparams_per_token.default, (wide, torch.int8))

@@ -1,5 +1,5 @@
-"""The FX calls of old PyTorch (`torch.ao.quantization`, gone from torch), by `fusewright.quantize`'s steps. For code that is being
-moved:
+"""The FX quantization calls of old PyTorch (the removed `torch.ao.quantization`), on top of `fusewright.quantize`, for code that is
+being migrated:
 
     mapping = get_default_qconfig_mapping("x86")
     prepared = prepare_fx(model, mapping, (x,))
@@ -21,19 +21,19 @@ from fusewright_int8.flow.api import need_torchao
 from fusewright_int8.flow.recipes import RECIPES
 
 ENGINES = {"x86": "static", "fbgemm": "static", "onednn": "static"}
-"""torch's engines, whose default configuration was static."""
+"""torch's engines -> recipes; their default configurations were static."""
 _META = "fusewright_prepared"
 
 
 @dataclass(frozen=True)
 class QConfigMapping:
-    """Which recipe a model is quantized by."""
+    """Holds the recipe that a model is quantized by."""
 
     recipe: str
 
 
 def get_default_qconfig_mapping(backend: str = "x86", version: int = 0) -> QConfigMapping:
-    """The recipe that an engine of torch stood for."""
+    """Return the recipe that corresponds to a torch engine's default."""
     if backend not in ENGINES:
         raise QuantizationError(f"there is no recipe for the engine {backend!r}; {nearest(backend, ENGINES)}")
     return QConfigMapping(ENGINES[backend])
@@ -42,7 +42,7 @@ def get_default_qconfig_mapping(backend: str = "x86", version: int = 0) -> QConf
 def prepare_fx(
     model: torch.nn.Module, qconfig_mapping: Any, example_inputs: tuple[Any, ...], *_: Any, **__: Any
 ) -> GraphModule:
-    """The model with observers in it, to be run on typical inputs."""
+    """Return the model with observers, to be run on typical inputs."""
     _say(
         "prepare_fx",
         f"fusewright.quantize(model, calibration_inputs, {getattr(qconfig_mapping, 'recipe', 'static')!r})",
@@ -67,7 +67,7 @@ def prepare_fx(
 
 
 def convert_fx(graph_module: GraphModule, *_: Any, **__: Any) -> GraphModule:
-    """The observed model, quantized. Raises QuantizationError when it has seen no input."""
+    """Return the observed model, quantized. Raise QuantizationError if it has seen no input."""
     _say("convert_fx", "fusewright.quantize, which calibrates and converts")
     if _META not in getattr(graph_module, "meta", {}):
         raise QuantizationError("convert_fx takes what prepare_fx gave")

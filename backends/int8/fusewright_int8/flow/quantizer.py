@@ -1,4 +1,4 @@
-"""A PT2E quantizer that asks for what the backend lowers, and no more."""
+"""A PT2E quantizer that annotates exactly what the backend lowers."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ aten = torch.ops.aten
 OPS: dict[Any, str] = {
     aten.linear.default: "linear", aten.conv2d.default: "conv2d", aten.conv2d.padding: "conv2d",
 }  # fmt: skip
-"""Products, by what a recipe calls them."""
+"""Products -> the names that recipes use."""
 _ADDS = (aten.add.Tensor, aten.add_.Tensor)
 _KEY = "quantization_annotation"
 
 
 def names_of(node: Node) -> Iterator[str]:
-    """The names of the modules that a node lies in, from the outermost, and the node's own."""
+    """Yield the names of the modules that contain a node, from the outermost, then the node's own."""
     stack = node.meta.get("nn_module_stack") or {}
     yield from (name for name, _ in stack.values() if name)
     yield node.name
 
 
 def layer_of(node: Node) -> str:
-    """The name of the innermost module, which people know a layer by."""
+    """Return the name of the innermost module, by which users know the layer."""
     *_, module, own = ("", *names_of(node))
     return module or own
 
 
 def kept(node: Node, keep: Sequence[str]) -> str | None:
-    """The pattern by which a node stays in floats."""
+    """Return the pattern that keeps a node in floats, or None."""
     return next(
         (k for k in keep for n in names_of(node) if fnmatch(n, k) or fnmatch(n.removeprefix("L__self___"), k)), None
     )
 
 
 def check_kept(model: GraphModule, keep: Sequence[str]) -> None:
-    """Raises QuantizationError for a pattern that names nothing in the model: it would keep nothing, silently."""
+    """Raise QuantizationError for a pattern that matches nothing in the model and would silently have no effect."""
     for pattern in keep:
         if not any(kept(node, [pattern]) for node in model.graph.nodes):
             layers = {layer_of(node) for node in model.graph.nodes if node.target in OPS}
@@ -52,7 +52,7 @@ def check_kept(model: GraphModule, keep: Sequence[str]) -> None:
 
 
 def activation(observer: Any = HistogramObserver) -> QuantizationSpec:
-    """uint8 with a zero point, one scale for the tensor."""
+    """Return the spec of activations: uint8 with a zero point, one scale per tensor."""
     return QuantizationSpec(
         dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
         observer_or_fake_quant_ctr=observer.with_args(eps=2**-12),
@@ -60,7 +60,7 @@ def activation(observer: Any = HistogramObserver) -> QuantizationSpec:
 
 
 def weight() -> QuantizationSpec:
-    """int8 without zero points, a scale for each output."""
+    """Return the spec of weights: int8 without zero points, one scale per output channel."""
     return QuantizationSpec(
         dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
         observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12),
@@ -68,7 +68,7 @@ def weight() -> QuantizationSpec:
 
 
 class Int8Quantizer(Quantizer):
-    """Annotates products as a recipe says. `keep` are names of modules that stay in floats; `stayed` tells what did, and why."""
+    """Annotates products according to a recipe. `keep`: patterns of modules that stay in floats; `stayed`: what did, and why."""
 
     def __init__(self, recipe: Recipe, keep: Sequence[str] = (), fast: bool = False) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Int8Quantizer(Quantizer):
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Anything goes: what is not annotated stays in floats."""
+        """Accept any model: what is not annotated stays in floats."""
 
     def _product(self, node: Node, kind: str) -> None:
         if why := self._why_not(node, kind):
@@ -113,7 +113,7 @@ class Int8Quantizer(Quantizer):
         return None
 
     def _residual(self, node: Node) -> None:
-        """The other operand of an addition to a convolution, where a quantized product reads it too."""
+        """Annotate the other operand of an addition to a product, if a product makes it or another quantized product reads it."""
         if node.target not in _ADDS or _KEY in node.meta:
             return
         tensors = [a for a in node.args[:2] if isinstance(a, Node)]

@@ -9,10 +9,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Recipe:
-    """`inputs`: how the inputs of products are quantized. "static": uint8, one scale and zero point for a tensor, from calibration.
-    "row": int8, one scale for a row, found when it runs. None: not at all. Weights are int8, one scale for each output.
+    """`inputs`: how the inputs of products are quantized. "static": uint8, one scale and zero point per tensor, from calibration.
+    "row": int8, one scale per row, computed at run time. None: not at all. Weights are int8, one scale per output channel.
 
-    `ops` are what is quantized; `residuals`: so is what is added to a convolution, so that no float image is stored.
+    `ops`: the quantized ops. `residuals`: operands added to products are quantized too, so that no float image is stored.
     """
 
     name: str

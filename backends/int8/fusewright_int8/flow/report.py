@@ -1,4 +1,4 @@
-"""How much each layer loses: the quantized model beside the float one, on the same inputs."""
+"""Report the accuracy loss of each layer: compare the quantized model with the float one on the same inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusewright_int8.flow.recipes import RECIPES
 
 
 class _Results(Interpreter):
-    """Runs a graph and keeps what its products make, by layer and number of the call in it."""
+    """Runs a graph and keeps the results of its products, by layer and number of the call in it."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
@@ -38,7 +38,7 @@ class _Results(Interpreter):
 
 
 def _per_output(run: Interpreter, node: Node) -> int:
-    """Multiplications for one element of a product."""
+    """Return the number of multiplications per output element of a product."""
     weight = run.env.get(node.args[1])  # type: ignore[arg-type]
     return 1 if weight is None else weight[0].numel()
 
@@ -82,11 +82,11 @@ def _add(total: list[float], exact: Any, ours: Any) -> None:
 
 
 def _powers(exact: Tensor, ours: Tensor) -> tuple[float, float]:
-    """Power of the signal and of the noise."""
+    """Return the power of the signal and of the noise."""
     wide = exact.double()
     return float(wide.pow(2).sum()), float((wide - ours.double()).pow(2).sum())
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10 of their ratio; infinite without noise."""
+    """Return 10 log10(signal / noise); infinite without noise."""
     return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)

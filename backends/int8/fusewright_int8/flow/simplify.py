@@ -1,4 +1,4 @@
-"""Padding and limits around a graph's products, said in the words that int8 calls have; no value changes."""
+"""Rewrite padding and clamps around a graph's products into forms that int8 calls support; no value changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CLAMPS = (aten.hardtanh.default, aten.hardtanh_.default, aten.clamp.default, at
 
 
 def before_observing(model: GraphModule) -> GraphModule:
-    """Zeros around the input of a convolution are its padding, where there are as many on both sides; a padding of nothing goes.
-    Calibration then sees, and convolutions read, what was there before (TensorFlow's "same" pads each layer so)."""
+    """Fold symmetric zero padding of a convolution's input into the convolution, and drop empty padding. Calibration then observes
+    the tensor before the padding, which the convolution reads (TensorFlow's "same" pads each layer like this)."""
     for node in [n for n in model.graph.nodes if n.target in _PADS]:
         pads = _zeros_around(node)
         if pads is None:
@@ -30,8 +30,8 @@ def before_observing(model: GraphModule) -> GraphModule:
 
 
 def after_converting(model: GraphModule) -> GraphModule:
-    """Other zeros are put around the quantized tensor, and limits that quantization has anyway are left to it: so both products
-    beside them end and begin in 8 bits."""
+    """Move other zero padding behind the quantization, and drop upper limits that quantization enforces anyway, so that the
+    products on both sides exchange 8-bit tensors."""
     for node in [n for n in model.graph.nodes if n.target is q.quantize_per_tensor.default]:
         _pad_behind(model, node)
         _leave_limits(model, node)
@@ -45,7 +45,7 @@ def _tidy(model: GraphModule) -> GraphModule:
 
 
 def _zeros_around(node: Node) -> list[int] | None:
-    """How many zeros on each side, the last dimension first; None where it is padding of another kind or of unknown size."""
+    """Return the number of zeros on each side, last dimension first; None for other padding or symbolic sizes."""
     args: tuple[Any, ...] = node.args
     _, pads, *rest = args
     given = dict(zip(("mode", "value") if node.target is _PADS[0] else ("value",), rest, strict=False)) | node.kwargs
@@ -56,7 +56,7 @@ def _zeros_around(node: Node) -> list[int] | None:
 
 
 def _padding(conv: Node, pad: Node, pads: list[int]) -> list[int] | None:
-    """The padding of a 2-d convolution with what `pad` puts around its input; None where it cannot be said so."""
+    """Return the padding of a 2-d convolution including that of `pad`, or None if it cannot be expressed."""
     if conv.target is not aten.conv2d.default or conv.args[0] is not pad or len(pads) > 4 or len(conv.args) < 4:
         return None
     left, right, top, bottom = (*pads, 0, 0)[:4]
@@ -68,7 +68,7 @@ def _padding(conv: Node, pad: Node, pads: list[int]) -> list[int] | None:
 
 
 def _pad_behind(model: GraphModule, quantize: Node) -> None:
-    """quantize(pad(x)) as a padding of quantize(x) by the zero point, which stands for zero."""
+    """Rewrite quantize(pad(x)) as quantize(x) padded with the zero point, which represents zero."""
     given: tuple[Any, ...] = quantize.args
     pad, scale, zero, low, high, dtype = given
     if not isinstance(pad, Node) or pad.target not in _PADS or _zeros_around(pad) is None or not low <= zero <= high:
@@ -85,7 +85,7 @@ def _pad_behind(model: GraphModule, quantize: Node) -> None:
 
 
 def _leave_limits(model: GraphModule, quantize: Node) -> None:
-    """clamp(x, 0, high) as relu(x) before a quantization that has no level above that of `high`."""
+    """Rewrite clamp(x, 0, high) as relu(x) before a quantization whose largest level does not exceed that of `high`."""
     given: tuple[Any, ...] = quantize.args
     clamp, scale, zero, _, most, _ = given
     if not isinstance(clamp, Node) or clamp.target not in _CLAMPS:
@@ -102,7 +102,7 @@ def _leave_limits(model: GraphModule, quantize: Node) -> None:
 
 
 def _limits(clamp: Node) -> tuple[Any, Any, Any]:
-    """What is clamped, and to what."""
+    """Return the clamped value and its limits."""
     if clamp.target is aten.relu6.default:
         return clamp.args[0], 0, 6
     hard = clamp.target in (aten.hardtanh.default, aten.hardtanh_.default)

@@ -1,1 +1,1 @@
-"""What runs at call time: the native core, and the same computations in torch."""
+"""Run-time code: the native core, and the same computations in torch."""

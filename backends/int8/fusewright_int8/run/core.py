@@ -1,4 +1,4 @@
-"""The compiled extension: whether there is one, and which of its instruction sets runs."""
+"""The compiled extension: whether it is present, and which of its instruction sets to use."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ISA_VARIABLE = "FUSEWRIGHT_INT8_ISA"
 """Environment variable that names the instruction set to use, one of `isas()`; read once."""
 
 SIMULATED = "amx_simulated"
-"""The AMX kernels with their tile instructions in C++, for machines without AMX: only used when it is named."""
+"""The AMX kernels with tile instructions emulated in C++, for machines without AMX; used only when named explicitly."""
 
 _EXTENSION = "fusewright_int8._core"
 _REMEDY = "install a C++20 compiler (apt install g++) and reinstall fusewright-int8; torch's own int8 kernels are used meanwhile"
 
 
 def absent() -> str | None:
-    """Why there is no native core here, and what would bring it; None when there is one."""
+    """Return why there is no native core and how to get it, or None if there is one."""
     return _load()[1]
 
 
 def extension() -> Any:
-    """The extension. BackendUnavailableError with the reason when there is none."""
+    """Return the extension. Raise BackendUnavailableError with the reason if there is none."""
     module, reason = _load()
     if module is None:
         raise BackendUnavailableError(f"x86_int8 has no native core: {reason}")
@@ -57,18 +57,18 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets that this CPU can run, best first, of "amx_int8", "avx512_vnni", "avx_vnni", "avx2", "portable"."""
+    """Return the sets that this CPU can run, best first, of "amx_int8", "avx512_vnni", "avx_vnni", "avx2", "portable"."""
     return tuple(name for name in extension().isas() if name != SIMULATED)
 
 
 def isa() -> str:
-    """The one that calls use: the best, or what `FUSEWRIGHT_INT8_ISA` or `use_isa` names."""
+    """Return the instruction set in use: the best, or the one that `FUSEWRIGHT_INT8_ISA` or `use_isa` names."""
     return str(extension().isa())
 
 
 def use_isa(name: str | None) -> None:
-    """Use this instruction set from now on, in all threads; the best one for None. Results do not depend on it. OptionError for one
-    that this CPU cannot run."""
+    """Use this instruction set from now on, in all threads; None selects the best. Results do not depend on it. Raise OptionError
+    for one that this CPU cannot run."""
     _use(extension(), name, "the instruction set")
 
 

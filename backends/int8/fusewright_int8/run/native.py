@@ -1,11 +1,11 @@
-"""The native core: int8 products and convolutions for one x86-64 instruction set or another, on torch's own threads.
+"""The native core: int8 products and convolutions for several x86-64 instruction sets, on torch's own threads.
 
     packed = native.pack_linear(weight)                              # once
     y = native.linear(x, packed, w_scale, bias, x_scale, x_zero_point, post="relu", out_dtype=torch.uint8, ...)
 
-Every function takes tensors, numbers, strings and types only, so that it can be a plan's call. What each computes, to the bit, is
-written in `reference`. The extension links no torch: it sees addresses and sizes. Where it is absent, `absent()` says why, and
-calls raise `BackendUnavailableError`.
+Every function takes only tensors, numbers, strings and types, so that a plan can call it. `reference` defines the results bit for
+bit. The extension does not link torch: it is given addresses and sizes. If it is absent, `absent()` says why, and calls raise
+`BackendUnavailableError`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_K = 65_536
-"""Longest sum of products that fits int32 whatever the values are: 65,536 * 255 * 128 < 2**31."""
+"""Longest sum of products that fits int32 for any values: 65,536 * 255 * 128 < 2**31."""
 
 MOST_INNER = 33_025
-"""The same for two operands with zero points: 33,025 * 255 * 255 < 2**31."""
+"""The same limit for two operands with zero points: 33,025 * 255 * 255 < 2**31."""
 
 MOST_TAPS = 1024
-"""Largest window of a depthwise convolution with a kernel of its own."""
+"""Largest window that the depthwise kernel takes."""
 
 _TYPES = {torch.uint8: 0, torch.int8: 1, torch.float32: 2, torch.bfloat16: 3}
 _POSTS = {name: k for k, name in enumerate(POSTS)}
@@ -53,7 +53,7 @@ _After: TypeAlias = tuple[Any, ...]
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """int8 [n, k] as the products read it: int8, one dimension. ValueError when k is above `MOST_K`."""
+    """Pack int8 [n, k] for the products, into one dimension of int8. Raise ValueError if k is above `MOST_K`."""
     _check(weight.dtype == torch.int8 and weight.dim() == 2, "the weight", weight, "int8 [n, k]")
     n, k = weight.shape
     _check_k(k)
@@ -68,11 +68,12 @@ def linear(
     post: str = "none", post_args: Sequence[float] = (), out_dtype: torch.dtype = torch.float32,
     out_scale: float = 1.0, out_zero_point: int = 0, out_low: int | None = None, out_high: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Static int8: post((x - x_zero_point) * x_scale @ (weight * w_scale).T + bias + residual), perhaps quantized.
+    """Static int8: post((x - x_zero_point) * x_scale @ (weight * w_scale).T + bias + residual), optionally quantized.
 
-    x [..., k] uint8 or int8; `packed` by `pack_linear`; w_scale and bias fp32 [n]. residual [..., n] in fp32, bf16, uint8 or int8.
-    `post`: a name of `reference.POSTS`. out_dtype fp32, bf16, uint8 or int8; 8 bits are quantized by out_scale, out_zero_point to
-    [out_low, out_high], the type's limits when None. Of x, rows may be apart; else it is copied. ValueError for what cannot be.
+    x [..., k] is uint8 or int8, `packed` comes from `pack_linear`, w_scale and bias are fp32 [n], residual [..., n] is fp32, bf16,
+    uint8 or int8. `post`: a name of `reference.POSTS`. out_dtype is fp32, bf16, uint8 or int8; 8-bit results are quantized by
+    out_scale and out_zero_point to [out_low, out_high] (default: the type's limits). Rows of x may have gaps between them; other
+    strides are copied. Raise ValueError for invalid arguments.
     """
     _check(x.dtype in _BYTES, "x", x, "uint8 or int8")
     rows, n, k = _operands(x, packed, w_scale, bias)
@@ -95,10 +96,10 @@ def matmul(
     post: str = "none", post_args: Sequence[float] = (), out_dtype: torch.dtype = torch.float32,
     out_scale: float = 1.0, out_zero_point: int = 0, out_low: int | None = None, out_high: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """post((x - x_zero_point) * x_scale @ (y - y_zero_point) * y_scale), perhaps quantized: both operands are activations.
+    """Product of two activations: post((x - x_zero_point) * x_scale @ (y - y_zero_point) * y_scale), optionally quantized.
 
-    x [..., m, k] and y [..., k, n] of uint8 or int8 with the same leading sizes; y is packed at each call, whatever its
-    strides. The rest as in `linear`. ValueError when k is above `MOST_INNER`.
+    x [..., m, k] and y [..., k, n] are uint8 or int8 with equal leading sizes; y may have any strides and is packed at each call.
+    Other arguments as in `linear`. Raise ValueError if k is above `MOST_INNER`.
     """
     _check(x.dtype in _BYTES and x.dim() >= 2, "x", x, "uint8 or int8 [..., m, k]")
     fits = y.dtype in _BYTES and y.dim() == x.dim() and y.shape[:-1] == (*x.shape[:-2], x.shape[-1])
@@ -126,10 +127,10 @@ def dynamic_linear(
     residual: Tensor | None = None, post: str = "none", post_args: Sequence[float] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Dynamic int8 in one call: quantize x [..., k] (fp32 or bf16) by `reference.RULES[rule]`, multiply, scale, add, post-op.
+    """Dynamic int8 in one call: quantize x [..., k] (fp32 or bf16) by `reference.RULES[rule]`, multiply, scale, add, apply post-op.
 
-    residual in fp32 or bf16. out_dtype fp32 or bf16, x's when None. The others as in `linear`. A row (or tensor) that holds NaN or
-    Inf gives NaN.
+    residual is fp32 or bf16; out_dtype is fp32 or bf16 (default: that of x). Other arguments as in `linear`. A row (or tensor) that
+    holds NaN or Inf gives NaN.
     """
     rows, n, k = _float_operands(x, packed, w_scale, bias)
     shape = (*x.shape[:-1], n)
@@ -147,8 +148,8 @@ def weight_linear(
     residual: Tensor | None = None, post: str = "none", post_args: Sequence[float] = (),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Weight-only int8: x [..., k] (fp32 or bf16) times the packed weight, rounded once; see `reference.weight_linear`. At memory
-    speed for a few rows; for many, a float product of a widened weight is faster. Arguments as in `dynamic_linear`."""
+    """Weight-only int8: x [..., k] (fp32 or bf16) times the packed weight, rounded once; see `reference.weight_linear`. Runs at
+    memory speed for a few rows; for many, a float product with a widened weight is faster. Arguments as in `dynamic_linear`."""
     rows, n, k = _float_operands(x, packed, w_scale, bias)
     shape = (*x.shape[:-1], n)
     residual = _residual(residual, shape)
@@ -164,7 +165,7 @@ def weight_linear(
 
 
 def pack_conv2d(weight: Tensor, groups: int = 1) -> Tensor:
-    """int8 [n, c / groups, kh, kw] as `conv2d` reads it. ValueError when c / groups * kh * kw is above `MOST_K`."""
+    """Pack int8 [n, c / groups, kh, kw] for `conv2d`. Raise ValueError if c / groups * kh * kw is above `MOST_K`."""
     _check(weight.dtype == torch.int8 and weight.dim() == 4, "the weight", weight, "int8 [n, c / groups, kh, kw]")
     n, c, kh, kw = weight.shape
     _check_k(c * kh * kw)
@@ -188,8 +189,8 @@ def conv2d(
 ) -> Tensor:  # fmt: skip
     """Static int8 convolution: x [batch, c, h, w] uint8 or int8, read as channels-last, -> channels-last [batch, n, oh, ow].
 
-    `packed` by `pack_conv2d`. Padding is worth 0.0, that is `x_zero_point`. residual has the result's shape. Depthwise
-    (groups == c == n) has a kernel of its own. The rest as in `linear`.
+    `packed` comes from `pack_conv2d`. Padding has the value 0.0, that is `x_zero_point`. residual has the result's shape.
+    Depthwise convolutions (groups == c == n) have their own kernel. Other arguments as in `linear`.
     """
     _check(x.dtype in _BYTES and x.dim() == 4, "x", x, "uint8 or int8 [batch, c, h, w]")
     _check_zero("x_zero_point", x_zero_point, x.dtype)
@@ -219,7 +220,7 @@ def _conv_sizes(
     shape: tuple[int, ...], n: int, kernel_size: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
     dilation: tuple[int, ...], groups: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:  # fmt: skip
-    """The window and the sizes as the extension takes them, and the bytes of the packed weight."""
+    """Return window and sizes as the extension takes them, and the bytes of the packed weight."""
     batch, c, h, w = shape
     window = _window(kernel_size, stride, padding, dilation)
     if groups < 1 or c % groups or n % groups:
@@ -231,7 +232,7 @@ def _conv_sizes(
 
 
 def _window(*pairs: Sequence[int]) -> tuple[int, ...]:
-    """kh, kw, stride, padding and dilation, two numbers each."""
+    """Check kernel size, stride, padding and dilation; return them flattened, two numbers each."""
     for name, pair, least in zip(("kernel_size", "stride", "padding", "dilation"), pairs, (1, 1, 0, 1), strict=True):
         if len(pair) != 2 or min(pair) < least:
             raise ValueError(f"{name} is {tuple(pair)}; conv2d takes two numbers from {least}")
@@ -239,7 +240,7 @@ def _window(*pairs: Sequence[int]) -> tuple[int, ...]:
 
 
 def _positions(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Sizes of the result along one dimension."""
+    """Return the size of the result along one dimension."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     if room < 0:
         raise ValueError(f"a window of {kernel} (dilation {dilation}) does not fit {size} with padding {padding}")
@@ -262,7 +263,7 @@ def _packed_conv(n: int, c: int, taps: int, groups: int, depthwise: bool) -> int
 def quantize(
     x: Tensor, scale: float, zero_point: int, dtype: torch.dtype, low: int | None = None, high: int | None = None
 ) -> Tensor:
-    """x (fp32 or bf16) as uint8 or int8 of its shape: `reference.quantize`."""
+    """Quantize x (fp32 or bf16) to uint8 or int8: see `reference.quantize`."""
     _check(x.dtype in _FLOATS, "x", x, "fp32 or bf16")
     low, high = limits(dtype, low, high)
     _check_zero("zero_point", zero_point, dtype)
@@ -276,8 +277,8 @@ def quantize(
 
 
 def quantize_dynamic(x: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., k] quantized by `reference.RULES[rule]`: values of its shape, fp32 scales and int32 zero points of its rows ([1] each
-    for one of all)."""
+    """Quantize x [..., k] by `reference.RULES[rule]`: return values of its shape, and fp32 scales and int32 zero points per row
+    ([1] each if shared)."""
     _check(x.dtype in _FLOATS and x.dim() > 0, "x", x, "fp32 or bf16 [..., k]")
     rows, given = _rows(x), _rule(rule)
     q = torch.empty(x.shape, dtype=torch.uint8 if RULES[rule].low == 0 else torch.int8)
@@ -294,7 +295,7 @@ def quantize_dynamic(x: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [rows, k], each row dense; rows may be apart."""
+    """Return x as [rows, k] with dense rows, which may have gaps between them."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -302,7 +303,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _operands(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None) -> tuple[Tensor, int, int]:
-    """Rows of x, n and k."""
+    """Check the operands of a product; return the rows of x, n and k."""
     if x.dim() == 0:
         raise ValueError("x has no dimension; a product needs [..., k]")
     n, k = w_scale.numel(), x.shape[-1]
@@ -322,8 +323,8 @@ def _after(
     post_args: Sequence[float], out_dtype: torch.dtype, out_scale: float = 1.0, out_zero_point: int = 0,
     out_low: int | None = None, out_high: int | None = None,
 ) -> tuple[Tensor, _After]:  # fmt: skip
-    """An empty result [..., n], and what the extension does before it stores there. `residual`: by `_residual`, held by the caller
-    until the extension has run."""
+    """Return an empty result [..., n] and the extension's epilogue arguments. `residual` comes from `_residual`; the caller keeps
+    it alive until the extension has run."""
     if out_dtype not in _TYPES:
         raise ValueError(f"out_dtype is {out_dtype}; results are float32, bfloat16, uint8 or int8")
     address, row, kind = 0, 0, torch.float32
@@ -341,7 +342,7 @@ def _after(
 def _levels(
     dtype: torch.dtype, scale: float, zero_point: int, low: int | None, high: int | None
 ) -> tuple[int, float, int, int, int]:
-    """A result's type, the inverse of its scale, its zero point and its limits."""
+    """Return a result's type, the inverse of its scale, its zero point and its limits."""
     if dtype not in _BYTES:
         return _TYPES[dtype], 1.0, zero_point, 0, 255
     _check_zero("out_zero_point", zero_point, dtype)
@@ -411,7 +412,7 @@ def _check_packed(packed: Tensor, size: int) -> None:
 
 
 def _residual(residual: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Rows of a residual of the result's shape."""
+    """Return a residual of the result's shape as rows."""
     if residual is None:
         return None
     _check(

@@ -1,8 +1,8 @@
-"""The native core's computations in plain torch: what each kernel must give, bit for bit, and the reader's definition of it.
+"""The native core's computations in plain torch: they define the result of each kernel, bit for bit.
 
-Sums of products are exact (int64, which holds every sum that fits int32). They are scaled, and the bias is added, in fp64; one
-rounding makes that fp32. What follows (residual, post-op, quantization) is fp32 arithmetic in the order of the q/dq graph's own
-ops (`quantized_decomposed`). So a result is what the q/dq graph gives when its product is correctly rounded.
+Sums of products are exact. They are scaled, and the bias is added, in fp64, then rounded once to fp32. What follows (residual,
+post-op, quantization) is fp32 arithmetic in the order of the q/dq graph's own ops (`quantized_decomposed`). So a result equals
+that of the q/dq graph with a correctly rounded product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POSTS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What happens to an fp32 result: + residual, post-op, then a float type or quantization to [low, high]."""
+    """The steps after an fp32 result: add a residual, apply a post-op, then cast to a float type or quantize to [low, high]."""
 
     residual: Tensor | None = None
     residual_scale: float = 1.0
@@ -41,7 +41,7 @@ class Epilogue:
     out_high: int | None = None
 
     def apply(self, y: Tensor) -> Tensor:
-        """`y` in fp32, with the residual's shape."""
+        """Apply the epilogue to `y`, in fp32 and of the residual's shape."""
         if (r := self.residual) is not None:
             quantized = not r.dtype.is_floating_point
             y = y + (dequantize(r, self.residual_scale, self.residual_zero_point) if quantized else r.float())
@@ -62,7 +62,7 @@ def quantize(
 
 
 def limits(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
-    """The given limits, those of the type where there are none."""
+    """Return the given limits, by default those of the type."""
     info = torch.iinfo(dtype)
     return info.min if low is None else low, info.max if high is None else high
 
@@ -74,11 +74,11 @@ def dequantize(q: Tensor, scale: float, zero_point: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """How scales and zero points are found from a tensor of [rows, k], and how it is then quantized to [low, high].
+    """How scales and zero points are computed from a tensor [rows, k], and how it is then quantized to [low, high].
 
     per_row:   one scale per row, else one for all.
     symmetric: zero point 0 and the scale from the largest magnitude.
-    source:    whose arithmetic to follow to the bit; see `RULES`.
+    source:    the implementation to match bit for bit; see `RULES`.
     """
 
     per_row: bool
@@ -104,10 +104,10 @@ RULES: dict[str, Dynamic] = {
 
 
 def choose(x: Tensor, rule: Dynamic) -> tuple[Tensor, Tensor]:
-    """fp32 scales and int32 zero points of x [rows, k], [rows] each or [1]."""
+    """Return fp32 scales and int32 zero points of x [rows, k], [rows] each or [1]."""
     dims = [-1] if rule.per_row else [0, 1]
     least, most = torch.amin(x, dims).clamp(max=0), torch.amax(x, dims).clamp(min=0)
-    # In x's type up to here, bf16 included; what follows widens where the source's does.
+    # In x's type up to here, bf16 included; from here on it widens where the source does.
     scale = _scale(torch.maximum(-least, most) if rule.symmetric else most - least, rule)
     if rule.symmetric:
         zero = torch.full_like(scale, 128 if rule.low == 0 else 0)
@@ -135,7 +135,7 @@ def _scale(width: Tensor, rule: Dynamic) -> Tensor:
 
 
 def quantize_dynamic(x: Tensor, rule: Dynamic) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, k] quantized (int8, or uint8 when `rule.low` is 0), with scales and zero points."""
+    """Quantize x [rows, k] (to int8, or uint8 when `rule.low` is 0); return it with scales and zero points."""
     scale, zero = choose(x, rule)
     s, z = scale[:, None], zero[:, None]
     if rule.source == "token" and not rule.symmetric:
@@ -147,7 +147,7 @@ def quantize_dynamic(x: Tensor, rule: Dynamic) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scaled(sums: Tensor, x_scale: Tensor | float, w_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """fp32 of whole sums [rows, n], the scales' product rounded once."""
+    """Scale integer sums [rows, n] and add the bias in fp64, then round to fp32."""
     x_scale = torch.as_tensor(x_scale, dtype=torch.float32).double()
     y = sums.double() * (x_scale.reshape(-1, 1) * w_scale.float().double())
     return (y if bias is None else y + bias.float().double()).float()
@@ -157,7 +157,7 @@ def linear(
     x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, x_scale: Tensor | float, x_zero_point: Tensor | int,
     epilogue: Epilogue = Epilogue(),
 ) -> Tensor:  # fmt: skip
-    """x [rows, k] of 8 bits, weight [n, k] int8 -> [rows, n]."""
+    """8-bit x [rows, k], int8 weight [n, k] -> [rows, n]."""
     zero = torch.as_tensor(x_zero_point, dtype=torch.int64).reshape(-1, 1)
     sums = torch.mm((x.to(torch.int64) - zero).double(), weight.double().t())  # exact: below 2**53
     return epilogue.apply(_scaled(sums, x_scale, w_scale, bias))
@@ -167,7 +167,7 @@ def matmul(
     x: Tensor, y: Tensor, x_scale: float, x_zero_point: int, y_scale: float, y_zero_point: int,
     epilogue: Epilogue = Epilogue(),
 ) -> Tensor:  # fmt: skip
-    """x [..., m, k] and y [..., k, n], both of 8 bits -> [..., m, n]."""
+    """8-bit x [..., m, k] and y [..., k, n] -> [..., m, n]."""
     sums = torch.matmul(x.double() - x_zero_point, y.double() - y_zero_point)  # exact: below 2**53
     scales = torch.tensor([x_scale, y_scale], dtype=torch.float32).double()
     return epilogue.apply((sums * scales.prod()).float())
@@ -176,7 +176,7 @@ def matmul(
 def dynamic_linear(
     x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, rule: Dynamic, epilogue: Epilogue = Epilogue()
 ) -> Tensor:
-    """x [rows, k] of floats, quantized by `rule` first."""
+    """Float x [rows, k], quantized by `rule` first."""
     q, scale, zero = quantize_dynamic(x, rule)
     return linear(q, weight, w_scale, bias, scale, zero, epilogue)
 
@@ -184,10 +184,10 @@ def dynamic_linear(
 def weight_linear(
     x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, epilogue: Epilogue = Epilogue()
 ) -> Tensor:
-    """x [rows, k] of floats times int8 weights.
+    """Float x [rows, k] times int8 weights.
 
-    A row becomes whole numbers, of 30 bits (22 for bf16) below the power of two above its largest magnitude: numbers within 2**-6
-    of that (2**-14) are exact, and the others off by 2**-31 of it (2**-23) at most. Their products are summed exactly.
+    A row becomes integers with 30 bits (22 for bf16) below the power of two above its largest magnitude: numbers within a factor
+    2**-6 of it (2**-14) are exact, the others off by at most 2**-31 (2**-23) of it. Their products are summed exactly.
     """
     bits = 22 if x.dtype == torch.bfloat16 else 30
     top = x.float().abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(len(x), 1).float()
@@ -204,7 +204,7 @@ def conv2d(
     stride: Sequence[int] = (1, 1), padding: Sequence[int] = (0, 0), dilation: Sequence[int] = (1, 1), groups: int = 1,
     epilogue: Epilogue = Epilogue(),
 ) -> Tensor:  # fmt: skip
-    """x [batch, c, h, w] of 8 bits, weight [n, c / groups, kh, kw] int8 -> [batch, n, oh, ow]. What is padded is worth 0.0."""
+    """8-bit x [batch, c, h, w], int8 weight [n, c / groups, kh, kw] -> [batch, n, oh, ow]. Padding has the value 0.0."""
     centered = x.double() - x_zero_point
     sums = F.conv2d(centered, weight.double(), None, list(stride), list(padding), list(dilation), groups)
     scale = (torch.tensor(x_scale, dtype=torch.float32).double() * w_scale.float().double()).reshape(-1, 1, 1)

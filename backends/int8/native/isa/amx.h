@@ -1,5 +1,5 @@
-// The tile instructions of AMX-INT8. By inline assembly: the compilers' intrinsics want a literal for a tile's number, no
-// template argument.
+// The tile instructions of AMX-INT8, as inline assembly: the compilers' intrinsics require a literal tile number and reject
+// template arguments.
 #pragma once
 
 #include "../tiles.h"

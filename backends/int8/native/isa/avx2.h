@@ -1,4 +1,4 @@
-// Vectors of 256 bits; FUSEWRIGHT_AVX_VNNI says that there is VNNI for them.
+// 256-bit vectors; FUSEWRIGHT_AVX_VNNI is defined if VNNI is available for them.
 #pragma once
 
 #include <immintrin.h>
@@ -32,8 +32,8 @@ struct Vec {
     return acc;
   }
 #else
-  // vpmaddubsw saturates at 16 bits, so bytes are widened: those of even and of odd places are 16-bit numbers in place, and
-  // vpmaddwd sums two products exactly.
+  // vpmaddubsw saturates at 16 bits, so even and odd bytes are widened to 16 bits in place, and vpmaddwd sums two products
+  // exactly.
   struct A { __m256i even, odd; };
   struct B { __m256i even, odd; };
   static A quads(__m256i a) { return {_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srli_epi16(a, 8)}; }
@@ -98,7 +98,7 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
   }
 
-  // Stores four vectors as bytes, clamped to [low, high], then changed by `flip`.
+  // Store four vectors as bytes, clamped to [low, high], then XORed with `flip`.
   struct Saturated {
     I low, high, flip, order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
 

@@ -1,4 +1,4 @@
-// Vectors of 512 bits, with VNNI.
+// 512-bit vectors, with VNNI.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@ namespace {
 struct Vec {
   static constexpr int W = 16;
   static constexpr int NV = 4;
-  // Accumulators fill the 32 registers: 6 x 4 = 24 beside four of weights and one of x.
+  // Accumulators fill the 32 registers: 6 x 4 = 24, plus four for weights and one for x.
   static constexpr int MR[] = {0, 12, 12, 8, 6};
 
   using F = __m512;
@@ -73,7 +73,7 @@ struct Vec {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
   }
 
-  // Stores four vectors as bytes, clamped to [low, high], then changed by `flip`.
+  // Store four vectors as bytes, clamped to [low, high], then XORed with `flip`.
   struct Saturated {
     I low, high, flip, order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 

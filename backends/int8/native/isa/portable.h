@@ -1,4 +1,4 @@
-// Vectors of plain C++: the path of any x86-64, and the reading guide to the others. Every set has these functions.
+// Vectors in plain C++: the fallback for any x86-64, and a reading guide to the other sets, which have the same functions.
 #pragma once
 
 #include <cmath>
@@ -12,13 +12,13 @@ namespace {
 
 struct Vec {
   static constexpr int W = 8;        // lanes of 32 bits
-  static constexpr int NV = 2;       // vectors of columns that a product takes at a time
-  static constexpr int MR[] = {0, 2, 2};  // rows with so many vectors
+  static constexpr int NV = 2;       // vectors of columns per product
+  static constexpr int MR[] = {0, 2, 2};  // most rows, indexed by the number of vectors
 
   struct F { float v[W]; };
   struct I { std::int32_t v[W]; };
-  struct A { std::uint8_t v[4 * W]; };  // four uint8 a lane
-  struct B { const std::int8_t* p; };   // four int8 a lane
+  struct A { std::uint8_t v[4 * W]; };  // four uint8 per lane
+  struct B { const std::int8_t* p; };   // four int8 per lane
 
   template <class T, class Fn> static T each(Fn f) {
     T r;
@@ -26,7 +26,7 @@ struct Vec {
     return r;
   }
 
-  // -- products of 8 bits
+  // -- 8-bit products
   static A broadcast(const std::uint8_t* p) {
     A a;
     for (int i = 0; i < W; ++i) std::memcpy(a.v + 4 * i, p, 4);
@@ -42,7 +42,7 @@ struct Vec {
       for (int j = 0; j < 4; ++j) acc.v[i] += std::int32_t{a.v[4 * i + j]} * b.p[4 * i + j];
     return acc;
   }
-  // Bytes of four places to lanes of four: lane e of out[j], 16-byte part L, holds byte 16 L + 4 j + e of each.
+  // Interleave bytes from four places: lane e of the 16-byte part L of out[j] holds byte 16 L + 4 j + e of each.
   static void interleave(const std::uint8_t* const (&t)[4], A (&out)[4]) {
     for (int part = 0; part < W / 4; ++part)
       for (int j = 0; j < 4; ++j)
@@ -81,7 +81,7 @@ struct Vec {
     for (int i = 0; i < W; ++i) p[i] = static_cast<std::uint16_t>(a.v[i]);
   }
 
-  // Stores four vectors as bytes, clamped to [low, high], then changed by `flip`.
+  // Store four vectors as bytes, clamped to [low, high], then XORed with `flip`.
   struct Saturated {
     std::uint8_t low, high, flip;
 
@@ -103,7 +103,7 @@ struct Vec {
   static F mul(F a, F b) { return each<F>([&](int i) { return a.v[i] * b.v[i]; }); }
   static F div(F a, F b) { return each<F>([&](int i) { return a.v[i] / b.v[i]; }); }
   static F fma(F a, F b, F c) { return each<F>([&](int i) { return ::fmaf(a.v[i], b.v[i], c.v[i]); }); }
-  // As the instructions: b when one of the two is NaN.
+  // Like the instructions: return b if either is NaN.
   static F max(F a, F b) { return each<F>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
   static F min(F a, F b) { return each<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
   static F where_less(F a, F b, F x, F y) { return each<F>([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; }); }
@@ -129,7 +129,7 @@ struct Vec {
   static F scaled(I a, const double* scale, const double* bias, double row) {
     return each<F>([&](int i) { return static_cast<float>(a.v[i] * (scale[i] * row) + bias[i]); });
   }
-  // Numbers of `planes` sums of bytes, each kPanel from the one before it, the lowest first; `offset` is for the highest.
+  // Combine the sums of `planes` byte planes, lowest first, kPanel apart, into one number; `offset` belongs to the highest.
   static F joined(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale, const double* bias,
                   double row) {
     return each<F>([&](int i) {

@@ -1,5 +1,5 @@
-// The tile instructions of AMX-INT8 in C++, after the pseudocode of Intel SDM volume 2: the tile kernels run with them where no
-// CPU has tiles. A use that would fault on one traps here too.
+// The tile instructions of AMX-INT8 in C++, after the pseudocode of Intel SDM volume 2, to run the tile kernels on CPUs without
+// tiles. Uses that would fault on hardware trap here too.
 #pragma once
 
 #include "../tiles.h"
