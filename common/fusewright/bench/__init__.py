@@ -1,5 +1,4 @@
-"""Measuring: the suite of models, honest timing beside other compilers and accuracy against fp64.
+"""Benchmarks: the suite of models, timing beside other compilers, and accuracy against fp64.
 
-Nothing here is imported by the library proper; `transformers`, `rich` and `click` are needed only by what
-uses them.
+The library proper imports nothing from here; only the code that uses `transformers`, `rich` and `click` requires them.
 """

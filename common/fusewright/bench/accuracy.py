@@ -1,4 +1,4 @@
-"""What the suite's models compute in fp64, to judge results by (`fusewright.accuracy`)."""
+"""fp64 results of the suite's models, to judge others by (`fusewright.accuracy`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Widen(TorchFunctionMode):
-    """Models cast to fp32 by name (`x.float()`, `softmax(dtype=torch.float32)`): in the reference those casts
-    go to fp64.
-    """
+    """Models may cast to fp32 explicitly (`x.float()`, `softmax(dtype=torch.float32)`); in the reference those casts go to
+    fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
@@ -36,8 +35,8 @@ class _Widen(TorchFunctionMode):
 
 
 def reference(built: Built) -> list[torch.Tensor]:
-    """Outputs of the call in fp64: the weights and inputs as rounded to the dtype, in wider arithmetic, on the host where the
-    device has none."""
+    """Outputs of the call in fp64: the same rounded weights and inputs, in wider arithmetic, on the host if the device has no
+    fp64."""
     built = replace(built, fn=copy.deepcopy(built.fn) if built.module is not None else built.fn)
     if not computes_fp64(built.device):
         built = on_device(built, HOST)
@@ -49,7 +48,7 @@ def reference(built: Built) -> list[torch.Tensor]:
 
 
 def train_reference(step: TrainStep) -> list[torch.Tensor]:
-    """Loss and gradients of the step in fp64, on the host where the device has none."""
+    """Loss and gradients of the step in fp64, on the host if the device has no fp64."""
     wide = step.repeatable()
     if not computes_fp64(step.device):
         wide = wide.to(HOST)

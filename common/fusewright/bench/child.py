@@ -1,8 +1,7 @@
-"""The measuring process: `python -m fusewright.bench.child` reads one JSON request a line on stdin and
-answers likewise.
+"""The measuring process: `python -m fusewright.bench.child` reads one JSON request per line on stdin and answers likewise.
 
-A process of its own per model keeps memory, compiler state and crashes apart; fresh ones time the first call.
-The parent decides what runs when (`fusewright.bench.measure`).
+A separate process per model isolates memory, compiler state and crashes; new processes time the first call. The parent decides
+what runs when (`fusewright.bench.measure`).
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from fusewright.bench.suite import Built, TrainStep, flatten_outputs
 from fusewright.interface import HOST
 
 STABLE = 0.05
-"""Warm-up ends when three calls in a row are within this share of the fastest seen."""
+"""Warm-up ends when three consecutive calls are within this share of the fastest so far."""
 REPLAYED = 3
-"""Training steps until one is replayed where the device has graphs: that one is compared."""
+"""Training steps until one is replayed, if the device supports graphs; the replayed one is compared."""
 SETTLE = 0.005
-"""OpenMP's threads spin for some milliseconds after the last call: they are to sleep before the next one's turn."""
+"""OpenMP threads spin for some milliseconds after the last call; wait so that they sleep before the next turn."""
 
 
 class Server:
-    """The state of one measuring process: one loaded model, and contenders that are ready to be called."""
+    """The state of one measuring process: one loaded model, and the contenders that are compiled for it."""
 
     def __init__(self) -> None:
         self.built: Built | None = None
@@ -48,11 +47,11 @@ class Server:
         self.notes = _Notes()
         self.clock, self.queued = Clock(), False
 
-    # Every public method is one request; its keyword arguments are the request's fields.
+    # Each public method is one request; its keyword arguments are the request's fields.
 
     def load(self, model: str, dtype: str, size: str, train: bool, threads: int, device: str = HOST) -> dict[str, Any]:
-        """Builds a model on a device, forgetting the one before."""
-        if self.ready:  # only then: reset imports Dynamo, which is part of a first call
+        """Build a model on a device, dropping the previous one."""
+        if self.ready:  # not otherwise: reset imports Dynamo, which is part of a first call
             torch.compiler.reset()
         self.ready, self.wide, self.eager = {}, None, []
         self.built = self.step = None
@@ -66,9 +65,8 @@ class Server:
         return {"extra": dict(self.built.extra) if self.built else {}}
 
     def first(self, contender: str) -> dict[str, Any]:
-        """Compiles and calls once; seconds from `torch.compile` to the first result, imports of the compiler
-        included.
-        """
+        """Compile and call once; return the seconds from `torch.compile` to the first result, including imports of the
+        compiler."""
 
         def compiled() -> None:
             self.ready[contender] = call = self._compile(_contender(contender))
@@ -79,7 +77,7 @@ class Server:
         return {"seconds": seconds, "notes": self.notes.take()}
 
     def warm_up(self, contender: str, seconds: float) -> dict[str, Any]:
-        """Calls until times are stable or `seconds` are over (three calls at least)."""
+        """Call until times are stable or `seconds` have passed (at least three calls)."""
         call, start = self.ready[contender], time.perf_counter()
         times: list[float] = []
         with self._grad_mode():
@@ -88,9 +86,8 @@ class Server:
         return {"call_s": min(times[-3:])}
 
     def block(self, contender: str, calls: int, discard: int) -> dict[str, Any]:
-        """Times `calls` calls in a row after `discard` untimed ones (which bring the caches back to this contender). `device_s` is
-        what the device took for one of them; a single kernel is timed by that alone, for its call takes the host longer.
-        """
+        """Time `calls` consecutive calls after `discard` untimed ones (which restore this contender's caches). `device_s` is
+        the device time of one call; a single kernel is judged by that alone, because the host takes longer for its call."""
         call = self.ready[contender]
         with self._grad_mode():
             for _ in range(discard):
@@ -103,9 +100,7 @@ class Server:
         return {"times": times} if device_s is None else {"times": times, "device_s": device_s}
 
     def accuracy(self, contender: str) -> dict[str, Any]:
-        """Error of the contender against fp64 beside eager's. Training compares loss and gradients at the
-        initial weights.
-        """
+        """The contender's error against fp64 beside eager's. Training compares loss and gradients at the initial weights."""
         if self.wide is None:
             self._make_reference()
         assert self.wide is not None
@@ -122,7 +117,7 @@ class Server:
         return accuracy.compare(self.wide, self.eager, outputs, dtype).as_json()
 
     def memory(self, contender: str, calls: int) -> dict[str, Any]:
-        """Memory (bytes) around steady calls, of the device or else resident: before, and the peak during them."""
+        """Memory (bytes) around steady calls, on the device or else resident: before the calls, and the peak during them."""
         call = self.ready[contender]
         with self._grad_mode():
             for _ in range(3):
@@ -130,7 +125,7 @@ class Server:
             if self.clock.asynchronous:
                 return self.clock.memory(call)
             before = _status("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the current resident size
             for _ in range(calls):
                 call()
         return {"resident": before, "peak": _status("VmHWM")}
@@ -162,7 +157,7 @@ class Server:
 
 
 class _Notes(logging.Handler):
-    """Warnings that the project's own code logs while it compiles: they belong beside the figures."""
+    """Collects warnings that the project's code logs while compiling, to print beside the figures."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -197,9 +192,7 @@ REQUESTS = ("load", "first", "warm_up", "block", "accuracy", "memory")
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers requests until stdin ends. A request that raises is answered with `error`, and the process goes
-    on.
-    """
+    """Answer requests until stdin ends. A request that raises is answered with `error`, and the process continues."""
     server = Server()
     for line in requests:
         request = json.loads(line)
@@ -208,14 +201,14 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             raise ValueError(f"unknown request {name!r}")
         try:
             answer = getattr(server, name)(**request)
-        except Exception as error:  # the parent shows it as this contender's failure
+        except Exception as error:  # the parent reports it as this contender's failure
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 def main() -> None:
-    # Libraries print to stdout: answers keep a descriptor of their own, and descriptor 1 becomes stderr.
+    # Libraries print to stdout: keep a separate descriptor for answers, and redirect descriptor 1 to stderr
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Who runs in a measurement: eager, Inductor in its variants, other installed backends, ours. By name."""
+"""The contenders of a measurement, by name: eager, Inductor in its variants, other installed backends, ours."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fusewright.errors import FusewrightError, nearest
 
 
 class UnknownContender(FusewrightError, LookupError):
-    """No backend of this name is registered; the text names the nearest."""
+    """No backend of this name is registered; the message suggests the nearest."""
 
 
 class Unavailable(RuntimeError):
-    """The contender is known but cannot run here; the text says why and how to get it."""
+    """The contender is known but cannot run here; the message says why and how to install it."""
 
 
 @dataclass(frozen=True)
 class Contender:
     """How to compile for one column of the table. `backend=None` is plain eager.
 
-    `mode` is `torch.compile`'s, which takes it or options. `package` is imported first (it registers the backend);
-    `env` is set in the process that runs it. One that `copies` runs no model but a copy of as many bytes.
+    `mode` is `torch.compile`'s; it excludes options. `package` is imported first, to register the backend; `env` is set in the
+    process that runs it. A contender that `copies` runs no model but a copy of as many bytes.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Contender:
 
     @property
     def checked(self) -> bool:
-        """Whether its answers are compared: eager's are what others are held against, a copy has none."""
+        """Whether its results are compared: eager's are the baseline, and a copy has none."""
         return self.backend is not None
 
     def check_available(self) -> None:
-        """Raises `Unavailable` when the package is missing. Imports nothing."""
+        """Raise `Unavailable` if the package is missing. Imports nothing."""
         if self.package and importlib.util.find_spec(self.package) is None:
             raise Unavailable(f"{self.package} is not installed: {self.install}")
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` under this contender. Nothing is compiled before the first call."""
+        """`fn` compiled by this contender, on its first call."""
         if self.backend is None:
             return fn
         if self.package:
@@ -70,7 +70,7 @@ KNOWN: dict[str, Contender] = {
         Contender("dynamo-eager", "eager"),
         Contender("aot_eager", "aot_eager"),
         Contender("inductor", "inductor"),
-        # The option alone freezes nothing: Dynamo, which decides whether weights are inputs, asks the process's configuration.
+        # The option alone freezes nothing: Dynamo, which decides whether weights are inputs, reads the global configuration.
         Contender("inductor-freezing", "inductor", options={"freezing": True}, env={"TORCHINDUCTOR_FREEZING": "1"}, trains=False),
         Contender("reduce-overhead", "inductor", mode="reduce-overhead"),
         Contender(
@@ -86,14 +86,14 @@ KNOWN: dict[str, Contender] = {
 
 EAGER = KNOWN["eager"]
 COPY = Contender("copy", None, copies=True)
-"""The bandwidth to hold a kernel against: a clone, which allocates its result as kernels do."""
+"""The bandwidth that kernels are compared with: a clone, which allocates its result as kernels do."""
 
 
 _WITH_OPTIONS = re.compile(r"([^\[\]]+)\[([^\[\]]+)\]")
 
 
 def _options(name: str, text: str) -> dict[str, Any]:
-    """The options that stand in brackets."""
+    """Parse the options in brackets."""
     found = {}
     for part in text.split(";"):
         key, _, value = part.partition("=")
@@ -105,11 +105,10 @@ def _options(name: str, text: str) -> dict[str, Any]:
 
 
 def from_backend(name: str) -> Contender:
-    """The contender for a backend name as `torch.compile` takes it, or for one of `KNOWN`. Options stand behind a backend's name:
-    `NAME[key=value;key=value]`, values as in JSON.
+    """The contender for a backend name as in `torch.compile`, or for one of `KNOWN`. Options follow the name:
+    `NAME[key=value;key=value]`, with JSON values.
 
-    The backend that torch calls `eager` (Dynamo alone) is the contender `dynamo-eager`. Raises
-    `UnknownContender`.
+    Torch's backend `eager` (Dynamo alone) is the contender `dynamo-eager`. Raises `UnknownContender`.
     """
     if match := _WITH_OPTIONS.fullmatch(name):
         plain = from_backend(match[1])

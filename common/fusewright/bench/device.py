@@ -1,7 +1,7 @@
-"""The device that a model is measured on: waiting for it, and its own times.
+"""The device of a measurement: synchronization, and its own timers.
 
-A call on the host has ended when it returns. An accelerator has only been told by then: the host waits for it before and
-after what is timed, and events in its queue say what it spent itself.
+A call on the host has finished when it returns; on an accelerator it has only been queued. So the host waits for the device
+before and after the timed code, and events in the device's queue give its own time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fusewright.errors import FusewrightError
 from fusewright.interface import HOST
 
 BUSY_BYTES, BUSY_COPIES = 1 << 29, 8
-"""What a device does while the host issues calls that are to follow each other without a gap."""
+"""Work that keeps a device busy while the host queues calls that must run without gaps."""
 
 EMPTY_MARKS = 8
-"""Marks with nothing between them, for what a mark itself takes: some 3 us on a GPU, as much as a small kernel."""
+"""Empty intervals, to measure what a mark itself takes: some 3 us on a GPU, as much as a small kernel."""
 
 MARKS_WHILE_BUSY = 16
-"""Steps that a host tells a device meanwhile, at the least."""
+"""Minimum number of steps that the host queues meanwhile."""
 
 Call = Callable[[], Any]
 
 
 class NoDevice(FusewrightError, LookupError):
-    """This machine has no such device, or this build of torch does not know it."""
+    """This machine has no such device, or this build of torch does not support it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Clock:
         return torch.device(self.device).type != HOST
 
     def begin(self) -> None:
-        """Make the device current and load what its first use takes. Raises `NoDevice`."""
+        """Make the device current and load what its first use needs. Raises `NoDevice`."""
         check_device(self.device)
         if self.asynchronous:
             torch.accelerator.set_device_index(torch.device(self.device).index or 0)
@@ -56,12 +56,12 @@ class Clock:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the device has done all that it was told."""
+        """Wait until the device has finished all queued work."""
         if self.asynchronous:
             torch.accelerator.synchronize(torch.device(self.device))
 
     def seconds(self, call: Call) -> float:
-        """Of a call on an idle device, until its results are there."""
+        """Time a call on an idle device, until its results are available."""
         self.wait()
         start = time.perf_counter()
         call()
@@ -69,8 +69,8 @@ class Clock:
         return time.perf_counter() - start
 
     def queued(self, call: Call, calls: int) -> float | None:
-        """Of the device for one of `calls` calls, issued while it is busy with other work: what the host takes is hidden as far as
-        it keeps ahead. None where the device is the host."""
+        """Device time of one of `calls` calls, queued while the device is busy with other work: this hides the host's time as
+        long as the host keeps ahead. None if the device is the host."""
         if not self.asynchronous:
             return None
         start, end = self._event(), self._event()
@@ -84,8 +84,8 @@ class Clock:
         return float(start.elapsed_time(end)) / 1e3 / calls
 
     def between(self, run: Callable[[Call], Any], marks: int) -> list[float]:
-        """Seconds between the marks, about so many, that `run` sets by calling what it is given: the device's own, told while it is
-        busy with other work, so that a step is not as long as the host takes to tell it, and without what a mark itself takes."""
+        """Device times in seconds between the marks, about `marks` of them, that `run` sets by calling its argument. They are
+        queued while the device is busy with other work, which hides the host's time, and the cost of a mark is subtracted."""
         if not self.asynchronous:
             times: list[float] = []
             run(lambda: times.append(time.perf_counter()))
@@ -131,7 +131,7 @@ class Clock:
 
 
 def check_device(device: str) -> None:
-    """Raises `NoDevice` for what torch cannot use here."""
+    """Raise `NoDevice` if torch cannot use the device here."""
     try:
         wanted = torch.device(device)
     except RuntimeError as e:
@@ -144,8 +144,8 @@ def check_device(device: str) -> None:
 
 
 def default_device(backend: str, options: Mapping[str, Any]) -> str:
-    """Where models are if nobody says: on the device of a backend that works here; on the host for one that is simulated or is no
-    plugin. Raises `OptionError`."""
+    """The default device for models: that of a backend that works here, or the host for a simulated backend or an unknown one.
+    Raises `OptionError`."""
     name = (env("BACKEND") or registry.best()) if backend == "fusewright" else backend
     found = registry.info(name) if name in registry.plugins() else None
     if found is None or found.cls is None or not found.available or Options.parse(options, found.cls).simulate:
@@ -154,16 +154,16 @@ def default_device(backend: str, options: Mapping[str, Any]) -> str:
 
 
 def computes_fp64(device: str) -> bool:
-    """Whether torch has fp64 on a device."""
+    """Whether torch supports fp64 on a device."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError):  # some devices raise the first
+    except (TypeError, RuntimeError):  # some devices raise TypeError
         return False
     return True
 
 
 def device_name(device: str) -> str:
-    """The product's name, where torch tells it."""
+    """The product name, if torch reports it."""
     module = torch.get_device_module(torch.device(device))
     name = getattr(module, "get_device_name", None)
     return str(name(torch.device(device))) if name is not None else device

@@ -1,4 +1,4 @@
-"""How much of the machine others take while something is being timed."""
+"""Measure how much of the machine other processes use during a measurement."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PROC = Path("/proc")
 
 
 class OthersMeter:
-    """CPU time taken by everything but this process and `pids`, in cores, between one reading and the next.
+    """CPU time used by everything except this process and `pids`, in cores, between two readings.
 
-    Other processes count, and so does what a hypervisor took away, on the cores that this process may run on. Where there is no
-    /proc it always reads 0.
+    Other processes count, and so does time taken by a hypervisor, on the cores that this process may use. Without /proc it
+    always reads 0.
     """
 
     def __init__(self, pids: Sequence[int], proc: Path = _PROC) -> None:
@@ -42,7 +42,7 @@ class OthersMeter:
 
     @staticmethod
     def _of_cores(text: str) -> list[list[int]]:
-        """The first eight fields of each core that this process may run on, or of all of them together."""
+        """The first eight fields of each core that this process may use, or of their total."""
         fields = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("cpu")}
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
         mine = [f"cpu{k}" for k in allowed if f"cpu{k}" in fields]
@@ -52,6 +52,6 @@ class OthersMeter:
     @staticmethod
     def _ticks(file: Path, skip: int) -> list[int]:
         line = file.read_text().split("\n", 1)[0]
-        # A process's name is in brackets and may hold blanks: it and what is before it count as two fields.
+        # A process name is in parentheses and may contain spaces: it and the text before count as two fields.
         fields = line.split() if ")" not in line else ["pid", "name", *line.rpartition(")")[2].split()]
         return [int(field) for field in fields[skip : skip + 8]]

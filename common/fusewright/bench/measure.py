@@ -1,4 +1,4 @@
-"""One row of a run: steady state, then first calls and memory in fresh processes."""
+"""One row of a run: steady state, then first calls and memory in new processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fusewright.bench.steady import Progress, Row, Settings, steady
 from fusewright.bench.turns import TURNS
 from fusewright.bench.worker import WorkerError
 
-REPEAT_BELOW = 8.0  # first calls faster than this are taken twice: C6 looks at differences of them
-# Freed memory goes back to the system at once, so that resident memory says what is in use.
+REPEAT_BELOW = 8.0  # shorter first calls are measured twice: C6 compares differences of them
+# Return freed memory to the system at once, so that resident memory shows what is in use.
 MALLOC_ENV = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -24,10 +24,10 @@ MALLOC_ENV = {
 
 
 def measure(model: str, dtype: str, contenders: Sequence[Contender], settings: Settings, progress: Progress) -> Row:
-    """One row: every contender's steady state, accuracy and (where asked) first calls and memory.
+    """Measure one row: every contender's steady state, accuracy and (if requested) first calls and memory.
 
-    A contender that fails has `status` "failed" or "unavailable" and a `reason`; the rest are measured.
-    Raises `fusewright.bench.steady.ModelFailed`.
+    A contender that fails has `status` "failed" or "unavailable" and a `reason`; the others are measured. Raises
+    `fusewright.bench.steady.ModelFailed`.
     """
     missing = {c.name: why for c in contenders if (why := _missing(c, settings)) is not None}
     runnable = [c for c in contenders if c.name not in missing]
@@ -51,7 +51,7 @@ def measure(model: str, dtype: str, contenders: Sequence[Contender], settings: S
                 c.name: _again(load, c, settings, progress, caches[c.name], entries[c.name]["compile_s"]) for c in alive
             }
     if settings.first_call and not settings.train and settings.thorough:
-        # What Dynamo and AOTAutograd take by themselves: the backend's own share is what comes on top.
+        # The time of Dynamo and AOTAutograd alone; a backend's own share is what exceeds it.
         base = [KNOWN[name] for name in ("dynamo-eager", "aot_eager") if name not in entries]
         row["first_call"] = {c.name: first_call(load, c, settings, progress) for c in (*alive, *base)}
     if settings.memory and not settings.train:
@@ -70,9 +70,9 @@ def _missing(contender: Contender, settings: Settings) -> Row | None:
 
 
 def first_call(load: Row, contender: Contender, settings: Settings, progress: Progress) -> Row:
-    """Seconds of the first call: `cold_s` with empty caches, `warm_s` in a second process on the same caches.
+    """Seconds of the first call: `cold_s` with empty caches, `warm_s` in a second process with the same caches.
 
-    Both are medians of what was `taken_s`; `reason` instead when a process failed.
+    Both are medians of `taken_s`; `reason` instead if a process failed.
     """
     taken: dict[str, list[float]] = {"cold": [], "warm": []}
     repeats = 1
@@ -80,7 +80,7 @@ def first_call(load: Row, contender: Contender, settings: Settings, progress: Pr
         with tempfile.TemporaryDirectory(prefix="fusewright-bench-") as cache:
             for kind, times in taken.items():
                 if kind == "warm" and contender is EAGER:
-                    continue  # eager keeps nothing on disk
+                    continue  # eager caches nothing on disk
                 progress(f"{kind} first call of {contender.name}")
                 try:
                     times.append(_fresh(load, contender, settings, _cache_env(cache), "first")["seconds"])
@@ -93,8 +93,8 @@ def first_call(load: Row, contender: Contender, settings: Settings, progress: Pr
 
 
 def _caches(stack: contextlib.ExitStack, settings: Settings) -> Mapping[str, str]:
-    """Our plans and measured choices are made anew, so that figures never come from an older build's cache. Others' caches are
-    empty too where the steady process times the cold first call."""
+    """Use new caches for our plans and measured choices, so that figures never come from an older build. Others' caches are
+    emptied too if the steady process times the cold first call."""
     found = _cache_env(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusewright-bench-")))
     return {"FUSEWRIGHT_CACHE_DIR": found["FUSEWRIGHT_CACHE_DIR"]} if settings.thorough or not settings.first_call else found
 
@@ -102,7 +102,7 @@ def _caches(stack: contextlib.ExitStack, settings: Settings) -> Mapping[str, str
 def _again(
     load: Row, contender: Contender, settings: Settings, progress: Progress, caches: Mapping[str, str], cold: float
 ) -> Row:
-    """`first_call` in half the time: the cold one is that of the process which was then timed, the warm one taken once."""
+    """`first_call` in half the time: the cold call is that of the steady process, the warm one is measured once."""
     taken: dict[str, list[float]] = {"cold": [cold], "warm": []}
     if contender is not EAGER:
         progress(f"warm first call of {contender.name}")
@@ -119,9 +119,9 @@ def _cache_env(folder: str) -> dict[str, str]:
 
 
 def memory(load: Row, contender: Contender, settings: Settings, progress: Progress) -> Row:
-    """Bytes of steady calls: `call_peak` above what is resident between them, `total_peak` of the process.
+    """Bytes of steady calls: `call_peak` above the resident size between them, `total_peak` of the process.
 
-    Weights packed twice and arenas that are kept show up in the second only.
+    Weights packed twice and retained arenas show only in the second.
     """
     progress(f"memory of {contender.name}")
     with tempfile.TemporaryDirectory(prefix="fusewright-bench-") as cache:
@@ -134,7 +134,7 @@ def memory(load: Row, contender: Contender, settings: Settings, progress: Progre
 
 
 def _fresh(load: Row, contender: Contender, settings: Settings, env: Mapping[str, str], do: str, **fields: Any) -> Row:
-    """One request in a new process that has built the model (and made its first call, if `do` is another)."""
+    """Send one request to a new process that has built the model (and made its first call, unless that is the request)."""
     with TURNS.worker({**contender.env, **env}, settings.threads) as worker:
         worker.ask("load", settings.timeout, **load)
         if do != "first":

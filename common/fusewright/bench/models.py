@@ -1,8 +1,7 @@
 """The models of the suite as data: a transformers class, its config, two geometries, and the inputs.
 
-Weights are random and seeded; nothing is downloaded. "full" is the published geometry (batch 1, 128 tokens or
-224x224 pixels for inference), "small" is a tiny one for tests. `transformers` is imported when a model is
-built.
+Weights are random and seeded; nothing is downloaded. "full" is the published geometry (batch 1, 128 tokens or 224x224 pixels
+for inference), "small" a tiny one for tests. `transformers` is imported when a model is built.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ MakeInputs: TypeAlias = Callable[[Any, Size], Kwargs]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: classes by name, config overrides per size, and functions from (config, size) to keyword
-    inputs.
+    """One model: classes by name, config overrides per size, and functions from (config, size) to keyword inputs.
 
-    `labels` are the inputs that a training step adds; a model with none is for inference only.
+    `labels` are the additional inputs of a training step; a model without them is for inference only.
     """
 
     model: str
@@ -49,7 +47,7 @@ def _tokens(length: int = 128, small: int = 16) -> MakeInputs:
 
 
 def _padded_tokens(config: Any, size: Size) -> Kwargs:
-    # A padded batch: the mask reaches attention, as a tokenizer's output does.
+    # A padded batch, so that a mask reaches attention, as with a tokenizer's output
     inputs = _tokens()(config, size)
     mask = torch.ones_like(inputs["input_ids"])
     mask[:, -mask.shape[1] // 8 :] = 0
@@ -168,7 +166,7 @@ MODELS: dict[str, ModelSpec] = {
 
 @contextmanager
 def seeded(seed: int, device: str = HOST) -> Iterator[None]:
-    """Tensors are made on the device, of random numbers that this seed gives; the global random state is left alone."""
+    """Create tensors on the device, from random numbers of this seed; the global random state is unchanged."""
     where = torch.device(device)
     kept = {} if where.type == HOST else {"device_type": where.type}
     with torch.random.fork_rng(devices=[where.index or 0] if kept else [], **kept), where:
@@ -179,9 +177,9 @@ def seeded(seed: int, device: str = HOST) -> Iterator[None]:
 def instantiate(
     spec: ModelSpec, size: Size, seed: int, device: str = HOST
 ) -> tuple[torch.nn.Module, dict[str, Any], Kwargs]:
-    """The module in eval mode (fp32), its keyword inputs, and the labels that training adds, made on the device.
+    """The module in eval mode (fp32), its keyword inputs, and the labels for training, created on the device.
 
-    Raises `ImportError` with the fix when transformers is missing. The global random state is left alone.
+    Raises `ImportError` with the fix if transformers is missing. The global random state is unchanged.
     """
     try:
         import transformers
@@ -198,9 +196,7 @@ def instantiate(
 
 
 def _make_vectors_matter(module: torch.nn.Module) -> None:
-    """Fresh models have zero biases and identity norms, which would hide a wrong bias, fold or scale: perturb
-    them.
-    """
+    """Perturb biases and norms: new models have zero biases and identity norms, which would hide a wrong bias, fold or scale."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() <= 1:

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class BadDocument(FusewrightError, ValueError):
-    """The file is no document of this schema version."""
+    """The file is not a document of this schema version."""
 
 
 def new_document(command: Sequence[str], ours: str, settings: Row) -> Row:
@@ -61,7 +61,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> Row:
-    """The CPU, and how busy it was at the start."""
+    """The CPU, and its load at the start."""
     return {
         "cpu": machine.cpu_name(),
         "arch": platform.machine(),
@@ -72,18 +72,18 @@ def _machine() -> Row:
 
 
 def _accelerator(device: str) -> Row:
-    """The device, where models are not measured on the host."""
+    """The device, if models are not measured on the host."""
     return {} if torch.device(device).type == HOST else {"device": device_name(device)}
 
 
 def environment(device: str = HOST) -> Row:
-    """When and where something is measured, and with what."""
+    """The time, machine and software of a measurement."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"date": now, "versions": _versions(), **_machine(), **_accelerator(device), "threads": torch.get_num_threads()}
 
 
 def put(document: Row, row: Row) -> None:
-    """Adds a row, in place of one of the same model, dtype and mode."""
+    """Add a row, replacing one of the same model, dtype and mode."""
     key = _key(row)
     document["rows"] = [*(old for old in document["rows"] if _key(old) != key), row]
 
@@ -93,7 +93,7 @@ def _key(row: Row) -> tuple[str, str, str]:
 
 
 def load(path: Path) -> Row:
-    """Reads a document. Raises `BadDocument` for anything else."""
+    """Read a document. Raises `BadDocument` for anything else."""
     try:
         document: Row = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -108,18 +108,16 @@ def load(path: Path) -> Row:
 
 
 def save(document: Row, path: Path) -> None:
-    """Writes the document whole or not at all, so that an interrupted run leaves the last good one."""
+    """Write the document atomically, so that an interrupted run keeps the last good one."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document, indent=1) + "\n")
     part.replace(path)
 
 
 def regressions(document: Row, baseline: Row) -> list[str]:
-    """One line for each row whose speed-up over eager fell by more than `TOLERANCE`, or that fails now and
-    did not then.
+    """One line for each row whose speed-up over eager fell by more than `TOLERANCE`, or that fails now but did not then.
 
-    Speed-ups and not times are compared: a baseline may come from another day's, or another, machine. Noisy
-    rows are left out.
+    Speed-ups are compared rather than times, since a baseline may come from another day or machine. Noisy rows are left out.
     """
     before = {_key(row): row for row in baseline["rows"]}
     lines = []
@@ -139,7 +137,7 @@ def regressions(document: Row, baseline: Row) -> list[str]:
 
 
 def not_compared(document: Row, baseline: Row) -> list[str]:
-    """One line for each row of either document that `regressions` says nothing about, and why."""
+    """One line for each row of either document that `regressions` cannot compare, and why."""
     now, before = ({_key(row): row for row in d["rows"]} for d in (document, baseline))
     lines = [f"{' '.join(key)}: {why}" for key in now | before if (why := _incomparable(key, now, before, document, baseline))]
     names = [d["backend"] for d in (baseline, document)]
@@ -163,6 +161,6 @@ def _incomparable(
     if new is None:
         return f"{document['backend']} was not measured in this run"
     if new["status"] != "ok":
-        return ""  # that is a regression
+        return ""  # a regression
     noisy = [name for name, row in (("this run", now[key]), ("the baseline", before[key])) if row["noise"] == "high"]
     return f"noisy in {' and '.join(noisy)}" if noisy else ""

@@ -10,19 +10,19 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Upper bounds of the spread for each verdict; beyond the second, figures are not to be trusted.
+# Upper bounds of the spread for each verdict; beyond the second, do not trust the figures.
 NOISE = ((0.03, "low"), (0.08, "some"), (math.inf, "high"))
 
 
-_QUARTILES_OF_NORMAL = 1.349  # what lies between the quartiles of a normal distribution, in standard deviations
+_QUARTILES_OF_NORMAL = 1.349  # interquartile range of a normal distribution, in standard deviations
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Times of one contender in milliseconds; variation is that of the medians of rounds.
+    """Times of one contender in milliseconds; variation is that of the rounds' medians.
 
-    `cv` is the coefficient of variation. `spread` estimates the same from the quartiles, so that a few rounds
-    which something else disturbed do not count (they do not move the median either).
+    `cv` is the coefficient of variation. `spread` estimates it from the quartiles, so that a few disturbed rounds do not count
+    (they do not move the median either).
     """
 
     median_ms: float
@@ -38,7 +38,7 @@ class Summary:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0..1) with linear interpolation. Raises `ValueError` when empty."""
+    """The q-quantile (0..1) with linear interpolation. Raises `ValueError` if empty."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -49,7 +49,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
-    """Summary of the calls (seconds) of each round."""
+    """Summarize the calls (seconds) of each round."""
     calls = [seconds * 1e3 for block in rounds for seconds in block]
     medians = [statistics.median(block) * 1e3 for block in rounds]
     cv = spread = math.nan
@@ -69,21 +69,20 @@ def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
 
 
 def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
-    """How many times faster `other` is than `base`: the median of the ratios round by round.
+    """How many times faster `other` is than `base`: the median of the ratios per round.
 
-    Each holds one time per round. The two of one round ran next to each other, so slow drift of the machine
-    cancels.
+    Each has one time per round. Both times of a round were measured in succession, so slow drift of the machine cancels.
     """
     return statistics.median(b / o for b, o in zip(base, other, strict=True))
 
 
 def geomean(values: Sequence[float]) -> float:
-    """Geometric mean of positive values; NaN when there is none."""
+    """Geometric mean of positive values; NaN if there are none."""
     return math.exp(statistics.fmean(math.log(value) for value in values)) if values else math.nan
 
 
 def noise_verdict(spreads: Sequence[float]) -> str:
-    """`low`, `some` or `high` for the worst spread of a row; `unknown` when there is none."""
+    """`low`, `some` or `high` for the largest spread of a row; `unknown` if there is none."""
     known = [spread for spread in spreads if not math.isnan(spread)]
     if not known:
         return "unknown"
@@ -91,7 +90,7 @@ def noise_verdict(spreads: Sequence[float]) -> str:
 
 
 def over(row: Row, ours: str, other: str) -> float | None:
-    """How many times faster `ours` is than `other`, paired by rounds; None where either is missing."""
+    """How many times faster `ours` is than `other`, paired by rounds; None if either is missing."""
     mine, theirs = (row["contenders"].get(name, {}) for name in (ours, other))
     if mine.get("status") != "ok" or theirs.get("status") != "ok":
         return None

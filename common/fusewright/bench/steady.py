@@ -1,4 +1,4 @@
-"""Steady state: contenders take turns, round by round, each in a process that stays up."""
+"""Steady state: contenders alternate in rounds, each in a long-lived process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Progress = Callable[[str], None]
 Row = dict[str, Any]
 _Round = dict[str, list[float]]
 
-BLOCK_SECONDS = 0.03  # short calls are repeated until a round's block lasts about this long
+BLOCK_SECONDS = 0.03  # short calls are repeated until a round's block takes about this long
 MAX_CALLS = 50
-OTHERS = 0.15  # a round in which other processes used more cores than this is disturbed
-PATIENCE = 4  # disturbed rounds are replaced for up to this many times `seconds` and `max_rounds`
-DISCARD_BELOW = 0.02  # a short call that follows another contender's finds cold caches: the first is not timed
+OTHERS = 0.15  # a round is disturbed if other processes use more cores than this
+PATIENCE = 4  # disturbed rounds are repeated for up to this many times `seconds` and `max_rounds`
+DISCARD_BELOW = 0.02  # after another contender, caches are cold: the first of several short calls is not timed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how much. `seconds` bounds the rounds of one model, `timeout` one request to a process."""
+    """Durations and counts. `seconds` bounds the rounds of one model, `timeout` one request to a process."""
 
     size: str = "full"
     train: bool = False
@@ -42,20 +42,20 @@ class Settings:
     first_call: bool = False
     memory: bool = False
     thorough: bool = False
-    """First calls in processes that do nothing else, twice where they are short, and what Dynamo takes alone."""
+    """First calls in processes of their own, twice if they are short, plus the time of Dynamo alone."""
     ahead: int = 0
-    """Rows that are prepared beside the one that is measured; they stand still while it is timed."""
+    """Rows prepared in parallel with the one being measured; they are suspended while it is timed."""
     check: Literal["all", "ours", "none"] = "all"
-    """Whose answers are compared with fp64."""
+    """Contenders whose results are compared with fp64."""
 
 
 class ModelFailed(RuntimeError):
-    """The model could not be built, or eager could not run it: there is nothing to compare with."""
+    """The model could not be built, or eager could not run it, so there is no baseline."""
 
 
 @dataclass
 class Lane:
-    """One contender in its process, and what its rounds gave."""
+    """One contender in its process, and the results of its rounds."""
 
     contender: Contender
     worker: Worker
@@ -68,22 +68,22 @@ class Lane:
     device_s: list[float] = field(default_factory=list)
 
     def compile(self) -> None:
-        """Compiles and calls once. Raises `WorkerError`."""
+        """Compile and call once. Raises `WorkerError`."""
         first = self.ask("first")
         self.compile_s, self.notes = first["seconds"], first["notes"]
 
     def warm_up(self) -> None:
-        """Warms up, and chooses how many calls make a block. Raises `WorkerError`."""
+        """Warm up, and choose how many calls make a block. Raises `WorkerError`."""
         call_s = self.ask("warm_up", seconds=self.settings.warm_seconds)["call_s"]
         self.calls = min(MAX_CALLS, max(1, round(BLOCK_SECONDS / max(call_s, 1e-7))))
         self.discard = int(call_s < DISCARD_BELOW)
 
     def ask(self, do: str, **fields: Any) -> Row:
-        """The process's answer about this contender. Raises `WorkerError`."""
+        """Ask the process about this contender. Raises `WorkerError`."""
         return self.worker.ask(do, self.settings.timeout, contender=self.contender.name, **fields)
 
     def block(self) -> float:
-        """Runs one round's block; the seconds that it took. Raises `WorkerError`."""
+        """Run one round's block; return its seconds. Raises `WorkerError`."""
         answer = self.ask("block", calls=self.calls, discard=self.discard)
         times, device_s = answer["times"], answer.get("device_s")
         self.blocks.append(times)
@@ -96,11 +96,11 @@ class Lane:
 def steady(
     load: Row, contenders: Sequence[Contender], settings: Settings, progress: Progress, caches: Mapping[str, Mapping[str, str]]
 ) -> Row:
-    """`contenders` (name -> entry), `noise` and the model's `extra`. Raises `ModelFailed`. `caches`: by contender, variables
-    that say where its process keeps what it compiled.
+    """Return `contenders` (name -> entry), `noise` and the model's `extra`. Raises `ModelFailed`. `caches`: by contender,
+    variables with the cache locations of its process.
 
-    Each contender has a process of its own, as it has at a user's: beside others in one process the same eager
-    model took 5 to 40% longer here. One that fails, crashes or hangs is marked as failed, the rest go on.
+    Each contender has a process of its own, as in real use: in a process with others, the same eager model took 5 to 40% longer
+    here. One that fails, crashes or hangs is marked as failed, the others continue.
     """
     with contextlib.ExitStack() as stack:
         failed: dict[str, Row] = {}
@@ -110,7 +110,7 @@ def steady(
         _each(lanes, failed, lambda lane: lane.worker.tell("load", **load))
         _each(lanes, failed, lambda lane: extra.update(lane.worker.answer(settings.timeout)["extra"]))
         judged = [c for c in contenders if c.checked]
-        # On a host ours chooses among kernels by timing them while it compiles: that is part of its turn.
+        # On a host, our backends time candidate kernels while compiling, so compilation needs a turn too.
         chosen_by_time = [lane for lane in lanes if settings.device == HOST and lane.contender in judged[-1:]]
         compiled_before = [lane for lane in lanes if lane not in chosen_by_time]
         _compile(compiled_before, failed, progress)
@@ -127,7 +127,7 @@ def steady(
 def _started(
     contenders: Sequence[Contender], settings: Settings, caches: Mapping[str, Mapping[str, str]], stack: contextlib.ExitStack
 ) -> list[Lane]:
-    """A process for each contender."""
+    """Start a process for each contender."""
 
     def lane(contender: Contender) -> Lane:
         env = {**caches[contender.name], **contender.env}
@@ -137,7 +137,7 @@ def _started(
 
 
 def _compile(lanes: list[Lane], failed: dict[str, Row], progress: Progress) -> None:
-    """Each lane's first call, one at a time. A lane that fails is taken out."""
+    """Make each lane's first call, one at a time. A lane that fails is removed."""
 
     def first(lane: Lane) -> None:
         eager = lane.contender is EAGER
@@ -148,7 +148,7 @@ def _compile(lanes: list[Lane], failed: dict[str, Row], progress: Progress) -> N
 
 
 def _each(lanes: list[Lane], failed: dict[str, Row], do: Callable[[Lane], None]) -> None:
-    """`do` for each lane; one that fails is taken out of `lanes` and noted in `failed`."""
+    """Call `do` for each lane; one that fails is removed from `lanes` and recorded in `failed`."""
     for lane in [*lanes]:
         try:
             do(lane)
@@ -162,18 +162,18 @@ def _named(lanes: Sequence[Lane]) -> str:
 
 
 def _fail(failed: dict[str, Row], contender: Contender, error: WorkerError) -> None:
-    """Notes a contender's failure. Without eager there is nothing to compare with: raises `ModelFailed`."""
+    """Record a contender's failure. If it is eager, there is no baseline: raise `ModelFailed`."""
     if contender is EAGER:
         raise ModelFailed(f"eager: {error}") from error
     failed[contender.name] = {"status": "failed", "reason": str(error)}
 
 
 def run_rounds(lanes: list[Lane], settings: Settings, meter: OthersMeter, failed: dict[str, Row]) -> int:
-    """Each round runs every lane once, and starts one lane further than the round before.
+    """Each round runs every lane once, and starts one lane further than the previous one.
 
-    Rounds go on until the next one would pass `settings.seconds`, within the bounds of their number. A round in
-    which others kept the machine busy is dropped and run again, as long as patience lasts; then the disturbed
-    ones stay, and their number is returned. A lane that fails is taken out of `lanes` and noted in `failed`.
+    Rounds continue until the next would exceed `settings.seconds`, within the limits on their number. A round disturbed by
+    other processes is dropped and repeated, within the limit of `PATIENCE`; after that disturbed rounds are kept, and their
+    number is returned. A lane that fails is removed from `lanes` and recorded in `failed`.
     """
     clean: list[_Round] = []
     disturbed: list[_Round] = []
@@ -200,7 +200,7 @@ def run_rounds(lanes: list[Lane], settings: Settings, meter: OthersMeter, failed
 
 
 def _round(lanes: list[Lane], number: int, failed: dict[str, Row]) -> tuple[float, _Round]:
-    """(seconds, what each lane's block took)."""
+    """(seconds, result of each lane's block)."""
     seconds, start = 0.0, number % len(lanes)
     for lane in (*lanes[start:], *lanes[:start]):
         try:

@@ -1,4 +1,4 @@
-"""From a name to something that can be run: suite models, `file.py:function`, dtypes, training steps."""
+"""From a name to a runnable model: suite models, `file.py:function`, dtypes, training steps."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ TRAINABLE: tuple[str, ...] = tuple(name for name, spec in MODELS.items() if spec
 
 
 class UnknownModel(FusewrightError, LookupError):
-    """The name is no model of the suite and no `file.py:function`; the text names the nearest."""
+    """The name is neither a model of the suite nor a `file.py:function`; the message suggests the nearest."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A callable with example inputs. `run(fn)` calls `fn` (by default `fn` itself) as a user would at this
-    dtype.
+    """A callable with example inputs. `run(fn)` calls `fn` (by default `fn` itself) as a user would at this dtype.
 
-    `extra` holds what a builder wants to tell (a kernel's bytes, for one). `drive` makes a call out of `fn` and the inputs where
-    that is more than `fn` on them.
+    `extra` holds additional facts from the builder (e.g. a kernel's bytes). `drive` turns `fn` and the inputs into a call if
+    that is more than calling `fn` on them.
     """
 
     name: str
@@ -60,9 +59,8 @@ class Built:
         return self.bind(self.fn if fn is None else fn)()
 
     def bind(self, fn: Callable[..., Any]) -> Callable[[], Any]:
-        """A zero-argument call of `fn` on the inputs. Autocast is entered per call: its weight cache must not
-        outlive one.
-        """
+        """A zero-argument call of `fn` on the inputs. Autocast is entered per call, because its weight cache must not outlive
+        one."""
         args, kwargs = self.args, dict(self.kwargs)
         if self.drive is not None:
             return self.drive(fn, *args, **kwargs)
@@ -78,10 +76,9 @@ class Built:
 
 
 def build(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0) -> Built:
-    """Builds `model` for inference: a name of the suite, or `file.py:function` (for which `size` and `seed`
-    say nothing).
+    """Build `model` for inference: a name of the suite, or `file.py:function` (which ignores `size` and `seed`).
 
-    The module is in eval mode. Raises `UnknownModel`, or `ImportError` when transformers is missing.
+    The module is in eval mode. Raises `UnknownModel`, or `ImportError` if transformers is missing.
     """
     if ":" in model:
         return cast(_from_file(model), dtype)
@@ -93,9 +90,7 @@ def build(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0)
 
 
 def check_name(model: str, train: bool = False) -> None:
-    """Raises `UnknownModel` for a name that `build` (or `train_step`) would refuse, without building
-    anything.
-    """
+    """Raise `UnknownModel` for a name that `build` (or `train_step`) would reject, without building anything."""
     if ":" in model and not model.endswith(".py"):
         _check_file(model)
     elif model not in (TRAINABLE if train else MODELS):
@@ -103,7 +98,7 @@ def check_name(model: str, train: bool = False) -> None:
 
 
 def _check_file(ref: str) -> None:
-    """Raise `UnknownModel` for what can be seen without running the file: that it is missing, or no Python."""
+    """Raise `UnknownModel` for errors that show without running the file: it is missing, or not valid Python."""
     path = Path(ref.rpartition(":")[0])
     if not path.is_file():
         raise UnknownModel(f"{ref!r}: there is no file {str(path)!r}")
@@ -111,7 +106,7 @@ def _check_file(ref: str) -> None:
 
 
 def _functions(path: Path) -> list[str]:
-    """Names of the functions of a file, without running it."""
+    """Names of the functions in a file, without running it."""
     try:
         parsed = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as e:
@@ -125,7 +120,7 @@ def _functions(path: Path) -> list[str]:
 
 
 def _without_function(path: str) -> str:
-    """What to say of a file alone."""
+    """The message for a file without a function name."""
     if not Path(path).is_file():
         return f"there is no file {path!r}; a model of your own is file.py:function"
     functions = _functions(Path(path))
@@ -168,10 +163,10 @@ def _from_file(ref: str) -> Built:
 
 @contextlib.contextmanager
 def _own_errors(path: Path) -> Iterator[None]:
-    """What the user's file raises, as one line that names where in it."""
+    """Convert errors raised by the user's file to one line that names the location in it."""
     try:
         yield
-    except Exception as e:  # of whatever kind: it is the file's own
+    except Exception as e:  # of any kind, since the file is the user's
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if Path(f.filename) == path]
         where = f"{path.name}:{lines[-1]}" if lines else path.name
         first = str(e).strip().partition("\n")[0]
@@ -179,9 +174,7 @@ def _own_errors(path: Path) -> Iterator[None]:
 
 
 def cast(built: Built, dtype: str) -> Built:
-    """`built` at `dtype`: the module is cast in place, floating inputs are cast; amp leaves both and runs
-    under autocast.
-    """
+    """`built` at `dtype`: the module is cast in place, floating-point inputs are cast; amp leaves both and runs under autocast."""
     if dtype not in get_args(DType):
         raise ValueError(f"there is no dtype {dtype!r}; {nearest(dtype, get_args(DType))}")
     if (half := HALVES.get(dtype)) is not None:
@@ -212,7 +205,7 @@ def on_device(built: Built, device: str) -> Built:
 
 
 def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with the tensors in its tuples, lists and dicts changed."""
+    """`value` with `change` applied to the tensors in its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -223,8 +216,7 @@ def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def flatten_outputs(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output in order: tensors, numbers, tuples, lists and mappings are walked, None is
-    skipped.
+    """The tensors of an output in order: tensors, numbers, tuples, lists and mappings are flattened, None is skipped.
 
     Raises `TypeError` for anything else, so that no output goes unchecked.
     """
@@ -247,7 +239,7 @@ def _leaves(output: Any) -> Iterator[torch.Tensor]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """What a step descends: `output.loss`, `output["loss"]`, a scalar; for any other output, the mean of its squares."""
+    """The loss of a step: `output.loss`, `output["loss"]`, a scalar; for any other output, the mean of its squares."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         return found.reshape(())
@@ -259,9 +251,8 @@ def loss_of(output: Any) -> torch.Tensor:
 
 @dataclass
 class TrainStep:
-    """One training step: forward, loss, backward, AdamW. The batch is fixed, so that losses of contenders
-    compare. One that `drops` is timed with its dropout and compared without.
-    """
+    """One training step: forward, loss, backward, AdamW. The batch is fixed, so that losses of contenders are comparable. A
+    step that `drops` is timed with dropout and compared without."""
 
     name: str
     module: torch.nn.Module
@@ -276,7 +267,7 @@ class TrainStep:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
 
     def fork(self) -> TrainStep:
-        """An independent copy at the same weights."""
+        """An independent copy with the same weights."""
         return replace(self, module=copy.deepcopy(self.module), compiled=None)
 
     def to(self, device: str) -> TrainStep:
@@ -285,13 +276,13 @@ class TrainStep:
         return replace(self, batch=dict(built.kwargs), args=built.args, device=device)
 
     def repeatable(self) -> TrainStep:
-        """A copy of which each call gives the same loss and gradients: without dropout."""
+        """A copy without dropout, whose calls all give the same loss and gradients."""
         step = self.fork()
         step.module.train(not self.drops)
         return step
 
     def backward(self) -> torch.Tensor:
-        """Forward and backward; gradients are left in `.grad`. Returns the loss (scalar)."""
+        """Run forward and backward; gradients are left in `.grad`. Return the loss (scalar)."""
         self.optimizer.zero_grad(set_to_none=True)
         kind = torch.device(self.device).type
         amp = torch.autocast(kind, dtype=torch.bfloat16) if self.dtype == "amp" else contextlib.nullcontext()
@@ -307,7 +298,7 @@ class TrainStep:
         return loss
 
     def loss_and_grads(self) -> list[torch.Tensor]:
-        """The loss and every gradient (zeros where a parameter got none), without a step."""
+        """The loss and every gradient (zeros if a parameter got none), without an optimizer step."""
         loss = self.backward()
         grads = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in self.module.parameters()]
         self.optimizer.zero_grad(set_to_none=True)
@@ -315,7 +306,7 @@ class TrainStep:
 
 
 def _own_step(built: Built) -> TrainStep:
-    """A step of a user's module; layers of dropout are off, so that two steps compare."""
+    """A training step of a user's module; dropout layers are off, so that two steps are comparable."""
     if built.module is None:
         raise UnknownModel(f"{built.name!r} gives {type(built.fn).__name__}; a torch.nn.Module can be trained")
     module = built.module.train()
@@ -326,7 +317,7 @@ def _own_step(built: Built) -> TrainStep:
 
 
 def train_step(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0) -> TrainStep:
-    """The training step of one of `TRAINABLE`, or of a module of `file.py:function`, with dropout off. Raises `UnknownModel`."""
+    """The training step of one of `TRAINABLE`, or of a `file.py:function` module, with dropout off. Raises `UnknownModel`."""
     check_name(model, train=True)
     if ":" in model:
         return _own_step(cast(_from_file(model), dtype))

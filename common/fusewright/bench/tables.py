@@ -16,17 +16,17 @@ from fusewright.errors import in_brief
 
 Row = dict[str, Any]
 DETAIL_MODELS = 2
-"""Up to this many models each gets a table of its own with a line for every contender."""
+"""Up to this many models each get their own table with a line per contender."""
 
 
 INT8 = "int8"
-"""The dtype of rows of `fusewright bench --int8`, whose contenders are held against their first."""
+"""The dtype of `fusewright bench --int8` rows, whose contenders are compared with their first."""
 PUBLISHED = "published 1.76x, 1.80x, 2.04x and 1.34x at 1, 2, 4 and 32 cores"
-"""Of torch's newer engine over FBGEMM, by its authors."""
+"""Speed-ups of torch's newer engine over FBGEMM, according to its authors."""
 
 
 def render(document: Row, width: int = 160) -> Iterator[RenderableType]:
-    """Everything that a run prints, fit for a terminal of `width` columns: tables of models or kernels, failures."""
+    """Everything that a run prints, for a terminal of `width` columns: tables of models or kernels, failures."""
     ours = document["backend"]
     rows = [row for row in document["rows"] if not is_kernel(row["model"])]
     kernels = [row for row in document["rows"] if is_kernel(row["model"])]
@@ -50,8 +50,8 @@ GAP = 2
 def _fitted(
     title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], width: int, last: Sequence[str] = ()
 ) -> Iterator[Table]:
-    """The lines as one table or, where the terminal is too narrow, several below one another; each begins with the first
-    column. No word is folded and no figure cut off."""
+    """The lines as one table or, if the terminal is too narrow, several below each other, each beginning with the first column.
+    Words and figures are never broken."""
     cells = [*lines, *([last] if last else [])]
     widths = [max(len(columns[k]), *(len(line[k]) for line in cells), 0) + GAP for k in range(len(columns))]
     parts: list[list[int]] = [[0]]
@@ -80,7 +80,7 @@ def noisy(row: Row) -> bool:
 
 
 NOISY = "noisy"
-"""In place of a ratio of times that vary too much."""
+"""Shown in place of a ratio if times vary too much."""
 
 
 def _detail(row: Row, width: int) -> Iterator[Table]:
@@ -163,7 +163,7 @@ def _overview(rows: Sequence[Row], ours: str, title: str, width: int) -> Iterato
 
 
 def _quantized(rows: Sequence[Row], mode: str, width: int) -> Iterator[RenderableType]:
-    """Each contender's time and how many times as fast as the first it is; of products also what was published."""
+    """The time of each contender and its speed-up over the first; for products also the published figures."""
     names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
     calm = [row for row in rows if not noisy(row)]
     ratios = {name: [r for row in calm if (r := _speedup(row, name)) is not None] for name in names}
@@ -234,7 +234,7 @@ def _microseconds(entry: Row) -> str:
 
 
 def _remarks(rows: Sequence[Row]) -> Iterator[Text]:
-    """One line for everything that did not go well."""
+    """One line for each problem."""
     for row in rows:
         where = f"{row['model']} {row['dtype']}"
         for name, entry in row["contenders"].items():

@@ -1,4 +1,4 @@
-"""What is timed is timed alone: processes that prepare other rows of the run stand still meanwhile."""
+"""Timing in isolation: processes that prepare other rows of the run are suspended while one is timed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fusewright.bench.worker import Worker
 
 
 class Stopped(RuntimeError):
-    """The run was interrupted: no process is started any more."""
+    """The run was interrupted; no more processes are started."""
 
 
 class Turns:
-    """The measuring processes of a run, each with a process group of its own, in which its compilers are too."""
+    """The measuring processes of a run, each in a process group of its own, which includes its compilers."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -24,12 +24,12 @@ class Turns:
         self._stopped = False
 
     def open(self) -> None:
-        """Begin a run."""
+        """Start a run."""
         self._stopped = False
 
     @contextlib.contextmanager
     def worker(self, env: Mapping[str, str], threads: int) -> Iterator[Worker]:
-        """A new measuring process, not started beside what is timed. Raises `Stopped`."""
+        """Start a new measuring process, but not while something is timed. Raises `Stopped`."""
         with self._turn:
             if self._stopped:
                 raise Stopped("the run was interrupted")
@@ -43,7 +43,7 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self, pids: Collection[int]) -> Iterator[None]:
-        """These processes run, all others of the run stand still."""
+        """Let these processes run, and suspend all others of the run."""
         with self._turn:
             others = [group for group in self._groups if group not in pids]
             _signal(others, signal.SIGSTOP)
@@ -54,24 +54,24 @@ class Turns:
                 _signal(others, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End every process of the run, so that whoever waits for one goes on."""
+        """End every process of the run, so that threads waiting for one continue."""
         self._stopped = True
         _signal(list(self._groups), signal.SIGKILL)
 
 
 def _await_stop(pids: Collection[int]) -> None:
-    """Until these children stand still, or have ended. A signal is only on its way when it was sent, and the system ends none of a
-    killed run's children that stop later."""
+    """Wait until these children are stopped or have ended. A signal takes effect only some time after it was sent, and the
+    system does not end children of a killed run that stop later."""
     for pid in pids if hasattr(os, "waitid") else ():
-        with contextlib.suppress(ChildProcessError):  # somebody waited for its end
+        with contextlib.suppress(ChildProcessError):  # already waited for
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def _signal(groups: Collection[int], what: signal.Signals) -> None:
     for group in groups:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # already ended
             os.killpg(group, what)
 
 
 TURNS = Turns()
-"""The machine's: there is one to be timed on."""
+"""One per machine, since only one process is timed at a time."""

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class WorkerError(RuntimeError):
-    """A request failed. `fatal` says that the process is gone (it crashed or timed out)."""
+    """A request failed. `fatal`: the process is gone (it crashed or timed out)."""
 
     def __init__(self, text: str, fatal: bool) -> None:
         super().__init__(text)
@@ -24,7 +24,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One `fusewright.bench.child` process. `ask` sends a request and waits for its answer."""
+    """One `fusewright.bench.child` process. `ask` sends a request and waits for the answer."""
 
     def __init__(self, env: Mapping[str, str], threads: int) -> None:
         self._log = tempfile.TemporaryFile()
@@ -40,8 +40,8 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **fixed, **env},
-            # Ctrl-C is the parent's business. In a session of its own a child that stands still (`turns`) would outlive a parent
-            # that was killed; the system ends an orphaned group of this session.
+            # The parent handles Ctrl-C. In a session of its own, a suspended child (`turns`) would outlive a killed parent; the
+            # system ends an orphaned group of this session.
             process_group=0,
         )
 
@@ -55,7 +55,7 @@ class Worker:
         return self.answer(timeout)
 
     def tell(self, do: str, **fields: Any) -> None:
-        """Send one request, whose answer is to be asked for before the next. Raises `WorkerError`."""
+        """Send one request; its answer must be read before the next one. Raises `WorkerError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
@@ -64,7 +64,7 @@ class Worker:
             raise self._died() from error
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The answer to what was told last. Raises `WorkerError`."""
+        """The answer to the last request. Raises `WorkerError`."""
         answer: dict[str, Any] = json.loads(self._read_line(timeout))
         if "error" in answer:
             raise WorkerError(answer["error"], fatal=False)
@@ -92,7 +92,7 @@ class Worker:
         return WorkerError(f"process ended with code {code}" + (f": {lines[-1]}" if lines else ""), fatal=True)
 
     def close(self) -> None:
-        """Stops the process."""
+        """Stop the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -113,6 +113,6 @@ class Worker:
 
 
 def _python_path() -> str:
-    """The child imports the same fusewright as this process, however this one found it."""
+    """Make the child import the same fusewright as this process."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))

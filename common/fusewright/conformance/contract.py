@@ -1,4 +1,4 @@
-"""C0: what every backend owes before it computes anything: its imports, probe, claims and fingerprint."""
+"""C0: requirements on every backend before it computes anything: imports, probe, claims and fingerprint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusewright.interface import Verdict as Answer
 
 LEVEL = "C0"
 SECONDS = 300
-"""For one process of a check."""
+"""Time limit for one process of a check."""
 
 
 def names(settings: Settings) -> list[str]:
@@ -35,13 +35,13 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
 
 
 def _loads(settings: Settings) -> str:
-    """The entry point gives a class that fits this host."""
+    """The entry point returns a class that fits this host."""
     info = registry.info(settings.backend)
     return "" if info.cls is not None or isinstance(info.device, Device) else info.device.reason
 
 
 def _isolated(settings: Settings, seed: str = "0") -> dict[str, str]:
-    """What a fresh process finds that has no vendor's library (`fusewright.conformance.isolated`)."""
+    """The report of a fresh process without the vendor's libraries (`fusewright.conformance.isolated`)."""
     plugin = registry.plugins()[settings.backend]
     command = [
         sys.executable,
@@ -72,7 +72,7 @@ def _imports(settings: Settings) -> str:
 
 
 def _probes(settings: Settings) -> str:
-    """`probe` answers, here and where the vendor's libraries are missing, the same each time."""
+    """`probe` answers here and without the vendor's libraries, the same each time."""
     cls = settings.plugin()
     first, second = cls.probe(), cls.probe()
     if first != second:
@@ -85,7 +85,7 @@ def _probes(settings: Settings) -> str:
 
 
 def _fingerprints(settings: Settings) -> str:
-    """Two processes, in which sets have another order, give one fingerprint."""
+    """Two processes, whose sets have different orders, return the same fingerprint."""
     settings.make()
     found = {seed: _isolated(settings, seed).get("fingerprint", "none") for seed in ("1", "2")}
     here = settings.make().fingerprint()
@@ -95,9 +95,9 @@ def _fingerprints(settings: Settings) -> str:
 
 
 def _imports_what_is_public(settings: Settings) -> str:
-    """No source of the package imports what the host may change at any time."""
+    """The package's sources do not import non-public modules of the host."""
     top = registry.plugins()[settings.backend].value.partition(":")[0].partition(".")[0]
-    if top == "fusewright":  # the reference backends are the host's own
+    if top == "fusewright":  # the host's own reference backends
         return ""
     spec = find_spec(top)
     places = list(spec.submodule_search_locations or [os.path.dirname(spec.origin or "")]) if spec else []
@@ -108,7 +108,7 @@ def _imports_what_is_public(settings: Settings) -> str:
 
 @functools.lru_cache(1)
 def _asked(settings: Settings) -> tuple[Backend, list[tuple[OpView, Answer]]]:
-    """A backend, and what it answered for each op of the small models."""
+    """A backend, and its answers for each op of the small models."""
     backend, seen = settings.make(), []
     own = backend.supports
 
@@ -127,7 +127,7 @@ def _asked(settings: Settings) -> tuple[Backend, list[tuple[OpView, Answer]]]:
 
 
 def _supports(settings: Settings) -> str:
-    """`supports` gives a verdict with a reason, the same when asked again, in another order, by another instance."""
+    """`supports` returns a verdict with a reason, the same when asked again, in another order, or of another instance."""
     backend, seen = _asked(settings)
     other = settings.make()
     for op, answer in reversed(seen):
@@ -143,7 +143,7 @@ def _supports(settings: Settings) -> str:
 
 
 def _lowers(settings: Settings) -> str:
-    """What `supports` says yes to stands in `lowers()`, if the class says anything there."""
+    """Every op that `supports` accepts is listed in `lowers()`, if the class implements it."""
     said = settings.plugin().lowers()
     if said is None:
         return ""
@@ -161,6 +161,6 @@ CHECKS: dict[str, Callable[[Settings], str]] = {
     "supports is pure": _supports,
     "claims stand in lowers()": _lowers,
 }
-"""By name: what is wrong, or ""."""
+"""By name: a function that returns what is wrong, or ""."""
 
 NEED_NO_DEVICE = ("loads", "imports without the vendor's libraries", "probe is total", "imports only what is public")

@@ -1,4 +1,4 @@
-"""What a backend lowers of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run of a level.
+"""A backend's coverage of the opset, as a committed file that only grows: `coverage.json`, renewed by a whole run of a level.
 
 Schema: {"schema": 2, "backend": name, "device": its architecture, "simulated": bool, "torch": [releases],
 "entries": {dtype: OpInfo entries that there are}, "tried": rows, "untried": {row: reason},
@@ -22,10 +22,10 @@ from fusewright.conformance.verdicts import Check, Verdict, summary
 
 SCHEMA = 2
 ROWS, OPINFO = "C2 rows", "C2 OpInfo"
-"""The two parts of C2 among the levels of a file."""
+"""The two parts of C2, as levels in a file."""
 
 Rows = Mapping[str, Mapping[str, Sequence[str]]]
-"""Row of the opset -> dtype -> variants of a call, each sample of which is lowered."""
+"""Row of the opset -> dtype -> call variants for which every sample is lowered."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Level:
     """The figures of a level: (x, y)."""
 
     dtypes: Mapping[str, int]
-    """How many checks there were in each dtype, of C2 alone."""
+    """Number of checks per dtype, for C2 only."""
     correct: tuple[int, int]
     lowered: tuple[int, int]
     skipped: Mapping[str, int]
-    """How many checks eager or torch could not be asked for, by reason."""
+    """Number of checks that eager or torch could not run, by reason."""
 
     @classmethod
     def of(cls, checks: Sequence[Check]) -> Level:
@@ -54,24 +54,24 @@ class Level:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What the file holds."""
+    """The content of the file."""
 
     backend: str
     device: str
     simulated: bool
     torch: tuple[str, ...]
     entries: Mapping[str, int]
-    """How many entries OpInfo has in each dtype on that device; a run may have tried fewer."""
+    """Number of OpInfo entries per dtype on that device; a run may have tried fewer."""
     levels: Mapping[str, Level]
     tried: int
-    """How many rows of the opset the run had."""
+    """Number of opset rows in the run."""
     untried: Mapping[str, str]
-    """Rows of which the kit has no call that eager runs there, with the reason."""
+    """Rows without a call that eager runs there, with the reason."""
     rows: Rows
 
     @classmethod
     def of(cls, record: Record) -> Coverage:
-        """From the checks of a run."""
+        """Compute the coverage from the checks of a run."""
         parts: dict[str, list[Check]] = {}
         for c in record.checks:
             parts.setdefault(_part(c), []).append(c)
@@ -85,7 +85,7 @@ class Coverage:
 
     @classmethod
     def read(cls, path: Path) -> Coverage:
-        """The file's content. ValueError for another schema."""
+        """Read a file. ValueError for another schema."""
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("schema", None) != SCHEMA:
             raise ValueError(
@@ -95,14 +95,14 @@ class Coverage:
         return cls(**{**found, "torch": tuple(found["torch"]), "levels": levels})
 
     def write(self, path: Path) -> None:
-        """A level and a row of the opset on a line, so that a diff shows what was won."""
+        """Write each level and each opset row on its own line, so that a diff shows the progress."""
         found = asdict(self)
         head = json.dumps({"schema": SCHEMA, **{k: v for k, v in found.items() if k not in ("levels", "rows")}})
         levels, rows = _lines(found["levels"]), _lines(found["rows"])
         path.write_text(f'{head[:-1]}, "levels": {levels}, "rows": {rows}}}\n', encoding="utf-8")
 
     def over(self, before: Coverage) -> Coverage:
-        """This run's, and of parts that it did not have what stood in the file, if that is of the same device."""
+        """This run's coverage, with missing parts taken from the file, if that is for the same device."""
         if (before.device, before.simulated) != (self.device, self.simulated):
             return self
         kept = {title: level for title, level in before.levels.items() if title not in self.levels}
@@ -114,14 +114,14 @@ class Coverage:
         )  # fmt: skip
 
     def lost(self, checks: Iterable[Check]) -> list[str]:
-        """Lowerings of the file that these checks, which need not be all, have tried and no longer find."""
+        """Lowerings in the file that these checks, which may be partial, tried and did not find."""
         found = [c for c in checks if _is_row(c)]
         tried, now = {_key(c) for c in found}, set(_keys(lowered_rows(found)))
         return [" ".join(key) for key in _keys(self.rows) if key in tried and key not in now]
 
 
 def lowered_rows(checks: Iterable[Check]) -> dict[str, dict[str, list[str]]]:
-    """By row and dtype the variants of which every sample is lowered."""
+    """By row and dtype, the variants for which every sample is lowered."""
     by_key: dict[tuple[str, str, str], bool] = {}
     for c in checks:
         by_key[_key(c)] = by_key.get(_key(c), True) and c.verdict is Verdict.LOWERED_OK
@@ -133,32 +133,32 @@ def lowered_rows(checks: Iterable[Check]) -> dict[str, dict[str, list[str]]]:
 
 
 def _lines(found: Mapping[str, object]) -> str:
-    """A JSON object with each of its members on a line."""
+    """Format a JSON object with one member per line."""
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items())) + "\n}"
 
 
 def _part(c: Check) -> str:
-    """The level of a check, C2 by its two parts."""
+    """The level of a check, with C2 split into its two parts."""
     return c.level if c.level != "C2" else OPINFO if c.name.startswith(entries.PREFIX) else ROWS
 
 
 def _dtype(c: Check) -> str:
-    """What a check of C2 was tried with."""
+    """The dtype of a C2 check."""
     return {OPINFO: c.name.split()[-1], ROWS: _key(c)[1] if _is_row(c) else ""}.get(_part(c), "")
 
 
 def _skips(checks: Iterable[Check]) -> Counter[str]:
-    """Skipped checks, by what their details begin with."""
+    """Count skipped checks by the start of their details."""
     return Counter(c.detail.partition(":")[0] for c in checks if c.verdict is Verdict.SKIPPED)
 
 
 def _is_row(c: Check) -> bool:
-    """Whether it is a call of a row: a row that has none is a check of its name alone."""
+    """Whether this is a call of a row; a row without calls is a single check with its name."""
     return _part(c) == ROWS and len(c.name.split()) > 3
 
 
 def _key(c: Check) -> tuple[str, str, str]:
-    """(row, dtype, variant) of "add float32 not finite 0"."""
+    """Split "add float32 not finite 0" into (row, dtype, variant)."""
     row, dtype, *variant, _ = c.name.split()
     return row, dtype, " ".join(variant)
 

@@ -1,4 +1,4 @@
-"""C1: with the backend's claims taken away, every result has the bits that `aot_eager` gives."""
+"""C1: with all claims of the backend removed, every result is bitwise equal to that of `aot_eager`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
 
 
 def without_claims(cls: type[Backend]) -> type[Backend]:
-    """The backend with an empty table: everything else is its own."""
+    """The backend with an empty table, otherwise unchanged."""
 
     def supports(self: Backend, op: OpView) -> Answer:
         return Answer(Why.NO_LOWERING, "its table is empty for this check")
@@ -52,7 +52,7 @@ def _training(model: models.Model, backend: Any) -> list[Tensor]:
 
 
 def _difference(name: str, settings: Settings, run: Run) -> str:
-    """What differs from `aot_eager`, or ""."""
+    """The difference from `aot_eager`, or ""."""
     backend = settings.make(without_claims(settings.plugin()))
     with report.recording() as reports:
         ours = _fresh(name, settings, run, compiler(backend, settings.options()))

@@ -1,4 +1,4 @@
-"""C3: the backend is made to misbehave on the regions that it claims. The result stays right, or the error names the backend."""
+"""C3: inject faults into the backend's claimed regions. Results must stay correct, or the error must name the backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEVEL = "C3"
 
 
 class Net(nn.Module):
-    """What faults are put into: products, a norm, a softmax and loops, two results."""
+    """The model for faults: products, a norm, a softmax and loops, with two results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Fault:
-    """`compile` replaces the backend's own, given that. `error`: words of the error that must come; None where results must be
-    right. `bug`: whether the host must report a bug."""
+    """`compile` wraps the backend's own. `error`: words that the error must contain; None if results must be correct. `bug`:
+    whether the host must report a bug."""
 
     compile: Callable[[Callable[..., Compiled], Region, CompileContext], Compiled]
     error: str | None = None
@@ -49,7 +49,7 @@ def _decline(own: Any, region: Region, ctx: CompileContext) -> Compiled:
 
 
 def _decline_one(own: Any, region: Region, ctx: CompileContext) -> Compiled:
-    """Every region of more than one op gives its last op back."""
+    """Decline the last op of every region with more than one op."""
     if len(region.ops) > 1:
         raise Decline("declined on purpose", ops=[region.ops[-1].id])
     return own(region, ctx)
@@ -61,13 +61,13 @@ def _crash(own: Any, region: Region, ctx: CompileContext) -> Compiled:
 
 
 def _fragment(fault: str) -> Any:
-    """Eager's own calls with a fault of instructions."""
+    """Eager's own calls with a fault in the instructions."""
     change = FRAGMENT_FAULTS[fault]
     return lambda own, region, ctx: Fragment(tuple(change(region, ctx, [ctx.aten(op) for op in region.ops])))
 
 
 def _opaque(fault: str) -> Any:
-    """The table's reference with a fault of its results."""
+    """The table's reference with a fault in its results."""
 
     def compile(own: Any, region: Region, ctx: CompileContext) -> Compiled:
         right = Interp().compile(region, ctx)
@@ -94,7 +94,7 @@ FAULTS: Mapping[str, Fault] = {
 }
 
 LOADING = "kernels that cannot be built"
-"""The one fault that is not of `compile`: of backends that have loop kernels."""
+"""The only fault outside `compile`, for backends with loop kernels."""
 
 
 def names(settings: Settings) -> list[str]:
@@ -102,7 +102,7 @@ def names(settings: Settings) -> list[str]:
 
 
 def check(name: str, settings: Settings) -> Iterator[Check]:
-    """One fault. A backend that claims nothing of the net cannot misbehave: its check says so."""
+    """Check one fault. If the backend claims nothing of the model, the check says so."""
     cls, taken = _faulty(settings.plugin(), name)
     fault = FAULTS.get(name) or Fault(_decline)
     torch.compiler.reset()
@@ -113,7 +113,7 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
         wanted, before = net(x), x.clone()
         try:
             got = torch.compile(net, backend=compiler(settings.make(cls), settings.options()))(x)
-        except Exception as e:  # which one it is shall be judged
+        except Exception as e:  # any kind: it is judged below
             got = e
     bugs = [b for r in reports for b in r.bugs]
     verdict, detail = (
@@ -125,7 +125,7 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
 
 
 def _faulty(cls: type[Backend], name: str) -> tuple[type[Backend], list[str]]:
-    """The backend with the fault, and a list that receives the regions in which it struck."""
+    """The backend with the fault, and a list that receives the regions in which it was injected."""
     taken: list[str] = []
 
     def compile(self: Backend, region: Region, ctx: CompileContext) -> Compiled:

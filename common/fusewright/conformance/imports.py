@@ -1,4 +1,4 @@
-"""Which modules of the host a backend may import, and what a source imports. Standard library only."""
+"""The host's modules that a backend may import, and the imports of a source. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PUBLIC = (
     "fusewright.machine", "fusewright.errors", "fusewright.strict", "fusewright.dynamo.entry",
     "fusewright.cache.artifacts", "fusewright.plan.native",
 )  # fmt: skip
-"""What a partner may use, and so what the vendors here may use."""
+"""Modules for partners, and so also for the vendors in this tree."""
 
 
 def imports(source: str) -> Iterator[str]:
-    """Full names of what a module imports: `from a import b` gives "a.b"."""
+    """Full names of a module's imports: `from a import b` gives "a.b"."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -23,6 +23,6 @@ def imports(source: str) -> Iterator[str]:
 
 
 def not_public(imported: Iterable[str]) -> list[str]:
-    """Those of the imported names that are the host's and that a backend may not use, sorted."""
+    """Those of the imported names that belong to the host and are not public, sorted."""
     host = {m for m in imported if m.split(".")[0] == "fusewright"}
     return sorted(m for m in host if not any(f"{m}.".startswith(f"{p}.") for p in PUBLIC))

@@ -1,6 +1,6 @@
 """A backend in a process without its vendor's libraries: `python -m fusewright.conformance.isolated NAME module:Class`.
 
-Prints a line of JSON: what is wrong with its import and its probe ("" for nothing), and its fingerprint with all libraries.
+Prints a line of JSON: what is wrong with its import and its probe ("" if nothing), and its fingerprint with all libraries.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 HOSTS = ("torch", "fusewright")
-"""Distributions that every backend stands on; what they require is there too."""
+"""Distributions that every backend depends on; their requirements are available too."""
 FAMILY = "fusewright"
-"""What its packages' names begin with, of modules and of distributions."""
+"""The prefix of our packages, both modules and distributions."""
 
 
 class Missing:
-    """Hides modules of every distribution that is not allowed, as if it were not installed: for imports, and for who asks
-    `find_spec` first, as torch does before it registers Triton's kernels."""
+    """Hides the modules of every distribution that is not allowed, as if it were not installed: for imports, and for
+    `find_spec`, which torch calls before it registers Triton's kernels."""
 
     def __init__(self, allowed: frozenset[str]) -> None:
         self.allowed = allowed
@@ -29,7 +29,7 @@ class Missing:
         self.on = True
 
     def install(self) -> None:
-        """Stand before every finder there is."""
+        """Insert itself before all other finders."""
         sys.meta_path[:] = [_Finder(f, self) for f in sys.meta_path]
 
     def hides(self, name: str) -> bool:
@@ -41,7 +41,7 @@ class Missing:
 
 
 class _Finder:
-    """A finder of `sys.meta_path` that finds nothing hidden."""
+    """A finder of `sys.meta_path` that does not find hidden modules."""
 
     def __init__(self, finder: Any, missing: Missing) -> None:
         self._finder, self._missing = finder, missing
@@ -57,8 +57,9 @@ class _Finder:
 
 
 def allowed(own: str) -> frozenset[str]:
-    """Top-level modules that are no vendor's: the standard library, what is loaded with torch and the host, what these two
-    and the family's packages under the backend's require, and the backend's own package. (The family's are always allowed.)"""
+    """Top-level modules that belong to no vendor: the standard library, everything loaded with torch and the host, the
+    requirements of these two and of the family's packages that the backend depends on, and the backend's own package. (The
+    family's are always allowed.)"""
     tops = importlib.metadata.packages_distributions()
     below = {r for d in tops.get(own, ()) for r in _direct(d) if _canonical(r).startswith(FAMILY)}
     required = {d for host in (*HOSTS, *below) for d in _required(host)}
@@ -72,7 +73,7 @@ def _canonical(name: str) -> str:
 
 
 def _required(name: str, seen: set[str] | None = None) -> Iterator[str]:
-    """The distribution and all that it requires without extras, by canonical name."""
+    """The distribution and its transitive requirements without extras, by canonical name."""
     seen = set() if seen is None else seen
     if _canonical(name) in seen:
         return
@@ -83,7 +84,7 @@ def _required(name: str, seen: set[str] | None = None) -> Iterator[str]:
 
 
 def _direct(name: str) -> list[str]:
-    """What a distribution requires itself, without extras and what builds of torch bring; nothing where it is not installed."""
+    """Direct requirements of a distribution, without extras and those of torch builds; none if it is not installed."""
     try:
         requires = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -111,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         registry.refresh()
         try:
             found["fingerprint"] = Settings(name, "--simulate" in argv).make().fingerprint()
-        except LookupError:  # no device: the parent, which asks only where it has one, sees the difference
+        except LookupError:  # no device; the parent, which asks only if it has one, sees the difference
             pass
     print(json.dumps(found))
     return 0
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 def _probe(cls: Any) -> str:
     try:
         answer = cls.probe()
-    except BaseException as e:  # whatever it raises is what is wrong with it
+    except BaseException as e:  # whatever it raises is the finding
         return f"without the vendor's libraries probe() raises {type(e).__name__}: {e}"
     return "" if type(answer).__name__ in ("Device", "Unavailable") else f"probe() gave {type(answer).__name__}"
 

@@ -1,4 +1,4 @@
-"""Ten small models, one of each kind that people compile, with a loss for training. Seeded, in eval mode, without downloads."""
+"""Ten small models, one of each common kind, with a loss for training. Seeded, in eval mode, without downloads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer's layer with the norms in front."""
+    """A pre-norm transformer layer."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens with a mask of padding to classes."""
+    """Maps tokens with a padding mask to classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits of the next ones, causal, with the embedding tied to the head."""
+    """Maps tokens to next-token logits, causally, with the embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
 
 
 class Gated(nn.Module):
-    """RMS norm, rotary positions, SiLU gates: a Llama's layer."""
+    """A Llama layer: RMS norm, rotary positions, SiLU gates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Gated(nn.Module):
 
 
 class Residual(nn.Module):
-    """Convolutions, batch norms and a residual: a ResNet's head, block and tail."""
+    """A ResNet's stem, block and head: convolutions, batch norms and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Mobile(nn.Module):
 
 
 class Hourglass(nn.Module):
-    """Down, up and a skip connection: a U-Net with group norms."""
+    """A U-Net with group norms: down, up and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Hourglass(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Eight steps of a gated cell, written out."""
+    """Eight unrolled steps of a gated cell."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Recurrent(nn.Module):
 
 
 class Graph(nn.Module):
-    """Messages along edges, summed and averaged where they arrive."""
+    """Messages along edges, summed and averaged at their targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Graph(nn.Module):
 
 
 class Vision(nn.Module):
-    """Patches, a learned token, one layer: a ViT."""
+    """A ViT: patches, a learned token, one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,11 +222,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[in
     "graph": (Graph, _numbers, (6, 8)),
     "vision": (Vision, _numbers, (3, 16, 16)),
 }
-"""Name -> module, what its input holds, the input's shape without the batch."""
+"""Name -> module, its input's values, the input's shape without the batch."""
 
 
 def build(name: str, device: str = HOST, dtype: torch.dtype = torch.float32, batch: int = 3) -> Model:
-    """A model of the table with fresh seeded weights. Norms have run over some data first, so that their statistics differ
+    """A model of the table with newly seeded weights. Norms have processed some data first, so that their statistics differ
     from the initial ones."""
     make, fill, shape = MODELS[name]
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""The kit as a pytest plugin: a test that takes `conformance_job` is run once for each job of each backend.
+"""The kit as a pytest plugin: a test that takes `conformance_job` runs once for each job of each backend.
 
     pytest --pyargs fusewright.conformance.suite --fusewright-backend demo --fusewright-level C0..C3
 
-A package of its own imports the test, `from fusewright.conformance.suite import *`, and names its backend in its configuration
-(`fusewright_backends = ["demo"]`). Without a name every installed vendor's is run. Nothing of torch is imported before that.
+A separate package imports the test, `from fusewright.conformance.suite import *`, and names its backend in its configuration
+(`fusewright_backends = ["demo"]`). Without a name, all installed vendors are tested. Nothing of torch is imported before that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a run of the kit found, as the file that `fusewright conformance --json` writes. Files of several runs make one record."""
+"""The result of a run of the kit, as the file written by `fusewright conformance --json`. Files of several runs merge into one
+record."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ from fusewright.interface import Unavailable
 
 SCHEMA = 2
 SEVERAL = ("C1", "C2", "C4")
-"""Levels of which a job has several checks, each with the job's name and more."""
+"""Levels whose jobs have several checks, each named after the job with a suffix."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The checks of one backend, and where they were made."""
+    """The checks of one backend, and the environment of the run."""
 
     backend: str
     device: str
-    """Type and architecture, the latter as torch and the system name it; why there is none where the backend is not available."""
+    """Type and architecture, the latter as reported by torch and the system, or the reason why the backend is not available."""
     simulated: bool
     available: bool
     torch: tuple[str, ...]
-    """Releases of torch, more than one where runs were merged."""
+    """Releases of torch, more than one if runs were merged."""
     checks: tuple[Check, ...]
     entries: Mapping[str, int] = field(default_factory=dict)
-    """How many entries OpInfo has in each dtype that was tried with it, the whole and not a shard."""
+    """Number of OpInfo entries per tested dtype, for the whole database and not a shard."""
 
     @classmethod
     def of(cls, settings: Settings, checks: Iterable[Check]) -> Record:
-        """Of a run in this environment."""
+        """The record of a run in this environment."""
         device, found = settings.device(), tuple(checks)
         there = not isinstance(device, Unavailable)
         where = device.reason if isinstance(device, Unavailable) else f"{device.type} {device.arch}"
@@ -62,8 +63,8 @@ class Record:
         return cls(backend, *where, tuple(found["torch"]), checks, found.get("entries", {}))
 
     def with_more(self, other: Record) -> Record:
-        """Both records as one: a check of `other` replaces this one's of the same name. A job that was skipped in one of them,
-        say for its dtypes, is what it is in the other. ValueError for another device."""
+        """Merge two records: checks of `other` replace those of the same name. A job that was skipped in one, e.g. for its
+        dtypes, gets its result from the other. ValueError for another device."""
         if (other.device, other.simulated) != (self.device, self.simulated):
             raise ValueError(
                 f"{self.backend} was checked on {_place(self)} and on {_place(other)}: merge files of one device"
@@ -78,7 +79,7 @@ class Record:
 
 
 def _done_again(c: Check, other: Record) -> bool:
-    """Whether `c` stands for a whole job, which died or was skipped, and `other` has the checks of that job."""
+    """Whether `c` stands for a whole job that died or was skipped, and `other` has the checks of that job."""
     alone = (c.verdict.bad or c.verdict is Verdict.SKIPPED) and c.level in SEVERAL
     return alone and any(o.level == c.level and o.name.startswith(f"{c.name} ") for o in other.checks)
 
@@ -90,7 +91,7 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file, one a backend. ValueError for a file of another version."""
+    """The records of a file, one per backend. ValueError for a file of another version."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"{path.name} was not written by this version's --json (schema {SCHEMA}); run it again")
@@ -98,7 +99,7 @@ def read(path: Path) -> list[Record]:
 
 
 def merged(paths: Iterable[Path]) -> dict[str, Record]:
-    """The records of several files by backend; of checks in more than one, the last file's count."""
+    """Merge the records of several files by backend; the last file's result of a check counts."""
     records: dict[str, Record] = {}
     for record in (r for path in paths for r in read(path)):
         known = records.get(record.backend)
@@ -107,7 +108,7 @@ def merged(paths: Iterable[Path]) -> dict[str, Record]:
 
 
 def _entries(settings: Settings, checks: Iterable[Check]) -> dict[str, int]:
-    """Of the whole database; nothing where it was not asked."""
+    """Number of entries in the whole database; none if it was not used."""
     if not any(c.name.startswith(entries.PREFIX) for c in checks):
         return {}
     return dict(Counter(name.rpartition(" ")[2] for name in entries.names(replace(settings, part=1))))
@@ -118,5 +119,5 @@ def _place(r: Record) -> str:
 
 
 def _release() -> str:
-    """Torch's version without what says how it was built."""
+    """Torch's version without the build suffix."""
     return str(torch.__version__).partition("+")[0]

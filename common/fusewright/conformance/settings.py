@@ -1,4 +1,4 @@
-"""What a run of the kit is asked, and how a backend is made for it."""
+"""The settings of a run of the kit, and how it creates backends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DTYPES = ("float32", "bfloat16", "int64", "bool")
 
 @dataclass(frozen=True)
 class Settings:
-    """`samples`: of each OpInfo entry, 0 for all. `opinfo`, `rows`: whether C2 has them. `part`: every how manieth row, entry or
-    model; 1 is the whole."""
+    """`samples`: per OpInfo entry, 0 for all. `opinfo`, `rows`: whether C2 includes them. `part`: test every n-th row, entry or
+    model; 1 tests all."""
 
     backend: str
     simulate: bool = False
@@ -37,7 +37,7 @@ class Settings:
         return cls(**{**found, "dtypes": tuple(found["dtypes"])})
 
     def plugin(self) -> type[Backend]:
-        """The class. LookupError with the reason when it does not load."""
+        """The backend's class. LookupError with the reason if it does not load."""
         info = registry.info(self.backend)
         if info.cls is None:
             assert isinstance(info.device, Unavailable)
@@ -45,23 +45,23 @@ class Settings:
         return info.cls
 
     def options(self, **given: Any) -> Options:
-        """The options of a check: nothing is cached, and what runs in eager is no news."""
+        """The options of a check: no caching, and no messages about ops in eager."""
         common = {"simulate": self.simulate, "cache": False, "fallback": "allow"}
         return Options.parse({**common, **given}, self.plugin())
 
     def device(self) -> Device | Unavailable:
-        """What the backend's computations run on."""
+        """The device that the backend computes on."""
         info = registry.info(self.backend)
         if info.cls is None or not self.simulate:
             return info.device
         return info.cls.simulated(self.options().backend)
 
     def tensors_on(self) -> str:
-        """Torch's name of the device that tensors are on."""
+        """Torch's name of the device for tensors."""
         return HOST if self.simulate else self.plugin().device_type
 
     def make(self, changed: type[Backend] | None = None) -> Backend:
-        """The backend on its device; `changed`: a subclass to make instead. LookupError when there is no device."""
+        """Create the backend on its device; `changed`: a subclass to create instead. LookupError if there is no device."""
         device = self.device()
         if isinstance(device, Unavailable):
             raise LookupError(device.reason)
@@ -72,7 +72,7 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def compiler(backend: Backend, options: Options) -> Compiler:
-    """A `torch.compile` backend for an instance: the door that users come through, without the registry."""
+    """A `torch.compile` backend for an instance: the entry point of users, without the registry."""
 
     def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return capture.capture(

@@ -20,8 +20,8 @@ from fusewright.interface import HOST
 LEVEL = "C4"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 NEIGHBOURS = 3
-"""Models a rounding step away, on which eager is measured too where a result is too far off: one call says little of eager's error
-where terms cancel, as they do in gradients of a batch norm before another."""
+"""Models one rounding step away, on which eager is measured too if a result is too far off: where terms cancel, as in gradients
+of one batch norm before another, a single call tells little about eager's error."""
 
 
 def names(settings: Settings) -> list[str]:
@@ -37,7 +37,7 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
 
 
 def _inference(model: models.Model, fn: Any) -> list[Tensor]:
-    """Results of a call, of another batch, and of the first with weights that have changed where they lie."""
+    """Results of a call, of another batch, and of the first batch after in-place changes of the weights."""
     found = models.outputs(model, fn)
     more = torch.cat([model.inputs[0], model.inputs[0].flip(0)])[:5]
     found += models.outputs(model, fn, more)
@@ -70,13 +70,13 @@ def _judged(name: str, dtype: str, settings: Settings, run: Any) -> tuple[Verdic
 
 
 def _pair(run: Any, wide: models.Model, eager: models.Model) -> tuple[list[Tensor], list[Tensor]]:
-    """What a model gives in fp64 and in eager."""
+    """A model's results in fp64 and in eager."""
     wide = models.Model(copy.deepcopy(wide.module).to(HOST).double(), tuple(_wide(x.to(HOST)) for x in wide.inputs))
     return _home(run(wide, wide.module)), _home(run(eager, eager.module))
 
 
 def _nudged(model: models.Model, seed: int) -> models.Model:
-    """The model with every input and weight moved by up to one rounding step."""
+    """The model with every input and weight changed by up to one rounding step."""
     g = torch.Generator().manual_seed(seed)
 
     def nudge(x: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _home(xs: Sequence[Tensor]) -> list[Tensor]:
-    """On the host, where there is fp64 whatever the device has."""
+    """Move to the host, which has fp64 even if the device does not."""
     return [x.to(HOST) for x in xs]
 
 
 def _verdict(reports: Sequence[report.GraphReport]) -> tuple[Verdict, str]:
-    """Lowered when all graphs are; else the share of ops that are."""
+    """Lowered if all graphs are; else the share of lowered ops."""
     if not reports:
         return Verdict.ERROR, "no graph came to the backend"
     found = [lowered(r)[0] for r in reports]

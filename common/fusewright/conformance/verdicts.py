@@ -1,4 +1,4 @@
-"""What a check found, and the two figures of a run."""
+"""The result of a check, and the two figures of a run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 
 class Verdict(enum.StrEnum):
-    """The first six judge a computation. `PASSED` is a check that computes nothing, or nothing of the backend's."""
+    """The first six judge a computation. `PASSED` is for checks without a computation, or without one of the backend."""
 
     LOWERED_OK = "LOWERED_OK"
-    """Right, and the backend computed all of it."""
+    """Correct, and the backend computed everything."""
     FALLBACK_OK = "FALLBACK_OK"
-    """Right, and eager computed some of it, as the backend's claims said."""
+    """Correct, and eager computed some of it, in agreement with the backend's claims."""
     DECLINED_LATE = "DECLINED_LATE"
-    """Right, but the backend gave back what it had claimed."""
+    """Correct, but the backend gave back something that it had claimed."""
     WRONG = "WRONG"
     """Values, dtypes, shapes, strides, aliasing or mutation differ from eager's."""
     CRASHED = "CRASHED"
     """The process died, or did not answer in time."""
     ERROR = "ERROR"
-    """An error that eager does not raise, or a bug of the backend that the host reported."""
+    """An error that eager does not raise, or a bug of the backend reported by the host."""
     PASSED = "PASSED"
     SKIPPED = "SKIPPED"
-    """Neither right nor wrong: eager itself does not run it, or torch's own `aot_eager` is wrong too."""
+    """Not judged: eager itself cannot run it, or torch's own `aot_eager` is wrong too."""
 
     @property
     def bad(self) -> bool:
@@ -39,7 +39,7 @@ COMPUTED = frozenset((Verdict.LOWERED_OK, Verdict.FALLBACK_OK, Verdict.DECLINED_
 
 @dataclass(frozen=True)
 class Check:
-    """One check: the level, a name that is unique there, what was found. `detail` says why, for anything but a plain yes."""
+    """One check: the level, a unique name within it, and the verdict. `detail` says why, unless it is a plain yes."""
 
     level: str
     name: str
@@ -82,11 +82,11 @@ class Summary:
 
 
 LOWERING = ("C2", "C4")
-"""Levels whose computations count as lowered or not. C1 takes the backend's claims away, C3 breaks it."""
+"""Levels whose computations count as lowered or not. C1 removes the backend's claims, C3 breaks it."""
 
 
 def summary(checks: Iterable[Check]) -> Summary:
-    """The figures of a run. A skipped check is in neither."""
+    """The figures of a run. Skipped checks count in neither."""
     found = list(checks)
     judged = [c for c in found if c.verdict is not Verdict.SKIPPED]
     computed = [c for c in found if c.level in LOWERING and c.verdict in COMPUTED]

@@ -1,4 +1,4 @@
-"""Cases that are no model of the suite, by the prefix of their names: `kernel:`, `graph:`, `large:` and `decode:`."""
+"""Cases outside the suite, by the prefix of their names: `kernel:`, `graph:`, `large:` and `decode:`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusewright.interface import HOST
 
 
 def resolve(model: str, size: Size, dtype: DType, device: str = HOST, steps: int | None = None) -> Built:
-    """A call of any case or model on a device, of a decoding so many steps. Raises `UnknownModel`."""
+    """A call of any case or model on a device, of `steps` steps for a decoding. Raises `UnknownModel`."""
     if decoding.is_decoding(model):
         return decoding.build_decoding(model, size, dtype, device, steps)
     if large.is_large(model):
@@ -30,7 +30,7 @@ def resolve_step(model: str, size: Size, dtype: DType, device: str = HOST) -> Tr
 
 
 def check_case(model: str, train: bool = False) -> None:
-    """Raises `UnknownModel` for a name that `resolve` (or `resolve_step`) would refuse, without building anything."""
+    """Raise `UnknownModel` for a name that `resolve` (or `resolve_step`) would reject, without building anything."""
     if train and (decoding.is_decoding(model) or kernels.is_kernel(model)):
         raise UnknownModel(f"{model!r} cannot be trained; leave out --train")
     if decoding.is_decoding(model):
@@ -46,5 +46,5 @@ def check_case(model: str, train: bool = False) -> None:
 
 
 def counts_bytes(model: str) -> bool:
-    """Whether a case says what it must move, so that a copy of as many bytes is a contender."""
+    """Whether a case knows how many bytes it must move, so that a copy of as many bytes is a contender."""
     return kernels.is_kernel(model) or decoding.is_decoding(model)

@@ -1,7 +1,7 @@
-"""Decoding, batch 1, with a static cache of keys that is half full: `decode:llama`.
+"""Decoding with batch 1 and a static, half-full key-value cache: `decode:llama`.
 
-A call is some steps, one issued behind the other; none waits on the host for the one before. The tokens are given, so that the
-logits of contenders compare, and each call writes the same places of the cache.
+A call is a number of steps issued in succession, none waiting on the host for the previous one. The tokens are given, so that
+the logits of contenders are comparable, and each call writes the same positions of the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = (f"{PREFIX}:llama",)
 
 @dataclass(frozen=True)
 class Geometry:
-    """A Llama: its configuration, how long its cache is, how many tokens a call decodes."""
+    """A Llama: its configuration, the length of its cache, the number of tokens decoded per call."""
 
     config: dict[str, Any]
     context: int
@@ -44,7 +44,7 @@ GEOMETRIES: dict[Size, Geometry] = {
 
 
 class Decoder(nn.Module):
-    """A causal language model and its cache, filled up to the half. A conversion of the module converts the cache, too."""
+    """A causal language model with a half-full cache. Converting the module also converts the cache."""
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Decoder(nn.Module):
         self.filled = [layer.cumulative_length.clone() for layer in cache.layers]
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """Logits [1, 1, vocabulary] of the token behind `token` [1, 1]; the cache has one token more."""
+        """Logits [1, 1, vocabulary] of the token after `token` [1, 1]; adds one token to the cache."""
         out: Tensor = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True).logits
         return out
 
     def rewind(self) -> None:
-        """Forget the tokens behind the half."""
+        """Drop the tokens beyond the first half."""
         for layer, before in zip(self.cache.layers, self.filled, strict=True):
             layer.cumulative_length.copy_(before)
 
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
 
 def is_decoding(model: str) -> bool:
-    """Whether a model's name is one of this module's."""
+    """Whether the name is one of this module's."""
     return model.startswith(f"{PREFIX}:")
 
 
@@ -83,7 +83,8 @@ def check(ref: str) -> None:
 def build_decoding(
     ref: str, size: Size = "full", dtype: str = "fp32", device: str = HOST, steps: int | None = None, seed: int = 0
 ) -> Built:
-    """The call for `decode:llama`, made on the device. `extra["bytes"]` is what one of its `extra["tokens"]` steps must read.
+    """The call for `decode:llama`, created on the device. `extra["bytes"]` is what each of its `extra["tokens"]` steps must
+    read.
 
     Raises `UnknownModel`.
     """
@@ -107,7 +108,7 @@ def build_decoding(
 
         def decode() -> list[Tensor]:
             fn.rewind()
-            return [fn(token, position).clone() for token, position in given]  # a replay writes over its last results
+            return [fn(token, position).clone() for token, position in given]  # a replay overwrites its last results
 
         return decode
 
@@ -116,7 +117,7 @@ def build_decoding(
 
 
 def _read(model: nn.Module, geometry: Geometry) -> int:
-    """Bytes of a step: every weight but the table of embeddings, of which it reads one row, and the whole cache."""
+    """Bytes read by a step: every weight except the embedding table, of which it reads one row, and the whole cache."""
     weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
     c = geometry.config
     width = c["num_key_value_heads"] * c["hidden_size"] // c["num_attention_heads"]

@@ -1,6 +1,6 @@
 """Graph networks and a NumPy function: gathers, scatters and short reductions instead of matrix products.
 
-`graph:NAME` is a case. Layers take node features [nodes, FEATURES] and edges [2, edges] (source, target), on a random
+Cases are called `graph:NAME`. Layers take node features [nodes, FEATURES] and edges [2, edges] (source, target) of a random
 graph; the k-means step is NumPy code, which `torch.compile` traces.
 """
 
@@ -27,7 +27,7 @@ Fold: TypeAlias = Literal["sum", "mean", "amax"]
 
 
 class Output(NamedTuple):
-    """What a layer gives in training."""
+    """The result of a layer in training."""
 
     loss: Tensor
 
@@ -81,7 +81,7 @@ def _kmeans_step(points: Tensor, centroids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """`make()` gives what is called; a `layer` takes a graph and can be trained, else it takes points."""
+    """`make()` returns what is called; a `layer` takes a graph and can be trained, others take points."""
 
     make: Callable[[], Callable[..., Any]]
     layer: bool = True
@@ -97,12 +97,12 @@ CASES: dict[str, Case] = {
 
 
 def is_graph(model: str) -> bool:
-    """Whether a model's name is one of this module's."""
+    """Whether the name is one of this module's."""
     return model.startswith(f"{PREFIX}:")
 
 
 def names(train: bool = False) -> list[str]:
-    """`graph:NAME` for every case, or for those that can be trained."""
+    """`graph:NAME` for every case, or for the trainable ones."""
     return [f"{PREFIX}:{name}" for name, case in CASES.items() if case.layer or not train]
 
 
@@ -120,7 +120,7 @@ def build_graph(ref: str, size: Size = "full", dtype: str = "fp32", seed: int = 
 
 
 def graph_step(ref: str, size: Size = "full", dtype: str = "fp32", seed: int = 0) -> TrainStep:
-    """The training step for `graph:NAME`. Raises `UnknownModel`, for a case without weights too."""
+    """The training step for `graph:NAME`. Raises `UnknownModel`, also for a case without weights."""
     check(ref, train=True)
     built = build_graph(ref, size, dtype, seed)
     assert built.module is not None

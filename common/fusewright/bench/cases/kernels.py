@@ -1,6 +1,4 @@
-"""Memory-bound kernels: small functions that every contender compiles, judged by bandwidth beside a measured
-copy.
-"""
+"""Memory-bound kernels: small functions that every contender compiles, judged by bandwidth against a measured copy."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "1024x768": (1024, 768),
     "16384x1024": (16384, 1024),
 }
-"""Rows by columns: within a core's L2 (192 KiB a tensor in fp32), within L3 (3 MiB), out of cache (64 MiB).
-Others are taken by name."""
+"""Rows by columns: within a core's L2 (192 KiB per tensor in fp32), within L3 (3 MiB), out of cache (64 MiB). Other sizes are
+parsed from the name."""
 _SIZE = re.compile(r"[1-9]\d*x[1-9]\d*")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -90,8 +88,7 @@ def check(ref: str) -> tuple[str, str]:
 
 
 def build_kernel(ref: str, dtype: str) -> Built:
-    """The call for `kernel:NAME:SIZE`. `extra["bytes"]` is what it must move: every input read once, the
-    output written once.
+    """The call for `kernel:NAME:SIZE`. `extra["bytes"]` is what it must move: every input read once, the output written once.
 
     Raises `UnknownModel`.
     """
@@ -109,7 +106,7 @@ def build_kernel(ref: str, dtype: str) -> Built:
 
 
 def bandwidth(row: dict[str, Any], contender: str) -> float | None:
-    """GB/s that a contender reached in a measured row; None where it was not measured."""
+    """GB/s that a contender reached in a row; None if it was not measured."""
     entry = row["contenders"].get(contender, {})
     if entry.get("status") != "ok":
         return None

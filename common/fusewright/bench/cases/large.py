@@ -1,7 +1,7 @@
 """Published geometries at sizes that fill a data-centre GPU: `large:NAME`.
 
-Training steps keep the dropout of their configurations: what it costs is part of a step. They are compared with fp64
-without it.
+Training steps keep the dropout of their configurations, whose cost is part of a step. They are compared with fp64 without
+dropout.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def spec_of(ref: str) -> ModelSpec:
 
 
 def build_large(ref: str, size: Size = "full", dtype: DType = "fp32", device: str = HOST, seed: int = 0) -> Built:
-    """The call for `large:NAME`, made on the device. Raises `UnknownModel`."""
+    """The call for `large:NAME`, created on the device. Raises `UnknownModel`."""
     module, inputs, _ = instantiate(spec_of(ref), size, seed, device)
     return cast(Built(ref, module, (), inputs, device=device), dtype)
 
 
 def large_step(ref: str, size: Size = "full", dtype: DType = "fp32", device: str = HOST, seed: int = 0) -> TrainStep:
-    """The training step for `large:NAME`, made on the device. Raises `UnknownModel`."""
+    """The training step for `large:NAME`, created on the device. Raises `UnknownModel`."""
     module, inputs, labels = instantiate(spec_of(ref), size, seed, device)
     built = cast(Built(ref, module.train(), (), {**inputs, **labels}), dtype)
     return TrainStep(ref, module, dict(built.kwargs), dtype, device=device, drops=True)

@@ -1,6 +1,6 @@
-"""More published geometries for `large:NAME`, of architectures that the suite does not have: their inputs and their sizes.
+"""More published geometries for `large:NAME`, of architectures that the suite lacks: their inputs and sizes.
 
-A model without `labels` descends the mean of its outputs' squares, where its own loss is no tensor program.
+A model without `labels` minimizes the mean square of its outputs, if its own loss is not a tensor program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fusewright.bench.models import MODELS, SMALL_TEXT, SMALL_VIT, Kwargs, MakeI
 SMALL_BATCH, SMALL_LENGTH = 2, 16
 _SAMPLES: Mapping[Size, int] = {"full": 16_000 * 5, "small": 1_600}
 _FRAMES_PER_LABEL = 2_000
-"""Samples of audio for each label: few enough labels that they fit in the frames of the small geometry."""
+"""Audio samples per label: few enough labels to fit in the frames of the small geometry."""
 
 
 def tokens(batch: int, length: int, *names: str) -> MakeInputs:
@@ -29,7 +29,7 @@ def tokens(batch: int, length: int, *names: str) -> MakeInputs:
 
 
 def pixels(batch: int, side: int = 224, small: int = 64) -> MakeInputs:
-    """Images; of the configuration's own side at the small size, where it has one."""
+    """Images; at the small size, of the side that the configuration specifies, if any."""
 
     def make(config: Any, size: Size) -> Kwargs:
         edge = side if size == "full" else getattr(config, "image_size", small)

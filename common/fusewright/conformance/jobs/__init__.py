@@ -1,1 +1,1 @@
-"""Jobs, the processes that do them, and a whole run."""
+"""Jobs, the processes that run them, and a whole run."""

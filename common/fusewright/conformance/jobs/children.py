@@ -1,4 +1,5 @@
-"""Jobs in child processes, so that a crash costs one job. Used by the command, and by the runner of torch's OpInfo database."""
+"""Run jobs in child processes, so that a crash costs one job. Used by the command, and by the runner of torch's OpInfo
+database."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ Result: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pool:
-    """How jobs run. A child reads a JSON list of jobs and prints a line of JSON for each. `ended(job, why)` is the result of a job
-    that took its child down, or that said nothing for `limit` seconds."""
+    """How jobs run. A child reads a JSON list of jobs and prints a line of JSON for each. `ended(job, why)` is the result of a
+    job that crashed its child, or that printed nothing for `limit` seconds."""
 
     command: Sequence[str]
     ended: Callable[[Job, str], Result]
     env: Mapping[str, str]
     jobs: int = 1
     group: int = 25
-    """Jobs of one child."""
+    """Jobs per child."""
     limit: float = 300.0
 
     def run(self, jobs: Sequence[Job], until: float = float("inf")) -> Iterator[Result]:
-        """Results as they come. No job is begun after `until` (of `time.monotonic`)."""
+        """Yield results as they arrive. No job starts after `until` (of `time.monotonic`)."""
         found: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
         children = _Children(self.command, self.env)
 
@@ -53,13 +54,13 @@ class Pool:
             try:
                 for _ in parts:
                     yield from iter(found.get, None)
-            finally:  # also after Ctrl-C, or when no more results are wanted: the pool waits for its threads, and they for children
+            finally:  # also after Ctrl-C, or if no more results are wanted: the pool waits for threads that wait for children
                 children.stop()
             for part in parts:
                 part.result()
 
     def _in_turn(self, jobs: Sequence[Job], children: _Children) -> Generator[Result, None, None]:
-        """Results in order. After a crash or a timeout the rest of the group goes on in a new child."""
+        """Yield results in order. After a crash or a timeout, a new child continues the group."""
         todo = list(jobs)
         while todo and not children.stopped:
             done = 0
@@ -70,7 +71,7 @@ class Pool:
             todo = todo[done:]
 
     def _group(self, group: Sequence[Job], children: _Children) -> Generator[Result, None, None]:
-        """Results of one child until it ends; the last is that of the job that it ended in."""
+        """Yield results of one child until it ends; the last is that of the job in which it ended."""
         child = children.start(group)
         done, why = 0, ""
         try:
@@ -81,14 +82,14 @@ class Pool:
                 if line.startswith("{"):
                     done += 1
                     yield json.loads(line)
-        finally:  # also when no more results are wanted
+        finally:  # also if no more results are wanted
             code = children.end(child)
         if done < len(group) and not children.stopped:
             yield self.ended(group[done], why or f"crash: the process ended with {code}")
 
 
 class _Children:
-    """The children of a run, which all end with it."""
+    """The child processes of a run, which all end with it."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._command, self._env = command, env
@@ -105,7 +106,7 @@ class _Children:
         return child
 
     def end(self, child: subprocess.Popen[bytes]) -> int:
-        """The exit code of a child that is not needed any longer."""
+        """End a child that is no longer needed; return its exit code."""
         with self._lock:
             self._running.discard(child)
         _kill(child)
@@ -119,7 +120,7 @@ class _Children:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a child that was not waited for, and what it has started: it leads a group of its own."""
+    """End a running child and the processes that it has started, which are in its process group."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -138,17 +139,17 @@ def finishes(command: Sequence[str], env: Mapping[str, str], job: Job, limit: fl
 def _start(command: Sequence[str], env: Mapping[str, str], group: Sequence[Job]) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **env},
-        start_new_session=True,  # Ctrl-C is the parent's business
+        start_new_session=True,  # the parent handles Ctrl-C
     )  # fmt: skip
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says why
+    with contextlib.suppress(BrokenPipeError):  # it has already ended; its exit code tells why
         child.stdin.write(json.dumps([dict(j) for j in group]).encode())
         child.stdin.close()
     return child
 
 
 def _lines(child: subprocess.Popen[bytes], limit: float) -> Iterator[str | None]:
-    """Lines of the child's output; None when it said nothing for `limit` seconds."""
+    """Yield lines of the child's output; None if there was none for `limit` seconds."""
     assert child.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)

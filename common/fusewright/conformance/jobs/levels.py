@@ -1,4 +1,4 @@
-"""The levels: what jobs each has, and how a job is done. A job is the smallest part that a crash can cost."""
+"""The levels: their jobs, and how to run a job. A job is the smallest unit that a crash can cost."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Part:
     names: Callable[[Settings], Sequence[str]]
     check: Callable[[str, Settings], Iterator[Check]]
     prefix: str = ""
-    """Of the names of its checks."""
+    """Prefix of the names of its checks."""
 
     def failed(self, name: str, verdict: Verdict, why: str) -> Check:
-        """A job that gave no verdict of its own."""
+        """The check for a job that gave no verdict of its own."""
         return Check(self.level, self.prefix + name, verdict, why)
 
 
@@ -47,7 +47,7 @@ LEVELS = {
 
 
 def between(text: str) -> list[str]:
-    """ "C1" is that level, "C0..C3" are those from the first to the last. ValueError for anything else."""
+    """ "C1" is that level, "C0..C3" a range of levels. ValueError for anything else."""
     first, _, last = text.upper().partition("..")
     known = list(LEVELS)
     if first not in known or (last or first) not in known:
@@ -56,19 +56,19 @@ def between(text: str) -> list[str]:
 
 
 def jobs(levels: Sequence[str], settings: Settings) -> list[dict[str, str]]:
-    """All jobs of the levels, or what of them needs no device where there is none."""
-    if isinstance(settings.device(), Unavailable):  # the names of other parts may need packages
+    """All jobs of the levels, or those that need no device if there is none."""
+    if isinstance(settings.device(), Unavailable):  # listing the other parts may need packages
         names = [n for n in contract.names(settings) if n in contract.NEED_NO_DEVICE]
         return [{"part": "contract", "name": n} for n in names if PARTS["contract"].level in levels]
     return [{"part": p, "name": n} for p, part in PARTS.items() if part.level in levels for n in part.names(settings)]
 
 
 def perform(job: dict[str, str], settings: Settings) -> list[Check]:
-    """The checks of one job. What the kit itself cannot do is an error, never a pass."""
+    """The checks of one job. A failure of the kit itself is an error, never a pass."""
     part = PARTS[job["part"]]
     try:
         return list(part.check(job["name"], settings))
-    except Exception as e:  # of the backend, mostly: in a callback that the host does not guard
+    except Exception as e:  # usually from the backend, in a callback that the host does not guard
         return [part.failed(job["name"], Verdict.ERROR, f"{type(e).__name__}: {str(e).partition(chr(10))[0]}")]
 
 

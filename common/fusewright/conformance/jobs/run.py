@@ -12,7 +12,7 @@ from fusewright.conformance.settings import Settings
 from fusewright.conformance.verdicts import Check
 
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Children stand beside each other, and what they compute is small."""
+"""Children run in parallel, and their computations are small."""
 
 
 def shard(jobs: Sequence[dict[str, str]], part: str) -> list[dict[str, str]]:
@@ -30,8 +30,8 @@ def checks(
     settings: Settings, jobs: Sequence[dict[str, str]], processes: int, limit: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Check]:  # fmt: skip
-    """The checks of jobs, as they come. `processes` 0: in this process, where a crash is the end. `progress` is told how many jobs
-    are done."""
+    """Yield the checks of jobs as they arrive. `processes` 0 runs them in this process, where a crash ends the run. `progress`
+    receives the number of finished jobs."""
     if processes == 0:
         for done, job in enumerate(jobs, 1):
             yield from levels.perform(job, settings)

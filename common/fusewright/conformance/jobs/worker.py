@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     from fusewright.conformance.settings import Settings
 
     settings = Settings.from_json(json.loads(argv[0]))
-    out, sys.stdout = sys.stdout, sys.stderr  # what is checked may print
+    out, sys.stdout = sys.stdout, sys.stderr  # checked code may print
     for job in json.loads(sys.stdin.read()):
         checks = levels.perform(job, settings)
         print(json.dumps({"job": job, "checks": [c.as_json() for c in checks]}), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""Sample calls of the opset's rows as graphs, with the sizes known and with symbolic ones, and calls of other sizes."""
+"""Sample calls of the opset's rows as graphs, with static and symbolic sizes, and calls of other sizes."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ UNDEFINED = {
     "new_empty_strided": (0,),
     "log_sigmoid": (1,),
 }
-"""Outputs whose values mean nothing, by row."""
+"""Outputs with undefined values, by row."""
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
 def dtypes_of(op: Op) -> tuple[torch.dtype, ...]:
-    """The dtypes that a row is tried with."""
+    """The dtypes that a row is tested with."""
     default = ANY if op.kind in (Kind.CREATION, Kind.RANDOM) else FLOATS
     return DTYPES.get(op.name, default)
 
 
 def arguments(op: Op, case: Case, dtype: torch.dtype, seed: int = 0) -> Arguments:
-    """The canonical arguments of a sample. NotFinite when the dtype has not its values."""
+    """The canonical arguments of a sample. NotFinite if the dtype cannot represent its values."""
     found = ops.canonical(op.target, *case.make(dtype, seed))
     assert found is not None and found[0] is op
     return list(found[1]), found[2]
 
 
 def traced(op: Op, args: list[Any], kwargs: dict[str, Any], symbolic: bool) -> GraphModule:
-    """The call as an ATen graph, whose inputs are the tensors of `args`. Views are read by an op, because alone they are
-    nobody's work."""
+    """The call as an ATen graph, whose inputs are the tensors of `args`. Results that are views are read by an op, because no
+    backend lowers views alone."""
 
     def run(*tensors: torch.Tensor) -> list[Any]:
         outs = [o for o in flat(op.target(*with_tensors(args, iter(tensors)), **kwargs)) if o is not None]
@@ -60,7 +60,7 @@ def traced(op: Op, args: list[Any], kwargs: dict[str, Any], symbolic: bool) -> G
 
 
 def read(o: torch.Tensor) -> torch.Tensor:
-    """What reads a view: one op on its elements."""
+    """Read a view, by one op on its elements."""
     if o.dtype.is_complex:
         return torch.ops.aten.view_as_real(o)
     return torch.ops.aten.logical_not(o) if o.dtype == torch.bool else torch.ops.aten.neg(o)
@@ -74,13 +74,13 @@ def with_tensors(args: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`args` with each of its tensors changed."""
+    """`args` with `change` applied to each tensor."""
     return with_tensors(args, iter([change(t) for t in rules.tensors(args)]))
 
 
 def placed(t: torch.Tensor, device: Any) -> torch.Tensor:
-    """A tensor of the same values, strides and offset on a device, in memory of its own. RuntimeError where there is no such
-    tensor: a library of the host packed it."""
+    """Copy a tensor to a device, with the same values, strides and offset, in its own memory. RuntimeError if that is
+    impossible, e.g. for a tensor packed by a library of the host."""
     if t.layout is not torch.strided:
         if torch.device(device).type != t.device.type:
             raise RuntimeError(f"{t.layout} is of the {t.device.type} alone")
@@ -91,7 +91,7 @@ def placed(t: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 def copied(t: torch.Tensor) -> torch.Tensor:
-    """`placed` where it is."""
+    """`placed` on the same device."""
     return placed(t, t.device)
 
 
@@ -105,9 +105,10 @@ def valid(op: Op, args: list[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def bad_values(op: Op, args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the host's eager refuses the call for what its tensors hold: an index that is too large, a source that is too short.
+    """Whether the host's eager rejects the call for its tensors' values: an index that is too large, a source that is too
+    short.
 
-    A GPU's eager asserts on such values inside a kernel, behind which the process can use the GPU no more.
+    A GPU's eager asserts on such values inside a kernel, after which the process cannot use the GPU any more.
     """
     try:
         op.target(*args, **kwargs)
@@ -122,7 +123,7 @@ def bad_values(op: Op, args: list[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def guards(gm: GraphModule) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """Says whether a traced graph holds for other tensors; None for one of fixed sizes."""
+    """Return a function that tells whether a traced graph is valid for other tensors; None for a graph of fixed sizes."""
     env = compat.shape_env_of(gm)
     fakes = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     if env is None:
@@ -131,7 +132,7 @@ def guards(gm: GraphModule) -> Callable[[Sequence[torch.Tensor]], bool] | None:
 
 
 def resized(case: Case, size: Callable[[int], int]) -> Case:
-    """The case with `size` of every size; sizes that were equal stay equal."""
+    """The case with `size` applied to every size; equal sizes stay equal."""
 
     def changed(x: Any) -> Any:
         if isinstance(x, list):
@@ -144,5 +145,5 @@ def resized(case: Case, size: Callable[[int], int]) -> Case:
 
 
 def larger(case: Case) -> Case:
-    """Every size above one raised by two."""
+    """The case with every size above one increased by two."""
     return resized(case, lambda n: n + 2 if n > 1 else n)

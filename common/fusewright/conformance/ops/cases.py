@@ -54,7 +54,7 @@ Q_OUTPUTS: tuple[tuple[Any, ...], ...] = (
     (0.5, 20, U8, "relu", [], ""),
     (1.0, 0, BF16, "relu", [], ""),
 )
-"""Scale, zero point, dtype and activation of what a quantized linear gives."""
+"""Scale, zero point, dtype and activation of a quantized linear's output."""
 
 _UNARY = """
     abs neg sign sgn ceil floor round trunc frac exp exp2 expm1 sin cos tan asinh atan sinh cosh
@@ -107,7 +107,7 @@ MOMENTS: Cases = {
 }
 
 CASES: Cases = {
-    # At infinity eager's fp32 kernel of gelu gives NaN, its fp64 kernel infinity: the row leaves it open.
+    # At infinity, eager's fp32 gelu kernel returns NaN, its fp64 kernel infinity: the row allows both.
     "gelu": (c(X), c(X, approximate="tanh"), c(given(0.0, -0.0, math.nan, 9.0, -9.0))),
     **UNARY,
     **BINARY,
@@ -545,7 +545,7 @@ _QUANTIZED = """
 """
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys((*_QUANTIZED.split(), "q_linear", "q_linear_tensor", "q_conv", "int_mm"), ANY),
-    "hardsigmoid_backward": (F32, BF16),  # eager's sixth is an fp32 constant, in fp64 too
+    "hardsigmoid_backward": (F32, BF16),  # eager's 1/6 is an fp32 constant, in fp64 too
     **dict.fromkeys(_EVERY.split(), ALL),
     **dict.fromkeys(_NUMBERS.split(), NUMBERS),
     **dict.fromkeys(

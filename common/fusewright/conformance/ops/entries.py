@@ -14,7 +14,7 @@ from fusewright.errors import FusewrightError
 
 LEVEL = "C2"
 PREFIX = "OpInfo "
-"""Of the names of checks, to tell them from those of the opset's rows."""
+"""Prefix of check names, to distinguish them from opset rows."""
 
 
 def names(settings: Settings) -> list[str]:
@@ -42,7 +42,7 @@ def check(name: str, settings: Settings) -> Iterator[Check]:
 
 
 def verdict(found: opinfo.Outcome) -> tuple[Verdict, str]:
-    """By the worst that was found. An entry whose forward and gradients are all lowered is lowered."""
+    """The verdict of the worst finding. An entry counts as lowered if its forward and gradients are all lowered."""
     if found.problems:
         raised = all(": raises:" in p or p.startswith("bug: ") for p in found.problems)
         return Verdict.ERROR if raised else Verdict.WRONG, "; ".join(found.problems)[:300]

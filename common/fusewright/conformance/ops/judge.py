@@ -1,4 +1,4 @@
-"""Whether a result is right, given eager's and the exact one."""
+"""Judge a result, given eager's and the exact one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 FLOOR = {torch.float64: 64, torch.float32: 16, torch.bfloat16: 1.01, torch.float16: 1.01}
-"""Units in the last place of the largest value that are allowed beside twice eager's error."""
+"""Tolerance in addition to twice eager's error, in units in the last place of the largest value."""
 
 
 def difference(
     got: Tensor, eager: Tensor, exact: Tensor, bits: bool = False, signs: bool = False, relative: bool = False,
     wide: Callable[[], Tensor | None] = lambda: None,
 ) -> str:  # fmt: skip
-    """Why `got` is wrong, or "". Floats may be off by twice eager's error (against `exact`, fp64) and a few units in the last
-    place, of the largest value or with `relative` of each; NaN and Inf are where eager or the exact result has them, or `wide`,
-    eager's result of half-type numbers in fp32. Everything else is equal, with `bits` floats are, with `signs` zeros too."""
+    """Why `got` is wrong, or "". Floats may differ by twice eager's error (against `exact`, fp64) plus a few units in the last
+    place, of the largest value or, with `relative`, of each; NaN and Inf must be where eager has them, or the exact result, or
+    `wide`, eager's fp32 result for half-type numbers. Everything else must be equal; with `bits` floats too, with `signs` also
+    the signs of zeros."""
     if (got.dtype, got.shape, strides(got)) != (eager.dtype, eager.shape, strides(eager)):
         return f"{told(got)}, eager has {told(eager)}"
     if got.numel() == 0 or _equal(got, eager):
@@ -36,7 +37,7 @@ def told(t: Tensor) -> str:
 
 
 def strides(t: Tensor) -> Sequence[int]:
-    """Those that matter: of dimensions with more than one element."""
+    """The strides that matter: those of dimensions with more than one element."""
     return () if t.numel() == 0 else [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
 
 
@@ -47,8 +48,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _odd(got: Tensor, eager: Tensor, exact: Tensor, wide: Callable[[], Tensor | None]) -> str:
-    """NaN and Inf: `got` follows one of the others. Eager's kernels of a half type need not have them where those of fp32 have:
-    one multiplies an infinity by the zeros of a padding, the other skips these."""
+    """Check NaN and Inf: `got` must agree with one of the others. Eager's half-type kernels may differ from its fp32 ones: one
+    multiplies an infinity by the zeros of a padding, the other skips them."""
     if _follows(got, eager, exact):
         return ""
     other = wide()
@@ -58,7 +59,7 @@ def _odd(got: Tensor, eager: Tensor, exact: Tensor, wide: Callable[[], Tensor | 
 
 
 def _follows(got: Tensor, *wanted: Tensor) -> bool:
-    """Whether every element is one of the wanted ones, where any of these is not finite, and finite elsewhere."""
+    """Whether every element equals one of the wanted ones where any of these is not finite, and is finite elsewhere."""
     odd = torch.stack([~torch.isfinite(w) for w in wanted]).any(0)
     same = torch.stack([(got.double() == w) | (got.isnan() & w.isnan()) for w in wanted]).any(0)
     return bool(same[odd].all()) and bool(torch.isfinite(got[~odd]).all())
@@ -75,7 +76,7 @@ def _off(got: Tensor, eager: Tensor, exact: Tensor) -> str:
 
 
 def _off_each(got: Tensor, eager: Tensor, exact: Tensor) -> str:
-    """`_off` with each element's own size."""
+    """Like `_off`, relative to each element's own size."""
     fine = torch.isfinite(exact) & torch.isfinite(eager)
     info, size = torch.finfo(got.dtype), exact[fine].abs().clamp(min=torch.finfo(got.dtype).tiny)
     eagers, ours = ((t.double() - exact)[fine].abs() / size for t in (eager, got))

@@ -1,4 +1,4 @@
-"""One entry of torch's OpInfo database through a `torch.compile` backend, compared with eager in all that shows."""
+"""Run one entry of torch's OpInfo database through a `torch.compile` backend, and compare everything observable with eager."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fusewright import report
 from fusewright.interface import HOST
 
 JUDGE = "aot_eager"
-"""What this backend gets wrong too is torch's own, not ours."""
+"""Errors that this backend makes too are torch's own, not ours."""
 
 
 @dataclass
 class Outcome:
-    """What became of one entry. `problems` are ours alone; `shared` are those that `aot_eager` has too."""
+    """The result of one entry. `problems` are ours alone; `shared` are those that `aot_eager` has too."""
 
     entry: str
     dtype: str
@@ -37,7 +37,7 @@ class Outcome:
     skipped: str = ""
 
     def settle(self, where: str, found: Sequence[str], judge: Callable[[], Sequence[str]]) -> None:
-        """Note what was found in one check; `judge` runs the same check through `aot_eager`."""
+        """Record the findings of one check; `judge` runs the same check through `aot_eager`."""
         self.checks += 1
         if not found:
             return
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def entries(dtype: torch.dtype, device: str = HOST) -> list[str]:
-    """The names of every entry that has the dtype on the device, variants included, in the database's order."""
+    """The names of all entries that support the dtype on the device, including variants, in database order."""
     return [full_name(op) for op in compat.op_database() if dtype in op.supported_dtypes(device)]
 
 
@@ -57,8 +57,8 @@ def full_name(op: Any) -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """How a call is compiled, and on which device its samples are. With `dynamic`, sizes are symbols and a graph serves
-    every later sample that it fits."""
+    """How a call is compiled, and the device of its samples. With `dynamic`, sizes are symbolic, and a graph serves every later
+    sample that it fits."""
 
     backend: str
     dynamic: bool = False
@@ -66,7 +66,7 @@ class Compiler:
     simulate: bool = False
 
     def options(self) -> dict[str, Any] | None:
-        """The options of `torch.compile`; None for a backend that takes none."""
+        """The options for `torch.compile`; None for a backend without options."""
         return {"simulate": True} if self.simulate else None
 
     def judge(self) -> Compiler:
@@ -74,7 +74,7 @@ class Compiler:
 
 
 def check(name: str, dtype: torch.dtype, backend: Compiler, samples: int, gradients: bool) -> Outcome:
-    """Every check of one entry. `samples`: how many of its samples, spread over all of them; 0 for all."""
+    """Run every check of one entry. `samples`: how many of its samples, evenly spread; 0 for all."""
     torch.compiler.reset()
     op = next(o for o in compat.op_database() if full_name(o) == name)
     outcome = Outcome(name, str(dtype).removeprefix("torch."))
@@ -110,7 +110,7 @@ def spread(items: list[Any], n: int) -> list[Any]:
 
 @dataclass
 class Seen:
-    """What a caller sees of one call: the outputs, the inputs after it, and the gradients, all flat."""
+    """Everything observable of one call: the outputs, the inputs after it, and the gradients, all flattened."""
 
     outputs: list[Any]
     inputs: list[torch.Tensor]
@@ -119,14 +119,14 @@ class Seen:
 
 
 def copies(sample: Any) -> tuple[Any, Any, Any]:
-    """The sample's arguments as tensors of their own with the same strides."""
+    """Copies of the sample's tensor arguments with the same strides."""
 
     def copy(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg():
             new = x.detach().clone()
-        else:  # overlapping elements too stay what they are
+        else:  # keep overlapping elements, too
             memory = x.detach().untyped_storage().clone()
             new = torch.empty(0, dtype=x.dtype, device=x.device)
             new.set_(memory, x.storage_offset(), x.shape, x.stride())
@@ -136,13 +136,13 @@ def copies(sample: Any) -> tuple[Any, Any, Any]:
 
 
 UNDEFINED = re.compile(r"empty")
-"""Names of entries whose values are whatever the memory held."""
+"""Names of entries that return uninitialized memory."""
 
 
 def call(
     op: Any, sample: Any, backend: Compiler | None, gradients: bool = False, outcome: Outcome | None = None
 ) -> Seen:
-    """One call on copies of the sample, by eager (backend None) or compiled. Errors are caught and kept."""
+    """Make one call on copies of the sample, by eager (backend None) or compiled. Errors are caught and stored."""
     arguments = copies(sample)
     tensors = [t for t in tree_flatten(arguments)[0] if isinstance(t, torch.Tensor)]
 
@@ -157,14 +157,14 @@ def call(
             seen = Seen(tree_flatten(result)[0], tensors)
             if gradients:
                 seen.gradients = _gradients(sample.output_process_fn_grad(result), tensors)
-    except Exception as e:  # what the call raises is what is compared
+    except Exception as e:  # errors are part of the comparison
         return Seen([], tensors, error=e)
     return seen
 
 
 @functools.lru_cache(1)
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same object for every sample of an entry, as Dynamo keeps what it compiled by code object."""
+    """The same function object for every sample of an entry, because Dynamo caches by code object."""
 
     def fn(x: Any, args: Any, kwargs: Any) -> Any:
         return function(x, *args, **kwargs)
@@ -197,7 +197,7 @@ def _gradients(result: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _cotangent(out: torch.Tensor) -> torch.Tensor:
-    """Random numbers that are the same in every dtype: torch draws others in each."""
+    """Random numbers that are equal in every dtype; torch draws different ones in each."""
     coarse = torch.randint(-16, 17, (*out.shape, 2) if out.is_complex() else out.shape, device=out.device) / 8
     drawn = torch.view_as_complex(coarse) if out.is_complex() else coarse
     return torch.empty_like(out).copy_(drawn)
@@ -239,7 +239,7 @@ def _check_error(outcome: Outcome, where: str, op: Any, sample: Any, backend: Co
         got = call(op, sample, by).error
         if got is None:
             return [f"no error: eager raises {type(wanted).__name__}"]
-        # Dynamo wraps what it finds while tracing in subclasses of eager's type.
+        # Dynamo wraps what it sees while tracing in subclasses of eager's type.
         if not isinstance(got, type(wanted)):
             return [f"error type: {type(got).__name__}, eager raises {type(wanted).__name__}"]
         words, theirs = first_line(got), first_line(wanted)
@@ -249,12 +249,12 @@ def _check_error(outcome: Outcome, where: str, op: Any, sample: Any, backend: Co
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without where and how it came about."""
+    """The message of an error, without location and cause."""
     return str(error).partition("\n")[0].strip()
 
 
 def differences(op: Any, wanted: Seen, got: Seen, exact: Exact) -> list[str]:
-    """How `got` differs from eager's `wanted`, each as "kind: detail"."""
+    """Differences between `got` and eager's `wanted`, each as "kind: detail"."""
     if got.error is not None:
         return [f"raises: {type(got.error).__name__}: {' '.join(str(got.error).split())[:160]}"]
     if len(wanted.outputs) != len(got.outputs):
@@ -266,13 +266,13 @@ def differences(op: Any, wanted: Seen, got: Seen, exact: Exact) -> list[str]:
     found += _compare("gradient", wanted.gradients, got.gradients, exact, lambda seen: seen.gradients)
     if sharing(wanted) != sharing(got):
         found.append("alias: outputs share memory with inputs or each other otherwise than in eager")
-    if not compat.is_elementwise_entry(op):  # a formula in another order may give the other zero
+    if not compat.is_elementwise_entry(op):  # another order of operations may give the other zero
         found = [f for f in found if not f.startswith("zero sign")]
     return found
 
 
 def _zeroed(seen: Seen) -> Seen:
-    """Everything but the values of the outputs."""
+    """Everything except the values of the outputs."""
     for t in seen.outputs:
         if isinstance(t, torch.Tensor):
             t.detach().zero_()
@@ -280,13 +280,13 @@ def _zeroed(seen: Seen) -> Seen:
 
 
 NEIGHBOURS = 3
-"""Inputs beside the sample, a rounding step away, on which eager is measured too."""
+"""Inputs one rounding step from the sample, on which eager is measured too."""
 
 
 class Exact:
-    """The same call in fp64, and how far eager is from it near this sample, both made when first asked for.
+    """The same call in fp64, and eager's error near this sample, both computed on demand.
 
-    One sample says little of eager's error: where terms cancel, it may be right by luck.
+    One sample tells little of eager's error: where terms cancel, eager may be accurate by luck.
     """
 
     def __init__(self, op: Any, sample: Any, gradients: bool) -> None:
@@ -301,7 +301,7 @@ class Exact:
         return self._seen
 
     def error_nearby(self, pick: Callable[[Seen], Any]) -> float:
-        """Eager's largest error in what `pick` gives, over the neighbours; 0.0 where that cannot be said."""
+        """Eager's largest error in the value that `pick` selects, over the neighbours; 0.0 if unknown."""
         if not self._pairs:
             near = [_nudged(self._sample, seed) for seed in range(NEIGHBOURS)]
             self._pairs = [
@@ -323,7 +323,7 @@ def _error(pick: Callable[[Seen], Any], eager: Seen, wide: Seen) -> float:
 
 
 def _nudged(sample: Any, seed: int) -> Any:
-    """The sample with every number moved by up to one rounding step."""
+    """The sample with every number changed by up to one rounding step."""
     g = torch.Generator().manual_seed(seed)
 
     def nudge(x: Any) -> Any:
@@ -338,7 +338,7 @@ def _nudged(sample: Any, seed: int) -> Any:
 def _compare(
     kind: str, wanted: Sequence[Any], got: Sequence[Any], exact: Exact, part: Callable[[Seen], Sequence[Any]]
 ) -> Iterator[str]:
-    # What cancels out has the rounding of what it was summed from: other results, or cotangents, which are about 1.
+    # A result of cancellation has the rounding errors of its summands: other results, or cotangents, which are about 1.
     scale = max(_largest(wanted), 1.0 if kind == "gradient" else 0.0)
     for i, (w, g) in enumerate(itertools.zip_longest(wanted, got)):
         if not isinstance(w, torch.Tensor) or not isinstance(g, torch.Tensor):
@@ -384,14 +384,14 @@ def _largest(tensors: Sequence[Any]) -> float:
 
 
 def _zeros_of_other_sign(w: torch.Tensor, g: torch.Tensor) -> int:
-    """Counted only where the rest is equal: what was added in another order may cancel to the other zero."""
+    """Count them only if all else is equal: sums in another order may cancel to the other zero."""
     if not w.is_floating_point():
         return 0
     return int(((w == 0) & (g == 0) & (w.signbit() != g.signbit())).sum())
 
 
 def _strides(t: torch.Tensor) -> list[int] | None:
-    """Strides that matter: those of dimensions that hold more than one element."""
+    """The strides that matter: those of dimensions with more than one element."""
     if t.layout is not torch.strided or t.numel() == 0:
         return None
     return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
@@ -407,10 +407,11 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
 def _value_difference(
     w: torch.Tensor, g: torch.Tensor, exact: Exact, pick: Callable[[Seen], Any], floor_scale: float
 ) -> str:
-    """Why `g` is wrong, or "". Bits equal to eager's pass; floats pass with an fp64 error of 2x eager's plus a floor.
+    """Why `g` is wrong, or "". Floats pass if they equal eager's bits, or if their fp64 error is at most 2x eager's plus a
+    floor.
 
-    The floor is a few roundings at the largest value, or at `floor_scale` where that is larger. Eager's error is the
-    largest at the sample and beside it.
+    The floor is a few rounding errors at the largest value, or at `floor_scale` if that is larger. Eager's error is the largest
+    over the sample and its neighbours.
     """
     if torch.equal(w, g) or w.numel() == 0:
         return ""
@@ -435,7 +436,7 @@ def _value_difference(
     eagers = float((a - r).abs().max())
     if eagers > max(0.05, 64 * eps) * max(
         scale, floor_scale
-    ):  # not the same computation: fp64 draws other random numbers
+    ):  # not comparable: fp64 draws other random numbers
         r, eagers, wide = a, 0.0, None
     ours = float((b - r).abs().max())
     floor = (4 if wide is not None else 32) * eps * max(scale, floor_scale)
@@ -447,20 +448,20 @@ def _value_difference(
 
 
 def _not_overflowed(w: torch.Tensor, g: torch.Tensor, exact: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`w` with the exact result where `g` is finite and eager is not: half types overflow between eager's ops."""
+    """`w` with the exact result where `g` is finite and eager is not: half types may overflow between eager's ops."""
     only = w.isinf() & g.isfinite()
     r = _in_fp64(exact, w) if only.any() else None
     return w if r is None else torch.where(only, r.to(w.dtype), w)
 
 
 def _reference(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
-    """The fp64 result where there is one that can be compared; None otherwise, and for fp64, which is no nearer to the truth."""
+    """The fp64 result if it can be compared; None otherwise, and for fp64, since it would be no more accurate."""
     r = _in_fp64(exact, like) if like.dtype != torch.float64 else None
     return r if r is not None and torch.equal(r.isfinite(), like.isfinite()) else None
 
 
 def _in_fp64(exact: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
-    """The fp64 result, if there is one of this shape; complex numbers are pairs."""
+    """The fp64 result, if there is one of this shape; complex numbers become pairs."""
     try:
         r = exact()
     except (IndexError, AttributeError, RuntimeError, TypeError):
@@ -481,7 +482,7 @@ def _wide(sample: Any) -> Any:
 
 
 def sharing(seen: Seen) -> list[tuple[int, int]]:
-    """Which outputs share memory with which inputs and outputs, by position; -1 stands for a tensor without storage."""
+    """Pairs of outputs and inputs or other outputs that share memory, by position; -1 stands for a tensor without storage."""
 
     def storage(t: Any) -> int:
         if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.numel() == 0 or t.is_quantized:

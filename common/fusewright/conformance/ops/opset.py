@@ -1,4 +1,5 @@
-"""C2, first part: every row of the opset, in every dtype and layout, with known, symbolic and odd sizes, against eager and fp64."""
+"""C2, first part: every row of the opset, in every dtype and layout, with static, symbolic and odd sizes, against eager and
+fp64."""
 
 from __future__ import annotations
 
@@ -33,43 +34,43 @@ EXACT = frozenset(
     "clamp_tensor threshold fill fill_tensor full full_like new_full amax amin max_with_indices min_with_indices sort topk "
     "cummax max_pool2d copysign copysign_scalar fmax fmin constant_pad_nd".split()
 )
-"""Rows that round nothing, or round once by a rule: their bits are eager's."""
+"""Rows that do not round, or round once by a rule: their results equal eager's bits."""
 EXACT_KINDS = (Kind.VIEW, Kind.GATHER, Kind.RANDOM, Kind.CREATION)
 APPROXIMATE = frozenset(("linspace", "logspace"))
 CHOOSING = frozenset(
     "relu maximum minimum clamp clamp_tensor threshold amax amin max_with_indices min_with_indices sort topk cummax max_pool2d "
     "fmax fmin".split()
 )
-"""Exact rows that may give either of two equal zeros."""
+"""Exact rows that may return either of two equal zeros."""
 
 FAR = 0.05
-"""Of the largest value: what eager's error may be before its result counts as undefined."""
+"""Maximum error of eager, relative to the largest value, before its result counts as undefined."""
 
 
 class Undefined(Exception):
-    """Eager runs the call, but what it gives means nothing: an internal operator outside of what its callers give it."""
+    """Eager runs the call, but its result is meaningless: an internal operator with arguments that its callers never pass."""
 
 
 HALF = (torch.bfloat16, torch.float16)
 
 LARGEST = 1 << 20
-"""Elements of a tensor of a call: eager and fp64 compute it too."""
+"""Maximum elements per tensor of a call, since eager and fp64 compute it too."""
 
 FATAL = frozenset(("weight_norm", "weight_norm_backward"))
-"""Rows of which eager divides by zero, and ends the process, where sizes or strides are zero."""
+"""Rows for which eager divides by zero and kills the process if sizes or strides are zero."""
 
 WEIGHTS = frozenset("weight bias running_mean running_var mat2 w".split())
 """Names of parameters that are constants of a model."""
 
 
 def names(settings: Settings) -> list[str]:
-    compat.register_quantized_decomposed()  # else its rows are not there
+    compat.register_quantized_decomposed()  # else the table lacks its rows
     return [op.name for op in ops.OPS.values()][:: settings.part] if settings.rows else []
 
 
 def check(name: str, settings: Settings) -> Iterator[Check]:
-    """All calls of one row. One that has none in any dtype says so."""
-    compat.register_quantized_decomposed()  # a job may be in a process that has asked for no names
+    """All calls of one row. A row without calls in any dtype is reported as such."""
+    compat.register_quantized_decomposed()  # the process may not have listed the names, which defines the ops
     op, backend = ops.OPS[name], settings.make()
     tried = False
     for title, call in _calls(op, settings):
@@ -92,20 +93,20 @@ def _calls(op: Op, settings: Settings) -> Iterator[tuple[str, tuple[Case, torch.
 def _checked(
     op: Op, case: Case, dtype: torch.dtype, variant: Variant, backend: Backend, settings: Settings
 ) -> tuple[Verdict, str] | None:
-    """The verdict on one call with its detail; None where there is nothing to call."""
+    """The verdict on one call with its detail; None if there is nothing to call."""
     if op.name in FATAL and variant.first:
         return None
     try:
         args, kwargs = variant.make(op, case, dtype)
     except (NotFinite, RuntimeError, IndexError):
         return None
-    if any(isinstance(v, Tensor) for v in kwargs.values()):  # tracing takes tensors from the positional arguments alone
+    if any(isinstance(v, Tensor) for v in kwargs.values()):  # tracing takes tensors from positional arguments only
         return None
     if any(t.numel() > LARGEST for t in rules.tensors(args)):
         return None
     try:
         trial = _Trial(op, case, dtype, variant, settings, backend, args, kwargs)
-    except (TypeError, RuntimeError):  # the device has not a dtype or a layout among them
+    except (TypeError, RuntimeError):  # the device lacks one of the dtypes or layouts
         return None
     if trial.device != HOST and calls.bad_values(op, calls.mapped(args, calls.copied), kwargs):
         return None
@@ -121,7 +122,7 @@ def _checked(
 
 @dataclass
 class _Trial:
-    """One call that eager runs, on the host's tensors."""
+    """One call that eager runs, with tensors on the host."""
 
     op: Op
     case: Case
@@ -133,21 +134,21 @@ class _Trial:
     kwargs: dict[str, Any]
     device: str = field(init=False)
     given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Results of calls, and their values when they were given."""
+    """Results of calls, and copies of their values when returned."""
 
     def __post_init__(self) -> None:
         self.device = self.settings.tensors_on()
         self.args = self.moved(self.args)
 
     def moved(self, args: list[Any]) -> list[Any]:
-        """The arguments on the backend's device, with their strides."""
+        """The arguments on the backend's device, with the same strides."""
         return args if self.device == HOST else list(calls.mapped(args, lambda t: calls.placed(t, self.device)))
 
 
 def _judged(t: _Trial) -> tuple[Verdict, str]:
     try:
         gm = traced(t.op, t.args, t.kwargs, t.variant.symbolic)
-    except Exception as e:  # before the backend sees anything
+    except Exception as e:  # before the backend is involved
         raise Undefined(f"torch does not trace it: {type(e).__name__}: {e}"[:200]) from e
     weights = _weights(t.op, t.args) if t.variant.weights else []
     holders = gm.graph.find_nodes(op="placeholder")
@@ -162,7 +163,7 @@ def _judged(t: _Trial) -> tuple[Verdict, str]:
 
 
 def lowered(r: report.GraphReport) -> tuple[Verdict, str]:
-    """The verdict on a right call, by what computed it."""
+    """The verdict on a correct call, by what computed it."""
     there = [o for o in r.ops if o.where != "view" and o.verdict.why is not Why.TOO_SMALL]
     if any(o.verdict.why is Why.DECLINED for o in there):
         return Verdict.DECLINED_LATE, next(str(o.verdict) for o in there if o.verdict.why is Why.DECLINED)[:200]
@@ -175,25 +176,25 @@ def lowered(r: report.GraphReport) -> tuple[Verdict, str]:
 
 
 def _weights(op: Op, args: list[Any]) -> list[int]:
-    """Which of the tensors are a model's constants."""
+    """Which of the tensors are constants of a model."""
     named = [(p.name, a) for p, a in zip((p for p in op.params if not p.kwonly), args, strict=False)]
     owners = [name for name, a in named for _ in rules.tensors(a)]
     return [i for i, name in enumerate(owners) if name in WEIGHTS]
 
 
 def _again(t: _Trial, run: Any, gm: Any, weights: Sequence[int]) -> str:
-    """A second call: of other values, with the weights changed where they lie; of larger sizes where one graph serves both."""
+    """A second call: with other values, and the weights changed in place; with larger sizes if one graph serves both."""
     if t.variant.symbolic:
         allowed = calls.guards(gm)
         try:
             args, kwargs = arguments(t.op, calls.larger(t.case), t.dtype)
         except (NotFinite, RuntimeError, IndexError):
             return ""
-        # Numbers that belong to a size are in the graph.
+        # Numbers that depend on a size are baked into the graph.
         if allowed is None or not allowed(list(rules.tensors(args))) or not valid(t.op, args, kwargs):
             return ""
         args = t.moved(args)
-        if t.device != HOST and not valid(t.op, args, kwargs):  # a device checks what the host does not
+        if t.device != HOST and not valid(t.op, args, kwargs):  # a device may check what the host does not
             return ""
         if not _means_something(t, args):
             return ""
@@ -210,7 +211,8 @@ def _again(t: _Trial, run: Any, gm: Any, weights: Sequence[int]) -> str:
 
 
 def _means_something(t: _Trial, args: list[Any]) -> bool:
-    """Whether the reference takes a call that eager runs: eager reads past the end of heads that are no multiple of others."""
+    """Whether the reference accepts a call that eager runs: eager reads out of bounds if head counts are not multiples of each
+    other."""
     try:
         if t.op.kind is not Kind.RANDOM:
             _exact(t, args)
@@ -220,7 +222,7 @@ def _means_something(t: _Trial, args: list[Any]) -> bool:
 
 
 def _changed(t: _Trial) -> str:
-    """Whether a later call wrote over what an earlier one gave."""
+    """Whether a later call overwrote the results of an earlier one."""
     return "" if all(same(result, then) for result, then in t.given) else "a later call changed an earlier result"
 
 
@@ -246,7 +248,7 @@ def _differs(t: _Trial, run: Any, args: list[Any], where: str = "") -> str:
 
 
 def _shares(t: _Trial, args: list[Any]) -> bool:
-    """Whether eager's result is memory of an input too."""
+    """Whether eager's result shares memory with an input."""
     given = calls.mapped(args, calls.copied)
     memory = {x.untyped_storage().data_ptr() for x in rules.tensors(given) if x.layout is torch.strided}
     return any(
@@ -255,7 +257,7 @@ def _shares(t: _Trial, args: list[Any]) -> bool:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal values, NaN included."""
+    """Whether values are equal, including NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -270,7 +272,7 @@ def _results(t: _Trial, args: list[Any], eager: Sequence[Tensor], got: Sequence[
         if k not in calls.UNDEFINED.get(t.op.name, ()):
             _defined(t, e, x)
             wanted = _trusted(t, args, k, e, x)
-            # What a device gives and the host does not has no reference: eager's own is its measure.
+            # Results that exist only on the device have no reference; compare with eager's own.
             unknown = t.device != HOST and x.shape != e.shape
             exactly = x.double() if e.is_floating_point() and not unknown else wanted
             signs = bits and t.op.name not in CHOOSING
@@ -279,7 +281,7 @@ def _results(t: _Trial, args: list[Any], eager: Sequence[Tensor], got: Sequence[
 
 
 def _in_fp32(t: _Trial, args: list[Any], k: int) -> Tensor | None:
-    """What eager gives for the same numbers in fp32, where the call has a half type and eager takes it."""
+    """Eager's result for the same numbers in fp32, if the call has a half type and eager supports it."""
     if not any(x.dtype in HALF for x in rules.tensors(args)):
         return None
     wide = calls.mapped(args, lambda x: x.float() if x.dtype in HALF else calls.copied(x))
@@ -291,19 +293,19 @@ def _in_fp32(t: _Trial, args: list[Any], k: int) -> Tensor | None:
 
 
 def _trusted(t: _Trial, args: list[Any], k: int, eager: Tensor, exact: Tensor) -> Tensor:
-    """Eager's result, or what eager gives for dense copies where it disagrees with itself and only those are exact: some of
-    its kernels read memory of odd strides wrongly. Only of integers, for floats that are far off say nothing (`_defined`)."""
+    """Eager's result, or its result for dense copies if the two differ and only the latter is exact: some of its kernels
+    misread memory of unusual strides. For integers only, since floats that are far off prove nothing (`_defined`)."""
     if eager.is_floating_point() or t.op.kind in (Kind.RANDOM, Kind.VIEW) or eager.shape != exact.shape:
         return eager
     if same(eager, exact) or any(a.name == "storage_offset" for a in t.op.target._schema.arguments):
-        return eager  # strides are what an op means that is told places of a storage
+        return eager  # the op takes storage positions, so strides are part of its meaning
     dense = calls.mapped(args, lambda x: x.contiguous() if x.layout is torch.strided else x)
     again = [o for o in flat(t.op.target(*dense, **t.kwargs)) if o is not None][k].to(HOST)
     return calls.copied(eager).copy_(again) if same(again, exact) else eager
 
 
 def _defined(t: _Trial, eager: Tensor, exact: Tensor) -> None:
-    """Raise `Undefined` where eager is far from the exact result."""
+    """Raise `Undefined` if eager is far from the exact result."""
     if not eager.is_floating_point() or eager.shape != exact.shape or t.variant.make is odd:
         return
     fine = exact.isfinite() & (exact.abs() < torch.finfo(eager.dtype).max)

@@ -20,12 +20,12 @@ ANY = (F32,)  # for ops whose values depend on no input
 
 
 class NotFinite(Exception):
-    """The values of a sample do not exist in the dtype under test."""
+    """The dtype under test cannot represent the values of a sample."""
 
 
 @dataclass(frozen=True)
 class T:
-    """A tensor to be made. `dtype` None means the dtype under test; `low`, `high`: uniform values."""
+    """A tensor to create. `dtype` None means the dtype under test; `low`, `high`: range of uniform values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
@@ -71,12 +71,12 @@ def given(*values: Any, dtype: torch.dtype | None = None) -> T:
 
 
 DTYPE = object()
-"""Stands for the dtype under test among the arguments of a call."""
+"""Placeholder for the dtype under test among the arguments of a call."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `finish` turns the made arguments into the final ones: what a forward saved."""
+    """One call. `finish` converts the created arguments into the final ones, e.g. what a forward saved."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)

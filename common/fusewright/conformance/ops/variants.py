@@ -1,4 +1,4 @@
-"""The ways in which C2 calls a sample of a row: sizes, layouts and values."""
+"""The variants in which C2 calls each sample of a row: sizes, layouts and values."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Change = Callable[[Op, Case, torch.dtype], Arguments]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to call a sample. `first`: only the first sample of a row, `weights`: its weights are constants, and change;
-    `relative`: each element is held to its own size, not to the largest one's."""
+    """A way to call a sample. `first`: only the first sample of a row; `weights`: weights are constants, and change;
+    `relative`: errors are relative to each element, not to the largest."""
 
     name: str
     make: Change
@@ -47,19 +47,19 @@ def _laid_out(layout: Callable[[Tensor], Tensor]) -> Change:
 
 
 def transposed(t: Tensor) -> Tensor:
-    """The same values with the dimensions in the opposite order in memory."""
+    """The same values with reversed dimension order in memory."""
     order = tuple(reversed(range(t.dim())))
     return t.permute(order).contiguous().permute(order)
 
 
 def gapped(t: Tensor) -> Tensor:
-    """The same values in every second element of memory, from the second on."""
+    """The same values in every second element of memory, starting from the second."""
     memory = torch.zeros(*t.shape[:-1], 2 * t.shape[-1] + 1, dtype=t.dtype, device=t.device)
     return memory[..., 1::2].copy_(t)
 
 
 def expanded(t: Tensor) -> Tensor:
-    """The first row again and again, without memory of its own."""
+    """The first row, expanded without memory of its own."""
     return t[:1].expand(t.shape)
 
 
@@ -67,13 +67,13 @@ def expanded(t: Tensor) -> Tensor:
 
 ODD = (math.nan, math.inf, -math.inf, -0.0)
 WIDE = (2**62 + 1, -(2**53) - 1, 2**31, -(2**31) - 1)
-"""Integers that are not themselves in a float, in fp64 or in 32 bits."""
+"""Integers that fp32, fp64 or 32-bit integers cannot represent."""
 FAR = 64
-"""What exp and the like overflow from in fp32, times a sample."""
+"""A factor that makes exp and the like overflow in fp32."""
 
 
 def _first(args: list[object], wanted: Callable[[Tensor], bool]) -> Tensor:
-    """The first dense tensor of that kind. NotFinite where there is none."""
+    """The first dense tensor of that kind. NotFinite if there is none."""
     found = (t for t in rules.tensors(args) if t.is_contiguous() and t.numel() > 4 and wanted(t))
     if (first := next(found, None)) is None:
         raise NotFinite
@@ -81,12 +81,12 @@ def _first(args: list[object], wanted: Callable[[Tensor], bool]) -> Tensor:
 
 
 def _spread(t: Tensor, values: tuple[float, ...]) -> None:
-    """Write values into a tensor, a quarter of it apart."""
+    """Write values into a tensor, a quarter of its length apart."""
     t.view(-1)[torch.arange(4) * (t.numel() // 4)] = torch.tensor(values, dtype=t.dtype)
 
 
 def odd(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-    """NaN, infinities and a negative zero in the first floating tensor."""
+    """Put NaN, infinities and a negative zero into the first floating-point tensor."""
     args, kwargs = arguments(op, case, dtype)
     if op.kind is Kind.RANDOM:
         raise NotFinite
@@ -95,7 +95,7 @@ def odd(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
 
 
 def _far(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-    """The first floating tensor times `FAR`."""
+    """Multiply the first floating-point tensor by `FAR`."""
     args, kwargs = arguments(op, case, dtype)
     if op.kind is Kind.RANDOM:
         raise NotFinite
@@ -104,7 +104,7 @@ def _far(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
 
 
 def _near_zero(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-    """Numbers from 2^-4 down to 2^-23, of functions of one tensor: there 1 + x has not the digits of x."""
+    """Numbers from 2^-4 down to 2^-23 for functions of one tensor: 1 + x loses the digits of x there."""
     args, kwargs = arguments(op, case, dtype)
     if op.kind is not Kind.POINTWISE or len(list(rules.tensors(args))) != 1:
         raise NotFinite
@@ -114,7 +114,7 @@ def _near_zero(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
 
 
 def _wide(op: Op, case: Case, dtype: torch.dtype) -> Arguments:
-    """Large integers in the first tensor of the dtype under test, which indices and sizes are not of."""
+    """Large integers in the first tensor of the dtype under test, which excludes indices and sizes."""
     if dtype is not torch.int64 or op.kind is Kind.RANDOM:
         raise NotFinite
     args, kwargs = arguments(op, case, dtype)
@@ -138,4 +138,4 @@ VARIANTS = (
     Variant("near zero", _near_zero, relative=True),
     Variant("wide", _wide),
 )
-"""What is tried with each row and dtype. What eager refuses of it is left out."""
+"""The variants for each row and dtype. Those that eager refuses are skipped."""
