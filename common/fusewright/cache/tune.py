@@ -116,8 +116,8 @@ def measure(candidates: Mapping[str, Run], failures: dict[str, str]) -> list[dic
     """Best time in seconds of each working candidate, once per round; all rounds have the same candidates. `failures` receives
     the reasons of the others.
 
-    Candidates alternate, so that a disturbance affects all of them. A key costs each candidate's first run, plus at most `2 *
-    ROUNDS * BUDGET_SECONDS` or, for slow candidates, `ROUNDS` runs of each; if rounds disagree, `MOST_SECONDS` and one round.
+    Candidates alternate, so that a disturbance affects all of them. A key costs each candidate's first run, plus at most
+    `2 * ROUNDS * BUDGET_SECONDS` or, for slow candidates, `ROUNDS` runs of each; if rounds disagree, `MOST_SECONDS` and one round.
     """
     with torch.no_grad(), compat.real_tensors():
         found = {name: _failure(run) for name, run in candidates.items()}

@@ -67,15 +67,15 @@ UPDATE = Pass("updated_in_place", "plan", PLAN, updated_in_place)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
-    # ATen overloads become rows of the opset; exact rewrite rules; equal calls become one; composites are opened on claim
+    # ATen overloads become rows of the opset; exact rewrite rules; common subexpressions; composites are expanded on claim
     ("graph", "graph", (CANONICALIZE, REWRITE, CSE, EXPAND)),
-    # what the backend claims, in convex groups; its rows over a region; its calls and kernels for one
+    # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),
     ("region", "region", (claimed, rewrite)),
     ("region", "fragment", (COMPILE,)),
     ("values", "kernel", (scheduled,)),
     ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, split_columns, split_scan)),
-    # one flat list; what is overwritten lies where it is; what is replayed; where temporaries lie
+    # one flat list; in-place updates and merged copies; the recorded part; placement of temporaries
     ("fragment", "plan", (BUILD,)),
     ("plan", "plan", (UPDATE, JOIN, DIVIDE)),
     ("plan", "memory of a plan", (PLACE,)),

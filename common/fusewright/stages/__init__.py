@@ -1,1 +1,1 @@
-"""The stages that a graph passes through, and what they share; `fusewright.pipeline` lists them in order."""
+"""The stages that a graph passes through, and what they share; `rounds` lists them in order."""

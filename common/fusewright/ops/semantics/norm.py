@@ -1,5 +1,5 @@
 """The computations of softmax and the norms: a formula for each (the fp64 oracle), and its decomposition, as in
-`composite_math`."""
+`composite`."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def _as_sized(made: Sequence[int], shape: Sequence[int], scales: Sequence[Any]) 
 
 
 def _gathered(grad: Tensor, dim: int, n: int, align_corners: bool) -> Tensor:
-    """Gradient of a linear resize of `n` elements along `dim` (-1 or -2): element i sums the outputs whose source lies in [i -
-    1, i + 1), weighted by distance."""
+    """Gradient of a linear resize of `n` elements along `dim` (-1 or -2): element i sums the outputs whose source lies in
+    [i - 1, i + 1), weighted by distance."""
     made = grad.shape[dim]
     if n == made:
         return grad

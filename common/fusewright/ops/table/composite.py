@@ -1,5 +1,5 @@
-"""Composite rows: ops that stay whole until somebody needs them open. `composite_math` and `norm_math` have their
-formulas and decompositions."""
+"""Composite rows: ops that stay whole until a backend needs their primitives. Formulas and decompositions are in
+`ops.semantics`."""
 
 from __future__ import annotations
 

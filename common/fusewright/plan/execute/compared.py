@@ -148,7 +148,7 @@ class Comparison:
             again = opened is not None and "backward" in opened[1].phases
             if (
                 again
-            ):  # a graph that is kept, or several forwards before their backwards: whose time this is, nobody knows
+            ):  # a retained graph, or several forwards before their backwards: the time cannot be attributed
                 self._open = opened = None
         return self._run("backward", runs[self._latest], args, opened[1] if opened is not None else None)
 
