@@ -65,7 +65,8 @@ def compile_dynamo(
         masks.fold(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
-        return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison)
+        with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
+            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison)
 
     laid = layouts.channels_last(gm) if backend.channels_last_training else None
     if laid is not None:
