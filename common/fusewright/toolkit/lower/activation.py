@@ -1,6 +1,4 @@
-"""Rules of activations and of their gradients. Formulas are those of the opset's references, in forms that keep
-accuracy.
-"""
+"""Rules of activations and their gradients. The formulas are those of the opset's references, in numerically accurate forms."""
 
 from __future__ import annotations
 

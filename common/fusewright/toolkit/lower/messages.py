@@ -1,4 +1,4 @@
-"""What eager says of an index that is out of bounds, op by op, for `Builder.bound`. Measured on CPUs with torch 2.13."""
+"""Eager's messages for out-of-bounds indices, op by op, for `Builder.bound`. Measured on CPUs with torch 2.13."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TOO_FEW = "RuntimeError: Number of elements of source < number of ones in mask"
 
 
 def along(op: OpView) -> str:
-    """For an op that takes one index along one dim."""
+    """For an op with one index along one dim."""
     rank, d = op.arg("self").spec.rank, dim_of(op)
-    if op.op == "index_select":  # eager has a loop of its own for the second dim
+    if op.op == "index_select":  # eager has a separate loop for the second dim
         second = d == 1 and rank > 1
         return "RuntimeError: INDICES element is out of DATA bounds, id={index} axis_dim={size}" if second else _IN_SELF
     if op.op == "index_add" and not _by_scatter_add(op, rank, d):
@@ -35,7 +35,7 @@ def along(op: OpView) -> str:
 
 
 def _by_scatter_add(op: OpView, rank: int, d: int) -> bool:
-    """Whether eager's `index_add` is a `scatter_add`."""
+    """Whether eager implements this `index_add` as a `scatter_add`."""
     return rank > 1 and d in (0, rank - 1) and op.arg("alpha") == 1 and op.arg("index").spec.dtype == torch.int64
 
 
@@ -45,5 +45,5 @@ def row(op: OpView) -> str:
 
 
 def tensor(position: int) -> str:
-    """For the tensor at `position` among those of an advanced indexing: eager counts them, not dims."""
+    """For the tensor at `position` among those of an advanced indexing: eager counts tensors, not dims."""
     return "IndexError: " + _PLACE % position

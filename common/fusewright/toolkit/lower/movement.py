@@ -1,4 +1,4 @@
-"""Rules of the gathers, joins and creations: elements read from computed places, or made from their position."""
+"""Rules of gathers, joins and creations: elements read from computed positions, or computed from their position."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
 from fusewright.toolkit.rules.space import At, Shape, dense_strides, product, shape_of
 
 CAT_LIMIT = 8
-"""Most tensors that one kernel joins: each element tests them all."""
+"""Most tensors that one kernel joins, since each element tests all of them."""
 
 BUCKET_STEPS = 40
-"""Steps of a search among a symbolic number of boundaries: no memory holds 2**40 of them. Steps that are too many read
-nothing.
-"""
+"""Steps of a search among a symbolic number of boundaries: no memory holds 2**40 of them. Superfluous steps read nothing."""
 
 
 def out_type(op: OpView, k: int = 0) -> str:
@@ -65,9 +63,7 @@ def _embedding(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def index_places(op: OpView) -> tuple[list[int], int, int]:
-    """Of an advanced indexing: the indexed dims, where the indices' own dims come in the result, and how many
-    they are.
-    """
+    """For an advanced indexing: the indexed dims, the position of the indices' own dims in the result, and their number."""
     given = [(d, i) for d, i in enumerate(op.arg("indices")) if i is not None]
     dims = [d for d, _ in given]
     lead = max(i.spec.rank for _, i in given)
@@ -76,7 +72,7 @@ def index_places(op: OpView) -> tuple[list[int], int, int]:
 
 
 def indexed(e: Evaluator, op: OpView, at: At, shape: tuple[Any, ...]) -> tuple[Index, ...]:
-    """The place in a tensor of `shape` of element `at` of `tensor[indices]`. Bounds are checked, negatives wrap."""
+    """The position in a tensor of `shape` that element `at` of `tensor[indices]` reads. Bounds are checked, negatives wrap."""
     dims, first, lead = index_places(op)
     where = at.pick(range(first, first + lead))
     rest = [*at.dims[:first], *at.dims[first + lead :]]
@@ -97,7 +93,7 @@ def _index(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def integer_indices(op: OpView) -> str | None:
-    """Indexing by integers; masks give results whose size depends on data."""
+    """Only integer indices are supported; masks have data-dependent results."""
     for i in op.arg("indices"):
         if i is not None and (i.spec is None or i.spec.dtype.itemsize == 1):
             return "indexed by a mask"
@@ -210,7 +206,7 @@ def _roll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     shape = shape_of(x.spec)
     if not dims and len(shape) > 1:  # as if it had one dim
         return e.value(x, _unflattened(e, _around(e, at.linear, shifts[0], product(shape)), shape))
-    if not shape:  # eager takes a shift of a scalar and does nothing
+    if not shape:  # eager accepts a shift of a scalar and ignores it
         return e.value(x, at)
     for s, d in zip(shifts, dims or range(len(shape)), strict=True):
         d, n = d % len(shape), shape[d % len(shape)]
@@ -220,12 +216,12 @@ def _roll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _around(e: Evaluator, index: Index, shift: int, size: Extent) -> Val:
-    """The position `index - shift`, counted around."""
+    """The position `index - shift`, wrapped around."""
     return e.b.op("remainder", e.position(index) - shift, _value(e, size))
 
 
 def _unflattened(e: Evaluator, position: Val, shape: Shape) -> At:
-    """The element of a tensor of `shape` with that row-major number."""
+    """The element of a tensor of `shape` at a row-major position."""
     dims = []
     for n, step in zip(shape, dense_strides(shape), strict=True):
         q = position if step == 1 else e.b.op("floordiv", position, _value(e, step))
@@ -282,7 +278,7 @@ def _scattered_slice(op: OpView) -> str | None:
 
 
 def _in_slice(e: Evaluator, index: Index, start: Any, size: Any, step: int) -> tuple[Val, Index]:
-    """Whether an index is among `start, start + step, ...` (`size` of them), and the how manyeth it is."""
+    """Whether an index is among `start, start + step, ...` (`size` of them), and its number in that sequence."""
     shifted = index - start
     p = e.position(shifted)
     inside = p < _value(e, size * step)
@@ -290,7 +286,7 @@ def _in_slice(e: Evaluator, index: Index, start: Any, size: Any, step: int) -> t
         inside = e.b.op("and", p >= 0, inside)
     if step == 1:
         return inside, shifted
-    # The remainder and the quotient are of `index`, shifted by a multiple of the step, so that neither is negative.
+    # Shift `index` by a multiple of the step, so that the remainder and the quotient are not negative.
     lift = -(-start // step) * step - start
     q, r = (index + lift) // step - (start + lift) // step, (index + lift) % step
     return e.b.op("and", inside, e.position(r).eq(0)), q
@@ -332,7 +328,7 @@ def _static_grad(op: OpView) -> str | None:
 
 
 def _slice_grad(op: OpView) -> str | None:
-    """A gradient of the slice's shape, as autograd makes it; of another one eager repeats what is too small."""
+    """Only gradients of the slice's shape, as autograd passes them; eager broadcasts smaller ones."""
     if why := _static_grad(op):
         return why
     shape, sizes, end = op.arg("grad_output").spec.shape, list(op.arg("input_sizes")), op.arg("end")
@@ -364,7 +360,7 @@ def _plain_offset(op: OpView) -> str | None:
 
 
 def _bucketize(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """The binary search that eager does, step by step, so that even unsorted boundaries and NaN give the same."""
+    """Eager's binary search, step by step, so that even unsorted boundaries and NaN give the same result."""
     x, boundaries = op.arg("self"), op.arg("boundaries")
     (n,) = shape_of(boundaries.spec)
     v, low, high = e(x, at), e.b.const(0, "i64"), _value(e, n)

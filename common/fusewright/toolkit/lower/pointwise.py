@@ -1,4 +1,4 @@
-"""Rules of the pointwise rows, as data: the formula over scalars, and in which dtype it is computed."""
+"""Rules of the pointwise rows, as data: the formula over scalars, and the dtype that it is computed in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusewright.toolkit.rules.kinds import Check, Evaluator, Map, Table, always
 from fusewright.toolkit.rules.space import At
 
 Formula = Callable[..., Val]
-"""`formula(b, op, *arguments)`: arguments are values of the compute type; None where the call has None."""
+"""`formula(b, op, *arguments)`: arguments are values of the compute type, or None where the call passes None."""
 
 Kinds = Literal["any", "number", "integer", "bits", "float"]
 
@@ -45,8 +45,8 @@ def formula(
     check: Check = always,
     divides: bool = False,
 ) -> Map:
-    """A rule from a formula over the arguments called `names`, computed in the dtype of the result, or of the arguments
-    where the result is bool. `kinds`: see `_REFUSED`. `divides`: a second argument that is zero is an error, for integers."""
+    """Make a rule from a formula over the arguments called `names`, computed in the dtype of the result, or of the arguments if
+    the result is bool. `kinds`: see `_REFUSED`. `divides`: for integers, a second argument of zero is an error."""
 
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         dtype = op.outs[k].spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
@@ -69,14 +69,14 @@ def formula(
 
 
 def _rounded(arg: Any, dtype: torch.dtype) -> Any:
-    """Eager rounds a number to the dtype in which it compares; integers wrap (see `Evaluator.const`)."""
+    """Round a number to the dtype in which eager compares; integers wrap (see `Evaluator.const`)."""
     if arg is None or isinstance(arg, Value) or not dtype.is_floating_point:
         return arg
     return torch.tensor(float(arg), dtype=torch.float64).to(dtype).item()
 
 
 def kernel_op(name: str) -> Formula:
-    """The formula that is one op of kernels."""
+    """The formula that consists of one kernel op."""
     return lambda b, op, *args: b.op(name, *args)
 
 
@@ -126,7 +126,7 @@ def _float_or_int(name: str, integer: str) -> Formula:
 
 
 def power(b: Builder, x: Val, n: Any) -> Val:
-    """`x ** n` with a number `n`, by multiplication and roots where torch does it so."""
+    """`x ** n` for a number `n`, by multiplications and roots where torch uses them."""
     if is_int(x):
         return b.op("pow", x, b.const(int(n), x.dtype)) if n not in (2, 3) else (x * x if n == 2 else x * x * x)
     simple: Mapping[float, Callable[[], Val]] = {
@@ -196,7 +196,7 @@ def _relu(b: Builder, op: OpView, x: Val) -> Val:
 
 
 def _horner(x: Val, coefficients: Sequence[float]) -> Val:
-    """The polynomial with these coefficients, the highest power's first."""
+    """The polynomial with these coefficients, highest power first."""
     out = x * coefficients[0] + coefficients[1]
     for c in coefficients[2:]:
         out = out * x + c
@@ -223,11 +223,11 @@ def _erfinv(b: Builder, op: OpView, x: Val) -> Val:
 
 
 _DIGAMMA = (-1 / 132, 1 / 240, -1 / 252, 1 / 120, -1 / 12)
-"""Of powers of 1/x^2, from B(2k)/2k: Abramowitz and Stegun 6.3.18, highest power first, sign turned."""
+"""Coefficients of powers of 1/x^2, from B(2k)/2k: Abramowitz and Stegun 6.3.18, highest power first, sign changed."""
 
 
 def _digamma(b: Builder, op: OpView, x: Val) -> Val:
-    whole = b.op("round", x)  # the nearest pole: the rest is exact
+    whole = b.op("round", x)  # the nearest pole; the difference is exact
     y = b.where(x < 0, 1 - x, x)  # by reflection
     below = b.op("reciprocal", y)
     for k in range(1, 10):
@@ -244,7 +244,7 @@ def _digamma(b: Builder, op: OpView, x: Val) -> Val:
 
 
 def _single(op: OpView) -> str | None:
-    """The formulas of a few functions are no better than fp32."""
+    """The formulas of a few functions are only accurate to fp32."""
     return "fp64" if op.out.spec is not None and op.out.spec.dtype == torch.float64 else None
 
 

@@ -1,4 +1,4 @@
-"""Rules of pooling: the window of an element is written out, so that elements beside each other are vectorised."""
+"""Rules of pooling: windows are unrolled, so that adjacent elements are vectorized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
 from fusewright.toolkit.rules.space import At, shape_of
 
 MAX_WINDOW = 25
-"""Elements of a window that is written out."""
+"""Largest window that is unrolled, in elements."""
 
 
 def _two(value: Any) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def _window(op: OpView) -> tuple[tuple[int, int], tuple[int, int], tuple[int, in
 
 
 def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Val | None:
-    """Whether a position that lies in lowest..highest is one of the tensor's; None: always."""
+    """Whether a position in the range lowest..highest is inside the tensor; None: always."""
     tests = []
     if lowest < 0:
         tests.append(e.position(at) >= 0)
@@ -41,7 +41,7 @@ def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Va
 
 @dataclass
 class _Windows:
-    """Windows of an image: where one begins, and its elements in the order of memory."""
+    """Windows of an image: the origin of one, and its elements in memory order."""
 
     e: Evaluator
     op: OpView
@@ -56,7 +56,7 @@ class _Windows:
         self.limits = int(self.shape[-2]), int(self.shape[-1])  # type: ignore[arg-type]
 
     def elements(self) -> Iterator[tuple[int, int, Val, Val | None]]:
-        """(row, column, element, whether it lies inside; None: always)."""
+        """(row, column, element, whether it is inside; None: always)."""
         e, x, t = self.e, self.op.arg("self"), out_type(self.op)
         (sh, sw), (ph, pw) = self.stride, self.padding
         rows, columns = (int(s) for s in self.at.shape[-2:])  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class _Windows:
 
 
 def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """As eager: in the order of memory, a NaN and whatever is larger than all before takes the place."""
+    """As in eager: in memory order, a NaN or an element larger than all before replaces the maximum."""
     w = _Windows(e, op, at)
     width = w.limits[1]
     best, place = e.const(-math.inf, out_type(op)), _first(e, w.top, w.left, width)
@@ -91,14 +91,14 @@ def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
-    """The place in the window of its first element, which is taken where all are -inf."""
+    """The position in the window of its first element, which is the result if all are -inf."""
     zero = e.const(0, "i64")
     down, right = (e.b.op("maximum", e.b.op("neg", e.position(p)), zero) for p in (top, left))
     return e.b.cast(e.b.op("add", down * width, right), "i32")
 
 
 def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """The sum of a window over its size, or over how much of it lies inside."""
+    """The sum of a window divided by its size, or by the size of the part inside."""
     w, t = _Windows(e, op, at), out_type(op)
     total = e.const(0, t)
     for _, _, v, here in w.elements():
@@ -112,7 +112,7 @@ def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _extent(e: Evaluator, first: Index, size: int, limit: int) -> Val:
-    """How much of a window's side lies inside."""
+    """The length of a window's side that is inside."""
     start = e.b.op("maximum", e.position(first), e.const(0, "i64"))
     end = e.b.op("minimum", e.position(first + size), e.const(limit, "i64"))
     return end - start

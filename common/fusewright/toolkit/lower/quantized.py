@@ -1,4 +1,4 @@
-"""Rules of quantization and its inverse: the arithmetic of torch's `quantized_decomposed` operators, to the bit."""
+"""Rules of quantization and dequantization: the arithmetic of torch's `quantized_decomposed` operators, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, RowConte
 from fusewright.toolkit.rules.space import At, shape_of
 
 LEAST_SYMMETRIC = 1e-5
-"""Smallest magnitude that `choose_qparams_per_token` gives a scale to."""
+"""Smallest magnitude for which `choose_qparams_per_token` computes a scale."""
 LEAST_SCALE = torch.finfo(torch.float32).eps
 """Smallest scale of `choose_qparams_per_token_asymmetric`."""
 
 
 def _quantized(e: Evaluator, op: OpView, scaled: Val, zero: Val, early: bool = False) -> Val:
-    """clamp(round(scaled) + zero) as 8 bits, or what the op says; `early`: the zero point is added before rounding."""
+    """clamp(round(scaled) + zero) to the op's range, in its dtype; `early`: add the zero point before rounding."""
     q = e.b.op("round", scaled + zero) if early else e.b.op("round", scaled) + zero
     low, high = (e.b.const(float(op.arg(n)), q.dtype) for n in ("quant_min", "quant_max"))
     q = e.b.op("minimum", e.b.op("maximum", q, low), high)
@@ -80,7 +80,7 @@ def _channel(op: OpView, at: At) -> At:
 
 
 def _wide(scale: Any) -> DType:
-    """The type of arithmetic with a scale: fp64 scales are not rounded first."""
+    """The compute type of arithmetic with a scale: fp64 scales are not rounded first."""
     return "f64" if scale.spec.dtype == torch.float64 else "f32"
 
 

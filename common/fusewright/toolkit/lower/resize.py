@@ -1,4 +1,4 @@
-"""Rules of resized images: elements read at computed places, and mixed."""
+"""Rules of image resizing: elements read at computed positions, and interpolated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
 from fusewright.toolkit.rules.space import At, shape_of
 
 AXES = ((-2, "scales_h"), (-1, "scales_w"))
-"""Dimensions that are resized, and the arguments with their scales."""
+"""Resized dimensions, and the arguments with their scales."""
 
 
 def _nearest(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -32,8 +32,8 @@ def _whole_factor(op: OpView) -> str | None:
 
 
 def _bilinear(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """The mean of four elements, weighted as ATen's `area_pixel_compute_source_index` and `compute_source_index_and_lambda`
-    say."""
+    """The weighted mean of four elements, with the weights of ATen's `area_pixel_compute_source_index` and
+    `compute_source_index_and_lambda`."""
     x = op.arg("self")
     shape = shape_of(x.spec)
     upper, lower, down = _taps(e, op, at, *AXES[0])
@@ -47,7 +47,7 @@ def _bilinear(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _taps(e: Evaluator, op: OpView, at: At, d: int, scale: str) -> tuple[Index, Index, Val]:
-    """Two places of the input along a dimension, and the share of the second."""
+    """Two positions of the input along a dimension, and the weight of the second."""
     t = compute_dtype(op.out.spec.dtype)  # type: ignore[union-attr]
     n, made = int(shape_of(op.arg("self").spec)[d]), int(at.shape[d])  # type: ignore[arg-type]
     if n == made:

@@ -1,4 +1,4 @@
-"""Rules of reductions, scans, softmax and norms: what is computed per row, and what per element of a row."""
+"""Rules of reductions, scans, softmax and norms: what is computed per row, and per element of a row."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Rows = Callable[[RowContext, OpView], tuple[Val, ...]]
 
 
 def over(shape: Shape, dims: Any) -> Domain:
-    """Rows over `dims` of a tensor of `shape`; a row always has a dim, of size one if need be."""
+    """Rows over `dims` of a tensor of `shape`; a row always has a dim, of size one if needed."""
     found = tuple(sorted({d % max(len(shape), 1) for d in dims})) if shape else ()
     return Domain(shape, found) if found else Domain((*shape, 1), (len(shape),))
 
 
 def reduced(op: OpView) -> Domain:
-    """Over `dim` of `self`: an int, a list, or everything where it is None or empty."""
+    """Rows over `dim` of `self`: an int, a list, or all dims if it is None or empty."""
     shape = shape_of(op.arg("self").spec)
     dim = op.arg("dim") if "dim" in op.argnames else None
     if isinstance(dim, int):
@@ -55,7 +55,7 @@ def one_dim(op: OpView) -> Domain:
 
 
 def some_elements(op: OpView) -> str | None:
-    """Eager raises for the largest of nothing."""
+    """Eager raises for the maximum of no elements."""
     d = reduced(op)
     return "nothing to choose from" if 0 in [d.shape[i] for i in d.dims] else None
 
@@ -114,7 +114,7 @@ _ELEMENTWISE = (Map(_is_true),)
 
 
 def with_no_dims(rules: Rules) -> Rules:
-    """The rules of any and all, which reduce nothing, unlike sums, where the list of dims is empty."""
+    """Rules of any and all, which (unlike sums) reduce nothing if the list of dims is empty."""
     return lambda op: _ELEMENTWISE if op.arg("dim") == () else rules(op) if callable(rules) else rules
 
 
@@ -178,7 +178,7 @@ def _logsumexp(r: RowContext, op: OpView) -> tuple[Val, ...]:
 
 
 def _finite_top(r: RowContext, top: Val) -> Val:
-    """The largest of a row to subtract; 0 where it is infinite, so that inf - inf makes no NaN."""
+    """The maximum of a row, to subtract; 0 if it is infinite, since inf - inf is NaN."""
     return r.b.where(r.b.op("isinf", top), 0, top)
 
 
@@ -205,7 +205,7 @@ def _float_in(op: OpView) -> str | None:
 
 
 def _number_out(op: OpView) -> str | None:
-    """A result that is a number: sums of bool are of i64."""
+    """A result that is a number: sums of bool are i64."""
     ok = op.out.spec is not None and TYPES[out_type(op)].kind != "bool"
     return None if ok else "a sum of truth values"
 
@@ -277,7 +277,7 @@ def _rms_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
 
 
 def grouped(op: OpView) -> Domain:
-    """[N, groups, channels per group, pixels], rows over the last two."""
+    """[N, groups, channels per group, pixels], with rows over the last two."""
     n, c, pixels = (number(op.arg(a)) for a in ("N", "C", "HxW"))
     groups = op.arg("group")
     return Domain((n, groups, c // groups, pixels), (2, 3))
@@ -323,7 +323,7 @@ def _batch_norm(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _inference_stats(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """What devices but the CPU give beside the result: the running mean, and what it was multiplied by."""
+    """The extra results of devices other than the CPU: the running mean, and 1 / sqrt(running variance + eps)."""
     t, spec = norm_type(op), op.outs[k].spec
     if spec is None or 0 in spec.shape:
         return e.const(0, t)
@@ -381,7 +381,7 @@ def _everything(op: OpView) -> Domain:
 
 
 def _same_shapes(op: OpView) -> str | None:
-    """Losses over two tensors of one shape."""
+    """Only losses over two tensors of the same shape."""
     a, b = op.arg("self").spec, op.arg("target").spec
     return None if a.shape == b.shape else "shapes that broadcast"
 
@@ -487,7 +487,7 @@ LOSSES: dict[str, tuple[Callable[..., Val], Check]] = {
 
 
 def loss_rules(op: OpView) -> tuple[Row | Map, ...]:
-    """A loss is a map without a reduction, a row op with one."""
+    """A loss is a map without a reduction, and a row op with one."""
     code, check = LOSSES[op.op]
     rows, each = _loss(code)
     if op.arg("reduction") == 0:

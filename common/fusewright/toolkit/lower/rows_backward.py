@@ -1,5 +1,5 @@
-"""Rules of the gradients of softmax, norms and losses. Gradients by weight and bias reduce over other dims than the
-gradient by the input, so they are rules of their own."""
+"""Rules of the gradients of softmax, norms and losses. Gradients of weight and bias reduce over other dims than the gradient of
+the input, so they are separate rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _type(op: OpView) -> DType:
 
 
 def _centred(r: RowContext, g: Val, xhat: Val, rstd: Val) -> Val:
-    """The gradient by the input of (x - mean) * rstd."""
+    """The gradient of the input of (x - mean) * rstd."""
     return (g - r.mean(g) - xhat * r.mean(g * xhat)) * rstd
 
 
@@ -49,7 +49,7 @@ def _layer_norm_input(r: RowContext, op: OpView) -> tuple[Val, ...]:
 
 
 def outer(op: OpView) -> Domain:
-    """Rows over the dims that a norm leaves alone."""
+    """Rows over the dims that a norm does not reduce."""
     shape = shape_of(op.arg("input").spec)
     return over(shape, range(len(shape) - len(op.arg("normalized_shape"))))
 
@@ -131,7 +131,7 @@ def _weight_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
 
 
 def _per_element(e: Evaluator, op: OpView, at: At, t: DType) -> Val:
-    """The gradient that reaches one element of a loss, its mean undone."""
+    """The gradient for one element of a loss, divided by the count if the loss is a mean."""
     g = e(op.arg("grad_output"), at, t)
     return g / _count(e, at.shape, t) if op.arg("reduction") == 1 else g
 

@@ -1,4 +1,4 @@
-"""Rules of the scatters: where an element of the source goes in the result, and how it combines with what is there."""
+"""Rules of the scatters: the target position of each source element, and how it combines with the existing value."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ def _single(how: str | Callable[[OpView], str], init: Any = _start) -> Callable[
 
 
 def memory_type(op: OpView, how: str) -> DType:
-    """Sums of half types are kept in fp32 and those of truth values as counts until they are complete; what is only
-    replaced is kept as it is.
-    """
+    """The type of the accumulators: sums of half types accumulate in fp32, those of bools as counts; values that are only
+    replaced keep their type."""
     if not how:
         return from_torch(op.out.spec.dtype)  # type: ignore[union-attr]
     return "i64" if out_type(op) == "bool" else out_type(op)
@@ -104,7 +103,7 @@ def _ranked(op: OpView) -> str | None:
 
 
 def _fitting(op: OpView) -> str | None:
-    """Whether the source is as the tensor, but along the dim of the index."""
+    """Only sources with the tensor's shape, except along the index's dim."""
     ours, theirs = shape_of(op.arg("self").spec), shape_of(op.arg("source").spec)
     rest = [d for d in range(len(ours)) if d != dim_of(op)]
     same = len(ours) == len(theirs) and all(ours[d] == theirs[d] for d in rest)
@@ -186,12 +185,12 @@ def _put_how(op: OpView) -> str:
 
 
 def _put_rules(op: OpView) -> tuple[Scatter | Map, ...]:
-    """One value where a mask holds is chosen per element; the rest goes to computed places."""
+    """A single value under a mask is a select per element; everything else is stored to computed positions."""
     return (_MASKED_PUT,) if _mask_of(op) is not None and _one_value(op) else (_PUT,)
 
 
 def _mask_of(op: OpView) -> int | None:
-    """Where the only index is, if that is a mask."""
+    """The position of the mask, if it is the only index."""
     given = [d for d, i in enumerate(op.arg("indices")) if i is not None]
     if len(given) != 1:
         return None
@@ -220,7 +219,7 @@ def _embedding(e: Evaluator, op: OpView, at: At) -> Places:
     index, rank = op.arg("indices"), op.arg("indices").spec.rank
     row = e(index, at.pick(range(rank)), "i64")
     n = op.arg("num_weights")
-    inside = e.b.op("and", row >= 0, row < n)  # eager leaves out what is not
+    inside = e.b.op("and", row >= 0, row < n)  # eager skips indices out of bounds
     counts = e.b.op("and", row.ne(op.arg("padding_idx")), inside)
     found = e.b.indirect(e.b.bound(row, n, mask=inside))
     g = e(op.arg("grad_output"), at, out_type(op))
@@ -237,7 +236,7 @@ def _unscaled(op: OpView) -> str | None:
 
 
 def _folds(op: OpView) -> tuple[Accumulator, ...]:
-    """The folded value, and how many were folded where that matters."""
+    """The accumulated value, and the number of contributions if that is needed."""
     how, t = _HOW[op.arg("reduce")], out_type(op)
     inclusive = op.arg("include_self")
 
@@ -289,7 +288,7 @@ def _strided(e: Evaluator, op: OpView, at: At) -> tuple[Address, tuple[Val, ...]
     src, out = op.arg("src"), op.out.spec
     assert out is not None
     start: Extent = 0
-    if op.arg("storage_offset") is not None:  # counted from the storage's first element
+    if op.arg("storage_offset") is not None:  # counted from the start of the storage
         start = number(op.arg("storage_offset")) - e.offset(op.arg("self"))
     index = Index(start, sizes=e.b.p + e.b.r)
     for i, step in zip(at.dims, map(number, op.arg("stride")), strict=True):
@@ -309,7 +308,7 @@ def _reach(shape: Shape, stride: Shape) -> Extent:
 
 
 def _clear_strides(op: OpView) -> str | None:
-    """Eager copies into memory, in an order of its own where elements share it."""
+    """Eager copies within memory, in an order of its own if elements share it."""
     x, out = op.arg("self").spec, op.out.spec
     if out is None or shape_of(x) != shape_of(out) or stride_of(x) != stride_of(out):
         return "a tensor whose elements share memory"
@@ -329,14 +328,12 @@ def _clear_strides(op: OpView) -> str | None:
 
 
 def _flat(op: OpView) -> Domain:
-    """One row of all elements: hits are counted in their order."""
+    """One row of all elements; mask hits are counted in their order."""
     return Domain((product(shape_of(op.out.spec)),), (0,))
 
 
 def _masked(r: RowContext, op: OpView) -> tuple[Val, ...]:
-    """A hit takes the element of the source whose number is that of the hits before it. An error where there are
-    fewer.
-    """
+    """Each mask hit takes the source element whose number is the count of hits before it. An error if there are too few."""
     e, b, t, source = r.e, r.b, out_type(op), op.arg("source")
     at = r.full.reshape(shape_of(op.out.spec))
     hit = truth(b, e(op.arg("mask"), at))

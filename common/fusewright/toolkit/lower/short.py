@@ -1,6 +1,4 @@
-"""Reductions of a few elements as maps: unrolled, so that they fuse like pointwise ops and are vectorised across
-rows.
-"""
+"""Short reductions as maps: unrolled, so that they fuse like pointwise ops and are vectorized across rows."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ SHORT = 8
 
 
 class _Reached(Exception):
-    """The code of a row has come to a reduction whose operand is not known at every position yet."""
+    """Raised at a reduction whose operand is not yet known at every position."""
 
     def __init__(self, how: str, operand: Val) -> None:
         super().__init__(how)
@@ -28,7 +26,7 @@ class _Reached(Exception):
 
 
 class _Recorder:
-    """A builder whose first reductions are known already."""
+    """A builder whose first reductions are already known."""
 
     def __init__(self, b: Builder, known: list[Val]) -> None:
         self._b, self._known, self._next = b, known, 0
@@ -44,7 +42,7 @@ class _Recorder:
 
 
 def unrolled(rule: Row) -> Map:
-    """The same results of a row op (all of level "row"), one element of them at a time."""
+    """The results of a row op (all of level "row"), computed one element at a time."""
 
     def code(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         domain = rule.domain(op)
@@ -83,14 +81,14 @@ def _folded(b: Builder, how: str, values: list[Val]) -> Val:
             mean = _folded(b, "mean", values)
             return _folded(b, "sum", [(v - mean) * (v - mean) for v in values])
     op = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and"}[how]
-    while len(values) > 1:  # in pairs: short chains, small errors
+    while len(values) > 1:  # pairwise: short dependency chains, small errors
         odd = values[-1:] if len(values) % 2 else []
         values = [b.op(op, x, y) for x, y in zip(values[::2], values[1::2], strict=False)] + odd
     return values[0]
 
 
 def _position(b: Builder, up: bool, values: list[Val]) -> Val:
-    """The first of the extreme ones; NaN wins."""
+    """The position of the first extreme value; NaN wins."""
     best, at = values[0], b.const(0, "i32")
     for k, v in enumerate(values[1:], 1):
         stays = v <= best if up else v >= best
@@ -110,7 +108,7 @@ def is_short(rule: Row, op: OpView) -> bool:
 
 
 def with_short_rows(table: Table) -> Table:
-    """The table with the rules of plain reductions replaced by their unrolled form where rows are short."""
+    """The table with plain reductions replaced by their unrolled form where rows are short."""
     return {name: _chosen(rules) for name, rules in table.items()}
 
 

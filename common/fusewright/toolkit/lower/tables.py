@@ -1,4 +1,4 @@
-"""Every rule, and whether kernels can compute a given op by them."""
+"""All rules, and whether kernels can compute a given op by them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ RULES: dict[str, Rules] = merge(
         {name: rows.loss_rules for name in rows.LOSSES},
     )
 )  # fmt: skip
-"""Row of the opset -> how kernels compute it."""
+"""Row of the opset -> rules by which kernels compute it."""
 
 for _name in ("any", "all"):
     RULES[_name] = rows.with_no_dims(RULES[_name])
 
 
 def rules_of(op: OpView) -> tuple[Rule, ...]:
-    """The rules for one call; () when there is none."""
+    """The rules for one call; () if there are none."""
     found = RULES.get(op.op, ())
     return found if isinstance(found, tuple) else found(op)
 
 
 def verdict(op: OpView) -> Verdict:
-    """Whether kernels can compute `op`: a rule for this very call, types that kernels have, no empty tensor."""
+    """Whether kernels can compute `op`: a rule accepts this call, kernels have its types, and no tensor is empty."""
     rules = rules_of(op)
     if not rules:
         return Verdict(Why.NO_LOWERING, f"no kernel rule for {op.op}")
@@ -71,7 +71,7 @@ def _types(specs: list[TensorSpec]) -> Verdict | None:
 
 
 def _symbols(op: OpView) -> set[str]:
-    """Number arguments that are symbols. Those in lists are sizes, which the results' shapes tell."""
+    """Symbolic number arguments. Those in lists are sizes, which the results' shapes show."""
     return {n for n, a in zip(op.argnames, op.args, strict=True) if isinstance(a, Value) and a.spec is None}
 
 
@@ -86,7 +86,7 @@ def _sizes(op: OpView) -> Verdict | None:
 
 
 def _same_count(op: OpView) -> bool:
-    """Whether a reshape's two shapes hold equally many elements, as polynomials of the symbols."""
+    """Whether both shapes of a reshape have equally many elements, as polynomials of the symbols."""
     if op.op not in ("view", "reshape", "squeeze", "unsqueeze") or op.out.spec is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Rules of the view rows: which element of the argument an element of the result is."""
+"""Rules of the view rows: the element of the argument that each element of the result is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _plain(*names: str) -> object:
 
 
 def start_of(op: OpView) -> Extent:
-    """Where a slice starts, clipped as Python does; with a symbolic size as tracing did, which guards it."""
+    """The start of a slice, clipped as in Python; for a symbolic size, as tracing did, which guards it."""
     start = op.arg("start")
     size = op.arg("self").spec.shape[dim_of(op)] if "self" in op.argnames else op.arg("input_sizes")[_grad_dim(op)]
     if start is None:
@@ -55,7 +55,7 @@ def _grad_dim(op: OpView) -> int:
 
 
 def static_start(op: OpView) -> str | None:
-    """A slice whose start and step are known."""
+    """Only slices whose start and step are known."""
     if not isinstance(op.arg("step"), int) or not isinstance(op.arg("start"), int | None):
         return "the start or step of the slice is symbolic"
     start = op.arg("start") or 0
@@ -75,7 +75,7 @@ def _expand(op: OpView, k: int, at: At) -> tuple[Value, At]:
 
 
 def _reordered(at: At, source: list[int], x: Value) -> At:
-    """`source[i]`: the dim of the argument that dim `i` of the result is."""
+    """`source[i]`: the argument's dim that is dim `i` of the result."""
     dims = [at.dims[0]] * len(source)
     for i, d in enumerate(source):
         dims[d] = at.dims[i]
@@ -109,7 +109,7 @@ def _slice(op: OpView, k: int, at: At) -> tuple[Value, At]:
 
 
 def insert(at: At, dim: int, index: Index | Extent, size: Extent) -> At:
-    """`at` with one dim more."""
+    """`at` with one more dim."""
     ix = index if isinstance(index, Index) else Index(index, sizes=at.dims[0].sizes if at.dims else None)
     dims, shape = list(at.dims), list(at.shape)
     dims.insert(dim, ix)
@@ -121,11 +121,11 @@ def _select(op: OpView, k: int, at: At) -> tuple[Value, At]:
     x, d, given = op.arg("self"), dim_of(op), op.arg("index")
     size, i = shape_of(x.spec)[d], number(given)
     traced = given.dim.hint if isinstance(given, Value) and given.dim is not None else given
-    return x, insert(at, d, i + size if traced < 0 else i, size)  # tracing has guarded a symbol's sign
+    return x, insert(at, d, i + size if traced < 0 else i, size)  # tracing has guarded the sign of a symbol
 
 
 def _signed(op: OpView) -> str | None:
-    """An index whose sign is known."""
+    """Only indices whose sign is known."""
     i = number(op.arg("index"))
     unknown = not isinstance(i, int) and any(s.startswith("u") for s in names(i))
     return "an index that may count from the end" if unknown else None
