@@ -34,10 +34,15 @@ SMALL = 1 << 12
 COPY_LIMIT = 1 << 25
 """Bytes of inputs that may be copied because their addresses change at every call."""
 
+COPY_SHARE = 8
+"""Inputs may also be copied when they are at most one part in so many of the bytes read in place."""
+
 MOST_SETS = 64
 """Sets of arguments remembered per plan."""
-MISSES = 24
-"""Calls in a row with unknown addresses after which arguments count as moving, not as those of another layer."""
+MOVES = 6
+"""Sets of one layer in a row, each with new addresses, after which the arguments that differ count as moving."""
+MISSES = 64
+"""The same for calls in a row where no address identifies a layer."""
 MOST_UNUSED = 8
 """Replay is given up after so many recordings were dropped before their second use."""
 
@@ -74,12 +79,13 @@ class _Recording:
 @dataclass
 class _Set:
     """Arguments that come together: a stream and the addresses of arguments read in place. `last` is the number of the last
-    call that had them."""
+    call that had them, `moves` the number of earlier sets of the same layer."""
 
     stream: Hashable
     addresses: tuple[int, ...]
     last: int = 0
     recording: _Recording | None = None
+    moves: int = 0
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -118,7 +124,7 @@ class Retained(Recorded[_Recording]):
         if found.recording is not None:
             return None if self._held(found.recording) else found.recording
         self._sets[found.key] = found
-        self._misses = 0 if before else self._misses + 1
+        self._misses = 0 if before or found.moves else self._misses + 1
         if self._recorded and not before:  # unknown addresses may never come again
             self._forget(self._sets.values(), MOST_SETS)
             return None
@@ -143,13 +149,19 @@ class Retained(Recorded[_Recording]):
         def cost(s: _Set) -> int:
             return sum(size[k] for k in moved(s))
 
-        known = [s for s in self._sets.values() if s.recording is not None and s.stream == given.stream and s.last]
+        known = [s for s in self._sets.values() if s.stream == given.stream]
         nearest = min(known, key=cost, default=None)
-        if nearest is None or nearest.recording is None or self._held(nearest.recording):
+        if nearest is None:
             return None
-        alone = self._misses >= MISSES or 2 * cost(nearest) < sum(size.values())
         places = moved(nearest)
-        if not alone or cost(nearest) > COPY_LIMIT or self._written.intersection(places):
+        if any(not set(moved(s)) <= set(places) for s in known):  # an address that only this layer uses is known
+            given.moves = nearest.moves + 1
+        held = [s for s in known if s.recording is not None and self._held(s.recording)]
+        settled = nearest.recording is not None or given.moves > 1  # saved tensors move until forward is recorded
+        few = 2 * cost(nearest) < sum(size.values()) and settled
+        alone = few or given.moves >= MOVES or (self._misses >= MISSES and not given.moves and not held)
+        cheap = cost(nearest) <= max(COPY_LIMIT, sum(size.values()) // COPY_SHARE)
+        if not alone or not cheap or any(s is nearest for s in held) or self._written.intersection(places):
             return None
         self._copy(places)
         return nearest

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from fusewright import pipeline
@@ -258,6 +259,25 @@ def test_each_layer_of_a_shared_plan_has_its_recording() -> None:
         del h  # what all layers save lives until here
         found.append(recorder.replays - before)
     assert found[-1] == len(layers)
+
+
+@pytest.mark.parametrize("count", [6, 30])
+def test_layers_that_hand_gradients_to_each_other_are_replayed(count: int) -> None:
+    """The gradient that a layer gets lies elsewhere at every call until the one behind it is replayed; all else is its own."""
+    torch.manual_seed(0)
+    layers, recorder = [Layer() for _ in range(count)], Working()
+    fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(64, 64, requires_grad=True)
+    found: list[int] = []
+    for _ in range(6):
+        before = recorder.replays
+        h = x
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+            h = fast(layer, h)
+        h.sum().backward()
+        del h
+        found.append(recorder.replays - before)
+    assert found[-1] == 2 * count
 
 
 def test_arguments_that_move_are_copied() -> None:
