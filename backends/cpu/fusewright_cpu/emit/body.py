@@ -1,4 +1,4 @@
-"""The loops of one kernel: a function `void body(ptr args, i64 begin, i64 end, ptr error)` over a range of
+"""Emit the loops of one kernel: a function `void body(ptr args, i64 begin, i64 end, ptr error)` over a range of
 work items."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fusewright_cpu.emit.text import Fn, Module, V, i64
 from fusewright_cpu.emit.tiles import transpose
 
 STACK_BYTES = 65536
-"""Row buffers up to this size live on the stack, longer ones and those of symbolic size on the heap."""
+"""The largest row buffer on the stack; longer ones and those of symbolic size are on the heap."""
 
 
 class Body:
-    """Writes the body function of a kernel."""
+    """Emits the body function of a kernel."""
 
     def __init__(self, module: Module, kernel: Kernel, how: Strategy, name: str) -> None:
         self.kernel, self.how, self.target = kernel, how, module.target
@@ -41,7 +41,7 @@ class Body:
         self.members = {} if how.row or how.lanes == 1 else members(kernel, how.v)
         self.zips = {} if how.row or how.lanes == 1 else members(kernel, how.v, "store")
         self.waiting: dict[tuple[int, Index, int], dict[int, V]] = {}
-        """Stores of a set and a unit whose neighbours are still to come: place -> value."""
+        """Stores of an interleaved set and a unit whose other members are not yet there: place -> value."""
         self.unzipped: dict[tuple[int, Index, int], list[V]] = {}
         self.transposed: dict[int, list[V]] = {}
         self.known: dict[int, bool] = {}
@@ -50,7 +50,7 @@ class Body:
         self.division = IntegerDivision(lambda bad: self.lanes.report(bad, ZERO_DIVISION))
 
     def write(self) -> None:
-        """The whole function."""
+        """Emit the whole function."""
         self._allocate_rows()
         self._items()
         for p in self.heap:
@@ -66,7 +66,7 @@ class Body:
         return list(range(len(self.kernel.p), len(self.kernel.sizes)))
 
     def width(self) -> int:
-        """Vectors that one tile of column mode holds."""
+        """Return the number of vectors that one tile of column mode holds."""
         if self.how.row or self.how.v is None:
             return 1
         n = self.kernel.sizes[self.how.v]
@@ -103,7 +103,7 @@ class Body:
             self.heap.append(self.keeps[n.id])
 
     def _keep_pointer(self, n: int, u: int) -> V:
-        """Where the row buffer holds the value here."""
+        """Return the address in the row buffer of the value at this point."""
         f, at = self.f, i64(0)
         for r in self.rows:
             at = f.add(f.mul(at, self.size(r)), self.lanes.axis[r])
@@ -127,18 +127,18 @@ class Body:
     # work items
 
     def item_axes(self) -> list[tuple[int, V]]:
-        """(axis, count) of the axes that work items enumerate, outermost first; the vectorised one counts
+        """Return (axis, count) of the axes that work items enumerate, outermost first; the vectorised one counts
         blocks."""
         out = [(a, self.size(a)) for a in self.how.parallel]
         out += [(a, self.blocks(self.f, self.args, a)) for a in self.blocked()]
         return out
 
     def blocked(self) -> list[int]:
-        """The axes that are cut into blocks."""
+        """Return the axes that are cut into blocks."""
         return [a for a in (self.how.tile, self.how.v) if a is not None and self.how.block]
 
     def blocks(self, f: Fn, args: Arguments, axis: int) -> V:
-        """How many blocks an axis is cut into."""
+        """Return the number of blocks of an axis."""
         size = self.kernel.sizes[axis]
         if isinstance(size, int):
             return i64(-(-size // self.how.block))
@@ -146,11 +146,11 @@ class Body:
         return f.bin("sdiv", up, i64(self.how.block))
 
     def _items(self) -> None:
-        """The loop over work items: the first one is found by division, the next ones by counting up."""
+        """Emit the loop over work items: the first item is found by division, the next ones by counting up."""
         f, axes = self.f, self.item_axes()
         rest, start = self.begin, list[V]()
         for _, n in reversed(axes[1:]):
-            # an empty axis means no items at all, but the division is made all the same
+            # an empty axis means that there are no items, but the division is executed all the same
             n = f.select(f.cmp("icmp slt", n, i64(1)), i64(1), n)
             start.append(f.bin("srem", rest, n))
             rest = f.bin("sdiv", rest, n)
@@ -171,7 +171,7 @@ class Body:
         f.loop(self.begin, self.end, i64(1), start, body)
 
     def _item(self) -> None:
-        """One work item: the serial axes in order, then the rows or the columns."""
+        """Emit one work item: the serial axes in order, then the rows or the columns."""
         block = self.lanes.axis.get(self.how.v) if self.how.block and self.how.v is not None else None
         if self.how.tile is not None and self.how.v is not None:
             self._tiles(self.how.v, self.how.tile)
@@ -196,7 +196,7 @@ class Body:
         self.f.loop(i64(0), self.size(axis), i64(1), [], step)
 
     def _point(self) -> None:
-        """All stages for one point of P, values of P as scalars."""
+        """Emit all stages for one point of P, with values of P as scalars."""
         self.uniform = {}
         self.scalar_code()
         for stage in self.kernel.stages:
@@ -211,8 +211,8 @@ class Body:
     # column mode
 
     def _columns(self, block: V | None) -> None:
-        """Tiles of columns from the block's first to its last: full ones, then single vectors, then what is
-        left."""
+        """Emit tiles of columns from the block's first to its last: full ones, then single vectors, then the
+        rest."""
         v = self.how.v
         if v is None:
             raise ValueError("column mode without a vectorised axis")
@@ -227,7 +227,7 @@ class Body:
         self.known, self.span = {}, whole
 
     def _least(self, hi: V, at: int, lo: V) -> V:
-        """`at`, moved into lo..hi."""
+        """Return `at`, clamped to lo..hi."""
         f, x = self.f, i64(at)
         if lo.lit and hi.lit:
             return x
@@ -235,11 +235,11 @@ class Body:
         return f.select(f.cmp("icmp sgt", x, lo), x, lo)
 
     def _column_spans(self, v: int, lo: V, hi: V, hoisted: set[int], common: dict[int, V]) -> None:
-        """The columns [lo, hi) of `v`."""
+        """Emit the columns [lo, hi) of `v`."""
         f = self.f
 
         def tiles(lo: V, hi: V, units: int, lanes: int, masked: bool) -> V:
-            """Whole tiles of `units * lanes` columns; where they end (the last one is cut short when
+            """Emit whole tiles of `units * lanes` columns and return where they end (the last one is cut short when
             `masked`)."""
             step = units * lanes
             stop = hi if masked or self._divides(step) else self._whole(lo, hi, step)
@@ -257,7 +257,7 @@ class Body:
         self._spans(lo, hi, self.width(), self.how.lanes, tiles)
 
     def _range(self, axis: int, block: V) -> tuple[V, V]:
-        """Where a block of an axis begins and ends."""
+        """Return where a block of an axis begins and ends."""
         f, n = self.f, self.size(axis)
         lo = f.mul(block, i64(self.how.block))
         top = f.add(lo, i64(self.how.block))
@@ -265,7 +265,7 @@ class Body:
         return lo, top if exact else f.select(f.cmp("icmp slt", top, n), top, n)
 
     def _hoisted(self, *varying: int) -> set[int]:
-        """Emits the nodes of the first stage that depend on none of these axes; their ids."""
+        """Emit the nodes of the first stage that depend on none of these axes; return their ids."""
         self.uniform = {}
         self.scalar_code()
         first = self.kernel.stages[0] if self.kernel.stages else None
@@ -276,13 +276,13 @@ class Body:
         return {n.id for n in nodes}
 
     def _divides(self, step: int, axis: int | None = None) -> bool:
-        """Whether an axis (the vectorised one) and its block are known to be multiples of `step`."""
+        """Return whether an axis (the vectorised one) and its block are known to be multiples of `step`."""
         n = self.span if axis is None else self.kernel.sizes[axis]
         return isinstance(n, int) and n % step == 0 and self.how.block % step == 0
 
     def _spans(self, lo: V, hi: V, units: int, lanes: int, span: Callable[[V, V, int, int, bool], V]) -> None:
-        """Covers [lo, hi) with full steps of `units` vectors, then (of a known size) of half as many and so on, then
-        single ones, then a masked or scalar tail."""
+        """Cover [lo, hi) with full steps of `units` vectors, then (for a known size) of half as many and so on, then
+        single vectors, then a masked or scalar tail."""
         at = span(lo, hi, units, lanes, False)
         if self._divides(units * lanes):
             return
@@ -303,13 +303,13 @@ class Body:
             span(at, hi, 1, lanes if masks else 1, masks)
 
     def _whole(self, lo: V, hi: V, step: int) -> V:
-        """The greatest lo + k * step <= hi (lo itself when hi < lo)."""
+        """Return the greatest lo + k * step <= hi (lo itself when hi < lo)."""
         f = self.f
         return f.add(lo, f.bin("and", f.bin("sub", hi, lo), i64(-step)))
 
     def tail_mask(self, i: V, hi: V, lanes: int) -> V:
         f = self.f
-        if self.target.arm:  # lanes as wide as those of the values: no mask has to be narrowed
+        if self.target.arm:  # lanes as wide as those of the values, so that no mask needs narrowing
             t = f"i{max(8, min(64, self.target.vector_bytes * 8 // lanes))}"
             left = f.call("smin", "i64", [f.bin("sub", hi, i), i64(lanes)])
             return f.cmp("icmp ult", f.iota(lanes, t), f.conv("trunc", left, t))
@@ -327,7 +327,7 @@ class Body:
     # tiles
 
     def _tiles(self, v: int, t: int) -> None:
-        """Whole tiles of a block of `v` and `t`, then what is left of it, row by row."""
+        """Emit whole tiles of a block of `v` and `t`, then the rest of it, row by row."""
         f, w = self.f, self.how.lanes
         (t_lo, t_hi), (v_lo, v_hi) = self._range(t, self.lanes.axis[t]), self._range(v, self.lanes.axis[v])
         t_stop, v_stop = self._whole(t_lo, t_hi, w), self._whole(v_lo, v_hi, w)
@@ -363,7 +363,7 @@ class Body:
     # row stages
 
     def _row_stage(self, stage: Stage) -> None:
-        """Loops over R: each node in the outermost loop that knows its operands, reductions in the
+        """Emit loops over R: each node in the outermost loop where its operands are known, reductions in the
         innermost."""
         rows = self.rows
         depth = {n.id: max((k for k, a in enumerate(rows) if a in self.axes[n.id]), default=-1) for n in stage.nodes}
@@ -376,7 +376,7 @@ class Body:
     # nodes
 
     def value(self, n: int, u: int) -> V:
-        """An operand: of unit `u`, common to all units, or from the row buffer."""
+        """Return an operand: of unit `u`, common to all units, or from the row buffer."""
         if n in self.units[u]:
             return self.units[u][n]
         if n in self.uniform:
@@ -386,7 +386,7 @@ class Body:
         return x
 
     def varies(self, n: Node) -> bool:
-        """Whether the node has a value per lane here."""
+        """Return whether the node has one value per lane here."""
         return self.lanes.vectorised and self.how.v in self.axes[n.id]
 
     def nodes(self, nodes: Iterable[Node], units: int) -> None:
@@ -437,7 +437,7 @@ class Body:
                 raise ValueError(f"no code for {n.op}")
 
     def _store(self, n: Node, values: dict[int, V], u: int, varying: bool) -> None:
-        """A store: alone, or the last one of an interleaved set with all of them."""
+        """Emit a store: alone, or with the whole interleaved set when it is the last of it."""
         m = self.zips.get(n.id)
         if m is None or not varying or self.lanes.mask is not None or self.lanes.w == 1 or self.how.tile is not None:
             self.lanes.store(n, values, u, varying)
@@ -449,7 +449,7 @@ class Body:
             self.lanes.store_interleaved(n, m.base, [places[k] for k in range(m.stride)], u)
 
     def _load(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
-        """A load: alone, one of an interleaved set, or one for all units of a tile."""
+        """Emit a load: alone, one of an interleaved set, or one for all units of a tile."""
         v, t = self.how.v, self.lanes.units_along
         if v is not None and t != v and across(self.kernel, n, v) == t:
             if n.id not in self.transposed:

@@ -1,4 +1,4 @@
-"""The C function of a kernel: `int64 k(int64 *block, int64 threads)` decides how many threads the work is
+"""Emit the C function of a kernel: `int64 k(int64 *block, int64 threads)` decides how many threads the work is
 worth and runs it.
 
 `block` holds the buffers' addresses, the sizes in the order of `Kernel.symbols`, and the scalars (floats as
@@ -23,7 +23,7 @@ class UnsupportedKernel(ValueError):
 
 
 def new_module(target: CpuTarget) -> Module:
-    """An empty module whose functions use the target's full vector width."""
+    """Return an empty module whose functions use the target's full vector width."""
     width, wide = f'"{target.vector_bytes * 8}"', ""
     if target.triple.startswith("x86"):
         wide = f'"prefer-vector-width"={width} "min-legal-vector-width"={width}'
@@ -33,9 +33,9 @@ def new_module(target: CpuTarget) -> Module:
 
 
 def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> None:
-    """Adds the function `name` for `kernel`; `parallel` says that a thread pool will be linked in.
+    """Add the function `name` for `kernel`; `parallel` means that a thread pool will be linked in.
 
-    UnsupportedKernel when the target lacks what the kernel needs.
+    Raise UnsupportedKernel when the target lacks what the kernel needs.
     """
     if not module.target.converts_half and any(n.dtype == "f16" for n in kernel.nodes()):
         raise UnsupportedKernel(f"{kernel.name}: this CPU does not convert f16 (no F16C)")
@@ -57,7 +57,7 @@ def emit_kernel(module: Module, kernel: Kernel, name: str, parallel: bool) -> No
 
 
 def _items(f: Fn, args: Arguments, body: Body) -> V:
-    """How many work items there are; none when any axis that they run over is empty."""
+    """Return the number of work items, 0 when any axis that they run over is empty."""
     total = i64(1)
     for a in body.blocked():
         total = f.mul(total, body.blocks(f, args, a))
@@ -67,7 +67,7 @@ def _items(f: Fn, args: Arguments, body: Body) -> V:
 
 
 def _team(f: Fn, args: Arguments, kernel: Kernel, items: V, threads: V) -> V:
-    """min(threads, items, 1 + work / grain)."""
+    """Return min(threads, items, 1 + work / grain)."""
     per_p, per_r = work_units(kernel)
     points: Extent = 1
     for s in kernel.p:
@@ -82,8 +82,8 @@ def _team(f: Fn, args: Arguments, kernel: Kernel, items: V, threads: V) -> V:
 
 
 def start(f: Fn, name: str, block: V, items: V, shared: V, team: V | None) -> None:
-    """All work items by `void name.body(ptr block, i64 lo, i64 hi, ptr shared)`: here, or on a team of more than one (see
-    `share`)."""
+    """Run all work items by `void name.body(ptr block, i64 lo, i64 hi, ptr shared)`: here, or on a team of several threads
+    (see `share`)."""
     if team is None:
         _run(f, name, block, items, shared)
         return
@@ -104,7 +104,7 @@ def _run(f: Fn, name: str, block: V, items: V, shared: V) -> None:
 
 
 def _fork(f: Fn, name: str, block: V, items: V, shared: V, team: V) -> None:
-    """Runs the work on the pool. Error words are only ever set, and written whole, so the race for `shared` is
+    """Run the work on the pool. Error words are only ever set, and written whole, so the race for `shared` is
     harmless."""
     words = f.alloca("i64", 3, 16)
     for k, v in enumerate((f.conv("ptrtoint", block, "i64"), items, f.conv("ptrtoint", shared, "i64"))):
@@ -114,7 +114,7 @@ def _fork(f: Fn, name: str, block: V, items: V, shared: V, team: V) -> None:
 
 
 def share(module: Module, name: str) -> None:
-    """`void part(ptr words)`: this thread's contiguous share of the work items."""
+    """Emit `void part(ptr words)`, which runs this thread's contiguous share of the work items."""
     module.declare(THREAD, "i32", [], external=True)
     module.declare(THREADS, "i32", [], external=True)
     f = Fn(module, f"{name}.part", "void", ["ptr"])

@@ -1,5 +1,5 @@
 """Interleaved loads: `x[3 * i]`, `x[3 * i + 1]` and `x[3 * i + 2]` together read whole vectors, which are then
-unzipped; gathers are several times slower. Stores alike: vectors are zipped, and whole ones written."""
+unzipped; gathers are several times slower. Likewise, stores zip vectors and write whole ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright_cpu.emit.text import Fn, V
 
 MOST = 8
-"""Largest stride that is unzipped."""
+"""The largest stride that is unzipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One load (or store) of a complete set: `base` is where the first one of the `stride` loads is, `place` which one
-    this is."""
+    """One load (or store) of a complete set: `base` is the index of the first of the `stride` accesses, `place` the number of
+    this one."""
 
     buffer: int
     base: Index
@@ -25,8 +25,8 @@ class Member:
 
 
 def members(kernel: Kernel, v: int | None, op: str = "load") -> dict[int, Member]:
-    """Loads (or stores) along axis `v` of which every one of the `stride` neighbours is there too: together they touch
-    no element that the kernel does not touch anyway."""
+    """Return loads (or stores) along axis `v` whose `stride` neighbours are all present: together they touch
+    no element that the kernel would not touch anyway."""
     found: dict[int, Member] = {}
     for s in kernel.stages:
         if s.over == "P" and v is not None:
@@ -57,7 +57,7 @@ def _member(kernel: Kernel, n: Node, v: int, op: str) -> Member | None:
 
 
 def zipped(f: Fn, parts: list[V]) -> list[V]:
-    """One vector per place -> vectors as they lie side by side in memory; the inverse of `unzip`."""
+    """Turn one vector per place into vectors in memory order; the inverse of `unzip`."""
     n, w = len(parts), parts[0].w
     if n == 1:
         return parts
@@ -72,7 +72,7 @@ def zipped(f: Fn, parts: list[V]) -> list[V]:
 
 
 def _picked(f: Fn, parts: list[V], at: list[int]) -> V:
-    """Element `k // n` of vector `k % n`, for every k in `at`."""
+    """Return element `k // n` of vector `k % n`, for every k in `at`."""
     n, w = len(parts), parts[0].w
     out = parts[0]
     for p, part in enumerate(parts):
@@ -84,7 +84,7 @@ def _picked(f: Fn, parts: list[V], at: list[int]) -> V:
 
 
 def unzip(f: Fn, parts: list[V]) -> list[V]:
-    """Vectors that lie side by side in memory -> one vector per place, every `len(parts)`-th element each."""
+    """Turn vectors in memory order into one vector per place, with every `len(parts)`-th element each."""
     n = len(parts)
     if n == 1:
         return parts
@@ -98,7 +98,7 @@ def unzip(f: Fn, parts: list[V]) -> list[V]:
 
 
 def _every(f: Fn, parts: list[V], k: int) -> V:
-    """Elements k, k + n, k + 2n ... of n vectors."""
+    """Return elements k, k + n, k + 2n ... of n vectors."""
     n, w = len(parts), parts[0].w
     out = parts[0]
     for p, part in enumerate(parts):

@@ -1,5 +1,5 @@
-"""Instructions that LLVM does not make of vectors by itself: products of bf16 (`vdpbf16ps` of AVX-512, `bfdot` of NEON and
-SVE), SVE's loads that widen."""
+"""Instructions that LLVM does not select from generic vector code: bf16 products (`vdpbf16ps` of AVX-512, `bfdot` of NEON and
+SVE), SVE's widening loads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SHORT = {"float": "f32"}
 
 
 def multiplies_pairs(target: CpuTarget) -> bool:
-    """Whether `dot_pairs` is an instruction for vectors of the target's full width."""
+    """Return whether `dot_pairs` is an instruction for vectors of the target's full width."""
     return target.has("bf16") if target.arm else target.has("avx512bf16") and target.vector_bytes == 64
 
 
 def dot_pairs(f: Fn, acc: V, x: V, y: V) -> V:
-    """acc + x * y, summed over the two bf16 of each word, an i32: fp32. Subnormals count as 0."""
+    """Return acc + x * y in fp32, summed over the two bf16 of each i32 word. Subnormals count as 0."""
     target = f.module.target
     if target.sve_bits > 128:
         return scalable(f, "llvm.aarch64.sve.bfdot", acc, [x, y], "bfloat")
@@ -28,7 +28,7 @@ def dot_pairs(f: Fn, acc: V, x: V, y: V) -> V:
 
 
 def near_bf16(f: Fn, x: V) -> V:
-    """The nearest bf16; subnormals may become 0."""
+    """Round to the nearest bf16; subnormals may become 0."""
     if f.module.target.arm:
         return f.conv("fptrunc", x, "bfloat")
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
@@ -37,7 +37,7 @@ def near_bf16(f: Fn, x: V) -> V:
 
 
 def widened(f: Fn, t: str, p: V, w: int, left: V | None = None) -> V:
-    """`w` integers of type `t` at `p` as i32, by SVE's loads that widen; zeros behind the first `left` (any count)."""
+    """Load `w` integers of type `t` at `p` as i32, by SVE's widening loads; zeros after the first `left` (any count)."""
     ty, bits = f"<vscale x 4 x {t}>", BITS[t]
     if left is None:
         x = f.let(t, 0, f"load {ty}, {p}, align {bits // 8}")
@@ -52,8 +52,8 @@ def widened(f: Fn, t: str, p: V, w: int, left: V | None = None) -> V:
 
 
 def scalable(f: Fn, name: str, acc: V, words: Sequence[V], t: str) -> V:
-    """An SVE intrinsic of `acc` and of words of as many bits as its lanes, read as elements of type `t`. Vectors have the
-    target's length; the intrinsic's types leave that open."""
+    """Call an SVE intrinsic on `acc` and words with as many bits as its lanes, read as elements of type `t`. Vectors have the
+    target's length; the intrinsic's types are scalable."""
     apart = 32 // BITS[t]
     to = f"<vscale x {4 * apart} x {t}>"
     args = [(f"<vscale x 4 x {acc.t}>", _scalable(f, acc))]
@@ -64,7 +64,7 @@ def scalable(f: Fn, name: str, acc: V, words: Sequence[V], t: str) -> V:
 
 
 def _fixed(f: Fn, name: str, t: str, w: int) -> V:
-    """A vector of scalable length as one of the target's."""
+    """Convert a vector of scalable length to the target's length."""
     ty, short = f"<vscale x 4 x {t}>", _SHORT.get(t, t)
     back = f"llvm.vector.extract.v{w}{short}.nxv4{short}"
     f.module.declare(back, f"<{w} x {t}>", [ty, "i64"])
@@ -72,7 +72,7 @@ def _fixed(f: Fn, name: str, t: str, w: int) -> V:
 
 
 def _scalable(f: Fn, v: V) -> str:
-    """The name of a vector of 32-bit lanes as one of scalable length."""
+    """Convert a vector of 32-bit lanes to scalable length; return its name."""
     ty, short = f"<vscale x 4 x {v.t}>", _SHORT.get(v.t, v.t)
     name = f"llvm.vector.insert.nxv4{short}.v{v.w}{short}"
     f.module.declare(name, ty, [ty, v.ty, "i64"])

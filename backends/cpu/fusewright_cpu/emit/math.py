@@ -1,7 +1,7 @@
 """Elementary functions on f32 vectors, with their error bounds, and the C library for the rest.
 
-The polynomials were fitted for this file: weighted least squares on Chebyshev nodes in 50 digits, each
-coefficient rounded to the type in turn before the next ones are fitted. NaN, infinities, signed zeros and
+The polynomials were fitted for this file: weighted least squares on Chebyshev nodes with 50 digits; each
+coefficient is rounded to the type before the next ones are fitted. NaN, infinities, signed zeros and
 subnormals follow the C library. f64, and functions without a row, call the C library lane by lane."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COEFS: dict[str, tuple[float, ...]] = {
         -0.3333328068256378, 0.13331419229507446, -0.053738292306661606, 0.02063542976975441,
         -0.005701635032892227,
     ),
-    # erf(x)/x in x^2 - 7.875, x^2 <= 14.5, where erf is 1 but for a last place
+    # erf(x)/x in x^2 - 7.875, x^2 <= 14.5, beyond which erf is 1 to within a last place
     "erf": (
         0.3563225567340851, -0.022596411406993866, 0.0021384309511631727, -0.00022175750927999616,
         2.350168324483093e-05, -2.457227310515009e-06, 2.487535653017403e-07, -2.410424215781859e-08,
@@ -67,7 +67,7 @@ LOG10E = (0.434326171875, -3.168997136526741e-05)
 PIO2 = (1.5707963267948966, 6.123233995736766e-17)
 ERF_TOP, ERF_CENTER = 14.5, 7.875
 LONG_POLY = 12
-"""Coefficients from which a polynomial is evaluated in parts."""
+"""The least number of coefficients of a polynomial that is evaluated in parts."""
 MAX_ANGLE = 2.0**28
 """Beyond this |x| the two-part reduction of sin and cos runs out of bits, and the C library takes over."""
 
@@ -77,9 +77,9 @@ def _c(x: float, like: V) -> V:
 
 
 def _poly(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
-    """Horner's scheme; a long polynomial in four parts by powers of x^4, which do not wait for each other: the chain
-    of one long scheme takes more cycles than a core can fill with the next vectors. Where each constant addend costs a
-    move, in powers of x."""
+    """Evaluate by Horner's scheme. A long polynomial is split by powers of x^4 into four independent parts: the chain
+    of one long scheme has more latency than a core can fill with the next vectors. Where each constant addend costs a
+    move, evaluate in powers of x."""
     if f.module.target.fma_overwrites_addend:
         return _poly_in_powers(f, x, coefs)
     if len(coefs) < LONG_POLY:
@@ -94,8 +94,8 @@ def _poly(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
 
 
 def _poly_in_powers(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
-    """Blocks of `k` coefficients times 1, x, x^2 ..., and Horner's scheme in x^k over them (Paterson and Stockmeyer, SIAM
-    J. Comput. 2, 1973): constants are factors, or added by themselves."""
+    """Evaluate blocks of `k` coefficients times 1, x, x^2 ... and combine them by Horner's scheme in x^k (Paterson and Stockmeyer,
+    SIAM J. Comput. 2, 1973): constants are factors, or are added alone."""
     k = min(range(2, len(coefs)), key=lambda k: len(_starts(coefs, k)) + k)
     starts = _starts(coefs, k)
     blocks = [coefs[a:b] for a, b in zip(starts, (*starts[1:], len(coefs)), strict=True)]
@@ -112,12 +112,12 @@ def _poly_in_powers(f: Fn, x: V, coefs: tuple[float, ...]) -> V:
 
 
 def _starts(coefs: tuple[float, ...], k: int) -> range:
-    """Where blocks begin; a last coefficient by itself belongs to the block before."""
+    """Return where blocks begin; a single last coefficient belongs to the block before."""
     return range(0, len(coefs) - 1, k)
 
 
 def _powers(f: Fn, x: V, k: int) -> list[V]:
-    """x^0 (never used) to x^k."""
+    """Return x^0 (never used) to x^k."""
     powers = [x, x]
     while len(powers) <= k:
         half = len(powers) // 2
@@ -126,7 +126,7 @@ def _powers(f: Fn, x: V, k: int) -> list[V]:
 
 
 def _factors(f: Fn, x: V, values: list[float]) -> dict[float, V]:
-    """Constants to multiply by."""
+    """Return constants to multiply by."""
     if x.w == 1:
         return {c: _c(c, x) for c in values}
     return dict(zip(values, f.lane_constants(values, x), strict=True))
@@ -141,14 +141,14 @@ def _sign_of(f: Fn, magnitude: V, sign: V) -> V:
 
 
 def _at_most(f: Fn, x: V, hi: float) -> V:
-    """x, or `hi` where that is less; NaN stays NaN."""
-    if f.module.target.arm:  # an instruction, where x86 has none that keeps NaN on both sides
+    """Return min(x, hi); NaN stays NaN."""
+    if f.module.target.arm:  # one instruction; x86 has none that keeps NaN on both sides
         return f.call("minimum", x.t, [x, _c(hi, x)])
     return f.select(f.cmp("fcmp olt", _c(hi, x), x), _c(hi, x), x)
 
 
 def _clamp(f: Fn, x: V, lo: float, hi: float) -> V:
-    """x in [lo, hi]; NaN stays NaN."""
+    """Clamp x to [lo, hi]; NaN stays NaN."""
     x = _at_most(f, x, hi)
     if f.module.target.arm:
         return f.call("maximum", x.t, [x, _c(lo, x)])
@@ -156,7 +156,7 @@ def _clamp(f: Fn, x: V, lo: float, hi: float) -> V:
 
 
 def _scale(f: Fn, x: V, n: V) -> V:
-    """x * 2^n for a whole float n in [-160, 160], rounded once."""
+    """Return x * 2^n for a whole float n in [-160, 160], rounded once."""
     target = f.module.target
     if target.has("avx512f") and x.t == "float" and x.w == 16:
         name = "llvm.x86.avx512.mask.scalef.ps.512"
@@ -168,13 +168,13 @@ def _scale(f: Fn, x: V, n: V) -> V:
 
 
 def _pow2(f: Fn, k: V) -> V:
-    """2^k as f32 for a normal result."""
+    """Return 2^k as f32 for a normal result."""
     bits = f.bin("shl", f.bin("add", k, const(127, "i32")), const(23, "i32"))
     return f.conv("bitcast", bits, "float")
 
 
 def _exp_reduced(f: Fn, x: V) -> tuple[V, V]:
-    """(n, r) with x = n ln2 + r."""
+    """Return (n, r) with x = n ln2 + r."""
     n = f.call("rint", x.t, [f.bin("fmul", x, _c(math.log2(math.e), x))])
     r = f.fma(n, _c(-LN2[0], x), x)
     return n, f.fma(n, _c(-LN2[1], x), r)
@@ -197,14 +197,14 @@ def expm1(f: Fn, x: V) -> V:
     y = _clamp(f, x, -20.0, 89.0)
     n, r = _exp_reduced(f, y)
     m = f.fma(f.bin("fmul", r, r), _poly(f, r, COEFS["exp"]), r)
-    # half of 2^n, since 2^128 is no float
+    # half of 2^n, since 2^128 is not a float
     s = _pow2(f, f.bin("sub", f.conv("fptosi", n, "i32"), const(1, "i32")))
     out = f.bin("fmul", f.fma(s, m, f.bin("fsub", s, _c(0.5, x))), _c(2.0, x))
     return f.select(f.cmp("fcmp oeq", x, _c(0.0, x)), x, out)
 
 
 def _log_parts(f: Fn, x: V) -> tuple[V, V, V]:
-    """(n, f, t) with log(x) = n ln2 + f + t, t the small part, for positive finite x."""
+    """Return (n, f, t) with log(x) = n ln2 + f + t, t the small part, for positive finite x."""
     tiny = f.cmp("fcmp olt", x, _c(2.0**-126, x))
     x = f.select(tiny, f.bin("fmul", x, _c(2.0**24, x)), x)
     bits = f.conv("bitcast", x, "i32")
@@ -219,7 +219,7 @@ def _log_parts(f: Fn, x: V) -> tuple[V, V, V]:
 
 
 def _log_special(f: Fn, x: V, y: V) -> V:
-    """log's values at 0, negative numbers, infinity and NaN."""
+    """Set log's values at 0, negative numbers, infinity and NaN."""
     y = f.select(f.cmp("fcmp oeq", x, _c(0.0, x)), _c(-math.inf, x), y)
     y = f.select(f.cmp("fcmp oeq", x, _c(math.inf, x)), x, y)
     return f.select(f.cmp("fcmp uge", x, _c(0.0, x)), f.select(f.cmp("fcmp uno", x, x), x, y), _c(math.nan, x))
@@ -232,7 +232,7 @@ def log(f: Fn, x: V) -> V:
 
 
 def _log_base(f: Fn, x: V, unit: tuple[float, float], e: tuple[float, float]) -> V:
-    """log of another base: `unit` is that log of 2, `e` that log of e, each in two parts."""
+    """Return the log in another base: `unit` is that log of 2, `e` that log of e, each in two parts."""
     n, d, t = _log_parts(f, x)
     low = f.fma(d, _c(e[1], x), f.bin("fmul", t, _c(e[0] + e[1], x)))
     low = f.fma(n, _c(unit[1], x), low)
@@ -256,9 +256,9 @@ def log10(f: Fn, x: V) -> V:
 def log1p(f: Fn, x: V) -> V:
     u = f.bin("fadd", x, _c(1.0, x))
     n, d, t = _log_parts(f, u)
-    # what adding 1 rounded away
+    # the part of x that adding 1 rounded away
     lost = f.bin("fdiv", f.bin("fsub", x, f.bin("fsub", u, _c(1.0, x))), u)
-    # for x > 2^24 the 1 itself is lost, which no longer matters
+    # for x > 2^24 the 1 itself is lost, but no longer matters
     lost = f.select(f.cmp("fcmp ogt", x, _c(2.0**24, x)), _c(0.0, x), lost)
     low = f.fma(n, _c(LN2[1], x), f.bin("fadd", t, lost))
     y = _log_special(f, u, f.fma(n, _c(LN2[0], x), f.bin("fadd", d, low)))
@@ -281,14 +281,14 @@ def sigmoid(f: Fn, x: V) -> V:
 
 
 def erf(f: Fn, x: V) -> V:
-    """One polynomial over the whole range, in a variable centred so that its rounding errors stay small: no
-    exp, no branch. Where x^2 is cut off, its value times x goes on to 1 and is cut off there."""
+    """Evaluate one polynomial over the whole range, in a variable centred so that its rounding errors stay small: no
+    exp, no branch. x^2 is clamped; beyond the clamp the value times x grows to 1 and is clamped there."""
     u = f.bin("fsub", _at_most(f, f.bin("fmul", x, x), ERF_TOP), _c(ERF_CENTER, x))
     return _clamp(f, f.bin("fmul", _poly(f, u, COEFS["erf"]), x), -1.0, 1.0)
 
 
 def _sincos(f: Fn, x: V, quarter: int, symbol: str) -> V:
-    """sin(x + quarter * pi/2), computed in f64 so that one reduction serves all but huge angles."""
+    """Return sin(x + quarter * pi/2), computed in f64 so that one reduction serves all but huge angles."""
     d = f.conv("fpext", x, "double")
     n = f.call("rint", "double", [f.bin("fmul", d, const(2 / math.pi, "double"))])
     r = f.fma(n, const(-PIO2[1], "double"), f.fma(n, const(-PIO2[0], "double"), d))
@@ -319,7 +319,7 @@ def cos(f: Fn, x: V) -> V:
 
 
 def pow_(f: Fn, x: V, y: V) -> V:
-    """x^y through log2 and exp2 in f64, which leaves an error of about half an ulp."""
+    """Return x^y through log2 and exp2 in f64, which leaves an error of about half an ulp."""
     x, y = f.same(x, y)
     a, e = f.conv("fpext", _abs(f, x), "double"), f.conv("fpext", y, "double")
     p = _exp2_double(f, f.bin("fmul", e, _log2_double(f, a)))
@@ -343,7 +343,7 @@ def _negative(f: Fn, x: V) -> V:
 
 
 def _log2_double(f: Fn, a: V) -> V:
-    """log2 of a non-negative f64 that came from f32 (so it is normal, 0, inf or NaN), to 1e-15."""
+    """Return log2 of a non-negative f64 that came from f32 (so it is normal, 0, inf or NaN), to 1e-15."""
     bits = f.conv("bitcast", a, "i64")
     k = f.bin("ashr", f.bin("sub", bits, const(0x3FE6A09E667F3BCD, "i64")), const(52, "i64"))
     m = f.conv("bitcast", f.bin("sub", bits, f.bin("shl", k, const(52, "i64"))), "double")
@@ -356,7 +356,7 @@ def _log2_double(f: Fn, a: V) -> V:
 
 
 def _exp2_double(f: Fn, x: V) -> V:
-    """2^x in f64, clamped to what f32 can tell from 0 and infinity."""
+    """Return 2^x in f64, clamped to what f32 can tell from 0 and infinity."""
     x = _clamp(f, x, -160.0, 130.0)
     n = f.call("rint", "double", [x])
     r = f.bin("fsub", x, n)
@@ -367,12 +367,12 @@ def _exp2_double(f: Fn, x: V) -> V:
 
 
 def exp_of(f: Fn, x: V) -> V:
-    """exp of the value's own type."""
+    """Return exp of a value in its own type."""
     return exp(f, x) if x.t == "float" else lanewise(f, "exp", [x])
 
 
 def lanewise(f: Fn, symbol: str, args: list[V]) -> V:
-    """A function of the C library, called for every lane by a helper function of the module."""
+    """Call a function of the C library for every lane, through a helper function of the module."""
     args = f.same(*args)
     t, w = args[0].t, args[0].w
     f.module.declare(symbol, t, [t] * len(args), external=True)
@@ -406,7 +406,7 @@ def _lanes_helper(f: Fn, name: str, symbol: str, like: V, arity: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MathRow:
-    """`emit` makes f32 vector code; `ulp` bounds its error in units of the last place of the exact result."""
+    """`emit` makes f32 vector code; `ulp` bounds its error in units in the last place of the exact result."""
 
     emit: Callable[..., V]
     ulp: float
@@ -433,11 +433,11 @@ LIBM = (
     "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "lgamma",
     "hypot", "pow", "fmod",
 )  # fmt: skip
-"""Functions that the C library gives under this name for f64, and with an `f` appended for f32."""
+"""Functions that the C library has under this name for f64, and with an `f` appended for f32."""
 
 
 def emit_math(f: Fn, name: str, args: list[V]) -> V:
-    """The function `name` on f32 or f64 values of any lane count."""
+    """Emit the function `name` on f32 or f64 values of any lane count."""
     if args[0].t == "float" and name in MATH:
         return MATH[name].emit(f, *args)
     if name == "sigmoid":

@@ -15,7 +15,7 @@ from fusewright_cpu.emit.text import Fn, V, const, i64
 
 
 class Arguments:
-    """The argument block of a kernel inside a function: `i64[buffers, sizes, scalars]`, read once at the
+    """The argument block of a kernel inside a function: `i64[buffers, sizes, scalars]`, read once on
     entry."""
 
     def __init__(self, f: Fn, kernel: Kernel, block: V) -> None:
@@ -37,7 +37,7 @@ class Arguments:
         return self.f.cmp("icmp ne", bits, i64(0)) if dtype == "bool" else bits
 
     def extent(self, e: Extent) -> V:
-        """The value of a size or stride."""
+        """Return the value of a size or stride."""
         if not isinstance(e, SizeExpr):
             return i64(e)
         total = i64(0)
@@ -50,10 +50,10 @@ class Arguments:
 
 
 class Lanes:
-    """Where the code being written stands: the scalar value of every axis, and the vector along `v`.
+    """The current position of emitted code: the scalar value of every axis, and the vector along `v`.
 
-    Unit `u` of a vector loop covers elements `axis[v] + u * w ...`, or is at `axis[units_along] + u` where that is
-    another axis; `mask` (of the only unit then) cuts the last one short."""
+    Unit `u` of a vector loop covers elements `axis[v] + u * w ...`, or is at `axis[units_along] + u` if that is
+    another axis; `mask` (with a single unit) cuts the last one short."""
 
     def __init__(self, f: Fn, args: Arguments, v: int | None, error: V) -> None:
         self.f, self.args, self.v, self.error = f, args, v, error
@@ -64,21 +64,21 @@ class Lanes:
         self.mask: V | None = None
 
     def position(self, a: int, u: int) -> V:
-        """The scalar value of axis `a` in unit `u` (its first lane)."""
+        """Return the scalar value of axis `a` in unit `u` (its first lane)."""
         at = self.axis[a]
         if a != self.units_along or not self.vectorised or not u:
             return at
         return self.f.add(at, i64(u * self.w if a == self.v else u))
 
     def spread(self, a: int, u: int) -> V:
-        """The value of axis `a` in every lane."""
+        """Return the value of axis `a` in every lane."""
         at = self.position(a, u)
         if a == self.v and self.vectorised and self.w > 1:
             return self.f.bin("add", at, self.f.iota(self.w))
         return at
 
     def affine(self, offset: Extent, coefs: Coefs, u: int, lanes: bool) -> V:
-        """An affine form; with `lanes` a vector where it varies, else its value in the first lane."""
+        """Return an affine form: with `lanes` a vector if it varies, else its value in the first lane."""
         f, total = self.f, self.args.extent(offset)
         for a, c in coefs:
             at = self.spread(a, u) if lanes else self.position(a, u)
@@ -86,7 +86,7 @@ class Lanes:
         return total
 
     def index(self, ix: Index, values: dict[int, V], u: int, lanes: bool) -> V:
-        """An index expression, see `affine`."""
+        """Return the value of an index expression, see `affine`."""
         f, total = self.f, self.affine(ix.offset, ix.coefs, u, lanes)
         for d in ix.divmods:
             q = self.affine(d.offset, d.coefs, u, lanes)
@@ -98,7 +98,7 @@ class Lanes:
         return total
 
     def _floor(self, x: V, d: Extent) -> V:
-        """Floor division by a positive divisor."""
+        """Return floor division by a positive divisor."""
         if d == 1:
             return x
         f, by = self.f, self.args.extent(d)
@@ -112,14 +112,14 @@ class Lanes:
         return f.select(f.cmp("icmp slt", r, i64(0)), f.bin("add", r, by), r)
 
     def contiguous(self, n: Node, values: dict[int, V]) -> bool:
-        """Whether the lanes of an access are neighbours in memory."""
+        """Return whether the lanes of an access are neighbours in memory."""
         ix = n.index
         if self.w == 1 or self.v is None or ix is None or ix.stride_of(self.v) != 1:
             return False
         return all(values[i.value].w == 1 for i in ix.indirect)
 
     def active(self, n_mask: V | None) -> V | None:
-        """The mask of an access: the tail's, the program's own, or both."""
+        """Return the mask of an access: the tail's, the program's own, or both."""
         if self.mask is None or n_mask is None:
             return n_mask if self.mask is None else self.mask
         return self.f.bin("and", self.mask, n_mask)
@@ -127,7 +127,7 @@ class Lanes:
     # accesses
 
     def load(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
-        """The value of a `load` node; `values` holds what it uses."""
+        """Emit a `load` node; `values` holds its operands."""
         own = values[n.args[0]] if n.args else None
         other = values[n.args[1]] if n.args else None
         if not varying or self.w == 1:
@@ -152,7 +152,7 @@ class Lanes:
         return self.f.gep(memory_type(n.dtype), self.args.buffers[n.buffer], at)
 
     def load_interleaved(self, n: Node, base: Index, stride: int, u: int) -> list[V]:
-        """The values at `base`, `base + 1` ... of a buffer whose stride along the lanes is `stride`."""
+        """Load the values at `base`, `base + 1` ... of a buffer whose stride along the lanes is `stride`."""
         f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
         if n.buffer is None:
             raise ValueError("verify the kernel first")
@@ -163,7 +163,7 @@ class Lanes:
         return [self.from_memory(x, n) for x in unzip(f, parts)]
 
     def store_interleaved(self, n: Node, base: Index, places: list[V], u: int) -> None:
-        """Writes one vector of values for each place of a set of stores, side by side from `base` on."""
+        """Store one vector of values for each place of a set of stores, side by side from `base` on."""
         f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
         if n.buffer is None:
             raise ValueError("verify the kernel first")
@@ -173,7 +173,7 @@ class Lanes:
             f.raw(f"store {x}, {f.gep(t, self.args.buffers[n.buffer], f.add(at, i64(k * self.w)))}, align {size}")
 
     def load_rows(self, n: Node, count: int) -> list[V]:
-        """Vectors along `units_along`, one for each of `count` points of `v`."""
+        """Load vectors along `units_along`, one for each of `count` points of `v`."""
         f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
         if n.index is None or n.buffer is None or self.v is None:
             raise ValueError("verify the kernel first")
@@ -218,7 +218,7 @@ class Lanes:
         return f.let(t, w, f"call {fill.ty} @{name}({p}, i32 {size}, {mask}, {fill})")
 
     def store(self, n: Node, values: dict[int, V], u: int, varying: bool) -> None:
-        """Writes a `store` node."""
+        """Emit a `store` node."""
         x = values[n.args[0]]
         x = self.f.conv("zext", x, "i8") if n.dtype == "bool" else x
         own = values[n.args[1]] if len(n.args) > 1 else None
@@ -230,7 +230,7 @@ class Lanes:
             self._scatter(n, values, u, x, own)
 
     def _combined(self, n: Node, old: V, x: V) -> V:
-        """What an accumulating store writes."""
+        """Return the value that an accumulating store writes."""
         f, is_float = self.f, TYPES[n.dtype].kind == "float"
         if n.dtype in ("bf16", "f16"):
             wide = self._combine(n.how, cast(f, old, n.dtype, "f32"), cast(f, x, n.dtype, "f32"), True, True)
@@ -286,8 +286,8 @@ class Lanes:
     # errors
 
     def report(self, bad: V, site: int, own: V | None = None, index: V | None = None) -> None:
-        """Writes the launch's error word (see `kernel.checks`) when any active lane is `bad`: the number of the check
-        and the index of the first such lane. A failure of a check before this one stays."""
+        """Write the launch's error word (see `kernel.checks`) when any active lane is `bad`: the number of the check
+        and the index of the first such lane. Keep the error of an earlier check."""
         f = self.f
         mask = self.active(own) if bad.w > 1 else own
         if mask is not None:
@@ -296,7 +296,7 @@ class Lanes:
         def write() -> list[V]:
             old = f.let("i64", 1, f"load i64, {self.error}")
             new = i64(site) if index is None else self._word(site, f.first(bad, index))
-            before = f.bin("sub", f.bin("and", old, i64(255)), i64(1))  # 0, no failure, comes last
+            before = f.bin("sub", f.bin("and", old, i64(255)), i64(1))  # 0, no failure, orders last
             kept = f.cmp("icmp ule", before, i64(site - 1))
             f.raw(f"store {f.select(kept, old, new)}, {self.error}")
             return []
@@ -309,7 +309,7 @@ class Lanes:
         return self.f.bin("or", self.f.bin("shl", near, i64(8)), i64(site))
 
     def bound(self, n: Node, values: dict[int, V]) -> V:
-        """A `bound` node: the index itself where it is legal, else 0, and a report."""
+        """Emit a `bound` node: the index itself where it is legal, else 0 and a report."""
         f, given = self.f, values[n.args[0]]
         x = given
         size = self.args.extent(n.extent if n.extent is not None else 0)

@@ -29,12 +29,12 @@ LLVM_TYPE: dict[DType, str] = {
 
 
 def memory_type(dtype: DType) -> str:
-    """The LLVM type of an element in memory."""
+    """Return the LLVM type of an element in memory."""
     return "i8" if dtype == "bool" else LLVM_TYPE[dtype]
 
 
 def literal(value: float | int | bool, dtype: DType) -> V:
-    """A constant of the IR."""
+    """Return a constant of the IR."""
     if dtype == "bf16":
         bits = torch.tensor(float(value), dtype=torch.bfloat16).view(torch.int16)
         return const(int(bits), "i16")
@@ -44,28 +44,28 @@ def literal(value: float | int | bool, dtype: DType) -> V:
 
 
 SUBNORMAL = 0x20
-"""The class of subnormals of both signs in the instruction that classifies floats."""
+"""The class of subnormals of both signs, for the instruction that classifies floats."""
 
 
 class IntegerDivision:
-    """Where integer division reports a zero divisor: a callback that gets the mask of lanes with one."""
+    """How integer division reports a zero divisor: a callback that gets the mask of the lanes with one."""
 
     def __init__(self, report: Callable[[V], None]) -> None:
         self.report = report
 
     def operands(self, f: Fn, a: V, b: V, signed: bool) -> tuple[V, V, V]:
-        """(a, a divisor that is neither 0 nor -1, the mask of lanes with -1)."""
+        """Return (a, a divisor that is neither 0 nor -1, the mask of lanes with -1)."""
         a, b = f.same(a, b)
         zero = f.cmp("icmp eq", b, const(0, b.t))
         self.report(zero)
         minus = f.cmp("icmp eq", b, const(-1, b.t)) if signed else const(False, "i1")
-        # INT_MIN / -1 traps like a division by zero does
+        # INT_MIN / -1 traps like a division by zero
         safe = f.select(f.bin("or", zero, minus), const(1, b.t), b)
         return a, safe, minus
 
 
 def emit_op(f: Fn, op: str, dtype: DType, args: list[V], division: IntegerDivision) -> V:
-    """The pointwise op `op` on operands of IR type `dtype` (for `where`: the type of the branches)."""
+    """Emit the pointwise op `op` on operands of IR type `dtype` (for `where`: the type of the branches)."""
     if op == "where":
         return f.select(args[0], args[1], args[2])
     if is_float(dtype):
@@ -89,7 +89,7 @@ def _call(name: str) -> Callable[[Fn, V], V]:
 
 
 def maximum(f: Fn, a: V, b: V) -> V:
-    """torch's maximum: NaN if either is."""
+    """Emit torch's maximum: NaN if either is."""
     if f.module.target.arm:
         return f.call("maximum", a.t, [a, b])
     return f.select(f.bin("or", f.cmp("fcmp ogt", a, b), f.cmp("fcmp uno", a, a)), a, b)
@@ -120,7 +120,7 @@ def _fmod(f: Fn, a: V, b: V) -> V:
 
 
 def _opposite(f: Fn, m: V, b: V) -> V:
-    """Lanes where the remainder `m` is not zero and differs in sign from `b`."""
+    """Return the lanes where the remainder `m` is not zero and differs in sign from `b`."""
     zero = const(0.0, m.t)
     differ = f.bin("xor", f.cmp("fcmp olt", m, zero), f.cmp("fcmp olt", b, zero))
     return f.bin("and", differ, f.cmp("fcmp une", m, zero))
@@ -133,7 +133,7 @@ def _remainder(f: Fn, a: V, b: V) -> V:
 
 
 def _floordiv(f: Fn, a: V, b: V) -> V:
-    """torch's floor division: by fmod, so that the quotient is never one too large."""
+    """Emit torch's floor division: by fmod, so that the quotient is never one too large."""
     a, b = f.same(a, b)
     zero, one = const(0.0, a.t), const(1.0, a.t)
     plain = f.bin("fdiv", a, b)
@@ -227,7 +227,7 @@ def _integer(f: Fn, op: str, dtype: DType, args: list[V], division: IntegerDivis
 
 
 def _shift(f: Fn, op: str, a: V, b: V, signed: bool) -> V:
-    """Amounts outside the type shift everything out."""
+    """Emit a shift; amounts outside the type's range shift everything out."""
     bits = BITS[a.t]
     bad = f.cmp("icmp uge", b, const(bits, a.t))
     if op == "shl":
@@ -258,7 +258,7 @@ def _int_division(f: Fn, op: str, a: V, b: V, signed: bool, division: IntegerDiv
 
 
 def _int_pow(f: Fn, a: V, b: V, signed: bool) -> V:
-    """Repeated squaring, modulo 2^bits; a negative exponent gives 0 except for the bases 1 and -1."""
+    """Emit repeated squaring, modulo 2^bits; a negative exponent gives 0 except for the bases 1 and -1."""
     a, b = f.same(a, b)
     one, zero = const(1, a.t), const(0, a.t)
 
@@ -282,7 +282,7 @@ def _int_pow(f: Fn, a: V, b: V, signed: bool) -> V:
 
 
 def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
-    """`Tensor.to`. Half types go through f32, as torch's do."""
+    """Emit `Tensor.to`. Half types go through f32, as torch's do."""
     if src == dst:
         return x
     if src == "bf16":
@@ -303,7 +303,7 @@ def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
     if kinds[1] == "float":
         return f.conv("uitofp" if unsigned else "sitofp", x, t)
     if kinds[0] == "float":
-        # narrow integers go through i32, as the C cast of torch does on x86
+        # narrow integers go through i32, like torch's C cast on x86
         return f.conv("trunc", f.conv("fptosi", x, "i32"), t) if BITS[t] < 32 else f.conv("fptosi", x, t)
     if BITS[t] < BITS[x.t]:
         return f.conv("trunc", x, t)
@@ -311,8 +311,8 @@ def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
 
 
 def to_bf16(f: Fn, x: V) -> V:
-    """Round to nearest even; NaN stays NaN. The instruction for it flushes subnormals, so those take the
-    integer way."""
+    """Round to nearest even; NaN stays NaN. The conversion instruction flushes subnormals, so those use
+    integer arithmetic."""
     if f.module.target.arm and f.module.target.has("bf16"):  # this one keeps subnormals
         return f.conv("bitcast", f.conv("fptrunc", x, "bfloat"), "i16")
     if not (f.module.target.has("avx512bf16") and x.w == 16):
@@ -327,7 +327,7 @@ def to_bf16(f: Fn, x: V) -> V:
 
 
 def _round_bf16(f: Fn, x: V) -> V:
-    if f.module.target.arm:  # NaN is replaced while no lane has been narrowed, so that its mask needs not be
+    if f.module.target.arm:  # replace NaN before narrowing any lane, so that its mask needs no narrowing
         x = f.select(f.cmp("fcmp ord", x, x), x, const(math.nan, "float"))
     bits = f.conv("bitcast", x, "i32")
     odd = f.bin("and", f.bin("lshr", bits, const(16, "i32")), const(1, "i32"))

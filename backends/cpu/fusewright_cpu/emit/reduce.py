@@ -12,12 +12,12 @@ from fusewright_cpu.emit.text import BITS, Fn, V, const
 
 State = list[V]
 NOWHERE = (1 << 63) - 1
-"""Position of an arg-reduction that has seen nothing; every real position is smaller."""
+"""Position of an arg-reduction over nothing; every real position is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """One `reduce` node: `dtype` is the type of its operand. Means and m2 are sums by now (`kernel.moments`)."""
+    """One `reduce` node: `dtype` is the type of its operand. Means and m2 have already become sums (`kernel.moments`)."""
 
     node: Node
     dtype: DType
@@ -32,7 +32,7 @@ class Reducer:
 
     @property
     def cascades(self) -> bool:
-        """Whether long runs are summed in chunks, to keep the rounding error of a sum small."""
+        """Return whether long runs are summed in chunks, to keep the rounding error of a sum small."""
         return self.is_float and self.how == "sum"
 
     def _edge(self, least: bool) -> V:
@@ -44,7 +44,7 @@ class Reducer:
         return const(low if least else high, t)
 
     def start(self, f: Fn, w: int) -> State:
-        """The state of having seen nothing, in `w` lanes."""
+        """Return the initial state in `w` lanes."""
         t = LLVM_TYPE[self.dtype]
         match self.how:
             case "sum":
@@ -60,7 +60,7 @@ class Reducer:
         return [f.splat(s, w) for s in state]
 
     def step(self, f: Fn, state: State, x: V, at: V, mask: V | None) -> State:
-        """The state after element `x` at position `at`; lanes off in `mask` stay as they were."""
+        """Return the state after element `x` at position `at`; lanes off in `mask` stay unchanged."""
         match self.how:
             case "argmax" | "argmin":
                 new = self._better(f, state, [x, at])
@@ -71,7 +71,7 @@ class Reducer:
         return [f.select(mask, n, s) for n, s in zip(new, state, strict=True)]
 
     def merge(self, f: Fn, a: State, b: State) -> State:
-        """The state of having seen what `a` and `b` saw, `a` first."""
+        """Return the state after the elements of `a`, then those of `b`."""
         x, y = a[0], b[0]
         match self.how:
             case "sum":
@@ -80,7 +80,7 @@ class Reducer:
                 return [f.bin("fmul" if self.is_float else "mul", x, y)]
             case "max" | "min":
                 if self.is_float:
-                    # NaN wins and stays; which zero of two is taken may depend on the order, as in eager
+                    # NaN wins and stays; which of two zeros is taken may depend on the order, as in eager
                     return [f.call(f"{self.how}imum", x.t, [y, x], flags="nsz ")]
                 sign = "s" if TYPES[self.dtype].signed else "u"
                 pred = f"icmp {sign}{'gt' if self.how == 'max' else 'lt'}"
@@ -91,7 +91,7 @@ class Reducer:
                 return self._better(f, a, b)
 
     def _better(self, f: Fn, a: State, b: State) -> State:
-        """Value and position of the extreme one; the first of equals; NaN beats numbers."""
+        """Return value and position of the extreme one; the first of equals; NaN beats numbers."""
         up = self.how == "argmax"
         x, y = a[0], b[0]
         if self.is_float:
@@ -106,7 +106,7 @@ class Reducer:
         return [f.select(take, y, x), f.select(take, b[1], a[1])]
 
     def fold(self, f: Fn, state: State) -> State:
-        """All lanes merged into one."""
+        """Merge all lanes into one."""
         w = state[0].w
         while w > 1:
             w //= 2
@@ -119,7 +119,7 @@ class Reducer:
         return state
 
     def finish(self, f: Fn, state: State) -> V:
-        """The value of the node."""
+        """Return the value of the node."""
         if self.how in ("argmax", "argmin"):
             return f.select(f.cmp("icmp eq", state[1], const(NOWHERE, "i64")), const(0, "i64"), state[1])
         return state[0]
@@ -137,7 +137,7 @@ class Scanner:
 
     @property
     def by_vectors(self) -> bool:
-        """Whether sums of neighbours may be taken first: not of floats that could overflow so."""
+        """Return whether neighbours may be added first, which floats that could then overflow rule out."""
         return (self.wide and self.node.how == "sum") or self.node.how in ("max", "min") or self.node.dtype[0] in "iu"
 
     def _reducer(self) -> Reducer:
@@ -147,12 +147,12 @@ class Scanner:
         return self._reducer().start(f, w)
 
     def step(self, f: Fn, state: State, x: V, along: bool) -> tuple[State, V]:
-        """(state, value of the scan here). With `along` the lanes are elements of one row, and the state in every lane
+        """Return (state, value of the scan here). With `along` the lanes are elements of one row, and the state in every lane
         is that before the first one; else each lane is a row."""
         r, w = self._reducer(), x.w if along else 1
         x = f.conv("fpext", x, "double") if self.wide else x
         before, reach = r.start(f, w), 1
-        while reach < w:  # each lane takes in twice as many lanes before it
+        while reach < w:  # each lane adds twice as many lanes before it
             x = r.merge(f, [f.shuffle(before[0], x, [i if i < reach else w + i - reach for i in range(w)])], [x])[0]
             reach *= 2
         out = r.merge(f, state, [x])

@@ -15,11 +15,11 @@ from fusewright_cpu.emit.text import Fn, V, i64
 from fusewright_cpu.target import CpuTarget
 
 CASCADE = 32
-"""Steps after which a partial sum is added to the next one and starts again from zero; so are as many of these."""
+"""Steps after which a partial sum is added to a higher-level one and restarts from zero; the higher levels do the same."""
 
 
 class Writer(Protocol):
-    """What writes the nodes of a stage: the function's body; see `body.Body`."""
+    """The interface that emits the nodes of a stage: the function's body; see `body.Body`."""
 
     kernel: Kernel
     how: Strategy
@@ -44,10 +44,10 @@ class Writer(Protocol):
 
 
 class RowLoops:
-    """The loops of one row stage. Accumulators travel through them as a flat list: for every unit, every
+    """The loops of one row stage. They carry accumulators as a flat list: for every unit, every
     reduction's state.
 
-    In row mode without masked memory a last unit of scalar accumulators takes the tail.
+    In row mode without masked memory a last unit of scalar accumulators handles the tail.
     """
 
     def __init__(self, body: Writer, stage: Stage, depth: dict[int, int]) -> None:
@@ -57,7 +57,7 @@ class RowLoops:
         types = body.types
         reduces = [n for n in stage.nodes if n.op == "reduce"]
         self.twins = {a.id: n.id for a in reduces for n in reduces if a.how == f"arg{n.how}" and a.args == n.args}
-        """Position of an extreme -> the extreme, which comes with it."""
+        """Position of an extreme -> the extreme, which is found with it."""
         self.reducers = [Reducer(n, types[n.args[0]]) for n in reduces if n.id not in self.twins.values()]
         self.scanners = [Scanner(n) for n in stage.nodes if n.op == "scan"]
         self.accumulators: list[Reducer | Scanner] = [*self.reducers, *self.scanners]
@@ -96,7 +96,7 @@ class RowLoops:
             self.b.scalar_code()
 
     def _early(self, end: RowEnd) -> V:
-        """The steps of the first row axis that are before the row's end."""
+        """Return the steps of the first row axis before the row's end."""
         b, f, size = self.b, self.f, self.stop
         limit = (
             b.lanes.index(end.limit.index, {}, 0, lanes=False) if end.limit.index else i64(int(end.limit.value or 0))
@@ -122,7 +122,7 @@ class RowLoops:
         return out
 
     def _split(self, states: State) -> list[list[State]]:
-        """Flat states -> per unit, per accumulator."""
+        """Split flat states into lists per unit and accumulator."""
         it, out = iter(states), []
         for _ in range(self.count + (1 if self.extra else 0)):
             unit = []
@@ -162,7 +162,7 @@ class RowLoops:
     # loops
 
     def _level(self, d: int, states: State) -> State:
-        """Loop `d` of the row axes and everything inside it."""
+        """Emit loop `d` of the row axes and everything inside it."""
         b, axis = self.b, self.b.rows[d]
         last = d == len(b.rows) - 1
         if last and self.row:
@@ -178,12 +178,12 @@ class RowLoops:
         return self._loop(i64(0), self._size(d), 1, states, body)
 
     def _size(self, d: int) -> V:
-        """Steps of row axis `d`."""
+        """Return the steps of row axis `d`."""
         return self.b.size(self.b.rows[d]) if d else self.stop
 
     def _loop(self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]]) -> State:
-        """A loop over one row axis; long float sums go in chunks, and chunks of chunks, so that errors grow with their
-        lengths only."""
+        """Emit a loop over one row axis. Long float sums are split into chunks, and chunks of chunks, so that errors grow only with
+        the lengths of these."""
         span = (int(hi.name) - int(lo.name)) // step if lo.lit and hi.lit else None
         cascades = any(r.cascades for r in self.reducers) and not self.scanners
         if not cascades or (span is not None and span <= 2 * CASCADE):
@@ -206,7 +206,7 @@ class RowLoops:
         return f.loop(lo, hi, width, states, chunk)
 
     def _vector_loop(self, states: State) -> State:
-        """The innermost row axis, vectorised: full steps, then a masked or scalar tail."""
+        """Emit the innermost row axis, vectorised: full steps, then a masked or scalar tail."""
         n, step = self._size(len(self.b.rows) - 1), self.count * self.w
         static = int(n.name) if n.lit else None
         main = i64(static - static % step) if static is not None else self.f.bin("and", n, i64(-step))
@@ -235,7 +235,7 @@ class RowLoops:
         return out
 
     def _steps(self, carried: State, active: range) -> State:
-        """The nodes of the innermost loop for the units in `active`, and their accumulators' steps."""
+        """Emit the nodes of the innermost loop for the units in `active`, and their accumulators' steps."""
         b, states = self.b, self._split(carried)
         if self.row:
             b.units = [{} for _ in active]
@@ -275,14 +275,14 @@ class RowLoops:
         unit[k] = self.reducers[k].step(self.f, unit[k], x, self._position(u), b.lanes.mask if w > 1 else None)
 
     def _factors(self, n: Node) -> tuple[int, ...] | None:
-        """What is multiplied for a sum that may be added by the same instruction, unrounded, as a library's products are.
-        Not on x86, whose code keeps its results."""
+        """Return the factors of a product that may be fused unrounded into the add of a sum, as in a library's products.
+        Not on x86, whose results stay as they were."""
         x = self.nodes.get(n.args[0])
         fuses = self.b.target.arm and n.how == "sum" and x is not None and x.op == "mul"
         return x.args if fuses and x is not None and self.b.types[x.id] in ("f32", "f64") else None
 
     def _position(self, u: int) -> V:
-        """The position in the row, for arg-reductions."""
+        """Return the position in the row, for arg-reductions."""
         b, f, at = self.b, self.f, i64(0)
         if not any(r.how.startswith("arg") for r in self.reducers):
             return at

@@ -1,5 +1,5 @@
-"""Where a condition on a position along one axis changes: between those points it is a constant. A concatenation or a
-pad is then a loop for each of its parts, without tests and masks."""
+"""Split an axis where a condition on its position changes: within a segment the condition is constant. A concatenation or a
+pad then becomes a loop for each of its parts, without tests and masks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fusewright.toolkit.ir.ir import Kernel, Node, Stage, cost
 from fusewright.toolkit.transform.split import identity
 
 MOST = 4
-"""Segments, beyond which the code is not written out."""
+"""The most segments that are written out."""
 MOST_COST = 150
-"""Vector instructions of a kernel that is written out once per segment."""
+"""The most vector instructions of a kernel that is written out once per segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Segment:
 
 
 def segments(kernel: Kernel, v: int) -> list[Segment]:
-    """The segments of axis `v`; none where there is nothing to gain."""
+    """Return the segments of axis `v`; none if there is nothing to gain."""
     size = kernel.sizes[v]
     if kernel.r or not isinstance(size, int):
         return []
@@ -40,8 +40,8 @@ def segments(kernel: Kernel, v: int) -> list[Segment]:
 
 
 def _turn(n: Node, nodes: dict[int, Node], v: int) -> tuple[int, bool] | None:
-    """(the first point of `v` at which the condition is another, its value before) for `position < constant` and its
-    like."""
+    """Return (the first point of `v` at which the condition changes, its value before) for `position < constant` and
+    the like."""
     if n.op not in ("lt", "ge", "le", "gt"):
         return None
     position, limit = (nodes[a] for a in n.args)
@@ -60,8 +60,8 @@ def _turn(n: Node, nodes: dict[int, Node], v: int) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True, slots=True)
 class RowEnd:
-    """A row stage does nothing from the step of its first row axis on at which `start + step` reaches `limit`; before it
-    the condition holds."""
+    """The end of a row: a row stage does nothing from the step of its first row axis at which `start + step` reaches `limit`;
+    before it the condition holds."""
 
     condition: int
     start: Index
@@ -69,8 +69,8 @@ class RowEnd:
 
 
 def row_end(kernel: Kernel, stage: Stage, columns: int | None) -> RowEnd | None:
-    """Where the rows of a stage end early, as those of a last part do (see `kernel.split`): loops then run to there
-    without tests and masks. None where something depends on what lies behind, or on the axis of vectors of `columns`."""
+    """Return where the rows of a stage end early, as those of a last part do (see `kernel.split`): loops then run up to there
+    without tests and masks. None if something depends on elements past the end, or on the axis of vectors of `columns`."""
     nodes, first = {n.id: n for n in kernel.nodes()}, len(kernel.p)
     for n in stage.nodes:
         if n.op != "lt" or any(nodes[a].op not in ("index", "const") for a in n.args):
@@ -87,7 +87,7 @@ def row_end(kernel: Kernel, stage: Stage, columns: int | None) -> RowEnd | None:
 
 
 def _idle(n: Node, condition: int, nodes: dict[int, Node]) -> bool:
-    """Whether a node changes nothing where the condition does not hold."""
+    """Return whether a node changes nothing where the condition does not hold."""
     if n.op == "reduce":
         x = nodes[n.args[0]]
         other = nodes[x.args[2]] if x.op == "where" and x.args[0] == condition else None

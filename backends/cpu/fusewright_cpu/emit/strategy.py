@@ -1,4 +1,4 @@
-"""How a kernel is turned into loops: which axis is vectorised, how many lanes, what runs in parallel.
+"""Turn a kernel into loops: choose which axis is vectorised, how many lanes, and what runs in parallel.
 
 Two shapes of code cover everything:
 - row mode: the last row axis is vectorised; per point of P, values of P are scalars (softmax over the last
@@ -33,11 +33,11 @@ class Strategy:
     serial: tuple[int, ...]
     block: int
     tile: int | None = None
-    """The axis of which tiles take as many points as `v` has lanes (see `tiles`); it is cut into blocks too."""
+    """The second axis of tiles, which take as many points of it as `v` has lanes (see `tiles`); it is also cut into blocks."""
 
 
 def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
-    """The strategy for a kernel; pure, from strides, types and size hints."""
+    """Return the strategy of a kernel, a pure function of strides, types and size hints."""
     hints = kernel.hints
     sizes = [evaluate(s, hints) for s in kernel.sizes]
     n_p = len(kernel.p)
@@ -57,7 +57,7 @@ def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
 
 
 def _tiled(kernel: Kernel, target: CpuTarget, sizes: list[int]) -> Strategy | None:
-    """Square tiles where stores run along one axis and loads along another."""
+    """Return square tiles if stores run along one axis and loads along another."""
     for v in reversed(range(len(kernel.p))):
         lanes = min(_lanes(kernel, target, kernel.sizes[v]), MOST_LANES)
         t = tile_axis(kernel, sizes, v, lanes)
@@ -78,7 +78,7 @@ def _block(kernel: Kernel, size: int, lanes: int, has_serial: bool, has_outer: b
 
 
 def tile_units(kernel: Kernel) -> int:
-    """Vectors side by side in column mode with rows: enough columns to use whole cache lines, within the
+    """Return the number of adjacent vectors in column mode with rows: enough columns to use whole cache lines, within the
     register file."""
     nodes = list(kernel.nodes())
     if any(n.keep for n in nodes) or sum(n.op in ("reduce", "scan") for n in nodes) > 3:
@@ -87,15 +87,15 @@ def tile_units(kernel: Kernel) -> int:
 
 
 def pointwise_units(kernel: Kernel, target: CpuTarget) -> int:
-    """Vectors in one step of column mode without rows: on Arm, whose loops step each pointer by an instruction and load and
-    store pairs of registers, several of a body that is not long."""
+    """Return the number of vectors in one step of column mode without rows: on Arm, whose loops take an instruction to advance each
+    pointer and load and store pairs of registers, several if the body is short."""
     total = sum(map(cost, kernel.nodes()))
     return 1 if not target.arm or total > 60 else 2 if total > 12 else 4
 
 
 def row_units(nodes: Sequence[Node], target: CpuTarget) -> int:
-    """Vectors in flight in a row loop: several accumulators hide the latency of cheap bodies. On Arm, whose loops step
-    each pointer by an instruction, more of them."""
+    """Return the number of vectors in flight in a row loop: several accumulators hide the latency of cheap bodies. More on Arm,
+    whose loops take an instruction to advance each pointer."""
     total = sum(cost(n) for n in nodes)
     more = 2 if target.arm else 1
     if any(n.op == "reduce" for n in nodes):
@@ -104,7 +104,7 @@ def row_units(nodes: Sequence[Node], target: CpuTarget) -> int:
 
 
 def serial_axes(kernel: Kernel) -> frozenset[int]:
-    """P axes along which different points may store to one element: they must run in order, on one thread."""
+    """Return P axes along which different points may store to one element: they must run in order, on one thread."""
     axes = kernel.axes_of()
     out: set[int] = set()
     for n in kernel.nodes():
@@ -118,7 +118,7 @@ def serial_axes(kernel: Kernel) -> frozenset[int]:
 
 
 def _conflicts(kernel: Kernel, v: int) -> bool:
-    """Whether accumulating stores may hit one element from several lanes along `v`."""
+    """Return whether accumulating stores may hit one element from several lanes along `v`."""
     axes = kernel.axes_of()
     for n in kernel.nodes():
         if n.op == "store" and n.how and n.index is not None:
@@ -128,7 +128,7 @@ def _conflicts(kernel: Kernel, v: int) -> bool:
 
 
 def _vector_axis(kernel: Kernel, sizes: list[int], serial: frozenset[int]) -> int | None:
-    """The axis along which most bytes are contiguous; the innermost one when in doubt."""
+    """Return the axis along which most bytes are contiguous; the innermost one when in doubt."""
     candidates = list(range(len(kernel.p))) + ([len(kernel.sizes) - 1] if kernel.r else [])
     if not candidates:
         return None
@@ -164,8 +164,8 @@ def _access_score(n: Node, a: int, axes: dict[int, frozenset[int]]) -> float:
 
 
 def _shuffling(kernel: Kernel, target: CpuTarget, v: int) -> CpuTarget:
-    """The target, with NEON's vectors where lanes along `v` are moved by distances that SVE has no instruction for: there
-    they would go through memory."""
+    """Return the target, but with NEON's vectors if lanes along `v` are moved by distances for which SVE has no instruction:
+    there they would go through memory."""
     if target.sve_bits <= 128:
         return target
     scans = [n for n in kernel.nodes() if n.op == "scan"] if v >= len(kernel.p) else []
@@ -177,14 +177,14 @@ def _shuffling(kernel: Kernel, target: CpuTarget, v: int) -> CpuTarget:
 
 
 def _lanes(kernel: Kernel, target: CpuTarget, size: Extent) -> int:
-    """Lanes of one register for the widest type that is computed with."""
+    """Return the lanes of one register for the widest computed type."""
     width = 1
     for n in kernel.nodes():
         if n.op in ("index", "bound", "scalar"):
             continue
         width = max(width, TYPES[n.dtype].size)
     if width == 8 and not any(n.dtype == "f64" for n in kernel.nodes()):
-        # 64-bit integers beside f32 are mostly positions and gather indices: the floats set the pace
+        # 64-bit integers beside f32 are mostly positions and gather indices: the floats determine the speed
         width = 4 if any(n.dtype in ("f32", "bf16", "f16") for n in kernel.nodes()) else 8
     lanes = max(1, target.vector_bytes // width)
     while isinstance(size, int) and lanes > 1 and lanes // 2 >= size:
@@ -193,7 +193,7 @@ def _lanes(kernel: Kernel, target: CpuTarget, size: Extent) -> int:
 
 
 def work_units(kernel: Kernel) -> tuple[int, int]:
-    """Lane-instructions (per point of P, per point of P x R); a memory access counts for 4."""
+    """Return lane-instructions (per point of P, per point of P x R); a memory access counts for 4."""
     per: dict[str, int] = {"P": 0, "PR": 0}
     for s in kernel.stages:
         per[s.over] += sum(cost(n) + (3 if n.op in ("load", "store") else 0) for n in s.nodes)

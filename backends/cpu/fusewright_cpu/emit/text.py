@@ -1,6 +1,6 @@
-"""Writing LLVM IR as text: values with a lane count, one function at a time, loops as callbacks.
+"""Print LLVM IR as text: values with a lane count, one function at a time, loops as callbacks.
 
-Text, because building objects in Python and printing them costs several times what LLVM itself needs for
+Text is used because building objects in Python and printing them costs several times what LLVM itself needs for
 these kernels."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat":
 
 
 CONSTANTS = 4
-"""Constants in a register of which lanes are factors."""
+"""Constants in a register whose lanes serve as factors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class V:
 
 
 def f32_literal(x: float) -> str:
-    """A float constant as LLVM writes it: the bits of the double that has the value of the rounded float."""
+    """Return a float constant in LLVM's notation: the bits of the double with the value of the rounded float."""
     try:
         rounded = struct.unpack("<f", struct.pack("<f", x))[0]
     except OverflowError:
@@ -50,7 +50,7 @@ def f64_literal(x: float) -> str:
 
 
 def const(x: float | int | bool, t: str) -> V:
-    """A literal of element type `t`."""
+    """Return a literal of element type `t`."""
     if t == "double":
         return V(f64_literal(float(x)), t, lit=True)
     if t in ("float", "half"):
@@ -74,7 +74,7 @@ class Module:
     functions: list[str] = field(default_factory=list)
     declarations: dict[str, str] = field(default_factory=dict)
     symbols: set[str] = field(default_factory=set)
-    """External symbols (libm, the thread pool) that the JIT must give addresses for."""
+    """External symbols (libm, the thread pool) for which the JIT must supply addresses."""
     helpers: set[str] = field(default_factory=set)
     constants: dict[str, str] = field(default_factory=dict)
     """Names of constants in memory, by type and value."""
@@ -91,7 +91,7 @@ class Module:
 
 
 class Fn:
-    """One function being written. `result` and `args` are LLVM types; arguments are `%a0`, `%a1`, ..."""
+    """One function under construction. `result` and `args` are LLVM types; arguments are `%a0`, `%a1`, ..."""
 
     def __init__(self, module: Module, name: str, result: str, args: Sequence[str], linkage: str = "internal") -> None:
         self.module, self.name = module, name
@@ -106,7 +106,7 @@ class Fn:
         self.held: dict[str, V] = {}
 
     def finish(self) -> None:
-        """Adds the function to the module; it must have been terminated."""
+        """Add the function to the module; it must have been terminated."""
         self.module.functions.append("\n".join([self.head, "entry:", *self.allocas, *self.lines, "}"]))
 
     def fresh(self) -> str:
@@ -117,7 +117,7 @@ class Fn:
         self.lines.append("  " + line)
 
     def let(self, t: str, w: int, text: str) -> V:
-        """A value defined by an instruction. An equal instruction of the same block is not written twice."""
+        """Define a value by an instruction. An equal instruction of the same block is reused."""
         pure = not text.startswith(("load", "call", "phi", "tail"))
         key = (self.here, text)
         if pure and key in self.memo:
@@ -144,7 +144,7 @@ class Fn:
         return f"{what}{self.count}"
 
     def loop(self, lo: V, hi: V, step: V, carried: Sequence[V], body: Callable[[V, list[V]], Sequence[V]]) -> list[V]:
-        """`for (i = lo; i < hi; i += step) carried = body(i, carried)`; the final values."""
+        """Emit `for (i = lo; i < hi; i += step) carried = body(i, carried)`; return the final values."""
         head, inside, done = self.new_label("loop"), self.new_label("body"), self.new_label("done")
         before = self.here
         self.raw(f"br label %{head}")
@@ -162,14 +162,14 @@ class Fn:
         self.raw(f"br label %{head}")
         self.lines[at] = f"  {i.name} = phi i64 [ {lo.name}, %{before} ], [ {nxt.name}, %{latch} ]"
         for k, (phi, start, end) in enumerate(zip(phis, carried, after, strict=True)):
-            # incoming splats cannot be written here: callers carry values of the right width
+            # incoming splats cannot be emitted here: callers carry values of the right width
             text = f"  {phi.name} = phi {phi.ty} [ {start.name}, %{before} ], [ {end.name}, %{latch} ]"
             self.lines[at + 1 + k] = text
         self.label(done)
         return phis
 
     def when(self, cond: V, body: Callable[[], Sequence[V]], otherwise: Sequence[V] = ()) -> list[V]:
-        """`cond ? body() : otherwise` with a branch."""
+        """Emit `cond ? body() : otherwise` with a branch."""
         yes, done = self.new_label("then"), self.new_label("endif")
         before = self.here
         self.raw(f"br i1 {cond.name}, label %{yes}, label %{done}")
@@ -186,7 +186,7 @@ class Fn:
     # values
 
     def splat(self, v: V, w: int) -> V:
-        """`v` in every one of `w` lanes."""
+        """Return `v` in every one of `w` lanes."""
         if v.w == w:
             return v
         if v.lit:
@@ -199,8 +199,8 @@ class Fn:
         return self.splats[key]
 
     def lane_constants(self, xs: Sequence[float], like: V) -> list[V]:
-        """Each of `xs` in every lane, as one lane of a register that holds several: NEON multiplies by such a lane. LLVM
-        would give each constant a register of its own."""
+        """Return each of `xs` as one lane of a register that holds several: NEON multiplies by such a lane. LLVM
+        would give each constant its own register."""
         out: list[V] = []
         for k in range(0, len(xs), CONSTANTS):
             some = xs[k : k + CONSTANTS]
@@ -209,7 +209,7 @@ class Fn:
         return out
 
     def _held(self, xs: Sequence[float], t: str) -> V:
-        """A vector of constants that LLVM does not know, read at the entry."""
+        """Return a vector of constants whose values LLVM does not know, read on entry."""
         ty = f"<{len(xs)} x {t}>"
         value = f"{ty} <{', '.join(str(const(x, t)) for x in xs)}>"
         if value not in self.held:
@@ -219,7 +219,7 @@ class Fn:
         return self.held[value]
 
     def same(self, *vs: V) -> list[V]:
-        """The values with one common lane count."""
+        """Return the values with one common lane count."""
         w = max(v.w for v in vs)
         return [self.splat(v, w) for v in vs]
 
@@ -240,7 +240,7 @@ class Fn:
         return b if a.name == "1" else a if b.name == "1" else self.bin("mul", a, b)
 
     def cmp(self, pred: str, a: V, b: V) -> V:
-        """`pred` such as "icmp slt" or "fcmp olt"."""
+        """Compare; `pred` is e.g. "icmp slt" or "fcmp olt"."""
         a, b = self.same(a, b)
         return self.let("i1", a.w, f"{pred} {a}, {b.name}")
 
@@ -251,14 +251,14 @@ class Fn:
         return self.let(a.t, w, f"select {c}, {a}, {b}")
 
     def conv(self, op: str, a: V, t: str) -> V:
-        """A conversion instruction, e.g. zext, sitofp, bitcast."""
+        """Emit a conversion instruction, e.g. zext, sitofp, bitcast."""
         if a.t == t:
             return a
         to = t if a.w == 1 else f"<{a.w} x {t}>"
         return self.let(t, a.w, f"{op} {a} to {to}")
 
     def call(self, name: str, result: str, args: Sequence[V], w: int | None = None, flags: str = "") -> V:
-        """An overloaded LLVM intrinsic, e.g. call("fma", "float", [a, b, c]): the suffix is made from the
+        """Call an overloaded LLVM intrinsic, e.g. call("fma", "float", [a, b, c]): the suffix follows from the
         result. `flags` are fast-math flags."""
         same = self.same(*args)
         width = same[0].w if w is None else w
@@ -275,12 +275,12 @@ class Fn:
         return self.let(a.t, a.w, f"fneg {a}")
 
     def lanes(self, v: V, pick: Sequence[int]) -> V:
-        """A shuffle of one vector."""
+        """Shuffle one vector."""
         idx = ", ".join(f"i32 {p}" for p in pick)
         return self.let(v.t, len(pick), f"shufflevector {v}, {v.ty} poison, <{len(pick)} x i32> <{idx}>")
 
     def shuffle(self, a: V, b: V, pick: Sequence[int]) -> V:
-        """Lanes of two vectors of one type, those of `b` numbered after those of `a`."""
+        """Pick lanes of two vectors of one type, those of `b` numbered after those of `a`."""
         idx = ", ".join(f"i32 {p}" for p in pick)
         return self.let(a.t, len(pick), f"shufflevector {a}, {b}, <{len(pick)} x i32> <{idx}>")
 
@@ -288,20 +288,20 @@ class Fn:
         return v if v.w == 1 else self.let(v.t, 1, f"extractelement {v}, i64 {lane}")
 
     def iota(self, w: int, t: str = "i64") -> V:
-        """0, 1, 2, ... in `w` lanes."""
+        """Return 0, 1, 2, ... in `w` lanes."""
         if w == 1:
             return const(0, t)
         return V("<" + ", ".join(f"{t} {i}" for i in range(w)) + ">", t, w)
 
     def any(self, m: V) -> V:
-        """Whether any lane of a mask is set."""
+        """Return whether any lane of a mask is set."""
         if m.w == 1:
             return m
         self.module.declare(f"llvm.vector.reduce.or.{_suffix('i1', m.w)}", "i1", [m.ty])
         return self.let("i1", 1, f"call i1 @llvm.vector.reduce.or.{_suffix('i1', m.w)}({m})")
 
     def first(self, m: V, x: V) -> V:
-        """`x` in the first lane that is set in a mask that has one."""
+        """Return `x` in the first set lane of a mask that has one."""
         if m.w == 1:
             return self.extract(x, 0)
         bits = self.conv("zext", V(self.let(f"i{m.w}", 1, f"bitcast {m} to i{m.w}").name, f"i{m.w}"), "i64")
@@ -309,12 +309,12 @@ class Fn:
         return self.let(x.t, 1, f"extractelement {self.splat(x, m.w)}, {lane}")
 
     def count_zeros(self, x: V) -> V:
-        """How many zeros an i64 that is not zero ends with."""
+        """Return the number of trailing zeros of a non-zero i64."""
         self.module.declare("llvm.cttz.i64", "i64", ["i64", "i1"])
         return self.let("i64", 1, f"call i64 @llvm.cttz.i64({x}, i1 true)")
 
     def gep(self, t: str, base: V, offset: V) -> V:
-        """Address(es) of element `offset` of an array of `t` at `base`."""
+        """Return the address(es) of element `offset` of an array of `t` at `base`."""
         w = max(base.w, offset.w)
         return self.let("ptr", w, f"getelementptr {t}, {base}, {offset}")
 

@@ -7,15 +7,15 @@ from fusewright.toolkit.ir.ir import Kernel, across, cost
 from fusewright_cpu.emit.text import Fn, V
 
 MOST_LOADS = 2
-"""Transposed loads of one kernel: each holds a register per lane."""
+"""The most transposed loads of one kernel: each holds a register per lane."""
 MOST_LANES = 16
-"""Lanes of a tile: as many vectors are in registers at once."""
+"""The most lanes of a tile: as many vectors are in registers at once."""
 MOST_COST = 100
-"""Vector instructions of a kernel that is written out once per lane."""
+"""The most vector instructions of a kernel that is written out once per lane."""
 
 
 def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> int | None:
-    """The axis of the other loads when all stores run along `v`; None where tiles do not apply."""
+    """Return the axis of the other loads if all stores run along `v`; None where tiles do not apply."""
     if kernel.r or lanes < 4 or sizes[v] < lanes or sum(cost(n) for n in kernel.nodes()) > MOST_COST:
         return None
     for n in kernel.nodes():
@@ -28,8 +28,8 @@ def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> int | Non
 
 
 def transpose(f: Fn, rows: list[V]) -> list[V]:
-    """The columns of a square of as many vectors as they have lanes, a power of two: halves are swapped at every
-    scale. On SVE beyond 128 bits by as many rounds of interleaving, the shuffle that it has an instruction for."""
+    """Transpose a square of as many vectors as they have lanes, a power of two, by swapping halves at every
+    scale. On SVE beyond 128 bits, use as many rounds of interleaving, a shuffle for which it has an instruction."""
     n, half = len(rows), len(rows) // 2
     if f.module.target.sve_bits > 128:
         for _ in range(n.bit_length() - 1):

@@ -1,7 +1,7 @@
-"""Kernels whose innermost axis has two to seven points (pairs of a rotary embedding, repeated or stacked elements): the
-points are written out, so that the axis beside it is the one that vectors run along, and what they store is zipped.
+"""Unroll an innermost axis of two to seven points (pairs of a rotary embedding, repeated or stacked elements). The axis
+before it is then vectorised, and the stored vectors are zipped.
 
-Conditions on the position, as those of a concatenation, are known in each point.
+Conditions on the position, such as those of a concatenation, are known at each point.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fusewright.toolkit.ir.simplify import in_order
 from fusewright.toolkit.ir.verify import kernel_pass
 
 FEW = 7
-"""Most points of an axis that is written out."""
+"""The most points of an axis that is unrolled."""
 LEAST = 16
-"""Points of the axis beside it, below which vectors would not be full."""
+"""The least points of the axis before it; with fewer, vectors would not be full."""
 MOST_COST = 150
-"""Vector instructions of what is written out."""
+"""The most vector instructions of the unrolled code."""
 
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
@@ -30,7 +30,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 
 @kernel_pass("unrolled")
 def unrolled(kernel: Kernel) -> Kernel:
-    """An equal kernel without its innermost axis where that is short and stored along; else the kernel itself."""
+    """Return an equal kernel without its innermost axis if that is short and stored along; else the kernel itself."""
     return _Unroll(kernel).run() if _worth(kernel) else kernel
 
 
@@ -48,7 +48,7 @@ def _worth(kernel: Kernel) -> bool:
 
 
 def _along(n: Node, a: int, size: int) -> bool:
-    """Whether a store runs along axis `a`, and beside it on the axis before."""
+    """Return whether a store runs along axis `a`, and next to it along the axis before."""
     ix = n.index
     if ix is None or n.how or len(n.args) > 1 or ix.indirect or not isinstance(ix.offset, int):
         return False
@@ -81,7 +81,7 @@ class _Unroll:
         return _without_unused(replace(self.kernel, p=self.sizes, stages=tuple(stages)))
 
     def _add(self, n: Node, names: dict[int, Node], at: list[Index]) -> None:
-        """The node at one point: what it is known to be there, or a new node."""
+        """Add the node at one point: its known value there, or a new node."""
         args = [names[x] for x in n.args]
         if n.index is not None:
             ids = {u: names[u].id for u in n.uses()}
@@ -101,7 +101,7 @@ class _Unroll:
 
 
 def _known(n: Node, args: list[Node]) -> Node | int | bool | None:
-    """The value of a node at a point: an operand of it, a number, or None."""
+    """Return the value of a node at a point: an operand of it, a number, or None."""
     consts = [x.value for x in args if x.op == "const"]
     if n.op == "index" and n.index is not None:
         ix = n.index
@@ -120,7 +120,7 @@ def _known(n: Node, args: list[Node]) -> Node | int | bool | None:
 
 
 def _without_unused(kernel: Kernel) -> Kernel:
-    """The kernel without what no store needs."""
+    """Return the kernel without nodes that no store needs."""
     nodes = list(kernel.nodes())
     used: set[int] = set()
     for n in reversed(nodes):

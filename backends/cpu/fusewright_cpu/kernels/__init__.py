@@ -1,1 +1,1 @@
-"""Kernels written by hand, for what loop kernels do not express."""
+"""Handwritten kernels, for computations that loop kernels do not express."""

@@ -1,8 +1,8 @@
-"""Attention as one hand-written kernel: softmax(q k^T * scale + mask) v in one pass over the keys.
+"""Attention as one handwritten kernel: softmax(q k^T * scale + mask) v in one pass over the keys.
 
-Keys and values of a block are packed once for many rows; six rows at a time are multiplied with them out of registers,
-and what they make of the block is added to what they made of the ones before (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018). Scores, softmax and sums are fp32. Products of bf16 are the CPU's own
+Keys and values of a block are packed once and serve many rows. Six rows at a time are multiplied with them in registers,
+and their contribution of the block is added to that of the previous blocks (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018). Scores, softmax and sums are fp32. Products of bf16 use the CPU's instructions
 (`vdpbf16ps`, `bfdot`), with probabilities rounded to bf16, as in torch's kernel.
 """
 
@@ -22,18 +22,18 @@ from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, stor
 from fusewright_cpu.policy import LOOPS
 
 ROWS = 6
-"""Rows of queries whose scores are in registers together."""
+"""Rows of queries whose scores are in registers together (one tile)."""
 MOST_ROWS = 252
-"""Rows of one work item: as many share one packing of the keys."""
+"""The most rows of one work item, all of which share one packing of the keys."""
 LEAST_ROWS = 48
-"""Rows of a work item below which packing costs too much to divide further."""
+"""The least rows of a work item: below this, packing costs too much to divide further."""
 BLOCK = 1 << 14
-"""Elements of the keys that are packed at a time: with the values they stay in a second-level cache."""
+"""Elements of the keys that are packed at a time: with the values they fit a second-level cache."""
 UNROLL = 4
 
 
 def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
     _Body(module, a, f"{name}.body").write()
     if parallel:
         share(module, name)
@@ -56,10 +56,10 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
 
 
 class _Body:
-    """`void body(ptr block, i64 lo, i64 hi, ptr chunk)`: work items lo to hi, each so many rows of one head.
+    """`void body(ptr block, i64 lo, i64 hi, ptr chunk)`: work items lo to hi, each a number of rows of one head.
 
-    `word` is what products are made of: a float, or (`pairs`) two bf16 as an i32. Widths are padded to whole vectors with
-    zeros where something is packed.
+    `word` is the unit of products: a float, or with `pairs` two bf16 in an i32. Packed widths are padded with zeros to whole
+    vectors.
     """
 
     def __init__(self, module: Module, a: Attention, name: str) -> None:
@@ -74,9 +74,9 @@ class _Body:
         self.words = -(-a.width // (self.per * w)) * w
         """Words of a packed row of a query or key."""
         self.width = -(-a.width // w) * w
-        """Words of a packed row of values, and floats of a row that is added up."""
+        """Words of a packed row of values, and floats of an accumulated row."""
         self.unroll = 2 if target.arm else UNROLL
-        """Words of one step of a product, no more keys than a vector has lanes. With four LLVM spills sums on Arm."""
+        """Words per step of a product, at most the keys of a vector. With four, LLVM spills sums on Arm."""
         self.block = max(w, BLOCK // self.width // w * w)
         """Keys of one block."""
         self.q_pack, self.k_pack = f.alloca(self.word, ROWS * self.words), f.alloca(self.word, self.block * self.words)
@@ -86,7 +86,7 @@ class _Body:
         self.acc = f.alloca("float", MOST_ROWS * self.width)
         self.top, self.total = f.alloca("float", MOST_ROWS + w), f.alloca("float", MOST_ROWS + w)
         self.fresh, self.fade, self.sums = (f.alloca("float", ROWS + w) for _ in range(3))
-        """Of the rows of a tile: the largest new score (then the shift of scores), what is left of sums, and the new sums."""
+        """Per row of a tile: the largest new score (later the shift of scores), the factor for the old sums, and the new sums."""
 
     def write(self) -> None:
         f, a, block = self.f, self.a, self.f.args[0]
@@ -114,7 +114,7 @@ class _Body:
     # memory
 
     def _type(self, name: str) -> str:
-        """The type in memory of a buffer's elements."""
+        """Return the type of a buffer's elements in memory."""
         return {"f32": "float", "bf16": "i16", "bool": "i8"}[self.a.mask if name == "mask" else self.a.dtype]
 
     def _head(self, name: str, b: V, h: V) -> V:
@@ -123,14 +123,14 @@ class _Body:
         return f.gep(self._type(name), self.base[name], at)
 
     def _row(self, name: str, row: V) -> V:
-        """Where a row of this head begins."""
+        """Return the address of a row of this head."""
         return self.f.gep(self._type(name), self.at[name], self.f.mul(row, self.size[f"{name}_l"]))
 
     def _each(self, lo: V, hi: V, step: int, body: Callable[[V], None]) -> None:
         each(self.f, lo, hi, step, body)
 
     def _columns(self, step: int, body: Callable[[V, int], None]) -> None:
-        """body(first column, how many there are) for the columns of a head, `step` at a time."""
+        """Call body(first column, number of columns) for the columns of a head, `step` at a time."""
         full = self.a.width // step * step
         if full:
             self._each(i64(0), i64(full), step, lambda c: body(c, step))
@@ -144,13 +144,13 @@ class _Body:
         store(self.f, x, p, align, there)
 
     def _floats(self, t: str, p: V, there: int | V | None = None) -> V:
-        """A vector of floats from elements of type `t`."""
+        """Load a vector of floats from elements of type `t`."""
         if t == "float":
             return self._load(t, p, self.w, 4, there)
         return cast(self.f, self._load(t, p, self.w, 2, there), "bf16", "f32")
 
     def _words(self, name: str, row: V, c: V, there: int) -> V:
-        """Columns c and on of a row of queries or keys as a vector of words; zeros behind the last of them."""
+        """Load columns from c on of a row of queries or keys as a vector of words, padded with zeros."""
         t = self._type(name)
         p = self.f.gep(t, row, c)
         if not self.pairs:
@@ -161,7 +161,7 @@ class _Body:
     # one work item
 
     def _rows(self, first: V, last: V) -> None:
-        """Rows first to last of a head, block of keys by block of keys."""
+        """Process rows first to last of a head, block of keys by block of keys."""
         f = self.f
         low, zero = const(-math.inf, "float"), const(0.0, "float")
         count = f.mul(ceil_div(f, f.bin("sub", last, first), i64(ROWS)), i64(ROWS))
@@ -193,7 +193,7 @@ class _Body:
         self._each(first, last, 1, lambda r: self._result(f.bin("sub", r, first), r))
 
     def _result(self, here: V, r: V) -> None:
-        """One row of the result: what was added up, over the sum of its probabilities."""
+        """Store one row of the result: the accumulated values divided by the sum of the row's probabilities."""
         f = self.f
         total = self._load("float", f.gep("float", self.total, here))
         none = f.cmp("fcmp oeq", total, const(0.0, "float"))
@@ -212,7 +212,7 @@ class _Body:
     # packing
 
     def _pack_keys(self, k0: V, count: V) -> None:
-        """Keys across the lanes: [vector of keys][word][lane]. Lanes behind the last key repeat it."""
+        """Pack keys across the lanes: [vector of keys][word][lane]. Lanes past the last key repeat it."""
         f, w = self.f, self.w
         last = f.bin("sub", self.size["keys"], i64(1))
 
@@ -231,7 +231,7 @@ class _Body:
         self._each(i64(0), count, w, pack)
 
     def _pack_values(self, k0: V, count: V) -> None:
-        """Rows of values one behind the other, or two rows as one of pairs; zeros behind the last one, up to whole vectors of
+        """Pack rows of values one after another, or with pairs two rows as one; pad with zeros after the last to whole vectors of
         keys."""
         f, w = self.f, self.w
         stop = f.mul(ceil_div(f, count, i64(w)), i64(w))
@@ -289,7 +289,7 @@ class _Body:
         return []
 
     def _pack_queries(self, r0: V) -> None:
-        """The rows of a tile, behind the last one that row again."""
+        """Pack the rows of a tile; past the last row, repeat it."""
         f = self.f
 
         def pack(i: V) -> None:
@@ -307,7 +307,7 @@ class _Body:
     def _product(
         self, rows: Sequence[V], right: V, step: int, apart: int, count: V, start: list[list[V]]
     ) -> list[list[V]]:
-        """start[i][v] + the sum over words n < count of rows[i][n] * right[n * step + v * apart ...], a vector each.
+        """Return start[i][v] + the sum over words n < count of rows[i][n] * right[n * step + v * apart ...], one vector each.
         `count` is a multiple of `unroll`."""
         f, w, n = self.f, self.w, len(start[0])
 
@@ -337,8 +337,8 @@ class _Body:
         return dot_pairs(f, acc, x, y)
 
     def _softmax(self, r0: V, k0: V, here: V, seen: V, vectors: V) -> None:
-        """Scores to probabilities, and how much less what was added up before counts from now on. What there is one of in
-        a row is computed for all rows of the tile in the lanes of a vector."""
+        """Turn scores into probabilities, and compute the factor by which earlier sums now count. Values that exist once per
+        row are computed for all rows of the tile in the lanes of a vector."""
         f, w = self.f, self.w
 
         def weigh(i: V) -> None:
@@ -383,7 +383,7 @@ class _Body:
         return self.f.gep("float", self.scores, self.f.mul(i, i64(self.block)))
 
     def _store_weights(self, x: V, i: V, j: V) -> None:
-        """Probabilities of row i at keys j and on; those of pairs without a detour for subnormals."""
+        """Store the probabilities of row i at keys from j on; those of pairs without special handling of subnormals."""
         f = self.f
         if not self.pairs:
             self._store(x, f.gep("float", self._scores_of(i), j), 4 * self.w)
@@ -392,7 +392,7 @@ class _Body:
         self._store(half, f.gep("bfloat", self.weights, f.add(f.mul(i, i64(self.block)), j)), 2 * self.w)
 
     def _weigh(self, scores: V, row: V, k0: V, seen: V, vectors: V) -> V:
-        """Scale and mask the scores of a row; the largest in each lane."""
+        """Scale and mask the scores of a row; return the largest in each lane."""
         f, w, a = self.f, self.w, self.a
         mask = f.gep(self._type("mask"), self._row("mask", row), k0) if a.mask else None
         limit = seen
@@ -415,7 +415,7 @@ class _Body:
         return f.loop(full, f.mul(vectors, i64(w)), i64(w), top, lambda j, c: [step(j, c[0], True)])[0]
 
     def _masked(self, x: V, p: V, inside: V | None) -> V:
-        """Scores with the mask at `p` applied; only lanes `inside` read it."""
+        """Apply the mask at `p` to scores; only lanes `inside` read it."""
         f, t = self.f, self._type("mask")
         if t != "i8":
             return f.bin("fadd", x, self._floats(t, p, inside))
@@ -423,7 +423,7 @@ class _Body:
         return f.select(keep, x, const(-math.inf, "float"))
 
     def _across(self, x: V, join: Callable[[Fn, V, V], V]) -> V:
-        """All lanes joined into one."""
+        """Reduce all lanes to one."""
         f, w = self.f, x.w
         while w > 1:
             w //= 2
@@ -431,7 +431,7 @@ class _Body:
         return x
 
     def _add_values(self, here: V, seen: V) -> None:
-        """acc = acc * fade + weights @ values, for the rows of a tile."""
+        """Compute acc = acc * fade + weights @ values, for the rows of a tile."""
         f, w = self.f, self.w
         count = f.mul(ceil_div(f, seen, i64(self.per * self.unroll)), i64(self.unroll))
         weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i64(i * self.block)) for i in range(ROWS)]
@@ -455,5 +455,5 @@ class _Body:
 
 
 def _largest(f: Fn, a: V, b: V) -> V:
-    """The larger one; `b` where one is NaN."""
+    """Return the larger one; `b` where one is NaN."""
     return f.select(f.cmp("fcmp ogt", a, b), a, b)

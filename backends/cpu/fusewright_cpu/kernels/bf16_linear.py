@@ -1,7 +1,7 @@
-"""A linear of fp32 on Arm whose products are of bf16: `out = bf16(x) @ weight.T (+ bias)`, with sums, bias and `out` in fp32.
+"""A linear of fp32 on Arm with bf16 products: `out = bf16(x) @ weight.T (+ bias)`, with sums, bias and `out` in fp32.
 
-`bfmmla` multiplies two rows of 4 by two columns of 4 at once. Weights are rounded to bf16 and packed for it once, rows of `x` for
-a tile of them.
+`bfmmla` multiplies two rows of 4 by two columns of 4 at once. Weights are rounded to bf16 and packed for it once; rows of `x` are
+packed tile by tile.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fusewright_cpu.kernels.parts import load
 from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
 
 WIDTH = STEP // 2
-"""Elements of a row that a loop takes at once."""
+"""Elements of a row per step of the inner loop."""
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """[n, k] in bf16 as the kernel reads it, one dimension: zeros up to whole tiles, registers one behind the other."""
+    """Pack [n, k] as bf16 for the kernel, one-dimensional: pad with zeros to whole tiles, and store register after register."""
     n, k = (-(-size // of) * of for size, of in zip(weight.shape, (COLUMNS, WIDTH), strict=True))
     full = torch.nn.functional.pad(weight.bfloat16(), (0, k - weight.shape[1], 0, n - weight.shape[0]))
     return full.view(n // 2, 2, k // 4, 4).permute(0, 2, 1, 3).reshape(-1)
 
 
 def emit_bf16_linear(module: Module, a: Bf16Linear, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
     emit_tiles(_Body(module, a, f"{name}.body"), name, parallel)
 
 

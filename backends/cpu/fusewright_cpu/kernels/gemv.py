@@ -1,12 +1,12 @@
-"""A product of few rows with a matrix of weights, `out = x @ (weight (- zero)).T (* scale) (+ bias)`, as in decoding: the time is
-that of reading the weights once.
+"""A product of few rows with a matrix of weights (GEMV), `out = x @ (weight (- zero)).T (* scale) (+ bias)`, as in decoding: its
+time is that of reading the weights once.
 
-Some rows of weights are multiplied together, so that a vector of `x` is read for all of them, with sums enough to hide the
-latency of a multiply-add. bf16 weights are widened two to a 32-bit word, the low half by a shift and the high one by a
-mask, which takes whole vectors of them and leaves elements in an order that a sum does not see; where the CPU multiplies
-pairs of bf16 and both sides are bf16, the words are used as they are. int8 weights are widened to fp32, where their row's
-zero point is taken off each (exactly: behind the sum it would cancel), and each row's sum is multiplied by its scale. Sums
-are fp32.
+Several rows of weights are multiplied together, so that each vector of `x` is read once for all of them and there are enough
+accumulators to hide the latency of a multiply-add. bf16 weights are widened two to a 32-bit word, the low half by a shift and the
+high one by a mask. This uses whole vectors and permutes the elements, which does not matter to a sum. Where the CPU multiplies
+pairs of bf16 and both sides are bf16, the words are used directly. int8 weights are widened to fp32 and their row's
+zero point is subtracted from each (exactly: after the sum the difference would cancel); each row's sum is multiplied by its scale.
+Sums are fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusewright_cpu.policy import LOOPS
 
 
 def emit_gemv(module: Module, g: Gemv, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
     body = _Body(module, g, f"{name}.body")
     body.write()
     if parallel:
@@ -43,8 +43,8 @@ def emit_gemv(module: Module, g: Gemv, name: str, parallel: bool) -> None:
 class _Body:
     """`void body(ptr block, i64 lo, i64 hi, ptr)`: work items lo to hi, each `together` rows of weights.
 
-    A row is taken `chunk` elements at a time, which are `parts` vectors of 32-bit lanes: neighbours, or (`words`) the
-    halves of words. `pairs`: words that are multiplied as they are.
+    A row is processed in chunks of `chunk` elements, which are `parts` vectors of 32-bit lanes: neighbours, or with `words` the
+    halves of words. `pairs`: words that are multiplied directly.
     """
 
     def __init__(self, module: Module, g: Gemv, name: str) -> None:
@@ -58,7 +58,7 @@ class _Body:
         self.together = 4 if target.registers == 32 else 2
         sums = 16 if target.registers == 32 else 8
         self.unroll = max(1, sums // (self.together * g.rows * min(self.parts, 2)))
-        """Chunks of one step, each with sums of its own."""
+        """Chunks per step, each with its own accumulators."""
 
     def write(self) -> None:
         f, g, block = self.f, self.g, self.f.args[0]
@@ -69,7 +69,7 @@ class _Body:
 
         def item(i: V) -> None:
             first = f.mul(i, i64(self.together))
-            # behind the last row that row again, with the same result
+            # past the last row, repeat it, with the same result
             self._rows([least(f, f.add(first, i64(r)), last) for r in range(self.together)])
 
         each(f, f.args[1], f.args[2], 1, item)
@@ -77,7 +77,7 @@ class _Body:
         f.finish()
 
     def _rows(self, at: Sequence[V]) -> None:
-        """The results of some rows of weights."""
+        """Compute the results of some rows of weights."""
         f, g = self.f, self.g
         weights = [(self._row("weight", r), self._zero(r)) for r in at]
         xs = [self._row("x", i64(m)) for m in range(g.rows)]
@@ -114,19 +114,19 @@ class _Body:
         return vectors[0]
 
     def _row(self, name: str, row: V) -> V:
-        """Where a row of `k` elements begins."""
+        """Return the address of a row of `k` elements."""
         t = self.g.weight if name == "weight" else self.g.dtype
         return self.f.gep(memory_type(t), self.base[name], self.f.mul(row, self.k))
 
     def _zero(self, row: V) -> V | None:
-        """The zero point of a row of weights in every lane."""
+        """Return the zero point of a row of weights in every lane."""
         f = self.f
         return f.splat(load(f, "float", f.gep("float", self.base["zero"], row)), self.w) if self.g.zeros else None
 
     def _chunk(
         self, xs: list[V], weights: Sequence[tuple[V, V | None]], at: V, left: V | None, sums: Sequence[V]
     ) -> list[V]:
-        """`sums` with the products of one chunk at `at` added; of the last one the `left` elements."""
+        """Add the products of the chunk at `at` to `sums`; of the last chunk only the `left` elements."""
         f, out = self.f, list(sums)
         loaded = [self._read_weight(p, zero, at, left) for p, zero in weights]
         halves = [self._read_words(p, at, left) for p in xs] if self.words else []
@@ -140,12 +140,12 @@ class _Body:
         return out
 
     def _there(self, w: int, left: V | None, offset: int = 0) -> V | None:
-        """The mask of `w` elements from `offset` on."""
+        """Return the mask of `w` elements from `offset` on."""
         f = self.f
         return None if left is None else f.cmp("icmp slt", f.iota(w), f.bin("sub", left, i64(offset)))
 
     def _read_weight(self, row: V, zero: V | None, at: V, left: V | None) -> list[V]:
-        """A chunk of weights, in parts."""
+        """Load a chunk of weights, in parts."""
         f, w = self.f, self.w
         if self.words:
             return self._halves(self._bf16_words(row, at, left))
@@ -156,7 +156,7 @@ class _Body:
         return wide if zero is None else [f.bin("fsub", x, zero) for x in wide]
 
     def _bytes(self, p: V, left: V | None) -> list[V]:
-        """A chunk of int8 as vectors of i32."""
+        """Load a chunk of int8 as vectors of i32."""
         f, w = self.f, self.w
         if f.module.target.sve_bits:
             there = [None if left is None else f.bin("sub", left, i64(w * i)) for i in range(self.parts)]
@@ -170,7 +170,7 @@ class _Body:
         return [f.conv("sext", v, "i32") for v in parts]
 
     def _bf16_words(self, row: V, at: V, left: V | None) -> V:
-        """A chunk of bf16 as i32, two in each."""
+        """Load a chunk of bf16 as i32, two in each."""
         f, w = self.f, self.w
         p = f.gep("i16", row, at)
         if left is None:
@@ -179,7 +179,7 @@ class _Body:
         return f.let("i32", w, f"bitcast {x} to <{w} x i32>")
 
     def _halves(self, x: V) -> list[V]:
-        """Words as they are, or the floats of their low halves and those of their high ones."""
+        """Return words unchanged, or the floats of their low halves and those of their high ones."""
         f = self.f
         if self.pairs:
             return [x]
@@ -187,7 +187,7 @@ class _Body:
         return [f.conv("bitcast", v, "float") for v in (low, high)]
 
     def _read_words(self, row: V, at: V, left: V | None) -> list[V]:
-        """A chunk of `x` in the order of words."""
+        """Load a chunk of `x` in the order of words."""
         f, w = self.f, self.w
         if self.g.dtype == "bf16":
             return self._halves(self._bf16_words(row, at, left))
@@ -196,14 +196,14 @@ class _Body:
         return unzip(f, [load(f, "float", q, w, 4, m) for q, m in zip(p, there, strict=True)])
 
     def _read_x(self, row: V, at: V, part: int, left: V | None) -> V:
-        """One part of a chunk of `x`."""
+        """Load one part of a chunk of `x`."""
         f, w, t = self.f, self.w, memory_type(self.g.dtype)
         p = f.gep(t, row, f.add(at, i64(part * w)))
         x = load(f, t, p, w, 4 if t == "float" else 2, self._there(w, left, part * w))
         return cast(f, x, self.g.dtype, "f32")
 
     def _result(self, sums: V, m: int, row: V) -> None:
-        """One element of `out`."""
+        """Store one element of `out`."""
         f, g = self.f, self.g
         name = f"llvm.vector.reduce.fadd.v{sums.w}f32"
         f.module.declare(name, "float", ["float", sums.ty])

@@ -1,9 +1,9 @@
 """A convolution of int8 images on Arm: `out = conv((x - x_zero) * x_scale, (weight - w_zero) * w_scale) (+ bias)`.
 
-It is the linear of `int8_linear` over the pixels of the result, whose rows are gathered while they are packed for a tile: no
-matrix of columns is ever stored. With channels innermost a pixel's window is a few runs of bytes; where they lie outside of the
-image, the zero point stands. Each run has whole groups of 8 bytes in a packed row, with weights of zero behind it. Groups are
-products that lie side by side.
+It is the linear of `int8_linear` over the pixels of the result. Its rows are gathered while they are packed for a tile, so no
+im2col matrix is ever stored. With channels innermost a pixel's window is a few contiguous runs of bytes; bytes outside of the
+image are the zero point. Each run is padded to whole groups of 8 bytes in a packed row, with weights of zero for the padding.
+Convolution groups are separate products, side by side.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ class Geometry:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of the result."""
+        """Return height and width of the result."""
         given = zip(self.image[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
         y, x = ((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in given)
         return y, x
 
     @property
     def depth(self) -> int:
-        """Channels of a group."""
+        """Return the channels of a group."""
         return self.image[1] // self.groups
 
     @property
     def run(self) -> int:
-        """Bytes that lie side by side: a row of the window, or the channels of a group at one tap."""
+        """Return the bytes of a contiguous run: a row of the window, or the channels of a group at one tap."""
         return self.depth * (self.kernel[1] if self.groups == 1 and self.dilation[1] == 1 else 1)
 
     @property
     def taps(self) -> int:
-        """Products of one sum."""
+        """Return the number of products of one sum."""
         return self.depth * self.kernel[0] * self.kernel[1]
 
     @property
     def width(self) -> int:
-        """Bytes of a packed row."""
+        """Return the bytes of a packed row."""
         return -(-(self.taps // self.run) * -(-self.run // EIGHT) * EIGHT // STEP) * STEP
 
     @property
     def waste(self) -> float:
-        """How many products are made for each one that is wanted."""
+        """Return how many products are computed per useful one."""
         own = self.columns // self.groups
         return -(-own // COLUMNS) * COLUMNS * self.width / (own * self.taps)
 
     def sizes(self) -> tuple[int, ...]:
-        """The kernel's sizes, see `Int8Conv.symbols`."""
+        """Return the kernel's sizes, see `Int8Conv.symbols`."""
         (batch, c, h, w), (oh, ow) = self.image, self.size
         runs = self.depth * self.kernel[1] // self.run
         return (
@@ -81,19 +81,19 @@ class Geometry:
 
 
 def packed(weight: torch.Tensor, groups: int, run: int, form: str) -> torch.Tensor:
-    """int8 [columns, depth, ky, kx] as the kernel reads it: runs padded to whole groups of 8, then as `int8_linear.packed`."""
+    """Pack int8 [columns, depth, ky, kx] for the kernel: pad runs to whole groups of 8, then pack like `int8_linear.packed`."""
     runs = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, run)
     rows = torch.nn.functional.pad(runs, (0, -run % EIGHT)).flatten(1)
     return torch.cat([packed_rows(part, form) for part in rows.chunk(groups)])
 
 
 def padded(per_column: torch.Tensor, groups: int) -> torch.Tensor:
-    """A vector of columns with zeros up to whole tiles in each group."""
+    """Pad a vector of columns with zeros to whole tiles in each group."""
     return torch.cat([padded_columns(part) for part in per_column.chunk(groups)])
 
 
 def emit_int8_conv(module: Module, a: Int8Conv, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
     emit_tiles(_Body(module, a, f"{name}.body"), name, parallel)
 
 
@@ -128,7 +128,7 @@ class _Body(Int8Tiles):
         return super().of_columns(name, ty, self.f.add(first, self.f.mul(self.product, self.padded_n)))
 
     def pack_row(self, row: V, to: V, sums: list[V]) -> list[V]:
-        """The window of a pixel of the result, run by run."""
+        """Pack the window of a pixel of the result, run by run."""
         f, size = self.f, self.size
         line, ox = f.bin("sdiv", row, size["ow"]), f.bin("srem", row, size["ow"])
         image, oy = f.bin("sdiv", line, size["oh"]), f.bin("srem", line, size["oh"])
@@ -149,13 +149,13 @@ class _Body(Int8Tiles):
         return f.loop(i64(0), size["rows"], i64(1), sums, line_of)
 
     def _fill(self) -> V:
-        """8 bytes of padding, as they are packed."""
+        """Return 8 bytes of padding in packed form."""
         f = self.f
         zero = f.conv("trunc", load(f, "i32", self.base["x_zero"]), "i8")
         return f.splat(f.bin("xor", zero, const(-128, "i8")) if self.a.x == "u8" else zero, EIGHT)
 
     def _inside(self, iy: V, ix: V) -> tuple[V, V]:
-        """Which bytes of a run lie in the image: from the first of these to the second."""
+        """Return the range of bytes of a run that lie in the image: the first one, and the one after the last."""
         f, size = self.f, self.size
 
         def within(x: V) -> V:
@@ -167,7 +167,7 @@ class _Body(Int8Tiles):
         return lo, f.select(row, hi, i64(0))
 
     def _run(self, source: V, inside: tuple[V, V], to: V, fill: V, sums: list[V]) -> list[V]:
-        """One run, packed: 8 bytes at a time as they lie, as far as all of them are in the image."""
+        """Pack one run, 8 bytes at a time; without border tests if the whole run is in the image."""
         f, run, (lo, hi) = self.f, self.size["run"], inside
         whole = f.bin("and", f.cmp("icmp eq", lo, i64(0)), f.cmp("icmp eq", hi, run))
         plain = f.select(whole, f.bin("and", run, i64(-EIGHT)), i64(0))
@@ -185,8 +185,8 @@ class _Body(Int8Tiles):
         return self.add(sums, x, None)
 
     def _border(self, source: V, j: V, lo: V, hi: V, fill: V) -> V:
-        """8 bytes of a run from the `j`th on: those between `lo` and `hi` as they lie, padding before and behind them in the run,
-        and zeros behind it. Memory is read where it is the image's."""
+        """Return 8 bytes of a run from the `j`th on: image bytes between `lo` and `hi`, padding before and after them within
+        the run, and zeros after it. Only memory of the image is read."""
         f, begin = self.f, self.f.add(source, j)
         wanted = f.bin("and", self._from(f.bin("sub", lo, j)), self._until(f.bin("sub", hi, j)))
         fits = f.bin("and", f.cmp("icmp sge", begin, i64(0)), f.cmp("icmp sle", begin, f.bin("sub", self.total, i64(EIGHT))))
@@ -198,15 +198,15 @@ class _Body(Int8Tiles):
         return f.select(self._until(f.bin("sub", self.size["run"], j)), f.select(wanted, x, fill), zero)
 
     def _lane(self, n: V) -> V:
-        """A number of lanes in each of 8 bytes."""
+        """Return a number of lanes in each of 8 bytes."""
         f = self.f
         return f.splat(f.conv("trunc", least(f, most(f, n, i64(0)), i64(EIGHT)), "i8"), EIGHT)
 
     def _from(self, n: V) -> V:
-        """The mask of the lanes from the `n`th on."""
+        """Return the mask of the lanes from the `n`th on."""
         return self.f.cmp("icmp sge", self.f.iota(EIGHT, "i8"), self._lane(n))
 
     def _until(self, n: V) -> V:
-        """The mask of the first `n` lanes."""
+        """Return the mask of the first `n` lanes."""
         return self.f.cmp("icmp slt", self.f.iota(EIGHT, "i8"), self._lane(n))
 

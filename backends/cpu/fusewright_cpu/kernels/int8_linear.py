@@ -1,9 +1,9 @@
 """A linear of int8 on Arm: `out = (x - x_zero) * x_scale @ ((weight - w_zero) * w_scale).T (+ bias)`.
 
 `smmla` (i8mm) multiplies two rows of 8 by two columns of 8 at once, `sdot` (dotprod) one row of 4 by four columns of 4.
-Weights are packed for it once; rows of `x` are packed for a tile of them, unsigned ones as signed with another zero point.
-What the zero points add is taken off behind the sum, which is exact in int32. It is scaled, and the bias is added, in fp64,
-and that is rounded to fp32 once: the result is what a q/dq graph gives whose product is rounded correctly.
+Weights are packed for it once; rows of `x` are packed tile by tile, unsigned ones as signed with another zero point.
+The terms of the zero points are subtracted after the sum, which is exact in int32. The sum is scaled, and the bias added, in fp64,
+with one rounding to fp32: the result equals that of a q/dq graph with a correctly rounded product.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fusewright_cpu.kernels.parts import load, store
 from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
 
 MOST_K, MOST_K_WITH_ZEROS = 65_536, 32_768
-"""Longest sums of products that fit int32 whatever the values are: of weights, and of weights less their zero points."""
+"""The longest sums of products that fit int32 for any values: of weights, and of weights minus their zero points."""
 def packed(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """int8 [n, k] as kernels of this form read it: zeros up to whole tiles, registers one behind the other."""
+    """Pack int8 [n, k] for kernels of this form: pad with zeros to whole tiles, and store register after register."""
     _, columns, bytes_ = FORMS[form]
     n, k = (-(-size // of) * of for size, of in zip(weight.shape, (COLUMNS, STEP), strict=True))
     full = torch.nn.functional.pad(weight, (0, k - weight.shape[1], 0, n - weight.shape[0]))
@@ -29,12 +29,12 @@ def packed(weight: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def padded(per_column: torch.Tensor) -> torch.Tensor:
-    """A vector [n] of scales, sums of weights or biases, with zeros up to whole tiles."""
+    """Pad a vector [n] of scales, sums of weights or biases with zeros to whole tiles."""
     return torch.nn.functional.pad(per_column, (0, -per_column.shape[0] % COLUMNS))
 
 
 def emit_int8_linear(module: Module, a: Int8Linear, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
     emit_tiles(Int8Tiles(module, a, f"{name}.body"), name, parallel)
 
 
@@ -66,7 +66,7 @@ class Int8Tiles(Tiles):
             store(self.f, self._added(total), self.f.gep("i32", self.totals, r))
 
     def _added(self, x: V) -> V:
-        """The sum of a vector's lanes."""
+        """Return the sum of a vector's lanes."""
         name = f"llvm.vector.reduce.add.v{x.w}i32"
         self.f.module.declare(name, "i32", [x.ty])
         return self.f.let("i32", 1, f"call i32 @{name}({x})")
@@ -77,7 +77,7 @@ class Int8Tiles(Tiles):
         return self._dots(xs, ws, k, sums)
 
     def _dots(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V]) -> list[V]:
-        """One row by four columns in each register."""
+        """Multiply one row by four columns in each register."""
         f, out, at = self.f, list(sums), self.f.mul(k, i64(4))
         left = [f.let("i32", 4, f"bitcast {self.load16(p, k, 0)} to <4 x i32>") for p in xs]
         for q in range(4):
@@ -97,16 +97,16 @@ class Int8Tiles(Tiles):
             self.store(finish(x, first), to, f.bin("sub", self.n, first))
 
     def place(self, row: V, first: V) -> V:
-        """Where the element of a row and column is in `out`."""
+        """Return the offset in `out` of the element at a row and column."""
         return self.f.add(self.f.mul(row, self.n), first)
 
     def of_columns(self, name: str, ty: str, first: V) -> V:
-        """Four numbers of columns of the product at hand."""
+        """Load four per-column values of the current product."""
         f = self.f
         return load(f, ty, f.gep(ty, self.base[name], first), 4)
 
     def _of_row(self, row: V, packed: V) -> Callable[[V, V], V]:
-        """What makes four results of four sums of a row, from a column on."""
+        """Return a function that makes four results from four sums of a row, from a given column on."""
         f, at = self.f, self.f.mul(row, self.row_step)
         zero, scale = (load(f, ty, f.gep(ty, self.base[n], at)) for n, ty in (("x_zero", "i32"), ("x_scale", "float")))
         zero = f.bin("sub", zero, const(128, "i32")) if self.a.x == "u8" else zero

@@ -1,4 +1,4 @@
-"""What kernels written by hand share: words of the argument block, small arithmetic, loops, masked access."""
+"""Shared parts of handwritten kernels: words of the argument block, small arithmetic, loops, masked access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHORT = {"float": "f32", "bfloat": "bf16"}
 
 
 def word(f: Fn, block: V, k: int) -> V:
-    """Word `k` of an argument block."""
+    """Return word `k` of an argument block."""
     return f.let("i64", 1, f"load i64, {f.gep('i64', block, i64(k))}")
 
 
@@ -23,12 +23,12 @@ def most(f: Fn, a: V, b: V) -> V:
 
 
 def ceil_div(f: Fn, a: V, b: V) -> V:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return f.bin("sdiv", f.add(a, f.bin("sub", b, i64(1))), b)
 
 
 def each(f: Fn, lo: V, hi: V, step: int, body: Callable[[V], None]) -> None:
-    """`for (i = lo; i < hi; i += step) body(i)`."""
+    """Emit `for (i = lo; i < hi; i += step) body(i)`."""
 
     def inside(i: V, _: list[V]) -> list[V]:
         body(i)
@@ -38,7 +38,7 @@ def each(f: Fn, lo: V, hi: V, step: int, body: Callable[[V], None]) -> None:
 
 
 def load(f: Fn, t: str, p: V, w: int = 1, align: int = 4, there: int | V | None = None) -> V:
-    """A vector; of the lanes that are not `there` (a count or a mask) zeros, without reading them."""
+    """Load a vector; lanes that are not `there` (a count or a mask) are not read and become zero."""
     ty = t if w == 1 else f"<{w} x {t}>"
     if there is None or there == w:
         return f.let(t, w, f"load {ty}, {p}, align {align}")
@@ -49,7 +49,7 @@ def load(f: Fn, t: str, p: V, w: int = 1, align: int = 4, there: int | V | None 
 
 
 def store(f: Fn, x: V, p: V, align: int = 4, there: int | None = None) -> None:
-    """A vector, or the first `there` of its lanes."""
+    """Store a vector, or the first `there` of its lanes."""
     if there is None or there == x.w:
         f.raw(f"store {x}, {p}, align {align}")
         return

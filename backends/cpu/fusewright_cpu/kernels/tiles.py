@@ -1,5 +1,5 @@
 """Loops of a product with a packed matrix on Arm, whose instruction multiplies registers of 16 bytes: two rows of 8 bytes by two
-columns, or one row of 4 by four columns. What the bytes are, int8 or bf16, is the kernel's.
+columns, or one row of 4 by four columns. Subclasses decide the element type, int8 or bf16.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, wor
 from fusewright_cpu.policy import LOOPS
 
 COLUMNS = 8
-"""Columns of a tile; of weights and of what there is one of for each column there are a multiple of it."""
+"""Columns of a tile; packed weights and per-column vectors are padded to a multiple of it."""
 STEP = 16
-"""Bytes of a row that a loop takes at once; packed rows have a multiple of it."""
+"""Bytes of a row per step of the inner loop; packed rows are padded to a multiple of it."""
 TILE = 32
 """Rows of `x` that are packed together."""
 BLOCK = 64
 """Columns of one work item."""
 HIGH, LOW = 8, 2
-"""Rows multiplied together, and those of a last few."""
+"""Rows multiplied together, and rows of the smaller last step."""
 
 
 def emit_tiles(body: Tiles, name: str, parallel: bool) -> None:
-    """Adds the function `name`, `int64 name(int64 *block, int64 threads)` as loop kernels are (see `entry`)."""
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
     module = body.f.module
     body.write()
     if parallel:
@@ -48,9 +48,9 @@ def emit_tiles(body: Tiles, name: str, parallel: bool) -> None:
 class Tiles(abc.ABC):
     """`void body(ptr block, i64 lo, i64 hi, ptr)`: work items lo to hi, each a tile of rows and a block of columns.
 
-    Rows are packed in groups of `group`, 8 bytes of each in turn; a register of weights holds `columns`. An element has
-    `bytes` bytes when it is packed. Buffers are "x", "weight", others and "out"; sizes begin with m, n, k, and where the rows
-    of `x` are of several products that lie side by side (`grouped`), with how many those are.
+    Rows are packed in groups of `group`, with 8 bytes of each in turn; a register of weights holds `columns`. A packed element
+    has `bytes` bytes. Buffers are "x", "weight", others and "out". Sizes begin with m, n, k and, if the rows of `x` belong to
+    several products side by side (`grouped`), the number of these products.
     """
 
     columns: int
@@ -67,39 +67,39 @@ class Tiles(abc.ABC):
         self.sizes = [word(f, block, len(names) + at) for at in range(sizes)]
         self.m, self.n, self.k = self.sizes[:3]
         self.weights = self.base["weight"]
-        """Of the product at hand."""
+        """Weights of the current product."""
 
     def packed_bytes(self) -> V:
-        """Bytes of a packed row or column, a multiple of STEP."""
+        """Return the bytes of a packed row or column, a multiple of STEP."""
         f = self.f
         return f.bin("and", f.add(f.mul(self.k, i64(self.bytes)), i64(STEP - 1)), i64(-STEP))
 
     def tile_of(self, packed: V) -> V:
-        """The tile of rows that is the `packed`th to be packed."""
+        """Return the tile of rows that is the `packed`th to be packed."""
         return packed
 
     @abc.abstractmethod
     def eight(self, row: V, j: V, there: V | None) -> V:
-        """8 bytes of a row of `x` as they are packed, from element j on; of the last ones those that are there."""
+        """Return 8 bytes of a row of `x` from element j on in packed form; at the end of a row, only those that are `there`."""
 
     @abc.abstractmethod
     def multiply(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V]) -> list[V]:
-        """`sums` with STEP bytes of rows and columns multiplied, from byte k of a row on."""
+        """Return `sums` plus the products of STEP bytes of rows and columns, from byte k of a row on."""
 
     @abc.abstractmethod
     def result(self, sums: Sequence[V], row: V, c: V, packed: V) -> None:
-        """Stores COLUMNS elements of a row of `out` from column c on. `packed` is the row's number in the tile."""
+        """Store COLUMNS elements of a row of `out` from column c on. `packed` is the row's number in the tile."""
 
     def packed_row(self, r: V, eights: Sequence[V]) -> None:
-        """Told of what was summed up over a row, where `summed` gave something to begin with."""
+        """Receive the accumulators of a packed row, if `summed` returned any."""
         assert not eights
 
     def summed(self) -> list[V]:
-        """What is summed up over a packed row: zeros to begin with."""
+        """Return the initial accumulators of a packed row: zeros."""
         return []
 
     def add(self, sums: Sequence[V], x: V, there: V | None) -> list[V]:
-        """`summed` with 8 bytes added."""
+        """Return the accumulators of `summed` after 8 more bytes."""
         return []
 
     def write(self) -> None:
@@ -110,7 +110,7 @@ class Tiles(abc.ABC):
         packed = f.add(f.mul(self.width, i64(TILE)), i64(STEP))
         self.rows = f.let("ptr", 1, f"call ptr @malloc({f.add(packed, i64(4 * TILE))})")
         self.totals = f.gep("i8", self.rows, packed)
-        """A number of 32 bits for each packed row."""
+        """A 32-bit number for each packed row."""
         blocks = ceil_div(f, self.n, i64(BLOCK))
 
         def item(i: V, carried: list[V]) -> list[V]:
@@ -126,7 +126,7 @@ class Tiles(abc.ABC):
         f.finish()
 
     def _high(self, tile: V) -> tuple[V, V]:
-        """(rows of a tile that are multiplied HIGH together, rows with the LOW ones behind them)."""
+        """Return (rows of a tile that are multiplied HIGH together, the same plus the LOW ones after them)."""
         f = self.f
         rows = least(f, f.bin("sub", self.m, f.mul(tile, i64(TILE))), i64(TILE))
         high = f.mul(f.bin("sdiv", f.add(rows, i64(HIGH - LOW - 1)), i64(HIGH)), i64(HIGH))
@@ -134,7 +134,7 @@ class Tiles(abc.ABC):
         return high, f.select(more, f.add(high, i64(LOW)), high)
 
     def _row(self, tile: V, r: V) -> V:
-        """A row of `x`; behind the last one that row again."""
+        """Return the index of a row of `x`; past the last one, that of the last."""
         f = self.f
         return least(f, f.add(f.mul(tile, i64(TILE)), r), f.bin("sub", self.m, i64(1)))
 
@@ -152,11 +152,11 @@ class Tiles(abc.ABC):
         return []
 
     def pack_row(self, row: V, to: V, sums: list[V]) -> list[V]:
-        """Packs a row of `x`; what is summed up over it."""
+        """Pack a row of `x`; return its accumulators."""
         return self.pack_elements(self.f.mul(row, self.k), self.k, to, sums)
 
     def pack_elements(self, source: V, count: V, to: V, sums: list[V]) -> list[V]:
-        """Packs `count` elements from `source` on, 8 bytes at a time."""
+        """Pack `count` elements from `source` on, 8 bytes at a time."""
         f, some = self.f, 8 // self.bytes
         whole = f.bin("and", count, i64(-some))
 
@@ -172,7 +172,7 @@ class Tiles(abc.ABC):
         return f.when(f.cmp("icmp slt", whole, count), last, sums)
 
     def _pad(self, tile: V) -> None:
-        """Zeros for the last step of packed rows: no number that is not finite may lie there."""
+        """Fill the last step of packed rows with zeros: stale bytes could be NaN or infinity."""
         f = self.f
         rows = f.bin("sdiv", self._high(tile)[1], i64(self.group))
 
@@ -184,7 +184,7 @@ class Tiles(abc.ABC):
         each(f, i64(0), rows, 1, group)
 
     def _block(self, tile: V, first: V) -> None:
-        """A block of columns, for all rows of the tile."""
+        """Compute a block of columns, for all rows of the tile."""
         f = self.f
         high, stop = self._high(tile)
 
@@ -195,7 +195,7 @@ class Tiles(abc.ABC):
         each(f, first, least(f, f.add(first, i64(BLOCK)), self.n), COLUMNS, columns)
 
     def _tile(self, tile: V, r: V, c: V, rows: int) -> None:
-        """`rows` rows from r on of COLUMNS columns from c on."""
+        """Compute `rows` rows from r on of COLUMNS columns from c on."""
         f = self.f
         x, w = f.gep("i8", self.rows, f.mul(r, self.width)), f.gep("i8", self.weights, f.mul(c, self.width))
         xs = [f.gep("i8", x, f.mul(self.width, i64(i * self.group))) for i in range(rows // self.group)]
@@ -208,11 +208,11 @@ class Tiles(abc.ABC):
             self.result(found, self._row(tile, at), c, at)
 
     def load16(self, p: V, at: V, offset: int) -> V:
-        """A register."""
+        """Load a register."""
         return load(self.f, "i8", self.f.gep("i8", p, self.f.add(at, i64(offset))), 16, 8)
 
     def squares(self, xs: Sequence[V], ws: Sequence[V], k: V, sums: Sequence[V], name: str) -> list[V]:
-        """`multiply` by an instruction of two rows by two columns."""
+        """Implement `multiply` with an instruction of two rows by two columns."""
         out, at = list(sums), self.f.mul(k, i64(2))
         for half in (0, 16):
             right = [self.load16(w, at, half) for w in ws]
@@ -223,7 +223,7 @@ class Tiles(abc.ABC):
         return out
 
     def call(self, name: str, acc: V, x: V, y: V) -> V:
-        """An instruction `acc + x y` of NEON, by its name in LLVM."""
+        """Call a NEON instruction `acc + x y` by its name in LLVM."""
         f, (t, many) = self.f, ("i8", 16) if self.bytes == 1 else ("bfloat", 8)
         x, y = (v if self.bytes == 1 else f.let(t, many, f"bitcast {v} to <{many} x {t}>") for v in (x, y))
         full = f"llvm.aarch64.neon.{name}"
@@ -231,7 +231,7 @@ class Tiles(abc.ABC):
         return f.let(self.sum_type, 4, f"call {acc.ty} @{full}({acc}, {x}, {y})")
 
     def of_rows(self, sums: Sequence[Sequence[V]]) -> list[list[V]]:
-        """The sums of each row in the order of columns."""
+        """Return the sums of each row in the order of columns."""
         if self.group == 1:
             return [list(row) for row in sums]
         out: list[list[V]] = []
@@ -241,7 +241,7 @@ class Tiles(abc.ABC):
         return out
 
     def store(self, x: V, to: V, left: V) -> None:
-        """Four elements, or the first `left` of them."""
+        """Store four elements, or the first `left` of them."""
         f = self.f
         full = f.cmp("icmp sge", left, i64(4))
 
