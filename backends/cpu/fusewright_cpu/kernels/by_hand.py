@@ -1,4 +1,4 @@
-"""Signatures of the kernels written by hand: name, buffers, sizes, scalars and supported targets, without the emitters.
+"""Signatures of the handwritten kernels: name, buffers, sizes, scalars and supported targets, without the emitters.
 Launching code from the plan cache needs only these."""
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from fusewright.toolkit.ir.ir import Buffer, Scalar
 from fusewright_cpu.target import CpuTarget
 
 MOST_WIDTH = 256
-"""Elements of a head, in attention."""
+"""Most elements of an attention head."""
 SIZES = ("batch", "heads", "rows", "keys")
 STRIDES = ("b", "h", "l")
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The kernel for one type and width; lengths, strides and the scale are arguments.
+    """Attention for one type and head width; lengths, strides and the scale are arguments.
 
     Buffers: query, key, value, the mask if there is one, and the result, all with a dense last dimension. `mask` is the
-    type of what is added to the scores ("f32", "bf16"), or "bool" for keys to keep. Rows that may see no key are 0.
+    type of a mask added to the scores ("f32", "bf16"), or "bool" for a mask of keys to keep. Rows with no visible key are 0.
     """
 
     dtype: str
@@ -40,7 +40,7 @@ class Attention:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Sizes, then for every buffer the strides of batch, head and row, in elements."""
+        """The sizes, then for every buffer the strides of batch, head and row, in elements."""
         return (*SIZES, *(f"{b.name}_{s}" for b in self.buffers for s in STRIDES))
 
     @property
@@ -57,13 +57,13 @@ class Attention:
 
 
 MOST_GEMV_ROWS = 4
-"""Rows of `x`: with more, a library's product is the better choice."""
+"""Most rows of `x`; with more, a library's product is faster."""
 FLOATS = ("f32", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """The kernel for one number of rows and types; lengths are arguments.
+    """A product of few rows, for one number of rows and types; lengths are arguments.
 
     `x` is [rows, k] and `out` [rows, n] of type `dtype`, `weight` [n, k] of "f32", "bf16" or "i8", all dense. int8 weights
     have an fp32 `scale` [n] and, with `zeros`, an fp32 `zero` [n]. `bias` is the type of a vector [n], or "".
@@ -108,20 +108,20 @@ class Gemv:
 
 
 FORMS = {"smmla": ("i8mm", 2, 8), "sdot": ("dotprod", 4, 4)}
-"""By instruction: the feature that has it, and the columns and elements of each that a register of weights holds."""
+"""Instruction -> the feature that provides it, and the columns and elements per column that a register of weights holds."""
 
 
 def form_of(target: CpuTarget) -> str:
-    """The best instruction of a target, or ""."""
+    """Return the best instruction of a target, or ""."""
     return next((form for form, (feature, *_) in FORMS.items() if target.arm and target.has(feature)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Product:
-    """What kernels of int8 have in common: the type of `x` ("i8", "u8") and of `out` ("f32", "bf16", "i32").
+    """The common part of int8 kernels: the types of `x` ("i8", "u8") and of `out` ("f32", "bf16", "i32").
 
-    `w_scale` fp32, `sums` (of each row of the weights) int32 and `bias` fp32 are `int8_linear.padded`, and so is `w_zero`
-    int32, which is there where weights have zero points (`zeros`).
+    fp32 `w_scale`, int32 `sums` (of each weight row) and fp32 `bias` are made by `int8_linear.padded`, and so is int32 `w_zero`,
+    which exists only if weights have zero points (`zeros`).
     """
 
     x: str
@@ -164,8 +164,8 @@ class Int8Product:
 
 @dataclass(frozen=True, slots=True)
 class Int8Linear(Int8Product):
-    """`x` is [m, k], `out` [m, n]; `weight` is `int8_linear.packed`; lengths are arguments. `x_scale` fp32 and `x_zero` int32 are
-    [m], or [1] where `row_step` is 0. An int32 `out` is the sums of int8 `x`: then there are no scales, zero points and bias.
+    """`x` is [m, k], `out` [m, n], `weight` is made by `int8_linear.packed`; lengths are arguments. fp32 `x_scale` and int32
+    `x_zero` are [m], or [1] if `row_step` is 0. An int32 `out` holds the sums of int8 `x`, without scales, zero points and bias.
     """
 
     stem = "int8_linear"
@@ -181,9 +181,9 @@ class Int8Linear(Int8Product):
 
 @dataclass(frozen=True, slots=True)
 class Int8Conv(Int8Product):
-    """`x` is [batch, c, h, w] and `out` [batch, columns, oh, ow], both dense with channels innermost; `weight` is
-    `int8_conv.packed`, and what columns have is `int8_conv.padded` for their groups. `x_scale` fp32 and `x_zero` int32 are [1];
-    the zero point is a number of `x`'s type. All lengths are arguments: `int8_conv.Geometry.sizes`.
+    """`x` is [batch, c, h, w] and `out` [batch, columns, oh, ow], both dense and channels-last; `weight` is made by
+    `int8_conv.packed`, per-column vectors by `int8_conv.padded`. fp32 `x_scale` and int32 `x_zero` are [1]; the zero point is
+    representable in `x`'s type. All lengths are arguments: `int8_conv.Geometry.sizes`.
     """
 
     stem = "int8_conv"
@@ -195,7 +195,7 @@ class Int8Conv(Int8Product):
 
 @dataclass(frozen=True, slots=True)
 class Bf16Linear:
-    """`x` fp32 [m, k], `out` fp32 [m, n]; `weight` is `bf16_linear.packed`, `bias` fp32 is `int8_linear.padded`. Lengths are
+    """fp32 `x` [m, k] and `out` [m, n]; `weight` is made by `bf16_linear.packed`, fp32 `bias` by `int8_linear.padded`. Lengths are
     arguments."""
 
     bias: bool = False

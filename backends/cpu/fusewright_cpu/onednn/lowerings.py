@@ -1,7 +1,6 @@
 """The table of float ops that go to torch's oneDNN: under which conditions, and how.
 
-A lowering gets a match (the op and the neighbours that the call takes in, see `patterns`) and writes into
-the fragment.
+A lowering gets a match (the op and the neighbours fused into its call, see `patterns`) and writes into the fragment.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
 
 
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
-"""Types of attention masks that our kernel reads."""
+"""Dtypes of attention masks that our kernel reads."""
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 
@@ -90,7 +89,7 @@ def _dense_matrix(s: TensorSpec) -> bool:
 
 
 def operands(op: OpView) -> tuple[Value, Value, Value | None]:
-    """Input, second matrix and bias of a product."""
+    """Return input, second matrix and bias of a product."""
     if op.op == "linear":
         return op.arg("input"), op.arg("weight"), op.arg("bias")
     if op.op == "addmm":
@@ -99,7 +98,7 @@ def operands(op: OpView) -> tuple[Value, Value, Value | None]:
 
 
 def product_of(op: OpView) -> Product:
-    """The product that `op` computes, symbolic sizes by their hints."""
+    """Return the product that `op` computes, with hints for symbolic sizes."""
     x, w, bias = (spec_of(v) if v is not None else None for v in operands(op))
     assert x is not None and w is not None
     k = hint(x.shape[-1])
@@ -110,11 +109,11 @@ def product_of(op: OpView) -> Product:
 
 
 def linear_form(op: OpView, b: Builder) -> str:
-    """ "aten", "dense", "packed" or "copied" for this product here. Only constants are packed, for a fixed number of
+    """Return the form of a product: "aten", "dense", "packed" or "copied". Only constants are packed, for a fixed number of
     rows."""
     product = product_of(op)
     x, w, _ = operands(op)
-    if not spec_of(x).static:  # oneDNN makes code for each number of rows, and keeps it; in fp32, eager's library does not
+    if not spec_of(x).static:  # oneDNN generates and keeps code for each number of rows; eager's fp32 library does not
         small = product.m * product.k * product.n < FITTED.small_product
         return "aten" if small or product.dtype is torch.float32 else "dense"
     prepack = b.ctx.options["prepack"]
@@ -124,7 +123,7 @@ def linear_form(op: OpView, b: Builder) -> str:
     if prepack == "never" or not b.is_const(w):
         tall = (
             not product.x_rows and product.dtype is torch.float32
-        )  # in bf16 eager calls oneDNN, which reads such rows well
+        )  # in bf16 eager calls oneDNN, which handles such rows well
         forms = ("aten", "dense", "copied") if tall else ("aten", "dense")
         return choices.linear_form(b.ctx, product, forms)
     if prepack == "always":
@@ -135,7 +134,7 @@ def linear_form(op: OpView, b: Builder) -> str:
 @LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=linear_reason)
 @LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=mm_reason)
 def linear(m: Match, b: Builder) -> None:
-    """input @ weight.T + bias, with a unary op behind it."""
+    """Emit input @ weight.T + bias, and a unary op that follows."""
     op = m.anchor
     form = linear_form(op, b)
     if form == "aten":
@@ -155,7 +154,7 @@ def linear(m: Match, b: Builder) -> None:
 
 
 def weight_of(op: OpView, w: Value, b: Builder) -> Ref:
-    """The weight as [n, k]; a view where the product has it the other way round."""
+    """Return the weight as [n, k], through a view if the product has it transposed."""
     if op.op == "linear":
         return b.exact(w)
     if b.is_const(w):
@@ -181,7 +180,7 @@ def note_parts(m: Match, b: Builder, text: str) -> None:
 
 
 def _siblings(m: Match, b: Builder) -> Match | None:
-    """Linears of constants that may be copied, of a fixed size, without neighbours, over one input; from the first of them."""
+    """Match, from the first of them, linears of one input with copyable constant weights, static sizes and no fused neighbours."""
 
     def eligible(op: OpView) -> bool:
         if not LOWERINGS.supports(op, b.ctx.device):
@@ -197,7 +196,7 @@ def _siblings(m: Match, b: Builder) -> Match | None:
 
 
 def _concat_pays(m: Match, b: Builder) -> bool:
-    """Whether one product for all siblings is faster than one for each."""
+    """Whether one product for all siblings is faster than one each."""
     p = product_of(m.anchor)
     widths = [product_of(op).n for op in m.ops]
     if not SHAPES.admit(f"{p.key} {widths}", b.owner):
@@ -207,7 +206,7 @@ def _concat_pays(m: Match, b: Builder) -> bool:
 
 
 def _concatenated(m: Match, b: Builder) -> None:
-    """All siblings as one product; each result is a slice of it, without a copy."""
+    """Emit all siblings as one product; each result is a slice of it, without a copy."""
     group, first = m.ops, m.ops[0]
     x = first.arg("input")
     weights = tuple(b.exact(op.arg("weight")) for op in group)
@@ -243,15 +242,15 @@ def conv_reason(op: OpView) -> str | None:
 
 @LOWERINGS.add("conv", dtypes=FLOATS, when=conv_reason)
 def conv(m: Match, b: Builder) -> None:
-    """Convolution with its batch norm folded in, an addition and a unary op behind it, channels-last.
+    """Emit a channels-last convolution with its batch norm folded in, followed by an addition and a unary op.
 
-    A 1-d convolution runs as a 2-d one over images of height 1: oneDNN packs the weights of those only.
-    Weights that gradients flow to stay as they are: eager calls the same oneDNN kernels for those.
+    A 1-d convolution runs as a 2-d one over images of height 1, because oneDNN packs only 2-d weights.
+    Weights that require gradients are not packed: eager calls the same oneDNN kernels for them.
     """
     op = m.anchor
     if not is_packed(op, b):
         for part in m.ops:
-            b.leave(part, any_strides=not op.arg("transposed"))  # its strides torch's metadata functions do not foresee
+            b.leave(part, any_strides=not op.arg("transposed"))  # torch's metadata functions mispredict its strides
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = folded(m, b)
@@ -280,7 +279,7 @@ def packed_conv(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) ->
 
 
 def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Builder) -> None:
-    """A convolution whose long sums are `parts` shorter ones, side by side as groups; a kernel adds them up."""
+    """Emit a convolution whose long sums are split into `parts` shorter ones, computed as groups; a kernel adds them up."""
     op, out, x = m.anchor, m.last.out, m.anchor.arg("input")
     geometry = (*geometry_of(op)[:-1], parts)
     packed = packed_conv(sums.grouped(weight, spec_of(op.arg("weight")).shape, parts, b), geometry, x, b)
@@ -297,20 +296,20 @@ def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Build
 
 
 def channels_last_of(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Strides of [N, C, H, W] or [N, C, L] with C innermost."""
+    """Return the strides of [N, C, H, W] or [N, C, L] with C innermost."""
     stride = channels_last_strides(image_shape(shape))
     return stride if len(shape) == 4 else (*stride[:2], stride[3])
 
 
 def geometry_of(op: OpView) -> tuple[Any, ...]:
-    """Padding, stride, dilation and groups, over two dimensions."""
+    """Return padding, stride, dilation and groups, over two dimensions."""
     neutral = {"padding": 0, "stride": 1, "dilation": 1}
     flat = spec_of(op.arg("input")).rank == 3
     return *((n, *op.arg(k)) if flat else op.arg(k) for k, n in neutral.items()), op.arg("groups")
 
 
 def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """[N, C, L] as [N, C, 1, L]."""
+    """Return [N, C, L] as [N, C, 1, L]."""
     return tuple(shape) if len(shape) == 4 else (*shape[:2], 1, shape[2])
 
 
@@ -335,10 +334,10 @@ def emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Bui
 
 
 def folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
-    """Weight and bias, with the batch norm's scale and shift multiplied in (in fp32), in channels-last order.
+    """Return weight and bias with the batch norm's scale and shift folded in (in fp32), in channels-last order.
 
-    The bias stays in fp32: rounded, it would be wrong by the same amount at every point of the image, which averages
-    over the image do not take away.
+    The bias stays in fp32: its rounding error would be the same at every point of the image, so averaging over the image would
+    not reduce it.
     """
     op, norm = m.anchor, m.get("batch_norm")
     weight = b.exact(op.arg("weight"))
@@ -392,8 +391,8 @@ def sdpa_reason(op: OpView) -> str | None:
 
 @LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
-    """softmax(q k^T * scale + mask) v by our own kernel (`fusewright_cpu.kernels.attention`), where that measures faster
-    than torch's."""
+    """Emit softmax(q k^T * scale + mask) v with our own kernel (`fusewright_cpu.kernels.attention`) if it measures faster than
+    torch's."""
     op = m.anchor
     mask, scale = op.arg("attn_mask"), op.arg("scale")
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
@@ -419,7 +418,7 @@ def sdpa(m: Match, b: Builder) -> None:
 
 
 def _not_our_attention(op: OpView, specs: Sequence[TensorSpec], b: Builder) -> str:
-    """Why attention of these tensors stays torch's call, or ""."""
+    """Return why attention of these tensors stays torch's call, or ""."""
     (query, key, value), mask = specs[:3], specs[3] if len(specs) > 3 else None
     if not all(b.graph.unused(v) for v in op.outs[1:]):
         return "its gradient needs the log-sum-exp"
@@ -433,18 +432,18 @@ def _not_our_attention(op: OpView, specs: Sequence[TensorSpec], b: Builder) -> s
 
 
 def _steps(s: TensorSpec) -> tuple[Any, ...]:
-    """Strides of batch, head and row, 0 where a mask holds for all of them."""
+    """Return the strides of batch, head and row, 0 where a mask is broadcast."""
     missing = 4 - s.rank
     steps = (0,) * missing + tuple(0 if n == 1 else d for n, d in zip(s.shape, s.stride, strict=True))
     return steps[:3]
 
 
-# -- rows
+# -- rewrite rows
 
 
 def of_table(table: LoweringTable[OpCode], id: str, pattern: Chain, note: str) -> Row:
-    """A row that writes by the code of the table. It asks the table first: an op may lie in a region for another row's sake, or
-    as eager's own call."""
+    """Return a rewrite row that writes with the table's code. It checks the table first, because an op may be in a region for the
+    sake of another row, or as eager's own call."""
 
     def takes(m: Match, b: Builder) -> bool:
         return bool(table.supports(m.anchor, b.ctx.device))
@@ -467,4 +466,4 @@ ROWS = (
     of_table(LOWERINGS, "onednn.conv", patterns.CONV, "convolution"),
     of_table(LOWERINGS, "onednn.attention", patterns.ATTENTION, "attention"),
 )  # fmt: skip
-"""In the order in which they are asked."""
+"""The rewrite rows, in the order in which they are tried."""

@@ -21,7 +21,7 @@ from fusewright_cpu.target import CpuTarget
 
 
 def kernels_to_text(kernels: Mapping[str, Source], target: CpuTarget, parallel: bool) -> tuple[str, tuple[str, ...]]:
-    """LLVM IR of the kernels (by hash) for any target, and the outside symbols that it needs."""
+    """Return the LLVM IR of the kernels (by hash) for any target, and the external symbols that it needs."""
     module = new_module(target)
     for h, kernel in kernels.items():
         _emit(module, kernel, symbol_name(h), parallel)
@@ -29,7 +29,7 @@ def kernels_to_text(kernels: Mapping[str, Source], target: CpuTarget, parallel: 
 
 
 def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
-    """Adds the function `name` to the module. `UnsupportedKernel` when its target lacks what the source needs."""
+    """Add the function `name` to the module. Raise UnsupportedKernel if its target lacks what the source needs."""
     match source:
         case Kernel():
             emit_kernel(module, unrolled(source), name, parallel)
@@ -46,20 +46,20 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
 
 
 def to_object(text: str, machine: llvm.TargetMachine) -> bytes:
-    """Object code of a module."""
+    """Return the object code of a module."""
     code: bytes = machine.emit_object(_optimized(text, machine))
     return code
 
 
 def to_assembly(text: str, machine: llvm.TargetMachine) -> str:
-    """The same code as assembly, to be read."""
+    """Return the same code as assembly, for reading."""
     code: str = machine.emit_assembly(_optimized(text, machine))
     return code
 
 
 def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-    """The code is vectorised and its invariants are hoisted already: three passes give the speed of the O2 pipeline at a
-    tenth of its time."""
+    """Run three LLVM passes. The code is already vectorised and its invariants hoisted, so they give the speed of the O2 pipeline
+    in a tenth of its time."""
     module = llvm.parse_assembly(text)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
     passes = llvm.create_new_function_pass_manager()
