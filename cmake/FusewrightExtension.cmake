@@ -2,20 +2,20 @@
 
 include(CheckCXXCompilerFlag)
 
-# What every native file is compiled with. No contraction: a product that feeds a sum is rounded, as torch rounds it, wherever
-# the source does not ask for a fused multiply-add.
+# The options of every native file. Contraction is off: a product that feeds a sum is rounded, as in torch, unless the source asks
+# for a fused multiply-add.
 function(fusewright_compile_options target)
   target_compile_features(${target} PRIVATE cxx_std_20)
   target_compile_options(${target} PRIVATE -O3 -fno-math-errno -ffp-contract=off -Wall -Wextra -Wno-psabi)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # GCC bug 105593: its own AVX-512 intrinsics start from an undefined register on purpose.
+    # GCC bug 105593: its AVX-512 intrinsics use undefined registers on purpose, and warn.
     target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
   endif()
   set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden
                         VISIBILITY_INLINES_HIDDEN ON CXX_EXTENSIONS OFF)
 endfunction()
 
-# Sets `result` to whether the compiler takes all these flags.
+# Sets `result` to whether the compiler accepts all these flags.
 function(fusewright_compiler_takes result)
   string(JOIN " " flags ${ARGN})
   string(MAKE_C_IDENTIFIER "fusewright_takes_${flags}" name)
@@ -25,8 +25,8 @@ endfunction()
 
 # fusewright_add_isa(<target> <name> SOURCES <file>... [FLAGS <flag>...] [DEFINITIONS <definition>...] [PROVIDES <definition>])
 #
-# Compiles the sources for one instruction set and links them into <target>, whose other files are told so by the definition
-# PROVIDES. A compiler that does not take the flags leaves the set out, with a message.
+# Compiles the sources for one instruction set and links them into <target>; the definition PROVIDES tells its other files. If the
+# compiler does not accept the flags, the set is left out with a message.
 function(fusewright_add_isa target name)
   cmake_parse_arguments(ISA "" "PROVIDES" "SOURCES;FLAGS;DEFINITIONS" ${ARGN})
   if(ISA_FLAGS)
@@ -48,7 +48,7 @@ endfunction()
 
 # fusewright_add_extension(<target> DESTINATION <package> SOURCES <file>...)
 #
-# A pybind11 module of the package. It links neither torch nor an OpenMP library.
+# Adds a pybind11 module to the package. It links neither torch nor an OpenMP library.
 function(fusewright_add_extension target)
   cmake_parse_arguments(EXTENSION "" "DESTINATION" "SOURCES" ${ARGN})
   pybind11_add_module(${target} MODULE NO_EXTRAS ${EXTENSION_SOURCES})

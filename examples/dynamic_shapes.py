@@ -1,4 +1,4 @@
-"""Compile once for every batch size, and count what is compiled."""
+"""Compile once for all batch sizes, and count the compiled graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusewright import report
 def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 8), nn.Softmax(-1)).eval()
-    fast = torch.compile(model, backend="fusewright", dynamic=True)  # left out, the second size makes it dynamic
+    fast = torch.compile(model, backend="fusewright", dynamic=True)  # without it, the second size triggers a dynamic graph
     with torch.no_grad(), report.recording() as graphs:
         for batch in (4, 7, 64, 1000):
             x = torch.randn(batch, 32)

@@ -1,6 +1,6 @@
 """Read what runs where: the same record that `fusewright explain examples/explain.py:model` prints.
 
-An op is "lowered" (the backend computes it), "carried" (eager's own call, inside of a region), a free "view", or "eager" with a
+An op is "lowered" (the backend computes it), "carried" (eager's own call inside a region), a free "view", or "eager" with a
 reason.
 """
 
@@ -15,7 +15,7 @@ from fusewright import report
 
 
 class Model(nn.Module):
-    """The determinant is nothing that a backend takes."""
+    """A model with one op, the determinant, that no backend takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def model() -> tuple[Any, ...]:
-    """For the command line: a model and its arguments."""
+    """Return a model and its arguments, for the command line."""
     return Model().eval(), (torch.randn(16, 16),)
 
 

@@ -1,4 +1,4 @@
-"""Generate text with a static key-value cache: its shapes stay, so that one compiled graph serves every token.
+"""Generate text with a static key-value cache: shapes do not change, so one compiled graph serves every token.
 
 The model is a small Llama built from its configuration; nothing is downloaded. It needs transformers (`fusewright[bench]`).
 """
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 
 def generated(model: LlamaForCausalLM, step: LlamaForCausalLM, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Greedy decoding: the prompt by `model`, then one token a call by `step`."""
+    """Decode greedily: run the prompt through `model`, then one token per call through `step`."""
     length = prompt.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + tokens)
     places = torch.arange(length + tokens)[None]

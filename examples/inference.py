@@ -1,4 +1,4 @@
-"""Compile a model for inference: one line, and eager's own results within rounding."""
+"""Compile a model for inference in one line, with eager's results up to rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
 
     with torch.no_grad():
         difference = (fast(x) - model(x)).abs().max().item()
-        model.linear1.weight.mul_(2)  # a weight that changes in place is seen at the next call
+        model.linear1.weight.mul_(2)  # the next call sees a weight changed in place
         after = (fast(x) - model(x)).abs().max().item()
     print(f"largest difference from eager: {difference:.1e}, after a weight has changed: {after:.1e}")
     assert max(difference, after) < 1e-4

@@ -1,7 +1,7 @@
-"""A backend of your own: one op by a call of a library, everything else as loop kernels, run by the reference interpreter.
+"""Write your own backend: one op calls a library, everything else becomes loop kernels, run by the reference interpreter.
 
-A package registers it with two entry points (docs/interface.md); here the file that pip would write for the first is written by
-hand. docs/interface.md is the whole road, and examples/xla_cpu a backend whose kernels another compiler makes.
+A package registers a backend with two entry points (docs/interface.md); this example writes the file that pip would create for the
+first. docs/interface.md is the full guide, and examples/xla_cpu a backend whose kernels come from another compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright.toolkit.backend.library import LoweringTable, OpLowering
 
 LIBRARY = torch.library.Library("own_backend", "FRAGMENT")
-"""The vendor's library. Here it is a torch op in Python; a real one binds C++."""
+"""The vendor's library: here a torch op in Python, in practice a binding of C++."""
 CALLS: list[tuple[int, ...]] = []
 LOWERINGS: LoweringTable[OpLowering] = LoweringTable()
 
@@ -46,7 +46,7 @@ class OwnBackend(FusedBackend):
 
 
 def install(folder: Path) -> None:
-    """What `pip install` would do with a package that has the entry point."""
+    """Do what `pip install` would do for a package with the entry point."""
     info = folder / "own_backend-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-backend\nVersion: 1.0\n")

@@ -1,8 +1,8 @@
-"""Train in two processes with DistributedDataParallel: gradients are averaged, the compiled model is each process's own.
+"""Train in two processes with DistributedDataParallel: gradients are averaged, and each process compiles its own model.
 
     python examples/process_group.py
 
-`torchrun` starts the processes as well; then `main` of each rank is `worker(int(os.environ["RANK"]), ...)`.
+With `torchrun` instead, each rank's `main` calls `worker(int(os.environ["RANK"]), ...)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROCESSES = 2
 
 
 def worker(rank: int, meeting: str) -> None:
-    """One process: its share of the batch."""
+    """Run one process on its share of the batch."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=PROCESSES)
     torch.manual_seed(0)  # equal weights everywhere

@@ -1,6 +1,6 @@
-"""Profile a compiled model with torch's own profiler: the compiled call, and what eager's kernels do inside of it.
+"""Profile a compiled model with torch's own profiler: the compiled call, and eager's kernels inside it.
 
-`profile.export_chrome_trace("trace.json")` writes what Perfetto shows.
+`profile.export_chrome_trace("trace.json")` writes a trace for Perfetto.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     x = torch.randn(2, 32, 64)
     fast = torch.compile(model, backend="fusewright")
     with torch.no_grad():
-        for _ in range(3):  # compile and check outside of the profile
+        for _ in range(3):  # compile and check before profiling
             fast(x)
         with profile(activities=[ProfilerActivity.CPU]) as found, record_function("request"):
             fast(x)

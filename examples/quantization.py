@@ -1,6 +1,6 @@
-"""Make a model int8 and compile it. Needs an x86-64 CPU with int8 instructions and torchao (`fusewright-int8[quantize]`).
+"""Quantize a model to int8 and compile it. Needs an x86-64 CPU with int8 instructions and torchao (`fusewright-int8[quantize]`).
 
-docs/quantization.md leads through the recipes and what each costs.
+docs/quantization.md explains the recipes and their costs.
 """
 
 from __future__ import annotations

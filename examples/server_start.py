@@ -2,9 +2,9 @@
 
     python examples/server_start.py
 
-The first process stands for the build of the image, the second for a server that starts from it. Plans are sealed with a key and
-bound to the machine (docs/reliability.md), so build where you run, with its cache and state directories. Build on an idle machine:
-a plan with a choice that noise may have made is not kept.
+The first process stands for the image build, the second for a server started from the image. Plans are sealed with a key and bound
+to the machine (docs/reliability.md), so build where you run, with the same cache and state directories. Build on an idle machine:
+a plan is not kept if noise may have decided one of its measured choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REQUEST = "request"
 
 
 def request() -> None:
-    """What a server does first: build the model, compile it, answer. Prints the seconds of the first answer."""
+    """Start like a server: build the model, compile it, answer a request. Print the seconds of the first answer."""
     import torch
     from torch import nn
 
@@ -35,7 +35,7 @@ def request() -> None:
 
 
 def process(folder: Path) -> float:
-    """Seconds of the first answer of a new process with these directories."""
+    """Return the seconds that a new process with these directories takes for its first answer."""
     env = {**os.environ, "FUSEWRIGHT_CACHE_DIR": str(folder / "cache"), "FUSEWRIGHT_STATE_DIR": str(folder / "state")}
     done = subprocess.run([sys.executable, __file__, REQUEST], env=env, check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout.split()[-1])

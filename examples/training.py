@@ -1,4 +1,4 @@
-"""Train with a compiled model: forward and backward are compiled together, the rest of the loop stays as it is."""
+"""Train with a compiled model: forward and backward are compiled together, the rest of the loop is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The function that `torch.compile(model, backend="xla_cpu")` finds by its entry point. Importing it imports no JAX."""
+"""The function that `torch.compile(model, backend="xla_cpu")` finds through its entry point. Importing it does not import JAX."""
 
 from fusewright.dynamo import entry
 

@@ -1,4 +1,4 @@
-"""The class that the host finds: what it claims, and a region as one function that XLA compiles."""
+"""The class that the host loads: what it claims, and how it compiles a region as one XLA function."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class XlaCpu(Backend):
     @classmethod
     def lowers(cls) -> Sequence[str] | None:
         if isinstance(target.probe(), Unavailable):
-            return None  # the table is made of JAX's functions
+            return None  # the table needs JAX's functions
         from fusewright_xla_cpu.lowerings import LOWERINGS
 
         return tuple(LOWERINGS)

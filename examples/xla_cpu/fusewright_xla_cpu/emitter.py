@@ -1,4 +1,4 @@
-"""A region as one function of JAX arrays."""
+"""Evaluate a region as one function of JAX arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusewright_xla_cpu.table import Array, Emit, Site, cast
 def emit(
     region: Region, given: Mapping[int, Any], device: Any, table: LoweringTable[Emit] = LOWERINGS
 ) -> tuple[list[Array], list[tuple[Array, Exception]]]:
-    """The region's outputs from its inputs by id (arrays, and numbers for symbolic sizes), and what eager would refuse."""
+    """Return the region's outputs and the checks that eager makes, given its inputs by id (arrays; numbers for symbolic sizes)."""
     env = dict(given)
     checks: list[tuple[Array, Exception]] = []
     for op in region.ops:
@@ -35,7 +35,7 @@ def _read(arg: Any, env: Mapping[int, Any]) -> Any:
 
 
 def _bind(env: dict[int, Any], op: OpView, made: Sequence[Array | None]) -> None:
-    """Results by id, rounded to the dtype that eager gives."""
+    """Store results by id, rounded to eager's dtype."""
     for value, result in zip(op.outs, made, strict=True):
         if value.spec is not None and result is not None:
             env[value.id] = cast(result, value.spec.dtype)

@@ -1,4 +1,4 @@
-"""The whole table, and what holds for all of its rows."""
+"""The whole table, and the conditions common to its rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fusewright_xla_cpu.target import DTYPES
 __all__ = ["LOWERINGS", "ROWS", "verdict"]
 
 ROWS = (pointwise, reductions, shapes, indexing, products, pooling)
-"""Modules that fill the table when they are imported."""
+"""Modules that fill the table on import."""
 
 
 def verdict(op: OpView, device: Device) -> Verdict:
-    """Whether the table takes `op`: its row, and only tensors of dtypes that are lowered."""
+    """Whether the table takes `op`: its row accepts it, and all its tensors have lowered dtypes."""
     if op.op not in LOWERINGS:
         return Verdict(Why.NO_LOWERING, f"no lowering for {op.op}")
     for v in (*op.inputs(), *op.outs):

@@ -1,4 +1,4 @@
-"""Programs at run time: torch's memory in and out by DLPack, one compiled program for each set of sizes and layouts."""
+"""Run compiled programs: torch's memory passes in and out through DLPack, with one program per set of sizes and layouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fusewright_xla_cpu.emitter import emit
 from fusewright_xla_cpu.target import COMPILER_OPTIONS, DTYPES
 
 Order: TypeAlias = tuple[int, ...]
-"""Dimensions from the slowest in memory to the fastest."""
+"""Dimensions from the slowest-varying in memory to the fastest."""
 
 
 class Program:
-    """A region as a callable: tensors of `Region.inputs` in, tensors of `Region.outputs` out, fresh ones every time.
+    """A region as a callable from tensors of `Region.inputs` to fresh tensors of `Region.outputs`.
 
-    Shapes, numbers (symbolic sizes) and the order of dimensions in memory are part of a program: each combination is
-    compiled when it is first seen.
+    Shapes, numbers (symbolic sizes) and the order of dimensions in memory are fixed in a program: each combination is compiled
+    when first seen.
     """
 
     def __init__(self, region: Region) -> None:
@@ -41,8 +41,8 @@ class Program:
         return self._owned(results, tensors)
 
     def refusal(self) -> str:
-        """What JAX says against the region where its sizes are known, or "": torch traces calls that no kernel takes, and eager
-        raises their errors."""
+        """Return JAX's objection to a region of static sizes, or "". Torch traces some calls that no kernel accepts; eager raises
+        their errors."""
         specs = [v.spec for v in self.region.inputs]
         if not all(s is not None and s.static for s in specs):
             return ""
@@ -65,7 +65,7 @@ class Program:
     def _function(
         self, shapes: tuple[torch.Size, ...], numbers: tuple[Any, ...], orders: tuple[Order, ...]
     ) -> tuple[Any, list[Exception]]:
-        """What `jax.jit` makes, and the errors that its flags stand for."""
+        """Return the jitted function, and the errors that its flags stand for."""
         key = (shapes, numbers, tuple(map(type, numbers)), orders)
         if key not in self._functions:
             errors: list[Exception] = []
@@ -74,7 +74,7 @@ class Program:
         return self._functions[key]
 
     def _owned(self, results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Results as tensors that share memory with nothing: XLA may give one buffer for two equal results."""
+        """Return results as tensors without aliases: XLA may return the same buffer for two equal results."""
         taken = {t.data_ptr() for t in inputs}
         made = []
         for result, order, value in zip(results, self.wanted, self.region.outputs, strict=True):
@@ -88,7 +88,7 @@ class Program:
 def _traced(
     region: Region, numbers: Sequence[Any], orders: Sequence[Order], wanted: Sequence[Order], errors: list[Exception]
 ) -> Callable[..., Any]:
-    """The region as JAX sees it: arrays whose memory is dense in the order of their dimensions."""
+    """Return the region as a JAX function of arrays that are dense in the order of their dimensions."""
     device = Device(HOST, "xla")
 
     def function(*arrays: Any) -> tuple[list[Any], list[Any]]:
@@ -109,7 +109,7 @@ def _raise_first(flags: Sequence[Any], errors: Sequence[Exception]) -> None:
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
-    """`t` without gradient and with memory of its own values, dense in some order of its dimensions."""
+    """Return `t` detached, with memory that holds its values, dense in some order of its dimensions."""
     t = t.detach().resolve_neg().resolve_conj()
     return t if _is_dense(t.shape, t.stride()) else t.contiguous()
 
@@ -124,14 +124,14 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _order(shape: Sequence[int], stride: Sequence[int]) -> Order:
-    """Dimensions of one element stay where they are: their strides say nothing."""
+    """Return the memory order of dimensions. Those of size 1 keep their place, because their strides mean nothing."""
     moved = [d for d, n in enumerate(shape) if n != 1]
     ordered = iter(sorted(moved, key=lambda d: -stride[d]))
     return tuple(d if n == 1 else next(ordered) for d, n in enumerate(shape))
 
 
 def _order_of(spec: TensorSpec) -> Order:
-    """The order in which a tensor of known sizes is given to a program."""
+    """Return the order in which a tensor of static size is passed to a program."""
     shape, stride = ([hint(n) for n in numbers] for numbers in (spec.shape, spec.stride))
     return _order(shape, stride) if _is_dense(shape, stride) else tuple(range(len(shape)))
 
@@ -141,14 +141,14 @@ def _inverse(order: Order) -> Order:
 
 
 def _wanted(value: Value) -> Order:
-    """The order of dimensions in which eager lays a result out."""
+    """Return the order of dimensions in eager's layout of a result."""
     spec = value.spec
     assert spec is not None
     return _order([hint(n) for n in spec.shape], [hint(s) for s in spec.stride])
 
 
 def _strided(t: torch.Tensor, spec: TensorSpec | None) -> torch.Tensor:
-    """`t` with the strides that eager gives where no order of dense dimensions has them: overlapping or with gaps."""
+    """Return `t` with eager's strides where no order of dense dimensions has them (overlaps or gaps)."""
     assert spec is not None
     if not t.numel():
         stride: Any = spec.stride

@@ -1,7 +1,7 @@
-"""The table that the files of `rows` fill: a row of the opset -> a function of JAX arrays.
+"""The table that the modules of `rows` fill: a row of the opset -> a function of JAX arrays.
 
 A function takes the op's arguments by their names in the schema: arrays for tensors, Python numbers for the rest, None for
-what is absent. It gives one array, or a tuple in the order of the op's outputs. The emitter rounds to the output's dtype.
+absent ones. It returns one array, or a tuple in the order of the op's outputs. The emitter rounds to the output's dtype.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Array: TypeAlias = Any
 
 @dataclass
 class Site:
-    """One op while its region is traced. `checks` collects what eager would have refused: a flag and the error."""
+    """One op while its region is traced. `checks` collects what eager would reject, as pairs of flag and error."""
 
     op: OpView
     checks: list[tuple[Array, Exception]] = field(default_factory=list)
 
     @property
     def spec(self) -> TensorSpec:
-        """That of the first output."""
+        """The spec of the first output."""
         spec = self.op.out.spec
         assert spec is not None
         return spec
 
     def refuse(self, flag: Array, error: Exception) -> None:
-        """Raise `error` after the program has run where an element of `flag` is true."""
+        """Raise `error` after the program has run if an element of `flag` is true."""
         self.checks.append((jnp.any(flag), error))
 
 
@@ -46,17 +46,17 @@ LOWERINGS: LoweringTable[Emit] = LoweringTable()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """JAX's name for a dtype."""
+    """Return JAX's name for a dtype."""
     return DTYPES[dtype]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that eager computes in."""
+    """Return the dtype that eager computes in."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def promoted(op: OpView) -> torch.dtype:
-    """What torch promotes the operands of a comparison to: numbers and 0-dim tensors count less."""
+    """Return the dtype to which torch promotes the operands of a comparison; numbers and 0-d tensors have lower priority."""
     operands = [_sample(op.arg(n)) for n in op.argnames if n in ("self", "other")]
     return torch.result_type(*operands) if len(operands) == 2 else operands[0].dtype
 
@@ -68,8 +68,8 @@ def _sample(arg: Any) -> Any:
 
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
-    """`x` as `dtype`, where torch's conversion on CPUs and XLA's differ as torch's: integers wrap. A bool becomes a float by way
-    of an integer, for XLA makes a selection of a product with a bool, where zero times NaN or an infinity is zero."""
+    """Convert `x` to `dtype` as torch does on CPUs: integers wrap. A bool becomes a float through an integer, because XLA turns a
+    product with a bool into a selection, where zero times NaN or infinity would be zero."""
     if not isinstance(x, jnp.ndarray):
         return jnp.asarray(x, dtype_name(dtype))
     to = dtype_name(dtype)
@@ -82,7 +82,7 @@ def cast(x: Array, dtype: torch.dtype) -> Array:
 
 
 def pointwise(fn: Callable[..., Array], computed: Callable[[OpView], torch.dtype] | None = None) -> Emit:
-    """An emitter of a function of elements: operands are brought to the dtype that eager computes in."""
+    """Return an emitter of an elementwise function: operands are cast to the dtype that eager computes in."""
 
     def emit(site: Site, **arguments: Any) -> Array:
         dtype = wide(computed(site.op) if computed else site.spec.dtype)
@@ -98,12 +98,12 @@ def _operand(arg: Any, dtype: torch.dtype) -> Any:
 
 
 def add_pointwise(rows: Mapping[str, Callable[..., Array]], **how: Any) -> None:
-    """Register functions of elements, by row name."""
+    """Register elementwise functions by row name."""
     computed = how.pop("computed", None)
     for name, fn in rows.items():
         LOWERINGS.add(name, dynamic=True, **how)(pointwise(fn, computed))
 
 
 def add(*names: str, **how: Any) -> Callable[[Emit], Emit]:
-    """Register an emitter that looks at its site. Every row takes any sizes: a program is made for each shape."""
+    """Register an emitter that uses its site. Every row takes any sizes, because each shape gets its own program."""
     return LOWERINGS.add(*names, dynamic=True, **how)

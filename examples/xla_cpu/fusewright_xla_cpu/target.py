@@ -1,4 +1,4 @@
-"""What XLA on a CPU has: dtypes, and the options that keep its arithmetic IEEE's."""
+"""XLA on a CPU: its dtypes, and the options that keep its arithmetic IEEE-conformant."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int8: "int8", torch.int16: "int16", torch.int32: "int32", torch.int64: "int64", torch.uint8: "uint8",
     torch.bool: "bool",
 }  # fmt: skip
-"""JAX's name of each dtype that is lowered. Complex numbers are left to eager."""
+"""JAX's name of each lowered dtype. Complex numbers stay in eager."""
 
 COMPILER_OPTIONS: dict[str, Any] = {
     "xla_allow_excess_precision": False,  # a cast to bf16 rounds, as eager's does
     "xla_cpu_enable_fast_math": False,
-    "xla_cpu_enable_fast_min_max": False,  # NaN wins in a maximum
+    "xla_cpu_enable_fast_min_max": False,  # a maximum propagates NaN
 }
 
 
@@ -28,7 +28,7 @@ LIBRARIES = ("jax", "jaxlib")
 
 
 def probe() -> Device | Unavailable:
-    """The CPU as XLA sees it. JAX is looked for, not imported: that takes a second."""
+    """Return the CPU as XLA sees it. JAX is located but not imported, which would take a second."""
     try:
         found = all(importlib.util.find_spec(name) is not None for name in LIBRARIES)
         versions = [f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES] if found else []

@@ -1,4 +1,4 @@
-"""The package as torch finds it, on JAX. What each op computes is for `fusewright conformance` to judge."""
+"""The package as torch loads it, on JAX. `fusewright conformance` checks what each op computes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_inverse_of_erf_is_right_where_its_gradient_is_steep() -> None:
 
 @pytest.mark.parametrize("fn", [torch.mul, torch.div, lambda a, b: (b + a) * a, lambda a, b: (b > 1) * b])
 def test_a_bool_is_no_selection(fn: Callable[..., Tensor]) -> None:
-    """XLA takes a product with a bool for one; zero times an infinity is NaN."""
+    """XLA turns a product with a bool into a selection; zero times infinity must be NaN."""
     a = torch.tensor([[False], [True]])
     b = torch.tensor([math.nan, math.inf, 0.0, -0.0, 2.0])
     torch.testing.assert_close(compiled(fn)(a, b), fn(a, b), equal_nan=True)
@@ -204,7 +204,7 @@ def test_what_eager_refuses_is_refused(fn: Callable[..., Tensor], args: tuple[Te
 
 
 def test_casts_round_inside_of_a_program() -> None:
-    """XLA may keep the excess precision of a value that is rounded and widened again."""
+    """XLA may keep excess precision of a value that is rounded and widened again."""
     x = torch.randn(64)
     assert torch.equal(compiled(lambda x: x.bfloat16().float())(x), x.bfloat16().float())
 

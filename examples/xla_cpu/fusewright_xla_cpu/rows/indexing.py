@@ -1,4 +1,4 @@
-"""Gathers and scatters. An index that eager would refuse is refused, where JAX clamps it."""
+"""Gathers and scatters. Indices out of bounds raise an error as in eager, where JAX would clamp them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _OUT_OF_BOUNDS = "index out of bounds"
 
 
 def _held(site: Site, at: Array, size: int, negative: bool = False, error: type[Exception] = IndexError) -> Array:
-    """Indices below `size`. Those from the end are taken where torch takes them."""
+    """Check indices against `size`. Negative ones count from the end where torch allows them."""
     site.refuse((at >= size) | (at < (-size if negative else 0)), error(f"{_OUT_OF_BOUNDS} for a size of {size}"))
     return jnp.where(at < 0, at + size, at) if negative else at
 
 
 def _along(self_rank: int, at: Array, dim: int) -> tuple[Array, ...]:
-    """The place of each element of `at`, whose own value is the coordinate of `dim`."""
+    """Return the position of each element of `at`, with its value as the coordinate along `dim`."""
     grid = list(jnp.indices(at.shape, sparse=True))
     grid[dim % self_rank] = at
     return tuple(grid)
 
 
 def _vector(self: Array, index: Array) -> tuple[Array, Array]:
-    """Scalars as vectors of one element."""
+    """Return scalars as vectors of one element."""
     return (self.reshape(1) if self.ndim == 0 else self), (index.reshape(1) if index.ndim == 0 else index)
 
 
@@ -74,12 +74,12 @@ def index_put(site: Site, self: Array, indices: Sequence[Array | None], values: 
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:
-    """What sums and products of a dtype are computed in: JAX adds no bools, and torch's sum of them is whether one is true."""
+    """Return the dtype for sums and products: JAX does not add bools, and torch's sum of bools is whether any is true."""
     return torch.int32 if dtype is torch.bool else wide(dtype)
 
 
 def _taken(at: Array, src: Array) -> Array:
-    """The part of `src` that `index` speaks of."""
+    """Return the part of `src` that `index` covers."""
     return src[tuple(slice(n) for n in at.shape)]
 
 
@@ -120,7 +120,7 @@ def scatter_reduce(site: Site, self: Array, dim: int, index: Array, src: Array, 
 
 
 def _same_rank(op: OpView) -> str | None:
-    """JAX broadcasts a source that eager refuses."""
+    """Refuse a source of another rank: eager rejects it, and JAX would broadcast it."""
     x, source = (op.arg(n).spec for n in ("self", "source"))
     return None if len(x.shape) == len(source.shape) else "a source of another rank"
 

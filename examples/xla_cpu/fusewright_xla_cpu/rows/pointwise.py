@@ -1,4 +1,4 @@
-"""Functions of elements. NaN, rounding and integer division are torch's, where JAX has others."""
+"""Elementwise functions. NaN, rounding and integer division follow torch where JAX differs."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def _hypot(self: Array, other: Array) -> Array:
 
 
 def _digamma(x: Array) -> Array:
-    """XLA's is NaN at the pole at zero, where torch takes the limit from the side of its sign."""
+    """XLA's is NaN at the pole at zero, where torch takes the limit from the side of zero's sign."""
     return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), special.digamma(x))
 
 
 def _exp2(x: Array) -> Array:
-    """XLA's is exp(x * log 2), whose rounding grows with x: here the whole part is the result's exponent."""
+    """XLA's is exp(x * log 2), whose rounding error grows with x. Here the integer part becomes the result's exponent."""
     whole = jnp.clip(jnp.where(jnp.isfinite(x), jnp.round(x), 0), -1100, 1100)
     return jnp.ldexp(jnp.exp2(x - whole), whole.astype(jnp.int32))
 
 
 def _erfinv(x: Array) -> Array:
-    """In fp64: XLA's of fp32 is too far off for its gradient, which is exponential in it."""
+    """Computed in fp64: XLA's fp32 version is too inaccurate for its gradient, which is exponential in it."""
     return special.erfinv(x.astype(jnp.float64)).astype(x.dtype)
 
 
@@ -178,7 +178,7 @@ add_pointwise(
 )
 
 
-# ---- division: torch refuses a zero divisor of integers, and XLA does not ----
+# ---- division: torch raises an error for integer division by zero, XLA does not ----
 
 
 def _floor_float(x: Array, y: Array) -> Array:

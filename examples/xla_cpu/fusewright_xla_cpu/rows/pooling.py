@@ -1,4 +1,4 @@
-"""Pooling of [..., H, W], and its gradients."""
+"""Pooling over [..., H, W], and its gradients."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fusewright_xla_cpu.table import Array, Site, add, cast, wide
 
 
 def _pair(values: Sequence[int], default: Sequence[int]) -> tuple[int, int]:
-    """Torch writes one number for two equal ones, and none for the default."""
+    """Return two numbers: torch passes one for two equal ones, and none for the default."""
     given = list(values) or list(default)
     return (given[0], given[-1])
 
 
 def _outputs(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> int:
-    """Windows along one dimension (`pooling_output_shape` of ATen/native/Pool.h): the last one starts inside or in the
-    padding before."""
+    """Return the number of windows along one dimension (`pooling_output_shape` of ATen/native/Pool.h): the last one starts inside
+    the input or in the padding before it."""
     span = n + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil else 0)
     count = span // s + 1
     return count - 1 if ceil and (count - 1) * s >= n + p else count
 
 
 def _windows(x: Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, fill: Any) -> list[Array]:
-    """For each place in the window, what each window has there; `fill` outside of `x`."""
+    """Return, for each position in the window, the elements of all windows there; `fill` outside `x`."""
     kernel = _pair(kernel, kernel)
     stride, padding, dilation = _pair(stride, kernel), _pair(padding, (0, 0)), _pair(dilation, (1, 1))
     sizes = [_outputs(n, k, s, p, d, ceil) for n, k, s, p, d in zip(x.shape[-2:], kernel, stride, padding, dilation, strict=True)]
@@ -44,7 +44,7 @@ def _windows(x: Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ce
 def max_pool2d(
     site: Site, self: Array, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> tuple[Array, Array]:
-    """The largest of each window and its place in the plane. Of equal ones the first, of NaN the last, as torch's loop."""
+    """Return each window's maximum and its position in the plane: the first of equal ones, the last NaN, as in torch's loop."""
     h, w = self.shape[-2:]
     how = (kernel_size, stride, padding, dilation, ceil_mode)
     plane = jnp.arange(h * w, dtype="int64").reshape(h, w)
@@ -75,7 +75,7 @@ def _averaged(
 
 
 def _inside(shape: Sequence[int], kernel: Any, stride: Any, padding: Any, ceil: bool, count_padding: bool) -> Array:
-    """How many elements each window averages: padding counts on request, what lies behind it never."""
+    """Return how many elements each window averages: padding counts on request, positions beyond it never."""
     p = _pair(padding, (0, 0))
     ones = jnp.ones(shape[-2:], "float32")
     if count_padding:
@@ -111,7 +111,7 @@ def avg_pool2d_backward(
 
 
 def _adaptive(x: Array, sizes: Sequence[int]) -> Array:
-    """Means of windows that begin at floor(i n / m) and end at ceil((i + 1) n / m)."""
+    """Return the means of windows from floor(i n / m) to ceil((i + 1) n / m)."""
     (h, w), (oh, ow) = x.shape[-2:], sizes
     if oh and ow and h % oh == 0 and w % ow == 0:
         return x.reshape(*x.shape[:-2], oh, h // oh, ow, w // ow).mean((-3, -1))

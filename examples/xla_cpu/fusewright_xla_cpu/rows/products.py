@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and attention. Halves are summed in fp32."""
+"""Matrix products, convolutions and attention. Half types are summed in fp32."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fusewright_xla_cpu.table import Array, Site, add, cast, wide
 
 
 def _dot(site: Site, x: Array, y: Array) -> Array:
-    """`x @ y` summed at the dtype that eager sums in."""
+    """Return `x @ y`, accumulated in the dtype that eager uses."""
     dtype = wide(site.spec.dtype)
     return jnp.matmul(cast(x, dtype), cast(y, dtype), precision=jax.lax.Precision.HIGHEST)
 
 
 def _plus(site: Site, self: Array, product: Array, beta: Any, alpha: Any) -> Array:
-    """A `self` that beta makes nothing of is not looked at: its NaN do not count."""
+    """Return alpha * product + beta * self. With beta 0, `self` is not read, so its NaNs do not propagate."""
     dtype = wide(site.spec.dtype)
     scaled = product if alpha == 1 else product * cast(alpha, dtype)
     if beta == 0:
@@ -83,7 +83,7 @@ def _convolved(
     x: Array, w: Array, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int,
 ) -> Array:  # fmt: skip
-    """A convolution of [N, C, *S] and [O, C / groups, *K]; transposed: of [N, C, *S] and [C, O / groups, *K]."""
+    """Convolve [N, C, *S] with [O, C / groups, *K], or if transposed with [C, O / groups, *K]."""
     space = _LETTERS[-len(stride) :]
     names = ("NC" + space, "OI" + space, "NC" + space)
     how: dict[str, Any] = {"feature_group_count": groups, "rhs_dilation": tuple(dilation), "dimension_numbers": names}
@@ -99,7 +99,7 @@ def _convolved(
 
 
 def _turned(w: Array, groups: int) -> Array:
-    """[C, O / groups, *K] as the kernel of the convolution that undoes it: [O, C / groups, *K], mirrored."""
+    """Turn a transposed convolution's weight [C, O / groups, *K] into that of a plain one: [O, C / groups, *K], mirrored."""
     c, o, *k = w.shape
     w = jnp.flip(w, tuple(range(2, w.ndim))).reshape(groups, c // groups, o, *k)
     return jnp.swapaxes(w, 1, 2).reshape(groups * o, c // groups, *k)
@@ -131,7 +131,7 @@ def conv_backward(
 
 
 def gradients(fn: Callable[..., Array], inputs: Sequence[Array], grad: Array) -> tuple[Array, ...]:
-    """Gradients of `fn(*inputs)` by JAX's own reverse mode. What nobody reads XLA leaves out."""
+    """Return the gradients of `fn(*inputs)` by JAX's reverse mode. XLA removes those that are not read."""
     _, back = jax.vjp(fn, *inputs)
     return tuple(back(grad))
 
@@ -142,7 +142,7 @@ def gradients(fn: Callable[..., Array], inputs: Sequence[Array], grad: Array) ->
 def _attended(
     q: Array, k: Array, v: Array, mask: Array | None, causal: bool, scale: float | None
 ) -> tuple[Array, Array]:
-    """Attention and the logarithm of its sums. A row without keys gives zeros, as eager's kernels do."""
+    """Return attention and its log-sum-exp. A row without keys gives zeros, as in eager's kernels."""
     s = jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=jax.lax.Precision.HIGHEST)
     s = s * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:

@@ -1,4 +1,4 @@
-"""Reductions and scans. XLA adds up in order where torch adds pairwise: long sums of floats are taken in fp64."""
+"""Reductions and scans. XLA adds sequentially where torch adds pairwise, so long sums of floats are computed in fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright_xla_cpu.table import Array, Site, add, cast, wide
 
 
 def _dims(dim: Any, rank: int) -> tuple[int, ...]:
-    """The dimensions that are folded: all of them where none is named."""
+    """Return the reduced dimensions: all of them if none is given."""
     if dim is None or dim == []:
         return tuple(range(rank))
     named = dim if isinstance(dim, Sequence) else [dim]
@@ -38,11 +38,11 @@ def mean(site: Site, self: Array, dim: Any, keepdim: bool, dtype: Any) -> Array:
 
 
 _LONG = 32
-"""Elements from which on the order of a sum is worth more bits."""
+"""Number of elements from which a sum needs more bits."""
 
 
 def added(x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
-    """The sum of `x`, rounded once where it is long."""
+    """Return the sum of `x`, rounded only once if it is long."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or _count(x, dims) < _LONG:
         return jnp.sum(x, tuple(dims), keepdims=keepdim)
     return jnp.sum(x, tuple(dims), dtype="float64", keepdims=keepdim).astype(x.dtype)
@@ -66,7 +66,7 @@ def prod_all(site: Site, self: Array, dtype: Any) -> Array:
 
 
 def _not_empty(op: OpView) -> str | None:
-    """Eager refuses the largest of nothing."""
+    """Refuse empty tensors: eager raises an error for their maximum."""
     spec = op.arg("self").spec
     return None if all(n != 0 for n in spec.shape) else "an input without elements"
 
@@ -82,7 +82,7 @@ def amin(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
 
 
 def _arg(self: Array, dim: int | None, keepdim: bool, largest: bool) -> Array:
-    """Index of the first extreme element; the first NaN is more extreme than anything."""
+    """Return the index of the first extreme element; the first NaN beats everything."""
     find = jnp.argmax if largest else jnp.argmin
     self = self.astype("int8") if self.dtype == bool else self
     if dim is None:
@@ -130,7 +130,7 @@ def all_of(site: Site, self: Array, dim: Any, keepdim: bool) -> Array:
 
 
 def _truth_dims(dim: Any, rank: int) -> tuple[int, ...]:
-    """An empty list names no dimension here."""
+    """Return the reduced dimensions; here an empty list means none."""
     return () if dim == [] else _dims(dim, rank)
 
 
@@ -206,7 +206,7 @@ def logcumsumexp(site: Site, self: Array, dim: int) -> Array:
 
 
 def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
-    """Stable, NaN behind (in front, descending) of everything, as torch's. Descending keeps the order of equal elements."""
+    """Sort stably with NaN last (first if descending), as torch does. Descending order also keeps the order of equal elements."""
     if self.ndim == 0:
         return self, jnp.zeros((), "int64")
     x = self.astype("int8") if self.dtype == bool else self
@@ -219,12 +219,12 @@ def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
 
 
 def _few(op: OpView) -> str | None:
-    """Which of equal elements torch takes is its own affair: only floats, where ties are rare, are worth it."""
+    """Take only floats, where ties are rare: which of equal elements torch picks is unspecified."""
     return None if op.arg("self").spec.dtype in (torch.float32, torch.float64) else "ties of equal elements"
 
 
 def _ordered(op: OpView) -> str | None:
-    """Of a sort that is to be stable, the order of equal elements is known."""
+    """Also take stable sorts, where the order of equal elements is specified."""
     return None if op.arg("stable") else _few(op)
 
 

@@ -1,4 +1,4 @@
-"""Views (which in XLA are values like any other), rearrangements and creation."""
+"""Views (ordinary values in XLA), rearrangements and creation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusewright_xla_cpu.table import Array, Site, add, cast, dtype_name, wide
 
 
 def _resolved(size: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Sizes with -1 replaced by what is left."""
+    """Return sizes with -1 replaced by the remaining size."""
     known = math.prod(n for n in size if n != -1)
     return tuple(numel // known if n == -1 else n for n in size) if known else tuple(max(n, 0) for n in size)
 
@@ -63,7 +63,7 @@ def unsqueeze(site: Site, self: Array, dim: int) -> Array:
 
 
 def sliced(shape: Sequence[int], dim: int, start: Any, end: Any, step: int) -> tuple[slice, ...]:
-    """What `aten::slice` takes, as an index: bounds are clamped, never refused."""
+    """Return the index for `aten::slice`; bounds are clamped, never rejected."""
     dim %= len(shape)
     bounds = slice(start, end, step).indices(shape[dim])
     return (*(slice(None),) * dim, slice(bounds[0], max(bounds[0], bounds[1]), step))
@@ -81,7 +81,7 @@ def select(site: Site, self: Array, dim: int, index: int) -> Array:
 
 
 def pieces(self: Array, sizes: Sequence[int], dim: int) -> tuple[Array, ...]:
-    """Parts of the listed sizes along `dim`."""
+    """Return parts of the listed sizes along `dim`."""
     dim, start, found = dim % self.ndim, 0, []
     for n in sizes:
         found.append(jax.lax.slice_in_dim(self, start, start + n, axis=dim))
@@ -131,7 +131,7 @@ def alias(site: Site, self: Array) -> Array:
 
 
 def _joined(site: Site, tensors: Sequence[Array]) -> list[Array]:
-    """Empty vectors count for nothing in `cat`."""
+    """Return the tensors to concatenate; `cat` ignores empty vectors."""
     dtype = site.spec.dtype
     kept = [x for x in tensors if x.shape != (0,)] or list(tensors[:1])
     return [cast(x, dtype) for x in kept]
@@ -148,7 +148,7 @@ def stack(site: Site, tensors: Sequence[Array], dim: int) -> Array:
 
 
 def _pairs(pad: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """Torch names the last dimension first."""
+    """Return padding per dimension; torch lists the last dimension first."""
     given = [(pad[k], pad[k + 1]) for k in range(0, len(pad), 2)]
     return [(0, 0)] * (rank - len(given)) + given[::-1]
 
@@ -170,7 +170,7 @@ def replication_pad2d(site: Site, self: Array, padding: Sequence[int]) -> Array:
 
 
 def _padded(self: Array, padding: Sequence[int], mode: str) -> Array:
-    """What is padded by a negative number is cut."""
+    """Pad `self`; negative padding crops."""
     pairs = _pairs(padding, self.ndim)
     grown = jnp.pad(self, [(max(a, 0), max(b, 0)) for a, b in pairs], mode=mode)
     return grown[tuple(slice(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(pairs, grown.shape, strict=True))]
@@ -226,7 +226,7 @@ def fill(site: Site, self: Array, value: Any) -> Array:
 
 @add("empty", "new_empty", when=_here)
 def empty(site: Site, size: Sequence[int], **_: Any) -> Array:
-    """Nobody may read what is in it; decompositions of norms return empty ones."""
+    """Return an array whose content must not be read; decompositions of norms return such ones."""
     return jnp.zeros(tuple(size), dtype_name(site.spec.dtype))
 
 
