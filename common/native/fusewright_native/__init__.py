@@ -1,1 +1,1 @@
-"""The compiled extension `_core`, if a C++ compiler was there; `fusewright.plan.native` looks for it."""
+"""The compiled extension `_core`, if it was built with a C++ compiler; `fusewright.plan.native` loads it."""

@@ -1,4 +1,4 @@
-// Python callables with C++ behind them, without the cost of a general binding: arguments come as an array.
+// Python callables implemented in C++, without the cost of a general binding: arguments are passed as an array.
 #pragma once
 
 #include <Python.h>
@@ -14,7 +14,7 @@ class Body {
   virtual PyObject* call(PyObject* const* args, Py_ssize_t count) = 0;
 };
 
-// Makes the Python type; null with an error set.
+// Create the Python type; null with an error set.
 PyObject* make_type();
 
 // A callable of that type, which takes no keywords; null with an error set.

@@ -11,9 +11,9 @@ namespace {
 using Driver = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 
 constexpr long DONE = 0, NOT_MINE = -1;
-constexpr std::size_t MOST = 128;  // parameters of a kernel; those with more go by Python
-constexpr std::size_t LEARNED = 16;  // sets of sizes, and variants: what comes later goes by Python. Nothing is ever forgotten, for a
-                                     // launch without Python's lock reads them
+constexpr std::size_t MOST = 128;  // parameters of a kernel; Python launches those with more
+constexpr std::size_t LEARNED = 16;  // sets of sizes, and variants; Python handles later ones. None is ever removed, since a launch
+                                     // reads them without the GIL
 
 bool number_of(PyObject* x, char letter, std::int64_t* value) {
   if (letter != 'f' && letter != 'd') return integer_of(x, value);
@@ -69,9 +69,9 @@ const DeviceLaunch::Variant* DeviceLaunch::variant_of(std::int64_t device, const
   return nullptr;
 }
 
-// call(tensors, sizes, scalars): launches on the current device's current stream. DONE; NOT_MINE where Python must do it (other
-// sizes, code or device than were learned, no tuples, an error word that is set); 1 + k where the driver
-// refused function k, and launched those before.
+// call(tensors, sizes, scalars): launch on the current device's current stream. Returns DONE; NOT_MINE if Python must do it (sizes,
+// code or device not learned, arguments that are not tuples, a nonzero error word); 1 + k if the driver rejected function k
+// after launching those before it.
 PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
   if (count != 3) return PyErr_Format(PyExc_TypeError, "tensors, sizes and scalars were expected");
   bool tuples = PyTuple_CheckExact(args[0]) && PyTuple_CheckExact(args[1]) && PyTuple_CheckExact(args[2]);

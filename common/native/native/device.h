@@ -1,4 +1,4 @@
-// Launching a kernel of a device by its driver.
+// Launch a device kernel through its driver.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace fusewright::native {
 // A loaded function: its handle, threads and bytes of shared memory.
 using Function = std::tuple<std::uintptr_t, unsigned, unsigned>;
 
-// What a launch needs and Python knows: see `device_launch` in module.cpp, which exposes it.
+// A kernel with the launch parameters learned from Python: see `Device` in module.cpp, which exposes it.
 class DeviceLaunch : public Body {
  public:
   DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream);
@@ -34,8 +34,8 @@ class DeviceLaunch : public Body {
     std::int64_t device;
     bool wide, aligned, even;
     std::vector<Function> functions;
-    std::string letters;  // of the given parameters: q 8 bytes, i 4, f and d floats
-    std::uintptr_t after;  // one more parameter behind them; 0 for none
+    std::string letters;  // types of the given parameters: q 8 bytes, i 4 bytes, f and d floats
+    std::uintptr_t after;  // one more parameter after them; 0 for none
   };
   const Sizes* sizes_of(PyObject* sizes, bool* failed) const;
   const Variant* variant_of(std::int64_t device, const Sizes& sizes, bool aligned) const;

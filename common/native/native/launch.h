@@ -1,4 +1,4 @@
-// Launching a kernel of the CPU.
+// Launch a CPU kernel.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace fusewright::native {
 
-// launch(block, workers, *values) -> the kernel's code: writes addresses of tensors, and numbers, to `places` (words) of the
-// argument block at address `block`, and calls the function at `kernel` with (block, workers), without Python's lock.
+// launch(block, workers, *values) -> the kernel's error code: write tensor addresses and numbers to `places` (word indices) of the
+// argument block at address `block`, then call the function at `kernel` with (block, workers), without the GIL.
 std::unique_ptr<Body> launch(std::uintptr_t kernel, std::vector<std::int32_t> places);
 
 }  // namespace fusewright::native

@@ -1,4 +1,4 @@
-// The Python module `_core`. What the callables take is said where they are declared.
+// The Python module `_core`. The declarations of the callables document their arguments.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,7 +18,7 @@ py::object callable(std::unique_ptr<Body> body) {
   return py::reinterpret_steal<py::object>(made);
 }
 
-// A `DeviceLaunch` as Python has it: `launch` is the callable, the other methods tell it what it may do by itself.
+// The Python side of a `DeviceLaunch`: `launch` is the callable, the other methods register what it may handle itself.
 class Device {
  public:
   Device(std::uintptr_t driver, std::uintptr_t errors, const py::object& device, const py::object& stream) {

@@ -8,7 +8,7 @@ namespace {
 PyTypeObject* tensors = nullptr;
 PyObject* on_null = nullptr;
 
-// A member of the class: its C function where that is all there is to it, and the member itself.
+// A member of the class, and its C function if calling that is equivalent.
 struct Member {
   PyObject* name = nullptr;
   PyObject* found = nullptr;

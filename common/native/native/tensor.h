@@ -1,5 +1,5 @@
-// What is asked of tensors: by the C functions behind `Tensor.data_ptr` and `Tensor._version` where these are plain methods of
-// the class, else through Python's own call. Nothing of torch's layout is known here.
+// Queries on tensors: through the C functions behind `Tensor.data_ptr` and `Tensor._version` if these are plain methods of the
+// class, else through Python calls. Independent of torch's memory layout.
 #pragma once
 
 #include <Python.h>
@@ -8,23 +8,24 @@
 
 namespace fusewright::native {
 
-// Takes the class of tensors, and `without_memory(tensor)`: what stands for a null address, or an error. False with an error set.
+// Set the tensor class, and `without_memory(tensor)`, which returns a replacement for a null address or raises. False with an error
+// set.
 bool bind_tensors(PyObject* tensor_class, PyObject* without_memory);
 
 bool is_tensor(PyObject* x);
 
-// False with an error set. A null address is one as `without_memory` has it.
+// False with an error set. A null address is replaced by the result of `without_memory`.
 bool address_of(PyObject* tensor, std::int64_t* address);
 
-// The same, but a null address stays one.
+// The same, but a null address is kept.
 bool raw_address_of(PyObject* tensor, std::int64_t* address);
 
-// The index of its device, -1 on the host.
+// The index of the tensor's device, -1 on the host.
 bool device_of(PyObject* tensor, std::int64_t* device);
 
 bool version_of(PyObject* tensor, std::int64_t* version);
 
-// Of a Python int, wrapped to 64 bits as ctypes does it.
+// The value of a Python int, wrapped to 64 bits as in ctypes.
 bool integer_of(PyObject* x, std::int64_t* value);
 
 }  // namespace fusewright::native

@@ -9,7 +9,7 @@ namespace fusewright::native {
 namespace {
 
 struct Seen {
-  PyObject* object;  // compared, never followed
+  PyObject* object;  // compared, never dereferenced
   std::int64_t address, version;
 };
 
@@ -64,7 +64,7 @@ class Words : public Body {
 
   PyObject* call(PyObject* const*, Py_ssize_t count) override {
     if (count) return PyErr_Format(PyExc_TypeError, "no arguments were expected");
-    bool same = true;  // no early end: loads overlap
+    bool same = true;  // no early exit, so that loads overlap
     for (const Word& w : all) same &= read(w.at, w.bytes) == w.value;
     return PyBool_FromLong(same);
   }

@@ -1,4 +1,4 @@
-// Whether weights are what constants were made of.
+// Whether the weights that constants were computed from are unchanged.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace fusewright::native {
 
-// watch(tensors) -> whether these are the same objects as those that it was made with, at the same addresses and versions. It
-// holds none of them. Null with an error set.
+// watch(tensors) -> whether these are the objects that it was created with, at the same addresses and versions. It keeps no
+// references to them. Null with an error set.
 std::unique_ptr<Body> watch(PyObject* tensors);
 
-// words() -> whether the words at (address, bytes: 1, 2, 4 or 8) are what they were. The memory must still be there.
+// words() -> whether the words at (address, bytes: 1, 2, 4 or 8) are unchanged. The memory must still be allocated.
 std::unique_ptr<Body> words(const std::vector<std::pair<std::uintptr_t, int>>& places);
 
 }  // namespace fusewright::native
