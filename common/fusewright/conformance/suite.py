@@ -1,4 +1,4 @@
-"""The one test of the kit, for `fusewright.conformance.plugin`: `from fusewright.conformance.suite import *` in a test file."""
+"""The kit's only test, for `fusewright.conformance.plugin`: `from fusewright.conformance.suite import *` in a test file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["test_conformance"]
 
 
 def test_conformance(conformance_job: Any) -> None:
-    """One job of one backend, in this process."""
+    """Run one job of one backend, in this process."""
     settings, job = conformance_job
     checks = levels.perform(job, settings)
     bad = [f"{c.level} {c.name}: {c.verdict} {c.detail}" for c in checks if c.verdict.bad]

@@ -15,7 +15,7 @@ from fusewright.ops.rules import device_type, is_tensor, masked_by, named, tenso
 
 
 def scalar_dtype(x: Any) -> torch.dtype:
-    """The dtype that a Python number counts as in promotion."""
+    """The dtype of a Python number in type promotion."""
     if isinstance(x, bool | torch.SymBool):
         return torch.bool
     if isinstance(x, int | torch.SymInt):
@@ -34,10 +34,8 @@ def _combine(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype |
 
 
 def result_type(values: Sequence[Any]) -> torch.dtype:
-    """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher
-    rank yields only to a lower one's dtype of a higher kind, as a float to a complex (torch docs, "tensor
-    attributes").
-    """
+    """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher rank yields only to a
+    lower one's dtype of a higher kind, e.g. a float to a complex (torch docs, "tensor attributes")."""
     ranks: list[torch.dtype | None] = [None, None, None]
     for v in values:
         if v is None:

@@ -1,7 +1,7 @@
 """Shape rules: small named functions from a call to the shapes of its outputs.
 
-Factories take argument names of the op's schema (their parameters end in an underscore). Sizes may be
-SymInts; a rule never asks whether a symbolic size equals something, because that would add a guard.
+Factories take argument names of the op's schema (their parameters end in an underscore). Sizes may be SymInts; a rule never
+compares a symbolic size, because that would add a guard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusewright.ops.rules import is_one, masked_by, named, tensors, times, wrap
 
 
 def shape(t: Any) -> Shape:
-    """The sizes; a symbol that tracing has found to be a number is that number."""
+    """The sizes, with symbols that tracing has fixed to a number replaced by it."""
     return tuple(compat.settled_size(n) for n in t.shape)
 
 
@@ -255,11 +255,11 @@ def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
         return max(0, -((start - end) // step))
     length = end - start if is_one(step) else (end - start + step - 1) // step
     traced = compat.traced_size(length)
-    return 0 if traced is not None and traced < 0 else length  # tracing has guarded that the slice ends before it begins
+    return 0 if traced is not None and traced < 0 else length  # tracing has guarded that the slice is empty
 
 
 def _clamp(i: Any, n: Any) -> Any:
-    """`i` as an index into `n` elements; what tracing has guarded decides where symbols leave it open."""
+    """Clamp `i` to an index into `n` elements; where symbols are undecided, use what tracing has guarded."""
     if compat.statically_true(i < 0):
         i = _at_least_0(n + i)
     if isinstance(i, int) and isinstance(n, int):

@@ -1,5 +1,4 @@
-"""Backward rows: composites that AOTAutograd's backward graphs call. References are formulas or autograd in
-fp64."""
+"""Backward rows: composites in AOTAutograd's backward graphs. References are formulas or autograd in fp64."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def norm_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
 
 
 def _normalized(a: Args) -> Shape:
-    """The shape that is normalized over, as the input has it: torch 2.11 hands symbols of `normalized_shape` on as addresses."""
+    """The normalized shape, taken from the input: torch 2.11 passes on symbols of `normalized_shape` as addresses."""
     return tuple(a["input"].shape)[-len(a["normalized_shape"]) :]
 
 
@@ -108,7 +107,7 @@ SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
     "group_norm_backward": (("mean", "rstd"), dt.norm_stats(wide=False)),
     "batch_norm_backward": (("save_mean", "save_invstd"), dt.norm_stats(weight_="running_mean")),
 }
-"""Arguments that a forward saved, and the dtypes that they really have (see `Op.fake_differs`)."""
+"""Arguments saved by a forward, and their real dtypes (see `Op.fake_differs`)."""
 
 # fmt: off
 ROWS: tuple[Op, ...] = (

@@ -1,5 +1,4 @@
-"""Contraction rows: matrix products and convolution, with fp64 formulas that do not call the op itself
-where that is short."""
+"""Contraction rows: matrix products and convolution. Where it is short, the fp64 formula does not call the op itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Creation and random rows: outputs that depend on no tensor's values. Random rows draw from torch's
-generator in eager's order."""
+"""Creation and random rows: outputs that do not depend on tensor values. Random rows draw from torch's generator in eager's
+order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def eye_ref(n: Any, m: Any, *, dtype: torch.dtype | None = None, **_: Any) -> An
 
 
 def _drawn(name: str, qualname: str, dtype_rule: Any, shape_rule: Any, doc: str, source: str = "") -> Op:
-    # The reference of a random op is the op: only its draws from the generator define its values.
+    # The reference of a random op is the op itself: only its draws from the generator define its values.
     def reference(*args: Any, **kwargs: Any) -> Any:
         target: Any = resolve(qualname)
         return target(*args, **kwargs)

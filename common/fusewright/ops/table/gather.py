@@ -1,5 +1,4 @@
-"""Gather and scatter rows: elements are read from or written to places that indices name; joins and layout
-copies."""
+"""Gather and scatter rows: elements are read from or written to positions given by indices; joins and layout copies."""
 
 from __future__ import annotations
 

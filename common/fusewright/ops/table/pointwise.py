@@ -23,12 +23,12 @@ def _binary(name: str, doc: str, dtype_rule: Any = dt.PROMOTE, reference: Any = 
 
 
 def _scalar(name: str, doc: str, dtype_rule: Any = dt.PROMOTE, overload: str = ".Scalar") -> Op:
-    # Only arithmetic takes a number in place of a tensor; elsewhere it is an overload, and a row, of its own.
+    # Only arithmetic takes a number in place of a tensor; elsewhere that is a separate overload with its own row.
     return _op(f"{name}_scalar", f"aten::{name}{overload}", dtype_rule, sh.SAME, getattr(torch, name), doc)
 
 
 def wide(dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a reference computes in where an op names `dtype`."""
+    """The dtype in which a reference computes for an op that names `dtype`."""
     if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     return torch.complex128 if dtype.is_complex else torch.float64
@@ -40,7 +40,7 @@ def clamp_dtype(a: Args) -> tuple[torch.dtype]:
 
 
 def cast_ref(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """The value as the new dtype's kind sees it; the rounding to a float of fewer bits is the caller's."""
+    """Convert to the kind of the new dtype; the caller rounds to floats of fewer bits."""
     return x.to(wide(dtype) or x.dtype).clone()
 
 

@@ -1,7 +1,7 @@
-"""Quantized rows. A value q stands for (q - zero_point) * scale.
+"""Quantized rows. A value q represents (q - zero_point) * scale.
 
-The `quantized_decomposed` ops exist once torchao or `_torch_compat.register_quantized_decomposed` has
-brought them, the `onednn` ones where torch was built with oneDNN on x86.
+The `quantized_decomposed` ops exist once torchao or `_torch_compat.register_quantized_decomposed` has defined them, the
+`onednn` ones if torch was built with oneDNN on x86.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def dequantize(x: Any, scale: Any, zero_point: Any, low: Any, high: Any, dtype: 
 def dequantize_channels_ref(
     x: Any, scales: Any, zero_points: Any, axis: int, *_: Any, out_dtype: Any = None, wide: torch.dtype = torch.float64
 ) -> Any:
-    """Canonical arguments behind `axis` (the limits and type of `x`) say nothing here."""
+    """The canonical arguments after `axis` (the limits and type of `x`) are not needed."""
     zeros = 0 if zero_points is None else _channels(zero_points, x, axis)
     return (x.to(wide) - zeros) * _channels(scales, x, axis)
 

@@ -1,4 +1,4 @@
-"""Reduction and scan rows: one dimension or more is folded, or run along."""
+"""Reduction and scan rows: one or more dimensions are reduced, or scanned."""
 
 from __future__ import annotations
 
