@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fusewright import report
 from fusewright.cache import tune
@@ -162,3 +163,22 @@ def test_attention_comes_from_the_plan_cache(tmp_path: Path, monkeypatch: pytest
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(m, backend="x86_onednn", options={"prepack": "always"})(x), m(x))
     assert made == ["attention_f32_16"]  # the second time nothing is lowered
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "step",
+    [lambda x: x.sin() * 1.001 + 0.01, lambda x: F.pad(x[:, 1:], (0, 1)) * 0.99, lambda x: (x.t() + 0.01).flip(0)],
+    ids=["maps", "masks", "views"],
+)
+def test_a_chain_is_longer_than_pythons_stack(step: Callable[[torch.Tensor], torch.Tensor], dynamic: bool) -> None:
+    """Loops of model code arrive unrolled. One kernel computes a long piece of such a chain."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(120):
+            x = step(x)
+        return x
+
+    x = torch.randn(8, 8)
+    got = torch.compile(f, backend="x86_onednn", dynamic=dynamic, options={"strict": True, "fallback": "allow"})(x)
+    torch.testing.assert_close(got, f(x))

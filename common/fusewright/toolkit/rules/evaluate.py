@@ -27,6 +27,18 @@ class NotAligned(Exception):
     """A row's result is needed at an element other than the current one, so the tensor must be stored first."""
 
 
+DEEPEST = 32
+"""How many values are evaluated one inside another. Python's stack holds about a hundred, and a kernel may have longer chains."""
+
+
+class _TooDeep(Exception):
+    """A value that must be evaluated on its own first, with the state of the evaluator in which it is needed."""
+
+    def __init__(self, v: Value, at: At, state: tuple[Any, ...]) -> None:
+        super().__init__(v.id)
+        self.v, self.at, self.state = v, at, state
+
+
 def compute_dtype(dtype: torch.dtype) -> DType:
     """The kernel type that holds values of a torch dtype."""
     return compute_type(from_torch(dtype))
@@ -47,6 +59,7 @@ class KernelEvaluator:
         self._mask: Val | None = None
         self._parts: list[Part | None] = []
         self._op: OpView | None = None
+        self._depth = 0
         self._checks: dict[tuple[int, Any], list[Index]] = {}
         """(result of a checking op, what it checks) -> the elements that were checked."""
 
@@ -84,9 +97,36 @@ class KernelEvaluator:
         """Evaluate a tensor value at an element of its own shape."""
         key = (v.id, at, None if self._mask is None else self._mask.id)
         found = self._memo.get(key)
-        if found is None:
-            found = self._memo[key] = self._value(v, at)
+        if found is not None:
+            return found
+        if self._depth == DEEPEST:
+            raise _TooDeep(v, at, (self._mask, [*self._parts], self._op))
+        self._depth += 1
+        try:
+            found = self._memo[key] = self._value(v, at) if self._depth > 1 else self._outermost(v, at)
+        finally:
+            self._depth -= 1
         return found
+
+    def _outermost(self, v: Value, at: At) -> Val:
+        """Evaluate a value after those that lie too deep below it. What was begun is found again: builder and memo know it."""
+        own = self._mask, self._parts, self._op
+        waiting = [_TooDeep(v, at, own)]
+        try:
+            while True:
+                now = waiting[-1]
+                self._mask, self._parts, self._op = now.state
+                try:
+                    found = self._value(now.v, now.at)
+                except _TooDeep as deeper:
+                    waiting.append(deeper)
+                    continue
+                waiting.pop()
+                if not waiting:
+                    return found
+                self._memo[now.v.id, now.at, None if self._mask is None else self._mask.id] = found
+        finally:
+            self._mask, self._parts, self._op = own
 
     def _value(self, v: Value, at: At) -> Val:
         made = self.flow.producer.get(v.id)
