@@ -138,7 +138,7 @@ class Retained(Recorded[_Recording]):
 
     def _but_for_copies(self, given: _Set, args: list[Any]) -> _Set | None:
         """The known set that matches these arguments except for some that move, which are copied from now on: less than half of
-        the bytes, or, where addresses never come again, any amount that is cheap enough."""
+        the bytes, or, after `MOVES` or `MISSES`, any amount that is cheap enough."""
         assert self._places is not None
         size = {k: args[k].numel() * args[k].element_size() for k in self._places}
 
