@@ -1,4 +1,4 @@
-"""An accelerator for tests on machines without one: torch's "meta", and what it was told as a list."""
+"""A fake accelerator for tests on machines without one: torch's "meta" device and a list of the commands it received."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Far(Null):
 
 
 def pretend(patch: pytest.MonkeyPatch) -> list[str]:
-    """What the accelerator will have been told, in order. An event is 1.5 s behind the one before, a step takes 2 s more."""
+    """Return the list of commands that the accelerator receives, in order. Events are 1.5 s apart, a step takes 2 s more."""
     told: list[str] = []
 
     class Event:
@@ -64,7 +64,7 @@ def pretend(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def pretend_backend(patch: pytest.MonkeyPatch, cls: type[Null] = Far) -> str:
-    """The name of a backend that computes on the accelerator, and that `fusewright` stands for."""
+    """Register a backend that computes on the accelerator as the one that `fusewright` selects, and return its name."""
     known = registry.info("fusewright_null")
     found = registry.BackendInfo(known.plugin, cls, cls.probe())
     patch.setattr(registry, "info", lambda name: found)

@@ -1,4 +1,4 @@
-"""Both modes of capture on the same Dynamo graph, run side by side with the graph itself."""
+"""Runs both capture modes on the same Dynamo graph, side by side with the graph itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.compare import SEED, differences
 
 @dataclass
 class Roads:
-    """A backend for `torch.compile` that says in `problems` where the direct capture is less right than AOTAutograd's.
+    """A `torch.compile` backend that records in `problems` where the direct capture is less accurate than AOTAutograd's.
 
-    `taken` holds what the direct capture said of each graph: "direct", or its doubt.
+    `taken` holds the direct capture's answer for each graph: "direct", or the reason against it.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Roads:
         return graph
 
     def _side_by_side(self, gm: GraphModule, straight: GraphModule, aten: GraphModule, args: list[Any]) -> Any:
-        tokens = len(args) - len(gm.graph.find_nodes(op="placeholder"))  # of effects: more inputs, and more results
+        tokens = len(args) - len(gm.graph.find_nodes(op="placeholder"))  # effect tokens: additional inputs and results
         given = args[tokens:]
         right, ours = _outcome(gm.forward, given), _outcome(Interpreter(straight).run, given)
         theirs = _outcome(lambda *a: Interpreter(aten).run(*args[:tokens], *a)[tokens:], given)
@@ -61,12 +61,12 @@ class Roads:
 
 
 def _checks(gm: GraphModule) -> int:
-    """Assertions of a graph, also those that AOTAutograd puts into its own operator for effects."""
+    """Count a graph's assertions, including those that AOTAutograd wraps in its operator for effects."""
     return sum(asserts(n) or getattr(n.target, "__name__", "") == "with_effects" for n in gm.graph.nodes)
 
 
 def _outcome(run: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The results, and the inputs afterwards; or the error."""
+    """Return the results and the inputs after the call, or the error."""
     torch.manual_seed(SEED)
     fresh = tree_map_only(torch.Tensor, _twin, list(args))
     try:
@@ -76,7 +76,7 @@ def _outcome(run: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _twin(t: torch.Tensor) -> torch.Tensor:
-    """An equal tensor with the same strides, in memory of its own."""
+    """Copy a tensor, preserving strides."""
     if t.layout is not torch.strided:
         return t.clone()
     twin = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage().clone())
@@ -92,7 +92,7 @@ def _differ(right: Any, found: Any) -> list[str]:
 
 @contextlib.contextmanager
 def side_by_side(fn: Callable[..., Any], **how: Any) -> Iterator[tuple[Callable[..., Any], Roads]]:
-    """`fn` compiled with `Roads` as the backend, which the second value is."""
+    """Compile `fn` with a `Roads` backend; yield both."""
     modes = Roads()
     torch.compiler.reset()
     yield torch.compile(fn, backend=modes, **how), modes

@@ -1,4 +1,4 @@
-"""What a caller can see of a call, and how it differs between eager and a compiled one."""
+"""Compares everything visible to the caller between an eager and a compiled call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEED = 7
 
 
 def seen(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Flat outputs of a seeded call, then the inputs after it; and which of these share memory."""
+    """Return the flat outputs of a seeded call followed by the inputs after it, and the pairs that share memory."""
     torch.manual_seed(SEED)
     outputs = tree_flatten(fn(*args))[0]
     everything = [*outputs, *args]
@@ -28,7 +28,7 @@ def seen(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[Any], list[t
 
 
 def differences(wanted: Sequence[Any], got: Sequence[Any], exact: bool) -> list[str]:
-    """What differs, value by value: type, dtype, shape, strides, requires_grad, values (bits, or close)."""
+    """List differences value by value: type, dtype, shape, strides, requires_grad, values (bitwise, or close)."""
     found = [] if len(wanted) == len(got) else [f"{len(got)} values, not {len(wanted)}"]
     for i, (w, g) in enumerate(zip(wanted, got, strict=False)):
         if not isinstance(w, torch.Tensor) or not isinstance(g, torch.Tensor):
@@ -58,7 +58,7 @@ def _same(w: torch.Tensor, g: torch.Tensor, exact: bool) -> bool:
 def against_eager(
     fn: Callable[..., Any], make: Callable[[], Sequence[Any]], backend: str, exact: bool, **how: Any
 ) -> list[str]:
-    """Differences between `fn` and `fn` compiled, on fresh equal inputs; called twice, so that one call is warm."""
+    """List differences between `fn` and its compiled form on fresh equal inputs. Calls twice, so that one call is warm."""
     torch.compiler.reset()
     compiled = torch.compile(fn, backend=backend, **how)
     found = []

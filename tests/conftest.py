@@ -1,4 +1,4 @@
-"""What every test shares: an own cache, a fair share of the cores, and skips that say what is missing."""
+"""Shared by all tests: a private cache, a fair share of the cores, and skips that name what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ hypothesis.settings.register_profile("fusewright", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("fusewright")
 
 ACCEPTED = "accepted"
-"""A golden that `--accept` has rewritten, among the properties of its test's report."""
+"""The report property for goldens rewritten by `--accept`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers that each use every core wait for one another in OpenMP's spin loops.
+    # Workers that each use all cores block one another in OpenMP's spin loops.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, machine.cores() // workers))
 
@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.manual_seed(0)  # the same numbers whichever tests ran before
+    torch.manual_seed(0)  # independent of which tests ran before
     for mark in item.iter_markers("hardware"):
         device = registry.info(mark.args[0]).device
         if isinstance(device, Unavailable):
@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The user's cache and key are neither read nor written."""
+    """Keep tests from reading or writing the user's cache and key."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.startswith("FUSEWRIGHT_")]:
@@ -60,13 +60,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that is said once a process is said in every test."""
+    """Reset messages that are logged once per process, so that each test sees them."""
     monkeypatch.setattr(report, "SAID", set())
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> None:
-    """What earlier tests have compiled does not keep products from oneDNN."""
+    """Forget shapes recorded by earlier tests, which would keep products away from oneDNN."""
     left_behind = sys.modules.get("fusewright_cpu.onednn.left_behind")
     if left_behind is not None:
         left_behind.SHAPES.clear()
@@ -74,7 +74,7 @@ def _nothing_left_behind() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_bugs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A bug of a backend is reported, and eager takes over: a test that looks at results alone would not notice."""
+    """Fail on reported backend bugs: since eager takes over, a test that checks only results would not notice them."""
     from fusewright.stages import account
 
     seen: list[report.GraphReport] = []
@@ -91,7 +91,7 @@ def _no_bugs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def goldens(request: pytest.FixtureRequest) -> Goldens:
-    """Expected texts; with `--accept`, those that differ are rewritten."""
+    """Expected texts; `--accept` rewrites those that differ."""
     said: list[tuple[str, object]] = request.node.user_properties
     return Goldens(request.config.getoption("--accept"), lambda path: said.append((ACCEPTED, str(path))))
 

@@ -1,4 +1,4 @@
-"""Regions built by hand and fragments run by hand: what a test of a backend needs, without the host.
+"""Builds regions and runs fragments without the host, for tests of backends.
 
 g = Sketch()
 x, w = g.input(torch.randn(4, 8)), g.input(torch.randn(16, 8), const=True)
@@ -37,7 +37,7 @@ def operator(target: str) -> Any:
 
 
 class Sketch:
-    """A graph drawn op by op. Every op also runs in eager, so that specs and expected results are there."""
+    """A graph built op by op. Every op also runs in eager, which provides specs and expected results."""
 
     def __init__(self, phase: Phase = "infer") -> None:
         self.phase = phase
@@ -47,19 +47,19 @@ class Sketch:
         self.temporaries: dict[int, TensorSpec] = {}
 
     def input(self, t: torch.Tensor, const: bool = False) -> Value:
-        """A tensor that comes from outside; `const`: a weight."""
+        """Add an input; `const`: a weight."""
         value = self._value(t, const)
         self.inputs.append(value)
         return value
 
     def _value(self, t: torch.Tensor | None, const: bool = False) -> Value:
-        """A result that an op does not compute is None."""
+        """Make a value; `t` is None for a result that the op does not compute."""
         value = Value(len(self.tensors) + 1, None if t is None else spec_of(t, const))
         self.tensors[value.id] = t  # type: ignore[assignment]
         return value
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> Value:
-        """Append one op of the opset; its first result."""
+        """Append an op of the opset and return its first result."""
         row = ops.OPS[name]
         bound = row.bind(args, kwargs)
         positional = [self._tensor(bound[p.name]) for p in row.params if not p.kwonly]
@@ -83,15 +83,15 @@ class Sketch:
         return arg
 
     def region(self, outputs: Sequence[Value]) -> Region:
-        """Everything drawn, as one region."""
+        """Return the whole graph as one region."""
         return Region("region0", tuple(self.ops), tuple(self.inputs), tuple(outputs), self.phase)
 
     def expected(self, outputs: Sequence[Value]) -> list[torch.Tensor]:
-        """What eager computed."""
+        """The results that eager computed."""
         return [self.tensors[v.id] for v in outputs]
 
     def run(self, fragment: Fragment, outputs: Sequence[Value]) -> list[torch.Tensor]:
-        """What the fragment computes from the same inputs, which must stay as they are."""
+        """Run the fragment on the same inputs, which it must not modify."""
         env: dict[int, Any] = {v.id: self.tensors[v.id] for v in self.inputs}
         before = {v.id: self.tensors[v.id].clone() for v in self.inputs}
         evaluate(fragment, {**self.temporaries, **self._specs()}, env)
@@ -113,8 +113,8 @@ def _values(args: Iterable[Any]) -> Iterator[Value]:
 
 
 def evaluate(fragment: Fragment, specs: Mapping[int, TensorSpec], env: dict[int, Any]) -> None:
-    """Run instructions in order over a dictionary of values, which receives the results. Every tensor must be what its
-    spec says; loop kernels run by the interpreter."""
+    """Run instructions in order over a dictionary of values, which receives the results. Every tensor must match its
+    spec; loop kernels run in the interpreter."""
     for i in fragment.instructions:
         assert not set(i.outs) & set(env), f"one of the values {i.outs} is made twice"
         if isinstance(i, Launch):
@@ -130,7 +130,7 @@ def evaluate(fragment: Fragment, specs: Mapping[int, TensorSpec], env: dict[int,
 
 
 def _assert_is(t: torch.Tensor, spec: TensorSpec, id: int) -> None:
-    """The host believes specs: a kernel that reads this value is built for these strides."""
+    """Check a tensor against its spec, which the host relies on: kernels that read it are built for these strides."""
     made, wanted = ([s for n, s in zip(t.shape, x, strict=True) if n > 1] for x in (t.stride(), spec.stride))
     assert (tuple(t.shape), t.dtype, made) == (spec.shape, spec.dtype, wanted), f"value {id} is not what its spec says"
 
@@ -154,25 +154,25 @@ def _resolved(arg: Any, env: Mapping[int, Any]) -> Any:
 
 
 def by_preference(*names: str) -> Callable[[str, Sequence[str]], str]:
-    """A choice for `Context`: the first of `names` that is a candidate."""
+    """A `choose` for `Context` that takes the first of `names` among the candidates."""
     return lambda key, candidates: next(n for n in names if n in candidates)
 
 
 def first(key: str, candidates: Sequence[str]) -> str:
-    """A choice for `Context`: the first candidate."""
+    """A `choose` for `Context` that takes the first candidate."""
     return candidates[0]
 
 
 @dataclass
 class Context:
-    """A `CompileContext` without a host: choices are given, not measured."""
+    """A `CompileContext` without a host; choices are given instead of measured."""
 
     options: Mapping[str, Any]
     device: Device
     pick: Callable[[str, Sequence[str]], str] = first
     asked: list[str] = field(default_factory=list)
     specs: dict[int, TensorSpec] = field(default_factory=dict)
-    """Of the temporary values, which a fragment does not say."""
+    """Specs of temporary values, which a fragment does not contain."""
     rules: RuleLog = field(default_factory=RuleLog)
     _next: int = 1000
 
@@ -194,8 +194,8 @@ class Context:
 
 
 def targets(fragment: Fragment, prepare: bool = False) -> list[str]:
-    """What runs, for goldens: "mkldnn::_linear_pointwise", or "kernel add_silu" for a loop kernel with these ops.
-    `once`: what runs for constants."""
+    """List what runs, for goldens: "mkldnn::_linear_pointwise", or "kernel add_silu" for a loop kernel with these ops.
+    `prepare`: list what runs once for constants."""
     found = []
     for i in fragment.instructions:
         if isinstance(i, Launch):
@@ -206,7 +206,7 @@ def targets(fragment: Fragment, prepare: bool = False) -> list[str]:
 
 
 def symbolic(op: OpView, **shapes: tuple[Any, ...]) -> OpView:
-    """A copy of `op` whose named tensor arguments have other (symbolic) shapes."""
+    """Copy `op` with other (symbolic) shapes of the named tensor arguments."""
     args = tuple(
         replace(a, spec=replace(a.spec, shape=shapes[n])) if n in shapes else a
         for n, a in zip(op.argnames, op.args, strict=True)

@@ -1,6 +1,6 @@
 """Expected texts in tests/golden. `pytest --accept` rewrites those that differ and names them; read the diff before you commit it.
 
-A file may begin with the test's input, as sections that `accept` keeps: `read(name)` gives them back.
+A file may begin with the test's input, in sections that `--accept` keeps; `read(name)` returns them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ RULER = "----"
 
 @dataclass
 class Goldens:
-    """With `accept`, what differs is rewritten and `accepted` called with its path."""
+    """Golden files. With `accept`, files that differ are rewritten and `accepted` is called with their path."""
 
     accept: bool
     accepted: Callable[[Path], None]
     folder: Path = FOLDER
 
     def check(self, name: str, *sections: str) -> None:
-        """AssertionError with a diff where the file is not these sections."""
+        """Raise AssertionError with a diff if the file does not consist of these sections."""
         path, found = self.folder / f"{name}.txt", joined(sections)
         expected = path.read_text(encoding="utf-8") if path.exists() else ""
         if found == expected:
@@ -40,7 +40,7 @@ def _diff(expected: str, found: str) -> str:
 
 
 def joined(sections: Iterable[str]) -> str:
-    """Sections with a ruler between them."""
+    """Join sections with a ruler between them."""
     return f"{RULER}\n".join(s if s.endswith("\n") else f"{s}\n" for s in sections)
 
 

@@ -1,4 +1,4 @@
-"""Loop kernels that stand for what models are made of, which tests of several emitters share."""
+"""Loop kernels typical of models, shared by the tests of several emitters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs over a few tensors: views, bits, writes, assertions, sizes that data tell, modes. For hypothesis."""
+"""Random programs over a few tensors, for hypothesis: views, bits, writes, assertions, data-dependent sizes, modes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step = Callable[[list[Tensor], Tensor, Tensor], Tensor]
 
 
 def _fit(x: Tensor, y: Tensor) -> Tensor:
-    """`y` as something that broadcasts with `x`."""
+    """Make `y` broadcast with `x`."""
     return y if y.shape == x.shape else y.sum()
 
 
@@ -96,7 +96,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "where": lambda x, y: torch.where(x > 0, x, -x),
     "index": lambda x, y: x[torch.arange(x.shape[0], device=x.device) // 2],
 }
-"""Each takes two tensors of any rank from one on, and gives one with at least one element."""
+"""Each takes two tensors of rank one or more and returns one with at least one element."""
 
 
 @dataclass(frozen=True)

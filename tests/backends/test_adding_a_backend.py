@@ -1,4 +1,4 @@
-"""docs/adding_a_backend.md, typed in from top to bottom: its commands run, its files are written, its answers are true."""
+"""Follows docs/adding_a_backend.md from top to bottom: its commands run, its files are written, its outputs are right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT = 300
 
 
 def command(line: str) -> list[str]:
-    """A line of the page as it runs here: packages go to a folder of the test's, and nothing is fetched."""
+    """Adapt a line of the page: packages are installed into the test's folder, and nothing is downloaded."""
     words = shlex.split(line)
     match words:
         case ["pip", "install", *rest]:
@@ -45,7 +45,7 @@ def run(line: str, folder: Path) -> str:
 
 
 def write(text: str, folder: Path) -> None:
-    """A block of Python begins with the name of its file."""
+    """Write a block of Python, which begins with its file name."""
     name = text.partition("\n")[0].removeprefix("# ")
     (folder / name).write_text(text.partition("\n")[2], encoding="utf-8")
 
@@ -57,7 +57,7 @@ def test_the_rows_have_the_argument_names_that_it_shows() -> None:
 
 
 def typed_in(folder: Path) -> dict[str, str]:
-    """What each command printed. The kit's own commands are not run here: they take minutes and have tests of their own."""
+    """Run each command and return its output. The kit's commands are skipped: they take minutes and have their own tests."""
     printed = {}
     for language, text in BLOCKS:
         if language == "python":

@@ -1,4 +1,4 @@
-"""A package outside the tree, installed with pip: it is found, checked, explained and used."""
+"""A package outside the tree, installed with pip, is found, checked, explained and used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Discovery of backends: plugins are made as a package manager would leave them, broken in one way each."""
+"""Discovery of backends: plugins are laid out as a package manager would install them, each broken in one way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vendor packages: what they register, what their probes answer on other machines, and their targets."""
+"""The vendor packages: what they register, what their probes return on other machines, and their targets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _reason(device: Device | Unavailable) -> str:
 def _gpu(
     monkeypatch: pytest.MonkeyPatch, *, cuda: str | None = None, hip: str | None = None, n: int = 1
 ) -> None:
-    """Make torch look like a build for a GPU, with `n` devices."""
+    """Make torch look like a GPU build with `n` devices."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n > 0)
@@ -114,7 +114,7 @@ def test_apple_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpu_targets() -> None:
-    assert triton.nvidia((8, 7)) == triton.NVIDIA["sm_86"]  # the nearest older one of the same major
+    assert triton.nvidia((8, 7)) == triton.NVIDIA["sm_86"]  # the nearest older target of the same major version
     assert triton.nvidia((7, 5)) is None
     assert not triton.NVIDIA["sm_80"].fp8
     mi300, mi350, rx = triton.AMD["gfx942"], triton.AMD["gfx950"], triton.AMD["gfx1100"]

@@ -1,4 +1,4 @@
-"""The example on XLA, as far as that needs no JAX: what it says where JAX is missing, and what it may import.
+"""The XLA example, as far as it needs no JAX: its message if JAX is missing, and the modules it may import.
 
 Its own tests (`examples/xla_cpu/tests`) need the extra `xla`; `ci/xla_cpu.sh` runs them and the conformance kit.
 """

@@ -1,4 +1,4 @@
-"""Backends with one bug each, on top of the reference interpreter: what the conformance kit must catch."""
+"""Backends with one bug each, based on the reference interpreter; the conformance kit must catch them all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fusewright.interface import CompileContext, Compiled, GraphView, Opaque, Op
 from fusewright.reference.interp import Interp
 
 Change = Callable[[OpView, Sequence[Any], Tensor], Tensor]
-"""From the op, the tensors that its region gets and the right result to a wrong one."""
+"""(op, the tensors that its region receives, the right result) -> a wrong result."""
 
 
 class Mutant(Interp):
-    """Right, but for `op`, whose results `change` spoils. Every op is a region of its own."""
+    """Right except for `op`, whose results `change` corrupts. Every op is a region of its own."""
 
     op: ClassVar[str] = ""
 
@@ -58,7 +58,7 @@ class SwappedOperands(Mutant):
 
 
 class MissingMask(Mutant):
-    """Vectors of eight; what is left behind the last whole one is never computed."""
+    """Computes vectors of eight and never the remainder."""
 
     name, op = "missing_mask", "exp"
 
@@ -71,7 +71,7 @@ class MissingMask(Mutant):
 
 
 class OffByOne(Mutant):
-    """A scan that leaves its own element out."""
+    """A scan that is exclusive instead of inclusive."""
 
     name, op = "off_by_one", "cumsum"
 
@@ -80,7 +80,7 @@ class OffByOne(Mutant):
 
 
 class StaleConstant(Mutant):
-    """Keeps the weight that it saw first."""
+    """Caches the first weight forever."""
 
     name, op = "stale_constant", "mm"
 
@@ -99,7 +99,7 @@ class StaleConstant(Mutant):
 
 
 class AliasingOutput(Mutant):
-    """The right values, in the caller's memory."""
+    """Returns the right values in the caller's memory."""
 
     name, op = "aliasing_output", "clone"
 
@@ -108,7 +108,7 @@ class AliasingOutput(Mutant):
 
 
 class DroppedNaN(Mutant):
-    """A comparison that NaN does not survive."""
+    """A comparison that drops NaN."""
 
     name, op = "dropped_nan", "maximum"
 
@@ -117,7 +117,7 @@ class DroppedNaN(Mutant):
 
 
 class WrongRounding(Mutant):
-    """Casts to bf16 that cut the last bits off."""
+    """Casts to bf16 by truncation."""
 
     name, op = "wrong_rounding", "cast"
 
@@ -129,7 +129,7 @@ class WrongRounding(Mutant):
 
 
 class LostSign(Mutant):
-    """A difference from zero, which has no negative zero."""
+    """Negates by subtracting from zero, which never gives negative zero."""
 
     name, op = "lost_sign", "neg"
 
@@ -138,7 +138,7 @@ class LostSign(Mutant):
 
 
 class LostDigits(Mutant):
-    """The formula of the textbook: near zero, 1 + x keeps few digits of x."""
+    """Uses the textbook formula, in which 1 + x keeps few digits of x near zero."""
 
     name, op = "lost_digits", "expm1"
 
@@ -147,7 +147,7 @@ class LostDigits(Mutant):
 
 
 class Overflow(Mutant):
-    """A softmax of numbers that it takes to be small."""
+    """A softmax that does not subtract the maximum."""
 
     name, op = "overflow", "softmax"
 
@@ -157,7 +157,7 @@ class Overflow(Mutant):
 
 
 class IntegersAsFloats(Mutant):
-    """Products of int64 in a device's only wide type."""
+    """Multiplies int64 in floating point."""
 
     name, op = "integers_as_floats", "mul"
 
@@ -168,7 +168,7 @@ class IntegersAsFloats(Mutant):
 
 
 class ReusedMemory(Mutant):
-    """Each call writes its result to where the last one's is."""
+    """Each call overwrites the previous result."""
 
     name, op = "reused_memory", "exp"
 
@@ -194,7 +194,7 @@ class FingerprintOfOneProcess(Mutant):
 
 
 class Crashing(Mutant):
-    """Takes its process down."""
+    """Crashes its process."""
 
     name, op = "crashing", "exp"
 

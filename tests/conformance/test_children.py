@@ -1,4 +1,4 @@
-"""Jobs in children end with who asked for them."""
+"""Jobs in child processes end when the process that requested them ends."""
 
 from __future__ import annotations
 

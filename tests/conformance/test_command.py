@@ -1,4 +1,4 @@
-"""`fusewright conformance` and the pytest plugin: what they run, print and answer."""
+"""`fusewright conformance` and the pytest plugin: what they run and print, and their exit codes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_installed_backend_has_jobs_of_every_level() -> None:
 
 
 def test_a_process_of_its_own_has_jobs_of_every_row() -> None:
-    """Rows of operators that torch defines when it is asked to are rows too."""
+    """This includes rows of operators that torch defines only on request."""
     script = (
         "from fusewright import ops; from fusewright.conformance.ops import opset; "
         "from fusewright.conformance.settings import Settings; "

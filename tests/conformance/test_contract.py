@@ -1,4 +1,4 @@
-"""C0: what a backend sees where its vendor's libraries are not installed."""
+"""C0: how the kit simulates a machine without the vendor's libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusewright.conformance.verdicts import Verdict
 
 @pytest.mark.parametrize("name", ["imports without the vendor's libraries", "probe is total"])
 def test_what_a_family_package_requires_is_no_vendors(name: str) -> None:
-    """LLVM comes with `fusewright_cpu`, on which the CPUs' backends stand."""
+    """LLVM comes with `fusewright_cpu`, which the CPU backends depend on."""
     (found,) = levels.perform({"part": "contract", "name": name}, Settings("x86_onednn"))
     assert found.verdict is Verdict.PASSED, found
 
@@ -29,7 +29,7 @@ def test_what_a_backend_requires_itself_is_hidden() -> None:
 
 
 def test_hidden_is_as_if_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch asks `find_spec` for Triton when CUDA starts: an error there was taken for the backend's."""
+    """Torch calls `find_spec` for Triton when CUDA starts; an error there was blamed on the backend."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "this", raising=False)
     missing = isolated.Missing(frozenset({"json"}))

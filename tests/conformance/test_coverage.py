@@ -1,4 +1,4 @@
-"""The ratchet: what the committed files say is lowered, a sample of each backend lowers still."""
+"""The ratchet: a sample of each backend's lowerings in the committed files must still be lowered."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fusewright.ops import Kind
 
 FILES = support.read()
 DECIDED = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
-"""Kinds that are lowered by rules alone; a product may be left to eager where that measures faster."""
+"""Kinds whose lowering depends only on rules; products may be left to eager where that measures faster."""
 STEP = 61
-"""Every how manieth row; the whole is `fusewright conformance --level C2 --no-opinfo --coverage FILE`."""
+"""Test every n-th row; `fusewright conformance --level C2 --no-opinfo --coverage FILE` tests all."""
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,4 +1,4 @@
-"""What a result is compared with: tensors as they lie, on the host, and eager's where eager agrees with itself."""
+"""The references of C2: tensors with their layout, on the host, and eager's results where eager is consistent."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_what_a_device_would_assert_is_asked_of_the_host_first() -> None:
     scatter = ops.OPS["masked_scatter"]
     assert calls.bad_values(scatter, [x, mask, short], {})
     assert not calls.bad_values(scatter, [x, mask, torch.ones(4)], {})
-    lgamma_of_complex = [torch.zeros(2, dtype=torch.complex64)]  # "not implemented for" says nothing of another device
+    lgamma_of_complex = [torch.zeros(2, dtype=torch.complex64)]  # "not implemented for" proves nothing about another device
     assert not calls.bad_values(ops.OPS["lgamma"], lgamma_of_complex, {})
 
 
 def test_what_a_library_of_the_host_packed_goes_to_no_device() -> None:
-    """Eager's kernels of the host read a GPU's memory beside it, and end the process."""
+    """Eager's host kernels would read GPU memory together with it and crash the process."""
     packed = torch.ones(4, 4).to_mkldnn()
     assert calls.placed(packed, "cpu").layout == packed.layout
     with pytest.raises(RuntimeError, match="of the cpu alone"):
@@ -70,7 +70,7 @@ def test_what_a_library_of_the_host_packed_goes_to_no_device() -> None:
 
 
 def test_what_a_device_refuses_of_larger_sizes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA layer norm checks the size that its graph holds as a number; the host's does not."""
+    """CUDA's layer norm checks a size that the graph holds as a number; the host's does not."""
     settings = Settings("fusewright_null", dtypes=("float32",))
     variant = next(v for v in opset.VARIANTS if v.symbolic)
     case = CASES["relu"][0]
@@ -85,7 +85,7 @@ def test_what_a_device_refuses_of_larger_sizes_is_left_out(monkeypatch: pytest.M
 
 
 def test_larger_sizes_that_mean_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two and four heads read by three and six: eager runs it, past the end of its memory."""
+    """Eager runs an attention of mismatched head counts but reads past the end of memory."""
     settings = Settings("fusewright_null", dtypes=("float32",))
     variant, op = next(v for v in opset.VARIANTS if v.symbolic), ops.OPS["sdpa_with_lse"]
     case = next(c for c in CASES[op.name] if c.args[0].shape[1] != c.args[1].shape[1])
@@ -101,7 +101,7 @@ def test_the_product_of_an_expanded_matrix_is_judged_by_the_product() -> None:
 
 
 def test_neighbours_of_a_model_are_a_rounding_step_away() -> None:
-    """Eager is measured on them too, where a result of C4 is too far off."""
+    """Eager's error is also measured on them if a result of C4 is too far off."""
     base, near, other = models.build("residual"), *(trained._nudged(models.build("residual"), seed) for seed in (0, 1))
     numbers = [[*m.module.parameters(), *m.inputs] for m in (base, near, other)]
     for p, q, r in zip(*numbers, strict=True):
@@ -110,7 +110,7 @@ def test_neighbours_of_a_model_are_a_rounding_step_away() -> None:
 
 
 class _Known(opinfo.Exact):
-    """An exact result that is known."""
+    """A given exact result."""
 
     def __init__(self, exact: Tensor) -> None:
         self._seen, self._pairs = opinfo.Seen([exact], []), [(opinfo.Seen([], []), opinfo.Seen([], []))]
@@ -123,7 +123,7 @@ class _Known(opinfo.Exact):
 def test_a_half_type_that_overflows_between_eagers_ops_is_judged_by_the_exact_result(
     got: float, exact: float, right: bool
 ) -> None:
-    """As a tangent's gradient does, whose square is beyond fp16."""
+    """An example is the gradient of tan, whose square exceeds fp16."""
     eager, ours = torch.tensor([1.0, -torch.inf]).half(), torch.tensor([1.0, got]).half()
     known = _Known(torch.tensor([1.0, exact], dtype=torch.float64))
     said = opinfo._value_difference(eager, ours, known, lambda seen: seen.outputs[0], 0.0)
@@ -137,7 +137,7 @@ def test_places_of_a_storage_are_eagers_in_every_layout() -> None:
 
 
 def test_where_an_infinity_meets_padding_is_what_eager_gives_in_either_type() -> None:
-    """A weight's gradient: of bf16 eager multiplies it by the zeros, in fp32 it skips them; nothing else may be finite there."""
+    """In a weight gradient, eager multiplies an infinity by the padding's zeros in bf16 but skips them in fp32."""
     eager = torch.tensor([torch.nan, torch.nan, 1.0]).bfloat16()
     exact, wide = eager.double(), torch.tensor([torch.nan, 2.0, 1.0])
     said = [judge.difference(wide.bfloat16(), eager, exact, wide=lambda w=w: w) for w in (wide, eager.float(), None)]

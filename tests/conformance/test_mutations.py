@@ -1,4 +1,4 @@
-"""A backend that is broken on purpose is caught by the kit, in each of these ways; what is right passes the same checks."""
+"""The kit catches each of these deliberately broken backends; the correct one passes the same checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = (
 
 @pytest.fixture
 def mutants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package of mutants, installed for this process and its children."""
+    """Install the package of mutants for this process and its children."""
     info = tmp_path / "fusewright_mutants-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fusewright-mutants\nVersion: 1\n")
@@ -66,7 +66,7 @@ CAUGHT = {
     "integers_as_floats": ("mul", Verdict.WRONG, "differ from eager's"),
     "reused_memory": ("exp", Verdict.WRONG, "changed an earlier result"),
 }
-"""Mutation -> the row that shows it, and how."""
+"""Mutation -> the row that reveals it, and how."""
 
 
 @pytest.mark.parametrize("mutation", CAUGHT)

@@ -1,4 +1,4 @@
-"""What a user can get wrong is refused with words that help, and what is awkward gives eager's answer."""
+"""User errors are refused with helpful messages, and unusual inputs give eager's results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_fallback_is_one_line_or_none(fallback: str, lines: int, caplog: pytest.
 def test_a_backend_that_cannot_work_here_is_eager_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a CPU without AVX2: the probe's reason is said once, and the model runs."""
+    """On a CPU without AVX2, for example: the probe's reason is logged once and the model runs in eager."""
 
     class NoDevice(Backend):
         name, device_type = "fusewright_null", "cpu"
@@ -103,7 +103,7 @@ def test_a_backend_that_cannot_work_here_is_eager_with_one_line(
 
 
 class _Awkward(nn.Module):
-    """Control flow on data, a graph break, a view written in place, a buffer that counts."""
+    """Data-dependent control flow, a graph break, a view written in place, a counter buffer."""
 
     def __init__(self) -> None:
         super().__init__()

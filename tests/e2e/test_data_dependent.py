@@ -1,4 +1,4 @@
-"""Sizes and numbers that only data tell, in one graph (`fullgraph=True`): values, assertions, and the plan cache."""
+"""Data-dependent sizes and numbers in one graph (`fullgraph=True`): values, assertions, and the plan cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = {"fusewright_null": {}, "fusewright_interp": {}, "x86_onednn": {}, "n
 
 @pytest.fixture(params=BACKENDS)
 def compiling(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What `torch.compile` is told."""
+    """The arguments of `torch.compile`."""
     if request.param == "nvidia_triton":
         pytest.importorskip("triton", reason="a simulated GPU backend prints Triton")
     elif not registry.info(request.param).available:
@@ -112,7 +112,7 @@ def test_gradients_through_a_mask(compiling: dict[str, Any]) -> None:
         torch.testing.assert_close(x.grad, torch.where(x > 0, 2 * (2 * x).exp(), 0).detach())
 
 
-@pytest.mark.parametrize("compiling", ["x86_onednn", "nvidia_triton"], indirect=True)  # of others nothing is stored
+@pytest.mark.parametrize("compiling", ["x86_onednn", "nvidia_triton"], indirect=True)  # other backends store nothing
 def test_a_stored_plan_knows_the_sizes_too(compiling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(x: Tensor) -> tuple[Tensor, Tensor]:
         n = (x > 0).sum().item()
@@ -122,7 +122,7 @@ def test_a_stored_plan_knows_the_sizes_too(compiling: dict[str, Any], monkeypatc
     with torch.no_grad():
         torch.compile(compute, **compiling)(first(5))
         torch.compiler.reset()
-        monkeypatch.setattr(pipeline, "_compile", None)  # what is in the store is not compiled
+        monkeypatch.setattr(pipeline, "_compile", None)  # a stored plan must not be compiled again
         again = torch.compile(compute, **compiling)
         for n in (3, 0, 8):
             for w, g in zip(compute(first(n)), again(first(n)), strict=True):
@@ -185,7 +185,7 @@ CHECKED: dict[str, Callable[[Tensor], Any]] = {
 
 
 DROPPED = {"an assertion without words"} | ({"a size"} if torch.__version__ < "2.13" else set())
-"""Assertions that `aot_eager` drops, which gives a result then."""
+"""Assertions that `aot_eager` drops, so that it returns a result."""
 
 
 def outcome(fn: Callable[[Tensor], Any], x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Symbolic sizes: few compiles, right at every length."""
+"""Symbolic sizes: few compilations, right results at every length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bert_inputs(length: int) -> dict[str, torch.Tensor]:
 
 
 def close(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Our error against fp64 is at most twice eager's, plus a floor of a few rounding steps."""
+    """Whether our error against fp64 is at most twice eager's plus a floor of a few rounding steps."""
     error, allowed = (ours.double() - exact).abs().max(), (eager.double() - exact).abs().max()
     return bool(error <= 2 * allowed + 4 * torch.finfo(eager.dtype).eps * exact.abs().max())
 
@@ -83,7 +83,7 @@ def cut_and_joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_sizes_that_a_slice_or_a_join_makes_are_fused() -> None:
-    """Traced strides of such results say Max(1, s0 - 2), which is s0 - 2 wherever there is an element."""
+    """Traced strides of such results are Max(1, s0 - 2), which equals s0 - 2 unless the tensor is empty."""
     compiled = torch.compile(cut_and_joined, backend=BACKEND, dynamic=True)
     with report.recording() as graphs:
         for n in (5, 8, 3):
@@ -118,7 +118,7 @@ PIECES = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_along_a_symbolic_dimension_compile_as_often_as_under_aot_eager(name: str) -> None:
-    """Torch assumes their number; nothing that we do to the graph may assume more."""
+    """Torch specializes on the number of pieces; our passes must not specialize further."""
     fn, compiles = PIECES[name], []
     for backend in ("aot_eager", BACKEND):
         torch.compiler.reset()
@@ -152,7 +152,7 @@ def test_a_stage_that_assumes_a_size_is_reported(monkeypatch: pytest.MonkeyPatch
 @torch.no_grad()
 @pytest.mark.parametrize("bounds", [(-40, None), (-40, -3), (None, 40), (-40, -9)])
 def test_a_slice_that_reaches_beyond_a_symbolic_size_is_clipped(bounds: tuple[int | None, int | None]) -> None:
-    """The cache of a sliding window keeps its last entries: more of them than there are at first."""
+    """A sliding-window cache keeps its last entries, and at first asks for more than there are."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x], 1)[:, slice(*bounds)] * 2

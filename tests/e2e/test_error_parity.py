@@ -1,4 +1,4 @@
-"""What eager refuses, a compiled call refuses: with eager's type and eager's words, on every backend."""
+"""Compiled calls raise eager's errors, with the same type and message, on every backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE = [(b, c) for k, b in enumerate(BACKENDS) for c in list(CALLS)[k :: len(B
 
 
 def said(fn: Any, args: tuple[Any, ...]) -> tuple[str, str]:
-    """Type and first line of what a call raises."""
+    """The type and first line of the error that a call raises."""
     with torch.no_grad(), pytest.raises((RuntimeError, IndexError, NotImplementedError)) as e:
         fn(*args)
     return e.type.__name__, str(e.value).partition("\n")[0].strip()
@@ -75,7 +75,7 @@ def test_what_aot_eager_says_otherwise_is_listed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["index.one_embedding", "index.gather", "index.scatter_add", "index.nll_loss"])
 def test_kernels_find_what_is_wrong(name: str) -> None:
-    """The words are a kernel's own, not those of an op that eager ran."""
+    """A kernel reports the error, not an op that eager ran."""
     if not registry.info("x86_onednn").available:
         pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     call = CALLS[name]
@@ -87,7 +87,7 @@ def test_kernels_find_what_is_wrong(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["x86_onednn", "nvidia_triton"])
 def test_an_ignored_label_is_no_index(backend: str) -> None:
-    """`ignore_index` and `padding_idx` may name what does not exist; gradients of other indices are left out."""
+    """`ignore_index` and `padding_idx` may be out of bounds; gradients of other indices are left out."""
     if "triton" in backend:
         pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
     elif not registry.info(backend).available:

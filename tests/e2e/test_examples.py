@@ -1,4 +1,4 @@
-"""Every example runs as it is, and says what it found."""
+"""Every example runs unchanged and prints its findings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ EXAMPLES = {
     "explain": "lowered",
     "profiling": "request",
 }
-"""Run here, one after the other; and what their last words hold."""
+"""Examples run here in turn, with a part of their last output."""
 PROCESSES = {"process_group": "equal weights after 3 steps", "server_start": "files shipped"}
-"""Start processes of their own."""
+"""Examples that start processes."""
 
 
 def test_every_example_is_run_and_listed() -> None:

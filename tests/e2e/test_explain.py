@@ -1,4 +1,4 @@
-"""`fusewright explain` tells what a real compile did."""
+"""`fusewright explain` shows what a real compilation did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that misbehaves never gives a wrong result: the answer is eager's, or a clear error names the backend."""
+"""A misbehaving backend never causes a wrong result: the result is eager's, or a clear error names the backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def net() -> Net:
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
-# fault -> the words of the error that a call must raise; None where the result must be right
+# fault -> the text of the error that a call must raise; None if the result must be right
 FAULTS: dict[str, str | None] = {
     "decline": None,
     "crash": None,
@@ -53,7 +53,7 @@ FAULTS: dict[str, str | None] = {
     "raises_at_run_time": "failed on purpose",
 }
 
-# fault of a fragment -> the words of the report: seen before anything runs
+# fault of a fragment -> the text of the report: detected before anything runs
 FRAGMENTS: dict[str, str] = {
     "fragment_names_no_op": "names an operator that does not exist",
     "fragment_reads_what_nobody_makes": "reads %1000000 before it is made",
@@ -64,13 +64,13 @@ FRAGMENTS: dict[str, str] = {
     "fragment_returns_an_input": "is memory of the input",
 }
 
-# seen in the first run, where eager shows who is to blame
+# detected in the first run, where a comparison with eager finds the culprit
 FIRST_RUN: dict[str, str] = {
     "fragment_has_another_dtype": r"add at test_faulty.py:\d+ has dtype torch.float16, expected torch.float32",
     "fragment_has_other_strides": r"add at test_faulty.py:\d+ has strides \(1, 4\), expected \(4, 1\)",
 }
 
-# seen where the option `check` asks for it
+# detected with the option `check`
 CHECKED: dict[str, str] = {
     "fragment_has_another_dtype": r"result 1, add at test_faulty.py:\d+, has dtype torch.float16",
     "fragment_has_other_strides": r"result 1, add at test_faulty.py:\d+, has strides",
@@ -103,7 +103,7 @@ def test_a_faulty_fragment_is_an_error_in_strict_mode(net: Net, fault: str) -> N
 
 @pytest.mark.parametrize("fault", CHECKED)
 def test_a_checked_fragment_is_compared_with_eager(net: Net, fault: str) -> None:
-    """Values are nobody's but the backend's to know, unless they are asked for."""
+    """Wrong values are detected only with `check`."""
     with pytest.raises(BackendContractError, match=f"'fusewright_faulty', region0.*{CHECKED[fault]}.*bug of the backend"):
         run(net, fault, check="contract")
 
@@ -157,7 +157,7 @@ def test_a_crash_is_counted_and_raises_in_strict_mode(net: Net) -> None:
         run(net, "crash")
     assert any("compile crashed: RuntimeError: crashed on purpose" in b for r in reports for b in r.bugs)
     torch.compiler.reset()
-    # Dynamo wraps what a backend raises while compiling.
+    # Dynamo wraps exceptions that a backend raises while compiling.
     with pytest.raises(
         RuntimeError, match="BackendCrashError: backend 'fusewright_faulty' crashed on region"
     ):

@@ -1,4 +1,4 @@
-"""Writes into inputs whose elements share memory: eager's error, or what eager does where it allows them."""
+"""Writes into inputs whose elements share memory: eager's error, or eager's result where it allows them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_which_tensors_overlap() -> None:
 
 
 def test_a_view_that_a_kernel_reads_at_other_elements_is_not_overwritten_by_it() -> None:
-    """The tangent of a product reads its input shifted by one, as a view, beside the input itself."""
+    """The tangent of a product reads its input and a view of it shifted by one."""
     w, x, v = torch.randn(4, 4), torch.rand(4), torch.rand(4)
 
     def f(x: Tensor, v: Tensor) -> Any:

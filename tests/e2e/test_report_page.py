@@ -1,4 +1,4 @@
-"""`fusewright report`: one page about a model, from a real compile to what a browser makes of it."""
+"""`fusewright report`: one page about a model, from a real compile to its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_page_says_nothing_of_the_folders_it_was_made_in(found: dict[str, Any]
 
 
 def _says_no_folder(text: str) -> None:
-    """Pages are given to others."""
+    """Check that no local folder is named, since pages are shared."""
     folders = {Path(f).parent for f in (torch.__file__, sys.executable, document.__file__, tempfile.gettempdir() + "/x")}
     assert not [f for f in (*map(str, folders), str(Path.home()) + "/") if f in text]
 
@@ -200,7 +200,7 @@ def _browse(file: Path, folder: Path, *options: str) -> str:
 
 
 def _corner(png: bytes) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Size of a picture, and red, green and blue of its first pixel, which no filter of PNG changes."""
+    """Return the size of a picture and the RGB of its first pixel, which PNG filters do not change."""
     at, data = 8, b""
     while at < len(png):
         length, kind = struct.unpack(">I4s", png[at : at + 8])
@@ -230,7 +230,7 @@ def test_the_page_is_light_or_dark_as_the_reader_has_it(found: dict[str, Any], t
     file = tmp_path / "page.html"
     file.write_text(page.render(found))
     corners = []
-    for scheme in ("1", "0"):  # Blink's numbers of light and dark
+    for scheme in ("1", "0"):  # Blink's values for light and dark
         picture = tmp_path / f"{scheme}.png"
         sized = f"--window-size={width},900"
         _browse(file, tmp_path / scheme, sized, f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}")

@@ -1,4 +1,4 @@
-"""Tensors whose memory is not their value: what a kernel reads is what eager reads, on every road."""
+"""Tensors whose memory does not hold their value (lazy conjugate, negation, zero tensors): kernels read eager's values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def negated(*shape: int) -> Tensor:
 
 
 def zeros(*shape: int) -> Tensor:
-    """What autograd's formulas give where a derivative is zero everywhere."""
+    """Zero tensors as autograd's formulas return them where a derivative is zero everywhere."""
     return torch._efficientzerotensor(shape)
 
 
@@ -67,7 +67,7 @@ def test_values_are_eagers(name: str, backend: str, options: dict[str, Any]) -> 
 
 
 def test_a_plan_of_plain_inputs_is_not_used_for_lazy_ones() -> None:
-    """Neither from the process, where Dynamo guards on it, nor from the disk."""
+    """Neither a plan in the process, where Dynamo guards on laziness, nor one from disk."""
 
     def f(x: Tensor) -> Tensor:
         return x.t().exp() + 1
@@ -90,7 +90,7 @@ def test_a_write_into_zeros_without_memory_is_eagers_error() -> None:
 
 @pytest.mark.parametrize("make", [zeros, negated, torch.randn], ids=["zeros", "negated", "plain"])
 def test_gradients_from_autograd_may_be_lazy(make: Callable[[int], Tensor]) -> None:
-    """No guard looks at what autograd hands to a compiled backward graph."""
+    """No guard checks what autograd passes to a compiled backward graph."""
     x = torch.randn(4, requires_grad=True)
 
     def f(x: Tensor) -> Tensor:

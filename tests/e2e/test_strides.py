@@ -1,4 +1,4 @@
-"""Strides of results, and what `as_strided` reads behind them, are eager's, where FakeTensor says otherwise."""
+"""Strides of results, and values that `as_strided` reads through them, are eager's even if FakeTensor is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tracing is wrong about what an op makes, the first call mends it and gives eager's answer."""
+"""If tracing is wrong about an op's result, the first call corrects the plan and gives eager's result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def normed(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> list[T
 
 
 def test_one_of_several_results_has_another_dtype_than_traced() -> None:
-    """FakeTensor has fp32 for running statistics that a CPU gives in bf16; they are also written in place, once."""
+    """FakeTensor says fp32 for running statistics that a CPU returns in bf16. They are also written in place, once."""
     torch.manual_seed(0)
     given = [torch.randn(5, 5, 5, dtype=torch.bfloat16), *(torch.rand(5, dtype=torch.bfloat16) for _ in range(4))]
     eager, ours = [t.clone() for t in given], [t.clone() for t in given]
@@ -33,12 +33,12 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @halves.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)  # the second is half as long in truth
+    return torch.empty_like(x), torch.empty_like(x)  # the second is really half as long
 
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_result_has_another_shape_than_traced(used: bool) -> None:
-    """Beyond mending: eager runs what reads it, and kernels the rest. One that nobody reads harms nobody."""
+    """This cannot be corrected: eager runs the readers, and kernels the rest. An unread result is harmless."""
 
     def f(x: Tensor) -> list[Tensor]:
         for _ in range(3):
@@ -59,11 +59,11 @@ def doubled(x: Tensor) -> Tensor:
 
 @doubled.register_fake
 def _(x: Tensor) -> Tensor:
-    return torch.empty(x.shape)  # in truth it lies as `x` does
+    return torch.empty(x.shape)  # really it has the strides of `x`
 
 
 def test_a_result_of_symbolic_sizes_has_other_strides_than_traced() -> None:
-    """Its strides are formulas of sizes that are known when it runs; torch's own case is the gradient of a reflecting padding."""
+    """Its strides are formulas of sizes known at run time. In torch itself, the gradient of reflection padding is such a case."""
 
     def f(x: Tensor) -> Tensor:
         return doubled(x + 1).exp() + 1

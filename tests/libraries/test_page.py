@@ -1,4 +1,4 @@
-"""Every block of docs/libraries.md runs, with small models made of their configurations."""
+"""Every code block of docs/libraries.md runs, with small models built from their configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def library(name: str) -> Any:
 
 @contextlib.contextmanager
 def compiles() -> Iterator[None]:
-    """What is inside compiles something: torch says nothing where it does not."""
+    """Check that the block compiles something; torch does not report it otherwise."""
     with recording() as graphs:
         yield
     assert graphs
@@ -49,7 +49,7 @@ def batches() -> list[torch.Tensor]:
 
 
 def trained(step: Callable[[torch.nn.Module], None]) -> list[torch.Tensor]:
-    """Weights of `net` after `step`, which trains it."""
+    """Return the weights of `net` after `step` has trained it."""
     model = net()
     step(model)
     return [p.detach() for p in model.parameters()]
@@ -82,7 +82,7 @@ def test_generate_with_a_static_cache_takes_transformers_own_mode(monkeypatch: p
     model, ids = llama(), torch.arange(5)[None]
     from transformers import CompileConfig
 
-    monkeypatch.setattr(CompileConfig, "_compile_all_devices", True)  # generate leaves CPUs alone else
+    monkeypatch.setattr(CompileConfig, "_compile_all_devices", True)  # otherwise generate does not compile on CPUs
     want = model.generate(ids, max_new_tokens=8, do_sample=False, cache_implementation="static", disable_compile=True)
     with compiles():
         assert torch.equal(run("transformers: generate", model=model, ids=ids)["tokens"], want)
@@ -107,7 +107,7 @@ def test_weights_of_torchao() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """accelerate keeps one state for a process."""
+    """Isolate accelerate's per-process state."""
     state = library("accelerate").state
     state.AcceleratorState._reset_state(True)
     yield
@@ -181,7 +181,7 @@ def test_lightning_fits_a_compiled_module() -> None:
 
 @torch.no_grad()
 def in_place(module: torch.nn.Module, *calls: Callable[[], Any]) -> None:
-    """What `calls` give is the same before and after `module` is compiled."""
+    """Check that `calls` give the same results before and after `module` is compiled in place."""
     want = [call() for call in calls]
     run(IN_PLACE, model=module)
     assert module._compiled_call_impl is not None
@@ -194,7 +194,7 @@ def test_models_of_timm(name: str) -> None:
     sizes = {"img_size": 32} if "vit" in name else {}
     try:
         timm = library("timm")
-    except RuntimeError as e:  # a torchvision for another torch
+    except RuntimeError as e:  # torchvision was built for another torch
         pytest.skip(f"timm does not load ({e}); install the torchvision that belongs to this torch")
     model = timm.create_model(name, num_classes=5, **sizes).eval()
     x = torch.randn(1, 3, 32, 32)
@@ -245,6 +245,6 @@ def test_torch_compiles_nothing_of_its_own_classes_in_place() -> None:
     run(IN_PLACE, model=model)
     with recording() as graphs:
         model(torch.ones(2, 8))
-    assert not graphs  # as the page says; where torch learns to, the page and this test go
+    assert not graphs  # as the page says; once torch supports it, remove that part of the page and this test
     with compiles():
         torch.compile(model, backend="fusewright")(torch.ones(2, 8))

@@ -1,6 +1,4 @@
-"""Graph layers, small: right by the fp64 rule in training and inference, the same every time, one kernel per
-aggregation.
-"""
+"""Small graph layers: right by the fp64 rule in training and inference, deterministic, one kernel per aggregation."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def test_loss_and_gradients(name: str, dtype: str) -> None:
 
 
 def _wide(step: graphs.TrainStep) -> list[torch.Tensor]:
-    """Loss and gradients in fp64, that of the features last."""
+    """Loss and gradients in fp64, the features' gradient last."""
     wide = step.fork()
     wide.module.double()
     wide.dtype = "fp32"

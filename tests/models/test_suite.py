@@ -1,4 +1,4 @@
-"""Every model of the suite, small: `null` gives what aot_eager gives bit for bit, the others pass the fp64 rule."""
+"""Every model of the suite at small size: `null` equals aot_eager bit for bit, the other backends pass the fp64 rule."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_null_is_aot_eager_in_training(model: str) -> None:
 
 @pytest.mark.parametrize("model", suite.SUITE)
 def test_interp_is_close(model: str) -> None:
-    """fp64 op by op, rounded to fp32 between them: no further from the truth than eager."""
+    """`interp` computes each op in fp64 and rounds to fp32 in between, so it is at least as accurate as eager."""
     verdict = compare(
         wide(model, "fp32"), outputs(model, "fp32", None), outputs(model, "fp32", "fusewright_interp"), "fp32"
     )
@@ -93,7 +93,7 @@ def test_x86_onednn_passes_the_fp64_rule(model: str, dtype: suite.DType) -> None
 
 
 def gradient_verdict(model: str, dtype: suite.DType, backend: str, options: Options = None) -> Accuracy:
-    """Loss and gradients of one step, held to the fp64 rule."""
+    """Judge loss and gradients of one step by the fp64 rule."""
     eager = suite.train_step(model, "small", dtype)
     ours = copy.deepcopy(eager)
     ours.compiled = compiled(ours.module, backend, options)
@@ -102,7 +102,7 @@ def gradient_verdict(model: str, dtype: suite.DType, backend: str, options: Opti
     torch.manual_seed(3)
     exact, got = train_reference(eager), ours.loss_and_grads()
     scale = max(float(e.abs().max()) for e in exact[1:])
-    # the bias of a key has no gradient at all: every library gives its own rounding noise there
+    # the gradient of a key's bias is zero: every library returns its own rounding noise
     real = [k for k, e in enumerate(exact) if k == 0 or float(e.abs().max()) > 1e-6 * scale]
     assert len(real) > len(exact) // 2
     for k in set(range(len(exact))) - set(real):

@@ -1,4 +1,4 @@
-"""What a process keeps of models that it has compiled and dropped, and of shapes that it has seen."""
+"""The memory that a process retains for models compiled and dropped, and for shapes seen."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measured(code: str, cache: Path) -> object:
 
 @pytest.mark.slow
 def test_a_model_that_was_dropped_leaves_little_more_than_aot_eager_does(tmp_path: Path) -> None:
-    """Megabytes a model: code, plans and constants go with it, and oneDNN gets no new products for ever."""
+    """Megabytes per model: code, plans and constants are freed, and oneDNN's cache does not grow without limit."""
     found = measured(DROPPED, tmp_path)
     assert isinstance(found, dict)
     for train in (False, True):
@@ -80,6 +80,6 @@ def test_a_model_that_was_dropped_leaves_little_more_than_aot_eager_does(tmp_pat
 
 @pytest.mark.slow
 def test_shapes_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
-    """Megabytes for 300 numbers of rows; oneDNN would keep 400 of code."""
+    """Megabytes for 300 different row counts; oneDNN would keep 400 MB of code."""
     grown = measured(SHAPES, tmp_path)
     assert isinstance(grown, float) and grown < 30, grown

@@ -32,7 +32,7 @@ def test_compiling_starts_no_process() -> None:
 
 @pytest.mark.hardware("x86_onednn")
 def test_the_watch_sees_processes() -> None:
-    """The same watch on a backend that runs a command, or the test above could not fail."""
+    """A backend that runs a command is detected, which shows that the test above can fail."""
     spawning = WATCH % "x86_onednn" + "\nimport subprocess\nsubprocess.run(['true'])\nprint(len(started))"
     done = subprocess.run([sys.executable, "-c", spawning], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split()[-1] != "0"

@@ -1,4 +1,4 @@
-"""Two processes that talk to each other: both come to the end, whatever either of them finds out by itself."""
+"""Two communicating processes: both finish, even if only one of them has to plan again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [
 ]
 
 SECONDS = 240
-"""In which both must be done; a hang is one of hours."""
+"""The time limit for both; a hang would last hours."""
 
 
 class Block(torch.nn.Module):
-    """A part of a transformer: a norm, and an MLP that is divided between processes."""
+    """A part of a transformer: a norm, and an MLP sharded over processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(torch.nn.Module):
 
 
 def divided(model: torch.nn.Module) -> torch.nn.Module:
-    """Tensor parallel, by columns and then by rows: one sum over all processes to a block."""
+    """Make the model tensor parallel, by columns and then by rows: one all-reduce per block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -43,14 +43,14 @@ def divided(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def calls(rank: int, number: int = 5) -> Iterator[int]:
-    """The ranks wait before every other call, never at the same one."""
+    """Yield call numbers; the ranks sleep before alternating calls, never before the same one."""
     for k in range(number):
         time.sleep(0.1 * ((k + rank) % 2))
         yield k
 
 
 def inference(rank: int, options: dict[str, Any]) -> None:
-    """Each call gives what one process alone gives."""
+    """Each call returns the result of a single process."""
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(Block(), Block()).eval(), torch.randn(4, 32)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def inference(rank: int, options: dict[str, Any]) -> None:
 def losses(
     rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any] | None, inside: bool = False
 ) -> list[float]:
-    """Of three steps, each process on its half of a batch. `inside`: what is shared is compiled, not the sharing."""
+    """Losses of three steps, each process on its half of a batch. `inside`: compile the module inside the wrapper."""
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(Block(), Block()), torch.randn(8, 32)[4 * rank : 4 * rank + 4]
 
@@ -84,7 +84,7 @@ def losses(
 def as_in_eager(
     rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any], inside: bool = False
 ) -> None:
-    """Losses go down as they do in eager."""
+    """Losses decrease as in eager."""
     eager = losses(rank, share, None, inside)
     torch.testing.assert_close(losses(rank, share, options, inside), eager, rtol=1e-4, atol=1e-5)
     assert eager[0] > eager[-1]
@@ -95,7 +95,7 @@ def tensor_parallel(rank: int, options: dict[str, Any]) -> None:
 
 
 def data_parallel(rank: int, options: dict[str, Any]) -> None:
-    """Buckets so small that Dynamo cuts the graph: gradients are summed while the backward pass goes on."""
+    """Buckets are so small that Dynamo splits the graph: gradients are reduced while the backward pass continues."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1000
@@ -117,7 +117,7 @@ def fully_sharded(rank: int, options: dict[str, Any]) -> None:
 
 
 def repair_of_one(rank: int, options: dict[str, Any]) -> None:
-    """The first rank alone was told of another type than there is, which it finds in its first run."""
+    """Only the first rank traced a wrong dtype, which it detects in its first run."""
     from torch.distributed import _functional_collectives as collectives
 
     library = torch.library.Library("fusewright_processes", "DEF")

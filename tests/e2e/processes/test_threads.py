@@ -1,4 +1,4 @@
-"""One compiled function called by several Python threads at once: everyone gets the right answer."""
+"""Several Python threads call one compiled function at once: each gets the right result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ pytestmark = [
 
 THREADS, CALLS, TRIES = 4, 25, 20
 TORCHS_OWN = ("symbolically trace a dynamo-optimized function", "already been set in the current context")
-"""What torch raises now and then, whatever the backend, when threads compile at once: fx's flag of tracing was global before
-2.15, Dynamo's metrics in 2.10."""
+"""Errors that torch sometimes raises with any backend when threads compile at once: fx's tracing flag was global before 2.15,
+Dynamo's metrics in 2.10."""
 CRASHES = torch.__version__.startswith("2.10.")
-"""There the process ends when threads compile at once, with `aot_eager` as well."""
+"""In this release the process crashes when threads compile at once, with `aot_eager` as well."""
 
 
 class Block(nn.Module):

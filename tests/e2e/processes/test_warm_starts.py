@@ -1,4 +1,4 @@
-"""`fusewright.save` and `load`: programs in a file, right or refused with a reason."""
+"""`fusewright.save` and `load`: a saved file gives right results or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_hostile_bytes_are_refused_before_they_are_looked_at(
 
 
 def _resealed(saved: Path, path: Path, change: Callable[[dict[str, Any]], None]) -> str:
-    """A file that is authentic and says something else."""
+    """Write an authentic file with changed content."""
     body = memoryview(saved.read_bytes())[len(file.MAGIC) + 32 :]
     head, blobs = file._parsed(body)
     change(head)
