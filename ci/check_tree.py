@@ -1,4 +1,4 @@
-"""House rules that no linter knows: file lengths, who may import whom, private torch names, local paths."""
+"""Repository rules that no linter covers: file lengths, import layers, private torch names, local paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VENDORS = {
     "mps": "fusewright_mps", "int8": "fusewright_int8",
 }  # fmt: skip
 SHARED = {"cpu": "fusewright_cpu"}
-"""Packages under backends/ that are no vendor's: vendors import them."""
+"""Packages under backends/ that vendors share and may import."""
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
 COMPAT = "common/fusewright/_torch_compat.py"
@@ -63,18 +63,18 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowerings",), ("backend",), ("fusewright_mps",),
     ),
 }  # fmt: skip
-"""Folders and modules of each package from the ground up; a module imports from its own floor and those below. What is not
-named stands where its folder does; the name of a package is its `__init__.py`."""
+"""Layers ("floors") of each package from the bottom up; a module imports only from its own floor and those below. A module that is
+not listed has its folder's floor; a package's name stands for its `__init__.py`."""
 
 
 def tracked() -> list[str]:
-    """Text files under version control that still exist, by their path in the checkout."""
+    """Return the existing text files under version control, as paths in the checkout."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [p for p in listed.splitlines() if (ROOT / p).is_file()]
 
 
 def findings(path: str, text: str) -> Iterator[str]:
-    """What breaks a rule in one file."""
+    """Yield the violations in one file."""
     if _MACHINE_PATH.search(text):
         yield "names a path of one machine"
     if not path.endswith((".py", ".cpp", ".h", ".hpp")):
@@ -101,7 +101,7 @@ def _layering(path: str, imported: set[str]) -> Iterator[str]:
 
 
 def structure(sources: Mapping[str, str]) -> Iterator[str]:
-    """What breaks the structure of a package: `sources` are its modules, by dotted name (`__init__` left out)."""
+    """Yield violations of a package's structure. `sources` are its modules by dotted name, without `__init__`."""
     arrows = {m: sorted({t for i in imports(s) if (t := _module(i, sources)) and t != m}) for m, s in sources.items()}
     yield from (f"{' -> '.join(circle)}: modules that import each other" for circle in _circles(arrows))
     for module, targets in arrows.items():
@@ -110,12 +110,12 @@ def structure(sources: Mapping[str, str]) -> Iterator[str]:
 
 
 def _module(name: str, known: Collection[str]) -> str | None:
-    """The module that an import names, or takes a name from."""
+    """Return the module that an import names, or imports a name from."""
     return name if name in known else parent if (parent := name.rpartition(".")[0]) in known else None
 
 
 def _floor(module: str) -> int:
-    """The number of a module's floor, of the longest name that holds it. LookupError when there is none."""
+    """Return the number of a module's floor, by the longest listed name that contains it. Raise LookupError if there is none."""
     package, _, inner = module.partition(".")
     numbers = {name: k for k, names in enumerate(FLOORS[package]) for name in names}
     while inner and inner not in numbers:
@@ -124,7 +124,7 @@ def _floor(module: str) -> int:
 
 
 def _circles(arrows: Mapping[str, Sequence[str]]) -> Iterator[Sequence[str]]:
-    """The first circle of modules, if there is one."""
+    """Yield the first import cycle, if there is one."""
     try:
         graphlib.TopologicalSorter(arrows).prepare()
     except graphlib.CycleError as e:
@@ -132,7 +132,7 @@ def _circles(arrows: Mapping[str, Sequence[str]]) -> Iterator[Sequence[str]]:
 
 
 def packages() -> dict[str, dict[str, str]]:
-    """The sources of each package that has floors, by dotted name."""
+    """Return the sources of each package that has floors, by dotted name."""
     found: dict[str, dict[str, str]] = {p: {} for p in FLOORS}
     for path in tracked():
         parts = Path(path).with_suffix("").parts
@@ -144,7 +144,7 @@ def packages() -> dict[str, dict[str, str]]:
 
 
 def crowded(paths: Iterable[str]) -> Iterator[str]:
-    """Folders with too many modules."""
+    """Yield folders with too many modules."""
     folders = Counter(str(Path(p).parent) for p in paths if p.endswith(".py"))
     yield from (f"{f} has {n} modules; the limit is {MODULES}" for f, n in sorted(folders.items()) if n > MODULES)
 

@@ -1,6 +1,6 @@
-"""Files that are made from others, held to them: workflows, tables and pages of the docs, the form of the changelog.
+"""Check that generated files are up to date: workflows, tables and pages of the docs; also the form of the changelog.
 
-`python -m ci.generated` prints what is stale and the command that renews it; exit code 1 where something is.
+`python -m ci.generated` prints each stale file and the command that regenerates it; exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ci.release import changelog
 
 
 def stale() -> Iterator[str]:
-    """One line for each file."""
+    """Yield one line per stale file."""
     yield from (f".github/workflows/{name}: python -m ci.workflows" for name in workflows.stale())
     pages = {p: tables.updated(p) for p in tables.GENERATED} | dict(results.pages())
     for path, text in pages.items():

@@ -1,13 +1,13 @@
-"""The vendor matrix: which jobs this machine can run, and running them.
+"""The vendor matrix: list the jobs that this machine can run, and run them.
 
     python -m ci.jobs list [--json]      every job, and whether this machine meets its needs
     python -m ci.jobs run [NAME...]      the named jobs, or all that fit; exit code 1 when one fails
         --require                        a job whose needs are not met fails too
-        --results FOLDER                 a record of each job there, and pytest's
+        --results FOLDER                 write a record of each job there, and pytest's
     python -m ci.jobs table              the matrix as a table for the docs
     python -m ci.jobs cells              one JSON object per job, torch version and Python, for a CI service
 
-It uses only the standard library, so that it runs before anything is installed; torch is asked if there.
+It uses only the standard library, so that it runs before anything is installed; torch is queried if present.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MATRIX = ROOT / "ci" / "matrix.toml"
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the matrix. `minutes` is the limit after which the job counts as failed."""
+    """One row of the matrix. `minutes` is the time limit of the job."""
 
     name: str
     backend: str
@@ -49,11 +49,11 @@ class Job:
 
     @property
     def own_hardware(self) -> bool:
-        """Whether the hosting service has no runner for it."""
+        """Whether the job needs our own runner, because the hosting service has none."""
         return "self-hosted" in self.runs_on
 
     def missing(self) -> list[str]:
-        """The needs that this machine does not meet."""
+        """Return the needs that this machine does not meet."""
         return [n for n in self.needs if not FACTS[n]()]
 
 
@@ -80,14 +80,14 @@ FACTS: dict[str, Callable[[], bool]] = {
     "avx2": lambda: "avx2" in _cpu_flags(),
     "vnni": lambda: bool({"avx512_vnni", "avx_vnni"} & _cpu_flags()),
     "triton": lambda: importlib.util.find_spec("triton") is not None,
-    "aarch64_emulator": lambda: all(map(shutil.which, ("apt-get", "dpkg-deb"))),  # they fetch it, and what it runs
+    "aarch64_emulator": lambda: all(map(shutil.which, ("apt-get", "dpkg-deb"))),  # they fetch the emulator and what it runs
     "cuda": lambda: _torch_says(lambda t: t.version.cuda and t.cuda.is_available()),
     "hip": lambda: _torch_says(lambda t: t.version.hip and t.cuda.is_available()),
 }
 
 
 def read(path: Path = MATRIX) -> tuple[list[Job], dict[str, list[str]]]:
-    """The jobs and the versions of the matrix file. Raises ValueError when a row is wrong."""
+    """Return the jobs and versions of the matrix file. Raise ValueError for an invalid row."""
     data = tomllib.loads(path.read_text())
     jobs = []
     for row in data["job"]:
@@ -104,7 +104,7 @@ def read(path: Path = MATRIX) -> tuple[list[Job], dict[str, list[str]]]:
 
 
 def run(job: Job, require: bool = False, results: Path | None = None) -> bool:
-    """Run one job; its output goes straight through. True when it passed, or was skipped though not required."""
+    """Run one job with its output passed through. Return True if it passed, or was skipped and not required."""
     missing = job.missing()
     if missing:
         print(
@@ -140,7 +140,7 @@ def run(job: Job, require: bool = False, results: Path | None = None) -> bool:
 
 
 def _kept_in(folder: Path, job: Job) -> dict[str, str]:
-    """What scripts write goes to a folder: records to $OUT, what pytest says in JUnit's form."""
+    """Return environment variables that direct output to a folder: records to $OUT, pytest's results as JUnit XML."""
     folder.mkdir(parents=True, exist_ok=True)
     given = os.environ.get("PYTEST_ADDOPTS", "")
     return {"OUT": str(folder), "PYTEST_ADDOPTS": f"{given} --junitxml={folder / job.name}.xml".strip()}
@@ -151,7 +151,7 @@ def _torch() -> str:
 
 
 def table(jobs: list[Job]) -> str:
-    """The matrix in Markdown."""
+    """Return the matrix in Markdown."""
     rows = [f"| `{j.name}` | {j.kind} | {j.hardware} | `{j.script} {j.backend}` |" for j in jobs]
     return "\n".join(["| job | kind | hardware | script |", "|---|---|---|---|", *rows])
 

@@ -1,18 +1,18 @@
-"""What the compiler makes of every model of the suite, as text and as digests, so that a refactoring is proven to change nothing.
+"""Record every stage of compiling every suite model, as texts and digests, to prove that a refactoring changes nothing.
 
-    python -m ci.replay check                       against the digests in ci/replay.json; exit code 1 where one differs
-    python -m ci.replay check --against main        against another commit's texts: shows the first lines that differ
-    python -m ci.replay accept --because "..."      write the digests of this tree, with the reason beside each that changed
-    python -m ci.replay dump FOLDER                 the texts, one file a case and section
+    python -m ci.replay check                       compare with the digests in ci/replay.json; exit code 1 if one differs
+    python -m ci.replay check --against main        compare with another commit's texts; show the first differing lines
+    python -m ci.replay accept --because "..."      write the digests of this tree, with the reason next to each changed one
+    python -m ci.replay dump FOLDER                 write the texts, one file per case and section
 
 `--backends`, `--models`, `--dtypes` and `--phases` take names, comma-separated.
 
 A case is a model at small geometry, a backend, a dtype and a phase. Its sections follow the stages: the traced graph, the
-simplified one, constants, what was lowered, who computes each op and why, measured choices, the plan, the kernels' IR and their
-source. Nothing is built or run by a backend: devices are pinned, choices that would be measured take their last candidate, and
-the model's graphs run in eager. So the texts depend on no path, hash seed, CPU or number of threads, but on torch's minor version
-and on the release of transformers, for which the digests are kept. What only a first run finds (untrue metadata) is not among
-them. It needs an x86-64 machine, and triton to be installed.
+simplified graph, constants, what was lowered, what computes each op and why, measured choices, the plan, the kernels' IR and
+source. No backend builds or runs anything: devices are pinned, measured choices take their last candidate, and the graphs run in
+eager. So the texts do not depend on paths, hash seed, CPU or number of threads, only on torch's minor version and the release of
+transformers, for which the digests are kept. They do not show what only a first run finds (wrong metadata). Needs an x86-64 machine
+with triton installed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RECORD = ROOT / "ci/replay.json"
 SECTIONS = ("canonicalize", "simplify", "constants", "lower", "partition", "choices", "plan", "kernels", "source")
 THREADS = 4
 CPU_ISA = "avx512"
-"""What CPU kernels are emitted for, on any x86-64: nothing of it is run."""
+"""The instruction set that CPU kernels are emitted for on any x86-64; they are not run."""
 
 Texts: TypeAlias = Mapping[str, str]
 Source: TypeAlias = Callable[[Backend, Any], str]
@@ -59,7 +59,7 @@ Source: TypeAlias = Callable[[Backend, Any], str]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the record."""
+    """One case of the record."""
 
     backend: str
     model: str
@@ -142,7 +142,7 @@ DTYPES, PHASES = ("fp32", "bf16"), ("infer", "train")
 
 
 def cases(backends: Sequence[str], models: Sequence[str], dtypes: Sequence[str], phases: Sequence[str]) -> list[Case]:
-    """Inference of the suite; training of what has a loss. bf16 in training is autocast."""
+    """Return the cases: inference of all suite models, training of those with a loss. bf16 in training means autocast."""
     rows = itertools.starmap(Case, itertools.product(backends, models, dtypes, phases))
     return [c for c in rows if c.model in (suite.SUITE if c.phase == "infer" else suite.TRAINABLE)]
 
@@ -151,7 +151,7 @@ def cases(backends: Sequence[str], models: Sequence[str], dtypes: Sequence[str],
 
 
 class Last:
-    """In place of `Tuner`: every choice is the last candidate, our own where the first is a library's."""
+    """Replaces `Tuner`: every choice is the last candidate, which is our own if the first is a library's."""
 
     settled = True
     made: list[str]
@@ -168,7 +168,7 @@ class Last:
 
 @contextlib.contextmanager
 def observed(name: str) -> Iterator[dict[str, list[str]]]:
-    """While it lasts, `torch.compile(fn, backend=name)` writes its texts, section by section, and the graphs run in eager."""
+    """In this context, `torch.compile(fn, backend=name)` records its texts by section, and the graphs run in eager."""
     device, source = BACKENDS[name]
     cls = registry.info(name).cls
     assert cls is not None, f"{name} is not installed"
@@ -233,8 +233,8 @@ def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
 
 @contextlib.contextmanager
 def _single_thread() -> Iterator[None]:
-    """With more threads than two, oneDNN's bf16 1x1 convolution (weight gradient, stride 2, 8 channels-last inputs) writes
-    beyond its scratchpad: eager itself crashes (docs/reliability.md)."""
+    """Use one thread: with more than two, oneDNN's bf16 1x1 convolution (weight gradient, stride 2, 8 channels-last inputs)
+    overruns its scratchpad, and eager itself crashes (docs/reliability.md)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -244,7 +244,7 @@ def _single_thread() -> Iterator[None]:
 
 
 def _canonical(text: str) -> str:
-    """Launches counted from 0, which in the code are named by how many names it has before them."""
+    """Renumber launches from 0; in the code their number depends on how many names precede them."""
     numbers = itertools.count()
     return re.sub(r"\blaunch_\d+", lambda _: f"launch_{next(numbers)}", text)
 
@@ -256,7 +256,7 @@ def _partition(r: report.GraphReport) -> str:
 
 
 def texts(case: Case) -> Texts:
-    """All sections of a case, as in a new process: the shapes that oneDNN has code for are counted for one."""
+    """Return all sections of a case, as in a new process: the count of shapes that oneDNN has code for is reset."""
     from fusewright_cpu.onednn.left_behind import SHAPES
 
     torch.compiler.reset()
@@ -284,7 +284,7 @@ def _train(case: Case) -> None:
 
 
 def digests(found: Texts) -> dict[str, str]:
-    """The first 64 bits of SHA-256 of each section."""
+    """Return the first 64 bits of each section's SHA-256."""
     return {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in found.items()}
 
 
@@ -292,25 +292,25 @@ def digests(found: Texts) -> dict[str, str]:
 
 
 def versions() -> str:
-    """What the digests of a record are of."""
+    """Return the versions that the digests of a record belong to."""
     import transformers
 
     return f"torch {'.'.join(torch.__version__.split('.')[:2])}, transformers {transformers.__version__}"
 
 
 def first_difference(was: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """The earliest section that differs: what follows it follows from it."""
+    """Return the earliest section that differs, which explains the later ones."""
     return next((s for s in SECTIONS if was.get(s) != now.get(s)), None)
 
 
 def excerpt(was: str, now: str, name: str, lines: int = 30) -> str:
-    """The first lines of a diff."""
+    """Return the first lines of a diff."""
     diff = difflib.unified_diff(was.splitlines(), now.splitlines(), f"{name} (was)", f"{name} (now)", lineterm="", n=2)
     return "\n".join(itertools.islice(diff, lines))
 
 
 def compared(chosen: Sequence[Case], recorded: Mapping[str, Any], say: Callable[[str], None]) -> list[str]:
-    """What differs from the record, one line a case."""
+    """Return the differences from the record, one line per case."""
     wrong = []
     for case in chosen:
         start, row = time.monotonic(), recorded.get(str(case))
@@ -363,7 +363,7 @@ def dump(chosen: Sequence[Case], folder: Path) -> int:
 
 
 def against(commit: str, chosen: Sequence[Case]) -> int:
-    """This tree beside a commit: its texts are made in a checkout of its own, by this file."""
+    """Compare this tree with a commit, whose texts this file produces in a separate checkout."""
     wrong = []
     with tempfile.TemporaryDirectory() as temporary, _checkout(commit, Path(temporary) / "tree") as tree:
         for case in chosen:
@@ -389,7 +389,7 @@ def _checkout(commit: str, place: Path) -> Iterator[Path]:
 
 
 def _dumped(tree: Path, case: Case, folder: Path) -> Texts:
-    """The texts of a case in another tree."""
+    """Return the texts of a case in another tree."""
     packages = [tree, tree / "common", *sorted((tree / "backends").iterdir())]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
     names = [f"--{key}s={value}" for key, value in asdict(case).items()]

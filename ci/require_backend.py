@@ -1,5 +1,5 @@
-"""Read `fusewright doctor --json` and fail unless the named backend found its device and computed on it; with
-`--simulated`, unless it computed on a simulated one."""
+"""Read `fusewright doctor --json` and fail unless the named backend found its device and computed on it, or with
+`--simulated` computed on a simulated one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def verdict(report: dict[str, list[dict[str, object]]], name: str, simulated: bool = False) -> str:
-    """What keeps the backend from passing, or an empty string."""
+    """Return why the backend does not pass, or an empty string."""
     row = next((r for r in report["rows"] if r["name"] == name), None)
     if row is None:
         return f"{name} is not installed"

@@ -1,13 +1,13 @@
-"""The workflows of the hosting service, made from ci/matrix.toml: `python -m ci.workflows` writes .github/workflows.
+"""Generate the hosting service's workflows from ci/matrix.toml: `python -m ci.workflows` writes .github/workflows.
 
     job.yml       one job of the matrix with one torch and one Python; the others call it
-    check.yml     every change: what needs no special hardware, with the pinned torch; the docs, the wheels, the replay
-    vendors.yml   every week, or by hand: each job with every supported torch and Python
+    check.yml     every change: jobs without special hardware, with the pinned torch; the docs, the wheels, the replay
+    vendors.yml   weekly or by hand: each job with every supported torch and Python
     nightly.yml   each job with torch's newest release
     release.yml   a tag: the changelog, wheels of every package, their smoke test, and the index
 
-Every step calls a script of ci/, so that what a service does can be done by hand. Jobs on hardware of one's own run where the
-repository's variable HARDWARE, a JSON list, names them.
+Every step calls a script of ci/, so that everything the service does can be done by hand. Jobs on our own hardware run only if the
+repository variable HARDWARE, a JSON list, names them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ci.release import wheels
 
 FOLDER = jobs.ROOT / ".github/workflows"
 SETUP_MINUTES = 20
-"""What installing may take, beside a job's own limit."""
+"""Minutes allowed for installation, on top of a job's own limit."""
 
 HEAD = "# Made by `python -m ci.workflows` from ci/matrix.toml; edit those.\n"
 GATE = "contains(fromJSON(vars.HARDWARE || '[]'), '{}')"
@@ -196,7 +196,7 @@ jobs:
 
 
 def _call(job: jobs.Job, torches: Sequence[str], pythons: Sequence[str]) -> str:
-    """A job of a workflow: one of the matrix, with each torch and Python."""
+    """Return a workflow job that runs one job of the matrix with each torch and Python."""
     lines = [
         f"{job.name}:",
         f"  name: {job.name} ({job.kind})",
@@ -225,7 +225,7 @@ def _workflow(name: str, on: str, called: Iterable[str]) -> str:
 
 
 def workflows() -> Mapping[str, str]:
-    """The text of each file, by name."""
+    """Return the text of each file, by name."""
     rows, versions = jobs.read()
     torches, pythons, pin = versions["versions"], versions["python"], pinned()
     everywhere = [j for j in rows if not j.own_hardware]
@@ -254,14 +254,14 @@ def workflows() -> Mapping[str, str]:
 
 
 def pinned() -> str:
-    """The version of torch that changes are checked with."""
+    """Return the torch version that changes are checked with."""
     found = re.search(r"^torch==(\S+)", (jobs.ROOT / "ci/constraints.txt").read_text(), re.MULTILINE)
     assert found, "ci/constraints.txt pins no torch"
     return found[1]
 
 
 def stale(folder: Path = FOLDER) -> list[str]:
-    """Files that are not what the matrix makes of them."""
+    """Return the files that differ from what the matrix generates."""
     made = workflows()
     there = {p.name: p.read_text(encoding="utf-8") for p in folder.glob("*.yml")}
     return sorted(name for name in made.keys() | there.keys() if made.get(name) != there.get(name))

@@ -1,4 +1,4 @@
-"""BERT and ResNet (the suite's small geometry, random weights) by `xla_cpu`, held to the fp64 rule: `python -m ci.xla_models`."""
+"""Check `xla_cpu` on BERT and ResNet (the suite's small geometry, random weights) by the fp64 rule: `python -m ci.xla_models`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"strict": True, "fallback": "allow"}
 
 
 def inference(model: str, dtype: suite.DType) -> Accuracy:
-    """The model's outputs."""
+    """Judge the model's outputs."""
     call = suite.build(model, "small", dtype)
     with torch.no_grad():
         eager = suite.flatten_outputs(call.run(None))
@@ -29,7 +29,7 @@ def inference(model: str, dtype: suite.DType) -> Accuracy:
 
 
 def training(model: str, dtype: suite.DType) -> Accuracy:
-    """Loss and gradients of one step. A gradient that is nothing but rounding (the bias of a key) is left out."""
+    """Judge loss and gradients of one step. Gradients that are pure rounding error (the bias of a key) are left out."""
     eager = suite.train_step(model, "small", dtype)
     ours = copy.deepcopy(eager)
     ours.compiled = torch.compile(ours.module, backend=BACKEND, options=OPTIONS)

@@ -1,6 +1,5 @@
-"""Eager's instructions for the kernels that `kernels.py count` counts: run by it in an emulated Python, with torch
-alone. Two calls are made first; the third is between two marks for `count.c`. Arguments: names of cases, else all are counted.
-Prints their names."""
+"""Run eager's counterparts of the kernels that `kernels.py count` counts, in an emulated Python with only torch. After two warm-up
+calls, the third is enclosed in two marks for `count.c`. Arguments: names of cases (default: all). Prints their names."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ system_call = ctypes.CDLL(None).syscall
 
 
 def cases(dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
-    """Calls by name, on tensors of one type."""
+    """Return calls by name, on tensors of one dtype."""
     x, y = torch.randn(64, 768).to(dtype), torch.randn(64, 768).to(dtype)
     w, b = torch.randn(768).to(dtype), torch.randn(768).to(dtype)
     row, weight = torch.randn(1, 4096).to(dtype), torch.randn(4096, 4096).to(dtype)

@@ -1,7 +1,7 @@
-"""An emulated AArch64 machine for kernels: object code made here is linked and run by an arm64 Python under QEMU.
+"""An emulated AArch64 machine for kernels: an arm64 Python under QEMU links and runs object code made here.
 
-Emulator, Python and wheels are those that `ci/aarch64.sh fetch` unpacks. Counting instructions takes a build of QEMU that has
-plugins, and a C compiler: `fetch_counter` unpacks and builds what is missing into the same folder. Nothing is installed.
+`ci/aarch64.sh fetch` unpacks emulator, Python and wheels. Counting instructions needs a QEMU build with plugin support and a C
+compiler: `fetch_counter` unpacks and builds what is missing in the same folder. Nothing is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 GUEST = HERE / "guest.py"
 STATIC = "qemu-aarch64-static"
 COUNTER = ("qemu-user", "libcapstone4", "liburing2")
-"""Debian 12's packages of the emulator that has plugins, and of libraries that few machines have."""
+"""Debian 12's packages of the emulator with plugin support, and of libraries that few machines have."""
 MARKED = """target triple = "{triple}"
 declare i64 @syscall(i64, ...)
 define i64 @marked(ptr %kernel, ptr %block, i64 %threads) {{
@@ -40,11 +40,11 @@ define i64 @marked(ptr %kernel, ptr %block, i64 %threads) {{
   ret i64 %result
 }}
 """
-"""Calls a kernel between two system calls that Linux does not have: the marks of `count.c`."""
+"""Calls a kernel between two system calls that do not exist in Linux: the marks for `count.c`."""
 
 
 def root() -> Path:
-    """The folder that `ci/aarch64.sh fetch` unpacks into."""
+    """Return the folder that `ci/aarch64.sh fetch` unpacks into."""
     given = os.environ.get("AARCH64_ROOT")
     return Path(given) if given else platformdirs.user_cache_path("fusewright") / "aarch64"
 
@@ -55,18 +55,18 @@ def _emulator() -> Path:
 
 
 def missing() -> str:
-    """What the emulated machine lacks, or ""."""
+    """Return what the emulated machine lacks, or ""."""
     there = [_emulator(), *(root() / name for name in ("system.stamp", "site.stamp"))]
     return "" if all(p.exists() for p in there) else f"no emulated AArch64 Python in {root()}: ci/aarch64.sh fetch"
 
 
 def python(target: CpuTarget, script: Path, *arguments: str) -> list[str]:
-    """The command of an emulated Python on a CPU with the target's vectors, with the wheels and this checkout."""
+    """Return the command of an emulated Python on a CPU with the target's vectors, with the wheels and this checkout."""
     return [str(_emulator()), *_guest(target), str(script), *arguments]
 
 
 def _guest(target: CpuTarget, *options: str) -> tuple[str, ...]:
-    """Arguments of an emulator: the CPU, the guest's environment and its Python."""
+    """Return the emulator's arguments: the CPU, the guest's environment and its Python."""
     path = f"PYTHONPATH={HERE.parents[1]}:{root() / 'site'}"
     clean = [x for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME") for x in ("-U", name)]
     system = str(root() / "system")
@@ -74,7 +74,7 @@ def _guest(target: CpuTarget, *options: str) -> tuple[str, ...]:
 
 
 def processor(target: CpuTarget) -> str:
-    """QEMU's name for a CPU with everything and the target's vectors."""
+    """Return QEMU's name for a CPU with all features and the target's vectors."""
     bits = target.sve_bits
     return f"max,sve{bits}=on,sve-default-vector-length={bits // 8},sme=off" if bits else "max,sve=off,sme=off"
 
@@ -83,13 +83,13 @@ def processor(target: CpuTarget) -> str:
 
 
 def counter() -> Path:
-    """Where what counts is unpacked."""
+    """Return the folder of the instruction-counting emulator."""
     return root() / "counter"
 
 
 def fetch_counter() -> None:
-    """Downloads and unpacks an emulator that has plugins, and builds the one that counts. CalledProcessError where that
-    fails."""
+    """Download and unpack an emulator with plugin support, and build the counting plugin. Raise CalledProcessError on
+    failure."""
     if (counter() / "count.so").exists():
         return
     debs = counter() / "debs"
@@ -103,10 +103,10 @@ def fetch_counter() -> None:
 
 
 def counted(target: CpuTarget, marks: Path, script: Path, *arguments: str, given: str = "") -> tuple[str, list[int]]:
-    """What an emulated Python prints that is given `given`, and its instructions between the first and second mark, the third
-    and fourth, and so on."""
+    """Return what an emulated Python prints for the input `given`, and its instruction counts between the first and second mark,
+    the third and fourth, and so on."""
     marks.unlink(missing_ok=True)
-    # ACL has as many threads as OpenMP begins with, whatever torch is told later, and what waits in them would be counted.
+    # ACL uses as many threads as OpenMP starts with, whatever torch is told later, and their busy waiting would be counted.
     plugin = "-plugin", f"{counter() / 'count.so'},out={marks}", "-E", "OMP_NUM_THREADS=1"
     command = [str(counter() / "usr/bin/qemu-aarch64"), *_guest(target, *plugin), str(script), *arguments]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(counter() / "usr/lib/x86_64-linux-gnu")}
@@ -117,7 +117,7 @@ def counted(target: CpuTarget, marks: Path, script: Path, *arguments: str, given
 
 @dataclass
 class Emulator:
-    """Processes of one emulated CPU. A context manager; files lie in `folder`."""
+    """Processes on one emulated CPU; a context manager. Files are in `folder`."""
 
     target: CpuTarget
     folder: Path
@@ -132,7 +132,7 @@ class Emulator:
             self._process.communicate()
 
     def build(self, sources: Sequence[Source], parallel: bool = True) -> Mapping[str, Path]:
-        """One library with the code of all sources, by their hashes."""
+        """Build one library with the code of all sources; return it by their hashes."""
         by_hash = {hash_of(s): s for s in sources}
         text, imports = kernels_to_text(by_hash, self.target, parallel)
         at = self.folder / f"kernels{next(self._names)}"
@@ -140,12 +140,12 @@ class Emulator:
         return dict.fromkeys(by_hash, at)
 
     def _write(self, at: Path, code: bytes, symbols: Sequence[str], imports: Sequence[str]) -> None:
-        """Object code and its index, as the guest reads it."""
+        """Write object code and its index, as the guest reads them."""
         at.with_suffix(".o").write_bytes(code)
         at.with_suffix(".json").write_text(json.dumps({"symbols": list(symbols), "imports": list(imports)}))
 
     def _marked(self) -> str:
-        """The library that calls kernels between marks."""
+        """Return the library that calls kernels between marks."""
         at = self.folder / "marked"
         machine = target_machine(self.target)
         code = machine.emit_object(llvm.parse_assembly(MARKED.format(triple=self.target.triple)))
@@ -156,7 +156,7 @@ class Emulator:
         self, source: Source, library: Path, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (),
         scalars: Sequence[int | float | bool] = (), threads: int = 1,
     ) -> int:  # fmt: skip
-        """Runs the kernel on the tensors, which are changed in place. Its result, an error word."""
+        """Run the kernel on the tensors, changing them in place. Return its result, an error word."""
         file = self._request(source, tensors, sizes, scalars)
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
@@ -173,7 +173,7 @@ class Emulator:
         self, source: Source, library: Path, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (),
         scalars: Sequence[int | float | bool] = (),
     ) -> int:  # fmt: skip
-        """Instructions of one call on one thread, after one that is not counted."""
+        """Return the instructions of one call on one thread, after an uncounted one."""
         line = f"{library} {symbol_name(hash_of(source))} {self._request(source, tensors, sizes, scalars)} 1\n"
         _, found = counted(self.target, self.folder / "instructions", GUEST, self._marked(), given=2 * line)
         return found[1]
@@ -187,7 +187,7 @@ class Emulator:
     def _request(
         self, source: Source, tensors: Sequence[torch.Tensor], sizes: Sequence[int], scalars: Sequence[float]
     ) -> Path:
-        """The file of a request (see `aarch64_runner.c`). Tensors are dense in memory, in any order of dimensions."""
+        """Write the file of a request (see `guest.py`). Tensors are dense in memory, in any order of dimensions."""
         buffers = [_storage(t) for t in tensors]
         words = [
             *sizes,
@@ -213,7 +213,7 @@ class Emulator:
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:
-    """The memory from a tensor's first element to its last as one dimension."""
+    """Return the memory from a tensor's first element to its last as one dimension."""
     length = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
     return t.as_strided([length], [1])
 

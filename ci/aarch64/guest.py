@@ -1,9 +1,9 @@
-"""Runs kernels in an emulated AArch64 Python for `emulator.Emulator`: one request a line, `library symbol file threads`,
-answered by the kernel's result. Imports llvmlite alone.
+"""Run kernels in an emulated AArch64 Python for `emulator.Emulator`: each line is a request `library symbol file threads`,
+answered with the kernel's result. Imports only llvmlite.
 
-A library is object code `NAME.o` beside `NAME.json`, the symbols that it defines and imports. The file holds a count of words,
-for each a size in bytes (0: the word is a number) and the number or where the buffer lies in the file, then the buffers. Each
-runs with its last byte before a page that nobody may touch.
+A library is object code `NAME.o` with `NAME.json`, the symbols that it defines and imports. The file holds a count of words, for
+each word a size in bytes (0: the word is a number) and the number or the buffer's offset in the file, then the buffers. Each buffer
+is mapped so that it ends right before an inaccessible guard page.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PRIVATE, _NOWHERE = 0x22, ctypes.c_size_t(-1).value  # MAP_PRIVATE | MAP_ANONYM
 
 
 class Team:
-    """The pool that kernels call, one thread after the other."""
+    """The thread pool that kernels call; it runs one thread after another."""
 
     size = 1
     me = 0
 
     @classmethod
     def functions(cls) -> Mapping[str, Any]:
-        """What libgomp has, as C functions."""
+        """Return libgomp's functions as C functions."""
 
         def parallel(body: int, data: int, threads: int, flags: int) -> None:
             cls.size, run = threads, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body)
@@ -53,7 +53,7 @@ class Team:
 
 
 class Guest:
-    """What was linked so far."""
+    """The libraries linked so far."""
 
     def __init__(self, marked: str) -> None:
         llvm.initialize_native_target()
@@ -65,7 +65,7 @@ class Guest:
         self.marked = ctypes.CFUNCTYPE(ctypes.c_int64, *words)(self.code(marked)["marked"])
 
     def code(self, library: str) -> Mapping[str, int]:
-        """The addresses of its functions."""
+        """Return the addresses of a library's functions."""
         if library not in self.linked:
             index = json.loads(Path(f"{library}.json").read_text())
             theirs = {s: address(LIBC, s) for s in {*index["imports"], *CALLED} - {*self.team}}
@@ -76,7 +76,7 @@ class Guest:
         return addresses
 
     def answer(self, library: str, symbol: str, file: str, threads: int) -> int:
-        """The kernel's result. The file's buffers are changed in place."""
+        """Run a kernel and return its result. The file's buffers are changed in place."""
         kernel, data = self.code(library)[symbol], bytearray(Path(file).read_bytes())
         count = struct.unpack_from("<q", data)[0]
         heads = [struct.unpack_from("<qq", data, 8 + 16 * k) for k in range(count)]
@@ -92,7 +92,7 @@ class Guest:
 
 
 class Guarded:
-    """Bytes whose last lies before a page that nobody may touch."""
+    """Bytes that end right before an inaccessible guard page."""
 
     def __init__(self, content: bytes) -> None:
         self.room = -(-len(content) // PAGE) * PAGE + PAGE

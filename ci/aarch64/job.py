@@ -1,5 +1,5 @@
-"""What `ci/aarch64.sh` leaves to Python: the entry points of this checkout for an interpreter that it is not installed in,
-and the tests that run there.
+"""The Python part of `ci/aarch64.sh`: make this checkout's entry points visible to an interpreter where it is not installed,
+and run the tests there.
 
     python -m ci.aarch64.job metadata FOLDER
     python -m ci.aarch64.job test EMULATED_PYTHON [PYTEST_ARG...]
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS, SELECTION = "tests/backends/acl", ("-m", "not slow")
 KERNELS = tuple(f"tests/backends/cpu/test_aarch64_{name}.py" for name in ("emulated", "int8", "int8_conv", "bf16"))
-"""Tests of this machine's Python, which hand kernels to an emulated one."""
+"""Tests that run in this machine's Python and hand kernels to an emulated one."""
 
 DOCTOR = """import runpy, sys
 from fusewright.cli import checks
@@ -27,16 +27,16 @@ checks.SMOKE_SECONDS = 1800
 sys.argv[1:] = ["doctor", "--json"]
 runpy.run_module("fusewright", run_name="__main__")
 """
-"""`fusewright doctor --json` with time for an emulated machine that others load."""
+"""`fusewright doctor --json` with a time limit for a slow, busy emulated machine."""
 
 STARTUP = """import os, sys
 sys.executable = os.environ.get("AARCH64_PYTHON", sys.executable)
 """
-"""`sitecustomize` of the emulated Python: its children run under the emulator, too."""
+"""`sitecustomize` of the emulated Python, so that its child processes run under the emulator too."""
 
 
 def metadata(folder: Path) -> None:
-    """For each package of the checkout the name, version and entry points that `importlib.metadata` reads."""
+    """Write the name, version and entry points of each package of the checkout for `importlib.metadata`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(STARTUP)
     for file in (ROOT / "common" / "pyproject.toml", *sorted(ROOT.glob("backends/*/pyproject.toml"))):
@@ -51,8 +51,8 @@ def metadata(folder: Path) -> None:
 
 
 def test(python: str, args: Sequence[str]) -> int:
-    """Doctor, kernels linked far apart, and the backend's tests, on the emulated machine; the exit code. Without `args` the
-    tests that run kernels of other cores there, too."""
+    """Run doctor, kernels linked far apart, and the backend's tests on the emulated machine; return the exit code. Without `args`,
+    also run the tests that hand kernels of other cores to it."""
     start = time.monotonic()
     report = subprocess.run([python, "-c", DOCTOR], cwd=ROOT, stdout=subprocess.PIPE, check=False)
     verdict = [sys.executable, "-m", "ci.require_backend", "graviton_acl"]
@@ -70,7 +70,7 @@ def test(python: str, args: Sequence[str]) -> int:
 
 
 def skipped(reason: str) -> None:
-    """Say loudly what is not checked."""
+    """Announce prominently what is not checked."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *SELECTION, TESTS, *KERNELS]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     count = sum("::" in line for line in listed.splitlines())

@@ -1,11 +1,11 @@
-"""Kernels for 64-bit Arm under QEMU, on a Debian or Ubuntu machine of another kind: no Arm hardware is timed.
+"""Check and count kernels for 64-bit Arm under QEMU, on a Debian or Ubuntu machine of another architecture; nothing is timed.
 
     python -m ci.aarch64.kernels random [--count 500]  # random kernels and int8 convolutions on each core, against references
-    python -m ci.aarch64.kernels count                 # instructions of kernels beside eager's, as a table
-    python -m ci.aarch64.kernels count --cores neoverse-n1 --cases gelu,softmax    # of some, on some
+    python -m ci.aarch64.kernels count                 # instructions of kernels and of eager, as a table
+    python -m ci.aarch64.kernels count --cores neoverse-n1 --cases gelu,softmax    # only these cores and cases
 
-Both run on what `ci/aarch64.sh fetch` unpacks; eager is that torch's. Counting needs an emulator with plugins, which is unpacked
-into the same folder, and a C compiler.
+Both use what `ci/aarch64.sh fetch` unpacks, eager of that torch included. Counting needs a C compiler and an emulator with plugin
+support, which is unpacked into the same folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS, COLUMNS, WIDE = 64, 768, 4096
 
 
 def random(count: int) -> int:
-    """How many random kernels give other bits than the interpreter."""
+    """Return how many random kernels differ bitwise from the interpreter."""
     from fusewright.toolkit.ir import interpret, to_text
     from tests.backends.cpu.test_aarch64_emulated import random_cases
     from tests.backends.cpu.test_random_kernels import same_bits
@@ -57,7 +57,7 @@ def random(count: int) -> int:
 
 
 def _convolutions(emulator: Emulator, count: int) -> tuple[int, int]:
-    """(random int8 convolutions that ran, how many of them were not exact)."""
+    """Return (random int8 convolutions that ran, how many of them were not exact)."""
     from tests.backends.cpu.test_aarch64_int8_conv import exact, random_geometries
 
     form, wrong = form_of(emulator.target), 0
@@ -106,11 +106,11 @@ FORMULAS: dict[str, tuple[str, bool, Formula]] = {
     "softmax": ("x", True, _softmax),
     "scale, mask, softmax": ("xy", True, _softmax),
 }
-"""By the names of `eager.py`: inputs (x, y [rows, columns]; w, b [columns]), whether rows are reduced, the formula."""
+"""Case names of `eager.py` -> inputs (x, y [rows, columns]; w, b [columns]), whether rows are reduced, the formula."""
 
 
 def kernel(name: str, dtype: DType) -> Kernel:
-    """A formula as the loop kernel that a model gets of it."""
+    """Return the loop kernel that a model gets for a formula."""
     inputs, reduces, formula = FORMULAS[name]
     b = Builder(name, p=[ROWS] if reduces else [ROWS, COLUMNS], r=[COLUMNS] if reduces else [])
     i, j = b.axes
@@ -122,7 +122,7 @@ def kernel(name: str, dtype: DType) -> Kernel:
 
 
 def sources(dtype: DType) -> dict[str, tuple[Source, list[torch.Tensor], list[int]]]:
-    """What is counted: a kernel, its tensors and sizes."""
+    """Return what is counted: kernels with their tensors and sizes."""
     t, found = to_torch(dtype), dict[str, tuple[Source, list[torch.Tensor], list[int]]]()
     for name, (inputs, _, _) in FORMULAS.items():
         tensors = [torch.randn(COLUMNS if n in "wb" else ROWS * COLUMNS).to(t) for n in inputs]
@@ -139,7 +139,7 @@ def sources(dtype: DType) -> dict[str, tuple[Source, list[torch.Tensor], list[in
 
 
 def eager(core: str, cases: Sequence[str]) -> dict[str, int]:
-    """Instructions of eager by "case|dtype"."""
+    """Return eager's instructions by "case|dtype"."""
     with tempfile.TemporaryDirectory() as folder:
         script = HERE / "eager.py"
         said, found = counted(aarch64_target(core), Path(folder) / "marks", script, *cases)
@@ -147,8 +147,8 @@ def eager(core: str, cases: Sequence[str]) -> dict[str, int]:
 
 
 def count(cores: Sequence[str], cases: Sequence[str]) -> None:
-    """Prints a row of Markdown for each kernel (all, where no `cases` are named) and type, with the instructions of each core
-    and their share of eager's."""
+    """Print a Markdown row for each kernel (default: all) and dtype, with the instructions on each core and their ratio to
+    eager's."""
     found: dict[str, list[str]] = {}
     for core in cores:
         theirs = eager(core, cases)
@@ -167,7 +167,7 @@ def count(cores: Sequence[str], cases: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 1 when something is wrong, 2 where the emulator is missing."""
+    """Return the exit status: 1 if something is wrong, 2 if the emulator is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["random", "count"])
     parser.add_argument("--count", type=int, default=500)

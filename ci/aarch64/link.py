@@ -1,5 +1,5 @@
-"""Kernels for AArch64, linked and run: `make` writes their object code, on any machine; `run`, on AArch64 or an emulator of
-it, links them far from each other and checks what they compute. `run` imports llvmlite alone.
+"""Link and run kernels for AArch64: `make` writes their object code, on any machine; `run`, on AArch64 or an emulator,
+links them far apart and checks their results. `run` imports only llvmlite.
 
     python -m ci.aarch64.link make FOLDER
     ci/aarch64.sh python -m ci.aarch64.link run FOLDER
@@ -24,13 +24,13 @@ CALLED = ("memcpy", "memset", "memmove", "malloc", "free")
 
 
 def make(folder: Path) -> None:
-    """Object code of one layer norm for each width."""
+    """Write the object code of one layer norm per width."""
     from fusewright.toolkit.ir import Builder, structural_hash
     from fusewright_cpu.run.codegen import kernels_to_text, to_object
     from fusewright_cpu.run.sources import symbol_name
     from fusewright_cpu.target import aarch64_target, target_machine
 
-    target = aarch64_target("neoverse-n1")  # vectors that every emulated machine has
+    target = aarch64_target("neoverse-n1")  # its vectors exist on every emulated machine
     machine, index = target_machine(target), {}
     for columns in COLUMNS:
         b = Builder("layer_norm", p=[ROWS], r=[columns])
@@ -49,7 +49,7 @@ def make(folder: Path) -> None:
 
 
 def run(folder: Path) -> None:
-    """Links and calls every kernel, with 5 GiB of addresses taken before each."""
+    """Link and call every kernel, reserving 5 GiB of address space before each."""
     assert platform.machine() == "aarch64", f"this is {platform.machine()}"
     import llvmlite.binding as llvm
 
@@ -92,11 +92,11 @@ def address(library: ctypes.CDLL, name: str) -> int:
 
 
 def module(path: Path) -> ModuleType:
-    """A file as a module, without its package, which would import torch."""
+    """Load a file as a module, without its package, which would import torch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = found  # dataclasses look there
+    sys.modules[path.stem] = found  # dataclasses look it up there
     spec.loader.exec_module(found)
     return found
 

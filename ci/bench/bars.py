@@ -1,4 +1,4 @@
-r"""The bars of this project as data, and whether a run of `fusewright bench` reaches them.
+r"""The project's performance bars as data, and a check whether a run of `fusewright bench` reaches them.
 
     fusewright bench --suite --dtype fp32,bf16 --json suite.json
     python -m ci.bench.bars suite.json
@@ -8,7 +8,7 @@ r"""The bars of this project as data, and whether a run of `fusewright bench` re
     fusewright bench --large --train --device cuda --dtype amp --backend nvidia_triton --json gpu.json --append
     python -m ci.bench.bars gpu.json
 
-A row here is what `fusewright.bench.measure.measure` returns (and what the JSON holds). Exit code 1 when a bar is missed.
+A row is what `fusewright.bench.measure.measure` returns and the JSON holds. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fusewright.interface import HOST
 
 Row = dict[str, Any]
 SLOWER = 0.97
-"""A model counts as slower than eager below this speed-up: 3% is left to noise."""
+"""A model counts as slower than eager below this speed-up; 3% are allowed for noise."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured for a bar: the value, over how many models, and which models spoil it."""
+    """The measurement for a bar: the value, the number of models, and the models that miss it."""
 
     value: float
     models: int
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """A promise: `first` must be reached, `goal` is where it should go. `better` says in which direction."""
+    """A promise: `first` must be reached, `goal` is the target. `better` gives the direction."""
 
     id: str
     what: str
@@ -53,7 +53,7 @@ class Bar:
     better: Literal["higher", "lower"] = "higher"
 
     def judge(self, rows: Sequence[Row], ours: str) -> Row:
-        """A JSON-ready verdict: "goal", "pass", "miss" or "not measured"."""
+        """Return a JSON-ready verdict: "goal", "pass", "miss" or "not measured"."""
         found = self.figure(rows, ours)
         verdict: Row = {"id": self.id, "what": self.what, "first": self.first, "goal": self.goal}
         if found is None:
@@ -65,7 +65,7 @@ class Bar:
         )
         value = (
             found.value if math.isfinite(found.value) else None
-        )  # JSON has no infinity; None is "nothing left to divide by"
+        )  # JSON has no infinity; None means a divisor of zero
         return {**verdict, "verdict": reached, "value": value, "models": found.models, "detail": found.detail}
 
 
@@ -98,9 +98,7 @@ def _first_calls(kind: str) -> Callable[[Sequence[Row], str], Figure | None]:
 
 
 def share(row: Row, contender: str) -> float | None:
-    """The backend's own part of the cold first call in seconds: what it takes beyond `aot_eager`'s. May be
-    negative.
-    """
+    """Return the seconds of the cold first call that the backend adds to `aot_eager`'s. May be negative."""
     mine, base = _first(row, contender, "cold"), _first(row, "aot_eager", "cold")
     return None if mine is None or base is None else mine - base
 
@@ -110,13 +108,13 @@ def _shares(rows: Sequence[Row], ours: str) -> Figure | None:
     known = [(theirs, mine) for theirs, mine in pairs if theirs is not None and mine is not None]
     if not known:
         return None
-    # Sums, not a mean of ratios: a share near zero (or below, on the direct capture) would swallow every other.
+    # Sums, not a mean of ratios: a share near zero (or negative, with the direct capture) would dominate all others.
     theirs, mine = (sum(side) for side in zip(*known, strict=True))
     return Figure(theirs / mine if mine > 0 else math.inf, len(known), f"{theirs:.1f} s against {mine:.1f} s")
 
 
 def _tokens_over(other: str) -> Callable[[Sequence[Row], str], Figure | None]:
-    """Of decoding, over another contender; over "copy" it is the share of a copy's bandwidth."""
+    """Return a figure of decoding speed over another contender; over "copy" it is the share of a copy's bandwidth."""
 
     def figure(rows: Sequence[Row], ours: str) -> Figure | None:
         ratios = [r for row in rows if is_decoding(row["model"]) and (r := over(row, ours, other)) is not None]
@@ -178,11 +176,11 @@ DEVICE_BARS: tuple[Bar, ...] = (
     Bar("share", "decoding, share of the bandwidth of a copy", 0.75, 0.75, _tokens_over("copy")),
     Bar("decode", "decoding over reduce-overhead", 1.0, 1.0, _tokens_over("reduce-overhead")),
 )
-"""Of models on a GPU, of `large:` and `decode:`."""
+"""Bars for models on a GPU, from `large:` and `decode:` rows."""
 
 
 def judge(rows: Sequence[Row], ours: str, bars: Sequence[Bar] = BARS) -> list[Row]:
-    """Every bar's verdict on the rows of models that are not noisy; kernels and graph networks have no part in them."""
+    """Return every bar's verdict on the rows of models that are not noisy; kernels and graph networks are excluded."""
     models = [row for row in rows if not is_kernel(row["model"]) and not is_graph(row["model"])]
     calm = [row for row in models if row.get("noise") != "high"]
     left_out = len(models) - len(calm)
@@ -191,7 +189,7 @@ def judge(rows: Sequence[Row], ours: str, bars: Sequence[Bar] = BARS) -> list[Ro
 
 
 def line(verdict: Row) -> str:
-    """A verdict in words."""
+    """Return a verdict in words."""
     value = verdict.get("value")
     shown = "-" if "value" not in verdict else "no share left" if value is None else f"{value:.3g}"
     return (

@@ -1,13 +1,13 @@
-"""First calls and steady times of this tree beside those of another commit's, in turns on one machine.
+"""Compare first calls and steady times of this tree with those of another commit, in turns on one machine.
 
     git worktree add ../before COMMIT
     python -m ci.bench.first_calls ../before [--models bert,t5_small] [--train] [--rounds 3] [--threads 2] [--backend x86_onednn]
 
-A measurement is a process forked behind torch, transformers and the model, so that what is timed is the import of Fusewright,
-Dynamo and the compile with empty caches (cold) or those of the cold one (warm), and the first run. Seconds are the least of the
-rounds; "pairs" is the median of the ratios within rounds. Exits with 1 where a geometric mean of ratios of least seconds is above
-1.05. Let nothing else run, and unset PYTHONDONTWRITEBYTECODE: an installed wheel has its bytecode. 5 models in 3 rounds take six
-minutes on two cores.
+Each measurement runs in a process forked after torch, transformers and the model are loaded. It times the import of Fusewright,
+Dynamo, the compile with empty caches (cold) or with those of the cold run (warm), and the first run. Seconds are the minimum over
+rounds; "pairs" is the median of the ratios within rounds. Exit code 1 if a geometric mean of ratios of minimum seconds is above
+1.05. Run nothing else meanwhile, and unset PYTHONDONTWRITEBYTECODE, because an installed wheel has its bytecode. 5 models in 3
+rounds take six minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ INFERENCE, TRAINING = "bert,t5_small,mobilenet_v2,gpt2,resnet50", "bert_small,re
 PHASES, TIMES = ("cold", "warm"), ("first", "steady")
 STEADY_SECONDS = 1.5
 MOST = 1.05
-"""Of a geometric mean: what repeated runs of one commit differ by."""
+"""Largest allowed geometric mean of ratios: repeated runs of one commit differ by this much."""
 
 Row = dict[str, float]
 Found = dict[tuple[str, str, str], list[Row]]
-"""By model, phase and tree."""
+"""Rows by model, phase and tree."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     names = (given.models or (TRAINING if given.train else INFERENCE)).split(",")
-    torch.set_num_threads(1)  # a pool does not survive a fork
+    torch.set_num_threads(1)  # a thread pool does not survive a fork
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     trees = {"before": given.before.resolve(), "now": HERE}
     found: Found = {}
@@ -64,7 +64,7 @@ def _round(given: argparse.Namespace, trees: dict[str, Path], built: Any) -> Ite
 
 
 def _forked(given: argparse.Namespace, root: Path, caches: Path, built: Any) -> Row:
-    """What a child measured. RuntimeError where it failed."""
+    """Return a child's measurement. Raise RuntimeError if it failed."""
     fork = multiprocessing.get_context("fork")
     answer, end = fork.Pipe(duplex=False)
     child = fork.Process(target=lambda: end.send(_measured(given, root, caches, *built)))
@@ -72,7 +72,7 @@ def _forked(given: argparse.Namespace, root: Path, caches: Path, built: Any) -> 
     end.close()
     try:
         row: Row = answer.recv()
-    except EOFError as e:  # multiprocessing has printed why
+    except EOFError as e:  # multiprocessing has already printed why
         raise RuntimeError(f"a first call with {root} failed") from e
     child.join()
     return row
@@ -109,7 +109,7 @@ def _measured(
 
 
 def _use(root: Path, caches: Path) -> None:
-    """Import Fusewright from a tree from now on, with caches of its own."""
+    """Import Fusewright from a tree from now on, with its own caches."""
     for name in [n for n in sys.modules if n.partition(".")[0].startswith("fusewright")]:
         del sys.modules[name]
     packages = [root / "common", root / "common/native", *sorted((root / "backends").iterdir())]

@@ -1,11 +1,11 @@
-"""What the lines of docs/libraries.md gain at real sizes: eager, Inductor and ours, interleaved in this process.
+"""Measure the examples of docs/libraries.md at real sizes: eager, Inductor and ours, interleaved in this process.
 
     python -m ci.bench.libraries [--size small] [--only timm,diffusers] [--seconds 6] --json docs/results/DATE-x86-libraries.json
-    python -m ci.docs.tables                     # the page's table, of the newest such record
+    python -m ci.docs.tables                     # updates the page's table from the newest such record
 
-The page's own blocks are run; for Inductor with its name in place of ours. A library that is not installed (extra `libraries`)
-is a row that says so. Rows are of `fusewright bench`'s schema (`--show` prints them). At full size, on two idle cores, it is to
-take less than eight minutes, most of them Inductor's.
+It runs the page's own code blocks, for Inductor with its name in place of ours. A library that is not installed (extra `libraries`)
+gets a row that says so. Rows have `fusewright bench`'s schema (`--show` prints them). At full size on two idle cores it should
+take less than eight minutes, most of them for Inductor.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Call = Callable[[], Any]
 
 
 def blocks() -> dict[str, str]:
-    """The page's Python, by the comment that each block begins with."""
+    """Return the page's Python blocks, by the comment that each starts with."""
     return dict(re.findall(r"```python\n# ([^\n]+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
 
 
 def run(title: str, backend: str = "fusewright", **names: Any) -> dict[str, Any]:
-    """The names that a block of the page leaves behind, with a backend's name in place of ours."""
+    """Run a block of the page with a backend's name in place of ours; return the names it defines."""
     found = {"torch": torch, **names}
     exec(compile(blocks()[title].replace('"fusewright"', repr(backend)), str(PAGE), "exec"), found)
     return found
@@ -53,7 +53,7 @@ def run(title: str, backend: str = "fusewright", **names: Any) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a case is built: its size, the contender's backend (None: eager) and a folder for files."""
+    """The setting of a case: its size, the contender's backend (None: eager) and a folder for files."""
 
     full: bool
     backend: str | None
@@ -63,7 +63,7 @@ class Site:
         return full if self.full else small
 
     def in_place(self, module: torch.nn.Module, title: str = IN_PLACE) -> torch.nn.Module:
-        """The module after the page's line, or untouched."""
+        """Return the module after applying the page's line, or unchanged for eager."""
         if self.backend is not None:
             run(title, self.backend, model=module)
         return module
@@ -87,14 +87,14 @@ def _generate(site: Site) -> Call:
     how = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     if site.backend is None:
         return lambda: model.generate(ids, disable_compile=True, **how)
-    CompileConfig._compile_all_devices = True  # a field of each configuration: generate compiles on GPUs alone else
+    CompileConfig._compile_all_devices = True  # a field of each configuration; otherwise generate compiles only on GPUs
     found = run("transformers: generate", site.backend, model=model, ids=ids)
     found["config"]._compile_all_devices = True
     return lambda: model.generate(ids, compile_config=found["config"], **how)
 
 
 def _bert(site: Site, **sizes: int) -> tuple[Any, Any]:
-    """A BERT and a tokenizer for words of one letter, made here."""
+    """Build a BERT and a tokenizer for one-letter words."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     vocabulary = site.folder / "vocab.txt"
@@ -133,7 +133,7 @@ def _trainer(site: Site) -> Call:
 
 
 class _Net(torch.nn.Module):
-    """A class of its own: torch compiles nothing of `nn.Sequential` in place."""
+    """A separate class, because torch does not compile `nn.Sequential` in place."""
 
     def __init__(self, wide: int, layers: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def _torchao(site: Site) -> Call:
 
 @dataclass(frozen=True)
 class Case:
-    """A row: what the page shows of a library. `package` is what has to be there."""
+    """A row: the page's example of a library, which needs `package`."""
 
     name: str
     package: str
@@ -271,7 +271,7 @@ CASES = (
 
 
 class _Server(child.Server):
-    """The measuring process's own code for timing, with calls that are made of a case."""
+    """The measuring process's timing code, with calls made from a case."""
 
     def __init__(self, case: Case, full: bool, folder: Path) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class _Server(child.Server):
 
 
 class _Here:
-    """A worker that is this process."""
+    """A worker in this process."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -295,13 +295,13 @@ class _Here:
     def ask(self, do: str, timeout: float, **fields: Any) -> Row:
         try:
             answer: Row = getattr(self._server, do)(**fields)
-        except Exception as e:  # a library's, or a compiler's, of whatever kind: this contender's failure
+        except Exception as e:  # any exception of a library or compiler counts as this contender's failure
             raise WorkerError(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}", fatal=False) from e
         return answer
 
 
 def measure(case: Case, contenders: Sequence[Contender], settings: Settings) -> Row:
-    """A row of `fusewright bench`'s schema. `compile_s` and the first calls hold what building takes too."""
+    """Return a row of `fusewright bench`'s schema. `compile_s` and the first calls include building the case."""
     row: Row = {"model": case.name, "dtype": "fp32", "mode": "train" if case.train else "inference", "noise": "unknown"}
     if why := _missing(case.package):
         return {**row, "contenders": {c.name: {"status": "unavailable", "reason": why} for c in contenders}}
@@ -324,7 +324,7 @@ def measure(case: Case, contenders: Sequence[Contender], settings: Settings) -> 
 
 
 def _prepared(here: _Here, contenders: Sequence[Contender], settings: Settings, failed: dict[str, Row]) -> Iterator[Lane]:
-    """Contenders that compile; ours is the last."""
+    """Yield the contenders that compile, ours last."""
     for contender in contenders:
         lane = Lane(contender, here, settings)  # type: ignore[arg-type]  # asked in the same way
         try:
@@ -340,7 +340,7 @@ def _prepared(here: _Here, contenders: Sequence[Contender], settings: Settings, 
 
 
 def _missing(package: str) -> str:
-    """Why a library cannot be used here, or ""."""
+    """Return why a library cannot be used here, or ""."""
     try:
         importlib.import_module(package)
     except ImportError as e:
@@ -352,7 +352,7 @@ def _missing(package: str) -> str:
 
 @contextlib.contextmanager
 def _own_caches() -> Iterator[None]:
-    """First calls find empty caches."""
+    """Use fresh cache folders, so that first calls find them empty."""
     with tempfile.TemporaryDirectory(prefix="fusewright-bench-") as folder:
         names = ("FUSEWRIGHT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         before = {n: os.environ.get(n) for n in names}
@@ -365,7 +365,7 @@ def _own_caches() -> Iterator[None]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row for the terminal."""
+    """Format a row for the terminal."""
     found = row["contenders"]
     cells = [f"{n} {e['steady']['median_ms']:.3g} ms ({e['speedup']:.2f}x)" for n, e in found.items() if e["status"] == "ok"]
     cells += list(dict.fromkeys(f"{e['status']}: {e['reason']}" for e in found.values() if e["status"] != "ok"))

@@ -1,11 +1,11 @@
-"""Seconds to the first answer of an HTTP server in a fresh process, beside its tenth: a saved program, the plan cache, Inductor's
-cache and AOTInductor.
+"""Measure the seconds to the first and the tenth answer of an HTTP server in a fresh process, with a saved program, the plan cache,
+Inductor's cache and AOTInductor.
 
     python -m ci.bench.warm_starts [--model bert] [--size full] [--starts 3] [--backend x86_onednn] [--kinds saved,cached]
 
-Everything is made in one process of each kind before; servers listen on a free port of this machine alone. Exits with 1 when a
-saved program does compiler work (functions that Dynamo is given, regions that the backend lowers) or its first answer takes more
-than 1.5 times its tenth. Times are for an idle machine, where BERT takes about four minutes; the work counted is the same anywhere.
+A process of each kind prepares everything first; servers listen only locally, on a free port. Exit code 1 if a saved program does
+compiler work (functions that Dynamo traces, regions that the backend lowers) or its first answer takes more than 1.5 times its
+tenth. Times need an idle machine, where BERT takes about four minutes; the counted work is the same anywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = ("saved", "cached", "inductor", "aotinductor")
 CALLS = 10
 LIMIT = 1800
 MOST = 1.5
-"""Of a first answer over a tenth."""
+"""Largest allowed ratio of first to tenth answer."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind in given.kinds:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                _child(given, kind, folder)  # fills the caches, writes the file
+                _child(given, kind, folder)  # fills the caches and writes the file
                 rows = [_child(given, kind, folder) for _ in range(given.starts)]
             except subprocess.CalledProcessError as e:
                 print(f"{kind:12} failed: {e.stderr.strip().splitlines()[-1][:200]}")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wrong(ratio: float, traced: int, lowered: int) -> str:
-    """What a saved program may not do, or ""."""
+    """Return what a saved program did wrong, or ""."""
     worked = "  it compiled" if traced or lowered else ""
     return worked + (f"  its first answer is slower than {MOST} of its tenth" if ratio > MOST else "")
 
@@ -95,7 +95,7 @@ def _child(given: argparse.Namespace, kind: str, folder: str) -> dict[str, float
 
 
 def _served(given: argparse.Namespace) -> dict[str, float]:
-    """Seconds from a built model to a server that listens, of its first answer and of its tenth."""
+    """Return the seconds from a built model to a listening server, of its first answer and of its tenth."""
     import torch
 
     from fusewright.bench import suite
@@ -131,7 +131,7 @@ def _served(given: argparse.Namespace) -> dict[str, float]:
 
 
 def _counting(backend: str) -> list[Any]:
-    """A list that grows by every region that the backend lowers from now on."""
+    """Return a list that gets every region that the backend lowers from now on."""
     cls: Any = registry.info(backend).cls
     lower, found = cls.compile, []
 
