@@ -1,11 +1,11 @@
-"""What a Mac can say of `apple_mps`: one command that checks it and times it there. `ci/mps.sh` runs it.
+"""Check and time `apple_mps` on a Mac with one command. `ci/mps.sh` runs it.
 
     python -m ci.mps.check [--json mps.json] [--models bert,llama] [--entries REGEX]
     python -m ci.mps.check --simulate              the same on CPU tensors, by the shim: everything but the times
 
 Ops of torch's OpInfo database and whole models are computed in eager and by the backend on the device, and judged against fp64 on
-the CPU; kernels of products with weights in few bits and models are then timed beside eager MPS and Inductor, rounds interleaved.
-The record says the chip, the system, versions and the commit. Exit code 1 when a result is wrong or something failed.
+the CPU. Kernels of products with low-bit weights, and models, are then timed beside eager MPS and Inductor, rounds interleaved.
+The record names the chip, the system, versions and the commit. Exit code 1 when a result is wrong or something failed.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ENTRIES = (
 MODELS = ("bert", "gpt2", "llama", "resnet50", "vit")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ROUNDS, CALLS = 7, 10
-"""Rounds of each contender, interleaved, and calls of a round; the best round's median counts."""
+"""Interleaved rounds of each contender, and calls per round; the best round's median counts."""
 DECODE = (4096, 4096)
-"""Columns and inner size of the products of one row that are timed."""
+"""Columns and inner size of the timed products of one row."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """The device that is checked: torch's name of it, how the backend is asked, and what it is."""
+    """The device to check: torch's name of it, the backend's options, and its description."""
 
     device: str
     options: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Where:
 
 
 def here(simulate: bool) -> Where:
-    """The device of this machine. SystemExit with what is missing where there is none."""
+    """Return the device of this machine. Raise SystemExit with what is missing if there is none."""
     if simulate:
         return Where("cpu", {"simulate": True, "cache": False}, True, host_metal(), target.TARGETS["M3 Pro"])
     if (lacks := metal.missing()) is not None:
@@ -87,7 +87,7 @@ def here(simulate: bool) -> Where:
 
 
 def judged(what: str, exact: Any, eager: Any, ours: Any, dtype: str) -> dict[str, Any]:
-    """One row of the record."""
+    """Return one row of the record."""
     verdict = compare(_on_host(exact), _on_host(eager), _on_host(ours), dtype)
     return {
         "what": what,
@@ -103,7 +103,7 @@ def _on_host(x: Any) -> list[torch.Tensor]:
 
 
 def attempted(what: str, dtype: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A row, whatever happens."""
+    """Return a row even when the check raises."""
     torch.compiler.reset()
     try:
         return check()
@@ -113,7 +113,7 @@ def attempted(what: str, dtype: str, check: Callable[[], dict[str, Any]]) -> dic
 
 
 def ops(w: Where, entries: str) -> Iterator[dict[str, Any]]:
-    """The first sample of each entry, in fp32, bf16 and fp16."""
+    """Check the first sample of each entry, in fp32, bf16 and fp16."""
     for op in op_db:
         if not re.search(entries, op.name) or op.variant_test_name not in ("", "no_rounding_mode"):
             continue
@@ -123,7 +123,7 @@ def ops(w: Where, entries: str) -> Iterator[dict[str, Any]]:
 
 
 def layouts(w: Where) -> Iterator[dict[str, Any]]:
-    """Weights as torch packs them on the device; nothing where it is simulated, for torch packs them otherwise on CPUs."""
+    """Check weights as torch packs them on the device; nothing in simulation, as torch packs them differently on CPUs."""
     if not w.simulated:
         yield attempted("_weight_int4pack_mm", "bf16", lambda: _packed(w, 1024, 1024))
 
@@ -170,7 +170,7 @@ def _model(w: Where, model: str, dtype: Any) -> dict[str, Any]:
 
 
 def moved(built: suite.Built, device: str) -> suite.Built:
-    """The same call on another device."""
+    """Return the same call on another device."""
     args, kwargs = tree_map(
         lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, (built.args, dict(built.kwargs))
     )
@@ -182,7 +182,7 @@ def moved(built: suite.Built, device: str) -> suite.Built:
 
 
 def times(w: Where, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a call: eager, Inductor, ours. A simulation has no speed: each runs once there, and no time is told."""
+    """Yield milliseconds of a call: eager, Inductor, ours. A simulation has no speed: each runs once there, without times."""
     for model in names:
         for dtype in ("fp32", "bf16"):
             built = moved(suite.build(model, "small" if w.simulated else "full", dtype), w.device)
@@ -197,7 +197,7 @@ def times(w: Where, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def product(n: int, k: int, bits: int, device: str) -> tuple[Any, torch.Tensor, int]:
-    """A linear of one row as torchao leaves it for weights of 8 and 4 bits, its input, and the bytes of the weights."""
+    """Return a linear of one row as torchao leaves it for 8- and 4-bit weights, its input, and the bytes of the weights."""
     q = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=device)
     scale = torch.full((n, k // 32), 1 / 64, dtype=torch.bfloat16, device=device)
     x = torch.ones(1, k, dtype=torch.bfloat16, device=device)
@@ -220,7 +220,7 @@ def product(n: int, k: int, bits: int, device: str) -> tuple[Any, torch.Tensor, 
 
 
 def packed(n: int, k: int, device: str, group: int = 32) -> tuple[Any, torch.Tensor, int, torch.Tensor]:
-    """The same of weights of 4 bits for `_weight_int4pack_mm`, and what it gives in fp64."""
+    """Return the same for 4-bit weights of `_weight_int4pack_mm`, and its result in fp64."""
     q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     factors = torch.rand(k // group, n, 2).bfloat16() / 64
     x = torch.randn(1, k).bfloat16()
@@ -253,7 +253,7 @@ def _timed(w: Where, fn: Any, run: Callable[[Any], Any]) -> dict[str, float | st
                 ready[name] = made = make()
                 run(made)
                 w.metal.synchronize()
-            except Exception as e:  # one contender that fails leaves the others
+            except Exception as e:  # one failing contender does not stop the others
                 found[name] = f"failed: {traceback.format_exception_only(e)[-1].strip().splitlines()[0]}"
                 ready.pop(name, None)
         if w.simulated:
@@ -266,7 +266,7 @@ def _timed(w: Where, fn: Any, run: Callable[[Any], Any]) -> dict[str, float | st
 
 
 def _round(w: Where, call: Callable[[], Any]) -> float:
-    """Median milliseconds of a call that waits for its result."""
+    """Return median milliseconds of a call that waits for its result."""
     seen = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -280,7 +280,7 @@ def _round(w: Where, call: Callable[[], Any]) -> float:
 
 
 def document(w: Where, command: Sequence[str]) -> dict[str, Any]:
-    """What does not depend on results."""
+    """Return the part of the record that does not depend on results."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "schema": SCHEMA,
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows:
             record[part].append(row)
             print(part, json.dumps(row), flush=True)
-            Path(a.json).write_text(json.dumps(record, indent=1))  # what was seen is kept, whatever comes
+            Path(a.json).write_text(json.dumps(record, indent=1))  # keep results so far, whatever follows
     wrong = [r for r in (*record["ops"], *record["models"]) if not r["passed"]]
     failed = [r for r in record["times"] if isinstance(r["ms"].get("apple_mps"), str)]
     print(f"{record['device']}: {len(wrong)} wrong, {len(failed)} not timed; the record is {a.json}")

@@ -1,9 +1,9 @@
-"""Kernels and bytes of Metal beside Triton's, for the same graphs: `python -m ci.mps.fusion [--models bert,llama]`.
+"""Compare kernels and bytes of Metal with Triton's for the same graphs: `python -m ci.mps.fusion [--models bert,llama]`.
 
-Each model runs once with `rocm_triton` (which has no fused convolutions of a library) and once with `apple_mps`, both simulated,
-with the kernels themselves computed by the CPU's emitter. Counted are launches of loop kernels, calls that move memory (of torch,
-and of kernels written by hand), and the bytes that both read and write, but for weights that calls read. Exit code 1 where
-Metal's plan has more of launches and calls together, or more bytes.
+Each model runs once with `rocm_triton` (which has no fused library convolutions) and once with `apple_mps`, both simulated,
+with the kernels themselves computed by the CPU's emitter. It counts launches of loop kernels, calls that move memory (torch's
+and those of handwritten kernels), and the bytes that both read and write, except weights that calls read. Exit code 1 if
+Metal's plan has more launches and calls together, or more bytes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ FREE = frozenset(
     "view reshape alias expand unsqueeze squeeze slice select split split_with_sizes transpose permute t detach as_strided "
     "unbind chunk _unsafe_view diagonal view_as_real view_as_complex real imag".split()
 )
-"""Calls of torch that (most often) give a view."""
+"""Calls of torch that (usually) return a view."""
 
 
 SLACK = 1.01
-"""Bytes that count as equal: weights that one side has concatenated are read as one tensor."""
+"""The ratio of bytes that counts as equal: weights that one side has concatenated are read as one tensor."""
 
 
 @dataclass
 class Traffic:
-    """What a model's plans do: launches of loop kernels, other calls, and bytes of both."""
+    """The traffic of a model's plans: launches of loop kernels, other calls, and bytes of both."""
 
     launches: int = 0
     calls: int = 0
     bytes: int = 0
 
     def above(self, other: Traffic) -> list[str]:
-        """The names of what is more here than there."""
+        """Return the names of the counts that are higher here than there."""
         found = {
             "launches and calls": self.launches + self.calls > other.launches + other.calls,
             "bytes": self.bytes > SLACK * other.bytes,
@@ -62,7 +62,7 @@ class Traffic:
 
 @contextmanager
 def counting(cls: type[FusedBackend], found: Traffic) -> Iterator[None]:
-    """The kernels of a backend are computed by the CPU's emitter, and their launches counted."""
+    """Compute the kernels of a backend with the CPU's emitter, and count their launches."""
 
     def load(self: FusedBackend, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         code = llvm_loader(kernels)
@@ -82,7 +82,7 @@ def _counted(call: Callable[..., None], found: Traffic) -> Callable[..., None]:
 
 
 def calls(plan: str) -> Iterator[int]:
-    """The bytes of each call in the text of a plan, results and arguments, but for views and for what is prepared once."""
+    """Yield the bytes of each call in the text of a plan, results and arguments, except views and prepared values."""
     _, _, text = plan.partition("def run(")
     sizes = {
         name: _bytes(dtype, shape)
@@ -98,12 +98,12 @@ def _bytes(dtype: str, shape: str) -> int:
 
 
 def _free(name: str) -> bool:
-    """Whether a call, by its operator and overload, gives a view."""
+    """Return whether a call, by its operator and overload, returns a view."""
     return name.rpartition("_")[0] in FREE or name in FREE
 
 
 def traffic(model: str, dtype: Any, size: suite.Size, training: bool, backend: str) -> Traffic:
-    """Of one call of a model, or one training step."""
+    """Return the traffic of one call of a model, or one training step."""
     torch.compiler.reset()
     found = Traffic()
     options: dict[str, Any] = {"simulate": True, "cache": False, "strict": True}
@@ -128,7 +128,7 @@ def traffic(model: str, dtype: Any, size: suite.Size, training: bool, backend: s
 
 
 def row(model: str, phase: str, of: Mapping[str, Traffic]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     cells = " | ".join(f"{t.launches:4} {t.calls:4} {t.bytes / 1e6:8.3f}" for t in of.values())
     more = of["apple_mps"].above(of["rocm_triton"])
     return f"{model:14} {phase:8} | {cells} | {'more: ' + ', '.join(more) if more else 'equal or less'}"

@@ -1,10 +1,10 @@
-"""Every Metal kernel of models and op tests, compiled without a warning: `python -m ci.mps.kernels [--shard 1/8]`.
+"""Compile every Metal kernel of models and op tests without a warning: `python -m ci.mps.kernels [--shard 1/8]`.
 
-The models of the suite (BERT and ResNet train too) and the first sample of every entry of torch's OpInfo database, forward and
-backward, in fp32, fp16 and bf16, are planned by `apple_mps`, simulated, with the kernels themselves computed by the CPU's emitter.
-Each kernel is then printed in every variant that a launch of it may need: buffers aligned or not, offsets of 32 and (where sizes
-are symbols) 64 bits, integer division checked as in simulation and not as on a Mac. The shim compiles all of them, equal ones once,
-with `-Wall -Wextra -Werror`. Exit code 1, with names and the compiler's words, where it would not.
+`apple_mps`, simulated, plans the models of the suite (BERT and ResNet also train) and the first sample of every entry of torch's
+OpInfo database, forward and backward, in fp32, fp16 and bf16, with the kernels themselves computed by the CPU's emitter.
+Each kernel is then printed in every variant that a launch of it may need: buffers aligned or not, offsets of 32 and (for symbolic
+sizes) 64 bits, integer division checked as in simulation and unchecked as on a Mac. The shim compiles each distinct one with
+`-Wall -Wextra -Werror`. Exit code 1, with names and the compiler's messages, if one does not compile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCH = 100
 
 @contextlib.contextmanager
 def collecting(found: dict[str, Launched]) -> Iterator[None]:
-    """The kernels that are loaded while this lasts, by hash; the CPU's emitter computes what is in the kernel IR."""
+    """Collect by hash the kernels that are loaded in this context; the CPU's emitter computes those in the kernel IR."""
     own = AppleMps.load
 
     def load(self: AppleMps, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
@@ -62,7 +62,7 @@ def collecting(found: dict[str, Launched]) -> Iterator[None]:
 
 
 def programs(dtype: str, models: Sequence[str], trained: Sequence[str]) -> list[Callable[[], None]]:
-    """What makes the kernels: inference, training steps, and entries of the database."""
+    """Return calls that make the kernels: inference, training steps, and entries of the database."""
     entries = [op for op in op_db if DTYPES[dtype] in op.supported_dtypes("cpu")]
     return [
         *(partial(_inferred, m, dtype) for m in models),
@@ -95,7 +95,7 @@ def _trained(model: str, dtype: Any) -> None:
 
 
 def sources(kernel: Launched) -> Iterator[Source]:
-    """A kernel in every variant that a launch may need."""
+    """Yield a kernel in every variant that a launch may need."""
     if isinstance(kernel, Handwritten):
         yield from (kernel.source(Variant(aligned)) for aligned in (True, False))
         return
@@ -109,7 +109,7 @@ def sources(kernel: Launched) -> Iterator[Source]:
 
 
 def warned(found: Sequence[Source]) -> Iterator[tuple[str, str]]:
-    """The functions that do not compile without a warning, and what the compiler says."""
+    """Yield the functions that do not compile without a warning, and the compiler's message."""
     for batch in (found[k : k + BATCH] for k in range(0, len(found), BATCH)):
         if _said(batch):
             yield from ((s.dispatches[0].entry, said) for s in batch if (said := _said([s])))

@@ -1,7 +1,7 @@
-"""Every model of the suite through `apple_mps`, held to the fp64 rule: `python -m ci.mps.models [--models bert] [--train ..]`.
+"""Check every model of the suite with `apple_mps` against the fp64 rule: `python -m ci.mps.models [--models bert] [--train ..]`.
 
 Simulated: the Metal source of every kernel is compiled against a shim of Metal's library and run on the CPU, at the small geometry.
-Counted for each model are ops that are lowered, carried and left to eager, and the dispatches of one call. Exit code 1 where an
+It counts for each model the ops that are lowered, carried and left to eager, and the dispatches of one call. Exit code 1 if an
 output or a gradient is further from fp64 than the rule allows.
 """
 
@@ -25,12 +25,12 @@ from fusewright_mps.runtime import host_metal
 from tests.models.test_suite import gradient_verdict, outputs, wide
 
 TRAINED = ("bert_small", "resnet18")
-"""Models of which a training step runs too: in fp32, fp16, and under bf16 autocast."""
+"""Models of which a training step also runs: in fp32, fp16, and under bf16 autocast."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of one model."""
+    """The result of one model."""
 
     model: str
     dtype: str
@@ -45,7 +45,7 @@ class Ran:
 
 
 def ran(model: str, dtype: Any, phase: str, options: dict[str, Any]) -> Ran:
-    """One call of a model, or one training step, beside eager and fp64."""
+    """Run one call of a model, or one training step, beside eager and fp64."""
     torch.compiler.reset()
     metal = host_metal()
     start, before = time.monotonic(), metal.encoded
@@ -55,7 +55,7 @@ def ran(model: str, dtype: Any, phase: str, options: dict[str, Any]) -> Ran:
         else:
             got = outputs(model, dtype, "apple_mps", options)
             verdict = compare(wide(model, dtype), outputs(model, dtype, None), got, dtype)
-    graphs = {(r.phase, *((o.op, o.source) for o in r.ops)): r for r in reports}.values()  # each as it was planned last
+    graphs = {(r.phase, *((o.op, o.source) for o in r.ops)): r for r in reports}.values()  # the last plan of each
     lowered, carried, eager = (sum(r.count(where) for r in graphs) for where in ("lowered", "carried", "eager"))
     passed, took = verdict.passed and lowered > 0, round(time.monotonic() - start, 1)
     return Ran(model, dtype, phase, passed, verdict.reason, lowered, carried, eager, metal.encoded - before, took)

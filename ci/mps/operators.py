@@ -1,10 +1,10 @@
-"""How many ATen operators `apple_mps` covers, by torch's own OpInfo database: `python -m ci.mps.operators [--shard 1/4]`.
+"""Count the ATen operators that `apple_mps` covers, by torch's own OpInfo database: `python -m ci.mps.operators [--shard 1/4]`.
 
-The first sample of every entry, forward and backward, go through the backend, simulated, with the kernels themselves computed by
+The first sample of every entry runs through the backend, forward and backward, simulated, with the kernels themselves computed by
 the CPU's emitter. Every operator of a graph is lowered (to a Metal kernel), carried (torch's own MPS call, inside of a region), or
-left to eager, which has code for it on MPS or not: that says torch's table of operators. An operator counts once, where it fares
-worst. Operators that eager dispatches and the graph has no more, because rows of the opset stand for several, or a rule has made
-another of them, count where an entry that calls them runs wholly on the device. Shards are put together by `--with`. Exit code 1
+left to eager, which may or may not have code for it on MPS, according to torch's table of operators. An operator counts once, at
+its worst result. Some operators that eager dispatches are no longer in the graph, because rows of the opset stand for several, or
+a rule replaced them; they count if an entry that calls them runs wholly on the device. `--with` merges shards. Exit code 1
 when fewer than `--least` operators are covered.
 """
 
@@ -33,16 +33,16 @@ from fusewright_mps.backend import AppleMps
 from tests.backends.mps.native import computes
 
 LEAST = 300
-"""Operators that PyTorch's own MPS backend announced (PyTorch 2.0 release notes, 2023)."""
+"""The number of operators announced for PyTorch's own MPS backend (PyTorch 2.0 release notes, 2023)."""
 ORDER = ("lowered", "view", "carried", "eager on MPS", "not on MPS")
 """From best to worst."""
 DTYPES = (torch.float32, torch.int64)
-"""The first that an entry has."""
+"""An entry runs in the first of these that it supports."""
 SAMPLES = 1
 
 
 def operators(shard: tuple[int, int], until: float = math.inf) -> tuple[dict[str, str], int]:
-    """Every ATen operator of the entries' graphs, and where it runs at the worst; entries that were not begun by `until`."""
+    """Return every ATen operator of the entries' graphs with its worst result, and the number of entries not begun by `until`."""
     found: dict[str, str] = {}
     entries = [op for k, op in enumerate(op_db) if k % shard[1] == shard[0] - 1]
     for k, op in enumerate(entries):
@@ -53,7 +53,7 @@ def operators(shard: tuple[int, int], until: float = math.inf) -> tuple[dict[str
 
 
 def merge(found: dict[str, str], more: Iterable[tuple[str, str]]) -> None:
-    """Add operators to what was found; each is kept where it runs at the worst."""
+    """Add operators to `found`; each keeps its worst result."""
     for name, where in more:
         found[name] = max(found.get(name, where), where, key=ORDER.index)
 
@@ -74,7 +74,7 @@ def _of_entry(op: Any) -> Iterator[tuple[str, str]]:
 
 
 class Dispatched(TorchDispatchMode):
-    """The operators that eager dispatches."""
+    """Records the operators that eager dispatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Dispatched(TorchDispatchMode):
 
 
 def _on_mps(name: str) -> bool:
-    """Whether an operator is one of MPS at all, not of CPUs alone."""
+    """Return whether an operator exists on MPS, not on CPUs alone."""
     return computes(name.removeprefix("aten::"))
 
 
@@ -109,7 +109,7 @@ def compiled(op: Any) -> Any:
 
 
 def run(fn: Any, sample: Any, gradients: bool) -> None:
-    """What does not run is not counted: whether results are right is the business of `ci/operators/opinfo.py`."""
+    """Run a sample; failures are ignored, because `ci/operators/opinfo.py` checks results."""
     with contextlib.suppress(Exception):
         out = fn(sample.input, sample.args, sample.kwargs)
         leaves = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]

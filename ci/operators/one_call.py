@@ -1,4 +1,4 @@
-"""One call of what has a `name` and an `op`, compiled and in eager: for random programs, ONNX nodes and symbolic numbers."""
+"""Compare one call of an entry with a `name` and an `op`, compiled and in eager: for programs, ONNX nodes, symbolic numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusewright.conformance.ops import opinfo as check
 
 
 def checked(entry: Any, sample: Any, by: check.Compiler) -> check.Outcome:
-    """What differs, between eager and compiled, of `entry.op` on a sample; skipped where eager raises."""
+    """Return the differences between eager and compiled of `entry.op` on a sample; skip it if eager raises."""
     torch.compiler.reset()
     outcome = check.Outcome(entry.name, "")
     wanted = check.call(entry, sample, None)

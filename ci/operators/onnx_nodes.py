@@ -1,10 +1,10 @@
-"""ONNX's own node tests through `onnx2torch` and a backend, against eager.
+"""Run ONNX's own node tests through `onnx2torch` and a backend, against eager.
 
     python -m ci.operators.onnx_nodes --backend x86_onednn
 
-Of each test the model is converted and called on the test's inputs, compiled and in eager; values (against fp64), dtypes,
-shapes, strides, aliasing and errors are compared as for OpInfo. What cannot be converted, or does not run in eager, is counted by
-reason. Needs `pip install onnx`, and `onnx2torch` with `--no-deps` where no torchvision fits torch. Exit code 0 when no test
+The model of each test is converted and called on the test's inputs, compiled and in eager; values (against fp64), dtypes,
+shapes, strides, aliasing and errors are compared as for OpInfo. Tests that cannot be converted, or do not run in eager, are counted
+by reason. Needs `pip install onnx`, and `onnx2torch` with `--no-deps` where no torchvision fits torch. Exit code 0 when no test
 is wrong.
 """
 
@@ -30,7 +30,7 @@ from fusewright.conformance.ops import opinfo as check
 
 @dataclass(frozen=True)
 class Node:
-    """One test: a converted model and inputs. `op` and `name` are what `opinfo` asks of an entry."""
+    """One test: a converted model and inputs. `op` and `name` are what `opinfo` needs of an entry."""
 
     name: str
     op: torch.nn.Module
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def nodes(skipped: Counter[str], only: str = "", every: int = 1) -> Iterator[Node]:
-    """Every `every`th test whose name contains `only`; why others are left out goes to `skipped`."""
+    """Yield every `every`th test whose name contains `only`; count in `skipped` why others are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _torchvision()
@@ -75,29 +75,29 @@ def nodes(skipped: Counter[str], only: str = "", every: int = 1) -> Iterator[Nod
                 continue
             try:
                 module = onnx2torch.convert(case.model).eval()
-            except Exception as e:  # whatever a converter that does not know the node raises
+            except Exception as e:  # anything that a converter raises for a node it does not know
                 skipped[_why(e)] += 1
                 continue
             yield Node(case.name, module, inputs)
 
 
 def checked(node: Node, by: check.Compiler) -> check.Outcome:
-    """What differs, between eager and compiled, of one call."""
+    """Return the differences between eager and compiled for one call."""
     if not node.inputs:
         return check.Outcome(node.name, "", skipped="no inputs")
     return one_call.checked(node, SampleInput(node.inputs[0], args=node.inputs[1:]), by)
 
 
 def _why(e: Exception) -> str:
-    """A converter's refusal without what is particular to one node."""
+    """Return a converter's error without the parts that are particular to one node."""
     if isinstance(e, NotImplementedError):
         return "not converted: a node or a form of it that onnx2torch does not know"
     return f"not converted: {type(e).__name__}"
 
 
 def _torchvision() -> None:
-    """Two of onnx2torch's converters import torchvision. Where none fits this torch, they find a stand-in, and their nodes
-    raise."""
+    """Stand in for torchvision, which two of onnx2torch's converters import, if none fits this torch; their nodes
+    then raise."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):

@@ -1,8 +1,8 @@
-"""torch's own OpInfo database through a backend, against eager: `python -m ci.operators.opinfo --backend x86_onednn --shard 1/4`.
+"""Run torch's OpInfo database through a backend, against eager: `python -m ci.operators.opinfo --backend x86_onednn --shard 1/4`.
 
 Values (judged against fp64), dtypes, shapes, strides, aliasing, mutation, gradients, non-contiguous samples and
-errors are compared. Entries run in child processes, so that a crash costs one entry. What `aot_eager` gets wrong too
-is listed apart. Exit code 0 when no entry is wrong, has crashed or ran out of time.
+errors are compared. Entries run in child processes, so that a crash costs one entry. Entries that `aot_eager` gets wrong too
+are listed separately. Exit code 0 when no entry is wrong, has crashed or ran out of time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _shard(jobs: list[Job], shard: str) -> list[Job]:
 
 
 def _run(jobs: Sequence[Job], a: argparse.Namespace, until: float) -> Iterator[dict[str, Any]]:
-    """Results as they come, of `--jobs` children side by side. No entry is begun after `until`."""
+    """Yield results as they come from `--jobs` parallel children. No entry is begun after `until`."""
     env = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
 
     def ended(job: Mapping[str, Any], why: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Random programs through a backend, against eager: `python -m ci.operators.random_programs --backend x86_onednn --count 1000`.
+"""Run random programs through a backend, against eager: `python -m ci.operators.random_programs --backend x86_onednn --count 1000`.
 
 A program is a compiled function of some ten calls of torch: arithmetic between dtypes, broadcasting, views, reductions,
-products, norms, joins, indices, writes in place into inputs and views. Sizes are from 0 on, inputs lie dense, transposed,
+products, norms, joins, indices, in-place writes to inputs and views. Sizes start at 0; inputs are dense, transposed,
 expanded, with steps and offsets. Values (against fp64), dtypes, shapes, strides, aliasing, mutation and errors are compared as
-for OpInfo. A program follows from its seed: `--first SEED --count 1 --show` prints it.
+for OpInfo. A program is determined by its seed: `--first SEED --count 1 --show` prints it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ I64, I32, U8, BOOL = torch.int64, torch.int32, torch.uint8, torch.bool
 DTYPES = (F32, F32, F32, F32, BF16, F16, F64, I64, I32, U8, BOOL)
 SIZES = (0, 1, 1, 2, 3, 4, 5, 8, 17)
 MOST = 4096
-"""Elements of a value, at most."""
+"""The most elements of a value."""
 
 SMOOTH = "tanh sigmoid exp sin cos erf"
 KEEP = "neg abs relu square clone"
@@ -40,7 +40,7 @@ COMPARE = "eq ne lt le gt ge"
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To fp32, which is an argument of the program: in the fp64 run it is fp64."""
+    """Cast to fp32, given as an argument of the program: in the fp64 run it is fp64."""
     return x.to(dtype)
 
 
@@ -49,7 +49,7 @@ def to_integer(x: torch.Tensor) -> torch.Tensor:
 
 
 def divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """By what is not near zero: sums that cancel to their rounding would be judged otherwise."""
+    """Divide by values that are not near zero: sums that cancel to their rounding error would be misjudged."""
     return torch.div(x, y * y + 1)
 
 
@@ -66,7 +66,7 @@ def piece(x: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.T
 
 
 def written(x: torch.Tensor, y: torch.Tensor, dim: int, how: str) -> torch.Tensor:
-    """Writes into a view of `x`, in place."""
+    """Write into a view of `x`, in place."""
     view = x.select(dim, 0)
     getattr(view, how)(y)
     return x
@@ -94,7 +94,7 @@ class Step:
 
 
 class Program:
-    """Values are numbered: the inputs, then what each step makes. `op` and `name` are what `opinfo` asks of an entry."""
+    """Values are numbered: the inputs, then the result of each step. `op` and `name` are what `opinfo` needs of an entry."""
 
     def __init__(self, seed: int) -> None:
         self.name, self.random = f"program {seed}", random.Random(seed)
@@ -102,7 +102,7 @@ class Program:
         self.inputs = [self._input() for _ in range(self.random.randint(1, 3))]
         self.values: list[torch.Tensor] = list(check.copies(SampleInput(self.inputs))[0])  # steps may write
         self.exact = [True] * len(self.inputs)
-        """Values without rounding: only these are compared, ordered or made integers, as one bit may turn such a result."""
+        """Which values are free of rounding: only these are compared, ordered or made integers, as one bit may flip a result."""
         self.steps: list[Step] = []
         for _ in range(self.random.randint(3, 12)):
             self._draw()
@@ -155,7 +155,7 @@ class Program:
     # -- steps
 
     def _draw(self) -> None:
-        """Adds one step that eager can run; tries some times."""
+        """Add one step that eager can run; try a few times."""
         for _ in range(20):
             k = self.random.randrange(max(0, len(self.values) - 5), len(self.values))
             drawn = self.random.choice(STEPS)(self, k)
@@ -172,14 +172,14 @@ class Program:
             self.values.append(value)
             self.exact.append(exact and all(self.exact[i] for i in step.reads))
             if step.fn in (written, scaled) and not self.exact[-1]:
-                self.exact = [False] * len(self.exact)  # whatever shares the memory
+                self.exact = [False] * len(self.exact)  # any value may share the memory
             return
 
     def dim(self, k: int) -> int:
         return self.random.randrange(max(self.values[k].dim(), 1))
 
     def partner(self, k: int) -> int:
-        """A value that broadcasts with the k-th, itself among them."""
+        """Return a value that broadcasts with the k-th, possibly itself."""
         shape = self.values[k].shape
         return self.random.choice([i for i, v in enumerate(self.values) if _broadcasts(v.shape, shape)])
 
@@ -192,7 +192,7 @@ def _broadcasts(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 Drawn = tuple[Step, bool] | None
-"""A step, and whether it rounds nothing; None where the value does not fit."""
+"""A step, and whether it is free of rounding; None if the value does not fit."""
 
 
 def _named(module: Any, names: str, exact: bool, floats: bool = False) -> Callable[[Program, int], Drawn]:
@@ -326,7 +326,7 @@ STEPS: tuple[Callable[[Program, int], Drawn], ...] = (
 
 
 def checked(p: Program, by: check.Compiler) -> check.Outcome:
-    """What differs, between eager and compiled, of one call."""
+    """Return the differences between eager and compiled for one call."""
     return one_call.checked(p, SampleInput(F32, args=tuple(p.inputs)), by)
 
 

@@ -1,10 +1,10 @@
-"""Every number argument of the opset's rows as a symbol, through a backend, against eager.
+"""Pass every number argument of the opset's rows as a symbol through a backend, against eager.
 
     python -m ci.operators.symbolic_numbers --backend x86_onednn
 
-`x[:, i]`, `torch.tril(x, k)` or `F.softplus(x, beta)` called with several numbers is compiled once, with a symbol in the number's
-place. Of each sample of a row, each number that torch may trace as a symbol is handed in, as it is and as 2; values (against fp64),
-dtypes, shapes, strides and reported bugs are compared as for OpInfo. Exit code 0 when none is wrong.
+`x[:, i]`, `torch.tril(x, k)` or `F.softplus(x, beta)` called with several numbers is compiled once, with a symbol for the number.
+For each sample of a row, each number that torch may trace as a symbol is passed, with its own value and as 2; values (against
+fp64), dtypes, shapes, strides and reported bugs are compared as for OpInfo. Exit code 0 when none is wrong.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fusewright.ops import Kind, Op, rules
 from fusewright.ops.oracle import flat
 
 TRACED = ("SymIntType", "NumberType")
-"""Types of a schema whose numbers torch may trace as symbols."""
+"""Schema types whose numbers torch may trace as symbols."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A row's call with one argument open. `op` and `name` are what `opinfo` asks of an entry."""
+    """A row's call with one argument open. `op` and `name` are what `opinfo` needs of an entry."""
 
     row: Op
     argument: str
@@ -61,28 +61,28 @@ class Call:
             args[self._place()] = number
         made = flat(self.row.target(*args, **kwargs))
         kept = [o for k, o in enumerate(made) if o is not None and k not in UNDEFINED.get(self.row.name, ())]
-        return [o.neg() if o.dtype.is_floating_point else o for o in kept]  # views alone are nobody's work
+        return [o.neg() if o.dtype.is_floating_point else o for o in kept]  # no backend claims views alone
 
     def _place(self) -> int:
         return [a.name for a in self.row.target._schema.arguments].index(self.argument)
 
 
 def calls(rows: str = "") -> Iterator[Call]:
-    """Of every row whose name the pattern finds."""
+    """Yield calls of every row whose name the pattern matches."""
     for row in ops.ROWS:
         if row.kind is Kind.RANDOM or not re.search(rows, row.name):
             continue
         for case in CASES.get(row.name, ()):
             try:
                 args, kwargs = arguments(row, case, torch.float32)
-            except (NotFinite, LookupError):  # no such values, or an operator that this torch has not
+            except (NotFinite, LookupError):  # no such values, or an operator that this torch lacks
                 continue
             for argument, number in _numbers(row, args, kwargs):
                 yield Call(row, argument, number, args, kwargs)
 
 
 def _numbers(row: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Arguments and numbers in their place. 0 and 1 are never symbols."""
+    """Yield arguments that are numbers, with their place. 0 and 1 are never symbols."""
     for i, a in enumerate(row.target._schema.arguments):
         given = kwargs.get(a.name, args[i] if i < len(args) else None)
         kind = a.real_type.getElementType() if a.real_type.kind() == "OptionalType" else a.real_type

@@ -1,4 +1,4 @@
-"""CHANGELOG.md, held to its form, and a release's part of it.
+"""Check the form of CHANGELOG.md, and extract a release's part of it.
 
 python -m ci.release.changelog check [v0.2.0]   the form; with a tag, that this version is there, dated, and every package's
 python -m ci.release.changelog notes v0.2.0     the text of a version
@@ -19,13 +19,13 @@ _VERSION = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d{2}-\d{2})\)$"
 
 
 def sections(text: str) -> dict[str, str]:
-    """The text under each heading of the second level, by heading."""
+    """Return the text under each second-level heading, by heading."""
     parts = re.split(r"^(## .*)$", text, flags=re.MULTILINE)
     return {head: body.strip() for head, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def problems(text: str) -> Iterator[str]:
-    """What is not in the form."""
+    """Yield violations of the form."""
     found = sections(text)
     if not found:
         yield "there is no version"
@@ -40,7 +40,7 @@ def problems(text: str) -> Iterator[str]:
 
 
 def released(text: str, tag: str) -> Iterator[str]:
-    """What keeps a tag from being released."""
+    """Yield what keeps a tag from being released."""
     wanted = tag.removeprefix("v")
     dates = {m[1]: m[2] for head in sections(text) if (m := _VERSION.match(head))}
     if wanted not in dates:
@@ -54,7 +54,7 @@ def released(text: str, tag: str) -> Iterator[str]:
 
 
 def notes(text: str, tag: str) -> str:
-    """KeyError without that version."""
+    """Return the text of a version. Raise KeyError without that version."""
     return next(body for head, body in sections(text).items() if head.startswith(f"## {tag.removeprefix('v')} "))
 
 

@@ -1,4 +1,4 @@
-"""Wheels of every package: built, installed into an empty environment beside torch, and tried there.
+"""Build wheels of every package, install them into an empty environment beside torch, and try them there.
 
     python -m ci.release.wheels build [FOLDER]              wheels of all packages into FOLDER (default: dist)
     python -m ci.release.wheels try [--torch 2.13.0 ...]    build, install beside each torch, and run the smoke test
@@ -6,8 +6,8 @@
     python -m ci.release.wheels try --keep FOLDER ...       environments stay, as FOLDER/VERSION, to run tests in
 
 The smoke test compiles and runs a small model with every backend that the machine has a device for, simulates the others where
-that is possible, says whether the parts in C++ are loaded, and asks the doctor. It needs the package `build` (extra `release`) and
-a package index. Each environment is removed when its test is done; with CUDA builds of torch one takes up to 8 GB.
+that is possible, reports whether the C++ parts are loaded, and runs the doctor. It needs the package `build` (extra `release`) and
+a package index. Each environment is removed after its test; with CUDA builds of torch one takes up to 8 GB.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ print(json.dumps({
     "in C++": {p: why or "loaded" for p, why in parts.items()},
 }))
 """
-"""Run in the environment, from a folder that is not the checkout; its arguments are the packages whose C++ has to be there."""
+"""Runs in the environment, from a folder that is not the checkout; its arguments are the packages whose C++ part must be there."""
 VERSION = "import importlib.metadata as m; print(m.version('torch'))"
 
 
 def packages() -> list[Path]:
-    """Folders of what is published: the host, then what stands on it."""
+    """Return the folders of published packages: the host, then those that depend on it."""
     patterns = ("*/pyproject.toml", "common/*/pyproject.toml", "backends/*/pyproject.toml")
     others = {p.parent for pattern in patterns for p in ROOT.glob(pattern)}
     return [ROOT / "common", *sorted(others - {ROOT / "common"})]
 
 
 def names() -> list[str]:
-    """Their names on the index."""
+    """Return their names on the index."""
     return [_project(p)["project"]["name"] for p in packages()]
 
 
 def native(package: Path) -> bool:
-    """Whether a package has a part in C++, so that there is a wheel for each Python and platform."""
+    """Return whether a package has a C++ part, and so a wheel for each Python and platform."""
     return str(_project(package)["build-system"]["build-backend"]).startswith("scikit_build_core")
 
 
@@ -98,7 +98,7 @@ def _project(package: Path) -> dict[str, Any]:
 
 
 def build(folder: Path, only: Sequence[str] = (), sdist: bool = False) -> list[Path]:
-    """Wheels of the packages, and source distributions too if asked. Raises CalledProcessError where one does not build."""
+    """Build wheels of the packages, and on request source distributions. Raise CalledProcessError when one does not build."""
     kinds = ["--wheel", "--sdist"] if sdist else ["--wheel"]
     for package in packages():
         if not only or package.name in only:
@@ -109,7 +109,7 @@ def build(folder: Path, only: Sequence[str] = (), sdist: bool = False) -> list[P
 
 
 def problems(wheel: Path) -> list[str]:
-    """What a wheel lacks, or should not have."""
+    """Return what a wheel lacks, or should not contain."""
     with zipfile.ZipFile(wheel) as archive:
         files = archive.namelist()
     found = [] if any(f.endswith("/py.typed") for f in files) else ["no py.typed"]
@@ -119,7 +119,7 @@ def problems(wheel: Path) -> list[str]:
 
 
 def repaired(wheel: Path) -> Path:
-    """A wheel with native code, under the tag of the oldest C library that it runs with (auditwheel)."""
+    """Tag a wheel with native code for the oldest C library that it runs with (auditwheel); return it."""
     if "-linux_" not in wheel.name:
         return wheel
     subprocess.run([sys.executable, "-m", "auditwheel", "repair", "-w", str(wheel.parent), str(wheel)], check=True)
@@ -128,13 +128,13 @@ def repaired(wheel: Path) -> Path:
 
 
 def compiled(wheels: Iterable[Path]) -> list[str]:
-    """Packages whose wheels hold native code: without a compiler the same packages are built as pure Python."""
+    """Return packages whose wheels hold native code: without a compiler the same packages are built as pure Python."""
     return [w.name.split("-")[0] for w in wheels if not w.name.endswith("-none-any.whl")]
 
 
 def tried(wheels: Iterable[Path], torch: str, keep: Path | None = None) -> str:
-    """What the smoke test says in an environment with that torch ("" for the newest), which stays at `keep`.
-    Raises CalledProcessError."""
+    """Return the smoke test's output in an environment with that torch ("" for the newest), which is kept at `keep`.
+    Raise CalledProcessError when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         environment = keep or Path(folder) / "env"
         python = str(environment / "bin/python")

@@ -3,4 +3,4 @@
 from fusewright.dynamo import entry
 
 x86_onednn = entry("x86_onednn")
-"""The function behind `torch.compile(backend="x86_onednn")`."""
+"""The entry point of `torch.compile(backend="x86_onednn")`."""

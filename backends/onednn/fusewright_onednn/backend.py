@@ -1,4 +1,4 @@
-"""The backend `x86_onednn`: what CPU backends share of oneDNN (`fusewright_cpu.onednn`), on x86-64."""
+"""The backend `x86_onednn`: the shared oneDNN backend (`fusewright_cpu.onednn`) on x86-64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusewright_onednn import target
 
 
 class X86OneDnn(OneDnnBackend):
-    """x86-64 CPUs with AVX2 or better, with the oneDNN that torch carries."""
+    """x86-64 CPUs with AVX2 or better, with the oneDNN that torch includes."""
 
     name = "x86_onednn"
     priority = 50

@@ -1,4 +1,4 @@
-"""The x86-64 instruction-set levels that this backend knows, and what oneDNN can do on each.
+"""The x86-64 instruction-set levels that this backend knows, and oneDNN's capabilities on each.
 
 Levels are those of the x86-64 psABI (https://gitlab.com/x86-psABIs/x86-64-ABI), with torch's names for the
 features.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """One level."""
+    """One instruction-set level."""
 
     arch: str
     requires: frozenset[str]
@@ -20,7 +20,7 @@ class Target:
 
 _V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"})
 
-# Best first. AVX2 is the least that oneDNN has fast kernels for.
+# Best first. AVX2 is the minimum for oneDNN's fast kernels.
 TARGETS: tuple[Target, ...] = (
     Target("x86_64_v4", _V3 | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}),
     Target("x86_64_v3", _V3),
@@ -28,11 +28,11 @@ TARGETS: tuple[Target, ...] = (
 
 
 def best(features: frozenset[str]) -> Target | None:
-    """The highest level whose features are all there; None below AVX2."""
+    """Return the highest level whose features are all present; None below AVX2."""
     return next((t for t in TARGETS if t.requires <= features), None)
 
 
 def onednn_version(build_info: str) -> str:
-    """The version of oneDNN in the text of `torch.__config__.show()`, "" when the text does not say."""
+    """Return oneDNN's version from the text of `torch.__config__.show()`, "" if the text does not give it."""
     found = re.search(r"MKL-DNN v([\d.]+)|oneDNN v([\d.]+)", build_info)
     return (found[1] or found[2]) if found else ""

@@ -1,4 +1,4 @@
-"""A CPU backend whose float products, convolutions and attention go to torch's oneDNN, with kernels around them.
+"""A base for CPU backends that send float products, convolutions and attention to torch's oneDNN, with kernels around them.
 Modules that are needed only to lower are imported inside the methods that lower, as in `FusedBackend`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lower a region to a fragment: library calls for what rows claim, kernels for the rest."""
+"""Lower a region to a fragment: library calls for the ops that rows claim, kernels for the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lowered(graph: RegionGraph, rows: Mapping[str, Sequence[Row]], ctx: CompileC
         claim = graph.claim_of(op)
         if claim is None and not norms.lower(op, builder):
             builder.leave(op)
-        elif claim is not None and claim.at is op:  # everything that the call reads is there by now
+        elif claim is not None and claim.at is op:  # all inputs of the call exist by now
             claim.write(builder)
     fragment = fuse(builder.finish(), ctx, builder.calls, policy=owner.policy())
     notes, kernels = {**fragment.notes, **builder.notes}, {**fragment.kernels, **builder.kernels}

@@ -26,7 +26,7 @@ def hash_of(source: Source) -> str:
 
 
 def symbol_name(kernel_hash: str) -> str:
-    """The symbol of a kernel in object code."""
+    """Return the symbol of a kernel in object code."""
     return f"fw_{kernel_hash[:32]}"
 
 
