@@ -1,4 +1,4 @@
-"""Calls that eager refuses: indices that do not exist, numbers that do not fit, dims and types that are not there."""
+"""Calls that eager refuses: indices out of bounds, numbers that do not fit, invalid dims and types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HALF, BYTE, INT8, LONG = torch.float16, torch.uint8, torch.int8, torch.int64
 
 @dataclass(frozen=True)
 class BadCall:
-    """`fn` of `args`; `text` is part of what eager says."""
+    """A call of `fn` with `args`; `text` is part of eager's message."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ def table(rows: int = 3, columns: int = 4) -> Tensor:
 
 
 LATE = index(0, 1, 0, 1, 9)
-"""Only the last one does not exist."""
+"""Indices of which only the last is out of bounds."""
 ONE = table(1)
 
 _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
@@ -71,7 +71,7 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "put": (lambda x, i: x.put(i, x[0, :1]) + 1, (table(), index(12)), "out of range"),
     "masked_scatter": (lambda x: x.masked_scatter(x > 1, x[0]) + 1, (table(),), "Number of elements of source"),
     "empty_dim": (lambda x, i: x[:0].index_select(0, i) + 1, (table(), index(0, 0)), "should be positive"),
-    # along a dim of size 1 the index decides nothing but whether it is one
+    # along a dim of size 1 the index affects only the bounds check
     "one_embedding": (lambda w, i: F.embedding(i, w), (ONE, index(0, 7)), "index out of range in self"),
     "one_gather": (lambda x, i: x.gather(0, i) + 1, (ONE, index(0, 3, 0, 0).view(1, 4)), "index 3 is out of bounds"),
     "one_gather_sum": (lambda x, i: x.gather(0, i).sum(), (ONE, index(0, 3, 0, 0).view(1, 4)), "index 3 is out of bounds"),
@@ -83,7 +83,7 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "one_scatter_add": (lambda x, i: x.scatter_add(0, i, x), (ONE, index(2).expand(1, 4)), "index 2 is out of bounds"),
     "one_class": (lambda x, i: F.nll_loss(x, i) + 1, (torch.ones(3, 1), index(0, 1, 0)), "Target 1 is out of bounds."),
     "one_class_entropy": (lambda x, i: F.cross_entropy(x, i), (torch.ones(3, 1), index(0, 1, 0)), "Target 1 is out of"),
-    # what is read of the result has no bad index in it
+    # the part of the result that is read has no bad index
     "part_rows": (lambda w, i: F.embedding(i, w)[:2].exp(), (table(), LATE), "index out of range in self"),
     "part_chain": (lambda w, i: ((F.embedding(i, w) + 1) * 2)[0], (table(), LATE), "index out of range in self"),
     "part_sum": (lambda w, i: F.embedding(i, w)[1:3].sum(1), (ONE, LATE * 0 + LATE // 9), "index out of range in self"),
@@ -158,6 +158,6 @@ CALLS: dict[str, BadCall] = {
 }
 
 LOST = {"number.masked_fill_nan": "torch converts the number while it traces, and wraps the error"}
-"""Calls of which `aot_eager` says something else than eager: ours is its answer."""
+"""Calls for which `aot_eager`'s message differs from eager's; ours equals `aot_eager`'s."""
 if TORCH in ("2.10", "2.11", "2.12"):
     LOST["dim.log_softmax"] = "Dynamo wraps what its own rule raises, before any backend is asked"

@@ -33,11 +33,11 @@ COLUMNS = {"fp32": F32, "bf16": BF16, "int64": I64, "bool": BOOL}
 ROWS = {op.name: op for op in ops.OPS.values() if op.kind in KINDS}
 
 Seen = dict[str, dict[str, str]]
-"""Column -> "static" and "dynamic" -> what became of the samples, as `_said` puts it."""
+"""Column -> "static" and "dynamic" -> the outcome of the samples, in `_said`'s words."""
 
 
 class Kernels(FusedBackend):
-    """Nothing but loop kernels."""
+    """A backend with loop kernels only."""
 
     name = "kernels_only"
     device_type = "cpu"
@@ -48,7 +48,7 @@ class Kernels(FusedBackend):
 
 
 def seen(op: Op) -> Seen:
-    """What became of the row's samples, by dtype. AssertionError when a result is wrong."""
+    """Run the row's samples and return their outcomes by dtype. Raises AssertionError if a result is wrong."""
     return {column: _seen(op, dtype) for column, dtype in COLUMNS.items() if dtype in DTYPES.get(op.name, FLOATS)}
 
 
@@ -71,8 +71,8 @@ def _samples(op: Op, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _said(outcomes: Sequence[str]) -> str:
-    """One of "kernel", "view" (of eager, which kernels read), "carried" (eager's own call inside a region) and "eager", or how
-    many of those that compute anything are kernels or views."""
+    """Summarize outcomes as "kernel", "view" (eager's view, which kernels read), "carried" (eager's call inside a region) or
+    "eager"; if they differ, count the kernels and views among those that compute anything."""
     real = [o for o in outcomes if o]
     if len(set(real)) == 1:
         return real[0]
@@ -84,8 +84,8 @@ def _said(outcomes: Sequence[str]) -> str:
 
 
 def _outcome(op: Op, case: Case, dtype: torch.dtype, symbolic: bool) -> str:
-    """Compile one sample and compare it with eager; with symbolic sizes also at larger ones, where that is one call
-    of the same graph. What computed it; "" where there is nothing to compute.
+    """Compile one sample and compare it with eager, with symbolic sizes also at larger sizes if the same graph fits
+    them. Return what computed it, or "" if there is nothing to compute.
     """
     args, kwargs = arguments(op, case, dtype)
     gm = traced(op, args, kwargs, symbolic)

@@ -1,4 +1,4 @@
-"""Every alias against its own overload: the canonical call gives the same bits, dtype and strides."""
+"""Every alias against its own overload: the canonical call returns the same bits, dtype and strides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`as_strided` of inputs that begin inside their storage: read, written through and returned as in eager.
+"""`as_strided` on inputs with a storage offset: read, written through and returned as in eager.
 
-An offset that is given counts from the storage's first element, wherever the tensor itself begins; without one a view begins
-where the tensor does. One compiled function meets inputs that begin at several places, which no guard tells apart.
+An explicit offset counts from the storage's first element regardless of the tensor's own offset; without one, a view starts
+where the tensor does. One compiled function receives inputs with different offsets, which no guard distinguishes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def windows(x: Tensor) -> Tensor:
 
 
 def busy(x: Tensor) -> Tensor:
-    """Enough work to be worth a recording."""
+    """Do enough work to make a recording worthwhile."""
     return ((x.exp() * 2) @ x.new_ones(x.shape[-1], 2) + 1).softmax(0) @ x.new_ones(2, 3)
 
 
@@ -67,8 +67,8 @@ FUNCTIONS: dict[str, Function] = {
     "written from the storage": lambda x: mutated(x, x.as_strided((3, 2), (2, 1), 6)),
     "written and returned": lambda x: x.as_strided((3, 2), (2, 1), 6).mul_(3),
 }
-"""Writes stay within the elements of the tensor itself: others are lost in AOTAutograd, which functionalizes tensors. It refuses
-writes through `as_strided` of a slice."""
+"""Writes stay within the tensor's own elements: AOTAutograd functionalizes tensors and loses others. It refuses writes through
+`as_strided` of a slice."""
 
 BEGINS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda b: b[0:24], lambda b: b[3:27], lambda b: b[5:29], lambda b: b[24:], lambda b: b[5:29],
@@ -114,7 +114,7 @@ def test_only_what_counts_from_a_storage_is_not_replayed() -> None:
 
 @pytest.mark.parametrize("name", ["from the tensor", "from the storage", "of a slice", "of a slice, from the storage"])
 def test_gradients_through_overlapping_windows(name: str) -> None:
-    """Compiled for each place: AOTAutograd writes it into the graph of the gradients, and Dynamo does not guard it."""
+    """Compiled anew for each offset: AOTAutograd stores it in the gradients' graph, and Dynamo does not guard on it."""
     for begin in BEGINS[1:3]:
         torch.compiler.reset()
         x = torch.randn(48, requires_grad=True, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""docs/ops.md is what the table says."""
+"""docs/ops.md matches the table."""
 
 from __future__ import annotations
 

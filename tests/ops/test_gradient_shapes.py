@@ -1,4 +1,4 @@
-"""Gradients of views with another shape than the view: eager copies them into zeros, and repeats what is too small."""
+"""Gradients of views whose shape differs from the view's: eager copies them into zeros and broadcasts smaller ones."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ ROWS = [op for op in ops.OPS.values() if op.name in RULES and op.name not in NOT
 
 
 def drawn(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[Sketch, tuple[Value, ...]]:
-    """A sketch with this one call, and its results."""
+    """Make a sketch of this one call, and its results."""
     g = Sketch()
 
     def value(a: Any) -> Any:
@@ -45,13 +45,13 @@ def drawn(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[Sketch, tupl
 
 
 def judge(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
-    """The accuracy contract: see the module."""
+    """Check the accuracy contract; see the module docstring."""
     assert (got.dtype, got.shape, got.stride()) == (eager.dtype, eager.shape, eager.stride())
     assert not (why := difference(got, eager, exact)), why
 
 
 def check(op: Op, args: list[Any], kwargs: dict[str, Any], loader: str) -> bool:
-    """Fuse one call and compare. False when no kernel takes it."""
+    """Fuse one call and compare. Returns False if no kernel takes it."""
     g, outs = drawn(op, args, kwargs)
     view = g.ops[-1]
     if not verdict(view):

@@ -1,4 +1,4 @@
-"""Which rows loop kernels compute, seen again and compared with the record that docs/ops.md shows."""
+"""Determines again which rows loop kernels compute and compares it with the record that docs/ops.md shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of ONNX's node tests, as `ci/operators/onnx_nodes.py` runs all of them."""
+"""A sample of ONNX's node tests; `ci/operators/onnx_nodes.py` runs all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusewright.conformance.ops.opinfo import Compiler
 missing = [name for name in ("onnx", "onnx2torch") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}, of the extra `onnx`"),
-    pytest.mark.filterwarnings("ignore"),  # numpy's, of tests about division by zero
+    pytest.mark.filterwarnings("ignore"),  # numpy's warnings in tests of division by zero
 ]
 
 

@@ -1,4 +1,4 @@
-"""A fixed sample of torch's OpInfo database through `ci/operators/opinfo.py`, as CI runs it; and how it judges bad backends."""
+"""A fixed sample of torch's OpInfo database through `ci/operators/opinfo.py`, as in CI, and its verdicts on bad backends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def crash(gm, example_inputs):
 
 @pytest.fixture
 def plugins(tmp_path: Path) -> Path:
-    """A folder with an installed package of two bad backends."""
+    """Make a folder with an installed package of two bad backends."""
     info = tmp_path / "opinfo_bad-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: opinfo-bad\nVersion: 1\n")
@@ -65,7 +65,7 @@ def opinfo(*args: str, plugins: Path | None = None) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-# Of `null` every fourth: the models and the modes of capture hold it to eager already.
+# Every fourth entry for `null`: the tests of models and capture modes already compare it with eager.
 @pytest.mark.parametrize(("backend", "sample"), [("fusewright_null", SAMPLE[::4]), ("x86_onednn", SAMPLE)])
 def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
     if not registry.info(backend).available:

@@ -1,4 +1,4 @@
-"""Ops that place elements by the hits of a mask, by strides and by a search: kernels against eager on random calls."""
+"""Ops that place elements by a mask, by strides or by a search: kernels against eager on random calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYMBOLIC = pytest.mark.parametrize("symbolic", [False, True], ids=["fixed", "sym
 
 
 def compiled(fn: Callable[..., Tensor], tensors: Sequence[Tensor], symbolic: bool) -> tuple[Callable[..., Any], bool]:
-    """The function out of loop kernels, and whether kernels are all that it is."""
+    """Compile the function to loop kernels; also return whether it consists of kernels only."""
     mode = compat.symbolic_mode() if symbolic else None
     fakes = [mode.from_tensor(t) for t in tensors] if mode is not None else list(tensors)
     gm = make_fx(lambda *a: [fn(*a)], tracing_mode="symbolic" if symbolic else "fake")(*fakes)
@@ -36,7 +36,7 @@ def compiled(fn: Callable[..., Tensor], tensors: Sequence[Tensor], symbolic: boo
 
 
 def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers with NaN, infinities and duplicates among them."""
+    """Random numbers that include NaN, infinities and duplicates."""
     few = [0, 1, 2, 3, 4] if not dtype.is_floating_point else [0.0, -0.0, 1.5, -2.0, math.nan, math.inf, -math.inf]
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randint(len(few), tuple(shape), generator=generator)
@@ -44,7 +44,7 @@ def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaN being NaN."""
+    """Whether values are bitwise equal; any NaN equals any other."""
     kind = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
     return kind and torch.equal(a.nan_to_num(7), b.nan_to_num(7)) and torch.equal(a.isnan(), b.isnan())
 
@@ -108,7 +108,7 @@ def test_masked_scatter_fuses_with_what_is_around_it(symbolic: bool) -> None:
 def test_as_strided_scatter(
     symbolic: bool, size: list[int], gaps: list[int], order: list[int], before: int, given_offset: bool, inner: int
 ) -> None:
-    """Strides in any order, with gaps; the tensor itself may begin within its storage."""
+    """Strides in any order, with gaps; the tensor itself may have a storage offset."""
     step, stride = 1, [0] * len(size)
     for d in (d for d in order if d < len(size)):
         step += gaps[d]
@@ -126,7 +126,7 @@ def test_as_strided_scatter(
 
 
 def test_as_strided_scatter_counts_from_the_storage() -> None:
-    """Into a column of a matrix whose rows lie apart, before the tensor's own first element too: nowhere in it."""
+    """The target is a column of a padded matrix; places before the tensor's own first element are outside of it."""
     base, src = torch.randn(9, 8), torch.randn(5)
     x = base[3:, :6]
 
@@ -141,7 +141,7 @@ def test_as_strided_scatter_counts_from_the_storage() -> None:
 
 
 def test_strides_of_what_a_kernel_made_count_from_its_first_element() -> None:
-    """Results that calls read by their place in storage do not lie in the arena behind other ones."""
+    """Results that calls address by storage offset are not placed in the arena behind other values."""
 
     def fn(x: Tensor) -> Tensor:
         a, b = torch.softmax(x, 1), torch.softmax(x * 2, 0)
@@ -172,7 +172,7 @@ def test_as_strided_scatter_onto_itself_is_eagers() -> None:
 def test_bucketize(
     symbolic: bool, n: int, shape: list[int], seed: int, ordered: bool, right: bool, dtype: torch.dtype
 ) -> None:
-    """Duplicates, NaN on either side and boundaries without an order: all steps of the search are eager's."""
+    """With duplicates, NaN on either side and unsorted boundaries, the search takes the same steps as eager's."""
     x, bounds = values(shape, dtype, seed), values([n], dtype, seed + 1)
     bounds = bounds.sort().values if ordered else bounds
 

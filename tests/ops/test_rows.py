@@ -42,15 +42,15 @@ def _exists(case: Case, dtype: torch.dtype) -> bool:
 
 
 ULPS = {torch.float64: 16, torch.float32: 16, torch.bfloat16: 1}
-"""Rounding allowed, in last places of the largest value. Half types compute in fp32 and round about once."""
+"""Allowed rounding error, in units in the last place of the largest value. Half types compute in fp32 and round about once."""
 
 
 MORE_ULPS = {"prod_all": 6}
-"""Rows whose eager kernel rounds at every step."""
+"""Rows whose eager kernels round at every step."""
 
 
 def _close(got: torch.Tensor, want: torch.Tensor, computed_in: torch.dtype, more: int = 1) -> None:
-    """`got` is `want` (fp64) up to rounding; the coarser of its dtype and `computed_in` counts."""
+    """Check that `got` equals `want` (fp64) up to rounding in the coarser of its dtype and `computed_in`."""
     if not (got.is_floating_point() or got.is_complex()):
         assert torch.equal(got, want.to(got.dtype))
         return
@@ -120,7 +120,7 @@ def test_decomposition_ends_in_primitives(op: Op) -> None:
             assert found[0].kind is not Kind.COMPOSITE, f"{node.target} is {found[0].name}"
 
 
-# A packed weight has no symbolic sizes.
+# Packed weights have no symbolic sizes.
 SHAPED = [op for op in ops.OPS.values() if op.kind is not Kind.RANDOM and not op.qualname.startswith("onednn")]
 
 
@@ -157,7 +157,7 @@ def test_reference_keeps_nan_and_infinity() -> None:
 
 
 def test_a_row_whose_overload_comes_later_is_found_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is imported later may bring it: that there was none before is not kept."""
+    """A package imported later may provide the overload, so its absence is not cached."""
     monkeypatch.setattr(ops, "_ENTRIES", {})
     with monkeypatch.context() as before:
         before.setattr(ops.Op, "available", property(lambda self: False))

@@ -1,4 +1,4 @@
-"""FakeTensor's strides, mended by the table's rules, are eager's: every row, with inputs of many layouts."""
+"""FakeTensor's strides, corrected by the table's rules, equal eager's for every row and many input layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusewright.ops import Kind, Op, strides
 compat.register_quantized_decomposed()
 
 FIRST_RUN = {"uniform", "dropout"}
-"""Random numbers are eager's: the first run compares what it made with what was traced."""
+"""Random rows run in eager; the first run compares their actual strides with the traced ones."""
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.hardware("nvidia_triton"))]
 MORE: dict[str, list[tuple[Any, ...]]] = {
@@ -30,7 +30,7 @@ MORE: dict[str, list[tuple[Any, ...]]] = {
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the same shape, in other orders, with gaps, and with elements that share memory."""
+    """Yield tensors of the same shape with permuted strides, with gaps, and with overlapping elements."""
     if x.layout is not torch.strided or not x.numel() or not x.dim():
         return
     n = x.dim()
@@ -46,7 +46,7 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def variants(args: list[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """`args` with one, all alike, or the first two of its tensors laid out otherwise."""
+    """Yield `args` with other layouts of one of its tensors, of all, or of the first two."""
     yield "plain", args
     found = {k: dict(layouts(a)) for k, a in enumerate(args) if isinstance(a, Tensor)}
     for k, of in found.items():
@@ -127,7 +127,7 @@ DENSE = "layer_norm_backward rms_norm_backward log_softmax_backward dropout_back
 
 @pytest.mark.parametrize("name", DENSE)
 def test_these_gradients_are_dense_on_a_gpu_whatever_the_layout_of_what_they_read(name: str) -> None:
-    """So eager was seen to give them on an H200; no GPU is needed to trace them."""
+    """As observed in eager on an H200; tracing needs no GPU."""
     op = ops.OPS[name]
     args, kwargs = CASES[name][0].make(F32)
     with compat.fake_mode():
@@ -137,13 +137,13 @@ def test_these_gradients_are_dense_on_a_gpu_whatever_the_layout_of_what_they_rea
 
 
 def backwards(t: Tensor) -> Tensor:
-    """One like it on a GPU, with its dimensions in the opposite order in memory."""
+    """Make a similar tensor on a GPU with its dimensions in the reverse order in memory."""
     return torch.empty(*reversed(t.shape), dtype=t.dtype, device="cuda").permute(*reversed(range(t.dim())))
 
 
 @pytest.mark.parametrize(("train", "last"), [(True, True), (False, False)])
 def test_the_gradient_of_a_batch_norm_is_channels_last_on_a_gpu_in_training_alone(train: bool, last: bool) -> None:
-    """By ATen's source: its kernel for channels-last images is one of training."""
+    """According to ATen's source, its kernel for channels-last images exists only for training."""
     op = ops.OPS["batch_norm_backward"]
     with compat.fake_mode():
         image = torch.empty(2, 4, 6, 6, device="cuda").to(memory_format=torch.channels_last)

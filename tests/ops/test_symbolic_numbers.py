@@ -1,4 +1,4 @@
-"""Numbers that are symbols: a kernel computes with them, or eager does; never with what the first call had."""
+"""Symbolic numbers: a kernel or eager computes with their current value, never with that of the first call."""
 
 from __future__ import annotations
 

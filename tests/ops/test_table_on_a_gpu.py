@@ -1,4 +1,4 @@
-"""The opset table says of a GPU's calls what is traced of them: shapes and dtypes. No GPU is needed to trace one."""
+"""The opset table's shapes and dtypes for a GPU's calls match traced ones. Tracing needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fusewright.ops.oracle import flat
 compat.register_quantized_decomposed()
 
 HOSTS = {"q_linear", "q_linear_binary", "q_conv", "q_conv_binary", "sdpa_with_lse", "sdpa_backward"}
-"""Rows of libraries of the CPU."""
+"""Rows of CPU libraries."""
 UNTRUE = {"choose_qparams_per_token"}
-"""Its metadata function has other dtypes than its kernel, on every device."""
+"""Rows whose metadata function and kernel disagree on dtypes, on every device."""
 
 
 def on_a_gpu(x: Any) -> Any:
@@ -30,7 +30,7 @@ def on_a_gpu(x: Any) -> Any:
 
 
 def untrue(op: Op, args: list[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Where the table and the trace of a call differ."""
+    """List the differences between the table and the trace of a call."""
     with compat.fake_mode():
         args = on_a_gpu(args)
         try:
@@ -62,7 +62,7 @@ def test_shapes_and_dtypes_are_those_of_the_trace(name: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("name", "wide"), [("group_norm", False), ("layer_norm", True), ("batch_norm", True)])
 def test_statistics_of_a_norm_are_as_wide_as_a_gpus(name: str, wide: bool, dtype: torch.dtype) -> None:
-    """FakeTensor's are believed of no norm: so eager was seen to give them on an H200."""
+    """FakeTensor's dtypes are not trusted for norms; these were observed in eager on an H200."""
     op = ops.OPS[name]
     with compat.fake_mode():
         args, kwargs = CASES[name][0].make(dtype)

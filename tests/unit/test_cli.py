@@ -1,4 +1,4 @@
-"""The command line as a whole: help, plurals, exit codes, and what is said of a file that is no model."""
+"""The command line as a whole: help, plurals, exit codes, and messages about files that are not models."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_help_of_the_package_shows_what_is_public() -> None:
 
 
 class Wrapped(Exception):
-    """As `torch.compile` wraps what a backend raises."""
+    """Wraps an error as `torch.compile` wraps those of a backend."""
 
     def __init__(self, inner_exception: Exception) -> None:
         self.inner_exception = inner_exception
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, *args: str) -> Any:
-    """The exit code when a command raises this."""
+    """Return the exit code of a command that raises `error`."""
 
     def raising(**_: Any) -> None:
         if error is not None:

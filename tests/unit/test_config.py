@@ -1,4 +1,4 @@
-"""Options and environment variables: what is accepted, and what the refusals say."""
+"""Options and environment variables: accepted values, and the messages for rejected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The docs say what the code says: links lead somewhere, shown code is real code, tables are generated."""
+"""The docs match the code: links resolve, shown code is real code, tables are generated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_ten_questions_are_answered_with_files_that_exist() -> None:
 
 
 def test_paths_that_the_docs_name_exist() -> None:
-    """Whole paths of the tree; studies and records keep those of their day."""
+    """Checks full paths of the tree; studies and records may name paths of their time."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text()
         modules = [f"{m.replace('.', '/')}.py" for m in re.findall(r"python -m (ci[\w.]+\w)", text)]

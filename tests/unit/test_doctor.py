@@ -1,4 +1,4 @@
-"""`fusewright doctor`: its judgement of rows, and what becomes of a backend that takes its process down."""
+"""`fusewright doctor`: its verdicts, and how it handles a backend that crashes its process."""
 
 from __future__ import annotations
 

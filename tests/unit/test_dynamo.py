@@ -1,4 +1,4 @@
-"""The door that `torch.compile` comes through."""
+"""The entry point for `torch.compile`."""
 
 from __future__ import annotations
 

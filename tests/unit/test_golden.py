@@ -1,4 +1,4 @@
-"""Small programs on their way through the pipeline, as text: traced, simplified, planned, and the kernels of the plan."""
+"""Small programs at each stage of the pipeline, as text: traced, simplified, planned, and the plan's kernels."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests import golden
 
 OPTIONS = Options(cache=False, fallback="allow", strict=True)
 GRADIENTS = "tangents_1"
-"""The name of an input by which a graph is known for a backward one."""
+"""The name of an input that marks a backward graph."""
 
 
 class Kernels(FusedBackend):
-    """Nothing but loop kernels and an arena: the same on every machine."""
+    """Only loop kernels and an arena, so that results are the same on every machine."""
 
     name, device_type = "kernels_only", "cpu"
     texts: list[str]
@@ -43,7 +43,7 @@ class Kernels(FusedBackend):
 
 
 def compiled(text: str) -> list[str]:
-    """The simplified graph, the plan and its kernels. Inputs called w... are weights."""
+    """Return the simplified graph, the plan and its kernels. Inputs named w... are weights."""
     gm, backend = GraphModule({}, parse(text)), Kernels()
     backend.texts = []
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -56,7 +56,7 @@ def compiled(text: str) -> list[str]:
 
 
 def numbered(plan: str) -> str:
-    """Launches counted from 0, which in the code are named by how many names it has before them."""
+    """Renumber launches from 0; in the generated code their numbers depend on how many names precede them."""
     numbers = count()
     return re.sub(r"\blaunch_\d+", lambda _: f"launch_{next(numbers)}", plan)
 

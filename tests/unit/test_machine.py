@@ -1,4 +1,4 @@
-"""Facts about the machine, read from texts of other machines."""
+"""Facts about the machine, parsed from recorded texts of other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host knows no vendor and no device: their names stand where torch's own interface forces it, and only there."""
+"""The host knows no vendor and no device: their names appear only where torch's own interface requires them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ VENDORS = (
     r"|mi300x?|sm_?\d+|gfx\w+|onednn|mkldnn|mkl|acl|cudnn|cublas\w*|cutlass|triton|llvm\w*|gomp|openmp|omp"
     r"|x86|aarch64|arm64|avx\w*|sse\w*|neon|sve\d?|amx\w*|vnni"
 )
-"""Anywhere: in code, in its comments, in what it says."""
+"""Forbidden anywhere: in code, comments and messages."""
 DEVICES = r"cpus?|gpus?|num_threads"
-"""In code and in what it says to users. What a comment says of all CPUs or all GPUs assumes nothing."""
+"""Forbidden in code and messages. Comments may speak of CPUs or GPUs in general."""
 
 ALLOWED: dict[str, tuple[str, str]] = {
     "_torch_compat.py": ("cpu cublas cuda hipblas mkl mkldnn onednn cudnn", "torch's own names"),
@@ -55,11 +55,11 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "rewrite/rules.py": ("cudnn gpus", "names of operators of torch"),
     "storage.py": ("mkldnn", "a layout of torch"),
 }
-"""File -> the names that stand in it, and why they must."""
+"""File -> the names that appear in it, and why."""
 
 
 def names(source: str) -> Iterator[str]:
-    """Vendors' and devices' names in a module, as words of identifiers, strings and (vendors' alone) comments."""
+    """Yield vendor and device names in a module: words of identifiers and strings, for vendors also of comments."""
     yield from _words(source, VENDORS)
     yield from _words(_code(source), DEVICES)
 
@@ -70,7 +70,7 @@ def _words(text: str, which: str) -> Iterator[str]:
 
 
 def _code(source: str) -> str:
-    """A module without its comments and docstrings."""
+    """Strip comments and docstrings from a module."""
     lines = source.splitlines()
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
         if t.type == tokenize.COMMENT:

@@ -1,4 +1,4 @@
-"""The extension against the Python that stands in for it."""
+"""The native extension against its Python replacement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNEL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 @pytest.fixture(params=["python", "native"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test with the extension and without."""
+    """Run a test with the extension and without."""
     by_native = request.param == "native"
     if by_native and native.absent():
         pytest.skip(f"no extension: {native.absent()}")
@@ -67,7 +67,7 @@ def test_a_watch_sees_other_tensors_and_another_number_of_them(either: str) -> N
 def test_a_watch_holds_no_tensor(either: str) -> None:
     w = torch.randn(3)
     same, other = watch([w]), torch.randn(3)
-    torch.utils.swap_tensors(w, other)  # which refuses tensors that somebody holds
+    torch.utils.swap_tensors(w, other)  # it refuses tensors with other references
     assert not same([w])
 
 
@@ -168,7 +168,7 @@ def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: 
     results = []
     left_behind = pytest.importorskip("fusewright_cpu.onednn.left_behind", reason="fusewright-cpu is not installed")
     for value in ("0", "1"):
-        left_behind.SHAPES.clear()  # what the first of the two compiled, which is collected at any time
+        left_behind.SHAPES.clear()  # shapes of the first of the two, which may be collected at any time
         monkeypatch.setenv("FUSEWRIGHT_NATIVE", value)
         torch.compiler.reset()
         run = torch.compile(_program, backend="x86_onednn", dynamic=dynamic, options={"cache": False})

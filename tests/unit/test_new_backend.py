@@ -1,4 +1,4 @@
-"""`fusewright new-backend`: names that are refused, and a package that linters accept as written."""
+"""`fusewright new-backend`: rejected names, and a generated package that passes the linters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_mypy_accepts_it(package: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed; it is in the extra `lint`")
     host = Path(scaffold.__file__).parents[2]
-    path = "" if host.name == "site-packages" else str(host)  # mypy finds that by itself, and wants it named nowhere
+    path = "" if host.name == "site-packages" else str(host)  # mypy finds it without being told, and rejects it on its path
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "fusewright_my_npu2", "tests"],
         cwd=package, capture_output=True, text=True, check=False,

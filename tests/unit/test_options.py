@@ -1,4 +1,4 @@
-"""Values of options and modes of torch.compile, checked where a model is compiled."""
+"""Option values and modes of torch.compile, checked when a model is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def refused(options: Any = None, mode: str | None = None, backend: str = "x86_onednn") -> str:
-    """What compiling says to these options."""
+    """Return the error message for these options."""
     with pytest.raises(OptionError) as e:
         dynamo._parsed(registry.info(backend).cls, options, mode)
     return str(e.value)
@@ -61,7 +61,7 @@ def test_a_rule_of_a_table_that_nothing_has_imported_yet_is_known() -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Our lines: torch's trace writes to the log too, in the first compilation of a process."""
+    """Our log lines only: torch's trace also logs in the first compilation of a process."""
     return [r.getMessage() for r in caplog.records if r.name == "fusewright"]
 
 
@@ -85,7 +85,7 @@ def test_an_unknown_variable_is_reported_once_when_compiling(
         torch.compile(lambda x: x + 1, backend="fusewright_null")(torch.ones(2))
     first, *rest = said(caplog)
     assert first == "fusewright: FUSEWRIGHT_STRIKT is not read by anything; did you mean 'FUSEWRIGHT_STRICT'?"
-    assert all("run in eager" in m for m in rest) and len(rest) == 1  # equal graphs have one note together
+    assert all("run in eager" in m for m in rest) and len(rest) == 1  # equal graphs share one note
 
 
 def test_stages_that_can_be_dumped_are_the_pipelines() -> None:
@@ -94,7 +94,7 @@ def test_stages_that_can_be_dumped_are_the_pipelines() -> None:
 
 
 def read_variables() -> Iterator[str]:
-    """Variables that sources of the packages name, as texts."""
+    """Yield the environment variables named in the packages' sources."""
     for path in [*ROOT.glob("common/**/*.py"), *ROOT.glob("backends/**/*.py")]:
         yield from re.findall(r'"(FUSEWRIGHT_[A-Z0-9_]+)"', path.read_text())
 

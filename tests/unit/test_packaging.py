@@ -1,4 +1,4 @@
-"""The workspace keeps its promises: one version, the same file names everywhere, a job for every backend."""
+"""Conventions of the workspace: one version, the same file names everywhere, a job for every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pass of the list is verified: one that breaks what it gives is named by an error."""
+"""Every pass of the list is verified: an error names a pass whose result is broken."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALL = [p for _, _, passes in PASSES for p in passes]
 
 @singledispatch
 def broken(result: Any) -> Any:
-    """What a pass gives, spoiled."""
+    """Corrupt the result of a pass."""
     raise NotImplementedError(type(result))
 
 
@@ -109,12 +109,12 @@ def _(placement: Placement) -> Placement:
 
 
 def breaking(p: Pass[Any, Any]) -> Callable[..., Any]:
-    """What a pass does, with a result that breaks its spec."""
+    """Wrap a pass so that its result breaks its spec."""
     run = p.run
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
-        if result is None or isinstance(result, bool | int | list):  # what it gives is its first argument
+        if result is None or isinstance(result, bool | int | list):  # it modifies its first argument
             broken(args[0])
             return result
         return broken(result)
@@ -123,7 +123,7 @@ def breaking(p: Pass[Any, Any]) -> Callable[..., Any]:
 
 
 class Net(nn.Module):
-    """A product with a bias, a composite that is opened, temporaries, a factor of one, and a sum that is made twice."""
+    """A product with a bias, a composite to expand, temporaries, a factor of one, and a sum computed twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "split_scan": lambda: (counted(),),
     "division for replay": lambda: (divided(), {}),
 }
-"""Arguments of passes that verify themselves; the others are run by compiling a model."""
+"""Arguments for passes that verify themselves; the others run when a model is compiled."""
 
 
 @pytest.mark.hardware("x86_onednn")

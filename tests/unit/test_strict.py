@@ -1,4 +1,4 @@
-"""What a plan calls can tell whether it was compiled with `strict`."""
+"""Functions called by a plan can tell whether it was compiled with `strict`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices by measurement, on a clock that the candidates move themselves."""
+"""Choices by measurement, on a fake clock that the candidates advance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fusewright.cache import tune
 from fusewright.cache.tune import Tuner
 from fusewright.interface import Decline
 
-SLOW = 1.0  # a run this long makes a round one pass
+SLOW = 1.0  # so long that a round is a single pass
 
 
 class Clock:
-    """Time that passes only where a candidate says so."""
+    """A fake clock that only candidates advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
     def takes(self, *seconds: float) -> Callable[[], None]:
-        """A candidate whose first run (not timed) and later ones take so long; the last figure stays."""
+        """Make a candidate whose runs take these times, the first being untimed; the last figure repeats."""
         times: Iterator[float] = chain(seconds, repeat(seconds[-1]))
 
         def run() -> None:
@@ -50,7 +50,7 @@ def scope(request: pytest.FixtureRequest) -> str:
 
 
 def remembered(scope: str) -> Tuner:
-    """What another process would find on disk."""
+    """A tuner as in another process, which reads choices from disk."""
     tune._doubtful.clear()
     return Tuner(scope)
 
@@ -78,7 +78,7 @@ def test_rounds_that_disagree_choose_for_this_process_only(clock: Clock, scope: 
 
 def test_where_rounds_disagree_more_of_them_decide(clock: Clock, scope: str) -> None:
     tuner = Tuner(scope)
-    b = clock.takes(0.0, 5e-3, 1e-3)  # once beside somebody else's work
+    b = clock.takes(0.0, 5e-3, 1e-3)  # disturbed once by other work
     assert tuner.choose("k", {"a": clock.takes(2e-3), "b": b}) == "b" and tuner.settled
 
 

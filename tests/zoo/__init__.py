@@ -1,1 +1,1 @@
-"""Hundreds of models at small geometry, each judged in a process of its own: `python -m tests.zoo`."""
+"""Hundreds of models in small geometries, each judged in a process of its own: `python -m tests.zoo`."""

@@ -35,7 +35,7 @@ Pair = tuple[str, str]
 
 @dataclass
 class Job:
-    """A forked process that judges one pair, and the pipe that its verdict comes through."""
+    """A forked process that judges one pair, and the pipe for its verdict."""
 
     pair: Pair
     pid: int
@@ -47,8 +47,8 @@ class Job:
 def judged(
     pairs: Sequence[Pair], backend: str, jobs: int, limit: float, device: str = "cpu", until: float = math.inf
 ) -> Iterator[Verdict]:
-    """Verdicts as they come. Processes are forked from this one, which has imported everything and computed nothing.
-    What still runs when `until` comes (of `time.monotonic`) ends without a verdict."""
+    """Yield verdicts as they arrive. Processes are forked from this one, which has imported everything and computed nothing.
+    Those still running at `until` (of `time.monotonic`) end without a verdict."""
     waiting, running, unbuilt = list(pairs), list[Job](), dict[str, Verdict]()
     while waiting or running:
         if time.monotonic() > until:
@@ -74,7 +74,7 @@ def _started(pair: Pair, backend: str, limit: float, device: str) -> Job:
     read, write = os.pipe()
     pid = os.fork()
     if pid:
-        os.setpgid(pid, pid)  # a group of its own, whichever of the two says so first
+        os.setpgid(pid, pid)  # a group of its own; both processes set it, in either order
         os.close(write)
         return Job(pair, pid, read, time.monotonic() + limit)
     os.setpgid(0, 0)
@@ -84,14 +84,14 @@ def _started(pair: Pair, backend: str, limit: float, device: str) -> Job:
         os.dup2(quiet, stream)
     try:
         verdict = check(*pair, backend, device)
-    except BaseException as error:  # the judge's own failure, or an example's: nobody else could say it
+    except BaseException as error:  # a failure of the judge or the example, which nothing else would report
         verdict = Verdict(*pair, "died", said(error))
     os.write(write, json.dumps(verdict.as_json()).encode())
     os._exit(0)
 
 
 def _ended(job: Job, ready: bool) -> Verdict | None:
-    """The verdict of a process that ended or is out of time."""
+    """Return the verdict of a process that ended or ran out of time."""
     if ready:
         chunk = os.read(job.pipe, 1 << 16)
         job.data += chunk
@@ -110,7 +110,7 @@ def _ended(job: Job, ready: bool) -> Verdict | None:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Counts of what was found, by mode."""
+    """Format counts of verdicts by mode."""
     kinds = list(dict.fromkeys(["right", *sorted({v.status for v in verdicts})]))
     width = max(map(len, kinds)) + 2
     modes = [m for m in MODES if any(v.mode == m for v in verdicts)]
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _written(path: Path, record: dict[str, Any]) -> None:
-    """A record is whole at any time: this process may be killed at any."""
+    """Write a record atomically, since this process may be killed at any time."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(record, indent=0))
     beside.replace(path)
@@ -181,7 +181,7 @@ if __name__ == "__main__":
 
     from fusewright._torch_compat import DYNAMO
 
-    importlib.import_module(DYNAMO)  # seconds that no forked process spends again
+    importlib.import_module(DYNAMO)  # takes seconds, which forked processes then save
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Which models there are, and how each is built: architectures of `transformers`, families of `timm`, and models by hand.
+"""The models and how to build them: architectures of `transformers`, families of `timm`, and handmade models.
 
 A model is named `source/name`. Nothing is downloaded: weights are random, geometries small.
 """
@@ -17,16 +17,16 @@ from torch import nn
 from tests.zoo import geometry, handmade, inputs
 
 LARGEST = 60e6
-"""Parameters of a model that still counts as small."""
+"""The most parameters of a model that counts as small."""
 
 Resize = Callable[[int], dict[str, Any]]
 
 def _declare_what_torchvision_misses() -> None:
-    """timm and transformers import torchvision; beside a torch that its C++ part was not built for that part is not loaded, and
-    what Python expects of it is declared here."""
+    """Declare operators that torchvision, which timm and transformers import, expects. Its C++ part does not load with a torch
+    that it was not built for."""
     try:
         importlib.import_module("torchvision")
-    except RuntimeError:  # it registers a fake of an operator that is not there
+    except RuntimeError:  # it registers a fake of a missing operator
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
@@ -36,13 +36,13 @@ if importlib.util.find_spec("torchvision"):
 
 
 class NotBuilt(Exception):
-    """No small geometry of this model was found; the text says what the last attempt said."""
+    """No small geometry of this model was found; the text is the error of the last attempt."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A module in eval mode and keyword inputs that it takes in eager. `resized(k)` gives inputs of the k-th other size,
-    where sizes can vary."""
+    """A module in eval mode and keyword inputs that it accepts in eager. `resized(k)` returns inputs of the k-th other size if
+    sizes can vary."""
 
     module: nn.Module
     inputs: dict[str, Any]
@@ -50,7 +50,7 @@ class Example:
 
 
 def names() -> list[str]:
-    """All models that can be attempted with what is installed."""
+    """All models that the installed packages allow."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     out = [f"transformers/{n}" for n in MODEL_MAPPING_NAMES]
@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 
 def build(name: str) -> Example:
-    """The model at small geometry. Raises `NotBuilt`."""
+    """Build the model in a small geometry. Raises `NotBuilt`."""
     source, _, rest = name.partition("/")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def _transformers(name: str) -> Example:
             config = geometry.small(CONFIG_MAPPING[name], kind)
             mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
             module = _module(mapping[type(config)], config)
-        except Exception as error:  # any class may refuse a geometry in its own way: the next one is tried
+        except Exception as error:  # classes reject a geometry with various errors: try the next
             said.append(f"{type(error).__name__}: {str(error)[:200]}")
             continue
         for given in inputs.candidates(module):
@@ -106,7 +106,7 @@ def _module(cls: Any, config: Any) -> nn.Module:
 
 
 def _resized(module: nn.Module, keys: tuple[str, ...]) -> Resize | None:
-    """Other lengths and batches of text."""
+    """Return a function for other lengths and batch sizes of text."""
     if not any(k.endswith("input_ids") for k in keys):
         return None
 
@@ -118,7 +118,7 @@ def _resized(module: nn.Module, keys: tuple[str, ...]) -> Resize | None:
 
 
 def perturb(module: nn.Module) -> None:
-    """Fresh models have zero biases and identity norms, which would hide a wrong bias, fold or scale."""
+    """Perturb fresh weights: zero biases and identity norms would hide a wrong bias, fold or scale."""
     with torch.no_grad():
         for p in module.parameters():
             if p.dim() <= 1 and p.is_floating_point():
@@ -134,7 +134,7 @@ def perturb(module: nn.Module) -> None:
 
 
 def _timm_families() -> list[str]:
-    """The first model of each module of `timm` that is not huge by its name."""
+    """The first model of each `timm` module whose name does not suggest a huge one."""
     import timm
 
     out = []
@@ -159,7 +159,7 @@ def _timm(name: str) -> Example:
                 x = torch.randn(2, 3, size, size)
                 with torch.no_grad():
                     module(x)
-            except Exception as error:  # an argument or a size that the architecture does not take: the next is tried
+            except Exception as error:  # the architecture rejects an argument or a size: try the next
                 said = f"{type(error).__name__}: {str(error)[:200]}"
                 continue
             perturb(module)

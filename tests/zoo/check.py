@@ -1,10 +1,10 @@
-"""One model in one mode: is what a compiled call gives right, as eager lays it out, and how was it made?
+"""Judges one model in one mode: whether a compiled call's results and strides are right, and how they were computed.
 
-Right is the fp64 rule (`fusewright.accuracy`): at most twice eager's own error. One run of eager is one draw of that error, and
-where a model amplifies roundings (batch norms over eight values, gradients that vanish) draws differ by far more than twice: what
-exceeds the first draw is held against the largest of several, made with weights and inputs that are moved by one rounding.
-What exceeds them all is drawn several times itself, with other numbers each time, and is wrong if it exceeds twice eager's error on
-the same numbers in all draws but one. Then it is compared with `aot_eager`, which shares everything with us but our lowerings.
+Right means the fp64 rule (`fusewright.accuracy`): at most twice eager's error. One run of eager is one draw of that error, and
+where a model amplifies rounding (batch norms over eight values, vanishing gradients), draws differ by far more than a factor of
+two. An error above the first draw is compared with the largest of several draws, with weights and inputs moved by one rounding.
+If it exceeds them all, it is drawn several times itself, with other numbers each time, and is wrong if it exceeds twice eager's
+error on the same numbers in all draws but one. Then `aot_eager`, which shares everything but our lowerings, is judged too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fusewright.bench.suite import Built, flatten_outputs
 from tests.zoo import catalog
 
 TOKENS = 4
-"""That `generate` makes."""
+"""The number of tokens that `generate` produces."""
 DRAWS = 8
-"""Of eager's error."""
+"""The number of draws of eager's error."""
 APART = 1 / 64
-"""By how much weights and inputs differ between draws of both errors: an element that happens to lie beside a kink, where its
-gradient jumps, lies there in one draw alone."""
+"""The relative change of weights and inputs between draws of both errors: an element close to a kink, where the gradient jumps,
+is close to it in one draw only."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -60,13 +60,13 @@ Outputs = list[Tensor]
 Calls = list[Outputs]
 Run = Callable[[str], Calls]
 Draw = Callable[[int], Calls]
-"""Outputs of eager's calls with everything moved by a rounding, differently for every number."""
+"""Returns the outputs of eager's calls with everything moved by one rounding, differently for every seed."""
 Draws = Callable[[str], Iterator[tuple[Calls, Calls, Calls]]]
-"""Ours, eager's and exact outputs of such calls, compiled by a backend."""
+"""Yields our, eager's and the exact outputs of such calls, compiled by the named backend."""
 
 
 def check(model: str, mode: str, backend: str, device: str = "cpu") -> Verdict:
-    """The verdict on a model. Whatever eager raises means "not run"; whatever we raise means "crashed"."""
+    """Judge a model. An error in eager means "not run"; an error of ours means "crashed"."""
     try:
         example = catalog.build(model)
     except catalog.NotBuilt as error:
@@ -86,7 +86,7 @@ def _on(device: str, example: catalog.Example) -> catalog.Example:
 
 
 def _without_dropout(example: catalog.Example) -> catalog.Example:
-    """A GPU draws other random numbers for fp64 than for fp32, so that the reference would drop other elements."""
+    """Remove dropout: a GPU draws different random numbers for fp64 and fp32, so the reference would drop other elements."""
     for part in example.module.modules():
         for owner in (part, getattr(part, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
@@ -118,12 +118,12 @@ def _dynamic(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
 def _forward(
     v: Verdict, example: catalog.Example, sizes: Sequence[dict[str, Any]], backend: str, dtype: str, dynamic: bool | None = None
 ) -> Verdict:
-    """Calls without gradients, each size twice: the second call is what steady calls do."""
+    """Make calls without gradients, each size twice: the second call represents the steady state."""
     built = [Built(v.model, example.module, (), given, dtype) for given in sizes]
     try:
         eager = [flatten_outputs(_seeded(b, None)) for b in built]
         wide = [accuracy.reference(replace(b, fn=_in_plain_ops(b.fn))) for b in built]
-    except Exception as error:  # a model that eager does not run in this mode says nothing about us
+    except Exception as error:  # a model that eager cannot run in this mode proves nothing about us
         return replace(v, status="not run", reason=said(error))
 
     def run(backend: str) -> Calls:
@@ -149,7 +149,7 @@ def _forward(
 
 
 def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
-    """A mean of squares of all outputs, and the gradients of all parameters, in training mode."""
+    """Compare the mean of squares of all outputs, and the gradients of all parameters, in training mode."""
     module = example.module.train()
 
     def grads(own: nn.Module, fn: Callable[..., Any], given: dict[str, Any]) -> Outputs:
@@ -201,7 +201,7 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
 
 
 def _generate(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
-    """Greedy tokens, which must be eager's."""
+    """Compare greedy tokens, which must equal eager's."""
     module: Any = example.module
     if not hasattr(module, "generate") or "input_ids" not in example.inputs:
         return replace(v, status="not run", reason="it does not generate")
@@ -241,7 +241,7 @@ def _judge(
     with report.recording() as reports:
         try:
             got = run(backend)
-        except Exception as error:  # the verdict says it
+        except Exception as error:  # reported in the verdict
             crash = said(error)
     v = replace(
         v, first_s=time.perf_counter() - start, graphs=len(reports), lowered=sum(r.count("lowered") for r in reports),
@@ -261,7 +261,7 @@ def _judge(
 
 
 def _typical(drawn: Sequence[tuple[Calls, Calls, Calls]], dtype: str) -> str:
-    """What is wrong with a tensor whose error is too large in all draws but one, if there is such a tensor."""
+    """Describe a tensor whose error is too large in all draws but one, if there is one."""
     for k in range(len(drawn[0][0])):
         if why := next((why for g, e, _ in drawn if (why := _layout(g[k], e[k]))), ""):
             return f"call {k}: {why}"
@@ -274,7 +274,7 @@ def _typical(drawn: Sequence[tuple[Calls, Calls, Calls]], dtype: str) -> str:
 
 
 def _excused(v: Verdict, other: Callable[[], str]) -> Verdict:
-    """A failure that `aot_eager` has too is none of ours. `other` says what is wrong with it, or raises as it does."""
+    """Excuse a failure that `aot_eager` shares. `other` describes `aot_eager`'s failure, or raises its error."""
     try:
         why = other()
     except Exception as error:  # torch's own failure
@@ -283,7 +283,7 @@ def _excused(v: Verdict, other: Callable[[], str]) -> Verdict:
 
 
 def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple[str, float]:
-    """What is wrong with any of the calls, and the largest error over eager's largest."""
+    """Return what is wrong with any of the calls, and the ratio of the largest error to eager's largest."""
     ratio = 0.0
     for k, (g, w) in enumerate(zip(got, wide, strict=True)):
         eager = [d[k] for d in draws]
@@ -299,7 +299,7 @@ def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple
 
 
 def _moved(module: nn.Module, seed: int, by: float | None = None) -> nn.Module:
-    """A copy whose weights are moved by at most one rounding, or by a part of themselves."""
+    """Copy a module with its weights moved by at most one rounding, or by a fraction of themselves."""
     own = copy.deepcopy(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -315,7 +315,7 @@ def _moved_inputs(given: Mapping[str, Any], seed: int, by: float | None = None) 
 
 
 def _in_plain_ops(module: Any) -> nn.Module:
-    """A copy without grouped products, which have no fp64."""
+    """Copy a module without grouped products, which lack fp64."""
     own: nn.Module = copy.deepcopy(module)
     for part in own.modules():
         if hasattr(getattr(part, "config", None), "_experts_implementation"):
@@ -347,7 +347,7 @@ def _seeded(built: Built, fn: Callable[..., Any] | None) -> Any:
 
 
 def _seed() -> None:
-    """The generators that models draw from: layers are dropped by Python's, parts of a spectrum masked by NumPy's."""
+    """Seed all generators that models use: LayerDrop uses Python's, masks of spectra use NumPy's."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -370,7 +370,7 @@ def _floating(x: Any) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """The kind and the text of what is behind all causes, and where it was raised."""
+    """Describe the root cause of an error: its type, its text and where it was raised."""
     while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = inner
     where = traceback.extract_tb(error.__traceback__)[-1:]

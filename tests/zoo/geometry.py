@@ -1,7 +1,7 @@
-"""Small geometries of `transformers` configurations: what a number means follows from its name.
+"""Small geometries of `transformers` configurations: the meaning of a number is inferred from its name.
 
-A configuration is made by its class with small values for the parameters that `RULES` knows, so that whatever the class
-derives from them is right. Values that must fit together (heads times head size) follow from the same few numbers.
+A configuration is created by its class with small values for the parameters that `RULES` knows, so that values derived by the
+class are right. Values that must fit together (heads times head size) follow from the same few numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = _rules(
             2 * WIDTH
         ),
         r"(num|n|moe)_.*experts|num_experts": _at_most(4),
-        r"n_group|num_expert_group": _at_most(2),  # of experts; below, how many of them one token may use
+        r"n_group|num_expert_group": _at_most(2),  # groups of experts; below, how many of them one token may use
         r"topk_group|first_k_dense_replace": _at_most(1),
         r".*experts_per_tok|.*top_?k|moe_k": _at_most(2),
         r"(.*_)?hidden_(size|dim)|d_model|n_embd|dim|.*embed_dim|.*embedding_size|.*embedding_dim|.*width|d_embed|.*_hidden_size": (
@@ -62,7 +62,7 @@ RULES: tuple[Rule, ...] = _rules(
 LISTS: tuple[Rule, ...] = _rules(
     {
         r".*depths?|.*layers?|num_blocks.*": lambda old: [min(1, x) if isinstance(x, int) else x for x in old],
-        r".*_indexes": lambda old: [LAYERS - 1],  # of blocks that do something more than the others
+        r".*_indexes": lambda old: [LAYERS - 1],  # blocks with extra computation
         r".*hidden_sizes|.*channels|embed_dims?|.*_dims?|widths?": lambda old: (
             old if max(old) <= WIDTH else [max(8, x // 4 // 8 * 8) for x in old]
         ),
@@ -71,7 +71,7 @@ LISTS: tuple[Rule, ...] = _rules(
 
 
 def _in_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions of time, height and width, each on its part of a head."""
+    """Rotary positions for time, height and width, each on its own section of a head."""
     half = int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
     return {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
 
@@ -82,13 +82,13 @@ GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("small, as many heads for keys as for queries", {"num_key_value_heads": HEADS}),
     ("shallow", {}),
 )
-"""What is tried, in order: a name, and values that stand above the rules, or make one of the default."""
+"""Geometries in the order in which they are tried: a name, and values that override the rules or are computed from the default."""
 
 
 def small(config: type, geometry: str = "small") -> Any:
-    """An instance of a configuration class at one of `GEOMETRIES`; "shallow" makes only depth and vocabulary small.
+    """Make an instance of a configuration class in one of `GEOMETRIES`; "shallow" reduces only depth and vocabulary.
 
-    Raises whatever the class raises for values that do not fit together.
+    Raises the class's errors for values that do not fit together.
     """
     own = dict(GEOMETRIES)[geometry]
     given, defaults = {}, _defaults(config)
@@ -100,12 +100,12 @@ def small(config: type, geometry: str = "small") -> Any:
             given[name] = value
     made = config(**given)
     if hasattr(made, "use_cache"):
-        made.use_cache = False  # a cache is no output to compare; `generate` asks for one
+        made.use_cache = False  # a cache cannot be compared; `generate` requests one
     return made
 
 
 def _defaults(config: type) -> dict[str, Any]:
-    """The parameters of a configuration class that hold values, as its default instance has them."""
+    """The value parameters of a configuration class, with the values of its default instance."""
     instance = config()
     names = [n for n in inspect.signature(config).parameters if n not in ("self", "kwargs", "args")]
     names += [n for n in getattr(config, "sub_configs", {}) if n not in names]
@@ -129,7 +129,7 @@ def _small_value(name: str, value: Any, geometry: str, depth: int | None) -> Any
 
 
 def _of_each_kind(value: list[Any]) -> list[Any]:
-    """What a list says of `LAYERS` layers: of two kinds if there are two."""
+    """Shorten a per-layer list to `LAYERS` entries, with two kinds if it has two."""
     kinds = [x for k, x in enumerate(value) if x not in value[:k]]
     return (kinds + value)[:LAYERS] if len(kinds) > 1 else value[:LAYERS]
 

@@ -1,4 +1,4 @@
-"""Models as people write them for themselves: what no library's catalogue holds."""
+"""Models as users write them, which no library's catalogue contains."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class VariationalAutoencoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Torch's own LSTM and GRU, one behind the other."""
+    """Torch's LSTM followed by its GRU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Recurrent(nn.Module):
 
 
 class UnrolledCell(nn.Module):
-    """A recurrent cell by hand, stepped by a Python loop."""
+    """A handwritten recurrent cell, stepped by a Python loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A selective scan by hand (Gu and Dao, 2023)."""
+    """A handwritten selective scan (Gu and Dao, 2023)."""
 
     def __init__(self, width: int = 16, state: int = 4) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class DiffusionBlock(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """Upsampling and gated dilated convolutions, weights normed (van den Oord et al., 2016; HiFi-GAN's shape)."""
+    """Upsampling and gated dilated convolutions with weight norm (van den Oord et al., 2016; HiFi-GAN's shape)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class RadianceField(nn.Module):
 
 
 class Siamese(nn.Module):
-    """Two towers and a contrastive loss, as CLIP trains."""
+    """Two towers with a contrastive loss, as in CLIP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def _edges(nodes: int) -> dict[str, Any]:
 
 
 def _one(make: Callable[[], nn.Module], given: Callable[[int], dict[str, Any]]) -> Callable[[], Made]:
-    """`given(0)` is the example, others are other sizes."""
+    """Return a maker of the model with its inputs: `given(0)` is the example, larger arguments give other sizes."""
     return lambda: (make(), given(0), given)
 
 

@@ -16,7 +16,7 @@ Inputs = dict[str, Any]
 
 
 def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH) -> Iterator[Inputs]:
-    """Keyword inputs to try, the fullest first: not every model takes all that its signature names."""
+    """Yield keyword inputs to try, the most complete first: not every model accepts all that its signature names."""
     torch.manual_seed(0)
     names = list(inspect.signature(module.forward).parameters)
     config: Any = module.config
@@ -39,7 +39,7 @@ def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH
 
 
 class Form(NamedTuple):
-    """Shapes of one example, for what configurations do not say."""
+    """Shapes of an example that configurations do not define."""
 
     image: tuple[int, int, int]
     sound: tuple[int, ...]
@@ -51,7 +51,7 @@ def _forms(config: Any, keys: list[str]) -> Iterator[Form]:
 
 
 def _images(config: Any) -> list[tuple[int, int, int]]:
-    """Channels, height and width to try."""
+    """The (channels, height, width) to try."""
     size, channels = _find(config, "image_size"), _find(config, "num_channels") or 3
     if isinstance(size, int):
         return [(channels, size, size)]
@@ -61,7 +61,7 @@ def _images(config: Any) -> list[tuple[int, int, int]]:
 
 
 def _find(config: Any, name: str) -> Any:
-    """An attribute of a configuration, or of one inside of it."""
+    """Find an attribute of a configuration or of a nested one."""
     if getattr(config, name, None) is not None:
         return getattr(config, name)
     inner = [getattr(config, k) for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
@@ -98,7 +98,7 @@ def _sound(config: Any, batch: int, length: int, form: Form) -> Tensor:
 
 
 def _sounds(config: Any) -> list[tuple[int, ...]]:
-    """Samples, samples of one channel, a spectrogram."""
+    """The shapes of audio to try: samples, samples of one channel, a spectrogram."""
     return [(4000,), (1, 4000), (_find(config, "max_length") or FRAMES, _find(config, "num_mel_bins") or 16)]
 
 
@@ -111,7 +111,7 @@ def _task(config: Any, batch: int, length: int, form: Form) -> Tensor:
 
 
 def _patches(config: Any, names: list[str], batch: int) -> Inputs:
-    """Images as rows of pixels, `GRID` by `GRID` patches each."""
+    """Images as rows of pixels, with `GRID` by `GRID` patches each."""
     count = (_find(config, "in_channels") or 3) * (_find(config, "temporal_patch_size") or 1) * _find(config, "patch_size") ** 2
     pixels = next(n for n in names if n != "grid_thw")
     return {pixels: torch.randn(batch * GRID * GRID, count), "grid_thw": torch.tensor([[1, GRID, GRID]] * batch)}

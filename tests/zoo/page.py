@@ -16,7 +16,7 @@ from typing import Any
 from tests.zoo.check import MODES, Verdict
 
 MARKS = {"right": "✓", "not run": "–", "not built": "", "wrong in aot_eager too": "≈"}
-"""Of a status; every other one is written out."""
+"""Symbols for statuses; all others are written out."""
 
 HEAD = """# The zoo
 
@@ -35,7 +35,7 @@ The last columns: seconds of the first call, number of graphs, ops that were low
 
 
 def page(records: Iterable[dict[str, Any]]) -> str:
-    """The page as Markdown."""
+    """Format the page as Markdown."""
     return "\n".join([HEAD, *(_section(r) for r in records)])
 
 
@@ -73,7 +73,7 @@ def _counts(verdicts: Sequence[Verdict], modes: Sequence[str]) -> list[str]:
 
 
 def _others(verdicts: Sequence[Verdict]) -> list[str]:
-    """What is neither right nor excused, with the reason."""
+    """List verdicts that are neither right nor excused, with the reason."""
     found = [v for v in verdicts if v.status not in MARKS or v.bugs]
     said = [(v.reason or "; ".join(v.bugs)).splitlines() or [""] for v in found]
     lines = [f"- `{v.model}`, {v.mode}: {v.status}: {text[0]}" for v, text in zip(found, said, strict=True)]

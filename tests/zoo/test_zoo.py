@@ -1,4 +1,4 @@
-"""A sample of the zoo, and that its judge finds what is wrong. All of it: `python -m tests.zoo`."""
+"""A sample of the zoo, and tests that its judge finds errors. `python -m tests.zoo` runs all of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLE = [
     ("transformers/albert", "inference"),
     ("transformers/deberta-v2", "inference"),
     ("transformers/mamba", "bf16"),
-    ("transformers/mistral", "generate"),  # a cache that slides
+    ("transformers/mistral", "generate"),  # a sliding-window cache
     ("transformers/qwen2_moe", "inference"),
     ("handmade/unet", "training"),
     ("handmade/graph_attention", "training"),
@@ -45,7 +45,7 @@ def test_every_source_has_models() -> None:
 
 
 def backend_that(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A backend that runs the graph and then changes its first result."""
+    """Make a backend that runs the graph and then changes its first result."""
 
     def backend(graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_errors_of_one_distribution_are_right_and_larger_ones_are_not() -> None:
-    """Draws of a heavy tail differ by far more than twice, but not always in one direction."""
+    """Draws from a heavy tail differ by far more than a factor of two, but not always in the same direction."""
     torch.manual_seed(0)
     exact = torch.zeros(7, 1, dtype=torch.float64) + 1e-9
 
