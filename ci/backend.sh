@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A vendor's job, on that vendor's hardware: the doctor must find the device and compute on it, then its tests run, and a part of
-# the conformance kit of every level (`fusewright conformance --backend NAME` is the whole). Its record goes to $OUT, if that is set.
+# A vendor's job on that vendor's hardware: the doctor must find the device and compute on it; then its tests run, and a part of
+# each level of the conformance kit (`fusewright conformance --backend NAME` runs all of it). Its record goes to $OUT, if set.
 # Usage: ci/backend.sh NAME   (a name of fusewright.backends)
 set -euo pipefail
 name=$1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Job "host": everything that needs no device. Also the part of CI that decides whether a change may land.
+# Job "host": everything that needs no device. It also decides whether a change may land.
 set -euo pipefail
 PYTHON=${PYTHON:-python}
 "$PYTHON" -m ruff check .

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The Mac's job: the doctor must find the device and compute on it, then ops, models and times there, with a record of them all.
+# The Mac's job: the doctor must find the device and compute on it; then ops and models are checked and timed, and recorded.
 # Usage: ci/mps.sh apple_mps [OPTIONS OF ci/mps/check.py]   The record goes to $OUT/mps.json, or to mps.json here.
-# With --simulate it needs no Mac: the same checks on CPU tensors, by the shim of Metal, and no times.
+# With --simulate it needs no Mac: the same checks on CPU tensors with the Metal shim, without times.
 set -euo pipefail
 name=$1
 shift

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The Mac's backend on a machine that is none: its tests, every model of the suite, its fusion beside Triton's, and the Mac's own
-# job run dry. It needs a C++ compiler.
+# The Mac's backend without a Mac: its tests, every model of the suite, its fusion compared with Triton's, and a dry run of the
+# Mac's own job. It needs a C++ compiler.
 # Usage: ci/mps_simulated.sh apple_mps
 set -euo pipefail
 name=$1

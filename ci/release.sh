@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Wheels and source distributions for the index. Usage: ci/release.sh FOLDER PACKAGES   (folders: common,cpu,...)
+# Build wheels and source distributions for the index. Usage: ci/release.sh FOLDER PACKAGES   (folders: common,cpu,...)
 # In a manylinux image, PYTHON_VERSION (3.11) picks the interpreter, and native wheels get the image's tag.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Torch and every package of the checkout with its tests, into the environment of $PYTHON.
+# Install torch and every package of the checkout, with test dependencies, into the environment of $PYTHON.
 # Usage: ci/setup.sh VERSION [EXTRAS]   VERSION of torch, or "newest"; EXTRAS of the workspace (default: test,lint)
-# Which build of torch it is (CPU, CUDA, ROCm) is a matter of the runner: its pip names the index (PIP_INDEX_URL).
+# The runner decides which build of torch it is (CPU, CUDA, ROCm): its pip names the index (PIP_INDEX_URL).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1
@@ -16,7 +16,7 @@ if [ "$version" = newest ]; then
 else
   "$PYTHON" -m pip install -q "torch==$version"
 fi
-# As the index names it: of a CUDA build, `torch.__version__` has a local part that its wheel has not.
+# The version as the index names it: in a CUDA build, `torch.__version__` has a local part that the wheel's version lacks.
 "$PYTHON" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >>"$constraints"
 "$PYTHON" -m pip install -q -c "$constraints" ".[$extras]"
 # A CUDA build of torch brings its own Triton; the others need one to simulate the GPU backends.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A GPU backend's job on a machine without that GPU: its own code on CPU tensors, and every kernel of the suite as machine
-# code for the backend's targets. Of the conformance kit's levels a part is run; its record goes to $OUT, if that is set.
+# A GPU backend's job on a machine without that GPU: run its own code on CPU tensors, and build every kernel of the suite as machine
+# code for the backend's targets. A part of each level of the conformance kit runs too; its record goes to $OUT, if set.
 # Usage: ci/simulated.sh NAME   (nvidia_triton or rocm_triton)
 set -euo pipefail
 name=$1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests with another version of torch, in an environment of its own. Usage: ci/with_torch.sh VERSION [ARGUMENTS OF PYTEST]
+# Run tests with another version of torch, in a separate environment. Usage: ci/with_torch.sh VERSION [ARGUMENTS OF PYTEST]
 # The quick tests by default; all of two folders: ci/with_torch.sh 2.12.1 -q tests/ops tests/unit
-# `python -m ci.jobs cells` lists the versions that are supported. One environment with a CUDA build takes 8 GB, and is removed.
+# `python -m ci.jobs cells` lists the supported versions. An environment with a CUDA build takes 8 GB, and is removed afterwards.
 set -euo pipefail
 version=$1
 shift

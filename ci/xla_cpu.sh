@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The example backend on XLA (examples/xla_cpu): JAX goes into an environment of its own on top of this one, then doctor, the
-# package's tests, BERT and ResNet against fp64, and the conformance kit. Usage: ci/xla_cpu.sh [FOLDER OF THE ENVIRONMENT]
+# The example backend on XLA (examples/xla_cpu): install JAX into an environment on top of this one, then run doctor, the package's
+# tests, BERT and ResNet against fp64, and the conformance kit. Usage: ci/xla_cpu.sh [FOLDER OF THE ENVIRONMENT]
 set -euo pipefail
 PYTHON=${PYTHON:-python}
 venv=${1:-build/xla}
 export PYTHONPATH="$PWD/common${PYTHONPATH:+:$PYTHONPATH}"
 if [ ! -x "$venv/bin/python" ]; then
   "$PYTHON" -m venv --system-site-packages "$venv"
-  # Where this one is a virtual environment, the system's packages are not its own: it is named too.
+  # If this is a virtual environment, system packages would not include its own, so it is named too.
   "$PYTHON" - >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/beneath.pth" <<'EOF'
 import site
 print("import site;", "; ".join(f"site.addsitedir({folder!r})" for folder in site.getsitepackages()))

@@ -1,8 +1,8 @@
-"""What the host does in a call of a compiled model on a CPU, in us: `python -m ci.cpu.host [mobilenet_v2 decode gpt2_small:train]`.
+"""Host time per call of a compiled model on a CPU, in us: `python -m ci.cpu.host [mobilenet_v2 decode gpt2_small:train]`.
 
-For each model, in turns in one process, eager, launches by Python and by `fusewright-native`: the least time of a step, in the
-thread's own time, and what of it the plans spend on each kind of call, as count x us. Ratios mean something on a busy machine,
-figures only on an idle one.
+For each model it runs eager, launches by Python and launches by `fusewright-native` in turns in one process. It prints the minimum
+thread CPU time of a step, and how much of it the plans spend on each kind of call, as count x us. On a busy machine only ratios are
+meaningful; absolute figures need an idle one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[[], Any]
 
 
 def _decoding() -> tuple[Any, Callable[[Any], Step]]:
-    """A step of a tiny Llama with a static cache, batch 1."""
+    """Return a decoding step of a tiny Llama with a static cache, batch 1."""
     built = build_decoding("decode:llama", "small", steps=1)
     return built.fn, lambda forward: torch.no_grad()(built.bind(forward))
 
@@ -58,7 +58,7 @@ def _training(name: str) -> tuple[Any, Callable[[Any], Step]]:
 
 
 def model(text: str) -> tuple[Any, Callable[[Any], Step]]:
-    """A module, and what makes a step of its (compiled) forward."""
+    """Return a module, and a function that makes a step from its (compiled) forward."""
     name, _, mode = text.partition(":")
     if name == "decode":
         return _decoding()
@@ -67,7 +67,7 @@ def model(text: str) -> tuple[Any, Callable[[Any], Step]]:
 
 @dataclass
 class Way:
-    """A model compiled in one way, with the plans that it runs."""
+    """A model compiled one way, with the plans that it runs."""
 
     name: str
     step: Step
@@ -77,7 +77,7 @@ class Way:
 
 @contextmanager
 def _collecting(plans: list[dict[str, Any]]) -> Iterator[None]:
-    """Namespaces of the plans that are loaded meanwhile."""
+    """Collect the namespaces of the plans loaded in this context."""
     load = codegen.load
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -98,14 +98,14 @@ def compiled(name: str, module: Any, step: Callable[[Any], Step], by_native: boo
     with _collecting(way.plans):
         way.step = step(
             torch.compile(module, backend=BACKEND, options={"verify": by_native})
-        )  # another guard, so other code
+        )  # a different guard, so separate code
         for _ in range(3):
             way.step()
     return way
 
 
 def measure(ways: Sequence[Way], rounds: int) -> None:
-    """In turns of a few calls; the first of each finds Dynamo's guards in the other way's order."""
+    """Time all ways in turns of a few calls. The first call of each turn finds Dynamo's guards in the other way's order."""
     for _ in range(max(1, rounds // TURN)):
         for way in ways:
             way.step()
@@ -116,7 +116,7 @@ def measure(ways: Sequence[Way], rounds: int) -> None:
 
 
 def kinds(way: Way, rounds: int) -> dict[str, tuple[float, float]]:
-    """Kind of what the plans call -> how often a step, and the least us of one step in it, the clock's own time left out."""
+    """Return, by kind of call in the plans, the count per step and the minimum us per step, without the clock's overhead."""
     spent: dict[str, list[int]] = {}
     for space in way.plans:
         for name, called in list(space.items()):

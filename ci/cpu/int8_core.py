@@ -1,8 +1,8 @@
-"""The native int8 core beside torch's engines, shape by shape: `python -m ci.cpu.int8_core [--threads 1 2] [--isa avx2]`.
+"""Time the native int8 core against torch's engines, by shape: `python -m ci.cpu.int8_core [--threads 1 2] [--isa avx2]`.
 
-Times are the best of many, all candidates in turn, so that a busy machine slows none of them alone; rates follow from them.
-Products: FBGEMM and oneDNN as torch's quantized linear calls them, and bf16. Few rows: weights that no cache holds, beside the
-bandwidth that reading them reaches (`torch.sum`). `products()` and `few_rows()` give the figures as data.
+Times are the best of many calls with all candidates in turn, so that a busy machine does not slow only one; rates follow from them.
+Products: FBGEMM and oneDNN as torch's quantized linear calls them, and bf16. Few rows: weights larger than any cache, compared with
+the bandwidth of reading them (`torch.sum`). `products()` and `few_rows()` return the figures as data.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SHAPES = (
 """(m, k, n): linears of BERT, GPT-2 and ViT, and the pointwise convolutions of ResNet-50."""
 
 COLD = 1 << 28
-"""Bytes of weights that are read in turn: more than any cache holds."""
+"""Bytes of weights that are read in turn; more than any cache holds."""
 
 Thunk = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds by candidate for one piece of work. `work`: operations or bytes."""
+    """Seconds by candidate for one task. `work`: its operations or bytes."""
 
     name: str
     work: float
@@ -40,7 +40,7 @@ class Row:
 
 
 def best(candidates: Mapping[str, Sequence[Thunk]], seconds: float) -> dict[str, float]:
-    """The shortest call of each candidate; those of one are called in turn."""
+    """Return the shortest call of each candidate; the calls of one candidate are made in turn."""
     found = dict.fromkeys(candidates, float("inf"))
     end = time.perf_counter() + seconds
     while True:
@@ -54,13 +54,13 @@ def best(candidates: Mapping[str, Sequence[Thunk]], seconds: float) -> dict[str,
 
 
 def weight(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """int8 [n, k] and fp32 scales."""
+    """Return a weight: int8 [n, k] and fp32 scales."""
     g = torch.Generator().manual_seed(n + k)
     return torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=g), torch.rand(n, generator=g) * 0.01
 
 
 def engine_linear(name: str, x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor) -> Thunk:
-    """torch's static quantized linear by one of its engines."""
+    """Return torch's static quantized linear with one of its engines."""
     qx = torch._make_per_tensor_quantized_tensor(x, 0.05, 7)
     qw = torch._make_per_channel_quantized_tensor(w, w_scale.double(), torch.zeros(len(w), dtype=torch.long), 0)
     before = torch.backends.quantized.engine
@@ -73,7 +73,7 @@ def engine_linear(name: str, x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor
 
 
 def product(m: int, k: int, n: int) -> dict[str, Sequence[Thunk]]:
-    """Candidates for one static product, and our dynamic one."""
+    """Return the candidates for a static product, and our dynamic one."""
     w, w_scale = weight(n, k)
     x, bias, packed = torch.randint(0, 256, (m, k), dtype=torch.uint8), torch.randn(n), native.pack_linear(w)
     floats = torch.randn(m, k)
@@ -91,13 +91,13 @@ def product(m: int, k: int, n: int) -> dict[str, Sequence[Thunk]]:
 
 
 def products(seconds: float) -> Iterator[Row]:
-    """Static products of all shapes, in so many seconds altogether."""
+    """Measure static products of all shapes, within `seconds` in total."""
     for m, k, n in SHAPES:
         yield Row(f"{m} x {k} x {n}", 2.0 * m * k * n, best(product(m, k, n), seconds / len(SHAPES)))
 
 
 def few(m: int, packed: Sequence[Tensor], w_scale: Tensor, k: int) -> dict[str, Sequence[Thunk]]:
-    """Candidates for m rows and each of the weights."""
+    """Return the candidates for m rows and each of the weights."""
     x, floats = torch.randint(0, 256, (m, k), dtype=torch.uint8), torch.randn(m, k)
     x16 = floats.bfloat16()
     calls: dict[str, Callable[[Tensor], Tensor]] = {
@@ -111,7 +111,7 @@ def few(m: int, packed: Sequence[Tensor], w_scale: Tensor, k: int) -> dict[str, 
 
 
 def few_rows(seconds: float, n: int = 4096, k: int = 4096, rows: Sequence[int] = (1, 4, 8, 16, 32)) -> Iterator[Row]:
-    """Products of a few rows with weights from memory, in so many seconds altogether."""
+    """Measure products of a few rows with weights from memory, within `seconds` in total."""
     (w, w_scale), copies = weight(n, k), max(2, COLD // (n * k))
     packed = [native.pack_linear(w.roll(i, 0)) for i in range(copies)]
     for m in rows:
@@ -119,7 +119,7 @@ def few_rows(seconds: float, n: int = 4096, k: int = 4096, rows: Sequence[int] =
 
 
 def table(title: str, rows: Sequence[Row], base: str, unit: str) -> str:
-    """Microseconds, rate, and how many times as fast as `base` each is."""
+    """Return a table of microseconds, rates, and speed-ups over `base`."""
     lines = [f"\n{title}", f"{'':20}" + "".join(f"{name:>24}" for name in rows[0].seconds)]
     for row in rows:
         cells = (

@@ -1,4 +1,4 @@
-"""Write docs/ops.md from the opset table. With `--check`, say whether it is up to date instead."""
+"""Write docs/ops.md from the opset table, or with `--check` only report whether it is up to date."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TITLES = {
 }
 
 RECORD = Path(__file__).parents[2] / "tests" / "ops" / "lowering.json"
-"""What the tests saw of loop kernels: row -> dtype -> "static" and "dynamic" -> what computed the samples."""
+"""What computed each row's samples in the tests of loop kernels: row -> dtype -> "static" and "dynamic" -> what computed them."""
 
 LOWERED = ("fp32", "bf16", "int64", "bool")
 
@@ -59,7 +59,7 @@ is what is left. It has been simulated, never run on a Mac.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRO.format(version=OPSET, rows=len(ops.ROWS), aliases=len(ALIASES))]
     parts.append(_table(("kind", "rows"), [(title, str(len(_rows(kind)))) for kind, title in TITLES.items()]))
     record = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def page() -> str:
 
 
 def _meanings() -> dict[str, str]:
-    """What the rules that are not made from argument names mean."""
+    """Return the meaning of each rule that is not generated from argument names."""
     rules = [rule for op in ops.ROWS for rule in (op.dtype_rule, op.shape_rule)]
     return {_rule(rule): " ".join(inspect.cleandoc(rule.__doc__).split()) for rule in rules if rule.__doc__}
 
@@ -91,7 +91,7 @@ def _cells(op: Op, lowered: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lowered(seen: Mapping[str, Mapping[str, str]], dtype: str) -> str:
-    """What computed the row's samples of a dtype, static and dynamic; "" where the row has no such dtype."""
+    """Return what computed the row's samples of a dtype, static and dynamic; "" if the row does not take the dtype."""
     return " / ".join(dict.fromkeys(v for v in seen.get(dtype, {}).values()))
 
 
@@ -114,13 +114,13 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Text of a cell; `a[i][j]` outside of code is a link to Markdown."""
+    """Return the text of a cell, escaped: Markdown reads `a[i][j]` outside code as a link."""
     text = text.replace("|", "\\|")
     return text if "`" in text else text.replace("[", "\\[")
 
 
 def main() -> int:
-    """Exit status 1 when `--check` finds the page out of date."""
+    """Return exit status 1 if `--check` finds the page out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     if not parser.parse_args().check:

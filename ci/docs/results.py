@@ -1,4 +1,4 @@
-"""docs/results/<machine>.md from the JSON records beside it: `python -m ci.docs.tables` writes them."""
+"""Generate docs/results/<machine>.md from the JSON records next to it: `python -m ci.docs.tables` writes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Figures of different records are not compared: machines are shared, so read rati
 
 
 def pages() -> dict[Path, str]:
-    """Every page with its text. ValueError for a record of a machine that has no title."""
+    """Return every page with its text. Raise ValueError for a record of a machine without a title."""
     found = sorted(FOLDER.glob("*.json"), reverse=True)
     if unknown := sorted({_machine(p) for p in found} - set(MACHINES)):
         raise ValueError(f"no title in MACHINES for the records of {', '.join(unknown)}")
@@ -38,7 +38,7 @@ def pages() -> dict[Path, str]:
 
 
 def newest(what: str, folder: Path = FOLDER) -> str:
-    """Where the newest record of this name comes from, and its table of times; "" where there is none."""
+    """Return the provenance of the newest record of this name and its table of times; "" if there is none."""
     named = ((m, p) for p in folder.glob("*.json") if (m := NAME.fullmatch(p.name)) and m["what"] == what)
     if not (found := sorted((m["date"], p) for m, p in named)):
         return ""
@@ -69,7 +69,7 @@ def _section(path: Path) -> str:
 
 
 def _facts(path: Path, record: Record) -> str:
-    """Where it comes from: the record, commit, versions, device and commands."""
+    """Return the provenance of a record: file, commit, versions, device and commands."""
     versions = record.get("versions") or {k: record[k] for k in ("torch", "triton", "cuda") if k in record}
     words = [f"Record: [{path.name}]({path.name})."]
     words += [f"Commit {c}." for c in _listed(record.get("commit") or record.get("commits"))]
@@ -88,7 +88,7 @@ def _listed(what: Any) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Rows) -> str:
-    """A table, or "" without rows."""
+    """Return a table, or "" without rows."""
     lines = ["| " + " | ".join(_cell(c) for c in row) + " |" for row in rows]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) if lines else ""
 
@@ -130,7 +130,7 @@ def _steady_row(row: Record, names: Sequence[str], ours: str) -> list[object]:
 
 
 def _median(found: Record) -> str:
-    """Three digits; "" for a contender that was not run, its status for one that failed."""
+    """Format a median with three digits; "" for a contender that was not run, the status of one that failed."""
     if "steady" not in found:
         return str(found.get("status", ""))
     ms = float(found["steady"]["median_ms"])
@@ -200,7 +200,7 @@ def _accuracy(record: Record) -> str:
 
 
 def _flat_rows(record: Record) -> list[str]:
-    """Rows of plain values, and of one level of dicts. Columns that are empty everywhere are left out."""
+    """Return tables of plain values and of one level of dicts, without empty columns."""
     flat = [{k: v for k, v in _flat(row).items() if v not in ("", None)} for row in record["rows"]]
     head = list(dict.fromkeys(k for row in flat for k in row))
     return [_table([k.replace("_", " ") for k in head], [[row.get(k, "") for k in head] for row in flat])]
@@ -236,7 +236,7 @@ def _right(record: Record) -> list[str]:
 
 
 def _listings(record: Record) -> list[str]:
-    """A record of printed lines: how many of what. The study holds the tables."""
+    """Return the number of lines of each kind in a record of printed lines; the study holds the tables."""
     return [_table(("what", "lines"), [[k, len(v)] for k, v in record.items() if isinstance(v, list)])]
 
 
@@ -248,4 +248,4 @@ KINDS: tuple[tuple[Callable[[Record], bool], Callable[[Record], list[str]]], ...
     (lambda r: "rows" in r and "schema" not in r, _flat_rows),
     (lambda r: "units" in r, _listings),
 )
-"""What a record is known by, and its tables. A record that no line knows is an error (tests/unit/test_docs.py)."""
+"""How to recognize each kind of record, and its tables. An unrecognized record is an error (tests/unit/test_docs.py)."""

@@ -1,7 +1,7 @@
-"""The documentation as a site, with an API reference made from docstrings: `python -m ci.docs.site` builds it into build/site.
+"""Build the documentation site, with an API reference from docstrings: `python -m ci.docs.site` writes it to build/site.
 
-Every warning is an error, links between pages and to headings among them, and so is a link of the built pages that leads nowhere.
-`--external` asks for every link to elsewhere, which needs the network. mkdocs comes with the extra `docs`.
+Every warning is an error, including those about links between pages and to headings, and so is any broken link in the built pages.
+`--external` requests every external link, which needs the network. mkdocs comes with the extra `docs`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SITE = ROOT / "build/site"
 
 
 class Page(HTMLParser):
-    """The links and the anchors of a page."""
+    """Collects the links and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def broken(site: Path) -> Iterator[str]:
-    """Links inside of the site that lead to no file, or to no place on a page."""
+    """Yield internal links to missing files or anchors."""
     found = pages(site)
     for path, page in found.items():
-        if path.name == "404.html":  # its links begin at the site's root, wherever that is
+        if path.name == "404.html":  # its links start at the site's root, wherever that is
             continue
         for link in dict.fromkeys(page.links):
             parts = urlsplit(link)
@@ -59,7 +59,7 @@ def broken(site: Path) -> Iterator[str]:
 
 
 def unanswered(site: Path) -> Iterator[str]:
-    """Links to elsewhere that do not answer."""
+    """Yield external links that do not answer."""
     links = {link for page in pages(site).values() for link in page.links if link.startswith(("http://", "https://"))}
     for link in sorted(links):
         request = urllib.request.Request(link, method="HEAD", headers={"User-Agent": "link check"})
@@ -70,8 +70,8 @@ def unanswered(site: Path) -> Iterator[str]:
 
 
 def build(folder: Path) -> Iterator[str]:
-    """Build the site of a folder with a mkdocs.yml. Lines of what is wrong."""
-    # Not `--quiet`: what is not printed is not counted by `--strict` either.
+    """Build the site of a folder with a mkdocs.yml. Yield the problems, one per line."""
+    # Not `--quiet`: `--strict` does not count warnings that are not printed.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean"]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

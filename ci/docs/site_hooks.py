@@ -1,6 +1,6 @@
-"""What mkdocs does to our pages: the README is its front page, and links to files that are no pages become their names.
+"""mkdocs hooks: the README becomes the front page, and links to files that are not pages become their names.
 
-The pages are written to be read in the checkout, where they point at sources and tests too.
+The pages are written for reading in the checkout, where they also link to sources and tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
-"""Pages of the site that are files of the checkout's root."""
+"""Pages of the site that are files in the checkout's root."""
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def localized(markdown: str, source: str) -> str:
-    """The text with links as the site has them. A link to nothing stays, and breaks the build."""
+    """Return the text with links as the site needs them. A broken link is kept, and fails the build."""
     return _LINK.sub(lambda m: _link(m, source), markdown)
 
 

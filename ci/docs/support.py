@@ -1,4 +1,4 @@
-"""The support matrix, from the committed coverage of each backend (`tests/conformance/coverage`)."""
+"""Generate the support matrix from the committed coverage of each backend (`tests/conformance/coverage`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ DTYPES = ("float32", "bfloat16", "int64", "bool")
 
 
 def read() -> dict[str, Coverage]:
-    """Every committed file, by its name: the backend's, with more where a backend has files of several devices."""
+    """Return every committed file by name: the backend's, with a suffix if a backend has files for several devices."""
     return {path.stem: Coverage.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
 def matrix() -> str:
-    """Three tables: what is lowered of the opset, what each level found, what no level could ask."""
+    """Return three tables: the lowered part of the opset, the results of each level, and what no level could check."""
     found = list(read().values())
     return "\n\n".join((_opset(found), _levels(found), _left_out(found)))
 
 
 def _opset(found: Sequence[Coverage]) -> str:
-    """Calls of the rows that are right and that are lowered, rows of the opset by dtype."""
+    """Return the table of correct and lowered calls, and of opset rows by dtype."""
     head = ["backend", "checked on", "torch", "rows tried", "correct", "lowered", *(f"rows in {d}" for d in DTYPES)]
     return _table(head, [_cells(c) for c in found])
 
@@ -38,7 +38,7 @@ def _cells(c: Coverage) -> Sequence[str]:
 
 
 def _levels(found: Sequence[Coverage]) -> str:
-    """What is right of each level; of OpInfo what is lowered too, and how far the run went in each dtype."""
+    """Return the table of correct results per level; for OpInfo also what is lowered, and how far the run got in each dtype."""
     plain = ("C0", "C1", "C3", "C4")
     head = ["backend", "OpInfo entries tried", "correct", "lowered", *(f"correct in {level}" for level in plain)]
     return _table(head, [[_name(c), *_entries(c), *(_right(c, level) for level in plain)] for c in found])
@@ -65,7 +65,7 @@ def _right(c: Coverage, level: str) -> str:
 
 
 def _left_out(found: Sequence[Coverage]) -> str:
-    """Checks that are in neither figure, by reason, and the rows without a call."""
+    """Return the table of checks excluded from both figures, by reason, and the rows without a call."""
     rows = []
     for c in found:
         skipped = [f"{n} {title}: {why}" for title, level in c.levels.items() for why, n in level.skipped.items()]

@@ -1,4 +1,4 @@
-"""Tables in the docs that are made from the code, and the pages of results: `python -m ci.docs.tables` writes them."""
+"""Generate the tables in the docs that come from code, and the pages of results: `python -m ci.docs.tables` writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GENERATED = [ROOT / "docs/reliability.md", ROOT / "docs/contributing.md", ROOT /
 
 
 def options() -> str:
-    """Every option and environment variable, from `fusewright.config`."""
+    """Return the table of every option and environment variable, from `fusewright.config`."""
     of_option = {
         f"{PREFIX}{f.metadata['env']}": f
         for f in Options.__dataclass_fields__.values()
@@ -49,7 +49,7 @@ NOT_MEASURED = (
 
 
 def updated(page: Path) -> str:
-    """The page's text with each table made anew."""
+    """Return the page's text with each table regenerated."""
     text = page.read_text()
     for name, make in TABLES.items():
         pattern = rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)"

@@ -1,12 +1,11 @@
-"""Builds every loop kernel of the suite, and those written by hand, for every GPU target, on a machine that needs no GPU.
+"""Build every loop kernel of the suite and every handwritten kernel for every GPU target, without a GPU.
 
     python -m ci.gpu.build_kernels [--backend rocm_triton] [--models bert,vit] [--targets sm_90,gfx942] [--json out.json]
 
-Each model is compiled with the backend on a simulated device and run on the CPU, inference and training, with the kernels
-themselves computed by the CPU's emitter; what the backend would load is collected. Every kernel that differs is then built
-with Triton for each of the backend's targets, and its registers, scratch memory and shared memory (LDS) are read from the
-code and compared with what the target has; so are the kernels written by hand, in the forms of the table `BY_HAND`.
-Exit code 1 when a kernel does not build or does not fit.
+Each model is compiled with the backend on a simulated device and run on the CPU, in inference and training, where the CPU's emitter
+computes the kernels; the kernels that the backend would load are collected. Triton then builds each distinct kernel for each of the
+backend's targets, and its registers, scratch memory and shared memory (LDS) are read from the code and compared with the target's
+limits; so are those of the handwritten kernels, in the forms of the table `BY_HAND`. Exit code 1 if a kernel does not build or fit.
 """
 
 from __future__ import annotations
@@ -124,13 +123,13 @@ BY_HAND: dict[str, Callable[[Target], None]] = {
     "product with a residual, bf16": partial(_product, _BF16, 768, "", residual=True),
     "product, rows of odd length, fp16": partial(_product, _FP16, 30522, ""),
 }
-"""Kernels written by hand: calls of their operators, on tensors of the meta device, as models make them. A call asks for nothing
-where the backend gives the kernel no such tensors."""
+"""Handwritten kernels: calls of their operators on meta tensors, as models make them. A call requests nothing if the backend does
+not pass such tensors to the kernel."""
 
 
 @dataclass
 class Row:
-    """What became of the kernels on one target. The worst of each kind come with the name of their function."""
+    """The results of the kernels on one target. The worst of each kind is listed with its function's name."""
 
     target: str
     kernels: int = 0
@@ -143,7 +142,7 @@ class Row:
     failures: list[str] = field(default_factory=list)
 
     def add(self, name: str, result: Sequence[Binary] | workers.BuildError, target: Target) -> None:
-        """Note one kernel's result."""
+        """Add one kernel's result."""
         self.kernels += 1
         if isinstance(result, workers.BuildError):
             self.failures.append(f"{name}: {result}")
@@ -163,7 +162,7 @@ class Row:
 
 @contextmanager
 def collecting(found: dict[str, Kernel]) -> Iterator[None]:
-    """What Triton backends load goes into `found`, by structural hash, and is computed by the CPU's emitter."""
+    """Collect what Triton backends load into `found`, by structural hash; the CPU's emitter computes it."""
 
     def collect(self: TritonBackend, kernels: Mapping[str, Any]) -> Mapping[str, KernelCode]:
         found.update(kernels)
@@ -174,7 +173,7 @@ def collecting(found: dict[str, Kernel]) -> Iterator[None]:
 
 
 def kernels_of(model: str, backend: str, size: suite.Size, dtypes: Sequence[str]) -> dict[str, Kernel]:
-    """The kernels of a model, by structural hash: inference, and training forward and backward."""
+    """Return the kernels of a model, by structural hash: inference, and training forward and backward."""
     found: dict[str, Kernel] = {}
     with collecting(found):
         for dtype in dtypes:
@@ -197,7 +196,7 @@ def _infer(model: str, backend: str, size: suite.Size, dtype: Any) -> None:
 
 
 def _train(model: str, backend: str, size: suite.Size, dtype: Any) -> None:
-    """With the model's own loss where it has one, else with the mean square of what it returns."""
+    """Train a step with the model's own loss if it has one, else with the mean square of its outputs."""
     if model in suite.TRAINABLE:
         step = suite.train_step(model, size, dtype)
         step.compiled = _compiled(step.module, backend)
@@ -215,7 +214,7 @@ def _train(model: str, backend: str, size: suite.Size, dtype: Any) -> None:
 
 
 def build(kernels: Mapping[str, Kernel], target: Target) -> Row:
-    """Every kernel for one target, in as many processes as there are processors."""
+    """Build every kernel for one target, with one process per processor."""
     row, wanted = Row(target.arch), []
     start = time.monotonic()
     for k in kernels.values():
@@ -236,7 +235,7 @@ def _name(k: Kernel) -> str:
 
 
 def add_by_hand(row: Row, target: Target) -> None:
-    """The kernels written by hand, in every form that the target is given them in."""
+    """Build the handwritten kernels in every form that the target uses."""
     start, wanted = time.monotonic(), dict[Order, str]()
     for name, call in BY_HAND.items():
         orders: list[Order] = []
@@ -253,7 +252,7 @@ def add_by_hand(row: Row, target: Target) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line per target."""
+    """Return a table with one line per target."""
     lines = [
         f"{'target':8} {'kernels':>7} {'functions':>9} {'failed':>6} {'seconds':>7}  {'registers':>9}  {'shared':>7}  "
         f"{'scratch':>15}  most registers in"
@@ -274,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = _chosen(a.models, MODELS, "model")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # an old build must not hide that a kernel no longer builds
+        os.environ["TRITON_CACHE_DIR"] = cache  # an old build must not hide a kernel that no longer builds
         for backend in backends:
             mine = [TARGETS[t] for t in targets if t in BACKENDS[backend].targets]
             kernels = _collected(backend, models, a) if mine else {}
@@ -298,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _document(a: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
-    """What is written to a file: the rows, and what made them."""
+    """Return the document to write: the rows and their provenance."""
     chosen = {name: getattr(a, name) for name in ("backend", "models", "targets", "size", "dtypes")}
     versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers")}
     date = datetime.now(UTC).date().isoformat()

@@ -1,6 +1,6 @@
-"""What went wrong on a GPU once: the cases of `ci/gpu/right.py`, each of which runs in a process of its own.
+"""Regression cases of past GPU failures, for `ci/gpu/right.py`, which runs each in its own process.
 
-A case raises where something is wrong, and returns a few words on what it saw.
+A case raises if something is wrong, and otherwise returns a few words about what it saw.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """`run` on so many `gpus`, in at most `seconds`. `line` is that of the list of what was found wrong, for the record."""
+    """Runs `run` on `gpus` GPUs, in at most `seconds`. `line`: the entry in the list of past failures, for the record."""
 
     run: Callable[[], str]
     line: str
@@ -38,7 +38,7 @@ class Case:
 
 
 def close(ours: Tensor, eager: Tensor, times: float = 1.0) -> None:
-    """Within roundings of the type, relative to the largest element."""
+    """Assert closeness up to the type's rounding error, relative to the largest element."""
     allowed = {torch.float32: 2e-3, BF16: 4e-2, torch.float16: 1e-2}[eager.dtype] * times
     assert ours.dtype == eager.dtype and ours.shape == eager.shape and ours.device == eager.device, (ours.dtype, ours.shape)
     error = ((ours.double() - eager.double()).abs().max() / eager.double().abs().max().clamp_min(1e-6)).item()
@@ -50,7 +50,7 @@ def recordings(reports: list[report.GraphReport]) -> int:
 
 
 def qwen(layers: int = 12) -> tuple[nn.Module, Tensor]:
-    """Qwen2's geometry: 16 heads on 2 of keys, 4 x 1024 tokens."""
+    """Return a model of Qwen2's geometry: 16 query heads, 2 key heads, 4 x 1024 tokens."""
     import transformers
 
     torch.manual_seed(0)
@@ -67,8 +67,8 @@ def qwen(layers: int = 12) -> tuple[nn.Module, Tensor]:
 
 @torch.no_grad()
 def beside_graph_trees() -> str:
-    """Inductor's graph trees, ours and eager take turns in one process, from their first calls on; the trees record once more
-    for another batch when ours has long been recorded."""
+    """Inductor's graph trees, ours and eager alternate in one process from the first call on; the trees record again for another
+    batch size long after our recording."""
     model, ids = qwen()
     eager = {n: model(ids[:n]).logits for n in (4, 2)}
     trees, ours = torch.compile(model, mode="reduce-overhead", dynamic=False), torch.compile(model, **OURS)
@@ -87,7 +87,7 @@ def beside_graph_trees() -> str:
 
 @torch.no_grad()
 def workspaces_that_others_clear() -> str:
-    """Between replays the libraries' workspaces are given back, and their memory is used and filled by somebody else."""
+    """Between replays the libraries' workspaces are freed, and their memory is reused and overwritten by others."""
     model, ids = qwen(2)
     eager = model(ids).logits
     with report.recording() as reports:
@@ -108,7 +108,7 @@ def workspaces_that_others_clear() -> str:
 
 
 def workspaces_in_training() -> str:
-    """As above, for recordings of forward and backward."""
+    """The same for recordings of forward and backward."""
 
     def grads(fn: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
@@ -136,7 +136,7 @@ def workspaces_in_training() -> str:
 
 @torch.no_grad()
 def streams_at_once() -> str:
-    """Four threads with a stream each replay products that split their sums: no two of them share a workspace."""
+    """Four threads, each with a stream, replay split-K products: no two of them may share a workspace."""
     torch.manual_seed(0)
     stacks = [nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda().to(BF16).eval() for _ in range(4)]
     inputs = [torch.randn(24, 4096, device="cuda", dtype=BF16) for _ in stacks]
@@ -153,7 +153,7 @@ def streams_at_once() -> str:
         except Exception as e:
             failures.append(f"{type(e).__name__}: {e}")
 
-    for k, x in enumerate(inputs):  # compiled one after the other: threads that compile at once are another matter
+    for k, x in enumerate(inputs):  # compiled one after another: concurrent compilation is a separate topic
         fast[k](x)
     threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
     for t in threads:
@@ -169,7 +169,7 @@ def streams_at_once() -> str:
 
 @torch.no_grad()
 def parallel_residuals() -> str:
-    """Attention and MLP added up, as GPT-NeoX, GPT-J and Falcon do, and a sum of three products alone."""
+    """Attention and MLP in parallel residuals, as in GPT-NeoX, GPT-J and Falcon, and a plain sum of three products."""
     import transformers
 
     torch.manual_seed(0)
@@ -199,7 +199,7 @@ def parallel_residuals() -> str:
 
 
 def names_of_symbols() -> str:
-    """BART's training step with symbolic sizes; then equal kernels under other names, from the process and from the disk."""
+    """BART's training step with symbolic sizes; then equal kernels under other names, from the process and from disk."""
     import transformers
 
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def names_of_symbols() -> str:
         for got, want in zip(step(fast, ids), step(model, ids), strict=True):
             close(got, want, 3)
     for f in (lambda x: F.softmax(x * 2, -1), lambda y, x: (y + 1, F.softmax(x * 2, -1))):
-        for _ in range(2):  # the second time from the disk
+        for _ in range(2):  # the second time from disk
             torch.compiler.reset()
             ours = torch.compile(f, dynamic=True, **STRICT)
             for rows in (17, 64, 300):
@@ -235,8 +235,8 @@ def _flat(x: Any) -> list[Tensor]:
 
 
 def random_numbers_of_a_first_run() -> str:
-    """A first run that is started over draws the same numbers again, from the GPU's own generator."""
-    with contextlib.suppress(RuntimeError):  # it may be defined already
+    """A restarted first run must draw the same random numbers again from the GPU's own generator."""
+    with contextlib.suppress(RuntimeError):  # it may already be defined
         torch.library.define("fusewright_gpu::told_wrong", "(Tensor x) -> Tensor")
         torch.library.impl("fusewright_gpu::told_wrong", "CUDA", lambda x: x * 2)
         torch.library.register_fake("fusewright_gpu::told_wrong", lambda x: torch.empty_like(x, dtype=BF16))
@@ -265,7 +265,7 @@ def random_numbers_of_a_first_run() -> str:
 
 
 def another_gpu_than_the_current_one() -> str:
-    """A model on cuda:1 while GPU 0 is current: inference that is recorded, decoding, training, and two devices in turn."""
+    """A model on cuda:1 while GPU 0 is current: recorded inference, decoding, training, and two devices in turn."""
     assert torch.cuda.current_device() == 0
     model, ids = qwen(2)
     one, there = model.to("cuda:1"), ids.to("cuda:1")
@@ -296,7 +296,7 @@ def another_gpu_than_the_current_one() -> str:
 
 
 class Block(nn.Module):
-    """A part of a transformer: a norm, and an MLP that is divided between GPUs."""
+    """A part of a transformer: a norm, and an MLP sharded between GPUs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def _rank(rank: int, store: str) -> None:
 
 
 def tensor_parallel() -> str:
-    """Two ranks that never come to a call at the same time: inference and training of a divided model come to an end."""
+    """Inference and training of a sharded model finish although the two ranks never reach a call at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (f"{folder}/store",), nprocs=2)
     return "20 calls and 4 steps"

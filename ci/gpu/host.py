@@ -1,10 +1,10 @@
-"""What the host does in a call of a compiled model on a GPU, in us: `python -m ci.gpu.host [bert vit distilgpt2 decode ...]`.
+"""Host time per call of a compiled model on a GPU, in us: `python -m ci.gpu.host [bert vit distilgpt2 decode ...]`.
 
-Medians of calls, each on an idle GPU: Dynamo up to our callable, our part up to the launch of the graph, the launch, what
-follows it, the whole call. Then the device's time of the graph, and of a call on an idle GPU.
+Medians of calls, each on an idle GPU: Dynamo up to our callable, our part up to the graph launch, the launch, the time after it,
+the whole call. Then the device time of the graph, and the time of a call on an idle GPU.
 
-`python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` is about calls that are not replayed: how many loop kernels
-they launch, how many by address, what the host takes for one, and the whole call: by Python, by `fusewright-native`, in eager.
+`python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` measures calls that are not replayed: how many loop kernels
+they launch, how many by address, the host time per launch, and the whole call: by Python, by `fusewright-native`, in eager.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call")
 
 
 def compiled(model: str) -> Callable[[], Any]:
-    """A call in bf16, compiled and recorded."""
+    """Return a call in bf16, compiled and recorded."""
     call = _inference(model, lambda module: torch.compile(module, **OURS))
     for _ in range(6):
         call()
@@ -44,7 +44,7 @@ def compiled(model: str) -> Callable[[], Any]:
 
 
 def _inference(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A call in bf16 of a model of `fusewright.bench.cases.large`, or a step of decoding."""
+    """Return a bf16 call of a model of `fusewright.bench.cases.large`, or a decoding step."""
     if model == "decode":
         built = build_decoding("decode:llama", "full", "bf16", DEVICE, steps=1)
     else:
@@ -53,20 +53,20 @@ def _inference(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 def _training(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Forward and backward under bf16 autocast of a model of the suite."""
+    """Return forward and backward of a suite model under bf16 autocast."""
     step = suite.train_step(model, "full", "amp").to(DEVICE)
     step.compiled = compile(step.module)
     return step.backward
 
 
 def recordings() -> list[tuple[Replayed, Any]]:
-    """All plans of this process that are replayed, with what was replayed last."""
+    """Return all replayed plans of this process, each with its last replay."""
     plans = [o for o in gc.get_objects() if type(o) is Replayed]
     return [(p, p._last) for p in plans if p._last is not None]
 
 
 def host_us(call: Callable[[], Any]) -> list[float]:
-    """Medians of the columns. Of several graphs in a call, those before the first launch and after the last one count."""
+    """Return the medians of the columns. With several graphs per call, times before the first and after the last launch count."""
     times: list[int] = []
     entered: list[int] = []
     run = Replayed.__call__
@@ -105,18 +105,18 @@ def host_us(call: Callable[[], Any]) -> list[float]:
 
 
 def device_us(replay: Callable[[], None], times: int = 5) -> float:
-    """Of one replay among several, issued while the device is busy."""
+    """Return the device time of one replay among several, issued while the device is busy."""
     return (CLOCK.queued(replay, times) or 0.0) * 1e6
 
 
 def call_us(call: Callable[[], Any], calls: int) -> float:
-    """The median of calls on an idle device."""
+    """Return the median of calls on an idle device."""
     return statistics.median(CLOCK.seconds(call) for _ in range(calls)) * 1e6
 
 
 def plain(text: str) -> dict[str, Callable[[], Any]]:
-    """Calls of a model (`bert`, `bert:dynamic`, `gpt2_small:train`) in eager, and compiled without replay for either launcher. The
-    first calls of a plan choose its launcher, so they are made here."""
+    """Return calls of a model (`bert`, `bert:dynamic`, `gpt2_small:train`) in eager, and compiled without replay for each launcher.
+    A plan chooses its launcher at its first calls, so they are made here."""
     name, _, mode = text.partition(":")
 
     def made(compile: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -125,7 +125,7 @@ def plain(text: str) -> dict[str, Callable[[], Any]]:
     calls = {"eager": made(lambda module: module)}
     for way in ("python", "native") if native.extension() else ("python",):
         os.environ["FUSEWRIGHT_NATIVE"] = str(int(way == "native"))
-        options = {**OURS["options"], "graphs": False, "verify": way == "native"}  # other options, so code of its own
+        options = {**OURS["options"], "graphs": False, "verify": way == "native"}  # different options, so separate code
         dynamic = True if mode == "dynamic" else None
         calls[way] = made(functools.partial(torch.compile, **{**OURS, "options": options}, dynamic=dynamic))
         for _ in range(4):
@@ -134,8 +134,8 @@ def plain(text: str) -> dict[str, Callable[[], Any]]:
 
 
 def launches_us(call: Callable[[], Any]) -> tuple[int, int, float]:
-    """How many loop kernels a call launches, how many of them `fusewright-native` may, and the median of the host's time for one;
-    nothing waits for the device."""
+    """Return how many loop kernels a call launches, how many of them `fusewright-native` may launch, and the median host time per
+    launch; nothing waits for the device."""
     times: list[int] = []
     by_address = 0
     run = GpuLauncher.__call__

@@ -1,11 +1,11 @@
-"""Models that are divided between two GPUs: right, timed beside eager and Inductor, and a hundred calls in a row without a hang.
+"""Check models sharded between two GPUs: correct results, times of eager, Inductor and ours, and a hundred calls without a hang.
 
     python -m ci.gpu.parallel [--ways decode,ddp] [--calls 100] [--limit 240] [--json out.json]
 
-A Llama of eight layers (2048 wide, 16 heads): inference of one token a sequence (decode) and of whole sequences (prefill) and a
-step of training (train) by DTensor's tensor parallelism, and training steps of FSDP2 and DDP. Each way is a process group;
-all compile side by side, then one is timed after the other. A hang ends at --limit and says so. The table comes last; exit code 1
-when a way is wrong, hung or failed.
+A Llama of eight layers (2048 wide, 16 heads): inference of one token per sequence (decode) and of whole sequences (prefill) and a
+training step (train) with DTensor's tensor parallelism, and training steps with FSDP2 and DDP. Each way is a process group; all
+compile concurrently, then they are timed one after another. A hang is ended after --limit seconds and reported. The table comes
+last; exit code 1 if a way is wrong, hung or failed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 WAYS = ("decode", "prefill", "train", "fsdp2", "ddp")
 BACKENDS = ("eager", "inductor", "nvidia_triton")
 ROWS = {"decode": (8, 1), "prefill": (4, 512), "train": (4, 512), "fsdp2": (4, 512), "ddp": (4, 512)}
-"""Sequences and their length, of each rank."""
+"""Number of sequences and their length, per rank."""
 BF16 = torch.bfloat16
 RANKS, WARM, CHUNK = 2, 5, 10
 NEAR = 0.03
-"""Of a loss or of results in bf16, beside eager's."""
+"""Tolerance of a loss or of bf16 results, relative to eager's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def _llama(device: torch.device) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     seed = torch.random.get_rng_state()
-    torch.manual_seed(0)  # replicas start equal
+    torch.manual_seed(0)  # replicas must start equal
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
     config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, **heads)
     model: nn.Module = LlamaForCausalLM(config).to(device)
@@ -152,7 +152,7 @@ def _divided(way: str, model: Any) -> Any:
 
 
 def _step(way: str, model: nn.Module, backend: str, x: Tensor) -> Callable[[], Tensor]:
-    """A call: logits, or the loss of a training step."""
+    """Return a call that gives logits, or the loss of a training step."""
     fast: Any = model if backend == "eager" else torch.compile(model, backend=backend)
 
     def infer() -> Tensor:
@@ -171,7 +171,7 @@ def _step(way: str, model: nn.Module, backend: str, x: Tensor) -> Callable[[], T
 
 
 def _await_others(folder: Path, way: str, rank: int) -> None:
-    """Until every rank of every way has compiled, as nothing is timed beside a compiler."""
+    """Wait until every rank of every way has compiled, because compilers would disturb the timing."""
     (folder / f"{way}{rank}.ready").touch()
     start = time.monotonic()
     while len(list(folder.glob("*.ready"))) < int(os.environ["PEERS"]) and time.monotonic() - start < 150:
@@ -179,7 +179,7 @@ def _await_others(folder: Path, way: str, rank: int) -> None:
 
 
 def _timed(steps: dict[str, Callable[[], Tensor]], calls: int, rank: int, folder: Path) -> dict[str, float]:
-    """Median milliseconds of a call, of chunks in turns, with no other group at work."""
+    """Return the median milliseconds per call, timed in alternating chunks while no other group runs."""
     with (folder / "lock").open("w") as lock:
         if rank == 0:
             fcntl.flock(lock, fcntl.LOCK_EX)

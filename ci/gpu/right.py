@@ -1,13 +1,13 @@
-"""Everything that went wrong on a GPU once, once more: one command, some four minutes on an H200. The table comes last.
+"""Rerun every past GPU failure: one command, some four minutes on an H200. The table comes last.
 
     python -m ci.gpu.right [--cases beside_graph_trees,parallel_residuals] [--tests] [--opinfo 1-8/64] [--json out.json]
 
-Each case of `cases.py` runs in a process of its own with a time limit, so that one that hangs, or leaves the GPU in an error,
-costs itself alone; two at a time. Cases of two GPUs are left out where there is one, and the table says so. `--tests` adds what
-the tests mark for this hardware (`pytest tests/backends/triton -m hardware`, at most seven minutes), and `--opinfo` a shard of
-torch's OpInfo database through `ci/operators/opinfo.py` (at most five minutes; 1-8/64 is an eighth of it).
+Each case of `cases.py` runs in its own process with a time limit, so that a hang or a GPU error affects only that case; two run at
+a time. Cases for two GPUs are skipped if there is only one, and the table says so. `--tests` adds the tests marked for this
+hardware (`pytest tests/backends/triton -m hardware`, at most seven minutes), and `--opinfo` a shard of torch's OpInfo database
+through `ci/operators/opinfo.py` (at most five minutes; 1-8/64 is an eighth of it).
 
-The record goes to `--json`, or to gpu_right.json in the folder that the variable OUT names. Exit code 1 when anything failed.
+The record goes to `--json`, or to gpu_right.json in the folder that the variable OUT names. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 2
 TESTS_SECONDS, OPINFO_SECONDS = 420.0, 300.0
 SAID = 600
-"""Characters of the end of a failed process's output that are kept."""
+"""Characters kept from the end of a failed process's output."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a case: "right", "wrong", "out of time" or "left out"."""
+    """The result of a case: "right", "wrong", "out of time" or "left out"."""
 
     case: str
     line: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def run(name: str, line: str, command: Sequence[str], limit: float) -> Row:
-    """One process in a session and with caches of its own. Its last line of output is what it has to say."""
+    """Run one process in its own session, with its own caches. The last line of its output is its message."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         caches = {n: f"{folder}/{n}" for n in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")}
@@ -69,16 +69,16 @@ def run(name: str, line: str, command: Sequence[str], limit: float) -> Row:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that was started in a session of its own, with all of that session."""
+    """End a process that was started in its own session, with everything in that session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # it has ended by itself, and so have its children
+        pass  # it has already ended, and so have its children
     process.wait()
 
 
 def jobs(given: argparse.Namespace, gpus: int) -> tuple[list[tuple[str, str, list[str], float]], list[Row]]:
-    """What is to be run (name, line, command, seconds), and what is left out."""
+    """Return what to run (name, line, command, seconds), and what is left out."""
     from ci.gpu.cases import CASES
 
     names = given.cases.split(",") if given.cases else list(CASES)
@@ -104,7 +104,7 @@ def jobs(given: argparse.Namespace, gpus: int) -> tuple[list[tuple[str, str, lis
 
 
 def _device() -> dict[str, Any]:
-    """Asked in a process of its own: this one holds no GPU."""
+    """Query the device in a separate process, so that this one does not hold the GPU."""
     text = (
         "import torch, triton, transformers, json; print(json.dumps({'torch': torch.__version__, 'triton': triton.__version__, "
         "'transformers': transformers.__version__, 'cuda': torch.version.cuda, 'device': torch.cuda.get_device_name(), "
@@ -115,7 +115,7 @@ def _device() -> dict[str, Any]:
 
 
 def one(name: str) -> int:
-    """In a process of its own: run a case."""
+    """Run a case, in a process of its own."""
     from ci.gpu.cases import CASES
 
     words = CASES[name].run()
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             print(f"{time.monotonic() - start:5.0f} s  {row.case}: {row.outcome}", flush=True)
             if row.outcome not in ("right", "left out"):
-                print(row.words, flush=True)  # now: whoever stops this command sees no table
+                print(row.words, flush=True)  # print now: if the command is stopped, there will be no table
     command = ["python", "-m", "ci.gpu.right", *(sys.argv[1:] if argv is None else argv)]
     record = {"date": datetime.now(UTC).date().isoformat(), "command": command, **device, "rows": [asdict(r) for r in rows]}
     target = given.json or (Path(os.environ["OUT"]) / "gpu_right.json" if os.environ.get("OUT") else None)
