@@ -45,7 +45,7 @@ from fusewright_cpu.target import host_target
 POINT = ((0, 0), (1, 1), (1, 1), 1)
 """Padding, stride, dilation and groups of a 1x1 convolution."""
 LEAST = 8
-"""Smallest dimensions of a weight for ACL's blocks; below, they are mostly padding and eager's call stays."""
+"""Smallest matrix dimension for ACL's blocks; below, they are mostly padding and eager's call stays."""
 
 
 def lower(m: Match, b: Builder) -> None:

@@ -48,7 +48,7 @@ class Attention:
         return (Scalar("scale", "f32"),)
 
     def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
+        """Return why the target is not supported, or ""."""
         if not (target.masks and target.fma):
             return "needs AVX2 with FMA, AVX-512, or NEON"
         if self.dtype not in ("f32", "bf16") or self.width > MOST_WIDTH:
@@ -97,7 +97,7 @@ class Gemv:
         return ()
 
     def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
+        """Return why the target is not supported, or ""."""
         if not (target.masks and target.fma):
             return "needs AVX2 with FMA, AVX-512, or NEON"
         if not 1 <= self.rows <= MOST_GEMV_ROWS:
@@ -155,7 +155,7 @@ class Int8Product:
         return ()
 
     def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
+        """Return why the target is not supported, or ""."""
         if self.form not in FORMS or not target.arm or not target.has(FORMS[self.form][0]):
             return f"needs an Arm CPU with {' or '.join(FORMS)}"
         known = self.x in ("i8", "u8") and self.out in ("f32", "bf16")
@@ -172,7 +172,7 @@ class Int8Linear(Int8Product):
     symbols = ("m", "n", "k", "row_step")
 
     def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
+        """Return why the target is not supported, or ""."""
         if not self.scaled and self.x == "i8" and not (self.bias or self.zeros):
             return Int8Linear("i8", "f32", self.form).refused(target)
         why = Int8Product.refused(self, target)
@@ -218,5 +218,5 @@ class Bf16Linear:
         return ()
 
     def refused(self, target: CpuTarget) -> str:
-        """Why this kernel is not written for the target, or ""."""
+        """Return why the target is not supported, or ""."""
         return "" if target.arm and target.has("bf16") else "needs an Arm CPU with bfmmla"

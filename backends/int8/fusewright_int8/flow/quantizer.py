@@ -113,7 +113,7 @@ class Int8Quantizer(Quantizer):
         return None
 
     def _residual(self, node: Node) -> None:
-        """Annotate the other operand of an addition to a product, if a product makes it or another quantized product reads it."""
+        """Annotate the other operand of an addition to a convolution, if a convolution makes it or a quantized product reads it."""
         if node.target not in _ADDS or _KEY in node.meta:
             return
         tensors = [a for a in node.args[:2] if isinstance(a, Node)]

@@ -12,7 +12,7 @@ class Recipe:
     """`inputs`: how the inputs of products are quantized. "static": uint8, one scale and zero point per tensor, from calibration.
     "row": int8, one scale per row, computed at run time. None: not at all. Weights are int8, one scale per output channel.
 
-    `ops`: the quantized ops. `residuals`: operands added to products are quantized too, so that no float image is stored.
+    `ops`: the quantized ops. `residuals`: operands added to convolutions are quantized too, so that no float image is stored.
     """
 
     name: str
