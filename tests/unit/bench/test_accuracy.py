@@ -1,4 +1,4 @@
-"""Error against fp64, judged beside eager's."""
+"""Error against fp64, judged relative to eager's."""
 
 import math
 

@@ -71,7 +71,7 @@ def test_first_calls_and_the_backends_own_share():
     assert (found["C5"]["value"], found["C5"]["verdict"]) == (4.0, "pass")
     assert (found["C7"]["value"], found["C7"]["verdict"]) == (2.0, "pass")
     assert (found["C6"]["value"], found["C6"]["verdict"]) == (16.0, "pass")
-    # Faster than aot_eager: nothing of our own is left to divide by, and JSON has no infinity.
+    # Faster than aot_eager: our own share is zero, so the ratio would be infinite, which JSON lacks.
     found = verdicts([first_calls(inductor=(20, 6), aot_eager=(4, 4), ours=(2, 1))])
     assert (found["C6"]["value"], found["C6"]["verdict"]) == (None, "goal")
 

@@ -48,7 +48,7 @@ def test_decoding_gives_the_same_logits_at_every_call() -> None:
 
 
 def test_decoding_is_what_the_whole_sequence_gives() -> None:
-    """The steps' logits are those of one call without a cache."""
+    """The logits of the steps equal those of one call without a cache."""
     built = resolve("decode:llama", "small", "fp32")
     decoder = built.module
     assert decoder is not None
@@ -70,7 +70,7 @@ def test_one_step_is_the_first_of_many() -> None:
 
 
 def test_a_decoding_moves_with_all_that_a_call_reads() -> None:
-    """To be judged where fp64 is, if its device has none."""
+    """This allows judging it on the host if its device lacks fp64."""
     built = on_device(resolve("decode:llama", "small", "fp32"), "meta")
     assert built.module is not None
     cache = [t for layer in built.module.cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]

@@ -1,4 +1,4 @@
-"""The comparison as one picture."""
+"""The comparison as a chart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _row(model: str, noise: str = "low", **speedups: float | None) -> dict[str, 
 
 
 def _parts(text: str) -> tuple[list[float], list[str]]:
-    """Widths of all bars, and all texts. A key of the legend is no bar."""
+    """Return the widths of all bars, without the legend's keys, and all texts."""
     root = ET.fromstring(text)
     bars = [float(r.attrib["width"]) for r in root.iter(f"{SVG}rect") if r.attrib["height"] != "10"]
     return bars, [t.text or "" for t in root.iter(f"{SVG}text")]

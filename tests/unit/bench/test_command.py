@@ -37,7 +37,7 @@ def fake_row(model, dtype, mode):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """Measuring answers at once, and remembers what it was asked for."""
+    """Replace measuring by a fake that answers at once and records its arguments."""
     asked = []
 
     def measure(model, dtype, contenders, settings, progress):

@@ -1,4 +1,4 @@
-"""Models on an accelerator: what the host waits for, and whose time is taken. No test has one: torch's queue is a list."""
+"""Models on an accelerator: what the host waits for, and which times are taken. The tests replace the device's queue by a list."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOYS = Path(__file__).with_name("toy_models.py")
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What an accelerator named "meta" was told, in order; each event is 1.5 s behind the one before."""
+    """The commands sent to an accelerator named "meta", in order; events are 1.5 s apart."""
     return accelerator.pretend(monkeypatch)
 
 

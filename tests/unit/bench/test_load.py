@@ -1,4 +1,4 @@
-"""What others take of the machine, and what of a run stands still while a row of it is timed."""
+"""The load of other processes, and which processes of a run are suspended while one of its rows is timed."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_time_that_the_hypervisor_took_counts(tmp_path, clock):
 
 
 def test_cores_that_this_process_may_not_run_on_do_not_count(tmp_path, clock, monkeypatch):
-    """Rows that are timed side by side, each on cores of its own, do not disturb each other."""
+    """Rows timed in parallel on separate cores do not disturb each other."""
     monkeypatch.setattr(load.os, "sched_getaffinity", lambda pid: {1, 2})
 
     def cores(*busy_s):
@@ -74,11 +74,11 @@ def test_a_system_without_proc_reads_nothing(tmp_path):
 def test_this_machine_is_read():
     meter = OthersMeter([])
     time.sleep(0.1)
-    assert 0.0 <= meter.read() <= 10 * (os.cpu_count() or 1)  # cores; clock ticks are coarse beside 0.1 s
+    assert 0.0 <= meter.read() <= 10 * (os.cpu_count() or 1)  # cores; clock ticks are coarse compared with 0.1 s
 
 
 def state(pid: int) -> str:
-    """The letter that proc(5) gives a process: T for a stopped one."""
+    """The state letter of a process as in proc(5): T if stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

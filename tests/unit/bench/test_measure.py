@@ -1,4 +1,4 @@
-"""Measuring in child processes: order of rounds, failures of one contender, crashes."""
+"""Measuring in child processes: the order of rounds, failures of one contender, crashes."""
 
 import dataclasses
 import os
@@ -69,7 +69,7 @@ def test_a_contender_that_is_not_installed_says_how_to_get_it(monkeypatch):
 
 
 class Echo:
-    """A process that answers at once: block number n took n seconds."""
+    """A fake process that answers at once: block number n took n seconds."""
 
     def __init__(self):
         self.order = []
@@ -80,7 +80,7 @@ class Echo:
 
 
 class Others:
-    """A meter that gives the readings it was made with, and 0 after those."""
+    """A fake meter that returns the given readings, then 0."""
 
     def __init__(self, *readings):
         self.readings = [0.0, *readings]
@@ -167,7 +167,7 @@ with torch.no_grad():
 
 
 def test_inductor_freezes_weights_where_it_is_said_to():
-    """A folded batch norm does not see its weight change."""
+    """If frozen, a folded batch norm does not notice a change of its weight."""
     env = {**os.environ, **KNOWN["inductor-freezing"].env}
     done = subprocess.run([sys.executable, "-c", FROZEN], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

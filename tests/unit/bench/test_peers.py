@@ -1,4 +1,4 @@
-"""How times of kernels are laid on the lines that they come from."""
+"""Attribution of kernel times to source lines."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_quantile_interpolates():
 
 
 def test_drift_of_the_machine_cancels_in_the_paired_ratio():
-    # The machine becomes three times slower on the way; each round still shows 2x.
+    # The machine becomes three times slower during the run; each round still shows 2x.
     eager, ours = [10.0, 20.0, 30.0], [5.0, 10.0, 15.0]
     assert paired_ratio(eager, ours) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="zip"):

@@ -84,7 +84,7 @@ def test_only_models_with_labels_train():
     check_name("resnet18", train=True)
     with pytest.raises(UnknownModel, match="no model 'bert'; did you mean 'bert_small'"):
         check_name("bert", train=True)
-    check_name(f"{TOYS}:mlp", train=True)  # one's own has a loss, or its outputs' squares
+    check_name(f"{TOYS}:mlp", train=True)  # a user's model has a loss, or else the squares of its outputs
 
 
 def test_outputs_of_an_unknown_type_are_not_passed_over():

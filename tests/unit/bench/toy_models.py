@@ -1,4 +1,4 @@
-"""Models in a file, as a user names them: `toy_models.py:mlp`."""
+"""Models in a file, named as by users: `toy_models.py:mlp`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A cache and a key of their own for every test, and nothing said yet."""
+"""A separate cache and key for every test, with no message logged yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs whose plans go to the disk, and a way to see whether a run of them was compiled or found."""
+"""Graphs whose plans are stored on disk, and a way to tell whether a run compiled them or found them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(fn: Function, backend: str = "x86_onednn", **options: object) -> Function:
-    """As another process would compile it."""
+    """Compile `fn` as another process would."""
     torch.compiler.reset()
     return torch.compile(fn, backend=backend, options={"fallback": "allow", **options})  # type: ignore[no-any-return]
 
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The names of the plans that are compiled meanwhile, one for each."""
+    """Collect the names of the plans compiled within the block."""
     found: list[str] = []
     compile_ = pipeline._compile
 

@@ -1,4 +1,4 @@
-"""`fusewright cache`: what is kept, in words that fit a terminal; looking changes nothing."""
+"""`fusewright cache`: lists the content in lines that fit a terminal, without changing anything."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_list_fits_into_eighty_columns_and_a_pipe() -> None:
 
 
 def test_what_is_not_ours_is_listed_without_its_words() -> None:
-    """A name could hold codes that a terminal obeys."""
+    """A foreign name could contain terminal escape codes."""
     key = Key({"phase": "infer"})
     store.write(key, {"model": "\x1b[2Jred [bold]x[/bold]", "ops": 1, "backend": "b"}, {}, b"", 1 << 30)
     assert "\x1b" not in run("list").output and "[bold]x" in run("list").output
@@ -77,7 +77,7 @@ def test_what_is_not_ours_is_listed_without_its_words() -> None:
 @posix
 @pytest.mark.parametrize("command", ["size", "list", "clear"])
 def test_looking_makes_and_changes_nothing(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`chmod 0700` was done to whatever FUSEWRIGHT_CACHE_DIR named."""
+    """Regression: the command ran `chmod 0700` on whatever FUSEWRIGHT_CACHE_DIR named."""
     run(command)
     assert list(tmp_path.iterdir()) == []
     shared = tmp_path / "shared"

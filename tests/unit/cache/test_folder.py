@@ -1,4 +1,4 @@
-"""A folder that only its user can write to: what others could have put there is refused, and nothing of theirs is changed."""
+"""A folder that only its user can write to: content that others could have put there is refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What FUSEWRIGHT_CACHE_DIR names; it is not there yet."""
+    """The folder that FUSEWRIGHT_CACHE_DIR names; it does not exist yet."""
     monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "chosen"))
     monkeypatch.setattr(place, "_said", set())
     return tmp_path / "chosen"
@@ -61,7 +61,7 @@ def test_a_link_in_place_of_a_file_is_refused(folder: Folder, tmp_path_factory: 
         folder.read("a")
     with pytest.raises(Untrusted):
         folder.append("a", b"2")
-    folder.write("a", b"ours")  # takes the link's place
+    folder.write("a", b"ours")  # replaces the link
     assert secret.read_bytes() == b"1" and folder.read("a") == b"ours"
 
 
@@ -168,7 +168,7 @@ def test_in_a_folder_that_others_can_write_ours_is_a_folder_of_its_own(chosen: P
     folder = place.cache()
     assert folder is not None and folder.path == chosen / f"fusewright-{os.geteuid()}"
     assert folder.files() == [] and mode(folder.path) == 0o700
-    assert mode(chosen) == bits and (chosen / f"{'a' * 64}.plan").exists()  # as they were
+    assert mode(chosen) == bits and (chosen / f"{'a' * 64}.plan").exists()  # unchanged
 
 
 @posix
@@ -209,7 +209,7 @@ def test_a_folder_of_another_user_holds_ours_or_none(chosen: Path) -> None:
     chosen.mkdir(mode=0o700)
     os.chown(chosen, STRANGER, -1)
     folder = place.cache()
-    assert folder is not None and folder.path.parent == chosen  # root may; the folder in it is root's
+    assert folder is not None and folder.path.parent == chosen  # root may use it; the folder in it is root's
     os.chown(folder.path, STRANGER, -1)
     assert place.cache() is None
 

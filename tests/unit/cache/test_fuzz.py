@@ -1,4 +1,4 @@
-"""Ten thousand entries that nobody should trust: none executes anything, none is used, none breaks a model."""
+"""Ten thousand untrusted entries: none executes anything, none is used, none breaks a model."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ VALUES = (None, True, -1, 1 << 31, 1 << 80, 1e400, {}, [], {"ref": CODE}, {"dtyp
 
 
 def model(x: torch.Tensor) -> torch.Tensor:
-    """A plan with calls, a kernel, an attribute and a list."""
+    """A model whose plan has calls, a kernel, an attribute and a list."""
     a, b = torch.relu(x * 3 - 2).split([2, 3], 1)
     return torch.cat([a, b.cumsum(0)], 1) + torch.tensor([1.0, 2, 3, 4, 5])
 
 
 @pytest.fixture
 def canary(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What code of a hostile entry would leave a mark in."""
+    """A list that code of a hostile entry would append to."""
     found: list[int] = []
     monkeypatch.setattr(builtins, "CANARY", found, raising=False)
     return found
@@ -55,7 +55,7 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def executed(canary: list[int]) -> Iterator[list[str]]:
-    """What is imported or started meanwhile, by Python's own account."""
+    """Collect imports and started processes from Python's audit events."""
     found: list[str] = []
     watched = True
 
@@ -70,7 +70,7 @@ def executed(canary: list[int]) -> Iterator[list[str]]:
 
 
 class Loader:
-    """The slot of the model, and the road from its file to a callable."""
+    """The model's cache slot, and the path from its file to a callable."""
 
     def __init__(self) -> None:
         self.args: Any = None
@@ -93,7 +93,7 @@ class Loader:
         return cached.find(*self.args) is not None
 
     def text(self) -> str:
-        """What the plan that lies there becomes."""
+        """The Python text generated from the stored plan."""
         plan = serial.from_data(store.open_entry(self.folder, self.name).data["plan"], lambda name: None)
         assert not list(self.slot.problems(plan))
         names = codegen.Names()
@@ -101,13 +101,13 @@ class Loader:
         return codegen.source(plan, names, codegen._Launches(plan, place(plan), kernels, names))
 
     def sealed(self, data: Any, code: bytes) -> bytes:
-        """As the user's own process would write it: only for a check of the second line of defence."""
+        """Seal an entry as the user's own process would, to test the second line of defence."""
         body = store._packed(self.content.facts) + store._packed(data) + code
         return seal.seal(self.name, body)
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The ways to everything in JSON data."""
+    """Yield the paths to everything in JSON data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield (*at, key)
@@ -124,7 +124,7 @@ def with_value(data: Any, way: tuple[Any, ...], value: Any) -> Any:
 
 
 def random_entry(rng: random.Random, good: bytes) -> bytes:
-    """Bytes out of nothing, or an entry that was cut, changed, doubled or put together anew."""
+    """Return random bytes, or an entry that was truncated, changed, duplicated or recombined."""
     match rng.randrange(5):
         case 0:
             return rng.randbytes(rng.randrange(300))
@@ -140,7 +140,7 @@ def random_entry(rng: random.Random, good: bytes) -> bytes:
 
 
 def hostile(rng: random.Random, data: Any, ways: list[tuple[Any, ...]]) -> Any:
-    """A plan with something in it that is not in the vocabulary."""
+    """Put something outside of the vocabulary into a plan."""
     value = rng.choice(STRINGS) if rng.random() < 0.7 else rng.choice(VALUES)
     if rng.random() < 0.2:
         extra = {"kind": "call", "target": rng.choice(STRINGS), "args": [value], "outs": [99], "kwargs": [], "prepare": False}
@@ -149,7 +149,7 @@ def hostile(rng: random.Random, data: Any, ways: list[tuple[Any, ...]]) -> Any:
 
 
 def forged_seal(name: str, body: bytes, rng: random.Random) -> bytes:
-    """What somebody without the key can make: the former format with its right hash, or a tag by a key of their own."""
+    """Forge a seal without the key: the former format with its valid hash, or a tag made with another key."""
     if rng.random() < 0.5:
         return b"fusewright-plan-1\n" + hashlib.sha256(body).digest() + body
     return seal.MAGIC + hmac.digest(rng.randbytes(32), b"file\0" + name.encode() + b"\0" + body, "sha256") + body
@@ -159,7 +159,7 @@ OURS = re.compile(r"shape|data_ptr|storage_offset|clear|take|give_back|device|[v
 
 
 def assert_harmless(text: str) -> None:
-    """Python text in which nothing but functions of the vocabulary is called, and nothing reached by a way around it."""
+    """Check that Python text calls only functions of the vocabulary and reaches nothing else indirectly."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Import | ast.ImportFrom | ast.Lambda | ast.ClassDef | ast.Global), text
@@ -191,7 +191,7 @@ def test_ten_thousand_hostile_entries(canary: list[int], executed: list[str]) ->
     for count, make in makers:
         for k in range(count):
             raw = make()
-            if loader.loads(raw):  # what was changed may still be a plan: a string for a string, another number
+            if loader.loads(raw):  # a changed entry may still be a valid plan, e.g. with another string or number
                 used += 1
                 assert raw.startswith(seal.MAGIC) and make is makers[-1][1]
                 assert_harmless(loader.text())

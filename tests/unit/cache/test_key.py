@@ -1,4 +1,4 @@
-"""A plan is found again exactly where everything that it depends on is the same."""
+"""A plan is reused exactly if everything it depends on is unchanged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def process(**env: str) -> str:
 
 @pytest.mark.slow
 def test_code_for_another_cpu_is_not_run() -> None:
-    """`FUSEWRIGHT_CPU_ISA=avx2` ran what was compiled for AVX-512."""
+    """Regression: `FUSEWRIGHT_CPU_ISA=avx2` ran code compiled for AVX-512."""
     told = [process(), process(), process(FUSEWRIGHT_CPU_ISA="avx2"), process(FUSEWRIGHT_CPU_ISA="avx2")]
     assert told == ["compiled", "found", "compiled", "found"]
 
@@ -105,7 +105,7 @@ def test_the_cpu_and_llvm_are_in_the_fingerprint_of_every_backend_with_its_kerne
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """The order of a set of features is not."""
+    """The iteration order of a set of features is not."""
     code = (
         "from fusewright.interface import Device; from fusewright.reference.null import Null\n"
         "print(Null(Device('cpu', 'a', frozenset('abcdefgh'))).fingerprint())"
@@ -128,7 +128,7 @@ def at_most(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def test_other_bounds_of_a_size_are_another_plan() -> None:
-    """Code may rely on them, such as 32 bits being enough for an offset; the text of the graph does not show them."""
+    """Code may rely on bounds, e.g. for 32-bit offsets, but the text of the graph does not show them."""
     x = torch.randn(8, 3)
     torch._dynamo.mark_dynamic(x, 0)
     with counted() as made:

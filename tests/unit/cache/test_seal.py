@@ -1,4 +1,4 @@
-"""Files are sealed with a key of the user's own: what was not written by this user on this machine does not open."""
+"""Files are sealed with the user's own key: files not written by this user on this machine do not open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def another_process() -> None:
-    """What a new process starts with: nothing read yet."""
+    """Reset state as in a new process, which has not read the key yet."""
     seal._keys.clear()
 
 
@@ -56,7 +56,7 @@ def test_another_key_or_machine_opens_nothing(state: Path, monkeypatch: pytest.M
     monkeypatch.setattr(seal, "_machine", lambda: b"another machine")
     with pytest.raises(seal.Broken):
         seal.unseal("a", raw)
-    assert seal.name_of("graph") != name  # two machines with one home directory do not remove each other's files
+    assert seal.name_of("graph") != name  # two machines that share a home directory do not remove each other's files
     monkeypatch.undo()
     monkeypatch.setenv("FUSEWRIGHT_STATE_DIR", str(state.with_name("other")))
     with pytest.raises(seal.Broken):
@@ -85,7 +85,7 @@ def test_processes_that_start_at_once_agree_on_the_key() -> None:
 
 
 def test_one_of_two_that_make_the_key_at_once_wins(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one's key is there when ours is put in its place."""
+    """The other process's key already exists when ours is put in place."""
     folder = place.state()
     write = Folder.write
 
@@ -117,7 +117,7 @@ def test_without_a_key_to_rely_on_nothing_is_kept_and_one_line_says_so(
         if os.geteuid() != 0:
             pytest.skip("only root can make what belongs to another user")
         os.chown(file, STRANGER, -1)
-    else:  # a key of our own is made in a folder of our own
+    else:  # our own key is created in our own folder
         state.chmod(0o777)
     another_process()
     if harm == "folder open to others":

@@ -1,4 +1,4 @@
-"""Plans on disk: an entry is used for the very key it was written for, or it is a miss; the model works whatever lies there."""
+"""Plans on disk: an entry is used only for the exact key it was written for; the model works whatever the folder contains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], None], code: bytes | None = None) -> None:
-    """The entry with other content and a right seal: what only the user could write."""
+    """Rewrite the entry with other content and a valid seal, which only the user could do."""
     found = store.open_entry(folder(), name)
     change(found.data)
     body = store._packed(found.facts) + store._packed(found.data) + (found.code if code is None else code)
@@ -70,7 +70,7 @@ def test_an_entry_copied_over_another_is_a_miss(caplog: pytest.LogCaptureFixture
 
 
 def test_an_entry_holds_its_key_and_is_bound_to_it() -> None:
-    """Even where the name is the same: a name alone is no proof."""
+    """An entry under the right name with another key is refused."""
     key, other = Key({"graph": "a", "threads": "1"}), Key({"graph": "a", "threads": "2"})
     store.write(key, {}, {"plan": {}}, b"code", 1 << 20)
     assert store.open_entry(folder(), key.name).facts["key"] == {"graph": "a", "threads": "1"}
@@ -85,7 +85,7 @@ def test_texts_of_a_key_do_not_run_into_each_other() -> None:
 
 
 def set_(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Put `value` at a path like "plan.instructions.0.kind"."""
+    """Return a change that sets `value` at a path like "plan.instructions.0.kind"."""
 
     def change(data: dict[str, Any]) -> None:
         *way, last = path.split(".")
@@ -163,7 +163,7 @@ def test_json_of_any_depth_is_a_miss(depth: int) -> None:
 
 @posix
 def test_a_planted_entry_is_not_even_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The directory was there first, open to all, with an entry of another user: a folder inside is ours."""
+    """The directory already existed, writable by all, with an entry of another user; ours is a folder inside it."""
     planted = tmp_path / "cache"
     planted.mkdir()
     compiled_elsewhere = Key({"graph": "a"})
@@ -214,7 +214,7 @@ def test_a_hard_link_under_another_name_is_a_miss() -> None:
 
 
 def test_a_forged_entry_runs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An extra instruction that runs Python, and everything right about it but the key."""
+    """An extra instruction runs Python; everything about the entry is valid except its key."""
     compiled(affine)(X)
     (name,) = names()
     mark = tmp_path / "it ran"
@@ -235,7 +235,7 @@ def test_a_forged_entry_runs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda plan: plan.update(instructions=[]),  # nobody makes the result
+        lambda plan: plan.update(instructions=[]),  # nothing makes the result
         lambda plan: plan["instructions"].append(plan["instructions"][-1]),  # made twice
         lambda plan: plan["instructions"][-1].update(inputs=[]),  # a kernel without its input
         lambda plan: plan.update(inputs=[99], outputs=[{"ref": 98}]),
@@ -319,7 +319,7 @@ def entry(graph: str, size: int, used: float) -> str:
 
 
 def temporary(age: float, name: str = "a" * 64 + ".plan") -> Path:
-    """What a writer left that was killed so long ago."""
+    """A temporary file of a writer that was killed `age` seconds ago."""
     path = folder().path / f".{name}.123.{'0' * 16}.tmp"
     path.write_bytes(b"x" * 5000)
     os.utime(path, (time.time() - age,) * 2)
@@ -328,7 +328,7 @@ def temporary(age: float, name: str = "a" * 64 + ".plan") -> Path:
 
 def test_what_was_used_last_is_kept_longest() -> None:
     old, new, newest = (entry(g, 1000, time.time() - age) for g, age in (("a", 300), ("b", 200), ("c", 100)))
-    assert store.read(Key({"graph": "a"})) is not None  # used now
+    assert store.read(Key({"graph": "a"})) is not None  # marks it as recently used
     assert store.prune(3000) == 1 and set(names()) == {old, newest} and new not in names()
 
 
@@ -370,7 +370,7 @@ def test_choices_that_this_user_did_not_write_are_measured_again(caplog: pytest.
     assert Tuner("scope")._known == {"k": "a"}
     forged = json.dumps({Tuner("scope").scope: {"k": "b"}}).encode()
     folder().write("choices", forged)
-    folder().write("choices.json", forged)  # as they were kept once
+    folder().write("choices.json", forged)  # the former format
     assert Tuner("scope")._known == {}
     assert caplog.text.count("the remembered choices cannot be used") == 1
     assert Tuner("scope")._known == {} and caplog.text.count("cannot be used") == 1

@@ -1,4 +1,4 @@
-"""The threat model of docs/reliability.md, line by line: each line names the test that proves it, and the test is there."""
+"""The threat model of docs/reliability.md, line by line: each line names an existing test that proves it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_line_of_the_threat_model_has_its_test(row: list[str]) -> None:
 
 
 def test_the_table_is_whole() -> None:
-    """Every kind of actor, and everything that is read from the disk: the directory, entries, choices, the key."""
+    """It covers every kind of actor and everything read from disk: the directory, entries, choices, the key."""
     assert len(lines()) >= 20 and all(len(r) == 5 for r in lines())
     text = " ".join(" ".join(r) for r in lines())
     for word in ("cache directory", "entry", "choices", "the key", "machine code", "verifier", "vocabulary"):

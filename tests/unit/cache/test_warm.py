@@ -1,4 +1,4 @@
-"""What a process does not import when its plans are in the cache."""
+"""Modules that a process must not import if its plans are in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends that captures are tested with."""
+"""Backends for tests of capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The direct capture is held to AOTAutograd's: on torch's OpInfo database, on models, and on random programs."""
+"""Compares the direct capture with AOTAutograd's on torch's OpInfo database, on models, and on random programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLE = [n for n, o in ENTRIES.items() if torch.float32 in o.dtypes][::40]
 
 
 def both_modes(name: str, samples: int, dtype: torch.dtype = torch.float32) -> list[str]:
-    """What is wrong with the direct capture on an entry of the database, on its first samples."""
+    """List the direct capture's errors on the first samples of a database entry."""
     entry, found = ENTRIES[name], []
     inputs = entry.sample_inputs("cpu", dtype, requires_grad=False) if dtype in entry.dtypes else ()
     for _, sample in zip(range(samples), inputs, strict=False):

@@ -1,4 +1,4 @@
-"""The direct capture: what it doubts before it runs anything, and that a doubt leaves nothing behind."""
+"""The direct capture: what it rejects before it runs anything, and that a rejection leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.compare import differences
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def modes() -> tuple[Any, ...]:
-    """Every mode of this thread that decides what an op does."""
+    """Every mode of this thread that affects ops."""
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_fwd_grad_enabled(),
         torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level,
@@ -33,7 +33,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def written(a: Tensor) -> Tensor:
-    """A write behind a view, which the direct capture gives up on."""
+    """Write through a view, which the direct capture rejects."""
     b = a * 2
     b[0:1].add_(1)
     return b
@@ -95,7 +95,7 @@ def test_a_doubt_leaves_every_mode_as_it_was(name: str, backend: str) -> None:
             torch.manual_seed(0)
             assert differences(wanted, tree_flatten(compiled(x34()))[0], exact=False) == []
         torch.manual_seed(0)
-        assert differences(wanted, tree_flatten(fn(x34()))[0], exact=True) == []  # eager is as before
+        assert differences(wanted, tree_flatten(fn(x34()))[0], exact=True) == []  # eager is unaffected
     assert modes() == before
 
 

@@ -1,4 +1,4 @@
-"""The graph of forward and backward before it is cut in two."""
+"""The joint graph of forward and backward before it is partitioned."""
 
 from __future__ import annotations
 

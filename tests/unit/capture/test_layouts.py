@@ -1,4 +1,4 @@
-"""Convolutions of a training step lie channels-last; what strides mean something to has eager's."""
+"""Convolutions of a training step are channels-last; values whose strides are visible keep eager's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST = torch.channels_last
 
 
 class Images(nn.Module):
-    """Two convolutions, and what is made of them."""
+    """Two convolutions followed by other ops."""
 
     def __init__(self, then: Callable[..., Any], groups: int = 1) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Images(nn.Module):
 
 
 def run(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
-    """Whether the graph was rewritten; its results, and the gradients of the weights."""
+    """Return whether the graph was rewritten, its results, and the gradients of the weights."""
     rewritten: list[bool] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
@@ -89,7 +89,7 @@ def test_results_and_gradients_are_eagers(then: Callable[..., Any]) -> None:
 
 
 def test_images_are_channels_last_between_convolutions() -> None:
-    """A second convolution asks for what it gets."""
+    """The second convolution receives the layout that it requests."""
     module, asked = Images(lambda x: x), []
 
     def backend(gm: Any, inputs: Any) -> Any:

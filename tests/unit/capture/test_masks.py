@@ -1,4 +1,4 @@
-"""Masks that are constants are dropped, or become `is_causal`; all others stay."""
+"""Constant masks are dropped or become `is_causal`; all others stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ L = 6
 
 
 def folded(fn: Any, *args: torch.Tensor) -> tuple[int, Any]:
-    """How many calls were folded, and the arguments of the first call of attention afterwards."""
+    """Return how many calls were folded, and the arguments of the first attention call afterwards."""
     found: list[Any] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
@@ -68,7 +68,7 @@ def test_constant_masks_go(fn: Any, causal: bool) -> None:
     assert count == 1
     assert call.kwargs.get("attn_mask") is None
     assert bool(call.kwargs.get("is_causal")) == causal
-    assert len([n for n in call.graph.nodes if n.op != "placeholder"]) == 2  # what built the mask is gone
+    assert len([n for n in call.graph.nodes if n.op != "placeholder"]) == 2  # the ops that built the mask are gone
 
 
 @pytest.mark.parametrize("fn", [window, weighs, changed_later])

@@ -1,4 +1,4 @@
-"""Both modes of capture give what eager gives: values, types, strides, shared memory, changed inputs."""
+"""Both capture modes reproduce eager: values, types, strides, aliasing, changed inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def r(*shape: int, seed: int = 1) -> Tensor:
 
 
 class Case:
-    """A function and its inputs. `mode`: what the record of the compile must say; "" where it does not matter."""
+    """A function and its inputs. `mode`: the capture mode that the report must name; "" if it does not matter."""
 
     def __init__(self, fn: Callable[..., Any], *makers: Callable[[], Any], mode: str = "") -> None:
         self.fn, self.makers, self.capture = fn, makers, mode
@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
     "channels last in": Case(
         lambda x: (F.relu(x), x.mean((2, 3)), x + 1), lambda: image().to(memory_format=torch.channels_last)
     ),
-    "pooled to a point": Case(  # torch re-strides such a result in place
+    "pooled to a point": Case(  # torch changes the strides of such a result in place
         lambda x: (F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool1d(x[0].transpose(1, 2), 1).flatten(1)),
         lambda: image().to(memory_format=torch.channels_last),
         mode="direct",

@@ -1,4 +1,4 @@
-"""The bench of docs/libraries.md: it runs the page's lines, and its record becomes the page's table."""
+"""The benchmark of docs/libraries.md runs the page's lines, and its record becomes the page's table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case(site: Site) -> Call:
 
 
 def ignored(site: Site) -> Call:
-    """A library that calls something else than what was compiled."""
+    """A library that does not call the compiled function."""
     model = torch.nn.Linear(8, 8)
     site.in_place(torch.nn.Sequential(model))
     return lambda: model(torch.ones(2, 8))

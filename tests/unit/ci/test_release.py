@@ -1,4 +1,4 @@
-"""A release is held back by a changelog or a wheel that is not in order."""
+"""A faulty changelog or wheel blocks a release."""
 
 from __future__ import annotations
 

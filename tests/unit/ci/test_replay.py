@@ -1,4 +1,4 @@
-"""The replay's digests: the same in every process, and what changes first is named."""
+"""The replay's digests are the same in every process, and the first difference is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_onednn = pytest.mark.skipif(
 
 
 def dumped(folder: Path, seed: int) -> Mapping[str, str]:
-    """The texts of one case, by a process of its own."""
+    """Produce the texts of one case in a process of its own."""
     names = [f"--{key}={value}" for key, value in vars(CASE).items()]
     command = [sys.executable, "-m", "ci.replay", "dump", str(folder), *(n.replace("=", "s=", 1) for n in names)]
     env = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": str(seed)}
@@ -59,7 +59,7 @@ def test_the_record_has_every_case() -> None:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, path: Path, **changed: str) -> None:
-    """A record of one case, beside which the texts in `changed` are different today."""
+    """Make a record of one case, compared with which the texts in `changed` now differ."""
     was = {s: f"{s}\n" for s in replay.SECTIONS}
     rows = {str(CASE): {"because": "first", "digests": replay.digests(was)}}
     path.write_text(json.dumps({replay.versions(): rows}))

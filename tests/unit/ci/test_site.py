@@ -1,4 +1,4 @@
-"""A link of the site that leads nowhere is found; links of the checkout become links of the site."""
+"""Broken links of the site are found; links within the checkout become links of the site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosting service runs what the matrix says, by the scripts that anybody can run."""
+"""The hosting service's workflows run the jobs of the matrix, with scripts that anybody can run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_workflows_are_what_the_matrix_makes_of_them() -> None:
 
 @pytest.mark.parametrize("folder", ["ci", ".ci", ".github"])
 def test_variables_with_the_projects_prefix_are_read_by_a_package(folder: str) -> None:
-    """`doctor` warns of others, which tools of `ci` therefore name differently."""
+    """`doctor` warns of unknown variables with the prefix, so tools of `ci` use other names."""
     found: set[str] = set()
     for path in (ROOT / folder).rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:

@@ -1,4 +1,4 @@
-"""Running fragments with kernels, without the host: allocate, launch, compare. Loaders: the interpreter and LLVM."""
+"""Runs fragments with kernels without the host: allocate, launch, compare. Loaders: the interpreter and LLVM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOADERS: dict[str, Loader] = {"interpreter": by_interpreter, "llvm": by_llvm}
 
 
 class Temporaries(Context):
-    """A context that remembers the specs of temporary values."""
+    """A context that records the specs of temporary values."""
 
     def __init__(self) -> None:
         super().__init__({}, Device("cpu", "test"))
@@ -48,7 +48,7 @@ class Temporaries(Context):
 
 
 def fused(region: Region, memo: KernelMemo | None = None, **kw: Any) -> tuple[Fragment, dict[int, TensorSpec]]:
-    """The fragment of a region and the specs of all its values."""
+    """Fuse a region; return the fragment and the specs of all its values."""
     ctx = Temporaries()
     fragment = fuse(region, ctx, memo=KernelMemo() if memo is None else memo, **{"policy": CPU, **kw})
     specs = {v.id: v.spec for op in region.ops for v in (*op.inputs(), *op.outs) if v.spec is not None}
@@ -104,7 +104,7 @@ def _resolved(arg: Any, env: Mapping[int, Any]) -> Any:
 
 
 def run_sketch(g: Sketch, outputs: Sequence[Value], loader: Loader = by_interpreter) -> tuple[Fragment, list[Any]]:
-    """Fuse what was drawn, run it, and give the fragment and the outputs."""
+    """Fuse the sketch and run it; return the fragment and the outputs."""
     fragment, specs = fused(g.region(outputs))
     env = {v.id: g.tensors[v.id] for v in g.inputs}
     before = {i: t.clone() for i, t in env.items()}
@@ -115,5 +115,5 @@ def run_sketch(g: Sketch, outputs: Sequence[Value], loader: Loader = by_interpre
 
 
 def kernel_count(fragment: Fragment) -> int:
-    """Launches in a fragment."""
+    """Count the launches in a fragment."""
     return sum(isinstance(i, Launch) for i in fragment.instructions)

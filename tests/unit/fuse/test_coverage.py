@@ -1,4 +1,4 @@
-"""Which indices reach every element of a tensor: proven, or not believed."""
+"""Proofs that indices cover every element of a tensor; without a proof they do not count."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_not_all_of_it(name: str) -> None:
 
 
 def test_a_part_of_the_points_is_all_of_a_joined_tensor() -> None:
-    """As in a concatenation along axis 1, whose second tensor has four columns from the third on."""
+    """An example is a concatenation along axis 1 whose second tensor has four columns, starting at the third."""
     inside = axis(0) * 4 + (axis(1) - 2)
     place = Part(1, 2, 4).of(inside)
     assert place is not None and covers([place], 16)

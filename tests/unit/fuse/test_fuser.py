@@ -1,4 +1,4 @@
-"""What shares a kernel, what stays a view, what is computed where."""
+"""Which ops share a kernel, which stay views, and where values are computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.fuse.running import LOADERS, fused, kernel_count, run_sketch
 
 
 def check(g: Sketch, outputs: list[Value], kernels: int) -> list[Launch]:
-    """Right values and strides with both loaders, in so many kernels."""
+    """Check values and strides with both loaders, and the number of kernels."""
     for loader in LOADERS.values():
         fragment, got = run_sketch(g, outputs, loader)
         for ours, eager in zip(got, g.expected(outputs), strict=True):
@@ -100,7 +100,7 @@ def test_no_kernel_waits_for_itself() -> None:
     g = Sketch()
     x, w = g.input(torch.randn(8, 8)), g.input(torch.randn(8, 8))
     a = g.op("exp", x)
-    b = g.op("mm", a, w)  # eager's, between the two ends
+    b = g.op("mm", a, w)  # runs in eager, between the two ends
     check(g, [g.op("add", a, b)], 2)
 
 
@@ -185,7 +185,7 @@ def test_few_tensors_are_stacked_along_the_last_dimension_by_a_kernel(n: int, di
 
 
 def test_where_eager_is_faster_a_kernel_is_possible() -> None:
-    """A row about anything else would be dead."""
+    """A condition on any other op would have no effect."""
     assert all(name in RULES and row.source for row in CONDITIONS for name in row.ops)
     assert len({row.name for row in CONDITIONS}) == len(CONDITIONS)
 
@@ -194,7 +194,7 @@ def test_where_eager_is_faster_a_kernel_is_possible() -> None:
     (CPU, torch.contiguous_format, 0), (CPU, torch.channels_last, 1), (ANY, torch.contiguous_format, 1),
 ])  # fmt: skip
 def test_planes_alone_are_resized_by_eager_on_a_cpu(policy: DevicePolicy, layout: torch.memory_format, kernels: int) -> None:
-    """A kernel gathers each element of a row; along channels it goes by vectors."""
+    """Along rows a kernel gathers element by element; along channels it uses vectors."""
     g = Sketch()
     x = g.input(torch.randn(2, 8, 32, 32).to(memory_format=layout))
     y = g.op("upsample_bilinear2d", x, [64, 72], False)

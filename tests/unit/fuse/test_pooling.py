@@ -1,4 +1,4 @@
-"""Max pooling as a kernel: values and places as eager gives them, NaN and windows without a number included."""
+"""Max pooling as a kernel: values and indices equal eager's, including NaN and windows without a number."""
 
 from __future__ import annotations
 

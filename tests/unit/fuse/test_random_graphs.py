@@ -21,7 +21,7 @@ def _dim(r: random.Random, v: Value) -> int:
 
 
 def _partner(g: Sketch, r: random.Random, v: Value) -> Value:
-    """A value of the same shape, or one that broadcasts to it."""
+    """Pick or make a value of the same shape, or one that broadcasts to it."""
     assert v.spec is not None
     same = [o.out for o in g.ops if o.out.spec is not None and o.out.spec.shape == v.spec.shape]
     if same and r.random() < 0.7:
@@ -68,7 +68,7 @@ def _same(g: Sketch, r: random.Random, v: Value) -> Value:
 
 
 def draw(seed: int) -> tuple[Sketch, list[Value]]:
-    """A graph of some ten ops, some of them read twice, and two to four outputs."""
+    """Draw a graph of about ten ops, some of them read twice, with two to four outputs."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     g = Sketch("forward")

@@ -1,4 +1,4 @@
-"""Reductions of a few elements: unrolled, fused with what follows, with the values of eager."""
+"""Reductions of a few elements are unrolled and fused with their consumers, and equal eager's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as made of weights alone."""
+"""Which values count as depending only on weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INPUTS = "%0: f32[4,4] = input('x')\n%1: f32[4,4] = input('w')\n"
 
 
 def made_of_weights(text: str, phase: Phase = "infer") -> list[str]:
-    """Names of the ops that count, in order."""
+    """Return the names of the constant ops, in order."""
     graph = parse(INPUTS + text)
     const = frozenset(n for n in graph.find_nodes(op="placeholder") if n.target == "w")
     found = find(graph, const, phase).values
@@ -83,7 +83,7 @@ def test_the_dump_of_the_stage_says_which_values_are_constant() -> None:
 
 
 def test_a_literal_of_the_program_is_a_constant() -> None:
-    """Positions that are filled with numbers of the program are made once (BEiT's index, DeBERTa's buckets)."""
+    """Index tensors filled with literals of the program are computed once (BEiT's index, DeBERTa's buckets)."""
     graph = Graph()
     x, literal, held = graph.placeholder("x"), graph.get_attr("_tensor_constant0"), graph.get_attr("constant0")
 

@@ -1,4 +1,4 @@
-"""Where the opset table and torch's metadata disagree, eager runs the op, and the report names it as a bug."""
+"""If the opset table and torch's metadata disagree, eager runs the op and the report lists it as a bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assertions are effects: kept, run at every call, and before everything that stands behind them."""
+"""Assertions are side effects: they are kept and run at every call, before everything that follows them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_assertions_are_neither_dead_nor_common() -> None:
 
 
 def test_an_assertion_without_words_is_not_dead() -> None:
-    """To torch it is."""
+    """Torch itself treats it as dead."""
     graph = parse("%0: bool[] = input('x')\n%1: none = aten._assert_async.default(%0)\nreturn [%0]")
     drop_dead_code(graph)
     assert sum(map(asserts, graph.nodes)) == 1
@@ -107,14 +107,14 @@ def test_an_assertion_on_constants_runs_at_every_call() -> None:
 
 
 def test_a_number_made_of_constants_is_no_constant() -> None:
-    """Sizes may be made of it, which nobody reads as a value."""
+    """It may be used as a size, which no op reads as a value."""
     text = "%0: f32[] = input('w')\n%1: float = aten._local_scalar_dense.default(%0)\nreturn [%1]"
     x = index(text, const=("w",))
     assert not build.build(x, (), ()).prepare
 
 
 def test_sizes_that_nobody_can_tell_are_left_to_eager() -> None:
-    """The graph's tensors have 2*s0 elements, and none has s0."""
+    """The graph's tensors have 2*s0 elements and none has s0, so s0 cannot be read off."""
     text = "%0: f32[2*s0] = input('x')\n%1: f32[2*s0] = exp(%0)\n%2: f32[2*s0] = sin(%1)\nreturn [%2]"
     refused = partition(Everything(), index(text), {})
     assert not refused.regions
@@ -123,7 +123,7 @@ def test_sizes_that_nobody_can_tell_are_left_to_eager() -> None:
 
 
 def test_a_number_in_the_place_of_a_tensor_becomes_one() -> None:
-    """So vmap writes the factor of `x * 2`."""
+    """For example, vmap writes the factor of `x * 2` like this."""
     graph = parse("%0: f32[3] = input('x')\n%1: f32[] = aten._to_copy(2, dtype=torch.float32)\n"
                   "%2: f32[3] = mul(%0, %1)\nreturn [%2]")  # fmt: skip
     assert canonicalize(graph) == []

@@ -1,4 +1,4 @@
-"""Fills like a tensor become fills of a size, where that is the same."""
+"""`full_like` and its kin become fills of a size, where the result is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`_foreach_` calls become one call for each tensor, with the values of torch's own."""
+"""`_foreach_` calls become one call per tensor, with the same values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_tensor_has_its_own_call(name: str) -> None:
 
 
 def test_other_calls_stay() -> None:
-    """Norms are no call on one tensor, and a list that leaves as a list has no elements to replace."""
+    """Norms are not calls on single tensors, and a list returned as a list has no elements to replace."""
     traced = make_fx(lambda x, y, z: torch._foreach_norm(x))(*given())
     foreach.single(traced.graph)
     assert len(foreach_calls(traced.graph)) == 1

@@ -1,4 +1,4 @@
-"""`_int_mm` of matrices that BLAS cannot address: on the host eager's values mean nothing, ours are the product."""
+"""`_int_mm` of matrices that BLAS cannot address: eager's values on the host are meaningless, ours are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What eager refuses is asked of eager, and only where a number, a 0-dim tensor or a dim gives reason to."""
+"""Whether eager refuses a call is asked of eager, but only if a number, a 0-dim tensor or a dim gives reason to."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SIZED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Largest(TorchDispatchMode):
-    """How many elements the largest tensor has that an operator makes."""
+    """Records the element count of the largest tensor that an operator makes."""
 
     elements = 0
 
@@ -96,7 +96,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", SIZED)
 def test_asking_takes_no_memory(name: str) -> None:
-    """A size may be any number: where memory is promised without being there, asking with a large one would end the process."""
+    """Sizes may be huge: on systems that overcommit memory, asking with a large one would kill the process."""
     target, args = SIZED[name]
     refused._answers.clear()
     with Largest() as seen:

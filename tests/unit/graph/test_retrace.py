@@ -1,4 +1,4 @@
-"""Metadata that is mended, and what follows from it."""
+"""Corrected metadata and its consequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ return [%7]
 
 
 def test_gradients_of_a_norm_have_the_type_of_its_input_whatever_its_statistics_are() -> None:
-    """A GPU gives the statistics of bf16 in fp32, and FakeTensor then has the gradients in fp32 too. Eager has not."""
+    """A GPU returns statistics of bf16 in fp32; FakeTensor then says fp32 for the gradients too, unlike eager."""
     graph = parse(GRADIENTS)
     assert canonicalize(graph) == []
     for name in ("mean", "rstd"):
@@ -43,7 +43,7 @@ return [%2]
 
 
 def test_what_was_traced_as_a_view_of_untrue_strides_is_a_reshape_of_the_true_ones() -> None:
-    """`reshape` is traced as a view where metadata have one: a convolution's gradient was traced as contiguous, and is not."""
+    """`reshape` is traced as a view if metadata allows it: a convolution's gradient was traced as contiguous but is not."""
     graph = parse(RESHAPED)
     assert canonicalize(graph) == []
     (given,) = graph.find_nodes(op="placeholder")

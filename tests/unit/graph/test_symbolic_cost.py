@@ -1,4 +1,4 @@
-"""What symbolic sizes cost while a graph is compiled, in counts: torch's reasoning about an expression walks all of it."""
+"""The compile-time cost of symbolic sizes, in counts: torch's reasoning about an expression walks all of it."""
 
 import sys
 from collections import Counter
@@ -16,14 +16,14 @@ from fusewright.sizes.expr import symbol as symbol_named
 
 
 def sized(x: torch.Tensor) -> torch.Tensor:
-    """Sizes that follow from sizes: strides, pooling, halves."""
+    """A graph with sizes derived from sizes: strides, pooling, halves."""
     x = F.avg_pool2d(F.pad(x, (1, 2, 1, 2)).relu(), 3, 2)
     return F.avg_pool2d(x.exp() - x.mean((2, 3), keepdim=True), 2)[:, :, : x.shape[2] // 3].sigmoid()
 
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often Fusewright asked torch for the bounds of each expression."""
+    """Count how often Fusewright asks torch for the bounds of each expression."""
     asked: Counter[str] = Counter()
     original = ShapeEnv.bound_sympy
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (one line of text per node)
-"""The printed graph parses back to the same graph, and a text that is none is refused with its line."""
+"""A printed graph parses back to the same graph, and an invalid text is refused with its line."""
 
 from __future__ import annotations
 

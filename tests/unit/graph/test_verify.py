@@ -1,4 +1,4 @@
-"""The specification of graphs: what is traced obeys it, and what is changed by hand is found by the rule that says so."""
+"""The specification of graphs: traced graphs obey it, and each deliberate violation is found by its rule."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ MUTATIONS: dict[Callable[[Nodes], None], str] = {
     **dict.fromkeys((another_dtype, another_operator), "dtypes"),
     **dict.fromkeys((another_shape, another_rank, another_operand), "shapes"),
 }
-"""Changes with the id of the rule that forbids them."""
+"""Changes -> the id of the rule that forbids them."""
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS)

@@ -1,4 +1,4 @@
-"""Checks of indices inside kernels: they are effects, and they say what eager says."""
+"""Index checks in kernels: they are side effects and raise eager's messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECOND = "RuntimeError: the second index {index}"
 
 
 def unused_checks(rows: bool = False) -> Kernel:
-    """y[i] = 1 (or the sum of a row of ones), with two indices checked that decide nothing."""
+    """y[i] = 1 (or the sum of a row of ones), with checks of two indices that are not used."""
     b = Builder("ones", p=[20], r=[3] if rows else [])
     ids, y = b.input("ids", "i64"), b.output("y", "f32")
     i = b.axes[0]
@@ -53,8 +53,8 @@ def test_a_check_whose_result_nobody_uses_stays(rows: bool) -> None:
     ],
 )
 def test_what_failed_first_is_said(rows: bool, value: int, kind: type[Exception], text: str) -> None:
-    """Of several failures that of the earlier op, and of its first element. An index that the word has no room for is
-    the nearest that it has."""
+    """Of several failures, that of the earliest op and its first element is reported. Indices too large for the error
+    word are clamped."""
     kernel = unused_checks(rows)
     ids, out = torch.zeros(60, dtype=torch.int64), torch.empty(20)
     ids[7], ids[13] = value, 4

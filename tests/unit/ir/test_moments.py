@@ -1,4 +1,4 @@
-"""Means and squared distances become plain sums: the same results, in as many passes as they need."""
+"""Means and squared deviations become plain sums: the same results, in as many passes as needed."""
 
 import torch
 
@@ -13,7 +13,7 @@ def reductions(kernel: Kernel) -> list[list[str]]:
 
 
 def variance(rows: object = 5, also_store: bool = False) -> Kernel:
-    """Sum of squared distances of 2 x over rows; `also_store` stores 2 x as well."""
+    """Sum of squared deviations of 2 x over rows; `also_store` also stores 2 x."""
     symbols = {} if isinstance(rows, int) else {"n": 6}
     b = Builder("variance", p=[3], r=[rows], symbols=symbols)  # type: ignore[list-item]
     i, j = b.axes

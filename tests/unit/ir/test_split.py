@@ -1,4 +1,4 @@
-"""Long rows of symbolic sizes in parts: the same results at every size, however few elements there are after all."""
+"""Long rows of symbolic sizes, split into parts: the same results at every size, even for very few elements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rowwise(how: str, across: bool = False) -> Kernel:
 
 
 def run(kernel: Kernel | Step, tensors: Sequence[torch.Tensor], known: Sequence[int], by_llvm: bool) -> None:
-    """Runs a kernel of these sizes, or a step of such a kernel."""
+    """Run a kernel of these sizes, or a step of such a kernel."""
     if isinstance(kernel, Step):
         known, kernel = [evaluate(s, known) for s in kernel.sizes], kernel.kernel
     if by_llvm:
@@ -92,7 +92,7 @@ def test_passes_over_few_symbolic_columns() -> None:
 
 
 def counted(p: int | None, r: int | None) -> Kernel:
-    """Every hit gets the value that its number names, everything else -1; sizes that are None are unknown."""
+    """Every hit gets the value at its running count, everything else -1. Sizes of None are symbolic."""
     b = Builder("counted", [symbol("p") if p is None else p], [symbol("r") if r is None else r], {"p": 2, "r": 70000})
     mask, source, y = b.input("mask", "bool"), b.input("source", "f32"), b.output("y", "f32")
     (i, j), row = b.axes, b.r[0]
@@ -125,7 +125,7 @@ def test_sums_of_floats_are_not_counted_in_parts() -> None:
 
 
 def test_the_last_part_ends_early_without_tests() -> None:
-    """Loops of a part run to the row's end; what depends on steps behind it keeps its tests."""
+    """Loops of a part stop at the row's end; values that depend on steps beyond it keep their guards."""
     split = split_rows(rowwise("sum"))
     assert split is not None
     (stage,) = (s for s in split.first.kernel.stages if s.over == "PR")

@@ -1,4 +1,4 @@
-"""Long columns that are few: reduced in parts, each pass by itself, and stored by a kernel that every thread shares."""
+"""Few long columns: each pass is reduced in parts by its own kernel, and a kernel shared by all threads stores."""
 
 import torch
 
@@ -9,7 +9,7 @@ from fusewright.toolkit.transform.split_columns import few_columns, split_column
 
 
 def norm(rows: int = 8192, columns: int = 32, across: bool = True) -> Kernel:
-    """Each column less its mean, over the square root of its sum of squared distances; the mean is stored too."""
+    """Each column minus its mean, divided by the square root of its m2; also stores the mean."""
     b = Builder("norm", p=[columns], r=[rows])
     i, j = b.axes
     at = j * columns + i if across else i * rows + j

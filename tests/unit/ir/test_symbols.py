@@ -1,4 +1,4 @@
-"""Kernels hold positions for the sizes of which they know nothing: equal ones are equal whatever their sizes are called."""
+"""Kernels use positions for symbolic sizes, so kernels compare equal whatever their sizes are called."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.fuse.running import fused
 
 
 def scaled(rows: str = "s0", columns: str = "s1") -> Kernel:
-    """A transposed copy of [rows, columns] with a division in its index."""
+    """Transpose-copy [rows, columns] with a division in the index."""
     n, m = symbol(rows), symbol(columns)
     b = Builder("scaled", p=[n, m], symbols={rows: 8, columns: 16})
     x, y = b.input("x", "f32"), b.output("y", "f32")
@@ -50,7 +50,7 @@ def test_a_kernel_is_the_same_under_other_names(names: tuple[str, str]) -> None:
 
 
 def fusion(names: tuple[str, str]) -> tuple[list[str], list[Launch]]:
-    """Hashes and launches of a softmax of x + y + z, of which z has the other layout."""
+    """Return the hashes and launches of a softmax of x + y + z, where z has another layout."""
     g = Sketch()
     n, m = (Dim(name, h, 2) for name, h in zip(names, (6, 9), strict=True))
     x, y, z = (g.input(t) for t in (torch.randn(6, 9), torch.randn(6, 9), torch.randn(9, 6).t()))
@@ -69,7 +69,7 @@ def fusion(names: tuple[str, str]) -> tuple[list[str], list[Launch]]:
 
 
 def test_fused_kernels_do_not_depend_on_the_order_of_names() -> None:
-    """"s53" sorts behind "s7": the order of names decided what was the first symbol."""
+    """Regression: the order of names such as "s53" and "s7" decided which symbol came first."""
     hashes, launches = fusion(("s0", "s1"))
     for names in permutations(["s53", "s7", "z"], 2):
         others, same = fusion(names)
@@ -77,7 +77,7 @@ def test_fused_kernels_do_not_depend_on_the_order_of_names() -> None:
 
 
 def test_formulas_become_symbols_of_their_own() -> None:
-    """A chunk of a row is `(n + 31) // 32`: the launch computes it, the kernel has one more symbol."""
+    """A chunk of a row is `(n + 31) // 32`: the launch computes it, and the kernel has an additional symbol."""
     kernel = scaled()
     chunk = apply("FloorDiv", symbol(0) + 31, 32)
     closed, order = close(replace(kernel, p=(chunk, *kernel.p[1:])), dict(enumerate(kernel.hints)))

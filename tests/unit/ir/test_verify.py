@@ -1,4 +1,4 @@
-"""The specification of kernels: what is built obeys it, and what is changed by hand is found by the rule that says so."""
+"""The specification of kernels: built kernels obey it, and each deliberate violation is found by its rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.ir.test_kernel_ir import softmax
 
 
 def gathered() -> Kernel:
-    """Rows of a table, picked by checked indices and masked, times a scalar, added up where other indices say."""
+    """Gather rows of a table by checked indices under a mask, multiply by a scalar, and scatter-add by other indices."""
     b = Builder("gathered", p=[symbol("n"), 4], symbols={"n": 3})
     ids, table = b.input("ids", "i64"), b.input("table", "f32")
     total, half = b.inout("total", "f32"), b.output("half", "bf16")
@@ -30,7 +30,7 @@ def gathered() -> Kernel:
 
 
 def counted() -> Kernel:
-    """Running sums of each row, and where the largest element is."""
+    """Cumulative sums of each row, and the position of its largest element."""
     b = Builder("counted", p=[6], r=[50])
     x, y, at = b.input("x", "i64"), b.output("y", "i64"), b.output("at", "i64")
     i, j = b.axes
@@ -41,7 +41,7 @@ def counted() -> Kernel:
 
 
 def edited(kernel: Kernel, op: str, change: Callable[[Node], Node]) -> Kernel:
-    """The kernel with its first node of that op changed."""
+    """Change the kernel's first node of that op."""
     first = next(n for n in kernel.nodes() if n.op == op)
     stages = (replace(s, nodes=tuple(change(n) if n is first else n for n in s.nodes)) for s in kernel.stages)
     return replace(kernel, stages=tuple(stages))

@@ -1,5 +1,5 @@
 
-"""Claims become convex regions that never wait for each other, and everything that a backend says is checked."""
+"""Claims become convex regions without cycles between them, and all answers of a backend are checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = "%0: f32[2,3] = input('x')\n"
 
 
 class Toy(Backend):
-    """Claims the ops that it is told to."""
+    """Claims the given ops."""
 
     name = "toy"
     device_type = "cpu"
@@ -47,7 +47,7 @@ class Toy(Backend):
 
 
 def toy(claims: Iterable[str] | None = None, **members: Any) -> Backend:
-    """A backend that claims the named ops (None: all)."""
+    """Make a backend that claims the named ops (None: all)."""
     names = None if claims is None else set(claims)
     return type(
         "Toy", (Toy,), {"claims": staticmethod(lambda op: names is None or op.op in names), **members}
@@ -73,7 +73,7 @@ def test_one_region_where_all_is_claimed() -> None:
 
 
 def test_a_region_does_not_wait_for_itself() -> None:
-    """exp and add cannot be together: sin, which nobody claims, lies between them."""
+    """exp and add cannot share a region: sin, which is not claimed, lies between them."""
     assert regions(toy(["exp", "relu", "add"]), DIAMOND) == [["exp", "relu"], ["add"]]
 
 
@@ -86,7 +86,7 @@ AUTOCAST = (
 
 
 def test_casts_of_weights_do_not_split_a_chain() -> None:
-    """Without a phase that keeps weights the casts are ops like others: one that starts anew joins what went before."""
+    """In a phase without constant weights, casts are ordinary ops: one without claimed producers joins the preceding region."""
     assert regions(toy(), AUTOCAST) == [["cast", "mm", "cast", "mm", "relu"]]
 
 
@@ -151,7 +151,7 @@ def test_views_alone_are_not_worth_a_region() -> None:
 
 
 def test_views_that_the_caller_sees_stay_views() -> None:
-    """A view of an input that is returned must share the input's memory, whatever a backend would make of it."""
+    """A returned view of an input must alias the input, whatever a backend would do with it."""
     text = (
         X
         + "%1: f32[6] = view(%0, [6])\n%2: f32[6] = exp(%1)\n%3: f32[2,3] = view(%2, [2, 3])\nreturn [%1, %3]\n"
@@ -189,7 +189,7 @@ def test_a_raise_in_supports_denies_one_op_and_is_a_bug() -> None:
 
 
 def grouped(text: str, *groups: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """Regions and bugs when the backend asks for these groups of positions among the ops."""
+    """Return regions and bugs if the backend requests these groups of op positions."""
 
     def ask(graph: GraphView) -> list[frozenset[int]]:
         return [frozenset(graph.ops[i].id for i in g) for g in groups]
@@ -221,7 +221,7 @@ CROSSED = X + (
 
 
 def test_groups_that_wait_for_each_other_are_refused() -> None:
-    """{exp, relu} and {sin, cos} are convex each, but each needs a result of the other."""
+    """{exp, relu} and {sin, cos} are both convex, but each needs a result of the other."""
     found, bugs = grouped(CROSSED, [0, 2], [1, 3])
     assert found == [["exp", "relu"]]
     assert len(bugs) == 1 and "waits for" in bugs[0]
@@ -253,7 +253,7 @@ def test_a_raise_in_group_leaves_the_hosts_own_groups() -> None:
 
 @st.composite
 def dags(draw: Any) -> tuple[Graph, list[bool]]:
-    """A graph of two-input ops with random edges, and which of them are claimed. Some write in place."""
+    """Draw a graph of two-input ops with random edges, some of them in-place, and which are claimed."""
     n = draw(st.integers(1, 24))
     lines = ["%0: f32[2] = input('x')", "%1: f32[2] = input('y')"]
     for i in range(2, n + 2):
@@ -304,7 +304,7 @@ def test_groups_are_convex_complete_and_never_wait_for_each_other(made: tuple[Gr
 
 @given(dags(), st.lists(st.integers(0, 3), min_size=24, max_size=24))
 def test_groups_that_wait_are_found(made: tuple[Graph, list[bool]], colors: list[int]) -> None:
-    """The check of a backend's groups agrees with a search for cycles, on groups made by chance."""
+    """On random groups, the check of a backend's groups agrees with a search for cycles."""
     index = GraphIndex(made[0], frozenset(), "infer")
     groups = [[n for n, c in zip(index.ops, colors, strict=False) if c == k] for k in range(3)]
     assert wait_for_each_other(index, groups) == _contracted_has_cycle(index, groups)
@@ -312,7 +312,7 @@ def test_groups_that_wait_are_found(made: tuple[Graph, list[bool]], colors: list
 
 @given(dags())
 def test_a_straight_line_of_claims_is_one_region(made: tuple[Graph, list[bool]]) -> None:
-    """Where everything is claimed and nothing written, every op that reads another is in its group."""
+    """If everything is claimed and nothing written, every op is in the group of the ops it reads."""
     graph, _ = made
     index = GraphIndex(graph, frozenset(), "infer")
     if any(n.target is not torch.ops.aten.add.Tensor for n in index.ops):
