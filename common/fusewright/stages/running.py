@@ -38,7 +38,8 @@ def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
             eager = _believed(c, plan_build.build(c.index, (), ()))
             c.run = observed_first(eager, checked, run, again, passed, c.backend.name)
         else:
-            c.run = checked_first(checked, run, again, passed, _written_inputs(c.plan), _devices(c.plan))
+            check, written = codegen.check_of(checked), _written_inputs(c.plan)
+            c.run = checked_first(checked, run, again, passed, written, _devices(c.plan), lambda: check.complete)
 
 
 def from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:

@@ -15,7 +15,7 @@ from fusewright.errors import sized, without_memory
 from fusewright.interface import HOST, Dim, KernelCode, Size
 from fusewright.plan import native
 from fusewright.plan.build import Plan, operator_of
-from fusewright.plan.execute.firstrun import checker
+from fusewright.plan.execute.firstrun import Check
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
@@ -343,7 +343,7 @@ def load(
     names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=checker(plan))
+    names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=Check(plan))
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
     asking = text.replace(*_ASKS) if observe is None else text  # with `observe`, each instruction is reported anyway
@@ -412,4 +412,10 @@ def _profiled(
 def prepared_of(run: Callable[..., Any]) -> PreparedCache | None:
     """The prepared constants of a loaded plan, to share with callables of its parts; None if it has none."""
     found: PreparedCache | None = run.__globals__.get("prepared")
+    return found
+
+
+def check_of(run: Callable[..., Any]) -> Check:
+    """The check of a plan that was loaded for a first run."""
+    found: Check = run.__globals__["check"]
     return found

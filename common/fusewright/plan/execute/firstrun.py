@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -35,43 +35,49 @@ class MetadataMismatch(Exception):
         self.others: tuple[MetadataMismatch, ...] = ()
 
 
-Check: TypeAlias = Callable[[Mapping[int, Any]], None]
-"""`check(values)` for the code of a first run, with all values by id that exist and have not been checked. Inputs are checked
-all at once, because each abandoned run costs a compilation. Raises `MetadataMismatch`."""
+class Check:
+    """`check(values)` for the code of a first run, with all values by id that exist and have not been checked. Inputs are checked
+    all at once, because each abandoned run costs a compilation. Raises `MetadataMismatch`."""
 
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
+        self._sizes: dict[Atom, int] = {}
+        self._compared: set[int] = set()
+        self._empty: set[int] = set()
 
-def checker(plan: Plan) -> Check:
-    """Make the check of a plan's values."""
-    read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
-    sizes: dict[Atom, int] = {}
-
-    def untrue(id: int, value: Any) -> MetadataMismatch | None:
-        spec = plan.specs.get(id)
-        if spec is None or not isinstance(value, torch.Tensor):
-            return None
-        if id in read and (reason := why_not(value)):
-            if reason is NO_MEMORY:
-                without_memory(value)
-            return MetadataMismatch(id, None, reason)
-        reason = mismatch(value, spec, sizes)
-        return MetadataMismatch(id, value, reason, sizes) if reason else None
-
-    def told(id: int, value: Any) -> Iterator[tuple[Atom, int]]:
-        """The symbols that a value names."""
-        if id in plan.scalars and isinstance(value, int):
-            yield plan.scalars[id], value
-        if (spec := plan.specs.get(id)) is not None and isinstance(value, torch.Tensor) and value.dim() == spec.rank:
-            dims = zip(spec.shape, value.shape, strict=True)
-            yield from ((s.expr.name, n) for s, n in dims if isinstance(s, Dim) and s.expr.name is not None)
-
-    def check(values: Mapping[int, Any]) -> None:
-        sizes.update(pair for id, value in values.items() for pair in told(id, value))
-        if found := [u for id, value in values.items() if (u := untrue(id, value)) is not None]:
+    def __call__(self, values: Mapping[int, Any]) -> None:
+        self._sizes.update(pair for id, value in values.items() for pair in self._told(id, value))
+        if found := [u for id, value in values.items() if (u := self._untrue(id, value)) is not None]:
             first, *others = found
             first.others = tuple(others)
             raise first
 
-    return check
+    @property
+    def complete(self) -> bool:
+        """Whether every value was compared: one without elements, whose size is symbolic, does not show its strides."""
+        return self._empty <= self._compared
+
+    def _untrue(self, id: int, value: Any) -> MetadataMismatch | None:
+        spec = self._plan.specs.get(id)
+        if spec is None or not isinstance(value, torch.Tensor):
+            return None
+        if id in self._read and (reason := why_not(value)):
+            if reason is NO_MEMORY:
+                without_memory(value)
+            return MetadataMismatch(id, None, reason)
+        (self._compared if spec.static or value.numel() else self._empty).add(id)
+        reason = mismatch(value, spec, self._sizes)
+        return MetadataMismatch(id, value, reason, self._sizes) if reason else None
+
+    def _told(self, id: int, value: Any) -> Iterator[tuple[Atom, int]]:
+        """The symbols that a value names."""
+        if id in self._plan.scalars and isinstance(value, int):
+            yield self._plan.scalars[id], value
+        spec = self._plan.specs.get(id)
+        if spec is not None and isinstance(value, torch.Tensor) and value.dim() == spec.rank:
+            dims = zip(spec.shape, value.shape, strict=True)
+            yield from ((s.expr.name, n) for s, n in dims if isinstance(s, Dim) and s.expr.name is not None)
 
 
 def generators(devices: Iterable[str]) -> Callable[[], None]:
@@ -93,8 +99,9 @@ def generators(devices: Iterable[str]) -> Callable[[], None]:
 def checked_first(
     checked: Run, run: Run, repair: Callable[[Sequence[MetadataMismatch]], Run], passed: Callable[[], None],
     written: Callable[[list[Any]], Sequence[torch.Tensor]] = lambda args: (), devices: Iterable[str] = (),
+    complete: Callable[[], bool] = lambda: True,
 ) -> Run:  # fmt: skip
-    """Return a callable whose first call goes through `checked`, and all later ones through `run`.
+    """Return a callable whose first calls go through `checked`, until one is `complete`, and all later ones through `run`.
 
     `repair` compiles again with the mismatches found; `passed` is called if there are none. An abandoned run is undone: random
     numbers drawn on `devices` and the host, and writes into `written(args)`, the tensors that the plan writes in place.
@@ -116,8 +123,9 @@ def checked_first(
             final = repair([found, *found.others])
             args[:] = kept
             return final(args)
-        passed()
-        final = run
+        if complete():
+            passed()
+            final = run
         return result
 
     def call(args: list[Any]) -> Any:
