@@ -1,4 +1,4 @@
-"""The arena: buffers that live at the same time never overlap, and memory is used again."""
+"""The arena: buffers that live at the same time never overlap, and memory is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowered, carried, left to eager: three counts, which say what runs and not what was claimed."""
+"""Lowered, carried, left to eager: three counts of what runs, not of what was claimed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Carrying(FusedBackend):
-    """Kernels, and products as eager's own calls between them: it says so, or claims to lower them."""
+    """Kernels with eager's own products between them, reported as carried, or in a subclass as lowered."""
 
     name, device_type = "carrying", "cpu"
     product = Verdict(Why.CARRIED, "eager's product, between kernels")
@@ -44,7 +44,7 @@ class Boasting(Carrying):
 
 
 class Honest(Carrying):
-    """Has a product of its own after all: that of the transposes, transposed."""
+    """Really lowers products: it computes that of the transposes and transposes the result."""
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
         (mm,) = (op for op in region.ops if op.op == "mm")
@@ -117,7 +117,7 @@ def test_a_carried_op_is_in_the_one_line_of_what_runs_in_eager_and_has_none_of_i
 
 
 def test_what_is_prepared_is_not_carried() -> None:
-    """It is eager's product, but of weights alone: no call waits for it."""
+    """Eager computes the product, but from weights only, so no call waits for it."""
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

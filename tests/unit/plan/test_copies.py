@@ -1,4 +1,4 @@
-"""What a recording copies keeps strides and shared memory, whatever the layout."""
+"""Copies made for a recording preserve strides and aliasing for any layout."""
 
 from __future__ import annotations
 

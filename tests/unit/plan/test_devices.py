@@ -1,4 +1,4 @@
-"""A device is its index too: specs, texts, allocations, claims and generators tell `cuda:1` from `cuda:0`."""
+"""A device includes its index: specs, texts, allocations, claims and generators distinguish `cuda:1` from `cuda:0`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_text_of_a_graph_tells_devices_apart() -> None:
 
 
 class Other:
-    """Stands for a tensor of a GPU that is not here."""
+    """Stands for a tensor on a GPU that this machine lacks."""
 
     def __new__(cls, device: str) -> Any:
         return compat.fake_tensor(compat.fake_mode(), (4,), (1,), torch.float32, device)
@@ -86,7 +86,7 @@ def test_kernels_are_made_for_one_device_of_a_graph_on_several() -> None:
 
 
 def test_an_abandoned_first_run_puts_back_the_generators_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = {"cuda:0": 0, "cuda:1": 0}  # what a generator is at
+    drawn = {"cuda:0": 0, "cuda:1": 0}  # the offset of each generator
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: drawn[device])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: drawn.update({device: state}))
 

@@ -1,4 +1,4 @@
-"""Inputs that a graph overwrites: changed where they lie, and right whoever reads them before and after."""
+"""Inputs that a graph overwrites are changed in place, with right results for reads before and after."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def program(steps: tuple[str, ...], x_of: Callable[[torch.Tensor], torch.Tensor]
 
 
 def plan_of(run: Callable[..., Any], *args: torch.Tensor) -> str:
-    """Calls a function compiled and in eager, several times; the plan that ran."""
+    """Call a function compiled and in eager several times; return the plan that ran."""
     torch.compiler.reset()
     ours, theirs = [a.clone() for a in args], [a.clone() for a in args]
     compiled = torch.compile(run, backend="x86_onednn", options={"cache": False, "fallback": "allow"})

@@ -1,4 +1,4 @@
-"""Things that wait for each other."""
+"""Topological order and transitive closure of dependencies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (one line of text per node)
-"""Plans: the generated code as text, lifetimes, the order of effects, memory."""
+"""Plans: the generated code as text, lifetimes, the order of side effects, memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = "%0: f32[2,3] = input('x')\n"
 
 
 def planned(text: str, const: Sequence[str] = ()) -> Plan:
-    """The plan of a printed graph when nobody claims anything. `const`: names of inputs that are weights."""
+    """Plan a printed graph without any claims. `const`: names of inputs that are weights."""
     graph = parse(text)
     weights = frozenset(n for n in graph.find_nodes(op="placeholder") if n.target in const)
     index = find(graph, weights, "infer").index(graph, "infer")
@@ -44,7 +44,7 @@ def source(text: str, *const: str) -> str:
 
 @pytest.mark.parametrize("name", golden.names("plan"))
 def test_golden(name: str, goldens: golden.Goldens) -> None:
-    """A graph as text, and its plan. Inputs called w... are weights."""
+    """A graph as text, and its plan. Inputs named w... are weights."""
     graph = golden.read(name)[0]
     names = [str(n.target) for n in parse(graph).find_nodes(op="placeholder")]
     goldens.check(name, graph, source(graph, *(n for n in names if n.startswith("w"))))
@@ -116,7 +116,7 @@ def test_random_ops_keep_their_order() -> None:
 
 
 def test_a_shared_constant_is_never_written() -> None:
-    """A copy of a weight that is then written in place is made anew in every call."""
+    """A copy of a weight that is later written in place is made in every call."""
     text = "%0: f32[3] = input('w')\n%1: f32[3] = exp(%0)\n%2: f32[3] = aten.add_.Tensor(%1, 1)\n%3: f32[3] = relu(%2)\nreturn [%3]\n"
     made = planned(text, ["w"])
     run, plan = codegen.load(made), codegen.to_text(made)
@@ -139,7 +139,7 @@ def test_the_text_is_written_once_a_callable_and_shown_to_who_looks(monkeypatch:
 
 
 class Each(Interp):
-    """Every op is a region of its own; `seen` is told of each call's inputs and results."""
+    """Every op is a region of its own; `seen` receives the inputs and results of each call."""
 
     name = "each"
     seen: Callable[[str, Sequence[Any], Sequence[Any]], None]
@@ -190,7 +190,7 @@ def test_intermediates_die_with_their_last_reader() -> None:
 
 
 def test_inputs_are_let_go() -> None:
-    """Activations that only the plan holds die when they were read for the last time."""
+    """Activations that only the plan references are freed after their last use."""
     text = X + "%1: f32[2,3] = exp(%0)\n%2: f32[2,3] = sin(%1)\nreturn [%2]\n"
     alive: list[bool] = []
     backend = Each(Device("cpu", "any"))
@@ -207,7 +207,7 @@ def test_inputs_are_let_go() -> None:
 
 
 class _Peak:
-    """Bytes of all storages made under it that are alive at once, at most."""
+    """Measures the peak bytes of live storages created within it."""
 
     def __init__(self) -> None:
         self.live: dict[int, int] = {}
@@ -236,7 +236,7 @@ def peak_bytes(fn: Callable[[], Any]) -> int:
 
 
 def runs_of(fn: Any, call: Callable[[Any], Any], backend: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """(plan, arguments) of every graph that Dynamo makes of `fn`."""
+    """Collect (plan, arguments) for every graph that Dynamo makes of `fn`."""
     found: list[tuple[Any, list[Any]]] = []
 
     def compile_it(gm: Any, examples: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the host assumes of a device is what its backend says; by default it assumes nothing."""
+"""The host assumes about a device only what its backend declares; by default nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = TensorSpec((20,), (1,), torch.float32)
 
 
 def chain(policy: DevicePolicy) -> Plan:
-    """Two results of kernels, of which the caller gets the second."""
+    """A plan with two kernel results, of which the second is returned."""
     launches = [Launch("k", (Ref(1),), (2,)), Launch("k", (Ref(1), Ref(2)), (3,))]
     return Plan((1,), (Ref(3),), [*launches], [], (), (), dict.fromkeys((1, 2, 3), SPEC), kernels={"k": 0}, policy=policy)
 
@@ -50,7 +50,7 @@ def test_an_arena_is_laid_out_by_the_devices_alignment(align: int) -> None:
 
 @pytest.fixture
 def given() -> Iterator[list[int]]:
-    """The workers that a native kernel was given, call by call."""
+    """Record the number of workers that a native kernel receives, call by call."""
     yield []
 
 
@@ -85,7 +85,7 @@ def test_estimates_are_of_the_device() -> None:
 
 
 def test_kernels_for_the_host_bring_the_hosts_policy() -> None:
-    """A backend from outside the tree that takes them says nothing, and keeps its threads and its arena."""
+    """A backend outside the tree that uses them declares no policy, and keeps its threads and its arena."""
 
     class Outside(FusedBackend):
         name, device_type, loader = "outside", "cpu", llvm_loader

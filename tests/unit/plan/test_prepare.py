@@ -1,4 +1,4 @@
-"""Prepacked constants follow their weights: packed once, again after any change that torch sees, freed with them."""
+"""Prepacked constants follow their weights: packed once, again after any change that torch notices, freed with them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_changes_are_seen() -> None:
 
 
 def at(memory: bytearray) -> Tensor:
-    """A 3x3 tensor in this memory, a new one at the same address each time."""
+    """Make a new 3x3 tensor in this memory, at the same address each time."""
     return torch.frombuffer(memory, dtype=torch.float32).view(3, 3)
 
 
@@ -72,7 +72,7 @@ def test_memory_that_gets_the_address_of_what_was_freed_is_seen() -> None:
 
 
 def test_what_was_made_of_a_weight_is_freed_when_its_memory_is() -> None:
-    """As `model.cpu()` frees a GPU's."""
+    """For example, `model.cpu()` frees a GPU's weights."""
     layer = nn.Linear(3, 3)
     cache = PreparedCache(doubled)
     packed = weakref.ref(cache(layer.weight)[0])
@@ -83,7 +83,7 @@ def test_what_was_made_of_a_weight_is_freed_when_its_memory_is() -> None:
 def test_the_end_of_older_memory_leaves_what_was_made_since() -> None:
     w = nn.Parameter(torch.ones(3))
     cache, older = PreparedCache(doubled), w.data
-    first = cache.prepared([w])  # as a recording keeps it
+    first = cache.prepared([w])  # kept as by a recording
     w.data = torch.zeros(3)
     packed = cache(w)
     del older
@@ -192,7 +192,7 @@ def test_threads_get_right_values() -> None:
 
 
 class _Scaled(nn.Module):
-    """`weight * 2 + 1` depends on the weight only."""
+    """`weight * 2 + 1` depends only on the weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The one loop of planning: what a round cannot have is a fact for all that follow, whatever kind of fact it is."""
+"""The planning loop: what a round finds impossible is a fact for all later rounds, whatever its kind."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _(x: Tensor) -> Tensor:
 
 
 class Difficult(FusedBackend):
-    """Declines one op of `declines` a round, and builds no kernel with an op of `unbuilt` in it. `asked_again` are
-    ops that it was given after it had declined them."""
+    """Declines one op of `declines` per round, and fails to build kernels that contain an op of `unbuilt`. `asked_again` are
+    ops that it received again after declining them."""
 
     name, device_type = "difficult", "cpu"
 
@@ -71,7 +71,7 @@ class Difficult(FusedBackend):
 
 @pytest.fixture
 def facts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Facts]]:
-    """The facts of each compilation that came to an end."""
+    """Collect the facts of each completed compilation."""
     found: list[Facts] = []
     account = rounds.account
 
@@ -108,7 +108,7 @@ def test_declines_kernels_that_cannot_be_built_and_untrue_metadata_at_once(facts
 
 
 def test_what_a_graph_is_given_is_found_untrue_at_once(facts: list[Facts]) -> None:
-    """Eager keeps the statistics of a batch norm of bf16 in fp32 where its weights are: traced as bf16, read by the backward."""
+    """Eager's statistics of a bf16 batch norm with fp32 weights are fp32, traced as bf16 and read by backward."""
 
     def norms(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
@@ -189,7 +189,7 @@ def test_suspects_are_acquitted_when_what_they_are_made_of_is_mended(graph: Grap
 
 
 def test_facts_only_grow_and_end_in_eager(graph: Graph) -> None:
-    """A region that is suspected whenever it was acquitted, and a value that is never what was mended."""
+    """A region is suspected again after each acquittal, and a value never matches its corrected metadata."""
     sin, *_ = (n for n in graph.nodes if n.op == "call_function")
     facts, sizes = Facts(), [0]
     while sin.name not in facts.refused:

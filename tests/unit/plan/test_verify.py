@@ -1,4 +1,4 @@
-"""The specification of plans: what compiles obeys it, and what is changed by hand is found."""
+"""The specification of plans: compiled plans obey it, and deliberate violations are found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.hardware("x86_onednn")
 
 
 class Net(nn.Module):
-    """Weights to prepack, kernels around products, several results and a sum that lives long."""
+    """Weights to prepack, kernels around products, several results and a long-lived sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ def updating(cache: Tensor, at: Tensor, new: Tensor) -> Tensor:
 
 
 def crossing(x: Tensor) -> Tensor:
-    """Two results of kernels live at the same time, and neither fits an input that dies."""
+    """Two kernel results live at the same time, and neither fits into the memory of a dying input."""
     a, b = x.exp(), x.sin()
     return (a @ b.t()) @ (b @ a.t())
 
 
 @pytest.fixture(scope="module")
 def plans() -> Iterator[list[Plan]]:
-    """Plans as they were when their kernels were loaded."""
+    """Collect plans as they are when their kernels are loaded."""
     found: list[Plan] = []
     original = planning.finish
 
@@ -251,7 +251,7 @@ MUTATIONS: dict[Callable[[Plan], Plan], str] = {
     **dict.fromkeys((weight_written, prepared_constant_written), "constants"),
     **dict.fromkeys((prepare_draws, prepare_draws_in_an_attention), "repeatable"),
 }
-"""Changes with the id of the rule that forbids them."""
+"""Changes -> the id of the rule that forbids them."""
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS)
@@ -268,14 +268,14 @@ def test_an_attention_that_drops_nothing_may_be_prepared(net: Plan) -> None:
 
 
 OF_A_PLAN = (unknown_result, another_dtype, result_without_a_spec)
-"""Changes of a plan's results and specs, which an answer has not."""
+"""Changes of a plan's results and specs, which a backend's answer does not have."""
 OF_A_LIST = [m for m, rule in MUTATIONS.items() if rule in ("defined", "calls", "launches") and m not in OF_A_PLAN]
-"""What is as wrong in a backend's answer as in a whole plan."""
+"""Changes that are equally wrong in a backend's answer."""
 
 
 @pytest.fixture(scope="module")
 def answer() -> Iterator[verify.Answer]:
-    """A region, what the backend made of it, and the specs of temporaries."""
+    """A region, the backend's answer for it, and the specs of temporaries."""
     found: list[verify.Answer] = []
     guarded = lowering._guarded
 

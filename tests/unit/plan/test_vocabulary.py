@@ -1,4 +1,4 @@
-"""Nothing gets into the text of a plan, or into a plan from the disk, but words of a closed vocabulary."""
+"""The text of a plan, and a plan from disk, contain only words of a closed vocabulary."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_call_names_an_operator_or_a_helper_of_the_list(target: str) -> None:
         assert problems(with_call(target, Ref(1))) == []
         return
     assert problems(with_call(target, "print('here')"))
-    with pytest.raises((Foreign, AttributeError, RuntimeError)):  # the latter are torch's own words for it
+    with pytest.raises((Foreign, AttributeError, RuntimeError)):  # the last two are torch's own errors
         codegen.load(with_call(target, "print('here')"))
 
 
@@ -71,7 +71,7 @@ def test_arithmetic_on_sizes_is_in_the_list(target: str) -> None:
         ("aten::add.Tensor", Words(), True),  # a row of the opset
         ("aten::add.Scalar", Words(), True),  # another overload of one
         ("aten::from_file.default", Words(), False),  # reads any file
-        ("aten::from_file.default", Words(frozenset({"aten::from_file.default"})), True),  # the user's graph does
+        ("aten::from_file.default", Words(frozenset({"aten::from_file.default"})), True),  # the user's graph calls it
         ("mkldnn::_linear_pointwise.default", Words(), False),
         ("mkldnn::_linear_pointwise.default", Words(namespaces=("mkldnn",)), True),
     ],
@@ -82,7 +82,7 @@ def test_operators_are_the_opsets_the_graphs_and_the_backends(target: str, words
 
 
 def test_two_operators_whose_names_differ_in_punctuation_stay_apart() -> None:
-    """`fw_a::b_c` was bound to what `fw_a_b::c` is."""
+    """Regression: `fw_a::b_c` was bound to `fw_a_b::c`."""
     library = [torch.library.Library(n, "FRAGMENT") for n in ("fwtest_a", "fwtest_a_b")]
     library[0].define("b_c(Tensor x) -> Tensor")
     library[0].impl("b_c", lambda x: x + 1, "CPU")
@@ -122,7 +122,7 @@ def test_formulas_of_sizes(text: str) -> None:
 
 
 def test_a_launch_reads_sizes_off_its_tensors() -> None:
-    """`-(-n // 32)` blocks of a tensor that is given, said in either spelling."""
+    """The number of blocks of a given tensor, `-(-n // 32)`, in either spelling."""
     size = symbol(SizeOf(1, 0))
     assert vocabulary.text_of_size(apply("FloorDiv", size + 31, 32)) == "((v1.shape[0] + 31)//32)"  # type: ignore[arg-type]
     spelled = Launch("a" * 64, (), (), (("size", Ref(1), 0), ("offset", Ref(2)), Ref(3), Dim("s0", 4), 5))
@@ -159,7 +159,7 @@ def test_what_is_no_name_of_a_size_is_refused(text: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_reading_of_a_value_is_refused(atom: Any) -> None:
-    """A position among the symbols of a kernel means nothing in a plan, and True is no id, though a cache takes it for 1."""
+    """A kernel's symbol position is meaningless in a plan, and True is not an id, although a cache equates it with 1."""
     vocabulary.text_of_size(symbol(OffsetOf(1)))
     assert problems(with_launch(sizes=(symbol(atom),))) and problems(with_launch(sizes=(symbol(atom) * 2 + 1,)))
     with pytest.raises(Foreign):

@@ -10,7 +10,7 @@ from tests.fragments import Sketch
 
 
 def branches() -> tuple[Sketch, RegionGraph]:
-    """relu(x), exp(x), their sum, neg of it: ops 0 to 3. The last is what the region gives."""
+    """relu(x), exp(x), their sum, its neg: ops 0 to 3. The last is the region's output."""
     g = Sketch()
     x = g.input(torch.randn(2, 3))
     y = g.op("neg", g.op("add", g.op("relu", x), g.op("exp", x)))
@@ -18,7 +18,7 @@ def branches() -> tuple[Sketch, RegionGraph]:
 
 
 def like(op: OpView, id: int, name: str, source: Value, out: Value | None = None) -> OpView:
-    """A unary op of another name with the type of `op`."""
+    """Make a unary op of another name with the type of `op`."""
     made = out if out is not None else Value(id, op.out.spec)
     return OpView(id, name, f"aten::{name}.default", ("self",), (source,), (made,))
 

@@ -1,4 +1,4 @@
-"""The region graph: edits keep users and producers true, claims do not overlap, and what is refused changes nothing."""
+"""The region graph: edits keep users and producers up to date, claims do not overlap, and refused edits change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.region.drawn import branches, claim, like
 
 
 def state(g: RegionGraph) -> Any:
-    """All that an edit could change."""
+    """Everything that an edit could change."""
     values = {v.id: v for op in g for v in (*op.inputs(), *op.outs)}
     users = {i: [u.id for u in g.users(v)] for i, v in values.items()}
     return g.region(), users, [(c, c.ops) for c in g.claims], {i: g.producer(v) for i, v in values.items()}
@@ -98,9 +98,9 @@ def test_a_refused_edit_changes_nothing(why: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ([(0, 2)], [(1, 2)]),  # both have the sum
-        ([(0, 2)], [(1,), (2, 3)]),  # what another claim counts on overlaps
-        ([(0,), (2,)], [(1, 2)]),  # overlaps what the first one counts on
+        ([(0, 2)], [(1, 2)]),  # both contain the sum
+        ([(0, 2)], [(1,), (2, 3)]),  # an `also` claim of the second overlaps
+        ([(0,), (2,)], [(1, 2)]),  # overlaps an `also` claim of the first
         ([(0, 2)], [(1, 3), (3,)]),  # overlaps itself
         ([(0, 2)], [(1, 1)]),
     ],
@@ -145,7 +145,7 @@ UNARY = ("relu", "abs", "neg", "exp")
 @given(st.lists(st.tuples(st.sampled_from(("insert", "replace", "swap", "erase", "claim", "release", "sweep")),
                           st.integers(0, 99), st.integers(0, 99)), max_size=25))  # fmt: skip
 def test_after_any_edits_users_are_those_who_read(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever is edited or refused: the maps are what one would find by looking at every op, and the region is whole."""
+    """After any sequence of edits, accepted or refused, the maps match a scan of all ops, and the region is valid."""
     s, g = branches()
     fresh = 100
     for what, a, b in steps:
@@ -170,5 +170,5 @@ def test_after_any_edits_users_are_those_who_read(steps: list[tuple[str, int, in
             elif what == "sweep":
                 g.sweep(UNARY)
         except RegionError:
-            pass  # it was refused; whether it was refused whole is what is looked at
+            pass  # refused; the test checks that nothing changed
         assert not list(problems(g)), f"after {what}"

@@ -1,4 +1,4 @@
-"""Patterns and rows: what they find, and the switches by which a wrong one is found."""
+"""Patterns and rewrite rows: what they match, and the switches for finding a wrong one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.region.drawn import branches, claim, like
 
 
 def squares(n: int = 3) -> RegionGraph:
-    """relu(x) * relu(x) n times over."""
+    """relu(x) * relu(x), n times."""
     s = Sketch()
     x = s.input(torch.randn(3))
     for _ in range(n):
@@ -39,7 +39,7 @@ def test_a_tree_captures_arguments_and_ops() -> None:
 
 
 def test_a_choice_of_order_is_taken_back_where_the_rest_does_not_fit() -> None:
-    """x * y + (x + z), where the factors of the product may stand in either order."""
+    """x * y + (x + z), where the factors of the product may come in either order."""
     s = Sketch()
     x, y, z = (s.input(torch.randn(3)) for _ in range(3))
     total = s.op("add", s.op("mul", y, x), s.op("add", x, z))
@@ -77,7 +77,7 @@ def test_an_output_of_the_region_ends_a_chain() -> None:
 
 
 def halved(m: Match, g: RegionGraph) -> None:
-    """x * x as square(x), roughly: abs stands for it."""
+    """Rewrite x * x as square(x), for which abs stands."""
     g.replace([m.anchor], [like(m.anchor, m.anchor.id + 500, "abs", m["x"], m.out)])
 
 

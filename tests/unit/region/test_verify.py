@@ -1,4 +1,4 @@
-"""The specification of region graphs: what is drawn obeys it, and what is broken by hand is found."""
+"""The specification of region graphs: generated graphs obey it, and deliberate violations are found."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ FOUND_BY = {
     "producer of value": "producers",
     **dict.fromkeys(("claims what is not there", "another claim has", "is written nowhere"), "claims"),
 }
-"""The rules that say so."""
+"""The rules that find each violation."""
 
 
 def test_every_rule_has_a_change_that_it_finds() -> None:

@@ -1,4 +1,4 @@
-"""Composites are opened for a backend that takes the primitives in them; equal ones are traced once, and no others."""
+"""Composites are expanded for a backend that takes their primitives; each distinct composite is traced once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ norm = torch.nn.functional.layer_norm
 
 
 class Opening(FusedBackend):
-    """Takes no norm as a whole, but all that is in one."""
+    """Takes no norm as a whole, but all primitives of one."""
 
     name, device_type, loader = "opening", "cpu", interpreter_loader
 
@@ -60,13 +60,13 @@ X, W, B = torch.randn(4, 8), torch.rand(8) + 1, torch.rand(8) - 5
 )
 @torch.no_grad()
 def test_composites_that_differ_in_their_arguments_are_opened_apart(fn: Callable[..., Any]) -> None:
-    """Of types alone they are equal: a weight without a bias was computed as a bias without a weight."""
+    """Their types alone are equal: a weight without a bias was computed as a bias without a weight."""
     for ours, eager in zip(compiled(fn)(X, W, B), fn(X, W, B), strict=True):
         torch.testing.assert_close(ours, eager)
 
 
 def test_constants_inside_an_opened_composite_are_found() -> None:
-    """Its primitives on weights alone are prepared; what reads the input is not."""
+    """Its primitives on weights only are prepared; those that read the input are not."""
     graph = parse(
         "%0: f32[4,8] = input('x')\n%1: f32[4,8] = input('w')\n"
         "%2: (f32[4,8], f32[4,1], f32[4,1]) = layer_norm(%1, [8], None, None, 1e-05)\n%3: f32[4,8] = py.getitem(%2, 0)\n"
@@ -79,7 +79,7 @@ def test_constants_inside_an_opened_composite_are_found() -> None:
 
 
 class Products(Opening):
-    """Takes matrix products and what lies around them, but neither linear layers nor attention as a whole, and no size."""
+    """Takes matrix products and ops around them, but neither linear layers nor attention as a whole, and no sizes."""
 
     def supports(self, op: OpView) -> Verdict:
         if op.op in ("linear", "sdpa") or op.op.startswith("aten.sym_"):
@@ -92,7 +92,7 @@ class Products(Opening):
 
 
 def lowered_ops(fn: Callable[..., Any], *calls: tuple[torch.Tensor, ...]) -> list[str]:
-    """The ops of `fn` that are lowered with symbolic sizes, in one graph that serves all calls."""
+    """Return the ops of `fn` that are lowered with symbolic sizes, in a single graph for all calls."""
     options = Options.parse({"cache": False, "fallback": "allow", "strict": True})
 
     def dynamo(gm: Any, inputs: Any) -> Any:
@@ -113,13 +113,13 @@ def test_sizes_inside_a_composite_are_no_backends_to_claim() -> None:
 
 
 def test_a_composite_stays_whole_where_opening_it_would_assume_sizes() -> None:
-    """The decomposition makes a number of the head's size, which held the graph to the first call's."""
+    """The decomposition converts the head size to a number, which specialized the graph to the first call."""
     calls = [tuple(torch.randn(2, 4, n, n + 3) for _ in range(3)) for n in (5, 7)]
     assert "bmm" not in lowered_ops(torch.nn.functional.scaled_dot_product_attention, *calls)
 
 
 def test_what_primitives_leave_where_it_is_is_copied_as_by_the_whole() -> None:
-    """Blocks of one pixel: eager gives fresh memory, a permutation of nothing does not."""
+    """With blocks of one pixel, eager returns new memory, but an identity permutation does not."""
     x = torch.randn(1, 9, 2, 2)
     with report.recording() as reports:
         y = compiled(lambda x: torch.nn.functional.pixel_shuffle(x, 1))(x)
@@ -128,7 +128,7 @@ def test_what_primitives_leave_where_it_is_is_copied_as_by_the_whole() -> None:
 
 
 def test_strides_of_symbolic_sizes_are_compared_outside_of_the_trace() -> None:
-    """Those of the whole are products of symbols that the trace of what is in it does not know."""
+    """The composite's strides are products of symbols that the trace of its primitives does not know."""
     op = ops.OPS["group_norm"]
     for case in CASES[op.name]:
         args, kwargs = arguments(op, case, torch.float32)

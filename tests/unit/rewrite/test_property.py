@@ -1,4 +1,4 @@
-"""Rules and CSE keep every bit: random small graphs, run before and after, on values that tell wrong algebra apart."""
+"""Rules and CSE preserve every bit: random small graphs, run before and after, on values that expose wrong algebra."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
 
 def _bits(t: Tensor) -> Any:
     views = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
-    nan = t.isnan()  # which NaN an op gives is not defined
+    nan = t.isnan()  # the NaN that an op returns is not defined
     return torch.where(nan, torch.zeros_like(t), t).contiguous().view(
         views.get(t.dtype, t.dtype)
     ).tolist(), nan.tolist()

@@ -1,4 +1,4 @@
-"""Gradients of resizing: sums, not scatters that collide."""
+"""Gradients of resizing: sums instead of colliding scatters."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ FORWARD = [
 @pytest.mark.parametrize("odd", [0.0, torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("args", FORWARD, ids=str)
 def test_bilinear_forward_weighs_as_the_operator(args, odd):
-    """Also of as many elements as there are: eager takes each with the weights one and zero."""
+    """This includes equal sizes, where eager uses the weights one and zero."""
     x = torch.randn(2, 3, 8, 6, generator=torch.Generator().manual_seed(0))
     x[0, 1, 3, 2] = odd
     for given_ in (x, x.bfloat16(), x.contiguous(memory_format=torch.channels_last)):

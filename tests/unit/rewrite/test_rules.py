@@ -1,5 +1,5 @@
 
-"""Every rule has a case that it rewrites and one that it must leave alone, both as text."""
+"""Every rule has a case that it rewrites and one that it must not rewrite, both as text."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ KEPT: dict[str, list[str]] = {
         "%3: f32[3,3] = mm(%0, %2)\nreturn [%3]\n",
     ],
     "linear.addmm_flat": [
-        # the product is read by somebody else too
+        # the product has another reader
         X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6, %5]\n",
-        # rows are dealt out otherwise than they came in
+        # rows are grouped differently than in the input
         X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[5,2,4] = view(%5, [5, 2, 4])\nreturn [%6]\n",
     ],
     "linear.mm_flat": [
@@ -222,7 +222,7 @@ def test_fuel_counts_rewrites(fuel: int) -> None:
 
 
 def test_fuel_bisects_to_the_wrong_rewrite() -> None:
-    """With a rule that is wrong, the first fuel at which the graph changes its meaning names the rewrite."""
+    """With a wrong rule, the smallest fuel at which the graph changes its meaning identifies the rewrite."""
 
     def drop(r: Rewriter, node: object, env: dict[str, object]) -> object:
         return env["x"]

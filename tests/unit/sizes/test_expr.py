@@ -1,4 +1,4 @@
-"""Sizes as values: arithmetic as Python's and sympy's, one form for equal ones, JSON and back, and nothing else from JSON."""
+"""Sizes as values: arithmetic as in Python and sympy, a normal form, JSON and back, and strict parsing of JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BINARY: dict[str, tuple[Maker, Maker]] = {
 
 @st.composite
 def pairs(draw: st.DrawFn, depth: int = 3) -> tuple[Extent, Any]:
-    """A size, and the sympy expression that it should be."""
+    """Draw a size and its expected sympy expression."""
     if depth == 0 or draw(st.integers(0, 3)) == 0:
         if draw(st.booleans()):
             n = draw(st.integers(-9, 9))
@@ -130,7 +130,7 @@ def test_functions_in_their_simplest_form() -> None:
 @pytest.mark.parametrize(
     ("made", "want"),
     [
-        (lambda s: functions.IntTrueDiv(s, 4), None),  # a float is no size
+        (lambda s: functions.IntTrueDiv(s, 4), None),  # a float is not a size
         (lambda s: functions.CeilToInt(functions.IntTrueDiv(s, 4)), 3),
         (lambda s: functions.FloorToInt(functions.ToFloat(s) * 1.5), 15),
         (lambda s: functions.TruncToInt(functions.FloatTrueDiv(functions.ToFloat(s), 3.0) + 0.5), 3),

@@ -1,4 +1,4 @@
-"""Collectives: run as often as their graph is called and in its order, whatever one process finds faster, repairs or keeps."""
+"""Collectives run once per call of their graph and in its order, whatever a single process measures, corrects or caches."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.plan.execute.test_replay import Recorder, compiled
 from tests.unit.plan.test_plan import planned
 
 CALLS: list[str] = []
-"""What the collectives of this file were called with, by name."""
+"""The calls of this file's collectives, by name."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collectives() -> Iterator[None]:
-    """Three operators where torch's own collectives are. The second one's metadata is untrue (it says bf16), and the third is
-    in a namespace of somebody's own."""
+    """Define three operators, two of them in the namespace of torch's own collectives. The second has wrong metadata (bf16); the
+    third is in a user's namespace."""
     library, own = torch.library.Library("symm_mem", "FRAGMENT"), torch.library.Library("somebodys", "DEF")
 
     def defined(at: torch.library.Library, name: str, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ def nothing_called() -> None:
 
 
 class Never(Recorder):
-    """A device on which nothing may be recorded or measured."""
+    """A device that must not record or measure anything."""
 
     def record(self, run: Any, warm: bool, shared: bool = True) -> Any:
         pytest.fail("a graph with a collective is recorded")
@@ -75,7 +75,7 @@ def through(name: str, namespace: str = "symm_mem") -> Callable[..., torch.Tenso
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["counted", "untrue"])
 def test_a_graph_runs_once_a_call_and_is_never_recorded(name: str) -> None:
-    """Twice a call in this graph. Where metadata is untrue too, which is mended without running anything again."""
+    """This graph has two collectives per call. Wrong metadata is corrected without running anything again."""
     f = through(name)
     fast, x, w = compiled(f, Never()), torch.randn(4, 4), torch.randn(4, 4)
     expected = f(x, w)
@@ -124,7 +124,7 @@ def test_what_nobody_knows_is_a_collective_where_there_are_several_processes(mon
 
 @torch.no_grad()
 def test_a_collective_of_weights_is_not_kept() -> None:
-    """As sharded weights are gathered: at every call, for the other processes come to it at every call."""
+    """A gather of sharded weights, for example, runs at every call because the other processes expect it."""
     weight = torch.nn.Parameter(torch.randn(4, 4))
     fast, x = compiled(lambda x: x @ torch.ops.symm_mem.counted(weight * 2), Never()), torch.randn(4, 4)
     for _ in range(3):
@@ -162,7 +162,7 @@ def test_what_is_held_in_order_waits_for_its_like() -> None:
 
 
 def test_regions_do_not_change_the_order() -> None:
-    """What comes before the first and what comes after the second would be one region by their data alone."""
+    """By data dependencies alone, the ops before the first collective and after the second would form one region."""
 
     def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first = torch.ops.symm_mem.counted(x.exp() * 2)
@@ -194,7 +194,7 @@ def test_random_numbers_between_regions_keep_their_order_too() -> None:
 
 
 def test_memory_that_a_collective_reads_is_left_alone_until_it_was_waited_for() -> None:
-    """A gather goes on reading its input behind the back of what follows it; what waits gives the same tensor."""
+    """A gather keeps reading its input while later ops run; the wait returns the same tensor."""
     graph = parse(
         """
         %0: f32[4] = input('x')

@@ -1,4 +1,4 @@
-"""A graph's first calls are compared with eager, by a clock that the test turns."""
+"""A graph's first calls are timed against eager, with a fake clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusewright.plan.execute.compared import BUDGET, LEAD, MOST_TURNS, SETTLED, 
 
 
 class World:
-    """A clock, and graphs that take as long as it is told."""
+    """A fake clock, and graphs that take the given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class World:
     def graph(
         self, c: Comparison, plan: list[float], eager: list[float], phase: Phase = "infer", sizes: Any = lambda args: ()
     ) -> Any:
-        """A graph whose calls take these times in turn, of each way."""
+        """Make a graph whose compiled and eager calls take these times in turn."""
 
         def taking(name: str, seconds: list[float]) -> Any:
             def run(args: list[Any]) -> str:

@@ -1,4 +1,4 @@
-"""The first run of a plan: what an abandoned run did is undone, and threads agree on one outcome."""
+"""The first run of a plan: effects of an abandoned run are undone, and threads agree on one outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.plan.test_plan import planned
 
 
 def untrue(args: list[Any]) -> Any:
-    """A run that writes its first input, draws a random number, and finds metadata untrue."""
+    """A run that writes its first input, draws a random number, and finds wrong metadata."""
     args[0].add_(1)
     torch.rand(3)
     args.clear()

@@ -1,4 +1,4 @@
-"""What running calls of a plan own."""
+"""Memory owned by running calls of a plan."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def test_calls_at_once_get_a_frame_each_and_few_wait_for_the_next() -> None:
     again = [frames.take() for _ in range(KEPT)]
     assert len(made) == 3 * KEPT and set(map(id, again)) <= set(map(id, taken))
     frames.take()
-    assert len(made) == 3 * KEPT + 1  # the others were let go
+    assert len(made) == 3 * KEPT + 1  # the others were freed

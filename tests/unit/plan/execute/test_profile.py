@@ -1,4 +1,4 @@
-"""Profilers see each instruction of a plan by its ops and its line, and who does not profile pays nothing."""
+"""Profilers see each instruction of a plan with its ops and source line; without a profiler there is no overhead."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Mlp(torch.nn.Module):
 
 
 def ranges(call: Callable[[], Any]) -> list[str]:
-    """Names that begin with ours, in the order of a profile."""
+    """The names with our prefix, in the order of a profile."""
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return [e.name for e in profile.events() if e.name.startswith("fusewright ")]
 
 
 def line_of(text: str) -> str:
-    """Where a line with this text stands in this file, as labels say it."""
+    """The location of the line with this text in this file, formatted as in labels."""
     lines = Path(__file__).read_text().splitlines()
     return f"test_profile.py:{1 + next(k for k, line in enumerate(lines) if text in line)}"
 
@@ -75,7 +75,7 @@ def test_a_replay_shows_what_was_compiled_and_how_much_of_it() -> None:
 
 def test_a_plan_asks_for_a_profiler_by_one_look_and_writes_no_range_before() -> None:
     run, text = codegen.load(GOOD), codegen.to_text(GOOD)
-    assert "profile" not in text  # what `explain` prints
+    assert "profile" not in text  # the text that `explain` prints
     code = list(dis.get_instructions(run))
     assert not any(i.opname.endswith("_WITH") for i in code)
     asked = [i.argval for i in code if i.opname in ("LOAD_GLOBAL", "LOAD_CONST")][:2]

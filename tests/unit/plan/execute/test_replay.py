@@ -1,4 +1,4 @@
-"""Replay decides who owns which memory; a recorder of its own stands in for a device's graphs."""
+"""Memory ownership in replay; a fake recorder replaces a device's graphs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OPTIONS = Options.parse({"cache": False, "fallback": "allow"})
 
 
 class Recorder:
-    """Runs what it recorded again, into the results of the first time. `held` is put back after recording, since a
-    device computes nothing then."""
+    """A fake recorder that runs the recorded function again, into the results of the first run. `held` is restored after
+    recording, since a device computes nothing then."""
 
     device_type = "cpu"
 
@@ -92,7 +92,7 @@ class Small(torch.nn.Module):
 
 
 class Running(Recorder):
-    """As a real one: what is measured is run."""
+    """Like a real recorder, it runs what it measures."""
 
     def seconds(self, run: Callable[[], Any]) -> float:
         run()
@@ -102,7 +102,7 @@ class Running(Recorder):
 @torch.library.custom_op("fusewright_tests::captured", mutates_args=())
 def captured(x: torch.Tensor) -> torch.Tensor:
     captured_calls.append(0)
-    return x.double() if len(captured_calls) > 2 else x.clone()  # seen first, then recorded, then measured as it is
+    return x.double() if len(captured_calls) > 2 else x.clone()  # first checked, then recorded, then measured unrecorded
 
 
 captured_calls: list[int] = []
@@ -169,7 +169,7 @@ def test_weights_are_read_where_they_lie() -> None:
 
 
 class Prepares(torch.nn.Module):
-    """Constants are prepared from `packed`; `read` is read where it lies."""
+    """Constants are prepared from `packed`; `read` is read in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_the_next_call_sees_a_changed_weight(change: Callable[[torch.nn.Module, 
 
 @torch.no_grad()
 def test_the_next_call_sees_a_weight_that_was_moved_away_and_back() -> None:
-    """At its old address, with its old version, and changed where nobody samples it."""
+    """It has its old address and version, and changed only in elements that are not sampled."""
     model, recorder, memory = Prepares().eval(), Recorder(), bytearray(256)
     model.packed.data = torch.frombuffer(memory, dtype=torch.float32).view(8, 8)
     fast, x = compiled(model, recorder), torch.randn(4, 8)
@@ -372,7 +372,7 @@ def test_inside_another_recording_the_plain_plan_runs() -> None:
 
 
 def _on_a_device(*instructions: Instruction, given: int | None = None, outputs: tuple[int, ...] = (9,)) -> Plan:
-    """A plan on a GPU: value 1 is its input, 2 a constant of the host, 3 to 5 single elements there, 7 and up on the GPU."""
+    """A plan on a GPU: value 1 is its input, 2 a constant on the host, 3 to 5 single elements on the host, 7 and up on the GPU."""
     host, gpu = TensorSpec((), (), torch.float32), TensorSpec((4,), (1,), torch.float32, "cuda:0")
     specs = dict.fromkeys((2, 3, 4, 5), host) | dict.fromkeys((1, 7, 8, 9), gpu)
     inputs = (1,) if given is None else (1, given)

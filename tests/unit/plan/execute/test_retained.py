@@ -1,4 +1,4 @@
-"""Replay of training: what is handed out is not copied, so nothing is replayed while somebody holds it."""
+"""Replay of training: results are returned without a copy, so nothing is replayed while the caller holds them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.unit.plan.execute.test_replay import OPTIONS, Backend, Recorder, Smal
 
 
 class Forgetful(Recorder):
-    """A recorder of training: it keeps no argument, as a device's graph keeps none. Its replays compute nothing, so
-    results stay those of the recorded call."""
+    """A recorder for training that, like a device's graph, keeps no argument. Its replays compute nothing, so results remain
+    those of the recorded call."""
 
     def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
         assert not warm and not shared
@@ -62,7 +62,7 @@ def test_forward_and_backward_are_replayed_with_the_right_gradients() -> None:
                 torch.testing.assert_close(p.grad, g)
     assert [r.replay.partition(",")[0] for r in reports] == ["replayed", "replayed"]
     assert recorder.recorded == 2
-    assert recorder.replays == 6  # three times both: the first step is checked
+    assert recorder.replays == 6  # three forward and three backward; the first step is checked
 
 
 def test_an_operator_that_saves_other_tensors_while_it_is_recorded_is_not_replayed_in_training() -> None:
@@ -80,7 +80,7 @@ def test_an_operator_that_saves_other_tensors_while_it_is_recorded_is_not_replay
 
 
 class Capturing(Forgetful):
-    """It says when it records."""
+    """Tells when it records."""
 
     now = False
 
@@ -123,7 +123,7 @@ def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are
         model.zero_grad(set_to_none=True)
         step(fast, x)
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    step(fast, x)  # adds to gradients that lie in the recording's memory
+    step(fast, x)  # adds to gradients in the recording's memory
     for p, g in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(p.grad, 2 * g)
     model.zero_grad(set_to_none=True)
@@ -137,14 +137,14 @@ def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are
 
 
 class Working(Forgetful):
-    """A recorder whose recordings of forward compute again when they are replayed, where their results lie. To repeat backward it
-    would have to hold what forward saved."""
+    """A recorder whose forward replays compute again, into the memory of their results. To repeat backward, it would have to hold
+    the values that forward saved."""
 
     def record(self, run: Any, warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
         results, again = super().record(run, warm, shared)
         if not run.func.__self__.copies:
             return results, again
-        repeats = iter([lambda: results])  # it was run while it was recorded
+        repeats = iter([lambda: results])  # it ran during recording
 
         def repeat() -> None:
             again()
@@ -191,8 +191,8 @@ class Images(torch.nn.Module):
 
 
 def test_statistics_of_channels_last_images_are_written_where_they_lie() -> None:
-    """The graph that was rewritten for the layout still knows its buffers from what the caller gives. A replay counts as a change
-    of them, which autograd and folded weights look at."""
+    """The graph rewritten for the layout still distinguishes its buffers from the caller's inputs. A replay increments their
+    version, which autograd and folded weights check."""
     torch.manual_seed(0)
     recorder, model, x = Working(), Images(), torch.randn(2, 4, 16, 16)
     eager = copy.deepcopy(model)
@@ -214,7 +214,7 @@ def test_statistics_of_channels_last_images_are_written_where_they_lie() -> None
 
 
 def test_what_is_no_modules_is_written_where_it_lies() -> None:
-    """State that a closure holds, and that its owner replaces now and then."""
+    """State held by a closure, which its owner replaces now and then."""
     torch.manual_seed(0)
     linear, recorder, x = torch.nn.Linear(8, 8), Working(), torch.randn(64, 8)
 
@@ -256,14 +256,14 @@ def test_each_layer_of_a_shared_plan_has_its_recording() -> None:
         for layer in layers:
             layer.zero_grad(set_to_none=True)
             h = fast(layer, h.detach().requires_grad_())
-        del h  # what all layers save lives until here
+        del h  # the values saved by all layers live until here
         found.append(recorder.replays - before)
     assert found[-1] == len(layers)
 
 
 @pytest.mark.parametrize("count", [6, 30])
 def test_layers_that_hand_gradients_to_each_other_are_replayed(count: int) -> None:
-    """The gradient that a layer gets lies elsewhere at every call until the one behind it is replayed; all else is its own."""
+    """A layer's incoming gradient changes its address at every call until the next layer is replayed; all else is its own."""
     torch.manual_seed(0)
     layers, recorder = [Layer() for _ in range(count)], Working()
     fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(64, 64, requires_grad=True)
@@ -281,7 +281,7 @@ def test_layers_that_hand_gradients_to_each_other_are_replayed(count: int) -> No
 
 
 def test_arguments_that_move_are_copied() -> None:
-    """What backward reads of the caller's own lies elsewhere at every call; all else stays."""
+    """The caller's tensors that backward reads change their addresses at every call; all others stay."""
     torch.manual_seed(0)
     layer, recorder = Layer(), Forgetful()
     fast = compiled(lambda x: layer(x), recorder)

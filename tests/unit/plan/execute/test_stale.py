@@ -1,4 +1,4 @@
-"""Writes into weights that torch does not count, and weights that change places."""
+"""Writes into weights that do not change torch's version counter, and weights that move."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_two_pieces_in_a_row_are_always_seen() -> None:
 
 
 class Scaled(nn.Module):
-    """Twice the weight is made once."""
+    """The doubled weight is computed once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_weights_may_be_swapped(how: str, swapping: bool, monkeypatch: pytest.Mo
 
 
 def test_a_parameter_made_anew_in_the_same_memory_is_seen() -> None:
-    """The ids of the old ones are free, and their memory, address and count of writes are those of the new ones."""
+    """The new tensor may have the old one's id, memory, address and version."""
     layer = nn.Linear(8, 8)
     cache = PreparedCache(doubled)
     for _ in range(6):
