@@ -13,7 +13,7 @@ from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.group import Group
 from fusewright.toolkit.fuse.signature import KernelMemo
 from fusewright.toolkit.lower.tables import RULES
-from fusewright.toolkit.rules.evaluate import NotAligned
+from fusewright.toolkit.rules.space import NotAligned
 from fusewright_cpu.policy import CPU
 from fusewright_cpu.policy import EAGER as CONDITIONS
 from tests.fragments import Context, Sketch

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fusewright.interface import OpView, Value
 from fusewright.toolkit.ir import IndexTooComplex, Kernel, crosses
-from fusewright.toolkit.rules.evaluate import NotAligned
-from fusewright.toolkit.rules.flow import Flow
-from fusewright.toolkit.rules.space import ShapeMismatch
+from fusewright.toolkit.rules.space import NotAligned, ShapeMismatch
+
+if TYPE_CHECKING:  # a backend's policy names conditions, and a plan from the cache needs no more than the policy
+    from fusewright.toolkit.rules.flow import Flow
 
 
 class Alone:

@@ -17,10 +17,9 @@ from fusewright.toolkit.fuse.scattered import build_scatter
 from fusewright.toolkit.fuse.signature import MEMO, KernelMemo, Signature
 from fusewright.toolkit.ir import IndexTooComplex, Kernel
 from fusewright.toolkit.lower.tables import rules_of, verdict
-from fusewright.toolkit.rules.evaluate import NotAligned
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Row, Rule
-from fusewright.toolkit.rules.space import ShapeMismatch, shape_of
+from fusewright.toolkit.rules.space import NotAligned, ShapeMismatch, shape_of
 
 POLICY = DevicePolicy()
 """The policy for an unknown device."""

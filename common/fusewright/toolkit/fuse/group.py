@@ -10,10 +10,10 @@ from fusewright.plan.order import closure
 from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
 from fusewright.toolkit.ir import Builder, IndexTooComplex, Val
 from fusewright.toolkit.ir.extent import Extent, evaluate
-from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, NotAligned, Space, compute_dtype
+from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Scatter
-from fusewright.toolkit.rules.space import At, ShapeMismatch, product, shape_of
+from fusewright.toolkit.rules.space import At, NotAligned, ShapeMismatch, product, shape_of
 
 MAX_UNITS = 48
 """The most ops in one kernel."""

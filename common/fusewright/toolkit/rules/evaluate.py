@@ -17,14 +17,10 @@ from fusewright.toolkit.ir.types import TYPES, DType, compute_type, from_torch
 from fusewright.toolkit.rules.coverage import covers
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, View
-from fusewright.toolkit.rules.space import At, Part, extent, is_contiguous, product, shape_of, stride_of
+from fusewright.toolkit.rules.space import At, NotAligned, Part, extent, is_contiguous, product, shape_of, stride_of
 
 SAME_START = frozenset({"view", "reshape", "alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"})
 """Views that start at the same address as their argument."""
-
-
-class NotAligned(Exception):
-    """A row's result is needed at an element other than the current one, so the tensor must be stored first."""
 
 
 DEEPEST = 32

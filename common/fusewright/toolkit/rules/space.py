@@ -18,6 +18,10 @@ class ShapeMismatch(ValueError):
     """Symbolic shapes cannot be proved compatible; the op is left to eager."""
 
 
+class NotAligned(Exception):
+    """A row's result is needed at an element other than the current one, so the tensor must be stored first."""
+
+
 def extent(size: Size) -> Extent:
     """Convert a size of the interface to an extent of kernels."""
     return size.expr if isinstance(size, Dim) else int(size)
