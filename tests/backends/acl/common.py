@@ -1,4 +1,4 @@
-"""What the tests of graviton_acl share. Fragments run with the oneDNN that this machine's torch has: ACL's on aarch64."""
+"""Shared by the tests of graviton_acl. Fragments run with the oneDNN of this machine's torch, which uses ACL on aarch64."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DTYPES = {F32: "fp32", BF16: "bf16"}
 
 
 def core(name: str = "neoverse-v1") -> Device:
-    """A core of the table, without the mark of a simulation."""
+    """A core of the table as a real device, not marked as simulated."""
     found = GravitonAcl.simulated({"target": name})
     assert isinstance(found, Device)
     return Device(found.type, found.arch, found.features)
 
 
 def compiled(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1", **options: Any) -> Fragment:
-    """Lower everything drawn, choosing the forms named first in `prefer`."""
-    g.temporaries.clear()  # of an earlier fragment
+    """Lower the whole sketch, choosing the first available form of `prefer`."""
+    g.temporaries.clear()  # those of an earlier fragment
     pick = by_preference(*prefer, "packed", "point", "blas", "bf16", "aten", "eager", "kernel")
     device = core(on)
     ctx = Context({**GravitonAcl.options, **options}, device, pick, specs=g.temporaries)
@@ -37,7 +37,7 @@ def compiled(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-
 
 
 def check(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1", **options: Any) -> Fragment:
-    """Lower, run, and judge by fp64 and eager's own error; the fragment for further questions."""
+    """Lower, run, and judge by fp64 and eager's error; return the fragment for further checks."""
     fragment = compiled(g, outputs, *prefer, on=on, **options)
     wide = exact(g, outputs)
     found, _ = without_references(lambda: g.run(fragment, outputs))
@@ -51,7 +51,7 @@ def check(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1"
 
 
 def without_references(run: Callable[[], Any]) -> tuple[Any, list[verbose.Execution]]:
-    """The result of `run`, and what oneDNN executed for it: on aarch64 nothing heavy by a reference kernel."""
+    """Return the result of `run` and what oneDNN executed; on aarch64, fail if a reference kernel did heavy work."""
     kept: list[Any] = []
     seen = verbose.executed(lambda: kept.append(run()))
     assert not HERE or not verbose.references(seen), verbose.references(seen)
@@ -59,7 +59,7 @@ def without_references(run: Callable[[], Any]) -> tuple[Any, list[verbose.Execut
 
 
 def exact(g: Sketch, outputs: list[Value]) -> list[torch.Tensor]:
-    """What was drawn, computed in fp64."""
+    """The sketch's outputs computed in fp64."""
     wide = Sketch(g.phase)
     values: dict[int, Value] = {}
     for v in g.inputs:
@@ -83,6 +83,6 @@ def channels_last(t: torch.Tensor) -> torch.Tensor:
 
 
 def judged(fn: Callable[..., Any], wide: Callable[..., Any], eager: Callable[..., Any], *args: torch.Tensor) -> accuracy.Accuracy:
-    """`fn` beside `eager`, and `wide` in fp64, of the same arguments."""
+    """Judge `fn` against `eager` and against `wide` in fp64, on the same arguments."""
     w, e, o = (f(*args) for f in (lambda *a: wide(*(t.double() for t in a)), eager, fn))
     return accuracy.compare([w], [e], [o], DTYPES[e.dtype])

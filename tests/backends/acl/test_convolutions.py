@@ -131,7 +131,7 @@ def _backward(dtype: torch.dtype, mask: list[bool], planes: bool, **how: Any) ->
 def test_gradients_are_computed_in_fp32_and_in_planes(dtype: torch.dtype, planes: bool, mask: list[bool], on: str) -> None:
     g, outs = _backward(dtype, mask, planes)
     if dtype is BF16 and on == "neoverse-n1":
-        return  # it has no bf16: the host never asks
+        return  # the core lacks bf16, so the host never asks
     found = targets(check(g, outs, on=on))
     assert ("aten::_slow_conv2d_backward.output_mask" in found) == (on == "neoverse-n1" and mask[:2] != [False, False])
 

@@ -1,4 +1,4 @@
-"""Prefill and decode of a small Llama geometry, whose cache of keys and values is written in place."""
+"""Prefill and decode in a small Llama geometry whose key-value cache is written in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEADS, KV_HEADS, LENGTH, STEP = 64, 4, 2, 24, 16
 
 
 class Block(nn.Module):
-    """Attention with rotary positions and grouped heads, and a gated MLP, each behind an RMS norm."""
+    """Attention with rotary positions and grouped heads, and a gated MLP, each after an RMS norm."""
 
     def __init__(self) -> None:
         super().__init__()

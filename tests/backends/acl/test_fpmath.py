@@ -1,4 +1,4 @@
-"""fp32 products and convolutions that are multiplied in bf16: what they give, and that nothing of the setting stays."""
+"""fp32 products and convolutions multiplied in bf16: their results, and that the setting does not leak."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def settings() -> list[str]:
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative to the largest result."""
+    """The error relative to the largest result."""
     return float((ours.double() - exact).abs().max() / exact.abs().max())
 
 

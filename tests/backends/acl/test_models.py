@@ -1,4 +1,4 @@
-"""Models of the suite, small, on aarch64: right by the fp64 rule, and nothing heavy left to oneDNN's reference kernels.
+"""Small models of the suite on aarch64: right by the fp64 rule, with no heavy work in oneDNN's reference kernels.
 
 On other machines a few of them run on the simulated device; ci/aarch64.sh runs all of them under emulation.
 """
@@ -36,7 +36,7 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def without_references(run: Callable[[], Any]) -> Any:
-    """The result of `run`, in which nothing heavy is a reference kernel, on aarch64."""
+    """Return the result of `run`; on aarch64, fail if a reference kernel did heavy work."""
     found, seen = common.without_references(run)
     assert not HERE or any(e.heavy for e in seen), seen
     return found

@@ -1,4 +1,4 @@
-"""Products with weights: the forms that ACL and OpenBLAS have for them, and what rides on each."""
+"""Products with weights: their forms in ACL and OpenBLAS, and the epilogues that each can fuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8 on Arm: which calls q/dq graphs become, and their results: to the bit those of a graph whose product is exact."""
+"""int8 on Arm: which calls q/dq graphs become, and that results equal those with an exact product bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = {U8: (0, 255), I8: (-128, 127)}
 
 @pytest.fixture(autouse=True)
 def an_arm_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere fragments are made for a core, and read."""
+    """On other machines, fragments are compiled for a core and inspected, but not run."""
     if not HERE:
         monkeypatch.setattr(quantized, "host_target", lambda: aarch64_target("neoverse-v1"))
 
@@ -41,7 +41,7 @@ def dequantize(g: Sketch, q: Value, scale: float, zero: int, out_dtype: torch.dt
 
 
 class Weight:
-    """An int8 weight of a sketch: `value` is it dequantized, `of` what it stands for in fp64."""
+    """An int8 weight of a sketch: `value` is the dequantized value, `of` the exact weight in fp64."""
 
     def __init__(self, g: Sketch, n: int, k: int, zeros: bool = False, per_channel: bool = True, dtype: torch.dtype = F32) -> None:
         q = levels(n, k, dtype=I8)
@@ -61,7 +61,7 @@ class Weight:
 def linear(
     g: Sketch, x: torch.Tensor, scale: float, zero: int, w: Weight, bias: torch.Tensor | None = None
 ) -> tuple[Value, torch.Tensor]:
-    """A drawn linear, and its result as exact arithmetic gives it, rounded to fp32 once."""
+    """Sketch a linear; also return its result in exact arithmetic, rounded to fp32 once."""
     y = g.op("linear", dequantize(g, g.input(x), scale, zero), w.value, None if bias is None else g.input(bias, const=True))
     return y, rounded(x.double() - zero, torch.tensor(scale), w, bias)
 
@@ -72,7 +72,7 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, w: Weight, bias: torch.Tensor 
 
 
 def run(g: Sketch, out: Value, *prefer: str, **options: Any) -> tuple[torch.Tensor | None, Fragment]:
-    """What the fragment computes, on aarch64, and the fragment."""
+    """Return the fragment's result (on aarch64 only) and the fragment."""
     fragment = compiled(g, [out], *prefer, "int8", **options)
     return g.run(fragment, [out])[0] if HERE else None, fragment
 
@@ -82,12 +82,12 @@ def same(ours: torch.Tensor | None, wanted: torch.Tensor) -> None:
 
 
 def steps(fragment: Fragment) -> list[str]:
-    """What runs at each call; weights are dequantized for nobody, and the plan drops that."""
+    """The steps of each call, without dequantizations of weights that nothing reads, which the plan drops."""
     return [t for t in targets(fragment) if not t.startswith("quantized_decomposed::dequantize")]
 
 
 def ours(fragment: Fragment) -> list[str]:
-    """Names of kernels by hand, without the instruction."""
+    """The names of handwritten kernels, without the instruction set."""
     names = [t.removeprefix("kernel ") for t in steps(fragment) if "int8_linear" in t or "gemv" in t]
     return [n.replace("_smmla", "").replace("_sdot", "") for n in names]
 
@@ -110,7 +110,7 @@ def test_a_linear_equals_exact_arithmetic(
 
 
 def test_what_follows_is_one_kernel_that_quantizes() -> None:
-    """A residual, an activation and quantization are the graph's own arithmetic on the exact product."""
+    """Residual, activation and quantization follow the graph's own arithmetic on the exact product."""
     g = Sketch()
     w = Weight(g, 40, 48)
     x, r = levels(6, 48), levels(6, 40)
@@ -215,7 +215,7 @@ def test_a_weight_that_is_widened_with_its_factor_and_bias() -> None:
 
 
 def _refused(g: Sketch, y: Value) -> str:
-    """The note of a linear that stays one of floats."""
+    """The note of a linear that stays in floating point."""
     fragment = compiled(g, [y], "aten")
     assert not ours(fragment)
     return next(n for n in fragment.notes.values() if "not int8" in n)
@@ -236,7 +236,7 @@ def test_what_stays_a_product_of_floats_says_why(monkeypatch: pytest.MonkeyPatch
 
 
 class Mlp(torch.nn.Module):
-    """Two linears as PT2E leaves them, between quantized tensors."""
+    """Two linears between quantized tensors, as PT2E produces them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_a_model_that_was_quantized_by_export_compiles(dynamic: bool) -> None:
         for rows in (7, 12) if dynamic else (7,):
             x = torch.randn(rows, 32)
             eager, found = model(x), compiled_model(x)
-            level = 0.05 * float(model.weight("second").abs().amax())  # a rounding that tips a level of the hidden layer
+            level = 0.05 * float(model.weight("second").abs().amax())  # a rounding that changes a level of the hidden layer
             assert float((found - eager).abs().max()) <= level * 1.001 and float((found - eager).abs().mean()) < 1e-3
     notes = [op.note for r in reports for op in r.ops if op.op == "linear"]
     assert notes and all(note.startswith("int8 product") for note in notes), notes

@@ -1,4 +1,4 @@
-"""Convolutions of int8 on Arm: which q/dq graphs become one, and their results: to the bit those of exact arithmetic."""
+"""int8 convolutions on Arm: which q/dq graphs become one, and that results equal exact arithmetic bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fragments import Sketch, targets
 
 @pytest.fixture(autouse=True)
 def an_arm_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere fragments are made for a core, and read."""
+    """On other machines, fragments are compiled for a core and inspected, but not run."""
     if not HERE:
         monkeypatch.setattr(quantized, "host_target", lambda: aarch64_target("neoverse-v1"))
 
@@ -28,7 +28,7 @@ def convolution(
     padding: int = 1, dilation: int = 1, groups: int = 1, dtype: torch.dtype = U8, out: torch.dtype = F32, zero: int = 9,
     zeros: bool = False, per_channel: bool = True, bias: bool = True, planes: bool = False, transposed: bool = False,
 ) -> tuple[Sketch, Value, torch.Tensor]:  # fmt: skip
-    """A drawn convolution between dequantized operands, and its result as exact arithmetic gives it, rounded to fp32 once."""
+    """Sketch a convolution of dequantized operands; also return its result in exact arithmetic, rounded to fp32 once."""
     torch.manual_seed(0)
     g, x = Sketch(), levels(*shape, dtype=dtype)
     weight = levels(columns, shape[1] // groups, *kernel, dtype=I8)
@@ -77,7 +77,7 @@ def test_a_convolution_is_one_kernel_and_exact(how: dict[str, Any]) -> None:
 
 
 def test_int8_stays_int8_between_layers() -> None:
-    """An activation and quantization behind the exact convolution are one kernel, and the next one reads its bytes."""
+    """The activation and quantization after the exact convolution form one kernel, whose bytes the next one reads."""
     g, y, exact = convolution((1, 8, 6, 5), 16)
     q = g.op("quantize", g.op("relu", y), 0.4, 30, 0, 255, U8)
     weight, scale = levels(8, 16, 1, 1, dtype=I8), torch.rand(8) + 0.1
@@ -105,7 +105,7 @@ def test_what_stays_a_convolution_of_floats_says_why(how: dict[str, Any], why: s
 
 
 class Block(torch.nn.Module):
-    """Two convolutions with a sum around the second, as PT2E leaves them."""
+    """Two convolutions with a residual around the second, as PT2E produces them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_model_that_was_quantized_by_export_compiles() -> None:
     ours = torch.compile(model, backend="graviton_acl", options={"strict": True})
     with torch.no_grad(), report.recording() as reports:
         eager, found = model(x), ours(x)
-    level = 0.1 * float(model.weight("second").abs().amax())  # a rounding that tips a level of the hidden layer
+    level = 0.1 * float(model.weight("second").abs().amax())  # a rounding that changes a level of the hidden layer
     assert float((found - eager).abs().max()) <= level * 3 and float((found - eager).abs().mean()) < 1e-2
     notes = [op.note for r in reports for op in r.ops if op.op == "conv"]
     assert notes and all(note.startswith("int8 convolution") for note in notes), notes

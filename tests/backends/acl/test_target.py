@@ -1,4 +1,4 @@
-"""Which core it is and what it has, by what each operating system says."""
+"""Detection of the core and its features from what each operating system reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What oneDNN says that it runs, and which of it is a reference kernel."""
+"""oneDNN's report of what it runs, and detection of reference kernels in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_call_executes(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.hardware("graviton_acl")
 def test_the_guard_sees_what_it_guards_against() -> None:
-    """A weight packed as on x86 is a reference kernel in bf16; when that changes, `products` may be simpler."""
+    """A weight packed as on x86 runs in a reference kernel in bf16; when that changes, `products` may be simplified."""
     x, w = torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(w, 8)
     found = verbose.executed(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))

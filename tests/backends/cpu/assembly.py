@@ -1,4 +1,4 @@
-"""Reading the assembly of kernels for other machines."""
+"""Parses the assembly of kernels for other machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def instructions(source: Source, target: CpuTarget) -> list[str]:
 
 
 Blocks = dict[str, tuple[list[str], list[str]]]
-"""Basic blocks by label: their instructions, and where they go."""
+"""Basic blocks by label: their instructions and successors."""
 _BRANCH = re.compile(r"(b|b\.\w+|cbn?z|tbn?z)\s")
 
 
@@ -72,7 +72,7 @@ def loops(lines: Sequence[str]) -> list[list[str]]:
 
 
 def _heads(graph: Blocks, ring: frozenset[str]) -> frozenset[str]:
-    """Where a loop is entered."""
+    """The blocks at which a loop is entered."""
     return frozenset(n for name, (_, after) in graph.items() if name not in ring for n in after if n in ring)
 
 
@@ -81,4 +81,4 @@ def has(lines: Sequence[str], pattern: str) -> bool:
 
 
 VECTOR = r".*\b(v\d+\.(16b|8h|4s|2d|4h|8b|2s)|z\d+|q\d+)\b"
-"""An instruction of NEON's or SVE's vectors."""
+"""A NEON or SVE vector instruction."""

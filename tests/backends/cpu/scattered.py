@@ -1,4 +1,4 @@
-"""An address space in which what is mapped next lands far from everything else. Imports nothing but ctypes."""
+"""An address space in which the next mapping lands far from everything else. Imports only ctypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 PAGE = 4096
 STEP = 5 << 30
-"""Bytes between two holes: more than a call or a load reaches, 2 GiB on x86-64 and 4 GiB on AArch64."""
+"""Bytes between two holes: more than the reach of a call or a load, 2 GiB on x86-64 and 4 GiB on AArch64."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -17,13 +17,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def reserve(size: int) -> int | None:
-    """The start of `size` bytes of addresses that nobody else gets any more; None where no gap is that large."""
+    """Reserve `size` bytes of addresses and return their start; None if no gap is that large."""
     found = _libc.mmap(None, size, 0, _NOBODYS, -1, 0)
     return None if found == _FAILED else found
 
 
 def scatter(holes: int) -> None:
-    """Leaves `holes` single pages, `STEP` bytes apart, above the one large gap: mappings of a page land in those, and all
+    """Leave `holes` single free pages, `STEP` bytes apart, above the one large gap: one-page mappings land in the holes, all
     others in the gap."""
     half = STEP * holes
     start = reserve(2 * half)

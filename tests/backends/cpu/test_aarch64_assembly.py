@@ -1,4 +1,4 @@
-"""What the code of kernels for 64-bit Arm is made of: features of the assembly text, for each core, on any machine."""
+"""Features of the assembly of kernels for 64-bit Arm, checked for each core on any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORES = ["neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m2"]
 
 
 def elf(core: str) -> CpuTarget:
-    """A core under Linux: the assembler of Apple's system has another syntax."""
+    """A core under Linux, since Apple's assembler syntax differs."""
     return aarch64_target(core, "aarch64-unknown-linux-gnu")
 
 
@@ -54,7 +54,7 @@ KERNELS = {
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_inner_loop_works_on_vectors(name: str, dtype: str, core: str) -> None:
-    """The last elements of a row too: they are masked. No call, and no division of integers."""
+    """This includes the masked last elements of a row; there are no calls and no integer divisions."""
     found = loops(instructions(KERNELS[name](dtype), elf(core)))
     assert found
     for loop in found:
@@ -81,7 +81,7 @@ def test_arithmetic_has_the_width_of_the_core(core: str, unit: str) -> None:
 @pytest.mark.parametrize("core", ["neoverse-n1", "neoverse-v2"])
 @pytest.mark.parametrize("name", ["gelu", "softmax"])
 def test_constants_of_polynomials_cost_no_moves(name: str, core: str) -> None:
-    """A multiply-add of NEON overwrites its addend."""
+    """NEON's multiply-add overwrites its addend, so constants could need moves."""
     main = max(loops(instructions(KERNELS[name]("f32"), elf(core))), key=len)
     products = sum(line.startswith("fmla") for line in main)
     assert sum(bool(re.match(r"mov\s+v\d+\.16b", line)) for line in main) <= products / 8, main
@@ -136,7 +136,7 @@ WEIGHTS = {"bf16": r"ld[pr]\s+[qz]\d+", "i8": r"ld[pr]\s+q\d+|ld1sb", "f32": r"l
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_decoding_streams_its_weights_once_in_vectors(dtype: str, weight: str, core: str) -> None:
-    """One row: the loop reads each weight by a vector load, multiplies vectors, and does little else."""
+    """With one row, the loop loads each weight with a vector load, multiplies vectors, and does little else."""
     g, target = Gemv(1, dtype, weight), elf(core)
     loop = max(loops(instructions(g, target)), key=lambda x: sum(bool(re.match(r"bfdot|fmla|fmad", i)) for i in x))
     pairs = dtype == weight == "bf16" and target.has("bf16")
@@ -150,7 +150,7 @@ def test_decoding_streams_its_weights_once_in_vectors(dtype: str, weight: str, c
     ), loop
 
 
-@pytest.mark.parametrize("core", [c for c in CORES if c.startswith("neoverse")])  # LLVM spills some on Apple's
+@pytest.mark.parametrize("core", [c for c in CORES if c.startswith("neoverse")])  # LLVM spills some on Apple's cores
 def test_zero_points_of_weights_cost_a_subtraction_each(core: str) -> None:
     plain, shifted = (
         max(loops(instructions(Gemv(1, "f32", "i8", zeros=zeros), elf(core))), key=len) for zeros in (False, True)
@@ -161,7 +161,7 @@ def test_zero_points_of_weights_cost_a_subtraction_each(core: str) -> None:
 
 
 def _bytes(line: str, vector: int) -> int:
-    """What a vector load reads."""
+    """The bytes that a vector load reads."""
     if line.startswith("ld1sb"):
         return vector // 4
     return (2 if line.startswith("ldp") else 1) * (vector if re.search(r"\bz\d", line) else 16)
@@ -182,7 +182,7 @@ def test_lanes_are_moved_without_memory(name: str, core: str) -> None:
 
 
 def reversed_places(n: int, places: int) -> Kernel:
-    """Groups of elements, each backwards."""
+    """Reverse each group of elements."""
     b = Builder("reversed", p=[n])
     x, y = b.input("x", "f32"), b.output("y", "f32")
     (i,) = b.axes

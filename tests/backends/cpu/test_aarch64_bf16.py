@@ -1,4 +1,4 @@
-"""The linear of Arm CPUs that multiplies fp32 in bf16: its code for each core, and its results under QEMU."""
+"""The linear for Arm CPUs that multiplies fp32 in bf16: its code for each core, and its results under QEMU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Kernels for 64-bit Arm, run under QEMU: against the reference interpreter and torch. No Arm hardware was seen.
+"""Kernels for 64-bit Arm, run under QEMU and compared with the reference interpreter and torch. No Arm hardware is involved.
 
-Every buffer ends where the next page may not be touched, so that a read or write behind the last element ends the process.
+Every buffer ends at a guard page, so that a read or write past the last element crashes the process.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_kernels_of_models_are_as_near_to_fp64_as_the_interpreter(arm: Emulator,
 
 @pytest.mark.parametrize("name", sorted(elementary.EXACT))
 def test_elementary_functions_are_within_their_bounds(arm: Emulator, name: str) -> None:
-    """Polynomials are evaluated in another order than on x86."""
+    """Polynomials are evaluated in a different order than on x86."""
     x = elementary.sweep(200_003, near=8)
     b = Builder(name, p=[x.numel()])
     i, source, out = b.axes[0], b.input("x", "f32"), b.output("y", "f32")
@@ -97,7 +97,7 @@ def test_elementary_functions_are_within_their_bounds(arm: Emulator, name: str) 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_lengths_around_whole_steps(arm: Emulator, dtype: str) -> None:
-    """Steps of several vectors, whole vectors, and the lanes of a last one."""
+    """Lengths of unrolled steps, of whole vectors, and of a partial last vector."""
     for n in (1, 3, 4, 7, 15, 16, 31, 36, 53):
         x, y = torch.randint(-9, 9, (2, n)).to(to_torch(dtype))
         b = Builder("add", p=[n])
@@ -139,7 +139,7 @@ def test_lanes_that_change_places(arm: Emulator) -> None:
 
 @pytest.fixture
 def attended(arm: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of attention with the emulated kernel."""
+    """Run the attention tests with the emulated kernel."""
 
     def emulated(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False,

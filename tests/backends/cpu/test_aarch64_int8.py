@@ -28,7 +28,7 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def assert_exact(arm: Emulator, kernel: Int8Linear, library: Path, m: int, n: int, k: int, per_row: bool) -> None:
-    """To the bit: sums are exact, scaled in fp64 and rounded once."""
+    """Check results bit for bit: sums are exact, scaled in fp64 and rounded once."""
     torch.manual_seed(0)
     info, count = torch.iinfo(to_torch(kernel.x)), m if per_row else 1
     x = torch.randint(info.min, info.max + 1, (m, k), dtype=torch.int64).to(to_torch(kernel.x))

@@ -1,4 +1,4 @@
-"""The int8 convolution of Arm CPUs: its code for each core, and its results under QEMU against fp64, where sums are exact."""
+"""The int8 convolution for Arm CPUs: its code for each core, and its results under QEMU against fp64, where sums are exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ emulated = pytest.mark.skipif(bool(missing()), reason=missing())
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    """Convolutions whose result has a pixel."""
+    """Draw convolutions whose result has at least one pixel."""
 
     def pair(least: int, most: int) -> tuple[int, int]:
         return draw(st.integers(least, most)), draw(st.integers(least, most))
@@ -40,7 +40,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 
 def random_geometries(count: int) -> list[Geometry]:
-    """The first of the strategy."""
+    """The first cases of the strategy."""
     found: list[Geometry] = []
 
     @settings(max_examples=count, derandomize=True, phases=[Phase.generate], database=None)
@@ -53,7 +53,7 @@ def random_geometries(count: int) -> list[Geometry]:
 
 
 def exact(arm: Emulator, kernel: Int8Conv, library: Path, g: Geometry) -> bool:
-    """Whether the result is, to the bit, exact sums, scaled in fp64 and rounded once."""
+    """Whether the result equals exact sums, scaled in fp64 and rounded once, bit for bit."""
     torch.manual_seed(0)
     info, n = torch.iinfo(to_torch(kernel.x)), g.columns
     x = torch.randint(info.min, info.max + 1, g.image).to(to_torch(kernel.x))

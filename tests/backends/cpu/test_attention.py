@@ -1,4 +1,4 @@
-"""The attention kernel against fp64, beside torch's own."""
+"""The attention kernel against fp64, judged relative to torch's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The kernel on tensors of any strides, with a result that begins as NaN."""
+    """Run the kernel on tensors of any strides, with a result buffer full of NaN."""
     b, h, rows, width = q.shape
     kernel = Attention(from_torch(q.dtype), width, "" if mask is None else from_torch(mask.dtype), causal)
     out = torch.full_like(q, math.nan)
@@ -48,7 +48,7 @@ def qkv(dtype: torch.dtype, rows: int, keys: int, width: int, heads: int = 2) ->
 
 
 def assert_exact(tensors: Tensors, mask: torch.Tensor | None = None, causal: bool = False) -> None:
-    """At most twice torch's own error."""
+    """Check that the error is at most twice torch's own."""
     wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
     q, k, v = (t.double() for t in tensors)
     exact = eager(q, k, v, wide, is_causal=causal)

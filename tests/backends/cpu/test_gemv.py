@@ -1,4 +1,4 @@
-"""Products of few rows with a matrix of weights against fp64, beside torch's own."""
+"""Products of few rows with a weight matrix against fp64, judged relative to torch's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_this_machine(g: Gemv, tensors: list[torch.Tensor], sizes: list[int]) -> N
 
 
 def operands(g: Gemv, n: int, k: int, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(buffers with a result of NaN, the exact result)."""
+    """Return the buffers, with the result full of NaN, and the exact result."""
     torch.manual_seed(seed)
     x, dtype = torch.randn(g.rows, k).to(to_torch(g.dtype)), to_torch(g.weight)
     w = torch.randint(-128, 128, (n, k)).to(dtype) if g.weight == "i8" else torch.randn(n, k).to(dtype)
@@ -49,7 +49,7 @@ def operands(g: Gemv, n: int, k: int, seed: int = 0) -> tuple[list[torch.Tensor]
 
 
 def assert_exact(g: Gemv, n: int, k: int, run: Run, seed: int = 0) -> None:
-    """At most twice the error of a sum in fp32 that is rounded once."""
+    """Check that the error is at most twice that of an fp32 sum rounded once."""
     tensors, exact = operands(g, n, k, seed)
     run(g, tensors, [n, k])
     out, eps = tensors[-1], torch.finfo(torch.float32).eps

@@ -1,4 +1,4 @@
-"""The LLVM IR of kernels for machines that need not be this one."""
+"""The LLVM IR of kernels for fixed machines, independent of this one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Machine code in memory: wherever the address space has room, for as long as somebody needs it, and never at the price of
-the process."""
+"""Machine code in memory: loaded wherever the address space has room, kept as long as it is needed, and without crashing the
+process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_code_is_linked_where_the_address_space_has_no_two_pages_together() -> N
 @pytest.mark.skipif(host_target().triple.split("-")[0] != "x86_64", reason="RuntimeDyld's assertion for x86-64")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fills the address space with Linux's mmap")
 def test_the_linker_that_maps_section_by_section_aborts_there() -> None:
-    """What the test above would not notice: that the address space is as bad as it should be."""
+    """Verifies what the test above assumes: that the address space is bad enough."""
     done = child(FAR.format(before=OLD_LINKER))
     assert done.returncode == -6 and "isInt<32>" in done.stderr, done.stdout + done.stderr
 
@@ -108,12 +108,12 @@ def test_code_is_unloaded_when_its_last_launcher_goes() -> None:
     first, second = module.launcher(kernel), compile_kernels([kernel]).launcher(kernel)
     gone = weakref.ref(module.linked[structural_hash(kernel)].tracker)
     del module
-    assert loaded(kernel) and loaded(sibling)  # they share a module, and two launchers need it
+    assert loaded(kernel) and loaded(sibling)  # they share a module, which two launchers need
     del first
     check(second, 83)
     del second
     assert not loaded(kernel) and not loaded(sibling) and gone() is None
-    check(compile_kernels([kernel]).launcher(kernel), 83)  # and can be had again
+    check(compile_kernels([kernel]).launcher(kernel), 83)  # and can be compiled again
 
 
 def test_the_entry_point_that_a_plan_calls_keeps_its_code() -> None:

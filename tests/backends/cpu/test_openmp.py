@@ -1,4 +1,4 @@
-"""A call of which no part is worth a second thread wakes none."""
+"""Calls too small for a second thread do not wake the thread pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fusewright_cpu.policy import CPU
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of threads that plans ask for."""
+    """Record the thread counts that plans request."""
     seen: list[int] = []
 
     def limited(threads: int) -> int:
@@ -103,7 +103,7 @@ def test_the_limit_is_the_calling_threads() -> None:
 
 @pytest.mark.skipif(openmp.library() is None, reason="torch computes without OpenMP here")
 def test_the_pool_is_torchs_whatever_other_libraries_are_called(tmp_path: Path) -> None:
-    """A copy of the library is another pool, as packages bring one; in an environment named torch every path has that word."""
+    """Packages may bring another copy of the library with its own pool; in an environment named torch, every path has that name."""
     script = """
 import ctypes, pathlib, shutil, sys, torch
 from fusewright_cpu import openmp

@@ -1,7 +1,7 @@
 """Random kernels: the emitter against the interpreter, bit for bit.
 
-Values are small whole numbers, infinities, NaN and signed zeros, and ops are those that IEEE arithmetic
-rounds once, so every order of evaluation gives the same bits and the comparison is exact."""
+Values are small whole numbers, infinities, NaN and signed zeros, and the ops are correctly rounded in IEEE
+arithmetic, so every order of evaluation gives the same bits and the comparison is exact."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def address(b: Builder, strides: list[int]) -> Index:
 
 
 def step(draw: st.DrawFn, b: Builder, pool: list[Val], dtype: str, rows: bool) -> Val:
-    """One more value of type `dtype`."""
+    """Draw one more value of type `dtype`."""
 
     def pick() -> Val:
         return draw(st.sampled_from(pool))
@@ -138,8 +138,8 @@ def step(draw: st.DrawFn, b: Builder, pool: list[Val], dtype: str, rows: bool) -
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal values; every NaN is one NaN, and the sign of zero is left to the test below (max of 0 and -0 is
-    either)."""
+    """Whether values are equal. All NaNs count as equal, and the sign of zero is left to the test below (max of 0 and
+    -0 may be either)."""
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -164,8 +164,8 @@ def narrow_jit() -> tuple[CpuTarget, llvmlite.binding.TargetMachine, jit._Proces
 @settings(SETTINGS, max_examples=20)
 @given(cases())
 def test_narrow_vectors_without_masks_agree_too(case: Case) -> None:
-    """The code for machines without masked memory (as AArch64 is): scalar tails, scalar accumulators beside
-    the vectors."""
+    """The code for machines without masked loads and stores (such as AArch64): scalar tails, and scalar accumulators
+    in addition to the vectors."""
     wanted = [t.clone() for t in case.tensors]
     interpret(case.kernel, wanted, case.sizes)
     (target, machine, process), name = narrow_jit(), structural_hash(case.kernel)

@@ -1,5 +1,5 @@
-"""What a CPU backend's table refuses lies in its regions all the same, as eager's own call or for another row's sake: no row of
-the table may claim it."""
+"""Ops that a CPU backend's table refuses may still be in its regions, as eager's own calls or for other rows: no row of the
+table may claim them."""
 
 from __future__ import annotations
 

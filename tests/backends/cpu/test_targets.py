@@ -1,4 +1,4 @@
-"""Object code: stored and loaded again, and made for machines that this one is not."""
+"""Object code: stored and loaded again, and compiled for other machines."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,12 +90,12 @@ def test_other_machines_get_object_code(target: CpuTarget, dtype: str, make: Cal
 
 @cache
 def process_of(isa: str) -> jit._Process:
-    """A linker for code of one level."""
+    """A linker for code of one ISA level."""
     return jit._Process()
 
 
 def narrow(kernel: Kernel, isa: str) -> Launcher:
-    """The kernel as a machine of level `isa` runs it. Skips where this machine does not run that."""
+    """Compile the kernel for ISA level `isa`. Skips if this machine cannot run it."""
     here = torch.backends.cpu.get_cpu_capability()
     if not here.startswith("AVX") or (isa == "avx512" and here != "AVX512"):
         pytest.skip(f"this machine has no {isa}")

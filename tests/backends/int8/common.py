@@ -1,4 +1,4 @@
-"""What the tests of x86_int8 share: quantized graphs drawn by hand, and the exact judge of what they give."""
+"""Shared by the tests of x86_int8: sketches of quantized graphs, and the exact judge of their results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ needs_core = pytest.mark.skipif(native.absent() is not None, reason=f"no native 
 U8, I8, F32, BF16 = torch.uint8, torch.int8, torch.float32, torch.bfloat16
 LIMITS = {U8: (0, 255), I8: (-128, 127)}
 TIE = 1e-4
-"""Levels around the middle of two within which an fp32 result may round to either."""
+"""The distance in levels from the midpoint of two levels within which an fp32 result may round to either."""
 
 
 def compiled(g: Sketch, outputs: list[Value], engine: str = "core", **options: Any) -> Fragment:
-    """Lower everything drawn with one engine."""
+    """Lower the whole sketch with one engine."""
     g.temporaries.clear()
     given = {**X86Int8.options, "engine": engine, **options}
     ctx = Context(given, DEVICE, by_preference(engine, "packed", "aten", "together", "kernel"), specs=g.temporaries)
@@ -38,7 +38,7 @@ def compiled(g: Sketch, outputs: list[Value], engine: str = "core", **options: A
 
 
 def quantized_input(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool = False) -> Tensor:
-    """Bytes over the whole range, limits included."""
+    """Bytes over the whole range, including the limits."""
     low, high = LIMITS[dtype]
     x = torch.randint(low, high + 1, shape).to(dtype)
     x.view(-1)[:2] = torch.tensor([low, high])
@@ -55,7 +55,7 @@ def quantize(g: Sketch, x: Value, scale: float, zero: int, dtype: torch.dtype) -
 
 
 def weight(g: Sketch, w: Tensor, per_channel: bool = True, zeros: Tensor | None = None) -> tuple[Value, Tensor]:
-    """A constant int8 weight as a graph has it, dequantized; and the same in fp64."""
+    """Sketch a constant int8 weight, dequantized as in a graph; also return it in fp64."""
     held = g.input(w, const=True)
     if not per_channel:
         return dequantize(g, held, 0.02, 0), w.double() * 0.02
@@ -69,7 +69,7 @@ def weight(g: Sketch, w: Tensor, per_channel: bool = True, zeros: Tensor | None 
 
 
 def same_levels(ours: Tensor, exact: Tensor, scale: float, zero: int) -> None:
-    """`ours` is `exact` (fp64) quantized; either neighbour where it lies in the middle of two."""
+    """Check that `ours` is `exact` (fp64) quantized; at midpoints either neighbour is allowed."""
     low, high = LIMITS[ours.dtype]
     wide = exact / scale + zero
     off = (ours.double() - wide.round().clamp(low, high)).abs()
@@ -78,7 +78,7 @@ def same_levels(ours: Tensor, exact: Tensor, scale: float, zero: int) -> None:
 
 
 def run(g: Sketch, out: Value, engine: str = "core", **options: Any) -> tuple[Tensor, Fragment]:
-    """What the fragment gives, with eager's shape and strides."""
+    """Run the fragment, checking eager's shape and strides; return the result and the fragment."""
     fragment = compiled(g, [out], engine, **options)
     (ours,) = g.run(fragment, [out])
     eager = g.tensors[out.id]
@@ -87,7 +87,7 @@ def run(g: Sketch, out: Value, engine: str = "core", **options: Any) -> tuple[Te
 
 
 def calls(fragment: Fragment) -> list[str]:
-    """What runs at each call. Weights that are dequantized for nobody are left out, as the host does."""
+    """The calls that run each time, without dequantizations of weights that nothing reads, which the host drops."""
     return [t for t in targets(fragment) if not t.startswith("quantized_decomposed::dequantize")]
 
 
@@ -101,7 +101,7 @@ POSTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def post(g: Sketch, y: Value, name: str) -> Value:
-    """One of `POSTS` as an op of a graph."""
+    """Sketch one of `POSTS` as an op."""
     if name == "none":
         return y
     return g.op("gelu", y, approximate="tanh") if name == "gelu_tanh" else g.op(name, y)

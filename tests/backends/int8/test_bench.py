@@ -1,4 +1,4 @@
-"""`fusewright bench --int8`: who is measured, in what order, and what is never called."""
+"""`fusewright bench --int8`: which contenders are measured, in what order, and what is never called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that takes a reader to a quantized model is run, block after block."""
+"""Runs the quantization guide block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model to int8: `fusewright.quantize` by each recipe, other people's quantized graphs, and what cannot be."""
+"""From a model to int8: `fusewright.quantize` with each recipe, quantized graphs of other tools, and unsupported input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cnn() -> nn.Module:
 
 @pytest.fixture
 def plans() -> Iterator[_Texts]:
-    """The text of every plan that is made."""
+    """Collect the text of every plan."""
     with report.recording() as reports:
         yield _Texts(reports)
 
@@ -65,7 +65,7 @@ class _Texts(list[str]):
         self._reports = reports
 
     def calls(self, k: int = -1) -> list[str]:
-        """Int8 calls of a plan, in order, without what is prepared."""
+        """The int8 calls of a plan in order, without prepared constants."""
         text = self._reports[k].texts["plan"].partition("def run(")[2]
         return [w.partition("(")[0].removesuffix("_default") for w in text.split("= fusewright_int8_")[1:]]
 
@@ -75,7 +75,7 @@ def compiled(model: nn.Module, engine: str = ENGINES[0]) -> Any:
 
 
 def judge(ours: Tensor, quantized: Tensor, exact: Tensor) -> None:
-    """Within a level or two of the q/dq graph's result in eager, as a share of the range."""
+    """Check that results are within a level or two of the q/dq graph's in eager, relative to the range."""
     assert ours.shape == quantized.shape and ours.dtype == quantized.dtype
     assert float((ours.float() - quantized.float()).abs().max()) <= 0.02 * float(exact.detach().float().abs().max())
 

@@ -1,4 +1,4 @@
-"""Every instruction set of the native core that this CPU can run, and AMX by simulation, against the reference: bit for bit."""
+"""Every instruction set of the native core that this CPU can run, and simulated AMX, against the reference bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusewright_int8.run.reference import RULES, Epilogue
 
 pytestmark = pytest.mark.skipif(core.absent() is not None, reason=f"no native core: {core.absent()}")
 SETS = () if core.absent() else tuple(core.extension().isas())
-"""`amx_simulated` among them: the AMX kernels with tile instructions in C++. AMX itself runs only where a CPU has it."""
+"""Includes `amx_simulated`: the AMX kernels with tile instructions emulated in C++. AMX itself needs a CPU that has it."""
 
 EXACT = ("none", "relu", "clamp")
 EXTREMES = torch.tensor([-128, -127, -1, 0, 1, 127], dtype=torch.int8)
@@ -34,7 +34,7 @@ def check(test: Any) -> Any:
 
 
 def some_bytes(g: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any values, extreme ones alone, or one value everywhere."""
+    """Random values, only extreme ones, or one value everywhere."""
     kind = int(torch.randint(0, 4, (), generator=g))
     if kind == 0:
         t = EXTREMES[torch.randint(0, 6, shape, generator=g)]
@@ -51,13 +51,13 @@ def zero_point(g: torch.Generator, dtype: torch.dtype) -> int:
 
 
 def factors(g: torch.Generator, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and a bias, or none."""
+    """Scales, and a bias or None."""
     bias = torch.randn(n, generator=g) * 100
     return torch.rand(n, generator=g) * 0.02 + 1e-6, bias if torch.rand((), generator=g) < 0.7 else None
 
 
 def some_epilogue(g: torch.Generator, shape: tuple[int, ...], scale: float, floats: bool = False) -> dict[str, Any]:
-    """Arguments of a call; `scale` is about the size of its results."""
+    """Epilogue arguments of a call; `scale` is roughly the magnitude of its results."""
 
     def one(*options: Any) -> Any:
         return options[int(torch.randint(0, len(options), (), generator=g))]
@@ -111,7 +111,7 @@ def test_linear_is_the_reference(sizes: tuple[int, int, int], seed: int, dtype: 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(30, 200), st.integers(1, 80), st.integers(449, 1200), SEEDS, BYTES)
 def test_a_deep_product_is_the_reference(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> None:
-    """Longer than tiles take at a time, and higher: sums are put aside in between."""
+    """Depth and height exceed what the tiles take at a time, so sums are spilled in between."""
     g = torch.Generator().manual_seed(seed)
     x, w = some_bytes(g, (m, k), dtype), some_bytes(g, (n, k), torch.int8)
     w_scale, bias = factors(g, n)
@@ -142,7 +142,7 @@ def test_a_convolution_is_the_reference_however_it_is_divided(threads: int) -> N
 def test_levels_in_the_middle_of_two_round_half_to_even(
     seed: int, post: str, residual: torch.dtype | None, unit: float
 ) -> None:
-    """Every level is a half, and the bias many times what is left of it: fp32 arithmetic alone would round either way."""
+    """Results lie halfway between levels, and the bias is much larger than the rest: plain fp32 would round either way."""
     g = torch.Generator().manual_seed(seed)
     x, w = some_bytes(g, (9, 31), torch.uint8), torch.randint(-1, 2, (83, 31), generator=g, dtype=torch.int8)
     bias = (torch.randint(-9, 9, (83,), generator=g) * (0.5 if seed % 2 else 1000.5)).float() * unit
@@ -301,7 +301,7 @@ def test_the_longest_sums_do_not_overflow(dtype: torch.dtype) -> None:
 
 def test_neither_inputs_nor_neighbours_of_a_result_are_touched() -> None:
     room = torch.full((40, 200), 99, dtype=torch.uint8)
-    x = room[3:36, 5:138]  # rows apart, at an odd address
+    x = room[3:36, 5:138]  # padded rows, at an odd address
     w = torch.randint(-128, 128, (19, 133), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     x.copy_(torch.randint(0, 256, x.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2)))
     before = room.clone()

@@ -1,4 +1,4 @@
-"""The reference of the native core against the quantization ops that graphs hold, bit for bit."""
+"""The native core's reference against the quantization ops of graphs, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPECIAL = (0.0, -0.0, 0.5, 1.5, -2.5, 1e-30, 1e30, -1e30, 3e38)
 
 
 def matrix(seed: int, rows: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random numbers, some of them special."""
+    """Random numbers, including special values."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, k, generator=g) * 10 ** torch.empty(rows, 1).uniform_(-6, 6, generator=g)
     few = torch.rand(rows, k, generator=g) < 0.05

@@ -1,4 +1,4 @@
-"""Choosing an instruction set, refusing what the core cannot compute, and living without it."""
+"""Choosing an instruction set, refusing what the core cannot compute, and working without the core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X, F, W, S = torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3, 8), torch.zero
 
 @pytest.fixture
 def loaded_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What a new process would do when it loads the core."""
+    """Load the core as a new process would."""
     core._load.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_without_a_compiler_the_package_is_built_as_pure_python(tmp_path: Path) 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_onednn_multiplies_signed_activations_as_fast_as_unsigned_ones(dynamic: bool) -> None:
-    """Its own int8 product of them is a reference of three nested loops: measuring it once took a first call of minutes."""
+    """oneDNN's own int8 product for them is a reference of three nested loops: measuring it made a first call take minutes."""
     ops = torch.ops.fusewright_int8
     w, scale = torch.randint(-128, 128, (768, 768), dtype=torch.int8), torch.rand(768) * 0.01
     packed, x = ops.pack_linear_onednn(w), torch.randn(64, 768)
@@ -185,4 +185,4 @@ def test_onednn_convolves_signed_activations() -> None:
 
 def test_plans_call_an_operator_that_is_python_past_the_dispatcher() -> None:
     assert function_of(operators.name("conv")) is operators.conv
-    assert function_of("aten::relu.default") is not torch.ops.aten.relu.default  # its C++ entry: no Python of anyone's
+    assert function_of("aten::relu.default") is not torch.ops.aten.relu.default  # its C++ entry point, without any Python

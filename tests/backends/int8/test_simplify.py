@@ -1,4 +1,4 @@
-"""Padding and limits around quantized products: said otherwise, they give the same levels and leave no floats in between."""
+"""Padding and clamps around quantized products are rewritten: the same levels, and no floating point in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Padded(nn.Module):
-    """As TensorFlow's models pad: in front of each convolution, unevenly where it has strides."""
+    """Pads as TensorFlow's models do: before each convolution, asymmetrically if it is strided."""
 
     def __init__(self, pads: tuple[list[int], ...], limit: Callable[[Tensor], Tensor] = F.relu6) -> None:
         super().__init__()

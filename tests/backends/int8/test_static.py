@@ -1,4 +1,4 @@
-"""Quantized linears and convolutions with scales that are known: which call each graph becomes, and every level of its result."""
+"""Quantized linears and convolutions with known scales: which call each graph becomes, and every level of its result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _int8(*shape: int) -> torch.Tensor:
 def _linear(
     x: torch.Tensor, n: int, scale: float, zero: int, per_channel: bool = True, bias: bool = True
 ) -> tuple[Sketch, Value, torch.Tensor]:
-    """A drawn linear and its result in fp64."""
+    """Sketch a linear; also return its result in fp64."""
     g = Sketch()
     w, w64 = weight(g, _int8(n, x.shape[-1]), per_channel)
     b = torch.randn(n) if bias else None
@@ -112,7 +112,7 @@ def test_a_residual_in_either_type_is_added_by_the_core() -> None:
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 32), (6, 1, 32)])
 def test_a_residual_is_added_behind_a_view_of_the_rows(quantized: bool, shape: tuple[int, ...]) -> None:
-    """As a linear written for rows (GPT-2's `Conv1D`) gives it back to a batch of sequences."""
+    """For example, a linear written for rows (GPT-2's `Conv1D`) reshapes its result back to a batch of sequences."""
     g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
     r = quantized_input(shape, I8) if quantized else torch.randn(shape)
     added = dequantize(g, g.input(r), 0.5, 3) if quantized else g.input(r)
@@ -220,7 +220,7 @@ def test_a_residual_block_is_two_calls() -> None:
 @needs_core
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_product_for_which_each_engine_prefers_the_other_is_int8_all_the_same(adds: bool) -> None:
-    """Each is asked with what it takes in: our core with the residual, oneDNN without."""
+    """Each engine is asked with the ops that it can fuse: our core with the residual, oneDNN without."""
 
     def the_other(key: str, candidates: Sequence[str]) -> str:
         return "onednn" if "adds" in key or "->uint8" in key else "core"
@@ -320,7 +320,7 @@ def test_a_product_of_activations_stays_in_floats_where_those_measure_faster() -
 def test_an_addition_of_quantized_tensors_is_one_kernel_from_bytes_to_bytes(
     dtypes: tuple[torch.dtype, ...], scales: tuple[float, ...], zeros: tuple[int, ...], relu: bool, size: int, seed: int
 ) -> None:
-    """Scales whose quotients are whole numbers make every other sum a tie."""
+    """Scales with integer quotients make every other sum a tie."""
     torch.manual_seed(seed)
     g = Sketch()
     a, b = (_activation(g, quantized_input((2, size + 1), dtypes[i]), scales[i], zeros[i])[0] for i in range(2))

@@ -1,4 +1,4 @@
-"""Strided loads whose neighbours are loaded too are read as whole vectors; the values are those of the interpreter."""
+"""Strided loads whose neighbours are also loaded become whole-vector loads and match the interpreter."""
 
 from __future__ import annotations
 

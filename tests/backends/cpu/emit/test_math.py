@@ -32,7 +32,7 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 ODD = ("expm1", "log1p", "tanh", "erf", "sin")
-"""Those that keep the sign of zero."""
+"""Functions that preserve the sign of zero."""
 
 
 def unary(name: str, dtype: str = "f32") -> Kernel:
@@ -48,7 +48,7 @@ def run(kernel: Kernel, *tensors: torch.Tensor) -> None:
 
 
 def sweep(step: int = 2003, near: int = 1) -> torch.Tensor:
-    """Every `step`-th float of both signs, and the values where things happen, every `near`-th of them."""
+    """Every `step`-th float of both signs, and every `near`-th value in the critical ranges."""
     bits = np.arange(0, 2**32, step, dtype=np.uint64).astype(np.uint32)
     happens = [
         torch.linspace(-20, 20, 40001), torch.linspace(-4, 4, 400_001),

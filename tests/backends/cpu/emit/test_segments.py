@@ -1,4 +1,4 @@
-"""Loops cut where a condition on the position changes: the same results, and no test inside a part."""
+"""Loops are split where a condition on the position changes: the same results, and no test inside a part."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fusewright_cpu.run.jit import compile_kernels
 
 
 def joined(rows: int, left: int, right: int) -> Kernel:
-    """The squares of one tensor, then another tensor, side by side."""
+    """Concatenate the squares of one tensor with another tensor."""
     b = Builder("joined", p=[rows, left + right])
     i, j = b.axes
     x, y, out = b.input("x", "f32"), b.input("y", "f32"), b.output("out", "f32")

@@ -1,5 +1,4 @@
-"""Kernels that load along one axis and store along another, in square tiles; the values are those of the
-interpreter."""
+"""Kernels that load along one axis and store along another use square tiles and match the interpreter."""
 
 from __future__ import annotations
 

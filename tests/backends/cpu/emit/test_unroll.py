@@ -1,4 +1,4 @@
-"""Short innermost axes are written out, and what their points store is zipped: the same values, and no narrow vectors."""
+"""Short innermost axes are unrolled and their stores interleaved: the same values, and no narrow vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusewright_cpu.run.jit import compile_kernels
 
 
 def stacked(rows: int | None, points: int, dtype: str) -> Kernel:
-    """Several tensors side by side in a new innermost dim, times the sum of what lies there in another tensor."""
+    """Stack several tensors in a new innermost dim and multiply by another tensor's sum over that dim."""
     n = symbol("n") if rows is None else rows
     b = Builder("stacked", p=[n, points], symbols={"n": 64} if rows is None else {})
     inputs = [b.input(f"x{k}", dtype) for k in range(points)]
