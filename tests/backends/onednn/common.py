@@ -1,4 +1,4 @@
-"""What the tests of x86_onednn share."""
+"""Shared by the tests of x86_onednn."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def compiled(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Fragment:
-    """Lower everything drawn, choosing the forms named first in `prefer`."""
+    """Lower the whole sketch, choosing the first available form of `prefer`."""
     pick = by_preference(*prefer, "packed", "dense", "aten", "together", "kernel")
-    g.temporaries.clear()  # of an earlier fragment
+    g.temporaries.clear()  # those of an earlier fragment
     ctx = Context({**OPTIONS, **options}, DEVICE, pick, specs=g.temporaries)
     result = X86OneDnn(DEVICE).compile(g.region(outputs), ctx)
     assert isinstance(result, Fragment)
@@ -26,7 +26,7 @@ def compiled(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> F
 
 
 def close(ours: torch.Tensor, eager: torch.Tensor) -> None:
-    """Equal up to the order of additions at this dtype, with eager's strides."""
+    """Check equality up to the order of additions in this dtype, and eager's strides."""
     assert ours.dtype == eager.dtype and ours.shape == eager.shape
     mine = [s for n, s in zip(ours.shape, ours.stride(), strict=True) if n > 1]
     assert mine == [s for n, s in zip(eager.shape, eager.stride(), strict=True) if n > 1]
@@ -35,7 +35,7 @@ def close(ours: torch.Tensor, eager: torch.Tensor) -> None:
 
 
 def check(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Fragment:
-    """Lower, run, compare with eager; the fragment for further questions."""
+    """Lower, run and compare with eager; return the fragment for further checks."""
     fragment = compiled(g, outputs, *prefer, **options)
     for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
         close(ours, eager)

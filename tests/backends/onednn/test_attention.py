@@ -1,4 +1,4 @@
-"""Attention by the backend's own kernel, and what is left to torch's."""
+"""Attention by the backend's own kernel, and cases left to torch's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_attention_is_one_kernel(causal: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("used", [True, False])
 def test_the_form_that_capture_leaves(used: bool) -> None:
-    """Below autograd attention is `sdpa_with_lse`; a log-sum-exp that somebody reads keeps torch's kernel."""
+    """Below autograd, attention is `sdpa_with_lse`; if its log-sum-exp is read, torch's kernel runs."""
     g = Sketch()
     q, k, v = (g.input(t) for t in _qkv())
     y = g.op("sdpa_with_lse", q, k, v)
@@ -99,4 +99,4 @@ def test_a_kernel_that_was_built_to_be_measured_is_not_built_again(monkeypatch: 
     given = [torch.randn(1, 2, 24, 40) for _ in range(3)]
     ours = torch.compile(lambda q, k, v: attention(q, k, v) + 1, backend="x86_onednn", options={"cache": False})(*given)
     torch.testing.assert_close(ours, attention(*given) + 1)
-    assert len(built) == len(set(built)) == 2  # the attention, and what comes after
+    assert len(built) == len(set(built)) == 2  # the attention, and the ops after it

@@ -1,4 +1,4 @@
-"""The probe on machines of every kind, targets, versions and what region is worth taking."""
+"""The probe on various machines, targets, versions, and which regions are worth taking."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_fingerprint_tells_machines_apart() -> None:
 def test_what_no_library_call_takes_becomes_a_kernel() -> None:
     g = Sketch()
     y = g.op("mul", g.op("relu", g.input(torch.randn(4))), 2.0)
-    assert targets(check(g, [y])) == ["kernel mul"]  # the relu is computed where it is read
+    assert targets(check(g, [y])) == ["kernel mul"]  # the relu is recomputed where it is read
 
 
 def test_an_unknown_op_is_not_claimed() -> None:

@@ -1,4 +1,4 @@
-"""Through `torch.compile`, on the roads where something differs from a fragment that is run by hand."""
+"""Cases through `torch.compile` that differ from running a fragment by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86
 
 @pytest.mark.parametrize("training", [False, True])
 def test_choices_are_measured_on_real_tensors(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutograd compiles under fake tensors, whose times say nothing and whose oneDNN ops do not run."""
+    """AOTAutograd compiles under fake tensors, whose times are meaningless and on which oneDNN's ops do not run."""
     kinds: list[type] = []
     measured: list[set[str]] = []
     original = tune.measure
@@ -60,7 +60,7 @@ def test_a_weight_changed_in_place_is_packed_again() -> None:
 
 
 def test_a_weight_moved_away_and_back_is_packed_again() -> None:
-    """Other memory may lie at its old address, under its old version."""
+    """Other memory may be at its old address, with its old version."""
     m, memory = torch.nn.Linear(64, 64).requires_grad_(False), bytearray(64 * 64 * 4)
     m.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(64, 64)
     compiled = torch.compile(m, backend="x86_onednn", options={"prepack": "always"})
@@ -81,7 +81,7 @@ def test_nothing_crashes_and_says_so() -> None:
 
 
 def test_a_batch_norm_is_folded_under_autocast() -> None:
-    """There a cast lies between the weight and the convolution, in a region of its own."""
+    """Autocast puts a cast between the weight and the convolution, in a region of its own."""
     m = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU()).eval()
     x = torch.randn(2, 8, 9, 9)
     with report.recording() as graphs, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -94,7 +94,7 @@ def test_a_batch_norm_is_folded_under_autocast() -> None:
 
 
 class _Attention(torch.nn.Module):
-    """Self-attention under a mask that is built in the graph, as model code builds it."""
+    """Self-attention with a mask built in the graph, as in model code."""
 
     def __init__(self, causal: bool = False) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_mask_of_the_future_is_not_read(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _prefer_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which way is faster depends on the machine: on a Xeon with AMX torch's attention may be."""
+    """Always choose our kernels: which way is faster depends on the machine (torch's attention may be on a Xeon with AMX)."""
     measured = tune.Tuner.choose
 
     def choose(self: tune.Tuner, key: str, candidates: Mapping[str, Any]) -> str:
@@ -141,7 +141,7 @@ def _prefer_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Receives the names of kernels that the backend makes itself."""
+    """Record the names of the kernels that the backend makes itself."""
     names: list[str] = []
     original = Builder.launch
 
@@ -172,7 +172,7 @@ def test_attention_comes_from_the_plan_cache(tmp_path: Path, monkeypatch: pytest
     ids=["maps", "masks", "views"],
 )
 def test_a_chain_is_longer_than_pythons_stack(step: Callable[[torch.Tensor], torch.Tensor], dynamic: bool) -> None:
-    """Loops of model code arrive unrolled. One kernel computes a long piece of such a chain."""
+    """Loops in model code arrive unrolled. One kernel computes a long part of such a chain."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         for _ in range(120):

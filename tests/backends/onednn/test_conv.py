@@ -14,7 +14,7 @@ COPY = "kernel clone"
 
 
 class Net(Sketch):
-    """Draws convolutions and batch norms with random weights."""
+    """Sketches convolutions and batch norms with random weights."""
 
     def __init__(self, dtype: torch.dtype = F32) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_statistics_that_are_used_keep_the_batch_norm() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_folded_shift_is_not_rounded(bias: bool) -> None:
-    """Averages over the image keep what is wrong at every point alike."""
+    """An average over the image preserves an error that is the same at every point."""
     g = Net(BF16)
     x = g.image()
     mean = g.input(torch.linspace(50, 90, 16), const=True)
@@ -83,7 +83,7 @@ def test_residual_block(groups: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_an_addition_rides_where_it_pays(groups: int, dtype: torch.dtype) -> None:
-    """In fp32 it does not pay, and torch has none behind a grouped convolution."""
+    """In fp32 fusing it does not pay, and torch cannot fuse it after a grouped convolution."""
     g = Net(dtype)
     x = g.image()
     y = g.op("add", g.conv(x, 8, 8, groups=groups, bias=True), x)
@@ -116,7 +116,7 @@ def test_channels_last_goes_through_pooling_to_the_classifier() -> None:
 
 
 def test_channels_last_goes_through_resizing_and_joining() -> None:
-    """As in decode heads for segmentation, where eager copies every map to planes and back."""
+    """This occurs in decode heads for segmentation, where eager converts every map to contiguous and back."""
     g = Net()
     small, large = g.conv(g.image(), 8, 16), g.conv(g.input(torch.randn(2, 8, 14, 14)), 8, 16)
     maps = [g.op("upsample_bilinear2d", m, [28, 28], False) for m in (small, large)]
@@ -177,7 +177,7 @@ def test_a_transposed_convolution_stays_between_the_others() -> None:
 
 
 def test_a_group_norm_reads_what_eager_refuses() -> None:
-    """Behind convolutions: a sequence, and half of the channels. Eager's group norm takes dense images only."""
+    """After convolutions: a sequence, and half of the channels. Eager's group norm accepts only dense images."""
     g = Net()
     conv = g.op("conv", g.input(torch.randn(2, 8, 21)), g.weight(8, 8, 3), None, [1], [1], [1], False, [0], 1)
     half = g.op("slice", g.conv(g.input(torch.randn(1, 8, 7, 7)), 8, 16), 1, 0, 8)

@@ -1,4 +1,4 @@
-"""Products that oneDNN keeps code for after their models are gone."""
+"""Products whose code oneDNN keeps after their models are freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusewright_cpu.onednn.left_behind import Shapes
 
 
 class Model:
-    """Whatever owns compiled code."""
+    """An owner of compiled code."""
 
 
 def test_products_of_living_models_are_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_new_products_are_refused_when_dropped_models_have_left_enough(monkeypat
     del first
     gc.collect()
     assert not shapes.admit("d", second)  # "a" and "b" are left behind
-    assert shapes.admit("a", second)  # oneDNN has code for it; it is used again
+    assert shapes.admit("a", second)  # oneDNN still has code for it, which is reused
     assert shapes.admit("d", second)
 
 

@@ -1,4 +1,4 @@
-"""Products with weights: forms, post-ops, concatenation, and when eager keeps them."""
+"""Products with weights: forms, post-ops, concatenation, and cases left to eager."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_addition_may_overwrite_the_product_but_never_an_input() -> None:
     assert targets(fragment) == [LINEAR, "kernel add"]
     launch = fragment.instructions[-1]
     assert isinstance(launch, Launch)
-    assert y.id in [launch.inputs[i].id for _, i in launch.inplace]  # the host knows who is dead, and who is an input
+    assert y.id in [launch.inputs[i].id for _, i in launch.inplace]  # the host knows which values are dead and which are inputs
 
 
 def test_additions_behind_a_product_share_a_kernel() -> None:
@@ -103,7 +103,7 @@ def test_prepack_option(prepack: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_transposed_first_matrix_is_copied_by_a_kernel(dtype: torch.dtype) -> None:
-    """As in the gradient of a weight. In bf16 eager's own product reads it well, and there is no such form."""
+    """This occurs in the gradient of a weight. In bf16 eager's product reads it efficiently, so there is no such form."""
     g = Sketch()
     a = g.input(torch.randn(48, 32, dtype=dtype))
     b = g.input(torch.randn(48, 24, dtype=dtype))
@@ -163,8 +163,8 @@ def test_a_slice_that_a_view_refuses_is_copied_first() -> None:
 
 @pytest.mark.parametrize("tracing", [compat.symbolic_mode, compat.python_dispatcher])
 def test_whether_a_view_refuses_is_not_asked_of_fake_tensors(tracing: Callable[[], AbstractContextManager[object]]) -> None:
-    """Of a dimension of size one behind the batch FakeTensor makes a view that no tensor has: a step of decoding compiled under
-    AOTAutograd's mode crashed."""
+    """Regression: with a dimension of size one after the batch, FakeTensor allows a view that real tensors reject, which crashed a
+    decoding step compiled under AOTAutograd's mode."""
     g, (q, k, v) = _qkv(2)
     parts = g.op("view", g.op("view", q, [2, 1, 32]), [4, 16])
     outs = [g.op("linear", parts, g.input(torch.randn(24, 16), const=True)), g.op("add", k, v)]
@@ -185,7 +185,7 @@ def test_a_part_of_a_slice_that_a_view_refuses_is_copied_first() -> None:
 
 
 def test_a_repeated_slice_is_copied_once_and_repeated() -> None:
-    """Grouped-query attention repeats keys with stride 0; a copy to those strides would write an element twice."""
+    """Grouped-query attention repeats keys with stride 0; a copy to those strides would write elements twice."""
     g, (q, k, v) = _qkv()
     heads = g.op("unsqueeze", g.op("transpose", g.op("view", k, [2, 8, 2, 8]), 1, 2), 2)
     repeated = g.op("expand", heads, [2, 2, 3, 8, 8])

@@ -1,4 +1,4 @@
-"""Group norms behind convolutions: channels-last, and as exact as eager's are in planes."""
+"""Group norms after convolutions: channels-last, and as accurate as eager's on contiguous images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONV = "mkldnn::_convolution_pointwise"
 
 
 def drawn(g: Sketch, mean: float = 0.0, groups: int = 4, batch: int = 2, affine: bool = True, dtype: Any = F32) -> Any:
-    """conv, group norm; the convolution's bias gives the mean."""
+    """Sketch a convolution and a group norm; the convolution's bias determines the mean."""
     torch.manual_seed(0)
     x = g.input(torch.randn(batch, 8, 9, 9, dtype=dtype))
     w = g.input(torch.randn(16, 8, 1, 1, dtype=dtype) / 3, const=True)
@@ -35,7 +35,7 @@ def test_group_norms_stay_channels_last(groups: int, batch: int, affine: bool) -
 
 @pytest.mark.parametrize("mean", [0.0, 3.0, 100.0])
 def test_a_mean_does_not_cancel_the_variance(mean: float) -> None:
-    """Eager's kernel for channels-last images loses it: 50 times its error on planes and more."""
+    """Eager's kernel for channels-last images loses accuracy: at least 50 times its error on contiguous ones."""
     g = Sketch()
     z = drawn(g, mean)
     (ours,) = g.run(compiled(g, [z]), [z])
@@ -54,6 +54,6 @@ def test_statistics_that_are_read_are_eagers() -> None:
 
 
 def test_bf16_is_eagers() -> None:
-    """Which computes in fp32: what cancels lies far below a rounding step of bf16."""
+    """Eager computes in fp32, where the cancellation error is far below a rounding step of bf16."""
     g = Sketch()
     assert "aten::native_group_norm" in targets(check(g, [drawn(g, 3.0, dtype=BF16)]))

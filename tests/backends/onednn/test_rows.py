@@ -18,7 +18,7 @@ PRODUCT, UNARY = "onednn.product", "onednn.product.unary"
 
 
 def compiled(**options: Any) -> report.GraphReport:
-    """The report of a perceptron, which must give what eager gives."""
+    """Compile a perceptron, compare it with eager, and return the report."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.GELU()).eval()
     x = torch.randn(4, 64)
@@ -29,7 +29,7 @@ def compiled(**options: Any) -> report.GraphReport:
 
 
 def activations(r: report.GraphReport) -> int:
-    """Products that compute an activation, in the plan."""
+    """Count the products in the plan that compute an activation."""
     return r.texts["plan"].count("'gelu'")
 
 

@@ -1,4 +1,4 @@
-"""Long sums of fp32 convolutions: computed in parts, as exact as eager's."""
+"""Long sums of fp32 convolutions are computed in parts and as accurate as eager's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDED = "kernel add"
 
 
 def drawn(g: Sketch, shape: tuple[int, ...], out: int, taps: tuple[int, ...], **how: Any) -> Any:
-    """A convolution of an image or a sequence, over as many points as before."""
+    """Sketch a convolution of an image or a sequence that preserves the number of points."""
     torch.manual_seed(0)
     dtype, groups = how.get("dtype", F32), how.get("groups", 1)
     w = torch.randn(out, shape[1] // groups, *taps, dtype=dtype) / 16
@@ -31,7 +31,7 @@ def drawn(g: Sketch, shape: tuple[int, ...], out: int, taps: tuple[int, ...], **
     ((1, 256, 8, 8), (3, 3)), ((1, 512, 99), (3,)), ((1, 128, 100), (11,)),
 ])  # fmt: skip
 def test_long_sums_are_as_exact_as_eagers(shape: tuple[int, ...], taps: tuple[int, ...]) -> None:
-    """Root mean square errors against fp64. One running sum has two and a half to four times eager's."""
+    """Compares root mean square errors against fp64. A single running sum has 2.5 to 4 times eager's."""
     g = Sketch()
     y = drawn(g, shape, 128, taps)
     (ours,) = g.run(compiled(g, [y]), [y])
