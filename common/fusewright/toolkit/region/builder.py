@@ -231,7 +231,7 @@ class Builder:
         always with the graph's."""
         if self.row_major_norms and any_strides:
             self._turn(op)
-        moved = [v for v in op.inputs() if v.id in self._moved and op.op not in OWN_STRIDES]
+        moved = [v for v in op.inputs() if v.id in self._moved and not _own_strides(op)]
         strides = self._strides_for(op) if moved and any_strides else None
         if moved and strides is None:
             for v in moved:
@@ -278,6 +278,11 @@ class Builder:
         region = replace(self.graph.source, ops=tuple(self.ops))
         verify(region, "calls were written", ordered=False)  # the fuser puts ops in order
         return region
+
+
+def _own_strides(op: OpView) -> bool:
+    """Whether an op accepts any strides and makes its result with the graph's."""
+    return op.op in OWN_STRIDES or (op.op == "clone" and op.arg("memory_format") is torch.contiguous_format)
 
 
 def _restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instruction, ...]:

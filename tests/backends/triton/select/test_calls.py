@@ -378,6 +378,15 @@ def test_training_pads_at_every_call(thresholds: Callable[..., None]) -> None:
     assert text(fragment)[0] == "aten::constant_pad_nd('_', (0, 0, 0, 2), 0)"
 
 
+def test_a_slice_of_one_product_is_read_by_what_copies_it() -> None:
+    """Whisper's heads: `transpose(1, 2).contiguous()` behind the product. A kernel reads the slice where it lies."""
+    g = Net()
+    heads = [g.op("transpose", g.op("view", y, [2, 8, 2, 8]), 1, 2) for y in linears(g, g.tensor(2, 8, 16), (16, 16))]
+    made = [g.op("clone", h, memory_format=torch.contiguous_format) for h in heads]
+    assert "aten::copy_" not in targets(lowered(g, made, "together"))
+    check(g, made, "together")
+
+
 def test_products_of_a_gradient_share_a_copy_with_zeros_behind_its_rows(thresholds: Callable[..., None]) -> None:
     """The gradient of the LM head: [rows, 30] and its transpose. Sizes are padded, not only strides: cuBLAS looks at both."""
     thresholds(padded_results=16 * 30)
