@@ -1,4 +1,4 @@
-"""What torch itself computes on MPS, by the table of operators that it is generated from."""
+"""The operators that torch computes on MPS, from the table that torch is generated from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 COMPOSITE = frozenset(
     {"CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
 )
-"""Keys of kernels that call others, on any device."""
+"""Dispatch keys of kernels that call other operators, on any device."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Kernels that stand for what models are made of, of the emitter and written by hand."""
+"""Kernels typical of models, emitted and handwritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N: Extent = symbol("n")
 
 
 def bias_silu(rows: int = 4096, cols: int = 768, dtype: DType = "f16") -> Kernel:
-    """A bias along rows, and what a gated unit multiplies: fast math, for the result is a half type."""
+    """A bias along rows and the SiLU of a gated unit; fast math, since the result is a half type."""
     b = Builder("bias_silu", p=[rows, cols])
     x, bias, gate, out = b.input("x", dtype), b.input("bias", dtype), b.input("gate", dtype), b.output("out", dtype)
     i, j = b.axes
@@ -45,7 +45,7 @@ def layer_norm(rows: Extent = 4096, cols: int = 768, dtype: DType = "bf16") -> K
 
 
 def rms_norm(rows: Extent = N, cols: int = 4096, dtype: DType = "f16") -> Kernel:
-    """A row by a threadgroup."""
+    """One row per threadgroup."""
     b = Builder("rms_norm", p=[rows], r=[cols], symbols={a: 16 for a in atoms(rows)})
     x, w, out = b.input("x", dtype), b.input("weight", dtype), b.output("out", dtype)
     i, j = b.axes
@@ -67,4 +67,4 @@ BY_HAND: dict[str, Handwritten] = {
     "gemv_int4": Gemv("half", 4, 1, 4096, 4096, 32, "", False, 4, "tinygemm"),
     "decode": Parts("bfloat", "bool", 128, 1, 8, 4, 1, 4096, 128, (4096, 128, 4096, *(2**22, 2**19, 128) * 2, 0, 0, 0, 1)),
 }
-"""Products with packed weights, and attention of one query over a cache."""
+"""Products with packed weights, and attention with one query over a cache."""

@@ -1,4 +1,4 @@
-"""How the tests of the Metal emitter run a kernel: its source, compiled by the shim with every access looked at."""
+"""Runs kernels for tests of the Metal emitter: their source is compiled by the shim, with every access checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Number = int | float | bool
 
 
 def compiled(kernels: Sequence[Kernel], checked: bool = True, backward: bool = False, **variant: bool) -> Module:
-    """The kernels in one library."""
+    """Compile the kernels into one library."""
     sources = []
     for k in kernels:
         found = emit(k, replace(variant_for(k, k.hints, check_division=True), **variant))
@@ -26,7 +26,7 @@ def compiled(kernels: Sequence[Kernel], checked: bool = True, backward: bool = F
 
 
 class Module:
-    """Sources and what they were compiled to."""
+    """Sources and their compiled library."""
 
     def __init__(self, sources: Sequence[Source], shaders: ShaderLibrary) -> None:
         self.sources, self.shaders = sources, shaders
@@ -34,7 +34,7 @@ class Module:
     def run(
         self, k: int, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
     ) -> None:
-        """Runs the k-th kernel. What a check of it finds is raised."""
+        """Run the k-th kernel. Raises the error that a check of it reports."""
         source = self.sources[k]
         errors = torch.zeros(source.errors, dtype=SLOT) if source.errors else None
         for call in source.calls(tensors, sizes, scalars, errors):
@@ -52,14 +52,14 @@ def run(
     backward: bool = False,
     **variant: bool,
 ) -> None:
-    """One kernel on CPU tensors."""
+    """Run one kernel on CPU tensors."""
     compiled([kernel], checked, backward, **variant).run(0, tensors, sizes, scalars)
 
 
 def reference(
     kernel: Kernel, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
 ) -> list[torch.Tensor]:
-    """The buffers after the reference interpreter."""
+    """Return the buffers after running the reference interpreter."""
     out = [t.clone() for t in tensors]
     interpret(kernel, out, sizes, scalars)
     return out

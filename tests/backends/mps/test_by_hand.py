@@ -1,4 +1,4 @@
-"""Kernels written by hand, run by the shim with every access looked at, against fp64; and the graphs that they are written for."""
+"""Handwritten kernels, run by the shim with every access checked, against fp64; and the graphs that they serve."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 DTYPES = tuple(METAL)
 
 WIDE = 1104
-"""Columns of weights that are too large to be kept in bf16 beside their 8 bits."""
+"""Columns of weights too large to keep in bf16 in addition to their 8 bits."""
 
 
 def run(kernel: Handwritten, tensors: Sequence[Tensor], scalars: Sequence[float] = (), aligned: bool = True) -> None:
@@ -41,7 +41,7 @@ def run(kernel: Handwritten, tensors: Sequence[Tensor], scalars: Sequence[float]
 
 
 def near(got: Tensor, exact: Tensor, terms: Tensor) -> None:
-    """One rounding of the result, and fp32 sums of these absolute terms."""
+    """Check the error bound: one rounding of the result, plus fp32 summation error over these absolute terms."""
     wide = torch.finfo(got.dtype).eps * exact.abs() + 1e-6 * terms + 1e-30
     assert ((got.double() - exact).abs() <= wide).all()
 
@@ -50,7 +50,7 @@ def near(got: Tensor, exact: Tensor, terms: Tensor) -> None:
 
 
 def nibbles(q: Tensor) -> list[Tensor]:
-    """Low and high nibbles, two to a byte, and which rows need the high ones."""
+    """Return low and high nibbles, two per byte, and which rows need the high ones."""
 
     def packed(t: Tensor) -> Tensor:
         return ((t[:, ::2] & 15) | ((t[:, 1::2] & 15) << 4)).to(torch.uint8)
@@ -111,7 +111,7 @@ def test_a_product_with_packed_weights_rounds_once(packed: Any, m: int, n: int, 
 
 
 def factors(packed: str, scale: Tensor, zero: Tensor) -> list[Tensor]:
-    """Scale and zero [n, groups] as a layout has them."""
+    """Scale and zero [n, groups] in the form of a layout."""
     return [torch.stack([scale, zero], -1).transpose(0, 1).contiguous()] if packed == "tinygemm" else [scale, zero]
 
 
@@ -163,7 +163,7 @@ def test_attention_of_few_queries(
     batch: int, heads: int, group: int, queries: int, keys: int, dim: int, mask: Any, dtype: torch.dtype, gap: int,
     aligned: bool, seed: int,
 ) -> None:  # fmt: skip
-    """Over a cache that is laid out otherwise, with rows that see no key."""
+    """The cache has another layout, and some rows see no key."""
     g = torch.Generator().manual_seed(seed)
     h = heads * group
     q = torch.randn(batch, queries, h, dim, generator=g).to(dtype).transpose(1, 2)
@@ -224,7 +224,7 @@ def launches(r: report.GraphReport) -> int:
 
 
 class Columns(nn.Module):
-    """As torchao leaves int8 weights: `mm(x, widened) * scale + bias`."""
+    """int8 weights as torchao writes them: `mm(x, widened) * scale + bias`."""
 
     def __init__(self, n: int, k: int, biased: bool = True) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Columns(nn.Module):
 
 
 class Groups(nn.Module):
-    """As torchao leaves int4 weights in groups (`IntxUnpackedToInt8Tensor`)."""
+    """int4 weights in groups as torchao writes them (`IntxUnpackedToInt8Tensor`)."""
 
     def __init__(self, n: int, k: int, group: int, dtype: torch.dtype, most: int = 8) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_many_rows_are_torchs_product() -> None:
 
 @pytest.mark.parametrize("most", [8, 128])
 def test_int4_weights_are_read_in_nibbles(most: int) -> None:
-    """And those that are no nibbles in two."""
+    """Weights that do not fit a nibble are read as two."""
     module, x = Groups(WIDE, 1024, 32, torch.bfloat16, most), torch.randn(2, 1024).bfloat16()
     got, r = lowered(module, x)
     assert launches(r) == 1 and r.rules["mps.int4.linear"] == 1
@@ -288,7 +288,7 @@ def test_int4_weights_are_read_in_nibbles(most: int) -> None:
 
 
 class TinyGemm(nn.Module):
-    """torch's own product with weights of 4 bits, packed as its MPS kernel wants them."""
+    """torch's own product with 4-bit weights, packed as its MPS kernel expects them."""
 
     def __init__(self, n: int, k: int, group: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -302,13 +302,13 @@ class TinyGemm(nn.Module):
         return F.silu(torch.ops.aten._weight_int4pack_mm(x, self.w, self.group, self.factors))
 
     def exact(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of weights and sums in `dtype`."""
+        """The result with weights and sums in `dtype`."""
         return F.silu(x.to(dtype) @ unpacked(self.q - 8, self.scale, self.zero).to(dtype).t())
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (4, torch.float16)])
 def test_torchs_packed_int4_weights_are_read_as_they_are(rows: int, dtype: torch.dtype) -> None:
-    """Eager has no such product on CPUs: one with weights in that type stands for it."""
+    """Eager lacks this product on CPUs, so one with weights in the activation type replaces it."""
     module, x = TinyGemm(WIDE, 1024, 128, dtype), torch.randn(rows, 1024).to(dtype)
     got, r = lowered(module, x)
     assert r.rules["mps.packed.linear"] == 1 and launches(r) == 2 and "int4pack" not in r.texts["plan"]
@@ -338,7 +338,7 @@ def test_torchs_packed_int8_weights_are_read_as_they_are() -> None:
 
 
 def test_torchaos_packed_int4_weights_are_read_as_they_are() -> None:
-    """The operator of torchao's MPS extension, by its schema: only a Mac can build the extension."""
+    """The operator of torchao's MPS extension is defined by its schema, since only a Mac can build the extension."""
     with torch.library._scoped_library("torchao", "FRAGMENT") as lib:
         lib.define("_linear_fp_act_4bit_weight(Tensor A, Tensor B, int group_size, Tensor S, Tensor Z) -> Tensor")
         lib.impl("_linear_fp_act_4bit_weight", lambda a, b, group, s, z: a.new_empty(len(a), len(b)), "Meta")

@@ -1,4 +1,4 @@
-"""What MPS computes itself: the rows that no kernel of torch takes there, and the types that the device lacks."""
+"""Torch's own calls on MPS: the rows that torch has no MPS kernel for, and the types that the device lacks."""
 
 from __future__ import annotations
 

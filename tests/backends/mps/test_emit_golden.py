@@ -1,4 +1,4 @@
-"""The Metal text of representative kernels, word for word, and what was looked for in it."""
+"""The exact Metal text of representative kernels, and properties of it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_every_text_has_its_case() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_element_takes_a_division_to_find_its_place(name: str) -> None:
-    """All axes of these kernels are directions of the dispatch, or loops."""
+    """All axes of these kernels are dispatch dimensions or loops."""
     body = emit(KERNELS[name]).text.partition("kernel void")[2]
     assert not re.search(r"\[[^\]]*[/%][^\]]*\]|\+ \([^)]*[/%]", body)
 
 
 def test_no_step_of_a_kernel_by_hand_finds_its_place_by_division() -> None:
-    """Strides and parts are known before the loop; what is left is the group of a step."""
+    """Strides and parts are computed before the loop; only the group of a step remains."""
     loops = {"gemv_int4": "for (int k = ", "decode": "for (int j = first"}
     inner = {name: BY_HAND[name].text().partition(start)[2] for name, start in loops.items()}
     assert all(inner.values())

@@ -1,4 +1,4 @@
-"""Every op of the kernel IR in Metal: values against torch's, at the edges of its type too."""
+"""Every op of the kernel IR in Metal: values against torch's, including the limits of its type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.backends.mps.simulated import compiled, reference, run
 
 KINDS = {"float": ["f32"], "int": ["i32", "i64", "i8", "u8", "i16"], "bool": ["bool"]}
 TOLERANCE = {"lgamma": 16, "pow": 2, "erf": 8, "erfc": 10, "expm1": 4, "log1p": 4, "sigmoid": 4, "hypot": 3}
-"""Units in the last place where it is not one: functions that Metal lacks. Those that it has are the C library's here."""
+"""Tolerance in units in the last place, by default one, for functions that Metal lacks. Others come from the C library here."""
 TYPE_NAMES = ("f32", "bf16", "f16", "i8", "u8", "i16", "i32", "i64", "bool")
 
 
@@ -102,14 +102,14 @@ def test_ops_compute_what_torch_does(kind: str) -> None:
 
 
 def exact(k: Kernel, ts: list[torch.Tensor]) -> torch.Tensor:
-    """The result from fp64 arithmetic, rounded to f32 where it is a float."""
+    """The result in fp64 arithmetic, rounded to f32 if it is a float."""
     args = [t.double() if t.is_floating_point() else t for t in ts[:-1]]
     y = OPS[k.name[3:]].ref(*args)
     return torch.as_tensor(y)
 
 
 def wrong_places(got: torch.Tensor, want: torch.Tensor, ulps: float, op: str) -> torch.Tensor:
-    """Where a result is too far off, or a zero of the other sign."""
+    """The places where a result is too far off, or a zero has the other sign."""
     if not got.is_floating_point():
         return got != want
     rounded = want.float()
@@ -283,7 +283,7 @@ def test_more_buffers_than_metal_takes_are_several_dispatches(inputs: int) -> No
     ts = [torch.full((10,), float(k)) for k in range(inputs)] + [torch.zeros(10) for _ in range(inputs // 2)]
     want = reference(kernel, ts)
     if source.apart:
-        ts[inputs] = ts[38]  # the first result lies where the second dispatch reads, which is given a copy
+        ts[inputs] = ts[38]  # the first result aliases an input of the second dispatch, which therefore receives a copy
     run(kernel, ts)
     for k in range(inputs, len(ts)):
         assert torch.equal(ts[k], want[k]) or k == inputs

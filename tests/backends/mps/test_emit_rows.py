@@ -1,5 +1,5 @@
-"""Rows in all their shapes: in place, long and short, of several axes, of sizes that are known late; always with every access
-looked at, whoever of the threads goes first."""
+"""Rows of all shapes: in place, long and short, of several axes, of symbolic sizes; every memory access is checked, for any order
+of the threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rows_of_any_length_in_place_or_not(dtype: DType, backward: bool) -> Non
         want = reference(k, ts)[-1]
         module.run(at, ts)
         torch.testing.assert_close(ts[-1], want, msg=lambda m, said=said: f"{said}: {m}")
-        ts[-1] = ts[0]  # x is read for the last time by the thread that stores over it
+        ts[-1] = ts[0]  # the thread that overwrites x is the last to read it
         assert k.may_share(len(ts) - 1, 0)
         module.run(at, ts)
         torch.testing.assert_close(ts[-1], want, msg=lambda m, said=said: f"{said} in place: {m}")
@@ -54,7 +54,7 @@ def test_configurations_are_those_that_the_shapes_are_named_after() -> None:
 
 
 def test_a_row_has_more_threads_where_a_chip_has_more_cores() -> None:
-    """Of 20 rows of 4096: enough for the cores of a small chip as they are, not for those of a large one."""
+    """20 rows of 4096 occupy the cores of a small chip, but not those of a large one."""
     k = representative.rms_norm(20)
     found = {name: choose(k, TARGETS[name]).count for name in ("M1", "M3 Pro", "M4 Max", "M3 Ultra")}
     assert found == {"M1": 256, "M3 Pro": 512, "M4 Max": 512, "M3 Ultra": 512}
@@ -87,8 +87,8 @@ def running(how: str, rows: int, cols: int, dtype: DType) -> Kernel:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_long_row_is_counted_along_by_a_threadgroup(backward: bool) -> None:
-    """Over several steps, the last of them in part; in place too, for a thread stores what it alone has read. Threads past the
-    end read nothing."""
+    """It takes several steps, the last one partial. It works in place too, since each thread stores only elements that it alone
+    reads. Threads past the end read nothing."""
     cases: list[tuple[str, DType, int]] = [
         ("sum", "f32", 5000),
         ("prod", "i64", 1100),
@@ -120,7 +120,7 @@ def test_a_running_maximum_is_nan_behind_a_nan_of_another_simdgroup() -> None:
 
 @pytest.mark.parametrize("rows", [40, 2000])
 def test_a_statistic_is_updated_where_it_lies(rows: int) -> None:
-    """Threads that share a point have all read it before one of them stores over it."""
+    """All threads that share a point read it before one of them overwrites it."""
     b = Builder("running", p=[5], r=[rows])
     x, mean = b.input("x", "f32"), b.inout("mean", "f32")
     i, j = b.axes
@@ -151,7 +151,7 @@ def test_what_a_row_stage_stores_a_later_one_loads() -> None:
 
 @pytest.mark.parametrize("shape", [(6, 7, 5), (4, 3, 200), (2, 40, 64)])
 def test_rows_of_two_axes_with_gaps(shape: tuple[int, int, int]) -> None:
-    """Batch statistics of an image: rows over batch and place, and positions counted over both."""
+    """Batch statistics of an image: rows run over batch and pixels, and positions count both."""
     channels, batch, place = shape
     kernels = []
     for how in ("sum", "argmax"):
@@ -201,7 +201,7 @@ def test_a_long_row_that_is_overwritten_before_it_is_done_is_refused() -> None:
 
 
 def test_an_output_in_a_long_rows_memory_gets_a_copy_of_the_row() -> None:
-    """The row is read again after the output was stored; where they share memory, only a copy still has it."""
+    """The row is read again after the output is stored; if they alias, only a copy still holds it."""
     n = symbol("n")
     b = Builder("again", p=[2], r=[n], symbols={"n": 5000})
     x, y, z = b.input("x", "f32"), b.output("y", "f32"), b.output("z", "f32")
@@ -220,7 +220,7 @@ def test_an_output_in_a_long_rows_memory_gets_a_copy_of_the_row() -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_fast_math_is_within_twice_eagers_own_error_of_fp64(dtype: DType) -> None:
-    """The shim's fast functions are as far off as Metal's specification allows."""
+    """The shim's fast functions have the largest error that Metal's specification allows."""
     made = (representative.bias_silu(16, 256, dtype), representative.softmax(16, 256, dtype))
     assert "fw_fast_sigmoid" in emit(made[0]).text
     assert "metal::fast::exp" in emit(made[1]).text
@@ -255,7 +255,7 @@ def test_long_sums_are_as_accurate_as_torchs(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("how", ["sum", "max", "argmax"])
 def test_a_long_row_of_few_points_is_two_kernels(how: str) -> None:
-    """What the toolkit splits: parts of the row beside each other, then the parts."""
+    """The toolkit splits it: the first kernel reduces parts of the row in parallel, the second combines them."""
     b = Builder("long", p=[2], r=[40_013])
     i, j = b.axes
     y = b.reduce(how, b.load(b.input("x", "f32"), i * 40_013 + j))
@@ -285,7 +285,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_softmax_of_special_rows_in_every_configuration(backward: bool) -> None:
-    """In one pass for the maximum and the sum, but where a row stays in registers or is one thread's."""
+    """Maximum and sum take one pass, except if a row stays in registers or belongs to a single thread."""
     k = representative.softmax(10, 2000)
     sources = [emit(replace(k, name=f"softmax_{at}"), config=c) for at, c in enumerate(CONFIGS.values())]
     once = {name for name, source in zip(CONFIGS, sources, strict=True) if "fw_online(" in source.text}
@@ -308,7 +308,7 @@ def test_softmax_of_special_rows_in_every_configuration(backward: bool) -> None:
 
 
 def test_a_softmax_over_columns_reads_them_twice() -> None:
-    """Their maximum and their sum in one pass, over neighbouring columns side by side."""
+    """Their maximum and sum take one pass, over neighbouring columns in parallel."""
     b = Builder("down", p=[6, 64], r=[400])
     i, h, j = b.axes
     v = b.load(b.input("x", "f32"), i * (400 * 64) + j * 64 + h)

@@ -31,4 +31,4 @@ def test_sample(tmp_path: Path, dtype: str, entries: list[str]) -> None:
     found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
     known = {op.full_name for op in op_db if getattr(torch, dtype) in op.supported_dtypes("cpu")}
     assert {r["entry"] for r in found} == set(entries) & known and len(found) >= len(entries) - 1
-    assert sum(r["lowered"] + r["carried"] for r in found) > len(entries) // 2  # by what fragments hold
+    assert sum(r["lowered"] + r["carried"] for r in found) > len(entries) // 2  # judged by the content of fragments

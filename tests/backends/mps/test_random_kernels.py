@@ -1,6 +1,6 @@
-"""Random kernels: emitted Metal against the reference interpreter, bit for bit, run by the shim with every access looked at.
+"""Random kernels: emitted Metal against the reference interpreter, bit for bit, run by the shim with every access checked.
 
-The kernels are those that the CPU emitter is tested with. Several go into one library: compiling is what takes the time."""
+The kernels are those of the CPU emitter's tests. Several go into one library, because compilation dominates the time."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.backends.mps.simulated import Module
 
 SETTINGS = settings(
     max_examples=7, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
-)  # a smaller example costs a compiler's run each time, and kernels print what is needed anyhow
+)  # each shrinking step would run the compiler, and printed kernels are readable anyway
 
 
 LARGEST = 20000
 
 
 def metal_has_it(case: Case) -> bool:
-    """Whether no f64 is among its types, and a run takes no more than a moment."""
+    """Whether the case uses no f64 and runs quickly."""
     points = math.prod(max(1, evaluate(s, case.sizes)) for s in case.kernel.sizes)
     return points <= LARGEST and all(n.dtype != "f64" for n in case.kernel.nodes())
 
 
 def different(found: list[Case]) -> list[Case]:
-    """One case of each kernel: libraries know functions by the kernel's hash."""
+    """Keep one case per kernel: libraries identify functions by the kernel's hash."""
     return list({structural_hash(c.kernel): c for c in found}.values())
 
 
@@ -61,7 +61,7 @@ def test_agrees_with_the_interpreter(found: list[Case], aligned: bool, chip: str
 @SETTINGS
 @given(batches, st.data())
 def test_any_configuration_gives_the_same_whoever_runs_first(found: list[Case], data: st.DataObject) -> None:
-    """A row by one thread, a simdgroup, a threadgroup or columns of threads, held or read again, 64-bit offsets."""
+    """A row per thread, simdgroup, threadgroup or columns of threads, held or read again, with 64-bit offsets."""
     sources = []
     for c in found:
         variant = Variant(data.draw(st.booleans()), data.draw(st.booleans()), check_division=True)

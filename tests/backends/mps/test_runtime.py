@@ -1,6 +1,6 @@
-"""The way to `torch.mps`, call by call: what is compiled, dispatched and waited for, on a device that only records.
+"""The calls to `torch.mps`: what is compiled, dispatched and waited for, on a device that only records.
 
-Sources here are written for the test: what the emitter prints is the business of its own tests.
+Sources here are written for the test; the emitter's output has its own tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusewright_mps.runtime import MetalLoader
 from fusewright_mps.target import TARGETS
 
 LARGE = 4096
-"""Elements from which on the test's sources are of the variant for wide offsets."""
+"""The element count from which the test's sources use the variant for wide offsets."""
 
 
 def scaled(name: str = "scaled", n: Extent = 8) -> Kernel:
@@ -45,7 +45,7 @@ def looked_up() -> Kernel:
 
 
 def printed(kernel: Kernel, variant: Variant, target: object) -> Source:
-    """A source in two dispatches: out and x, then x alone with the numbers; what checks takes error words."""
+    """A source with two dispatches: out and x, then only x with the numbers. Kernels with checks take error words."""
     checks = any(n.op == "bound" for n in kernel.nodes())
     name = f"{kernel.name}_{'wide' if variant.wide else 'narrow'}_{'aligned' if variant.aligned else 'any'}"
     numbers = (Argument("reals"),) * bool(kernel.scalars) + (Argument("sizes"),) * bool(kernel.symbols)
@@ -113,7 +113,7 @@ def test_sizes_are_arguments_and_choose_the_variant() -> None:
 
 
 def test_buffers_that_begin_elsewhere_have_a_variant_of_their_own() -> None:
-    """A view goes as its storage with an offset; the variant is compiled once."""
+    """A view is passed as its storage with an offset; the variant is compiled once."""
     metal = Recorded()
     (launch,) = loaded(metal, scaled())
     base, out = torch.ones(64), torch.empty(8)
@@ -135,7 +135,7 @@ def test_nothing_is_dispatched_for_no_points() -> None:
 
 
 class Late(Recorded):
-    """A device whose words are on the host when `arrived` says so."""
+    """A device whose error words reach the host once `arrived` is set."""
 
     device = "meta"
     arrived = False

@@ -1,4 +1,4 @@
-"""Compiling Metal source on a CPU: what is refused, what is kept, and the interface that it shares with torch's."""
+"""Compiling Metal source on a CPU: what is refused, what is cached, and the interface shared with torch's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_is_called_as_torchs_library_is() -> None:
     x, y = torch.arange(10.0), torch.zeros(10)
     compile_shader(ADD).add(x, y, [2.5], threads=(10, 1, 1), group_size=(4, 1, 1))
     assert torch.equal(y, x + 2.5)
-    compile_shader(ADD).add(y, x, 1.0)  # torch takes the threads from the first tensor
+    compile_shader(ADD).add(y, x, 1.0)  # torch derives the thread count from the first tensor
     assert torch.equal(x, y + 1.0)
     with pytest.raises(AttributeError, match="has no function 'sub'"):
         compile_shader(ADD).sub  # noqa: B018
@@ -72,7 +72,7 @@ def test_what_metal_would_not_take_is_refused(args: tuple[object, ...], how: dic
     ],
 )
 def test_what_is_not_metal_does_not_compile(text: str, error: type[Exception] | None, says: str) -> None:
-    if error is None:  # the function is never used, but it would not compile for a 64-bit number
+    if error is None:  # the function is never called, but would not compile for a 64-bit number
         text, error, says = text.replace("v + by[0]", "float(total(long(v)))"), NotCompiled, "at most 32 bits"
     with pytest.raises(error, match=says):
         compile_shader(text)

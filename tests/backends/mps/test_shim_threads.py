@@ -1,4 +1,4 @@
-"""The shim runs threads in lock step: what a device would get wrong goes wrong here too, and is found."""
+"""The shim runs threads in lockstep, so that races on a device also fail here and are found."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ kernel void row_sum(device const float* x [[buffer(0)]], device float* y [[buffe
 
 
 def row_sum(text: str, checked: bool, n: int = 1000, told: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result and what it should be."""
+    """Return the result and the expected one."""
     torch.manual_seed(0)
     x, y = torch.randn(6, n), torch.zeros(6)
     shaders = compile_shader(HEAD + text, checked)
@@ -89,7 +89,7 @@ def test_what_threads_do_wrong_is_said_with_kernel_and_line(body: str, says: str
     text = f"{HEAD}kernel void wrong(device float* y [[buffer(0)]], uint tid [[thread_index_in_threadgroup]],\n"
     text += f"                  uint lane [[thread_index_in_simdgroup]]) {{\n    {body}\n    if (lane == 99) y[tid] = 0.0f;\n}}\n"
     shaders = compile_shader(text, checked=True)
-    if says is None:  # lanes that have left do not count
+    if says is None:  # lanes that have returned do not count
         shaders.wrong(torch.zeros(64), threads=64, group_size=64)
         return
     with pytest.raises(SimulationError, match=says):
@@ -98,7 +98,7 @@ def test_what_threads_do_wrong_is_said_with_kernel_and_line(body: str, says: str
 
 @pytest.mark.parametrize(("cols", "barriers"), [(5000, 2), (symbol("n"), 1)])
 def test_each_emitted_barrier_is_needed(cols: Extent, barriers: int) -> None:
-    """Every barrier of a long softmax, taken away, is missed: of one whose row is held, and of one that reads its row twice."""
+    """Removing any barrier of a long softmax is detected, whether the row is held or read twice."""
     source = emit(representative.softmax(3, cols))
     text = library([source])
     assert source.text.count("threadgroup_barrier") == barriers

@@ -1,4 +1,4 @@
-"""`options={"simulate": True}`: whole models through `apple_mps` on CPU tensors, by the shim of Metal, and what is refused.
+"""`options={"simulate": True}`: whole models through `apple_mps` on CPU tensors, by the Metal shim, and refused cases.
 
 Every model, in fp32 and bf16: `python -m ci.mps.models`.
 """
@@ -104,7 +104,7 @@ def test_empty_single_and_transposed(shape: tuple[int, int]) -> None:
 
 
 def test_a_plan_compiles_once_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record stands between the runtime and the shim: real kernels, computed, every call seen."""
+    """The recorder sits between the runtime and the shim: real kernels run, and every call is recorded."""
     metal = Recorded(runtime.HostMetal())
     monkeypatch.setattr(backend, "host_metal", lambda: metal)
     args = tensors()
@@ -166,7 +166,7 @@ def test_without_a_compiler_the_command_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_metal_cannot_print_is_given_back() -> None:
-    """A kernel of 64-bit floats inside: torch's own call computes those ops."""
+    """A kernel with 64-bit floats is declined, and torch's own calls compute its ops."""
     x = torch.arange(6)
     compiled = simulated(lambda x: x.double().cumsum(0) + 1, fallback="allow")
     assert torch.equal(compiled(x), x.double().cumsum(0) + 1)
@@ -176,7 +176,7 @@ def test_what_metal_cannot_print_is_given_back() -> None:
 
 
 def test_places_of_floats_are_torchs_own_call_and_their_readers_are_lowered() -> None:
-    """Kernels compute them in fp64, which Metal does not have: claimed, they took their readers to eager with them."""
+    """Kernels compute them in fp64, which Metal lacks. When they were claimed, their readers ended up in eager too."""
 
     def fn(x: Tensor) -> Tensor:
         return (
@@ -194,7 +194,7 @@ def test_places_of_floats_are_torchs_own_call_and_their_readers_are_lowered() ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_saturated_tanh_is_one_in_half_types(dtype: torch.dtype) -> None:
-    """Metal's fast one is NaN from 45 on, and gelu's argument grows with the cube."""
+    """Metal's fast tanh returns NaN from 45 on, and gelu's argument grows cubically."""
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 50.0, -100.0, 1e4, 0.5]).to(dtype)
     torch.testing.assert_close(simulated(torch.tanh)(x), torch.tanh(x), rtol=0, atol=1e-2, equal_nan=True)
     got = simulated(lambda x: F.gelu(x, approximate="tanh"))(x[3:])
@@ -224,7 +224,7 @@ def test_the_validation_script_sees_a_wrong_kernel(tmp_path: Path, monkeypatch: 
 
 
 def test_what_never_ran_on_a_mac_says_so() -> None:
-    """Until a record of the validation script, from a Mac, is among the results."""
+    """The note stays until the results include a record of the validation script from a Mac."""
     root = Path(__file__).parents[3]
     records = [json.loads(p.read_text()) for p in (root / "docs/results").glob("*.json")]
     if any(r.get("schema") == mps_check.SCHEMA and not r["simulated"] for r in records):
