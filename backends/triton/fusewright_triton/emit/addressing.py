@@ -5,22 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from fusewright.toolkit.ir.extent import Atom, Extent, SizeExpr, nonnegative
-from fusewright.toolkit.ir.index import DivMod, Index
-
-
-def extent_text(e: Extent, names: Mapping[Atom, str]) -> str:
-    """Return a size as an expression over the kernel's size parameters."""
-    if not isinstance(e, SizeExpr):
-        return str(e)
-    text = ""
-    for monomial, c in e.terms:
-        factors = [names[s] for s in monomial]
-        if abs(c) != 1 or not factors:
-            factors.insert(0, str(abs(c)))
-        text += (" - " if text else "-") if c < 0 else " + " if text else ""
-        text += " * ".join(factors)
-    return text
+from fusewright.toolkit.backend import addressing
+from fusewright.toolkit.ir.extent import Atom, Extent, SizeExpr
+from fusewright.toolkit.ir.index import DivMod
 
 
 def atom(text: str) -> str:
@@ -44,44 +31,26 @@ def _call(text: str) -> bool:
     return True
 
 
-class Addresses:
-    """Prints indices. `axis` returns the text of an axis, `value` that of an i64 SSA value used as an index."""
+class Addresses(addressing.Addresses):
+    """Indices in Triton; `names` are the parameters that hold the kernel's size symbols."""
 
     def __init__(self, names: Mapping[Atom, str], axis: Callable[[int], str], value: Callable[[int], str]) -> None:
-        self.names, self.axis, self.value = names, axis, value
+        super().__init__(axis, value)
+        self.names = names
 
     def extent(self, e: Extent) -> str:
-        return extent_text(e, self.names)
+        return addressing.extent_text(e, self.names.__getitem__)
 
-    def index(self, ix: Index) -> str:
-        """Return the element offset of an access; "0" for the first element."""
-        terms = [self._scaled(self.axis(a), c) for a, c in ix.coefs]
-        terms += [self._scaled(self._divmod(d), d.stride) for d in ix.divmods]
-        terms += [self._scaled(self.value(i.value), i.stride) for i in ix.indirect]
-        return self._sum(terms, ix.offset)
-
-    def _divmod(self, d: DivMod) -> str:
-        text = self._sum([self._scaled(self.axis(a), c) for a, c in d.coefs], d.offset)
-        plain = nonnegative(d.offset) and all(nonnegative(c) for _, c in d.coefs)
+    def divided(self, text: str, d: DivMod, truncates: bool) -> str:
         if d.div != 1:
             by = self.extent(d.div)
-            text = f"{atom(text)} // {atom(by)}" if plain else f"fw.floor_index({text}, {by})"
+            text = f"{atom(text)} // {atom(by)}" if truncates else f"fw.floor_index({text}, {by})"
         if d.mod is None:
             return text
         by = self.extent(d.mod)
-        if plain:
-            return f"{atom(text)} % {atom(by)}"
-        return f"{atom(text)} - fw.floor_index({text}, {by}) * {atom(by)}"
+        return f"{atom(text)} % {atom(by)}" if truncates else f"{atom(text)} - fw.floor_index({text}, {by}) * {atom(by)}"
 
-    def _sum(self, terms: list[str], offset: Extent) -> str:
-        if offset != 0 or not terms:
-            terms = [*terms, self.extent(offset)]
-        text = terms[0]
-        for t in terms[1:]:
-            text += f" - {t[1:]}" if t.startswith("-") and " " not in t else f" + {t}"
-        return text
-
-    def _scaled(self, text: str, c: Extent) -> str:
-        if c == 1:
+    def scaled(self, text: str, by: Extent) -> str:
+        if by == 1:
             return text if " " not in text else f"({text})"
-        return f"{atom(text)} * {atom(self.extent(c)) if isinstance(c, SizeExpr) else c}"
+        return f"{atom(text)} * {atom(self.extent(by)) if isinstance(by, SizeExpr) else by}"
