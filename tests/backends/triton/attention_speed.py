@@ -34,7 +34,7 @@ TORCHS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """batch, heads, queries, keys, dim; heads of keys; the sizes of an added mask and whether it is boolean."""
+    """`sizes` are batch, heads, queries, keys, dim; `mask` is the shape of a mask, `boolean` or added."""
 
     sizes: tuple[int, int, int, int, int]
     causal: bool = False
@@ -60,7 +60,7 @@ SHAPES = {
 
 
 def microseconds(f: Callable[[], object]) -> float:
-    """Device time of one call."""
+    """Return the device time of one call."""
     f()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -71,7 +71,7 @@ def microseconds(f: Callable[[], object]) -> float:
 
 
 def milliseconds(f: Callable[[], object]) -> float:
-    """Median time of a call, by events."""
+    """Return the median time of a call, measured by events."""
     times = []
     for _ in range(3):
         f()
@@ -86,7 +86,7 @@ def milliseconds(f: Callable[[], object]) -> float:
 
 
 def measured(s: Shape) -> dict[str, Any]:
-    """Microseconds of every kernel that takes the shape."""
+    """Return microseconds for each kernel that supports the shape."""
     batch, heads, queries, keys, dim = s.sizes
     sizes = ((queries, heads), (keys, s.kv_heads or heads), (keys, s.kv_heads or heads))
     q, k, v = (torch.randn(batch, n, h, dim, device="cuda").to(s.dtype).transpose(1, 2) for n, h in sizes)
@@ -103,7 +103,7 @@ def measured(s: Shape) -> dict[str, Any]:
             else:
                 with sdpa_kernel(which):
                     row[name] = microseconds(call)
-        except RuntimeError:  # this kernel does not take it
+        except RuntimeError:  # this kernel does not support the shape
             torch.cuda.synchronize()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     row["ours"] = microseconds(lambda: attention_ops.attention(q, k, v, mask, s.causal, None, True, q.stride(), arch))
@@ -126,7 +126,7 @@ def encoder(implementation: str, layers: int = 12) -> Any:
 
 
 def models(batch: int) -> list[dict[str, Any]]:
-    """A row for each form of the encoder: eager, Inductor and ours in ms, first calls in s, and errors for a batch of one."""
+    """Return a row for each form of the encoder: eager, Inductor and ours in ms, first calls in s, and errors for batch 1."""
     ours: dict[str, Any] = {"backend": "nvidia_triton", "options": {"cache": False, "fallback": "allow"}}
     x = torch.randn(batch, 3, 1024, 1024, device="cuda").bfloat16()
     rows = []

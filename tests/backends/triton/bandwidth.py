@@ -1,7 +1,7 @@
-"""How fast built kernels are on this GPU beside a device copy and eager: `python -m tests.backends.triton.bandwidth`.
+"""Speed of built kernels on this GPU beside a device copy and eager: `python -m tests.backends.triton.bandwidth`.
 
-Prints a line per kernel: median time, bytes moved per second in percent of the copy's, eager's time. Arguments
-are parts of kernel names; with none, all are run.
+Prints a line per kernel: median time, bandwidth in percent of the copy's, eager's time. Arguments
+are parts of kernel names; without any, all kernels run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Case = tuple[Kernel, list[torch.Tensor], Callable[[], object]]
 
 
 def median(f: Callable[[], object], repeats: int = 20) -> float:
-    """Milliseconds of one call, L2 flushed before each."""
+    """Return milliseconds per call, with L2 flushed before each."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeats):
@@ -92,7 +92,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def overhead(launch: Launch, tensors: list[torch.Tensor]) -> float:
-    """Microseconds of the host per launch."""
+    """Return the host's microseconds per launch."""
     for _ in range(100):
         launch(tensors)
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def overhead(launch: Launch, tensors: list[torch.Tensor]) -> float:
 
 
 def copy_speed() -> float:
-    """GB/s of a device copy, bytes read and written."""
+    """Return the GB/s of a device copy, counting bytes read and written."""
     source, sink = data(1 << 29), data(1 << 29)
     return 2 * source.nbytes / median(lambda: sink.copy_(source)) / 1e6
 

@@ -16,7 +16,7 @@ from fusewright_triton.run import handwritten
 
 @pytest.fixture(autouse=True)
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU nobody waits for the kernels that lowerings ask for, so none is built."""
+    """Without a GPU, nothing waits for the kernels that lowerings order ahead, so build none."""
 
     def ask(self: handwritten.Library, order: handwritten.Order) -> Future[Any]:
         return Future()
@@ -27,7 +27,7 @@ def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Other thresholds, by name, for every target: sizes of tests may count as large."""
+    """Return a function that sets thresholds by name for every target, so that sizes of tests count as large."""
 
     def change(**numbers: float) -> None:
         monkeypatch.setattr(target, "H100", replace(target.H100, **numbers))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Kernels that the tests of the Triton backends share, and how they are run."""
+"""Kernels shared by the tests of the Triton backends, and functions that run them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def simulate(
     scalars: Sequence[int | float | bool] = (),
     target: Target | None = None,
 ) -> None:
-    """Runs the emitted source on CPU tensors."""
+    """Run the emitted source on CPU tensors."""
     simulate_kernels([kernel], target).launcher(kernel)(tensors, sizes, scalars)
 
 
 def masked_mean(rows: int = 512, cols: int = 300) -> Kernel:
-    """Booleans in and out, a row reduction of each kind of flag."""
+    """Return a kernel with boolean inputs and outputs and row reductions of flags."""
     b = Builder("masked_mean", p=[rows], r=[cols])
     x, m, out, some = b.input("x", "f32"), b.input("m", "bool"), b.output("out", "f32"), b.output("some", "bool")
     i, j = b.axes
@@ -45,7 +45,7 @@ def masked_mean(rows: int = 512, cols: int = 300) -> Kernel:
 
 
 def double_math(n: int = 5000) -> Kernel:
-    """f64 through the library functions, and integers."""
+    """Return a kernel with f64 math functions and integers."""
     b = Builder("double_math", p=[n])
     x, k, out = b.input("x", "f64"), b.input("k", "i64"), b.output("out", "f64")
     (i,) = b.axes
@@ -55,7 +55,7 @@ def double_math(n: int = 5000) -> Kernel:
 
 
 def suite() -> list[Kernel]:
-    """What is built for every target."""
+    """Return the kernels that are built for every target."""
     n = symbol("n")
     return [
         add_gelu(), add_gelu(n, "bf16"), softmax(dtype="bf16"), softmax(cols=50257), softmax(n, symbol("m")),
@@ -65,7 +65,7 @@ def suite() -> list[Kernel]:
 
 
 def reference(kernel: Kernel, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> list[torch.Tensor]:
-    """The buffers after the reference interpreter."""
+    """Return the buffers after a run of the reference interpreter."""
     out = [t.clone() for t in tensors]
     interpret(kernel, out, sizes)
     return out

@@ -1,6 +1,6 @@
 """`options={"autotune": True}`: what is measured, what is remembered, and what happens when memory runs out.
 
-No device: candidates take the time that a test says, on the clock of `fusewright.cache.tune`.
+No device is needed: candidates take the time that a test sets, on the clock of `fusewright.cache.tune`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The time, in one element; candidates move it."""
+    """Replace the clock by a list of one element, which candidates advance."""
     now = [0.0]
     monkeypatch.setattr(measuring, "clock", lambda: now[0])
     monkeypatch.setattr(measuring, "_doubtful", {})
@@ -56,7 +56,7 @@ def tuner(request: pytest.FixtureRequest) -> Tuner:
 
 
 def trials(clock: list[float], seconds: Callable[[Config], float]) -> Any:
-    """Trials whose runs take `seconds`; what `seconds` raises is raised when a candidate is made."""
+    """Return a class of trials whose runs take `seconds`; its exceptions are raised when a candidate is made."""
 
     class Fake:
         made: ClassVar[list[str]] = []
@@ -104,7 +104,7 @@ def test_the_list_is_short_and_begins_with_the_formula(shape: str, target: Targe
 
 
 def test_long_rows_vary_in_what_is_shared_and_in_what_is_held() -> None:
-    """Rows of 50257 are neither short nor long: both ways are tried."""
+    """Rows of 50257 are neither short nor long: holding them and reading them in steps are both tried."""
     found = candidates(kernels.softmax(64, 50257), schedule.choose(kernels.softmax(64, 50257), H100), H100)
     assert {c.persistent for c in found} == {True, False}
     found = candidates(SHAPES["long row"], schedule.choose(SHAPES["long row"], H100), H100)
@@ -113,7 +113,7 @@ def test_long_rows_vary_in_what_is_shared_and_in_what_is_held() -> None:
 
 @pytest.mark.parametrize("shape", ["pointwise", "row in registers", "columns"])
 def test_every_candidate_computes_the_same(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each configuration, interpreted, on a small kernel of the shape."""
+    """Interpret a small kernel of the shape in each configuration."""
     small = {
         "pointwise": kernels.add_gelu(3000),
         "row in registers": kernels.layer_norm(5, 300),
@@ -161,7 +161,7 @@ def test_another_device_target_or_triton_is_measured_anew(monkeypatch: pytest.Mo
 
 
 def test_two_configurations_of_a_kernel_live_side_by_side() -> None:
-    """A graph that is not tuned keeps the formula's code beside one that is."""
+    """An untuned graph keeps the formula's code beside a tuned one."""
     kernel = kernels.add_gelu(1 << 14)
     formula = schedule.choose(kernel, H100)
     other = replace(formula, warps=formula.warps * 2)
@@ -201,7 +201,7 @@ def test_without_memory_for_the_formula_its_choice_stays(clock: list[float], tun
         how, note = tuned(kernel, tuner, trials(clock, seconds))
     assert how == formula and note.startswith("not tuned: out of memory")
     assert "add_gelu is not tuned: out of memory" in caplog.text
-    # the next process has memory again, and nothing stale is in its way
+    # the next process has memory again, and no stale result stops it
     assert tuned(kernel, tuner, trials(clock, lambda c: 2e-3 if c == formula else 1e-3))[0] != formula
 
 
@@ -253,7 +253,7 @@ def test_compile_refuses_too() -> None:
 
 
 def test_what_was_tuned_is_what_is_built(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the option to the code that is loaded, on a device that only compiles."""
+    """From the option to the loaded code, on a device that only compiles."""
     kernel = SHAPES["row in registers"]
     key, wanted = structural_hash(kernel), candidates(kernel, schedule.choose(kernel, H100), H100)[1]
     backend = NvidiaTriton(Device("cuda", "sm_90"), {"target": "", "graphs": True, "autotune": True})

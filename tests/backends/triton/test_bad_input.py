@@ -1,7 +1,7 @@
-"""What a GPU may lack while a model is compiled: memory, a working compiler. A clear reason, and eager's answer.
+"""A GPU without enough memory or a working compiler while a model is compiled: a clear reason, and eager's result.
 
 Machines without a GPU, with the wrong wheel or with too old a GPU are in `test_unavailable.py`, configurations that run out
-of memory while they are tuned in `test_autotune.py`.
+of memory during tuning in `test_autotune.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Full(Recorder):
-    """A device without memory for a recording, or (`later`) for the measurement after it."""
+    """A device without memory for a recording, or, if `later`, for the measurement after it."""
 
     def __init__(self, later: bool = False) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_no_memory_for_a_recording_of_training(monkeypatch: pytest.MonkeyPatch) 
 
 
 class FakeGraph:
-    """A graph of a device: it notes what is done with it."""
+    """A CUDA graph that records the calls of its methods."""
 
     made: list[FakeGraph]
 
@@ -117,7 +117,7 @@ class FakeGraph:
         return 7
 
     def instantiate(self) -> None:
-        """As torch's, which is noted nowhere."""
+        """Exist as in torch; not recorded."""
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         self.calls.append("begin")
@@ -129,7 +129,7 @@ class FakeGraph:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     broken = 0
-    """How many times more a capture cannot be ended."""
+    """How many more times ending a capture fails."""
 
     def replay(self) -> None:
         self.calls.append("replay")
@@ -137,7 +137,7 @@ class FakeGraph:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
-    """A pretended device under `graphs.Graphs`."""
+    """Fake the device under `graphs.Graphs`."""
     stream = SimpleNamespace(device_index=0, cuda_stream=5, device="cuda:0", wait_stream=lambda other: None)
     monkeypatch.setattr(streams, "driver", lambda kind: SimpleNamespace(stream=lambda: 6, restart_capture=lambda s: None))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(2))
@@ -193,7 +193,7 @@ def test_no_memory_in_a_capture_leaves_the_stream_free(
 def test_a_capture_that_an_operator_broke_is_ended_all_the_same(
     device: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's generator would stay in the state of capture, and every later draw of the process would fail."""
+    """Otherwise torch's generator would stay in capture mode, and every later draw in the process would fail."""
     monkeypatch.setattr(FakeGraph, "broken", 1)
     with pytest.raises(RuntimeError, match="previous error during capture"):
         graphs.Graphs().record(fails_at(9), warm=False)
@@ -220,7 +220,7 @@ def test_what_draws_without_saying_so_is_not_recorded(
 def test_no_memory_for_candidates(
     all_of_them: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that does not fit is out; where none fits, the region is eager's, with the reason."""
+    """A candidate that does not fit is dropped; if none fits, the region is left to eager, with the reason."""
     real, chosen = TritonBackend.compile, []
 
     def compile(self: TritonBackend, region: Any, ctx: Any) -> Any:
@@ -252,7 +252,7 @@ def test_no_memory_for_candidates(
 
 
 def without_exp(self: TritonLoader, kernels: Mapping[str, Kernel]) -> Any:
-    """A compiler that dies of kernels with an exp."""
+    """A loader whose compiler dies on kernels with an exp."""
     if any(n.op == "exp" for k in kernels.values() for n in k.nodes()):
         raise workers.BuildError("a compiler process ended with code -9")
     return REAL_LOAD(self, kernels)
@@ -296,7 +296,7 @@ def test_a_compiler_process_that_is_killed_is_named() -> None:
 
 
 class Answering:
-    """A worker that answers; or, `ends`, one that ends."""
+    """A worker that answers, or, if `ends`, one whose process ends."""
 
     def __init__(self, ends: bool = False) -> None:
         self.ends = ends

@@ -1,4 +1,4 @@
-"""The source of kernels for one GPU, word for word."""
+"""The exact source of kernels for one GPU."""
 
 from __future__ import annotations
 

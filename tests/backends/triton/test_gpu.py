@@ -1,4 +1,4 @@
-"""Built kernels on a real NVIDIA or AMD GPU. Skipped with the probe's reason where there is none."""
+"""Built kernels on a real NVIDIA or AMD GPU. Skipped with the probe's reason if there is none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.hardware("rocm_triton" if torch.version.hip else "nvidi
 
 
 def here() -> target.Target:
-    """The target of this machine's GPU."""
+    """Return the target of this machine's GPU."""
     if torch.version.hip:
         found = target.amd(torch.cuda.get_device_properties(0).gcnArchName)
     else:
@@ -33,7 +33,7 @@ def here() -> target.Target:
 
 
 def run(kernel: Kernel, tensors: list[torch.Tensor], *rest: object) -> list[torch.Tensor]:
-    """The buffers after a run on the GPU, back on the CPU."""
+    """Run on the GPU, and return the buffers on the CPU."""
     device = [t.cuda() for t in tensors]
     compile_kernels([kernel], here()).launcher(kernel)(device, *rest)  # type: ignore[arg-type]
     raise_errors()
@@ -189,7 +189,7 @@ def test_threads_and_streams() -> None:
 
 @pytest.mark.parametrize("before", [False, True], ids=["loads", "launches"])
 def test_a_thread_that_has_used_no_gpu(before: bool) -> None:
-    """Autograd's threads are such: what torch's allocator holds already gives them no context."""
+    """Autograd's threads are like this: memory from torch's caching allocator gives a thread no CUDA context."""
     kernel = kernels.add_gelu(10007)
     data = [t.cuda() for t in NUMERIC["add_gelu"][1]]
     launcher = compile_kernels([kernel], here()).launcher(kernel)
@@ -228,7 +228,7 @@ NAME = "rocm_triton" if torch.version.hip else "nvidia_triton"
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_model_runs_on_the_device_that_it_is_on(current: int) -> None:
-    """Whichever is current; the plan of one GPU is not used for the other."""
+    """Whichever device is current; one GPU's plan is not used for the other."""
     with torch.cuda.device(current):
         for index in (1, 0):
             torch.manual_seed(0)
@@ -262,7 +262,7 @@ def test_a_graph_on_two_devices() -> None:
 
 @torch.library.custom_op("fusewright_gpu_tests::dropped", mutates_args=())
 def dropped(x: torch.Tensor) -> torch.Tensor:
-    """Draws from the device's generator, and lays its result out otherwise than it says."""
+    """Draw from the device's generator, and return other strides than the fake implementation says."""
     return torch.nn.functional.dropout(x, 0.5, True).t().contiguous().t()
 
 

@@ -1,6 +1,6 @@
-"""The fixed sample of torch's OpInfo database through both GPU backends, simulated: half of it each.
+"""The fixed sample of torch's OpInfo database on both GPU backends, simulated: one half each.
 
-The whole database takes `python -m ci.operators.opinfo --backend rocm_triton --simulate`.
+To run the whole database: `python -m ci.operators.opinfo --backend rocm_triton --simulate`.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
     assert {r["entry"] for r in found} == set(sample)
-    assert sum(r["lowered"] + r["carried"] for r in found) > 70  # by what fragments hold, no longer by what was claimed
+    assert sum(r["lowered"] + r["carried"] for r in found) > 70  # counted in fragments, not in claims

@@ -1,4 +1,4 @@
-"""`options={"simulate": True}`: whole models through both GPU backends on CPU tensors, and what is refused."""
+"""`options={"simulate": True}`: whole models on both GPU backends with CPU tensors, and refused options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 BACKENDS = ("nvidia_triton", "rocm_triton")
 QUICK = ("bert", "gpt2", "t5_small", "llama", "vit", "resnet50", "whisper_tiny")
-"""The others take ten seconds and more: the interpreter pays for every program of a grid."""
+"""The other models take ten seconds or more: the interpreter runs every program of a grid."""
 
 
 def simulated(fn: Any, backend: str, **options: Any) -> Any:
@@ -40,7 +40,7 @@ def tensors(rows: int = 6, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(s, generator=g).to(dtype) for s in ((rows, 24), (24, 24), (24,))]
 
 
-# bf16 for one and fp32 for the other: the emitter is the same, and both types pass through each of its parts
+# bf16 on one backend and fp32 on the other suffice: both share the emitter, whose every part handles both types
 @pytest.mark.parametrize(("backend", "dtype"), list(zip(BACKENDS, ("bf16", "fp32"), strict=True)))
 @pytest.mark.parametrize("model", QUICK)
 def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType) -> None:
@@ -53,7 +53,7 @@ def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType)
 
 
 def test_torchs_own_convolution_reads_the_strides_that_were_traced() -> None:
-    """Others before it are channels-last, of which the transposed one would make what was not traced."""
+    """The convolution before it is channels-last; for such an input the transposed one would return untraced strides."""
     up = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, 1, 1), torch.nn.GroupNorm(2, 8), torch.nn.SiLU(),
         torch.nn.ConvTranspose2d(8, 8, 2, 2), torch.nn.SiLU(),
@@ -112,7 +112,7 @@ def normed(x: Tensor, scale: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("fallback", "stored"), [("error", 0), ("allow", 1)])
 def test_where_fallbacks_are_errors_no_plan_is_stored(fallback: str, stored: int) -> None:
-    """A plan from the cache would not say what eager runs in it. Every op of this one is lowered."""
+    """A plan from the cache would not say which ops eager runs. Every op of this one is lowered."""
     from fusewright.cache import store
 
     x, _, scale = tensors(5 + stored)
@@ -140,7 +140,7 @@ def test_wrong_options(backend: str, options: Mapping[str, Any], message: str) -
 
 
 def test_without_triton_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error, not eager: who asks for a simulation wants a check."""
+    """An error instead of eager: whoever asks for a simulation wants a check."""
     monkeypatch.setattr("importlib.util.find_spec", _without("triton"))
     with pytest.raises(Exception, match=r"triton is missing. Fix: pip install 'fusewright-triton\[simulate\]'"):
         simulated(block, "rocm_triton")(*tensors())
@@ -153,7 +153,7 @@ def _without(package: str) -> Any:
 
 
 class Blocks(torch.nn.Module):
-    """Convolutions with training batch norms between them, and rows made of their images: by a view, or a mean."""
+    """Convolutions with training batch norms between them; a view or a mean turns the images into rows at the end."""
 
     def __init__(self, view: bool) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_images_of_training_are_channels_last(view: bool) -> None:
 
 
 class Listener(torch.nn.Module):
-    """A residual stream behind a transposed convolution, as speech models have it: eager keeps it transposed to its end."""
+    """A residual stream that starts as a convolution's transposed output, as in speech models: eager keeps it transposed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training in fp16 with a gradient scaler, and compiled optimizer steps, on CPU tensors by Triton's interpreter."""
+"""Training in fp16 with a gradient scaler, and compiled optimizer steps, on CPU tensors in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 STEPS = 6
 TOO_LARGE = 2.0**20
-"""A first scale at which fp16 gradients overflow: steps are skipped until it has shrunk."""
+"""An initial scale at which fp16 gradients overflow: steps are skipped until it has shrunk."""
 
 
 class Classifier(nn.Module):
@@ -48,7 +48,7 @@ def compiled(fn: Any, backend: str = "nvidia_triton") -> Any:
 
 
 def train(module: nn.Module, fn: Any) -> tuple[list[float], list[float]]:
-    """Losses and scales of a few steps of fp16 autocast with a scaler."""
+    """Run a few steps of fp16 autocast with a scaler; return losses and scales."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 50, (4, 8), generator=g)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -108,7 +108,7 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def stepped(make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], how: Callable[[Any], Any]) -> list[Tensor]:
-    """Parameters after five steps with gradients from a generator."""
+    """Return the parameters after five steps with random gradients."""
     g = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(s, generator=g)) for s in ((8, 16), (16,), (4, 8, 3), (33,))]
     optimizer = make(params)

@@ -1,4 +1,4 @@
-"""Machines on which the GPU backends cannot run: one clear line, and eager's answer. What torch would say is patched in."""
+"""Machines on which the GPU backends cannot run: one clear line, and eager's result. Torch's view of the machine is patched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(x: torch.Tensor) -> torch.Tensor:
 
 
 def lines(caplog: pytest.LogCaptureFixture, backend: str, **options: Any) -> list[str]:
-    """What is said when the model is compiled and run, whose result must be eager's."""
+    """Return the warnings when the model is compiled and run; check that its result equals eager's."""
     with caplog.at_level(logging.WARNING, "fusewright"):
         out = torch.compile(model, backend=backend, options=options)(X)
     assert torch.equal(out, model(X))

@@ -1,4 +1,4 @@
-"""Every kernel of the tests as machine code for every target, without a GPU."""
+"""Every test kernel compiled to machine code for every target, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGETS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Triton's own cache must not hide that nothing builds any more."""
+    """Use an empty Triton cache, which cannot hide build failures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         workers.pool().close()
@@ -60,7 +60,7 @@ def test_every_kernel_builds_within_the_limits_of(arch: str) -> None:
 
 
 def check_amd(b: Binary, t: target.Target) -> None:
-    """Wave size and spills as the code object's own metadata has them."""
+    """Check wave size and spills in the code object's metadata."""
 
     def field(name: str) -> int:
         found = re.search(rf"\.{name}:\s+(\d+)", b.listing)

@@ -1,4 +1,4 @@
-"""`ci/gpu/build_kernels.py`: collecting a model's kernels and building them, and what makes it fail."""
+"""`ci/gpu/build_kernels.py`: collecting and building a model's kernels, and reasons to fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_of_a_model_build_for_every_target() -> None:
-    """A few of them, forward and backward."""
+    """Test a few of them, forward and backward."""
     found = tool.kernels_of("bert_small", "rocm_triton", "small", ["bf16"])
     assert any("backward" in k.name for k in found.values())
     some = dict(sorted(found.items())[::12])
@@ -61,7 +61,7 @@ def test_kernels_written_by_hand_build(target: str, monkeypatch: pytest.MonkeyPa
     row = tool.Row(target)
     tool.add_by_hand(row, tool.TARGETS[target])
     workers.pool().close()
-    parts = 2 * (target == "gfx942")  # its sums are of several parts, which another kernel adds
+    parts = 2 * (target == "gfx942")  # its sums are split into parts, which another kernel adds
     assert not row.failures and row.functions == 4 + parts and row.registers[1].endswith(forms)
 
 

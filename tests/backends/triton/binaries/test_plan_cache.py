@@ -1,4 +1,4 @@
-"""Plans with Triton kernels on disk: what comes back is right, builds nothing, and does without Triton; the rest is rebuilt."""
+"""Plans with Triton kernels on disk: a loaded plan is right, builds nothing and needs no Triton; invalid entries are rebuilt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIMULATED: dict[str, Any] = {"simulate": True, "fallback": "allow"}
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Kernels as machine code for an H100, as they go to the disk."""
+    """Return kernels as machine code for an H100, in their form on disk."""
     library.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
@@ -195,7 +195,7 @@ def model() -> Small:
 
 @pytest.fixture
 def no_stages(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """After a call of it, lowering anything fails the test."""
+    """Return a function; after it is called, lowering anything fails the test."""
     return lambda: monkeypatch.setattr(rounds, "STAGES", (("lower", lambda c: pytest.fail("it is lowered anew")),))
 
 
@@ -243,7 +243,7 @@ def test_a_damaged_entry_is_compiled_anew(model: Small, what: str, caplog: pytes
 
 
 def test_training_from_disk_is_right_and_replayed(no_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first call is plain, since recordings of training do not warm up; the next one records."""
+    """The first call is not recorded, since recordings of training do not warm up; the next one is."""
     device = Forgetful()
     device.device_type = "cpu"
     monkeypatch.setattr(backend.TritonBackend, "recorder", lambda self: device)

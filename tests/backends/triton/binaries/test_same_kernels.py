@@ -1,4 +1,4 @@
-"""Kernels alike but for the names of their symbols: what one of them left in the process or on the disk serves the other."""
+"""Kernels that differ only in the names of their symbols share built code, in the process and on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ H100 = target.NVIDIA["sm_90"]
 
 
 def transposed(rows: str, columns: str, name: str = "transposed", hint: int = 4096) -> Kernel:
-    """A copy of [rows, columns] to the other order, with a division in its index: sizes decide grid, masks and addresses."""
+    """Return a transposing copy of [rows, columns] with a division in its index: sizes decide grid, masks and addresses."""
     n, m = symbol(rows), symbol(columns)
     b = Builder(name, p=[n, m], symbols={rows: hint, columns: hint})
     x, out = b.input("x", "f32"), b.output("out", "f32")
@@ -42,7 +42,7 @@ def transposed(rows: str, columns: str, name: str = "transposed", hint: int = 40
 
 @pytest.fixture(autouse=True)
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
-    """A compiler that only says what it was asked for. What the process has is forgotten before and after."""
+    """Replace the compiler by one that only records its orders. The process's kernels are cleared before and after."""
     asked: list[Wanted] = []
 
     def build(orders: Sequence[Wanted], t: target.Target) -> list[Built]:
@@ -66,7 +66,7 @@ def launched(call: Any, recorder: Recorder, *sizes: int) -> tuple[Any, ...]:  # 
 
 
 def test_one_is_built_and_both_are_launched(recorder: Recorder, built: list[Wanted]) -> None:  # noqa: F811
-    """Two models in one process: `s53` of the one is `s7` of the other, and what is built is built once."""
+    """Two models in one process: `s53` of one is `s7` of the other, and each variant is built once."""
     first, second = transposed("s53", "s27"), transposed("s7", "s91", "copied")
     assert structural_hash(first) == structural_hash(second)
     codes = [TritonLoader(H100)({structural_hash(k): k}) for k in (first, second)]
@@ -78,7 +78,7 @@ def test_one_is_built_and_both_are_launched(recorder: Recorder, built: list[Want
 
 
 def test_what_was_stored_under_other_names_is_launched(recorder: Recorder) -> None:  # noqa: F811
-    """The plan cache is warm with the names of yesterday, and the process has the kernel under those of today; and back."""
+    """The cached plan uses earlier names and the process already has the kernel under new ones; and the other way round."""
     first, second = transposed("s53", "s27"), transposed("s7", "s91")
     key = structural_hash(first)
     loader = TritonLoader(H100)
@@ -95,7 +95,7 @@ def test_what_was_stored_under_other_names_is_launched(recorder: Recorder) -> No
 
 
 def test_code_that_another_graph_has_built_is_stored_with_a_plan() -> None:
-    """The source is compared when it is loaded: it must be the one of the kernel that goes along."""
+    """Loading compares sources: the stored source must be that of the stored kernel."""
     first, second = transposed("s53", "s27"), transposed("s7", "s91", "copied")
     key = structural_hash(first)
     TritonLoader(H100)({key: first})
@@ -122,7 +122,7 @@ def test_positions_stand_for_names_and_nothing_else_changes() -> None:
 
 
 def test_sizes_that_were_seen_choose_how_and_are_kept_apart() -> None:
-    """The hash knows no hints, and the formula goes by them: the second one is not given the choice for the first."""
+    """The hash ignores size hints but the formula uses them: the second kernel does not get the first one's configuration."""
     few, many = (replace(softmax(symbol("n"), symbol("m")), hints=h) for h in ((4, 131072), (65536, 64)))
     assert structural_hash(few) == structural_hash(many) and choose(few, H100) != choose(many, H100)
     for k in (few, many, few):

@@ -1,4 +1,4 @@
-"""Kernels written by hand that this Triton cannot build: torch's own calls give the result, and one warning says why."""
+"""Handwritten kernels that this Triton cannot build: torch's own calls compute the result, and one warning says why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARCH = "sm_90"
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A compiler process refuses everything, and CPU tensors count as those of a GPU. What it was asked for."""
+    """Make the compiler process refuse every request, and CPU tensors count as GPU tensors; return the requests."""
     asked: list[Any] = []
 
     def submit(request: Any) -> Future[Any]:
@@ -64,12 +64,12 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def attention(mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     q, (k, v) = randn(2, 4, 9, 16, dtype=dtype), randn(2, 2, 2, 11, 16, dtype=dtype)
-    stride = (9 * 4 * 16, 16, 4 * 16, 1)  # heads behind queries, as the next product reads them
+    stride = (9 * 4 * 16, 16, 4 * 16, 1)  # queries before heads, as the next product reads them
     return lambda: attention_ops.attention(q, k, v, mask, causal, 0.3, zero, stride, ARCH)
 
 
 def hidden() -> torch.Tensor:
-    """A mask of rows that all heads share, of which one sees no key."""
+    """Return a mask that all heads share, with one row that sees no key."""
     mask = torch.rand(2, 1, 9, 11) > 0.3
     mask[0, 0, 3] = False
     return mask
@@ -80,7 +80,7 @@ def added(dtype: torch.dtype) -> torch.Tensor:
 
 
 def least() -> torch.Tensor:
-    """Rows that see nothing as transformers writes them: of the least number, so that all keys count alike."""
+    """Return transformers' mask: a hidden key gets the least number, so a fully masked row weighs all keys alike."""
     return torch.zeros(2, 1, 9, 11).masked_fill(~hidden(), torch.finfo(torch.float32).min)
 
 
@@ -147,7 +147,7 @@ def test_the_result_is_the_kernels(name: str, request: pytest.FixtureRequest, ca
     with caplog.at_level(logging.WARNING, "fusewright"):
         found = [call() for _ in range(3)]
     for got in found:
-        # MKL adds in an order that depends on where its arguments lie: errors are those of the largest terms
+        # MKL's order of summation depends on its arguments' addresses: errors scale with the largest terms
         rtol, atol = (2e-2, 4e-2) if want.dtype == BF16 else (1e-5, 1e-6 * float(want.nan_to_num().abs().max()))
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
         assert got.stride() == want.stride()
@@ -158,7 +158,7 @@ def test_the_result_is_the_kernels(name: str, request: pytest.FixtureRequest, ca
 
 
 def test_rows_without_keys_are_compared() -> None:
-    """What the cases above are about does occur in them."""
+    """NaN occurs in exactly the cases above that are named for it."""
     for name, (_, call) in CALLS.items():
         assert bool(call().isnan().any()) == name.endswith("NaN"), name
 
@@ -185,7 +185,7 @@ def _short_sequence(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_strict_raises_instead(name: str, refused: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """An error that names the kernel, says why, and what to do."""
+    """The error names the kernel, the reason and a fix."""
     function, call = CALLS[name]
     with pytest.raises(BackendCrashError) as error, caplog.at_level(logging.WARNING, "fusewright"):
         strictly(lambda args: call())([])
@@ -214,7 +214,7 @@ def test_what_gluon_cannot_build_another_kernel_computes(
     call: Any, module: str, other: str, words: str,
     refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """And torch where that cannot be built either."""
+    """And torch computes it if that kernel cannot be built either."""
     tried: list[str] = []
 
     def launch(self: Kernel, target: Any, programs: int, args: Any, constants: Any, **options: Any) -> None:
@@ -236,7 +236,7 @@ def test_what_gluon_cannot_build_another_kernel_computes(
 
 
 def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each pair of processes that the pool tries, so that no call after these waits for a crash."""
+    """At most two requests are made, so that no later call waits for a crash."""
 
     def submit(request: Any) -> Future[Any]:
         refused.append(request)
@@ -252,7 +252,7 @@ def test_a_compiler_that_dies_is_asked_twice(refused: list[Any], monkeypatch: py
 
 
 def small_product(thresholds: Callable[..., None], **options: Any) -> tuple[Any, Any, torch.Tensor]:
-    """A model whose first linear is a kernel written by hand, compiled, with its input."""
+    """Return a model whose first linear is a handwritten kernel, the compiled model, and an input."""
     thresholds(product_results=1)
     torch.compiler.reset()
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(BF16).eval()
@@ -277,7 +277,7 @@ def test_a_compiled_model_gets_eagers_result(
 def test_a_model_compiled_with_strict_gets_the_error(
     refused: list[Any], monkeypatch: pytest.MonkeyPatch, thresholds: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Its plan too where it is in the cache, from a process without `strict`."""
+    """Also if its plan is in the cache, stored by a process without `strict`."""
     monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
     _, fast, x = small_product(thresholds, strict=True)
     for _ in range(2):

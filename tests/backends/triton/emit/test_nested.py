@@ -1,7 +1,7 @@
 """Nested tensors (jagged layout): a transformer block over sequences of different lengths, forward and backward.
 
-AOTAutograd opens the nested tensor into its values and offsets, so that the block reaches the backend as dense ops over
-all tokens; attention and what it needs of the offsets stay torch's own.
+AOTAutograd unwraps the nested tensor into its values and offsets, so the block reaches the backend as dense ops over
+all tokens; torch itself runs attention and the ops on offsets that it needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sequences(lengths: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def step(module: nn.Module, fn: Any, lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Values of the result and all gradients."""
+    """Run forward and backward; return the values of the result and all gradients."""
     module.zero_grad()
     x = sequences(lengths, dtype)
     y = fn(x)
@@ -78,7 +78,7 @@ def test_forward_and_backward(backend: str, attention: bool) -> None:
 
 
 def test_the_block_is_lowered_whole_and_compiled_twice_at_most() -> None:
-    """With the sizes that Dynamo sees first, then for all."""
+    """Once for the first sizes that Dynamo sees, then once for all sizes."""
     module = Block(attention=False)
     compiled = torch.compile(module, backend="nvidia_triton", options={"simulate": True, "strict": True})
     with report.recording() as reports:

@@ -1,4 +1,4 @@
-"""Rows that programs hold: how they are read where they begin between multiples of 16 bytes, what is summed together."""
+"""Rows held in registers: loads of rows not aligned to 16 bytes, order of loads, sums reduced together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text_of(kernel: Kernel, **changes: Any) -> str:
 
 
 def strided(columns: int, stride: int, offset: int = 0) -> Kernel:
-    """y[i, j] = x[i, j] / sum of the row, of rows that begin at offset + i * stride."""
+    """Return the kernel y[i, j] = x[i, j] / sum of the row, for rows that begin at offset + i * stride."""
     b = Builder("strided", p=[64], r=[columns])
     x, y = b.input("x", "bf16"), b.output("y", "bf16")
     i, j = b.axes
@@ -53,7 +53,7 @@ def test_lanes_take_as_many_neighbours_as_every_tensor_lets_them(kernel: Kernel,
 
 
 def test_rows_between_multiples_of_16_bytes_are_right_to_their_ends() -> None:
-    """The first row, the last one and those in between; nothing beyond them is written."""
+    """All rows are right, including the first and last; nothing outside them is written."""
     torch.manual_seed(0)
     for columns in (1001, 1002, 1022):
         kernel = layer_norm(4, columns, "bf16")
@@ -87,11 +87,11 @@ def test_parts_of_rows(fn: Any, columns: int, first: int) -> None:
 def test_a_softmax_of_halves_is_multiplied_by_the_reciprocal_of_its_sum() -> None:
     assert "fw.reciprocal" in text_of(softmax(64, 512, "bf16")) and "tl.exp(" in text_of(softmax(64, 512, "bf16"))
     assert "fw.reciprocal" not in text_of(softmax(64, 512, "f32")) and "tl.exp(" not in text_of(softmax(64, 512, "f32"))
-    assert "fw.reciprocal" not in text_of(strided(512, 512))  # whose sums may be as small as they like
+    assert "fw.reciprocal" not in text_of(strided(512, 512))  # its sums may be arbitrarily small
 
 
 def products(count: int, length: int = 512) -> Kernel:
-    """`count` products of one row with weights [256, length], and the sum of its squares."""
+    """Return a kernel that adds `count` products of one row with weights [256, length] and the mean of its squares."""
     b = Builder("products", p=[256], r=[length])
     x, ws = b.input("x", "bf16"), [b.input(f"w{k}", "bf16") for k in range(count)]
     y = b.output("y", "f32")
@@ -114,7 +114,7 @@ def test_sums_of_a_row_are_taken_together(count: int, calls: list[str]) -> None:
     text = text_of(kernel)
     body = text[text.index("@triton") :]
     assert all(body.count(c) == 1 for c in calls)
-    assert body.rindex("tl.load") < body.index("fw.reduce")  # all are under way before the first wait
+    assert body.rindex("tl.load") < body.index("fw.reduce")  # all loads are issued before the first reduction
     assert body.count('"evict_first"') == count and body.count('"evict_last"') == 1
     x, ws, y = torch.randn(512).bfloat16(), [torch.randn(256, 512).bfloat16() for _ in range(count)], torch.empty(256)
     simulate(kernel, [x, *ws, y], target=H100)
@@ -123,7 +123,7 @@ def test_sums_of_a_row_are_taken_together(count: int, calls: list[str]) -> None:
 
 
 def test_loads_wait_where_registers_are_few() -> None:
-    """Eight blocks of 32 elements a lane are not all read before the first is used."""
+    """Eight blocks of 32 elements per lane are not all loaded before the first is used."""
     b = Builder("wide", p=[64], r=[32768])
     ins, y = [b.input(f"x{k}", "f32") for k in range(8)], b.output("y", "f32")
     i, j = b.axes

@@ -1,6 +1,6 @@
-"""Random kernels: emitted Triton against the reference interpreter, bit for bit, by Triton's own interpreter.
+"""Random kernels: emitted Triton, run by Triton's interpreter, against the reference interpreter, bit for bit.
 
-The kernels are those that the CPU emitter is tested with."""
+The kernels are the same as in the CPU emitter's tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 
 
 def check(case: Case, run: object) -> None:
-    """`run` gives the buffers that `interpret` gives."""
+    """Check that `run` leaves the same buffers as `interpret`."""
     wanted = [t.clone() for t in case.tensors]
     interpret(case.kernel, wanted, case.sizes)
     got = [t.clone() for t in case.tensors]
@@ -41,7 +41,7 @@ def test_agrees_with_the_interpreter(case: Case) -> None:
 @settings(SETTINGS, max_examples=40)
 @given(cases(), st.data())
 def test_any_configuration_gives_the_same(case: Case, data: st.DataObject) -> None:
-    """Blocks that fit or not, rows at once or in steps, shared rows, 64-bit offsets."""
+    """Blocks with and without a remainder, rows at once or in steps, rows split among programs, 64-bit offsets."""
     kernel = case.kernel
     p, rows = tuple(range(len(kernel.p))), bool(kernel.r)
     # few programs and few steps: the interpreter takes a millisecond for each

@@ -1,4 +1,4 @@
-"""The rows of the GPU backends: each has an id, by which it is switched off and counted."""
+"""Rewrite rows of the GPU backends: each has an id that counts it and can switch it off."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_row_has_an_id_of_its_own() -> None:
 
 
 def calls(*disabled: str, fuel: int | None = None) -> tuple[list[str], RuleLog]:
-    """A residual block with a shortcut, lowered with some rows switched off."""
+    """Lower a residual block with a shortcut and some rows switched off; return its calls and the log."""
     g = Net()
     y = block(g, g.tensor(2, 8, 7, 7), shortcut=True)
     log = RuleLog(disabled, fuel)

@@ -1,6 +1,6 @@
-"""Every kernel rule against eager, as in `tests/ops/test_kernels_vs_eager.py`, by the source that is emitted for a GPU.
+"""Every kernel rule against eager, as in `tests/ops/test_kernels_vs_eager.py`, with the source emitted for a GPU.
 
-Triton's interpreter runs it on CPU tensors; blocks and warps are those of each backend's typical target.
+Triton's interpreter runs the source on CPU tensors; blocks and warps are those of each backend's typical target.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_scans_like_torch(how: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["at once", "in steps", "one row, in steps"])
 def test_a_scan_of_what_all_rows_share_fills_the_block(name: str) -> None:
-    """Triton's lowering asserts that: positions of an image, a cumulative sum of ones, were built for no GPU."""
+    """Triton's lowering asserts this: an image's positions, a cumulative sum of ones, once failed to build for any GPU."""
     rows, cols = 5, 41
     b = Builder("cumsum", p=[rows], r=[cols])
     x, y, whole = b.input("x", "f32"), b.output("y", "f32"), b.output("whole", "f32")
@@ -366,7 +366,7 @@ def test_wide_offsets_use_64_bits() -> None:
 
 
 def test_a_comparison_of_a_row_meets_those_of_its_elements() -> None:
-    """`max(x)` in training: which elements are the maximum, or NaN where the maximum is."""
+    """`max(x)` in training marks the elements that equal the maximum, or are NaN if the maximum is."""
     b = Builder("is_max", p=[3], r=[5])
     x, out = b.input("x", "f32"), b.output("out", "bool")
     i, j = b.axes

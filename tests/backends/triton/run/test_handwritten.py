@@ -1,4 +1,4 @@
-"""Kernels written by hand: what code a call needs, who builds it and when, and what the driver is given."""
+"""Handwritten kernels: which code a call needs, when and where it is built, and the arguments that the driver gets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CODE = {"name": "k", "code": base64.b64encode(b"machine code").decode(), "shared
 
 @pytest.fixture
 def nothing_ahead() -> None:
-    """Here it is tested what is asked for."""
+    """Override the shared fixture: these tests check which kernels are ordered."""
 
 
 # ---------------------------------------------------------------- orders
@@ -110,7 +110,7 @@ def test_what_is_asked_ahead_is_what_the_call_needs(name: str, monkeypatch: pyte
 
 
 def test_a_region_asks_for_the_kernels_of_its_calls() -> None:
-    """The weight is a transpose that is made once: its strides follow from the call that makes it."""
+    """The weight is a transpose that is prepared once: its strides follow from the call that prepares it."""
     g = Net()
     x, w = g.tensor(4, 4096), g.input(torch.ones(64, 4096, dtype=torch.int8), const=True)
     y = g.op("mm", x, g.op("cast", g.op("t", w), BF16))
@@ -124,7 +124,7 @@ def test_a_region_asks_for_the_kernels_of_its_calls() -> None:
 
 
 class Building:
-    """A pool whose answers come when the test wants them."""
+    """A pool whose answers the test sets when it wants."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, Future[Any]]] = []
@@ -167,7 +167,7 @@ def test_equal_orders_are_built_once_and_again_after_an_accident(building: Build
 
 
 def test_a_build_beside_others_uses_the_compiler_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While they all are at work, nothing is built in this process either."""
+    """Even while all of them are busy, nothing is built in this process."""
     pool = workers.Pool()
     pool.busy = 1
     monkeypatch.setattr(workers, "pool", lambda: pool)
@@ -224,7 +224,7 @@ def test_a_compiler_process_builds_gluon_too(monkeypatch: pytest.MonkeyPatch, tm
 
 
 class Driver:
-    """A driver that writes down what it is told. `types` are those of the parameters, a number standing for that of bytes."""
+    """A driver that records its calls. `types` are the ctypes of the kernel's parameters."""
 
     def __init__(self, types: list[Any]) -> None:
         self.types, self.loaded, self.described = types, 0, list[Any]()
@@ -257,7 +257,7 @@ IN_HARDWARE = [U64, *[I32] * 2, *[I64] * 2]
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver, Binary], None]:
-    """CPU tensors count as those of a GPU, with this driver and code."""
+    """Return a function that makes CPU tensors count as GPU tensors, with the given driver and code."""
 
     def setup(driver: Driver, code: Binary) -> None:
         there: Future[Binary] = Future()
@@ -274,7 +274,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver, Binary], None]:
 
 @pytest.mark.parametrize(("t", "descriptors"), [(H100, ({"block_size": [16, 32]},)), (A100, ())])
 def test_parameters_go_in_order(t: target.Target, descriptors: Any, on_gpu: Any) -> None:
-    """Descriptors first, as one parameter or as what stands for them; ones and constants are compiled in."""
+    """Descriptors come first, as one parameter or as their fields; ones and constants are compiled in."""
     driver = Driver([*(IN_HARDWARE if descriptors else AS_POINTER), U64, F32, I32, I64, U64, U64])
     on_gpu(driver, Binary("k", b"", 99, 128, descriptors=descriptors))
     kernel, x, out = Kernel("product", "product"), torch.empty(70, 64, dtype=BF16)[:, :40], torch.empty(8)
@@ -322,7 +322,7 @@ def test_code_goes_to_the_plan_cache_and_back(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_backend_stores_what_its_regions_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a plan has no loop kernel."""
+    """Even if a plan has no loop kernel."""
     code = Binary("product", b"code", 10, 128)
     there: Future[Binary] = Future()
     there.set_result(code)

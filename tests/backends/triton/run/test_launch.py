@@ -1,4 +1,4 @@
-"""What a launch gives to the GPU driver, with a driver that only writes it down."""
+"""The arguments that a launch passes to the GPU driver, seen by a driver that only records them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H100 = target.NVIDIA["sm_90"]
 
 
 class Recorder:
-    """A driver: functions are numbers, launches are written down with the values of their arguments."""
+    """A driver whose functions are numbers; it records launches with the values of their arguments."""
 
     def __init__(self) -> None:
         self.types: list[Any] = []
@@ -47,7 +47,7 @@ class Recorder:
         return self.result
 
     def launch_address(self) -> int:
-        """Of a C function that writes down as `launch` does, and notes that it was called by address."""
+        """Return the address of a C function that records as `launch` does, and counts its calls."""
 
         def by_address(function: int, *rest: Any) -> int:
             self.by_address += 1
@@ -63,12 +63,12 @@ class Recorder:
 PROTOTYPE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 )
-"""cuLaunchKernel and hipModuleLaunchKernel."""
+"""The signature of cuLaunchKernel and hipModuleLaunchKernel."""
 
 
 @pytest.fixture(params=["python", "native"])
 def recorder(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Recorder:
-    """With launches by Python, and by the extension, to which tuples are given as plans give them."""
+    """Return a recording driver, for launches by Python and by the extension, which gets tuples as in plans."""
     if request.param == "native" and native.absent():
         pytest.skip(f"no extension: {native.absent()}")
     monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(request.param == "native")))
@@ -225,7 +225,7 @@ def test_a_refused_launch_says_which(recorder: Recorder) -> None:
 
 
 class NoContextYet:
-    """CUDA's driver, of which this thread has used nothing."""
+    """CUDA's driver in a thread that has not used it yet."""
 
     def __init__(self, device: int) -> None:
         self.device, self.entered, self.launched = device, 0, 0

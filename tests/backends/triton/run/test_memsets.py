@@ -1,4 +1,4 @@
-"""Memset nodes of captured graphs: which are replaced, and that a replay writes what it wrote before."""
+"""Memset nodes of captured graphs: which are replaced, and that a replay still writes the same values."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fusewright_triton.run.memsets import Memset, words_of
         (Memset(1024, 0, 0xAB, 1, 8, 1), (0xABABABAB, 2)),
         (Memset(1024, 0, 0x1234, 2, 2, 1), (0x12341234, 1)),
         (Memset(1024, 0, 0xFFFFFFFF, 4, 3, 1), (0xFFFFFFFF, 3)),
-        (Memset(1024, 0, 0, 1, 7, 1), None),  # a part of a word
-        (Memset(1026, 0, 0, 2, 8, 1), None),  # between two words
+        (Memset(1024, 0, 0, 1, 7, 1), None),  # not a whole number of words
+        (Memset(1026, 0, 0, 2, 8, 1), None),  # not aligned to a word
         (Memset(1024, 64, 0, 4, 8, 2), None),  # rows with gaps
         (Memset(1024, 0, 0, 4, 0, 1), None),
     ],

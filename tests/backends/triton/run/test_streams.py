@@ -1,5 +1,5 @@
-"""Recordings of a stream: what they work on is theirs, on whatever device the plan is. Streams and devices are pretended here,
-but for the tests at the end."""
+"""Recordings of a stream own their workspaces and memory pool, on any device. Streams and devices are faked here, except in the
+tests at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.plan.execute.test_replay import Recorder, Small, compiled
 
 
 class Devices:
-    """Two devices of which one is current; streams are numbers. `noted` is what happened, in order."""
+    """Two fake devices, one of them current; streams are numbers. `noted` holds the events in order."""
 
     def __init__(self) -> None:
         self.current, self.capturing, self.made = 0, frozenset[int](), 100
@@ -105,13 +105,13 @@ OURS: Any = {"backend": "nvidia_triton", "options": {"fallback": "allow", "cache
 
 
 def products(device: str = "cuda") -> tuple[torch.nn.Module, torch.Tensor]:
-    """Products with and without a bias, large enough that their sums are split."""
+    """Return products with and without a bias, large enough that the library splits K, and their input."""
     layers = [torch.nn.Linear(4096, 4096, bias=k % 2 == 0) for k in range(4)]
     return torch.nn.Sequential(*layers).to(device, torch.bfloat16).eval(), torch.randn(24, 4096, device=device).bfloat16()
 
 
 def replayed(model: torch.nn.Module, x: torch.Tensor) -> Any:
-    """The model compiled and recorded."""
+    """Return the model, compiled and recorded."""
     with recording() as reports:
         fast = torch.compile(model, **OURS)
         for _ in range(3):
@@ -123,7 +123,7 @@ def replayed(model: torch.nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.hardware("nvidia_triton")
 @torch.no_grad()
 def test_workspaces_that_others_clear_are_not_those_of_recordings() -> None:
-    """Inductor's graph trees clear them around each graph: the memory goes to others, or back to the driver."""
+    """Inductor's graph trees clear cuBLAS workspaces around each graph: their memory is reused, or returned to the driver."""
     model, x = products()
     fast, wanted = replayed(model, x), model(x)
     for k in range(4):

@@ -1,4 +1,4 @@
-"""Attention of the GPU backends: the kernel against fp64, by Triton's interpreter, and where it is put into graphs."""
+"""Attention of the GPU backends: the kernel against fp64 in Triton's interpreter, and the graphs that use it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def passes(wide: Tensor, eager: Tensor, ours: Tensor, dtype: str) -> None:
 
 
 def qkv(dtype: str, batch: int, heads: int, queries: int, keys: int, dim: int, kv_heads: int = 0) -> list[Tensor]:
-    """[B, H, L, D], as projections of [B, L, H * D] are."""
+    """Return query, key and value [B, H, L, D] with the strides of projections [B, L, H * D]."""
     g = torch.Generator().manual_seed(queries * dim)
     sizes = [(batch, n, h, dim) for n, h in ((queries, heads), (keys, kv_heads or heads), (keys, kv_heads or heads))]
     return [torch.randn(s, generator=g).to(DTYPES[dtype]).transpose(1, 2) for s in sizes]
@@ -62,7 +62,7 @@ def test_lengths_around_blocks(queries: int, keys: int, dim: int, dtype: str, ta
 
 
 def masks() -> dict[str, Tensor]:
-    """Masks of [2, 2, 70, 90], and of what broadcasts to it."""
+    """Return masks of shape [2, 2, 70, 90], or of shapes that broadcast to it."""
     g = torch.Generator().manual_seed(1)
     kept = torch.rand(2, 2, 70, 90, generator=g) > 0.3
     added = torch.randn(2, 2, 70, 90, generator=g)
@@ -105,7 +105,7 @@ def test_heads_that_share_keys() -> None:
 
 @pytest.mark.parametrize("added", [True, False])
 def test_rows_that_see_no_key(added: bool) -> None:
-    """0 as torch's own attention has it, NaN as a softmax has."""
+    """Their result is 0 as in torch's own attention, or NaN as in a softmax."""
     q, k, v = qkv("fp32", 1, 2, 40, 70, 16)
     kept = torch.ones(40, 70, dtype=torch.bool)
     kept[3], kept[5, :64] = False, False
@@ -127,7 +127,7 @@ def test_rows_with_a_score_that_is_no_number(bad: float) -> None:
 
 
 def decomposed(dtype: torch.dtype, n: int, height: int, width: int, dim: int) -> list[Tensor]:
-    """q, k, v [N, L, D]; rel_h and rel_w [N, H, W, H or W] with the strides that einsum leaves."""
+    """Return q, k, v [N, L, D], and rel_h and rel_w [N, H, W, H or W] with the strides of einsum's results."""
     g = torch.Generator().manual_seed(height * width)
     given = [torch.randn(n, height * width, dim, generator=g) for _ in range(3)]
     given.append(torch.randn(height, n, width, height, generator=g).transpose(0, 1))
@@ -154,7 +154,7 @@ def test_decomposed_positions(height: int, width: int, dim: int, dtype: str, tar
 
 @pytest.mark.parametrize(("height", "width"), [(6, 5), (3, 32)])
 def test_positions_that_hide_keys(height: int, width: int) -> None:
-    """-inf hides a row or a column of keys; +inf and NaN make the row of scores NaN, and no other."""
+    """-inf hides a row or a column of keys; +inf and NaN make their row of scores NaN, and no other."""
     given = decomposed(torch.bfloat16, 1, height, width, 16)
     given[3][:, :, :, 1] = -math.inf
     given[4][:, :, :, 2] = -math.inf
@@ -167,7 +167,7 @@ def test_positions_that_hide_keys(height: int, width: int) -> None:
 
 
 def test_blocks_follow_the_geometry() -> None:
-    """Whole rows of an image where they fill a block; else the bias is a product."""
+    """A block of keys is a whole row of the image if it fills the block; otherwise the bias is a product."""
     t = named("sm_90")
     assert kernel.tiles(t, torch.bfloat16, 64, 4096, 4096, (64, 64)).bias == 1
     assert kernel.tiles(t, torch.bfloat16, 64, 196, 196, (14, 14)).bn == 16
@@ -182,7 +182,7 @@ def test_blocks_follow_the_geometry() -> None:
         named("sm_70")
 
 
-# ---------------------------------------------------------------- where it is put
+# ---------------------------------------------------------------- graphs that use it
 
 
 def compiled(g: Sketch, outputs: list[Value], backend: type[TritonBackend] = NvidiaTriton) -> Fragment:
@@ -194,7 +194,7 @@ def compiled(g: Sketch, outputs: list[Value], backend: type[TritonBackend] = Nvi
 
 
 def check(g: Sketch, outputs: list[Value], backend: type[TritonBackend] = NvidiaTriton) -> list[str]:
-    """What runs; it gives what eager gives."""
+    """Compare with eager, and return the calls that run."""
     fragment = compiled(g, outputs, backend)
     for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -202,7 +202,7 @@ def check(g: Sketch, outputs: list[Value], backend: type[TritonBackend] = Nvidia
 
 
 def drawn(g: Sketch, form: str) -> tuple[Value, Value]:
-    """Attention over an image of 4 by 6, in the `form` of a model, and the bias or the scores."""
+    """Draw attention over an image of 4 by 6, written in the given `form`; return its result and the bias or the scores."""
     q, k, v, rel_h, rel_w = (g.input(t) for t in decomposed(torch.float32, 4, 4, 6, 16))
     by_row, by_column = g.op("unsqueeze", rel_h, 4), g.op("unsqueeze", rel_w, 3)
     if form == "sdpa":
@@ -243,7 +243,7 @@ def test_training_is_left_to_torch(form: str, phase: Any) -> None:
 
 @pytest.mark.parametrize("shapes", [((2, 24, 4, 1), (2, 24, 1, 6)), ((1, 24, 4, 1), (2, 1, 1, 6))])
 def test_summands_that_are_broadcast(shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Queries in one dimension, and summands that do not depend on all of it."""
+    """Queries are in one dimension, and each summand depends only on a part of it."""
     g = Sketch()
     q, k, v = (g.input(torch.randn(2, 24, 16)) for _ in range(3))
     by_row, by_column = (g.input(torch.randn(s)) for s in shapes)
@@ -254,7 +254,7 @@ def test_summands_that_are_broadcast(shapes: tuple[tuple[int, ...], ...]) -> Non
 
 
 def stacked(g: Sketch, sdpa: bool) -> tuple[Value, list[Value]]:
-    """The layer of an image encoder around its attention: heads are sorted before and after. Its rows, and q, k, v."""
+    """Draw an image encoder's attention layer, which permutes heads before and after; return its rows, and q, k, v."""
     batch, heads, height, width, dim = 2, 3, 4, 6, 16
     length = height * width
     projected = g.op("view", g.input(torch.randn(batch, length, 3 * heads * dim)), [batch, length, 3, heads, dim])
@@ -305,7 +305,7 @@ def test_a_mask_that_torch_refuses(mask: Tensor) -> None:
 
 @pytest.mark.parametrize(("heads", "wide", "measured"), [(4, 16, False), (32, 16, True), (4, 128, True)])
 def test_a_mask_with_small_steps_needs_no_measurement(heads: int, wide: int, measured: bool) -> None:
-    """As T5 has it, heads innermost. The measurement would wait for the kernel, and choose what the test prefers."""
+    """A mask with heads innermost, as in T5. A measurement would wait for the kernel, and choose what the test prefers."""
     g = Net()
     q, k, v = (g.tensor(2, heads, 96, wide) for _ in range(3))
     mask = g.input(torch.randn(2, 96, 96, heads).bfloat16().permute(0, 3, 1, 2))
@@ -322,7 +322,7 @@ def test_a_mask_that_torch_refuses_is_copied_for_training() -> None:
 
 
 def heads_spelled_out(g: Sketch, dtype: torch.dtype, mask: Tensor | None, scale: float) -> Value:
-    """Attention as `torch.matmul` of [B, H, L, D] leaves it, with copies of heads."""
+    """Draw attention as `torch.matmul` of [B, H, L, D] is traced, with copies of heads."""
     q, k, v = (g.input(torch.randn(2, n, 3, 16, dtype=dtype)) for n in (20, 30, 30))
     split = [g.op("transpose", x, 1, 2) for x in (q, k, v)]
     split[1] = g.op("transpose", split[1], -2, -1)
@@ -377,7 +377,7 @@ def test_attention_in_fp32_that_is_spelled_out_stays() -> None:
 
 
 def encoder(implementation: str) -> nn.Module:
-    """The image encoder of Segment Anything: a layer over windows that are padded, and one over the whole image."""
+    """Return Segment Anything's image encoder with two layers: one over padded windows, one over the whole image."""
     transformers = pytest.importorskip("transformers")
     sam = pytest.importorskip("transformers.models.sam.modeling_sam")
     config = transformers.SamVisionConfig(
@@ -401,7 +401,7 @@ def encoder(implementation: str) -> nn.Module:
 def test_every_layer_of_segment_anything_is_one_call(
     implementation: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # loop kernels are not what is tested here, and the interpreter would take ten seconds for them
+    # loop kernels are not tested here, and the interpreter would take ten seconds for them
     monkeypatch.setattr(TritonBackend, "load", lambda self, kernels: llvm_loader(kernels))
     launched: list[Any] = []
     real = kernel._launch
@@ -423,7 +423,7 @@ def test_every_layer_of_segment_anything_is_one_call(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 def test_on_a_gpu(dim: int, dtype: str) -> None:
-    """Every form of the kernel, with lengths that end within blocks."""
+    """Test every form of the kernel, with lengths that end inside a block."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     q, k, v = (t.cuda() for t in qkv(dtype, 2, 4, 333, 450, dim, kv_heads=2))
     kept = torch.rand(2, 4, 333, 450, device="cuda") > 0.2
@@ -442,7 +442,7 @@ def test_on_a_gpu(dim: int, dtype: str) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_refused_mask_on_a_gpu(dim: int) -> None:
-    """By rule or by measurement; the third call is a replay."""
+    """Our kernel is chosen by a rule or by a measurement; the third call is a replay."""
     q, k, v = (t.cuda() for t in qkv("bf16", 2, 4, 333, 450, dim))
     mask = torch.randn(2, 4, 333, 1, device="cuda").bfloat16()
 

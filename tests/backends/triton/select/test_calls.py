@@ -1,5 +1,5 @@
-"""From a region to the library calls of the GPU backends, drawn by hand: which calls a device gets, word for word, and
-(simulated) that they compute what eager does."""
+"""Library calls of the GPU backends for regions drawn by hand: the exact calls on a device, and, simulated, that their results
+equal eager's."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.fragments import Context, Sketch, by_preference, targets
 F32, BF16 = torch.float32, torch.bfloat16
 H100 = NvidiaTriton.targets["sm_90"]
 REAL = Device("cpu", "sm_90", H100.all_features)
-"""A device that is no simulated one, though its tensors are on the CPU: what is lowered for it is only read."""
+"""A device that is not simulated, though its tensors are on the CPU: code lowered for it is inspected, never run."""
 SIMULATED = Device("cuda", "sm_90", H100.all_features, simulated=True)
 
 
 class Net(Sketch):
-    """Draws layers with random weights."""
+    """A sketch with methods that draw layers with random weights."""
 
     def __init__(self, dtype: torch.dtype = BF16) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def lowered(
 
 
 def check(g: Sketch, outputs: Sequence[Value], *prefer: str) -> Fragment:
-    """Lower for a simulated device, run, compare with eager."""
+    """Lower for a simulated device, run, and compare with eager."""
     fragment = lowered(g, outputs, *prefer, device=SIMULATED)
     for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
         close(ours, eager)
@@ -82,7 +82,7 @@ def check(g: Sketch, outputs: Sequence[Value], *prefer: str) -> Fragment:
 
 
 def text(fragment: Fragment, prepare: bool | None = None) -> list[str]:
-    """Instructions as "target(values and shapes)"; `once`: only those for constants, or only the others."""
+    """Return calls as "target(values and shapes)": all of them, or by `prepare` only those for constants or only the others."""
     found = []
     for i in fragment.instructions:
         if isinstance(i, Call) and prepare in (None, i.prepare):
@@ -100,7 +100,7 @@ def _word(arg: Any) -> Any:
 
 
 def block(g: Net, x: Value, shortcut: bool = False) -> Value:
-    """Convolution, norm, addition, relu, as in a residual network."""
+    """Draw convolution, norm, addition and relu, as in a residual network."""
     y = g.norm(g.conv(x, 8, 8), 8)
     other = g.norm(g.conv(x, 8, 8, 1), 8) if shortcut else x
     return g.relu(g.op("add", y, other))
@@ -265,8 +265,8 @@ def test_what_a_call_took_is_asked_no_more() -> None:
 
 
 def claiming(*claims: Sequence[int], also: Sequence[int] = ()) -> tuple[LoweringTable[OpCode], list[tuple[int, ...]]]:
-    """A table by which the k-th relu of a graph claims the ops at `claims[k]`, the first one with a call of those at `also`;
-    and the claims that were written."""
+    """Return a table in which the k-th relu of a graph claims the ops at `claims[k]`, and the list of claims whose calls were
+    emitted. The first claim needs another call, of the ops at `also`."""
     table: LoweringTable[OpCode] = LoweringTable()
     written: list[tuple[int, ...]] = []
     waiting = list(claims)
@@ -284,7 +284,7 @@ def claiming(*claims: Sequence[int], also: Sequence[int] = ()) -> tuple[Lowering
 
 
 def two_branches() -> tuple[Net, Value]:
-    """relu(x), relu(y), their sum, exp of it: ops 0 to 3."""
+    """Draw relu(x), relu(y), their sum and its exp: ops 0 to 3."""
     g = Net(F32)
     return g, g.op("exp", g.op("add", g.relu(g.tensor(4, 8)), g.relu(g.tensor(4, 8))))
 
@@ -294,16 +294,16 @@ def two_branches() -> tuple[Net, Value]:
     [
         (([0, 2], [1, 2]), (), [(0, 2)]),  # both claim the sum
         (([0, 2], [1, 3]), (), [(0, 2), (1, 3)]),
-        (([0], [1, 0]), (), [(0,)]),  # one claims what another begins with
+        (([0], [1, 0]), (), [(0,)]),  # the second claims the relu of the first
         (([0, 2, 3], [1, 3]), (), [(0, 2, 3)]),
-        (([0, 3], [1, 2]), (2,), [(2,), (0, 3)]),  # a call that another counts on has taken the sum
+        (([0, 3], [1, 2]), (2,), [(2,), (0, 3)]),  # a call that the first claim needs has claimed the sum
         (([0, 2], [1]), (2,), [(1,)]),  # a claim that overlaps itself
     ],
 )
 def test_a_claim_that_overlaps_another_is_refused(
     claims: Sequence[Sequence[int]], also: Sequence[int], kept: Sequence[tuple[int, ...]]
 ) -> None:
-    """The first one stands; what the second asked for is left to kernels and eager's calls, all of it."""
+    """The first claim stands; all ops that only the second claimed are left to kernels and eager's calls."""
     g, y = two_branches()
     table, written = claiming(*claims, also=also)
     b = rewritten(table, g.region([y]), Context({}, REAL))
@@ -313,7 +313,7 @@ def test_a_claim_that_overlaps_another_is_refused(
 
 
 def test_the_fuser_takes_no_two_calls_of_one_op() -> None:
-    """Whatever backend has them, and however it came to them."""
+    """Whichever backend made them, and however."""
     g, y = two_branches()
     calls = [LibraryCall((g.ops[k].id, g.ops[2].id), ()) for k in (0, 1)]
     with pytest.raises(ValueError, match="two library calls compute the same ops"):
@@ -379,7 +379,7 @@ def test_training_pads_at_every_call(thresholds: Callable[..., None]) -> None:
 
 
 def test_a_slice_of_one_product_is_read_by_what_copies_it() -> None:
-    """Whisper's heads: `transpose(1, 2).contiguous()` behind the product. A kernel reads the slice where it lies."""
+    """Whisper's heads: `transpose(1, 2).contiguous()` after the product. A kernel reads the slice in place."""
     g = Net()
     heads = [g.op("transpose", g.op("view", y, [2, 8, 2, 8]), 1, 2) for y in linears(g, g.tensor(2, 8, 16), (16, 16))]
     made = [g.op("clone", h, memory_format=torch.contiguous_format) for h in heads]
@@ -388,7 +388,7 @@ def test_a_slice_of_one_product_is_read_by_what_copies_it() -> None:
 
 
 def test_products_of_a_gradient_share_a_copy_with_zeros_behind_its_rows(thresholds: Callable[..., None]) -> None:
-    """The gradient of the LM head: [rows, 30] and its transpose. Sizes are padded, not only strides: cuBLAS looks at both."""
+    """The gradient of the LM head, [rows, 30], and its transpose. Sizes are padded as well as strides: cuBLAS considers both."""
     thresholds(padded_results=16 * 30)
     g = Net()
     g.phase = "backward"
@@ -431,7 +431,7 @@ def turned_stream(g: Net) -> Value:
 def test_what_a_row_adds_lies_where_the_tensors_are(
     graph: Callable[..., Value], thresholds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nobody sees a temporary of the wrong device, on a GPU the call that reads it raises."""
+    """A temporary on the wrong device goes unnoticed on a CPU; on a GPU the call that reads it raises."""
     thresholds(padded_results=1)
     on_cpu = fragments.spec_of
     monkeypatch.setattr(fragments, "spec_of", lambda t, const=False: replace(on_cpu(t, const), device="cuda"))

@@ -1,4 +1,4 @@
-"""Attention of few queries: the kernels against fp64 by Triton's interpreter, and where they are put into graphs."""
+"""Attention of few queries: the kernels against fp64 in Triton's interpreter, and the graphs that use them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def right(ours: Tensor, eager: Tensor, exact: Tensor, score: float = 0.0) -> bool:
-    """`score`: the largest, whose rounding in fp32 moves its weight by as much."""
+    """`score` is the largest score: its fp32 rounding changes its weight by as much."""
     floor = 4 * torch.finfo(ours.dtype).eps * exact.abs().mean()
     floor += torch.finfo(torch.float32).eps * score * exact.abs().max()
     return bool((ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + floor)
 
 
 def qkv(batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """Queries [B, H, Q, D] as projections are laid out, and a cache of keys and values [B, Hk, K, D]."""
+    """Return queries [B, H, Q, D] with a projection's strides, and a cache of keys and values [B, Hk, K, D]."""
     torch.manual_seed(keys)
     q = torch.randn(batch, queries, heads, dim).to(dtype).transpose(1, 2)
     return [q, *(torch.randn(batch, kv_heads, keys, dim).to(dtype) for _ in range(2))]
@@ -90,7 +90,7 @@ def test_parts_cover_all_keys_and_none_is_empty(batches: int, keys: int) -> None
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
-    """Every head several times, as transformers writes it."""
+    """Repeat every head, as transformers does."""
     batch, heads, length, dim = x.shape
     return x[:, :, None].expand(batch, heads, times, length, dim).reshape(batch, heads * times, length, dim)
 
@@ -106,7 +106,7 @@ def plan_of(fn: Any, *args: Tensor) -> str:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As transformers writes it."""
+    """Apply rotary positions as transformers does."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 

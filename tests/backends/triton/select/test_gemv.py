@@ -1,4 +1,4 @@
-"""Products of few rows: one kernel each with what is around them, as exact as eager's product."""
+"""Products of few rows: each is one kernel with the ops around it, as accurate as eager's product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"simulate": True, "strict": True, "cache": False}
 
 
 class Weights(torch.nn.Module):
-    """Weights as a model holds them. `heights` are those of products of one input."""
+    """A module of linears that share one input; `heights` are their output sizes."""
 
     def __init__(self, body: Callable[..., Any], *heights: int, length: int = K, biased: bool = False) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Weights(torch.nn.Module):
 
 
 def norm(x: Tensor, gain: Tensor) -> Tensor:
-    """As Llama writes it."""
+    """RMS norm as Llama writes it."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return gain * wide.to(x.dtype)
@@ -89,7 +89,7 @@ def tensors(found: Any) -> list[Tensor]:
 
 
 def launches(model: torch.nn.Module, *args: Tensor) -> int:
-    """Runs a model compiled, in eager and in fp64; the number of kernels, and no product among the calls."""
+    """Compare the compiled model with eager and fp64, check that no call is a product, and return the number of kernels."""
     with report.recording() as reports, torch.no_grad():
         ours = tensors(torch.compile(model, backend="nvidia_triton", options=OPTIONS)(*args))
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_more_rows_stay_a_library_call(rows: int) -> None:
 
 
 class Pooled(torch.nn.Module):
-    """Two rows that are one row of a parameter, as the latent query of an attention that pools."""
+    """Both rows are the same row of a parameter, like the latent query of an attention pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_rows_that_share_their_memory() -> None:
 
 @pytest.mark.faulty
 def test_strides_that_a_kernel_believes_of_a_constant_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a row's parameter as if each had memory of its own: beyond the first, a kernel would read what lies behind."""
+    """An expanded row with strides as if each row had its own memory: a kernel would read past the first row."""
     monkeypatch.setattr(gemv, "metadata", lambda op, given, spec: torch.empty(given["size"] if "size" in given else given["shape"]))
     model, x = Pooled().eval(), torch.rand(2, 1, N)
     with torch.no_grad(), pytest.raises(BackendContractError, match=r"has strides \(0, 512, 1\), expected \(512, 512, 1\)"):

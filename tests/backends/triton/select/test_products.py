@@ -1,4 +1,4 @@
-"""Products with an activation behind, or rows of odd length: one kernel, of which nothing but the end is rounded."""
+"""Products followed by an activation, or with rows of odd length, are one kernel that rounds only the final result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(product_ops.ACTI
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("m", "k", "n"), [(70, 40, 264), (130, 64, 33), (5, 72, 16), (1, 8, 1), (129, 136, 257)])
 def test_one_rounding(m: int, k: int, n: int, arch: str, name: str) -> None:
-    """Sizes around the blocks, odd widths, bf16 and fp16: each result is within a rounding of that in fp64."""
+    """Sizes around the blocks, odd widths, bf16 and fp16: each result is within one rounding of fp64's."""
     for dtype in (torch.bfloat16, torch.float16):
         x, w, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
         for bias in (b, None):
@@ -37,7 +37,7 @@ def test_one_rounding(m: int, k: int, n: int, arch: str, name: str) -> None:
             want = EXACT[name](
                 torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
             )
-            sums = x.double().abs() @ w.double().abs().t()  # fp32 sums are as exact as what they add
+            sums = x.double().abs() @ w.double().abs().t()  # the error of fp32 sums grows with the sizes of their terms
             allowed = want.abs() * (torch.finfo(dtype).eps / 2 + 1e-5) + 1e-6 * (sums + 1)
             assert got.dtype == dtype and got.is_contiguous()
             assert ((got - want).abs() <= allowed).all()
@@ -68,7 +68,7 @@ def test_gelu_to_a_relative_error() -> None:
     exact = x.double() * torch.special.erfc(-x.double() / math.sqrt(2)) / 2
     worst = ((out - exact).abs() / exact.abs())[:-3].max().item()
     print(f"gelu: relative error {worst:.1e}")
-    assert worst < 1.5e-5  # the polynomial's 7e-6, and roundings of fp32
+    assert worst < 1.5e-5  # the polynomial's 7e-6, and fp32 roundings
     assert out[-3] == math.inf and math.isnan(out[-2]) and out[-1] == 0
 
 
@@ -76,7 +76,7 @@ def test_gelu_to_a_relative_error() -> None:
     ("dtype", "near", "error", "beyond"), [(torch.bfloat16, 3.8, 4.2e-4, 3e-7), (torch.half, 4.5, 7e-6, 1e-9)]
 )
 def test_hoppers_gelu_to_a_relative_error(dtype: torch.dtype, near: float, error: float, beyond: float) -> None:
-    """Relative for all but negative results of almost 0. Gluon is not interpreted, but its names are those of Triton here."""
+    """The error is relative except for negative results near 0. Gluon has no interpreter; Triton's runs this function."""
     text = source("hopper")
     text = text[text.index("def gelu(") : text.index("@gluon.jit\ndef activated(")]
     text = (
@@ -97,7 +97,7 @@ def test_hoppers_gelu_to_a_relative_error(dtype: torch.dtype, near: float, error
 
 @pytest.fixture
 def small(thresholds: Callable[..., None]) -> None:
-    """Sizes of tests count as large."""
+    """Make the tests' sizes count as large."""
     thresholds(product_results=1 << 10)
 
 
@@ -113,7 +113,7 @@ def test_a_residual_is_rounded_with_the_sum(m: int, k: int, n: int, arch: str) -
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("name", EXACT)
 def test_hoppers_kernel_keeps_its_sums_in_registers(name: str, residual: bool) -> None:
-    """Built, not run: it is written for one architecture, and Triton does not interpret it."""
+    """The kernel is built, not run: it is for one architecture, and Triton cannot interpret it."""
     orders: list[Order] = []
     x, w, b, r = (
         torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((256, 64), (256, 64), (256,), (256, 256))
@@ -130,7 +130,7 @@ def test_hoppers_kernel_keeps_its_sums_in_registers(name: str, residual: bool) -
 
 
 def test_sizes_say_which_kernel_is_faster() -> None:
-    """As measured on an H100, docs/studies/gpu-products.md."""
+    """Measured on an H100: docs/studies/gpu-products.md."""
     h100 = named("sm_90")
     assert product_ops.gain(h100, 8192, 768, 3072, 2 * 8192 * 3072 * 2) > 30e-6  # an activation
     assert product_ops.gain(h100, 8192, 768, 768, 8192 * 768 * 2) > 0  # a residual
@@ -184,7 +184,7 @@ def test_a_residual_goes_into_the_product_before_it(swap: bool) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_sum_of_two_products_is_taken_in_by_one_of_them() -> None:
-    """The parallel residual of GPT-NeoX, GPT-J and Falcon: attention and MLP are added up."""
+    """The parallel residual of GPT-NeoX, GPT-J and Falcon: the sum of attention and MLP."""
     g = Net()
     a, b, x = (g.tensor(128, 32) for _ in range(3))
     left, right = (g.op("linear", t, g.weight(64, 32), g.weight(64)) for t in (a, b))
@@ -197,7 +197,7 @@ def test_a_sum_of_two_products_is_taken_in_by_one_of_them() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("other", ["row", "self", "scaled", "read"])
 def test_what_is_no_residual_stays_apart(other: str) -> None:
-    """A row that is added to all, the product itself, a factor, a product that others read."""
+    """A broadcast row, the product itself, a scaled residual, a product with other users."""
     g = Net()
     h = g.op("linear", g.tensor(128, 32), g.weight(64, 32), None)
     added = {"row": g.tensor(1, 64), "self": h}.get(other) or g.tensor(128, 64)
@@ -253,7 +253,7 @@ def test_devices_without_descriptors_keep_their_library(arch: str) -> None:
 
 
 class Mlp(torch.nn.Module):
-    """As captured models have it: rows are flattened around each product."""
+    """An MLP as in captured models: rows are flattened around each product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_a_model_has_both(monkeypatch: pytest.MonkeyPatch, thresholds: Callable[
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", EXACT)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    """Partly filled tiles, inner sizes around the ring's, more tiles than programs, odd rows: against fp64, one rounding."""
+    """Partly filled tiles, inner sizes around the ring's, more tiles than programs, odd rows: within one rounding of fp64."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     for m, k, n in (
         (129, 8, 136),

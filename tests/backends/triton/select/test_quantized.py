@@ -1,7 +1,7 @@
-"""Linears with int8 weights: which call each graph becomes, and that it is right, on CPU tensors by Triton's interpreter.
+"""Linears with int8 weights: which call each graph becomes, and its results, on CPU tensors in Triton's interpreter.
 
-The graphs are what torchao leaves (its own tensors are tested where it is installed): weights alone in 8 bits, or the
-activations too, quantized row by row.
+The graphs are those that torchao's tensors produce (the tensors themselves are tested where torchao is installed): with int8 weights
+alone, or with activations quantized row by row as well.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fusewright_triton.target import AMD, NVIDIA
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 SHAPES = [(1, 5, 700), (5, 33, 5000), (17, 64, 128), (70, 40, 65)]
-"""M, N, K: one row and several, with and without something left over in every dimension, K whole and in parts."""
+"""M, N, K: one row and several, with and without a remainder in every dimension, K whole and in parts."""
 
 WIDE, DEEP = 1100, 1024
-"""N and K of weights that are too large to be kept in bf16 beside their 8 bits."""
+"""N and K of weights that are too large to be kept in bf16 beside their int8 form."""
 
 
 def int8(*shape: int) -> Tensor:
@@ -81,7 +81,7 @@ def test_operands_need_not_be_dense() -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "gfx942", "gfx1100"])
 def test_tiles_fit(target: str) -> None:
-    """Blocks suit the units for matrices and shared memory; few rows leave no multiprocessor idle."""
+    """Blocks suit the matrix units and shared memory; with few rows no multiprocessor is idle."""
     t = (NVIDIA | AMD)[target]
     for m in (1, 16, 64, 128, 512):
         for itemsize in (1, 2, 4):
@@ -146,7 +146,7 @@ class WeightOnly(nn.Module):
     ],
 )
 def test_few_rows_read_the_weight_as_it_is(shape: tuple[int, ...], bias: bool, call: str) -> None:
-    """A few rows in one loop kernel, with the factor and the bias; more in a kernel of blocks."""
+    """Few rows are one loop kernel with scale and bias; more rows use the blocked kernel."""
     model, x = WeightOnly(bias).eval(), torch.randn(shape).bfloat16()
     with report.recording() as reports:
         got = simulated(model)(x)
@@ -179,7 +179,7 @@ def test_a_weight_that_is_no_transpose_is_the_librarys() -> None:
 
 @torch.no_grad()
 def test_what_else_reads_the_product_still_does() -> None:
-    """The factor cannot be taken in when the product itself is a result too."""
+    """The scale cannot be fused when the product itself is a result too."""
     model = WeightOnly()
 
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def test_a_new_weight_is_seen() -> None:
 
 
 class Dynamic(nn.Module):
-    """A linear of quantized rows as torchao computes it on a GPU."""
+    """A linear with quantized rows, as torchao computes it on a GPU."""
 
     def __init__(self, wide: int = 96, deep: int = 64) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_torchao(config: str, rows: int) -> None:
 
 @pytest.fixture
 def sparse_products() -> Iterator[None]:
-    """torch's sparse products on the CPU, which has none, for the length of a test: by unpacking the weight."""
+    """Register torch's sparse products on the CPU, which has none, during a test; they unpack the weight."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_sparse_semi_structured_mm", lambda a, meta, b, **_: to_dense(a, meta) @ b, "CPU")
     library.impl(
@@ -286,7 +286,7 @@ def sparse_products() -> Iterator[None]:
 
 
 def two_of_four(weight: Tensor) -> nn.Parameter:
-    """The weight without every other pair of numbers, packed as CUTLASS reads it."""
+    """Return the weight with every other pair of numbers removed, packed for CUTLASS."""
     SparseSemiStructuredTensorCUTLASS._load_dispatch_table()
     pruned = weight.detach() * torch.tensor([0, 0, 1, 1]).bool().tile((weight.shape[0], weight.shape[1] // 4))
     packed, meta = from_dense(pruned)

@@ -1,4 +1,4 @@
-"""Attention over few keys: which attention the Hopper kernel gets, its sizes, and on a GPU its results against fp64."""
+"""Attention over few keys: when the Hopper kernel is used, its block sizes, and on a GPU its results against fp64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def packed(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """Query, key and value [B, H, L, D] as slices of one product's result."""
+    """Return query, key and value [B, H, L, D] as slices of one product's result."""
     torch.manual_seed(length)
     return list(torch.randn(batch, length, 3, heads, dim, device=device).to(dtype).permute(2, 0, 3, 1, 4))
 
@@ -43,8 +43,8 @@ def test_blocks_of_keys_hold_all_and_waste_little(keys: int) -> None:
     ("shape", "stride", "named"),
     [
         ((2, 12, 197, 64), (197 * 2304, 64, 2304, 1), True),
-        ((1, 12, 197, 64), (5, 64, 2304, 1), True),  # the stride of one element is nobody's
-        ((2, 12, 197, 64), (197 * 2304, 64, 2300, 1), False),  # rows that do not begin at multiples of 16 bytes
+        ((1, 12, 197, 64), (5, 64, 2304, 1), True),  # the stride of a dimension of size 1 does not matter
+        ((2, 12, 197, 64), (197 * 2304, 64, 2300, 1), False),  # rows not aligned to 16 bytes
         ((2, 12, 197, 64), (197 * 768, 197 * 64, 1, 197), False),
         ((2, 12, 197, 64), (0, 64, 2304, 1), False),
     ],
@@ -57,7 +57,7 @@ def test_strides_that_a_descriptor_takes(shape: tuple[int, ...], stride: tuple[i
 
 
 def attended(g: Sketch, qkv: list[Tensor], **more: Any) -> list[str]:
-    """What runs for attention on these."""
+    """Return the calls that compute this attention."""
     y = g.op("sdpa", *(g.input(t) for t in qkv), **more)
     return targets(lowered(g, [y]))
 
@@ -73,7 +73,7 @@ def test_an_encoder_over_few_keys_gets_the_kernel(length: int, dim: int) -> None
         (packed(12, 12, 256, 64, BF16), {}),
         (packed(12, 12, 197, 128, BF16), {}),
         (packed(12, 12, 197, 36, BF16), {}),
-        (packed(4, 12, 197, 64, BF16), {}),  # heads for few multiprocessors
+        (packed(4, 12, 197, 64, BF16), {}),  # too few heads to fill the GPU
         (packed(12, 12, 197, 64, torch.float32), {}),
         (packed(12, 12, 197, 64, BF16), {"is_causal": True}),
         (packed(12, 12, 197, 64, BF16), {"scale": -1.0}),
@@ -115,7 +115,7 @@ def test_simulated_it_gives_what_torch_gives() -> None:
      (160, 64, BF16), (197, 64, BF16), (197, 32, FP16), (224, 64, FP16), (241, 64, BF16), (256, 16, BF16)],
 )  # fmt: skip
 def test_on_a_gpu(keys: int, dim: int, dtype: torch.dtype) -> None:
-    """Every number and size of blocks of keys, more and fewer heads than programs, queries around the blocks of 64."""
+    """Test every number and size of key blocks, more and fewer heads than programs, and query counts around blocks of 64."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper's matrix units; runs where: a GPU of compute capability 9.0")
     for batch, heads, queries in ((1, 2, 65), (3, 4, keys), (40, 8, 33), (50, 8, 130)):
@@ -131,7 +131,7 @@ def test_on_a_gpu(keys: int, dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.hardware("nvidia_triton")
 def test_what_is_no_number_stays_in_its_row_and_head_on_a_gpu() -> None:
-    """Keys and values beyond a head's last, which are the next head's, may be NaN."""
+    """The rows after a head's last key and value belong to the next head, and may be NaN."""
     q, k, v = packed(70, 2, 50, 64, BF16, "cuda")
     q[3, 1, 7, 5] = torch.nan
     k[4, 0, 9, 0] = torch.nan

@@ -1,4 +1,4 @@
-"""Where a kernel beats a library's call is known on the GPU that it was measured on: others measure, or stay with the library."""
+"""Thresholds between kernels and library calls hold on the GPU they were measured on: other targets measure, or use the library."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ MEASURED: dict[str, tuple[Callable[[Net], Value], str, str]] = {
     "attention of few": (decoding, "fusewright_triton::attention_decode", "aten::scaled_dot_product_attention"),
     "attention": (masked, "fusewright_triton::attention", "aten::scaled_dot_product_attention"),
 }
-"""By how the key of a measurement begins: a graph, the call that ours is told by, and the library's."""
+"""Prefix of a measurement's key -> a graph, the call that identifies our candidate, and the library's."""
 
 LIBRARY: dict[str, tuple[Callable[[Net], Value], str, str]] = {
     "products of few rows": (few_rows, "kernel", "aten::linear"),
     "activations": (activated, "fusewright_triton::linear_activation", "aten::linear"),
     "few keys": (short_sequence, "fusewright_triton::attention_short_sequence", "aten::scaled_dot_product_attention"),
 }
-"""To measure these would build a kernel for each shape."""
+"""Measuring these would mean building a kernel for each shape."""
 
 
 @pytest.fixture(autouse=True)
@@ -126,14 +126,14 @@ def test_the_target_that_was_measured_knows(name: str) -> None:
 @pytest.mark.parametrize("arch", UNMEASURED)
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_simulated_target_runs_what_it_would_measure(name: str, arch: str) -> None:
-    """It has no speed, and its kernels are to be seen."""
+    """A simulated target has no speed to measure, and should show its kernels."""
     ctx = context(arch, simulated=True)
     assert MEASURED[name][1] in calls(MEASURED[name][0], ctx) and not ctx.asked
 
 
 @dataclass
 class Measuring(Context):
-    """Runs every candidate once."""
+    """A context whose measurements run every candidate once."""
 
     ran: dict[str, list[str]] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ ELSEWHERE: dict[str, str] = {
     "kernels/attention_ops.py": "blocks of a kernel, which other targets take from their shared memory",
     "kernels/int8_ops.py": "blocks of a kernel, which other targets take from their shared memory",
 }
-"""Files that name a GPU that something was measured on, beside `target.py`."""
+"""Files other than `target.py` that name a GPU on which something was measured, and why."""
 
 
 def naming() -> Sequence[str]:
