@@ -34,8 +34,8 @@ def _combine(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype |
 
 
 def result_type(values: Sequence[Any]) -> torch.dtype:
-    """Torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers; a higher rank yields only to a
-    lower one's dtype of a higher kind, e.g. a float to a complex (torch docs, "tensor attributes")."""
+    """Return the dtype of torch's promotion: tensors with dimensions outrank 0-dim tensors, which outrank numbers. A lower rank
+    counts only if its dtype is of a higher kind, e.g. complex beside float (torch docs, "tensor attributes")."""
     ranks: list[torch.dtype | None] = [None, None, None]
     for v in values:
         if v is None:
@@ -147,7 +147,7 @@ def truth(a: Args) -> tuple[torch.dtype]:
 
 
 def fill_dtype(a: Args) -> tuple[torch.dtype]:
-    """The `dtype` argument, else what the fill value is."""
+    """The `dtype` argument, else the dtype of the fill value."""
     return (a["dtype"] or scalar_dtype(a["fill_value"]),)
 
 
@@ -158,8 +158,8 @@ def range_dtype(a: Args) -> tuple[torch.dtype]:
 
 
 def norm_stats(input_: str = "input", weight_: str = "weight", wide: bool = True) -> DtypeRule:
-    """Mean and reciprocal deviation of a norm: on a CPU of its weights' dtype, elsewhere of its input's, which with `wide` is
-    fp32 for half types."""
+    """The dtypes of a norm's mean and reciprocal standard deviation: on a CPU that of its weights, elsewhere that of its input, or
+    with `wide` fp32 for half types."""
 
     def rule(a: Args) -> tuple[torch.dtype, torch.dtype]:
         x, w = a[input_], a[weight_]

@@ -18,7 +18,7 @@ from fusewright.ops.rules import is_one, masked_by, named, tensors, times, wrap
 
 
 def shape(t: Any) -> Shape:
-    """The sizes, with symbols that tracing has fixed to a number replaced by it."""
+    """Return the sizes, with symbols that tracing has fixed replaced by their numbers."""
     return tuple(compat.settled_size(n) for n in t.shape)
 
 
@@ -189,7 +189,7 @@ def resized(spatial: int) -> ShapeRule:
 
 
 def viewed(a: Args) -> tuple[Shape]:
-    """The listed sizes, with -1 standing for what is left."""
+    """The listed sizes, where -1 stands for the remaining size."""
     s, size = shape(a["self"]), tuple(a["size" if "size" in a else "shape"])
     known = [n for n in size if not (isinstance(n, int) and n == -1)]
     if len(known) == len(size):
@@ -199,7 +199,7 @@ def viewed(a: Args) -> tuple[Shape]:
 
 
 def expanded(a: Args) -> tuple[Shape]:
-    """The listed sizes, with -1 standing for the size that is there."""
+    """The listed sizes, where -1 keeps the existing size."""
     s, size = shape(a["self"]), tuple(a["size"])
     old = (None,) * (len(size) - len(s)) + s
     return (tuple(o if isinstance(n, int) and n == -1 else n for o, n in zip(old, size, strict=True)),)
@@ -246,7 +246,7 @@ def replace(s: Shape, dim: int, size: Any) -> Shape:
 
 
 def slice_length(n: Any, start: Any, end: Any, step: Any) -> Any:
-    """How many elements `start:end:step` takes of `n`. Symbols are clamped by min and max expressions."""
+    """Return how many of `n` elements `start:end:step` selects. Symbols are clamped by min and max expressions."""
     if isinstance(start, int) and isinstance(end, int) and end <= start and (start < 0) == (end < 0):
         return 0
     start = _clamp(0 if start is None else start, n)
@@ -312,7 +312,7 @@ def split_sizes(a: Args) -> tuple[Shape, ...]:
 
 
 def split_even(a: Args) -> tuple[Shape, ...]:
-    """Outputs of `split_size` along `dim`, the last one smaller. Their number is what tracing found, and guards."""
+    """Outputs of `split_size` along `dim`; the last may be smaller. Tracing fixes their number by a guard."""
     s, d, k = shape(a["self"]), a["dim"], a["split_size"]
     n = s[d]
     if isinstance(k, int) and k == 0:
@@ -356,7 +356,7 @@ def padded(arg_: str) -> ShapeRule:
 
 
 def repeated(a: Args) -> tuple[Shape]:
-    """Every size times its repeat; missing leading sizes are one."""
+    """Every size times its repeat count; missing leading sizes are one."""
     s, r = shape(a["self"]), a["repeats"]
     return (tuple(n * k for n, k in zip((1,) * (len(r) - len(s)) + s, r, strict=True)),)
 
@@ -374,7 +374,7 @@ def index_selected(a: Args) -> tuple[Shape]:
 
 def indexed(a: Args) -> tuple[Shape | None]:
     """Advanced indexing: the shape that the indices broadcast to replaces the indexed dimensions, in front
-    when those are not adjacent. None for a boolean mask, whose number of hits only data tells.
+    when those are not adjacent. None for a boolean mask, whose number of hits depends on data.
     """
     s, indices = shape(a["self"]), list(a["indices"])
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):
@@ -399,7 +399,7 @@ def drawn(a: Args) -> tuple[Shape]:
 
 
 def range_length(a: Args) -> tuple[Shape]:
-    """ceil((end - start) / step), all rounded to zero first when `dtype` is an integer's."""
+    """ceil((end - start) / step), all rounded towards zero first if `dtype` is an integer type."""
     start, end, step = a["start"], a["end"], a["step"]
     if a["dtype"] is not None and not a["dtype"].is_floating_point:
         start, end, step = (int(v) if isinstance(v, float) else v for v in (start, end, step))

@@ -228,7 +228,7 @@ def log_sigmoid_ref(x: Any) -> tuple[Any, Any]:
 
 
 def log_sigmoid_shapes(a: Args) -> tuple[Shape, Shape]:
-    """The shape of self; the buffer is as large on a CPU and empty elsewhere."""
+    """The shape of `self`; the buffer has the same shape on a CPU, and is empty elsewhere."""
     s = tuple(a["self"].shape)
     return s, s if str(a["self"].device).startswith("cpu") else (0,)
 

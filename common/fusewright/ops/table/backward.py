@@ -29,7 +29,7 @@ def _elementwise(
 
 
 def softmax_backward_dtype(a: Args) -> tuple[torch.dtype]:
-    """`input_dtype`, where a half input was widened, else that of the gradient."""
+    """`input_dtype` if a half input was widened, else the dtype of the gradient."""
     return (a["input_dtype"] if a["grad_output"].dtype != a["input_dtype"] else a["grad_output"].dtype,)
 
 
@@ -47,7 +47,7 @@ def norm_backward_shapes(a: Args) -> tuple[Shape | None, ...]:
 
 
 def _normalized(a: Args) -> Shape:
-    """The normalized shape, taken from the input: torch 2.11 passes on symbols of `normalized_shape` as addresses."""
+    """Return the normalized shape, taken from the input: torch 2.11 passes symbols of `normalized_shape` on as addresses."""
     return tuple(a["input"].shape)[-len(a["normalized_shape"]) :]
 
 

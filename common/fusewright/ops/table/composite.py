@@ -49,22 +49,22 @@ def lse_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
 
 
 def inference_stats(a: Args) -> tuple[Shape, Shape, Shape]:
-    """The input's shape; two statistics, which a CPU leaves empty."""
+    """The input's shape, and two statistics, which are empty on a CPU."""
     return tuple(a["input"].shape), _given(a), _given(a)
 
 
 def _given(a: Args) -> Shape:
-    """The shape of the statistics that inference gives."""
+    """Return the shape of the statistics in inference."""
     return (0,) if device_type(a["input"]) == "cpu" else tuple(a["running_mean"].shape)
 
 
 def bn_train_dtypes(a: Args) -> tuple[torch.dtype, ...]:
-    """The input's dtype; statistics as `norm_stats`; running statistics keep theirs."""
+    """The input's dtype; statistics as in `norm_stats`; running statistics keep their dtype."""
     return *_BATCH_NORM(a), a["running_mean"].dtype, a["running_var"].dtype
 
 
 def bn_train_shapes(a: Args) -> tuple[Shape, ...]:
-    """The input's shape, and [C] four times; a CPU leaves batch statistics empty that it does not compute."""
+    """The input's shape, and [C] four times; on a CPU, batch statistics that are not computed are empty."""
     channels = tuple(a["input"].shape[1:2])
     batch = channels if a["training"] else _given(a)
     return (tuple(a["input"].shape), batch, batch, channels, channels)

@@ -1,4 +1,4 @@
-"""Contraction rows: matrix products and convolution. Where it is short, the fp64 formula does not call the op itself."""
+"""Contraction rows: matrix products and convolution. Where that is short, the fp64 reference is a formula, not the op itself."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _scalar(name: str, doc: str, dtype_rule: Any = dt.PROMOTE, overload: str = "
 
 
 def wide(dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which a reference computes for an op that names `dtype`."""
+    """Return the dtype in which a reference computes if an op's argument is `dtype`."""
     if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     return torch.complex128 if dtype.is_complex else torch.float64

@@ -163,7 +163,7 @@ def out_dtype(a: Args) -> tuple[torch.dtype]:
 
 
 def output_dtype(a: Args) -> tuple[torch.dtype]:
-    """The `output_dtype` argument, else that of the quantized input."""
+    """The `output_dtype` argument, else the dtype of the quantized input."""
     return (a["output_dtype"] or a["qx"].dtype,)
 
 
@@ -184,13 +184,13 @@ def qparams_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
 
 
 def token_shapes(a: Args) -> tuple[Shape, Shape]:
-    """One for each row: [..., n] -> [..., 1], twice."""
+    """One value per row: [..., n] -> [..., 1], twice."""
     rows = (*a["input"].shape[:-1], 1)
     return rows, rows
 
 
 def token_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
-    """That of the input, fp32 for fp16."""
+    """The dtype of the input, but fp32 for fp16."""
     found = torch.float32 if a["input"].dtype == torch.float16 else a["input"].dtype
     return found, found
 

@@ -1,7 +1,7 @@
 """Linears with int8 weights: which call each graph becomes, and its results, on CPU tensors in Triton's interpreter.
 
-The graphs are those that torchao's tensors produce (the tensors themselves are tested where torchao is installed): with int8 weights
-alone, or with activations quantized row by row as well.
+The graphs are those that torchao's tensors produce (these are tested where torchao is installed): with int8 weights alone, or with
+activations quantized row by row as well.
 """
 
 from __future__ import annotations
