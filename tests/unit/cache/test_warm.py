@@ -28,7 +28,7 @@ MOST = 155
 """Maximum number of our modules; a process that lowers imports about 230."""
 
 
-@pytest.mark.skipif(not registry.info("x86_onednn").available, reason="needs x86_onednn")
+@pytest.mark.skipif(not registry.info("x86_onednn").available, reason="needs an x86-64 CPU with AVX2 and ./backends/onednn")
 def test_what_lowers_and_emits_is_imported_by_the_first_process_alone(tmp_path: Path) -> None:
     places = {v: str(tmp_path / v) for v in ("FUSEWRIGHT_CACHE_DIR", "FUSEWRIGHT_STATE_DIR")}
     runs = [
