@@ -18,10 +18,10 @@ LAST = torch.channels_last
 class Images(nn.Module):
     """Two convolutions followed by other ops."""
 
-    def __init__(self, then: Callable[..., Any], groups: int = 1) -> None:
+    def __init__(self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, **how: Any) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
-        self.second, self.then = nn.Conv2d(8, 8, 3, groups=groups), then
+        self.second, self.then = nn.Conv2d(8, outs, kernel, **how), then
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.then(self.second(F.relu(self.norm(self.first(x)))))
@@ -134,9 +134,25 @@ def test_what_strides_mean_something_to_is_left_alone(then: Callable[..., Any]) 
     assert not run(Images(then))[0]
 
 
-def test_only_half_precision_without_groups() -> None:
+def test_only_half_precision() -> None:
     assert not run(Images(lambda x: x), torch.float32)[0]
-    assert not run(Images(lambda x: x, groups=2))[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"kernel": 5}, {"kernel": 7}, {"stride": 2}, {"padding": "same"}], ids=str)
+def test_depthwise_convolutions_are_channels_last(how: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    module = Images(lambda x: x, groups=8, **how)
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    for a, b in zip((*results, *found), (*wanted, *gradients), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        assert a.is_contiguous() and b.is_contiguous()
+
+
+@pytest.mark.parametrize("how", [{"groups": 2}, {"outs": 16}, {"dilation": 2}, {"kernel": (3, 5)}, {"stride": 3}], ids=str)
+def test_groups_without_kernels_of_this_layout_are_left_alone(how: dict[str, Any]) -> None:
+    assert not run(Images(lambda x: x, **{"groups": 8, **how}))[0]
 
 
 def test_one_convolution_is_no_reason() -> None:
