@@ -8,11 +8,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright.graph.cse import merge_common
-from fusewright.graph.fills import size_fills
+from fusewright.graph.fills import host_scalars, size_fills
 
 
 def before_cut(graph: Graph) -> None:
     """Rewrite a joint graph in place."""
+    host_scalars(graph)
     size_fills(graph)
     unread_statistics(graph)
     merge_common(graph)

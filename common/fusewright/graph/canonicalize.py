@@ -12,7 +12,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.forms.spec import Pass, in_place
 from fusewright.graph import foreach, retrace, verify
-from fusewright.graph.fills import number_fills, size_fills
+from fusewright.graph.fills import host_scalars, number_fills, size_fills
 from fusewright.graph.refused import refusal
 from fusewright.interface import HOST
 from fusewright.ops.strides import RULES
@@ -25,6 +25,7 @@ def canonicalize(graph: Graph) -> list[str]:
     """
     disagreements = []
     foreach.single(graph)
+    host_scalars(graph)
     size_fills(graph)
     number_fills(graph)
     _integer_products(graph)

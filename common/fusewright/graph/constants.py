@@ -45,7 +45,7 @@ def find(graph: Graph, weights: frozenset[Node], phase: Phase) -> Constants:
     found = set(weights) | {n for n in graph.find_nodes(op="get_attr") if compat.is_literal(n) and n not in seen}
     for node in graph.nodes:
         if node not in seen and all(i in found for i in node.all_input_nodes):
-            if is_projection(node) or (is_op(node) and _repeatable(node) and _fits(node)):
+            if is_projection(node) or (is_op(node) and is_repeatable(node) and _fits(node)):
                 found.add(node)
     alone = _unread_creations(graph, found)
     return Constants(frozenset(found - alone), frozenset(alone))
@@ -59,7 +59,7 @@ def _unread_creations(graph: Graph, found: set[Node]) -> set[Node]:
     return alone
 
 
-def _repeatable(node: Node) -> bool:
+def is_repeatable(node: Node) -> bool:
     """Whether the node returns the same values every time."""
     row = ops.find(node.target)
     effect = writes(node) or draws(node) or asserts(node) or names_sizes(node) or communicates(node)

@@ -63,3 +63,29 @@ def test_running_statistics_are_not_saved_for_a_gradient_that_reads_none() -> No
     assert saved["backward"] == 5  # the image, the weight, the batch's mean and deviation, the gradient
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_scalars_of_the_host_are_not_saved(dynamic: bool) -> None:
+    found: dict[str, list[Any]] = {}
+
+    def keep(aten: GraphModule, phase: str, constants: Any, mode: str) -> Any:
+        found[phase] = [n.meta["val"] for n in aten.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        return lambda args: aten(*args)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, keep, "test")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.sqrt(torch.tensor(64, dtype=torch.float) * 3)
+        return (x / scale.to(dtype=x.dtype)).softmax(-1) / scale
+
+    ours = torch.randn(6, 4).bfloat16().requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    y = torch.compile(fn, backend=backend, dynamic=dynamic)(ours)
+    wanted = fn(theirs)
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    assert torch.equal(y, wanted) and torch.equal(ours.grad, theirs.grad)
+    assert not [v for phase in ("forward", "backward") for v in found[phase] if v.dim() == 0]
