@@ -19,6 +19,8 @@ from fusewright_triton.target import FORMULA, Target
 
 LANE_BYTES = 16
 """Bytes of the widest load of one lane."""
+HELD = 8192
+"""The most elements of rows next to each other that one program holds."""
 WIDE = 2**31 - 2**22
 """The least element offset that needs 64-bit arithmetic; the margin covers lanes past the end of a block."""
 
@@ -168,6 +170,9 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
+        across = _across(kernel, shape)
+        if across is not None and (block := _lines(shape, across, row, target)) > 1:
+            return Config((Tile((across,), block),), row, True, 1, _row_warps(block * row, target))
         block = 1
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
@@ -175,6 +180,29 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     step = min(_pow2(max(shape.row, 16)), 4096 if shape.live > 4 or pairs(kernel) else 8192)
     split = _split(kernel, shape, shape.points, step, target)
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
+
+
+def _across(kernel: Kernel, shape: _Shape) -> int | None:
+    """Return the axis of P along which a large operand is contiguous whose rows are not: read one row at a time, every element
+    would fetch a sector of memory."""
+    for n in _accesses(kernel):
+        if n.index is None or not _over_row(n, shape) or 2 * _reach(n, shape.sizes) < 100:
+            continue
+        strides = [n.index.stride_of(a) for a in range(len(shape.sizes))]
+        if any(strides[a] in (1, -1) for a in range(shape.n_p, len(strides)) if shape.sizes[a] > 1):
+            continue
+        for a in range(shape.n_p):
+            if strides[a] in (1, -1) and shape.sizes[a] > 1:
+                return a
+    return None
+
+
+def _lines(shape: _Shape, axis: int, row: int, target: Target) -> int:
+    """Return how many rows next to each other along `axis` a program holds: a sector of 32 bytes in the widest type."""
+    block = min(32 // max(shape.width, 2), _pow2(shape.sizes[axis]), HELD // row)
+    while block > 1 and block * 2 * target.units > shape.points:
+        block //= 2
+    return block
 
 
 def matrices(kernel: Kernel) -> frozenset[int]:

@@ -308,6 +308,20 @@ def test_booleans_in_and_out() -> None:
     assert torch.equal(data[3], want[3])
 
 
+def test_quotients_of_tiny_numbers_and_signs_of_zeros() -> None:
+    b = Builder("divide", p=[256])
+    x, y, out = b.input("x", "f32"), b.input("y", "f32"), b.output("out", "f32")
+    (i,) = b.axes
+    b.store(out, i, b.op("div", b.load(x, i), b.load(y, i)))
+    finite = [0.0, -0.0, 1e-45, -1e-42, 1e-38, 3e-30, 1.0, -3.0, 1 / 3, 7e5, 1e30, 3e38, -3e38]
+    values = torch.tensor([*finite, math.inf, -math.inf, math.nan])
+    one, other, got = values.repeat_interleave(16), values.repeat(16), torch.empty(256)
+    simulate(b.build(), [one, other, got])
+    want = one / other
+    torch.testing.assert_close(got, want, rtol=2.0**-22, atol=3e-45, equal_nan=True)
+    assert torch.equal(got.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
+
+
 def test_integer_division_by_zero_is_an_error_on_the_cpu() -> None:
     b = Builder("divide", p=[4])
     x, y, out = b.input("x", "i32"), b.input("y", "i32"), b.output("out", "i32")
