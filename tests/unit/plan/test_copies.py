@@ -39,6 +39,15 @@ def test_several_inputs_of_mixed_types() -> None:
         assert torch.equal(buffer, wanted)
 
 
+def test_each_type_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch copies a list of mixed types one tensor at a time."""
+    asked: list[set[torch.dtype]] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, _: asked.append({t.dtype for t in targets}))
+    args = [torch.ones(3, dtype=kind) for kind in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)]
+    CopiesIn(args, range(4))(args)
+    assert asked == [{torch.float32}, {torch.bfloat16}]
+
+
 def test_results_keep_strides_and_what_they_share() -> None:
     alone, base = torch.randn(3, 4).t(), torch.randn(5, 5)
     for group in ([alone], [alone, base], [base, base.t(), base[1:3]], [alone, torch.randn(9)[::2]], []):

@@ -9,13 +9,13 @@ import torch
 
 
 class CopiesIn:
-    """Buffers with the shapes and strides of the arguments at `places`; each call fills them."""
+    """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call:
+    torch copies lists of mixed types one tensor at a time."""
 
     def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
-        self._places: list[int] = []
         self._flat: set[int] = set()
-        self._targets: list[torch.Tensor] = []
+        kinds: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
         for k in places:
             x = args[k]
             target = buffer = x.clone()  # keeps the strides of a dense tensor
@@ -24,21 +24,22 @@ class CopiesIn:
                 buffer = target.as_strided(x.shape, x.stride())
                 self._flat.add(k)
             self.buffers[k] = buffer
-            self._places.append(k)
-            self._targets.append(target)
+            copies = kinds.setdefault((target.dtype, target.device), ([], []))
+            copies[0].append(k)
+            copies[1].append(target)
+        self._kinds = list(kinds.values())
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with the buffers substituted."""
         return [self.buffers.get(k, x) for k, x in enumerate(args)]
 
     def __call__(self, args: Sequence[Any]) -> None:
-        if not self._places:
-            return
-        sources = [flat(args[k]) if k in self._flat else args[k] for k in self._places]
-        if len(sources) == 1:
-            self._targets[0].copy_(sources[0])
-        else:
-            torch._foreach_copy_(self._targets, sources)
+        for places, targets in self._kinds:
+            sources = [flat(args[k]) if k in self._flat else args[k] for k in places]
+            if len(sources) == 1:
+                targets[0].copy_(sources[0])
+            else:
+                torch._foreach_copy_(targets, sources)
 
 
 def copier_out(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
