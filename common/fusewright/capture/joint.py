@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,22 +11,88 @@ from torch.fx import Graph, Node
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import host_scalars, size_fills
 
+aten = torch.ops.aten
+
+_MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default)
+"""Gradients that read which elements an activation has clamped from its result."""
+
+_ALIASES = (aten.alias.default, aten.detach.default)
+
 
 def before_cut(graph: Graph) -> None:
     """Rewrite a joint graph in place."""
     host_scalars(graph)
     size_fills(graph)
     unread_statistics(graph)
+    clamped_by_result(graph)
+    cropped_from_padded(graph)
     merge_common(graph)
 
 
 def unread_statistics(graph: Graph) -> None:
     """Pass the weight in place of the running statistics to the gradient of a training batch norm, which reads only their type,
     so that they are not saved."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         _, _, weight, mean, var, _, _, train, *_ = node.args
         if train is True and all(_alike(weight, x) for x in (mean, var)):
             node.args = (*node.args[:3], weight, weight, *node.args[5:])
+
+
+def clamped_by_result(graph: Graph) -> None:
+    """Let the gradient of a clamp (relu6) read its result, as a relu's does: the next op saves that, and nobody the input."""
+    for node in graph.find_nodes(op="call_function", target=aten.hardtanh_backward.default):
+        _, x, *bounds = node.args
+        made = (u for u in x.users if u.target is aten.hardtanh.default and [*u.args[1:], *(-1, 1)[len(u.args) - 1 :]] == bounds)
+        result = next(made, None)
+        if result is not None and all(map(_exact, bounds)):
+            node.args = (node.args[0], result, *bounds)
+
+
+def _exact(bound: Any) -> bool:
+    """Whether no dtype rounds a bound; the result could be inside of a rounded one."""
+    return isinstance(bound, int | float) and float(bound).is_integer() and abs(bound) <= 256
+
+
+def cropped_from_padded(graph: Graph) -> None:
+    """Let gradients read an activation as a view of its padded copy where a convolution saves that anyway."""
+    for pad in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+        x, amounts = pad.args[:2]
+        shape = x.meta["val"].shape
+        grows = all(isinstance(n, int) and n >= 0 for n in (*shape, *amounts))
+        if not grows or not _saved(pad) or _saved(x):
+            continue
+        readers = list(_masked_by(x))
+        view = _cropped(graph, pad, shape, amounts) if readers else pad
+        for reader in readers:
+            reader.args = (reader.args[0], view, *reader.args[2:])
+
+
+def _masked_by(x: Node) -> Iterator[Node]:
+    """The gradients that read `x`, or an alias of it, as the result of their activation."""
+    for user in x.users:
+        if user.target in _ALIASES:
+            yield from _masked_by(user)
+        elif user.target in _MASKED and user.args[1] is x:
+            yield user
+
+
+def _saved(x: Node) -> bool:
+    """Whether the gradient of a convolution reads `x` as its image."""
+    return any(u.target is aten.convolution_backward.default and u.args[1] is x for u in x.users)
+
+
+def _cropped(graph: Graph, pad: Node, shape: Sequence[int], amounts: Sequence[int]) -> Node:
+    """Slice the padding off; `amounts` has those of the last dim first."""
+    view = pad
+    for k, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        dim = len(shape) - 1 - k
+        if before or after:
+            where = (dim, before, before + shape[dim])
+            with graph.inserting_after(view):
+                made = graph.call_function(aten.slice.Tensor, (view, *where))
+            made.meta["val"] = aten.slice.Tensor(view.meta["val"], *where)
+            view = made
+    return view
 
 
 def _alike(a: Any, b: Any) -> bool:

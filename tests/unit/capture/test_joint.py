@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from fusewright.capture.capture import through_aot
@@ -89,3 +90,57 @@ def test_scalars_of_the_host_are_not_saved(dynamic: bool) -> None:
     wanted.square().sum().backward()
     assert torch.equal(y, wanted) and torch.equal(ours.grad, theirs.grad)
     assert not [v for phase in ("forward", "backward") for v in found[phase] if v.dim() == 0]
+
+
+class Clamped(torch.nn.Module):
+    """A convolution of a clamped norm, in between padded or not."""
+
+    def __init__(self, clamp: torch.nn.Module, pads: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norm, self.clamp, self.pads, self.conv = torch.nn.BatchNorm2d(4), clamp, pads, torch.nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.clamp(self.norm(x))
+        return self.conv(F.pad(x, self.pads) if self.pads else x)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("pads", [(), (1, 1), (0, 2, 1, 0), (0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("clamp", [torch.nn.ReLU6(), torch.nn.Hardtanh(), torch.nn.ReLU()], ids=repr)
+def test_an_activation_is_saved_once(clamp: torch.nn.Module, pads: tuple[int, ...]) -> None:
+    """The norm's input and what the convolution reads; the clamp's gradient finds its mask in the latter."""
+    images: list[torch.Size] = []
+
+    def keep(aten: GraphModule, phase: str, constants: Any, mode: str) -> Any:
+        saved = [n.meta["val"].shape for n in aten.graph.find_nodes(op="placeholder") if "tangents" not in n.name]
+        images.extend(s for s in saved if phase == "backward" and s[2:] > (3, 3))
+        return lambda args: aten(*args)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, keep, "test")
+
+    torch.manual_seed(0)
+    ours = Clamped(clamp, pads)
+    theirs = copy.deepcopy(ours)
+    x = torch.randn(2, 4, 9, 9) * 4
+    torch.compile(ours, backend=backend)(x).sum().backward()
+    theirs(x).sum().backward()
+    left, right, top, bottom = (*pads, 0, 0, 0, 0)[:4]
+    assert images == [x.shape, (2, 4, 9 + top + bottom, 9 + left + right)]
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_bound_that_rounds_is_compared_with_the_input() -> None:
+    """A clamp to 0.7 in bf16 gives 0.699, which is inside of the bound."""
+    x = torch.randn(64, dtype=torch.bfloat16, requires_grad=True)
+
+    def clamp(x: torch.Tensor) -> torch.Tensor:
+        return F.hardtanh(x, -0.7, 0.7)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, lambda aten, *_: lambda args: aten(*args), "test")
+
+    wanted, got = (torch.autograd.grad(f(x).sum(), x)[0] for f in (clamp, torch.compile(clamp, backend=backend)))
+    assert torch.equal(wanted, got) and not wanted.all()
