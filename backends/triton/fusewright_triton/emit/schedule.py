@@ -171,8 +171,8 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
         across = _across(kernel, shape)
-        if across is not None and (block := _lines(shape, across, row, target)) > 1:
-            return Config((Tile((across,), block),), row, True, 1, _row_warps(block * row, target))
+        if across is not None and (block := _lines(shape, *across, row, target)) > 1:
+            return Config((Tile(across[:1], block),), row, True, 1, _row_warps(block * row, target))
         block = 1
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
@@ -182,9 +182,9 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
 
 
-def _across(kernel: Kernel, shape: _Shape) -> int | None:
-    """Return the axis of P along which a large operand is contiguous whose rows are not: read one row at a time, every element
-    would fetch a sector of memory."""
+def _across(kernel: Kernel, shape: _Shape) -> tuple[int, int] | None:
+    """Return the axis of P along which a large operand is contiguous whose rows are not, and the bytes of its elements: read
+    one row at a time, every element would fetch a sector of memory."""
     for n in _accesses(kernel):
         if n.index is None or not _over_row(n, shape) or 2 * _reach(n, shape.sizes) < 100:
             continue
@@ -193,14 +193,15 @@ def _across(kernel: Kernel, shape: _Shape) -> int | None:
             continue
         for a in range(shape.n_p):
             if strides[a] in (1, -1) and shape.sizes[a] > 1:
-                return a
+                return a, TYPES[n.dtype].size
     return None
 
 
-def _lines(shape: _Shape, axis: int, row: int, target: Target) -> int:
-    """Return how many rows next to each other along `axis` a program holds: a sector of 32 bytes in the widest type."""
-    block = min(32 // max(shape.width, 2), _pow2(shape.sizes[axis]), HELD // row)
-    while block > 1 and block * 2 * target.units > shape.points:
+def _lines(shape: _Shape, axis: int, size: int, row: int, target: Target) -> int:
+    """Return how many rows next to each other along `axis` a program holds: a sector of 32 bytes of the operand whose elements
+    have `size` bytes, if half of the shared memory holds the widest operand, which may pass through it."""
+    block = min(32 // max(size, 2), _pow2(shape.sizes[axis]), HELD // row)
+    while block > 1 and (block * 2 * target.units > shape.points or block * row * shape.width > target.shared // 2):
         block //= 2
     return block
 

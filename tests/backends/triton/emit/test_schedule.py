@@ -35,6 +35,19 @@ def test_rows_beside_each_other_share_the_sectors_of_a_transposed_operand(dtype:
     assert config.tiles == (Tile((1,), rows),) and config.persistent and config.row == length
 
 
+def test_a_wide_operand_does_not_narrow_the_sectors_of_a_transposed_one() -> None:
+    """DeBERTa's scores: one tensor is read at positions of eight bytes, the other, of two bytes, across rows."""
+    b = Builder("scores", p=[96, 512], r=[512])
+    x, y, at, out = b.input("x", "bf16"), b.input("y", "bf16"), b.input("at", "i64"), b.output("out", "bf16")
+    p, i, r = b.axes
+    found = b.indirect(b.bound(b.load(at, i * 512 + r), 512))
+    terms = b.load(x, p * (512 * 512) + i * 512 + found).to("f32") + b.load(y, p * (512 * 512) + r * 512 + i).to("f32")
+    b.store(out, p * (512 * 512) + i * 512 + r, (terms - b.reduce("max", terms)).to("bf16"))
+    kernel = b.build()
+    assert choose(kernel, H100).tiles == (Tile((1,), 16),)
+    assert choose(kernel, target.AMD["gfx942"]).tiles == (Tile((1,), 8),), "64 KiB of shared memory, half of it for positions"
+
+
 def test_rows_stay_apart_where_nothing_is_transposed_or_few_programs_would_be_left() -> None:
     for kernel in (
         centered(96, 512, 512, transposed=False),
