@@ -231,3 +231,34 @@ def test_a_transposed_residual_stream_is_turned_once() -> None:
         assert g.stride() == w.stride()
     (plan,) = (r.texts["plan"] for r in reports)
     assert "(96, 16, 1, )" in plan and "(96, 1, 6, )" not in plan, "a kernel writes by columns"
+
+
+def gathered(x: Tensor, y: Tensor, at: Tensor, dim: int = -1, again: bool = False) -> Any:
+    """DeBERTa's scores: relative positions are gathered, scaled on the host and added; a mask and a softmax follow."""
+    scale = torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * 3).to(x.dtype)
+    found = torch.gather(y, dim, at.expand(x.shape))
+    probs = (x + found / scale).masked_fill(x < -1, torch.finfo(x.dtype).min).softmax(-1)
+    return (probs, found) if again else probs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "again"), [(-1, False), (-2, False), (-1, True)])
+def test_a_gather_joins_the_softmax_that_reads_it(dtype: torch.dtype, dim: int, again: bool) -> None:
+    x, y = torch.randn(2, 3, 7, 9).to(dtype)
+    at = torch.randint(0, 7, (7, 9))
+    with report.recording() as reports:
+        got = simulated(gathered, "nvidia_triton")(x, y, at, dim, again)
+    (r,) = reports
+    assert len({o.note for o in r.ops if o.op in ("gather", "softmax")}) == 1
+    wanted = gathered(x.double(), y.double(), at, dim, again)
+    for g, w in zip(*((v if again else (v,)) for v in (got, wanted)), strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_positions_of_a_gather_inside_a_softmax_are_checked() -> None:
+    x, at = torch.randn(3, 7, 9), torch.zeros(7, 9, dtype=torch.int64)
+    fn = simulated(gathered, "nvidia_triton")
+    fn(x, x, at)
+    at[6, 8] = 9
+    with pytest.raises(RuntimeError, match="index 9 is out of bounds for dimension 2 with size 9"):
+        fn(x, x, at)
