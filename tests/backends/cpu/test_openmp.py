@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,6 +71,27 @@ def test_one_op_that_is_worth_it_wakes_all(asked: list[int]) -> None:
 def test_sizes_that_may_grow_wake_all(asked: list[int]) -> None:
     called(nn.Linear(8, 8).eval(), torch.randn(3, 8), dynamic=True)
     assert not asked
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list threads")
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_kernels_of_any_size_keep_the_pools_threads(rows: int) -> None:
+    """libgomp ends threads that a smaller team leaves out: each op of torch after such a kernel waited for new ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        model = nn.Sequential(nn.Linear(256, 1024), nn.LayerNorm(1024), nn.SiLU(), nn.Linear(1024, 256)).eval()
+        x = torch.randn(rows, 256)
+        fast = torch.compile(model, backend="x86_onednn", options={"cache": False})
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+            threads = set(os.listdir("/proc/self/task"))
+            for _ in range(5):
+                fast(x), model(x)
+            assert not set(os.listdir("/proc/self/task")) - threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def plan_of(target: str) -> Plan:

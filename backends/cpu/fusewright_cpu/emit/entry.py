@@ -83,17 +83,17 @@ def _team(f: Fn, args: Arguments, kernel: Kernel, items: V, threads: V) -> V:
 
 def start(f: Fn, name: str, block: V, items: V, shared: V, team: V | None) -> None:
     """Run all work items by `void name.body(ptr block, i64 lo, i64 hi, ptr shared)`: here, or on a team of several threads
-    (see `share`)."""
+    (see `share`), of which the function's second argument is the number of all."""
     if team is None:
         _run(f, name, block, items, shared)
         return
     alone = f.cmp("icmp sle", team, i64(1))
-    solo, crew, done = f.new_label("solo"), f.new_label("crew"), f.new_label("out")
-    f.raw(f"br i1 {alone.name}, label %{solo}, label %{crew}")
+    solo, fork, done = f.new_label("solo"), f.new_label("fork"), f.new_label("out")
+    f.raw(f"br i1 {alone.name}, label %{solo}, label %{fork}")
     f.label(solo)
     _run(f, name, block, items, shared)
     f.raw(f"br label %{done}")
-    f.label(crew)
+    f.label(fork)
     _fork(f, name, block, items, shared, team)
     f.raw(f"br label %{done}")
     f.label(done)
@@ -105,25 +105,32 @@ def _run(f: Fn, name: str, block: V, items: V, shared: V) -> None:
 
 def _fork(f: Fn, name: str, block: V, items: V, shared: V, team: V) -> None:
     """Run the work on the pool. Error words are only ever set, and written whole, so the race for `shared` is
-    harmless."""
-    words = f.alloca("i64", 3, 16)
-    for k, v in enumerate((f.conv("ptrtoint", block, "i64"), items, f.conv("ptrtoint", shared, "i64"))):
+    harmless. All threads are called, though only the team works: libgomp ends threads that a smaller team leaves out, and the
+    next one, torch's, waits until they are created again."""
+    words = f.alloca("i64", 4, 16)
+    for k, v in enumerate((f.conv("ptrtoint", block, "i64"), items, f.conv("ptrtoint", shared, "i64"), team)):
         f.raw(f"store {v}, {f.gep('i64', words, i64(k))}")
     f.module.declare(PARALLEL, "void", ["ptr", "ptr", "i32", "i32"], external=True)
-    f.raw(f"call void @{PARALLEL}(ptr @{name}.part, {words}, {f.conv('trunc', team, 'i32')}, i32 0)")
+    f.raw(f"call void @{PARALLEL}(ptr @{name}.part, {words}, {f.conv('trunc', f.args[1], 'i32')}, i32 0)")
 
 
 def share(module: Module, name: str) -> None:
-    """Emit `void part(ptr words)`, which runs this thread's contiguous share of the work items."""
+    """Emit `void part(ptr words)`, which runs this thread's contiguous share of the work items, if it is of the team."""
     module.declare(THREAD, "i32", [], external=True)
     module.declare(THREADS, "i32", [], external=True)
     f = Fn(module, f"{name}.part", "void", ["ptr"])
-    words = [f.let("i64", 1, f"load i64, {f.gep('i64', f.args[0], i64(k))}") for k in range(3)]
+    words = [f.let("i64", 1, f"load i64, {f.gep('i64', f.args[0], i64(k))}") for k in range(4)]
     block, items, shared = f.conv("inttoptr", words[0], "ptr"), words[1], f.conv("inttoptr", words[2], "ptr")
     me = f.conv("zext", f.let("i32", 1, f"call i32 @{THREAD}()"), "i64")
-    all_ = f.conv("zext", f.let("i32", 1, f"call i32 @{THREADS}()"), "i64")
-    lo = f.bin("sdiv", f.mul(items, me), all_)
-    hi = f.bin("sdiv", f.mul(items, f.add(me, const(1, "i64"))), all_)
+    here = f.conv("zext", f.let("i32", 1, f"call i32 @{THREADS}()"), "i64")
+    team = f.select(f.cmp("icmp slt", here, words[3]), here, words[3])
+    works, done = f.new_label("works"), f.new_label("done")
+    f.raw(f"br i1 {f.cmp('icmp slt', me, team).name}, label %{works}, label %{done}")
+    f.label(works)
+    lo = f.bin("sdiv", f.mul(items, me), team)
+    hi = f.bin("sdiv", f.mul(items, f.add(me, const(1, "i64"))), team)
     f.raw(f"call void @{name}.body({block}, {lo}, {hi}, {shared})")
+    f.raw(f"br label %{done}")
+    f.label(done)
     f.raw("ret void")
     f.finish()
