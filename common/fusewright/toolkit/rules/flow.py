@@ -20,6 +20,8 @@ INLINE_BYTES = 4
 READ_AGAIN = 4
 """How often an element may be recomputed rather than stored."""
 
+PERMUTE = frozenset({"permute", "transpose", "t"})
+
 INLINE_DEPTH = 12
 """The longest chain of inlined ops."""
 
@@ -97,6 +99,7 @@ class Flow:
             depth = max(depth, 1 + self._depth(v))
         size = op.out.spec.bytes_hint()
         small = read * INLINE_BYTES <= size or (tiny and read <= 64) or (read <= size and self._has_one_user(op))
+        small = small or (read * 8 <= size * 9 and self._is_permuted_once(op))
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _has_one_user(self, op: OpView, times: int = READ_AGAIN) -> bool:
@@ -113,6 +116,11 @@ class Flow:
             return self._has_one_user(user, times)
         assert op.out.spec is not None
         return bool(self._rules_of(user)) and user.out.spec.numel_hint() <= times * op.out.spec.numel_hint()
+
+    def _is_permuted_once(self, op: OpView) -> bool:
+        """Whether one kernel op reads the result, in another order: it cannot share a loop with `op` except by computing it."""
+        users = self.users.get(op.out.id, ())
+        return len(users) == 1 and users[0].op in PERMUTE and self._has_one_user(op, 1)
 
     def _views(self, op: OpView) -> bool:
         rules = self._rules_of(op)
