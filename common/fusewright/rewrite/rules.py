@@ -11,7 +11,7 @@ from fusewright import ops
 from fusewright.graph.effects import has_writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
-from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
+from fusewright.rewrite.engine import READER, Env, Rewriter, Rule, p
 from fusewright.storage import lazy
 
 
@@ -35,21 +35,36 @@ def _weight(w: Any) -> bool:
 
 
 def _linear(r: Rewriter, node: Node, env: Env) -> Node | None:
-    """Rewrite addmm/mm on a transposed weight, flattened or not, to the linear that the user wrote."""
+    """Rewrite addmm/mm on a transposed weight to the linear that the user wrote."""
     x, w, bias = env["x"], env["w"], env.get("bias")
-    flat = _shape(env["flat"])
     if not _weight(w) or (bias is not None and value_of(bias).dim() != 1):
         return None
     if bias is not None and value_of(bias).dtype != value_of(x).dtype:
         return None
-    out = _shape(node)
-    if not _same(_shape(x)[:-1], out[:-1]) or not _same(_shape(x)[-1:], flat[-1:]) or not _same_layout_rows(x):
-        return None
     return r.call("linear", (x, w, bias), like=node)
 
 
-def _same_layout_rows(x: Node) -> bool:
-    return value_of(x).dim() == 2 or _contiguous(x)
+def _linear_view(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """Unflatten the rows of a linear before it: readers see its result itself, and its input often has that shape already."""
+    linear, x, rows = env["linear"], env["x"], list(node.args[1])[:-1]  # type: ignore[arg-type]
+    if len(linear.users) > 1 or value_of(x).dim() != 2 or not _contiguous(x):
+        return None
+    if not rows or not _same(_shape(node)[-1:], _shape(linear)[-1:]):
+        return None
+    if READER.name(x) == "view" and _contiguous(x.args[0]):
+        x = x.args[0]
+    wanted = (*_shape(node)[:-1], *_shape(linear.args[1])[-1:])
+    if not _same(_shape(x), wanted):
+        x = _view_of(r, x, [*rows, wanted[-1]], node)
+    return r.call("linear", (x, *linear.args[1:]), like=node)
+
+
+def _view_of(r: Rewriter, x: Node, shape: list[Any], before: Node) -> Node:
+    """Return a view of `x`: a sibling's, if there is one."""
+    for user in x.users:
+        if READER.name(user) == "view" and user < before and list(user.args[1]) == shape:  # type: ignore[arg-type]
+            return user
+    return r.call("view", (x, shape))
 
 
 def _contiguous(x: Node) -> bool:
@@ -78,25 +93,12 @@ def _is_transpose(node: Node) -> bool:
 
 
 def _linear_addmm(r: Rewriter, node: Node, env: Env) -> Node | None:
-    mm = env["mm"]
-    if (
-        not _is_transpose(env["wt"])
-        or _used_beside(mm, node)
-        or mm.kwargs.get("beta", 1) != 1
-        or mm.kwargs.get("alpha", 1) != 1
-    ):
-        return None
-    return _linear(r, node, env)
+    scaled = node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
+    return None if scaled or not _is_transpose(env["wt"]) else _linear(r, node, env)
 
 
 def _linear_mm(r: Rewriter, node: Node, env: Env) -> Node | None:
-    mm = env.get("mm", node)
-    return _linear(r, node, env) if _is_transpose(env["wt"]) and not _used_beside(mm, node) else None
-
-
-def _used_beside(mm: Node, node: Node) -> bool:
-    """Whether the product has other readers: a linear would compute it a second time."""
-    return mm is not node and len(mm.users) > 1
+    return _linear(r, node, env) if _is_transpose(env["wt"]) else None
 
 
 def _identity_view(r: Rewriter, node: Node, env: Env) -> Node | None:
@@ -157,23 +159,14 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
 _OF_GPUS = tuple(f"aten._scaled_dot_product_{kind}_attention.default" for kind in ("cudnn", "efficient", "flash"))
 """AOTAutograd's forms of attention on GPUs: torch's own kernel choice, which the same inputs reproduce."""
 
-_MM_T = p("mm", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
-_ADDMM_T = p("addmm", "bias", p(_VIEW, "x", ANY, capture="flat"), p(_T, "w", capture="wt"), capture="mm")
-
 RULES: tuple[Rule, ...] = (
-    Rule("linear.addmm_flat", p(_VIEW, _ADDMM_T), _linear_addmm, "view(addmm(b, view(x), w.T)) = linear(x, w, b)"),
-    Rule("linear.mm_flat", p(_VIEW, _MM_T), _linear_mm, "view(mm(view(x), w.T)) = linear(x, w)"),
+    Rule("linear.addmm", p("addmm", "bias", "x", p(_T, "w", capture="wt")), _linear_addmm, "addmm(b, x, w.T) = linear(x, w, b)"),
+    Rule("linear.mm", p("mm", "x", p(_T, "w", capture="wt")), _linear_mm, "mm(x, w.T) = linear(x, w)"),
     Rule(
-        "linear.addmm",
-        p("addmm", "bias", "x", p(_T, "w", capture="wt"), capture="mm"),
-        lambda r, n, e: _linear_addmm(r, n, {**e, "flat": e["x"]}),
-        "addmm(b, x, w.T) = linear(x, w, b)",
-    ),
-    Rule(
-        "linear.mm",
-        p("mm", "x", p(_T, "w", capture="wt")),
-        lambda r, n, e: _linear_mm(r, n, {**e, "flat": e["x"]}),
-        "mm(x, w.T) = linear(x, w)",
+        "linear.view",
+        p(_VIEW, p("linear", "x", "w", "bias", capture="linear")),
+        _linear_view,
+        "view(linear(x, w, b), [*rows, n]) = linear(view(x, [*rows, k]), w, b)",
     ),
     Rule("sdpa.lse_unused", p(("sdpa_with_lse", *_OF_GPUS)), _attention, "sdpa_with_lse(q, k, v)[0] = sdpa(q, k, v)"),
     Rule("view.view", p("view", p("view", "x")), _view_view, "view(view(x, a), b) = view(x, b)"),

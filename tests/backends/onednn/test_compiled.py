@@ -93,6 +93,31 @@ def test_a_batch_norm_is_folded_under_autocast() -> None:
     assert "_reorder_convolution_weight" in once and "_reorder_convolution_weight" not in each_call
 
 
+def test_an_activation_behind_a_linear_of_sequences_is_in_its_call() -> None:
+    """Tracing flattens the sequence in front of the product; its view came between product and activation."""
+    m = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).eval()
+    x = torch.randn(2, 16, 64)
+    with report.recording() as graphs, torch.no_grad():
+        torch.testing.assert_close(torch.compile(m, backend="x86_onednn", options={"prepack": "always"})(x), m(x))
+    (graph,) = graphs
+    assert {op.op: op.note for op in graph.ops}["gelu"] == "in the call of linear"
+    assert "view" not in graph.texts["plan"].partition("def run(")[2]
+
+
+def test_a_scaled_image_joins_the_addition_that_reads_it_in_another_order() -> None:
+    """ConvNeXt scales rows of channels and adds the residual to images."""
+
+    def block(x: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return (x * scale).permute(0, 3, 1, 2) + residual
+
+    x, scale = torch.randn(2, 5, 6, 16), torch.randn(16)
+    residual = torch.randn(2, 16, 5, 6).to(memory_format=torch.channels_last)
+    with report.recording() as graphs, torch.no_grad():
+        torch.testing.assert_close(torch.compile(block, backend="x86_onednn")(x, scale, residual), block(x, scale, residual))
+    notes = {op.op: op.note for op in graphs[0].ops}
+    assert not notes["mul"] and notes["add"].startswith("kernel")
+
+
 class _Attention(torch.nn.Module):
     """Self-attention with a mask built in the graph, as in model code."""
 

@@ -20,7 +20,7 @@ X = "%0: f32[2,3] = input('x')\n"
 XW = "%0: f32[5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[4] = input('b')\n"
 WT = "%3: f32[3,4]{1,3} = t(%1)\n"
 X3 = "%0: f32[2,5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[4] = input('b')\n"
-WT3 = WT + "%4: f32[10,3] = view(%0, [10, 3])\n"
+FLAT = "%3: f32[10,3] = view(%0, [10, 3])\n%4: f32[10,4] = linear(%3, %1, %2)\n"
 
 QKV = "%0: f32[1,2,8,4] = input('q')\n%1: f32[1,2,8,4] = input('k')\n%2: f32[1,2,8,4] = input('v')\n"
 LSE = (
@@ -38,15 +38,11 @@ REWRITES: dict[str, tuple[str, str]] = {
         XW + WT + "%4: f32[5,4] = mm(%0, %3)\nreturn [%4]\n",
         XW + "%3: f32[5,4] = linear(%0, %1, None)\nreturn [%3]\n",
     ),
-    "linear.addmm_flat": (
+    "linear.view": (
         X3
-        + WT3
-        + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
+        + FLAT
+        + "%5: f32[2,5,4] = view(%4, [2, 5, 4])\nreturn [%5]\n",
         X3 + "%3: f32[2,5,4] = linear(%0, %1, %2)\nreturn [%3]\n",
-    ),
-    "linear.mm_flat": (
-        X3 + WT3 + "%5: f32[10,4] = mm(%4, %3)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6]\n",
-        X3 + "%3: f32[2,5,4] = linear(%0, %1, None)\nreturn [%3]\n",
     ),
     "sdpa.lse_unused": (
         QKV + LSE + "%5: f32[1,2,8,4]{64,4,8,1} = relu(%4)\nreturn [%5]\n",
@@ -105,14 +101,14 @@ KEPT: dict[str, list[str]] = {
         "%0: f32[3,3] = input('x')\n%1: f32[3,3] = input('w')\n%2: f32[3,3] = permute(%1, [0, 1])\n"
         "%3: f32[3,3] = mm(%0, %2)\nreturn [%3]\n",
     ],
-    "linear.addmm_flat": [
+    "linear.view": [
         # the product has another reader
-        X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[2,5,4] = view(%5, [2, 5, 4])\nreturn [%6, %5]\n",
-        # rows are grouped differently than in the input
-        X3 + WT3 + "%5: f32[10,4] = addmm(%2, %4, %3, beta=1, alpha=1)\n%6: f32[5,2,4] = view(%5, [5, 2, 4])\nreturn [%6]\n",
-    ],
-    "linear.mm_flat": [
-        X3 + WT3 + "%5: f32[10,4] = mm(%4, %3)\n%6: f32[2,5,2,2] = view(%5, [2, 5, 2, 2])\nreturn [%6]\n",
+        X3 + FLAT + "%5: f32[2,5,4] = view(%4, [2, 5, 4])\nreturn [%5, %4]\n",
+        # columns are divided
+        X3 + FLAT + "%5: f32[2,5,2,2] = view(%4, [2, 5, 2, 2])\nreturn [%5]\n",
+        # rows that do not lie in order
+        "%0: f32[10,3]{1,10} = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[10,4] = linear(%0, %1, None)\n"
+        "%3: f32[2,5,4] = view(%2, [2, 5, 4])\nreturn [%3]\n",
     ],
     "sdpa.lse_unused": [
         QKV + LSE + "%5: f32[1,2,8]{16,1,2} = py.getitem(%3, 1)\n%6: f32[1,2,8,4]{64,4,8,1} = relu(%4)\nreturn [%6, %5]\n",
@@ -205,6 +201,14 @@ def test_attention_as_it_is_traced_on_a_gpu_is_attention_again(kind: str) -> Non
     before = f"{QKV}%3: {GPU_ATTENTION[kind]}\n%4: f32[1,2,8,4]{{64,4,8,1}} = py.getitem(%3, 0)\n"
     text, hits = rewritten(before + "%5: f32[1,2,8,4]{64,4,8,1} = relu(%4)\nreturn [%5]\n", "sdpa.lse_unused")
     assert text == REWRITES["sdpa.lse_unused"][1] and hits == {"sdpa.lse_unused": 1}
+
+
+def test_linears_of_one_input_share_its_view() -> None:
+    heads = "%0: f32[2,5,1,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[10,3] = view(%0, [10, 3])\n"
+    both = "%3: f32[10,4] = linear(%2, %1, None)\n%4: f32[10,4] = linear(%2, %1, None)\n"
+    ends = "%5: f32[2,5,4] = view(%3, [2, 5, 4])\n%6: f32[2,5,4] = view(%4, [2, 5, 4])\nreturn [%5, %6]\n"
+    text, hits = rewritten(heads + both + ends, "linear.view")
+    assert hits == {"linear.view": 2} and text.count("view(") == 1
 
 
 CHAIN = (

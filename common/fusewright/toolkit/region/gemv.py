@@ -149,19 +149,19 @@ class _Sums:
             self.made[-1] = replace(self.made[-1], outs=(out,))
 
     def joined(self, rows: _Scaled, group: Sequence[OpView]) -> None:
-        """Write one product for several that read the same row: each result is a slice of it."""
+        """Write one product for several that read the same row: each result is a part of it, with strides of its own."""
         weights, biases = ([op.arg(name) for op in group] for name in ("weight", "bias"))
         dtype, k = spec_of(weights[0]).dtype, dims_of(weights[0])[1]
         n = sum(dims_of(w)[0] for w in weights)
         weight = self._op("cat", tuple(weights), 0, shape=(n, k), dtype=dtype)
         bias = None if biases[0] is None else self._op("cat", tuple(biases), 0, shape=(n,), dtype=dtype)
-        shape = (*dims_of(group[0].out)[:-1], n)
-        whole = self.ctx.value(TensorSpec(shape, contiguous_strides(shape), dtype, spec_of(weights[0]).device))
+        whole = self.ctx.value(TensorSpec((n,), (1,), dtype, spec_of(weights[0]).device))
         self.product(rows, weight, bias, whole, self.ctx.value(None).id)
         start = 0
         for op in group:
             stop = start + dims_of(op.out)[-1]
-            self._op("slice", whole, -1, start, stop, shape=dims_of(op.out), dtype=dtype)
+            part = self._op("slice", whole, 0, start, stop, shape=(stop - start,), dtype=dtype)
+            self._op("view", part, list(dims_of(op.out)), shape=dims_of(op.out), dtype=dtype)
             self.made[-1] = replace(self.made[-1], id=op.id, outs=(op.out,))
             start = stop
 

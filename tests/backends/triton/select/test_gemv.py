@@ -122,6 +122,12 @@ def test_one_kernel_with_what_is_around(case: str, rows: int, dtype: torch.dtype
     assert launches(model, torch.randn(1, rows, K).to(dtype)) == kernels
 
 
+@pytest.mark.parametrize("shape", [(1, K), (1, 1, 1, K)])
+def test_parts_of_a_joint_product_have_strides_of_their_own(shape: tuple[int, ...]) -> None:
+    model = Weights(heads, 2 * N, N, N).eval()
+    assert launches(model, torch.randn(shape)) == 1
+
+
 def test_with_a_bias_and_weights_that_are_arguments() -> None:
     torch.manual_seed(0)
     assert launches(Weights(plain, N, biased=True).bfloat16(), torch.randn(2, K).bfloat16()) == 1
