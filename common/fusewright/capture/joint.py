@@ -10,11 +10,15 @@ from torch.fx import Graph, Node
 
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import host_scalars, size_fills
+from fusewright.graph.retrace import fake_like
+from fusewright.graph.spec import value_of
 
 aten = torch.ops.aten
 
 _MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default)
 """Gradients that read which elements an activation has clamped from its result."""
+
+_EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
 _ALIASES = (aten.alias.default, aten.detach.default)
 
@@ -24,6 +28,7 @@ def before_cut(graph: Graph) -> None:
     host_scalars(graph)
     size_fills(graph)
     unread_statistics(graph)
+    unread_seeds(graph)
     clamped_by_result(graph)
     cropped_from_padded(graph)
     merge_common(graph)
@@ -36,6 +41,21 @@ def unread_statistics(graph: Graph) -> None:
         _, _, weight, mean, var, _, _, train, *_ = node.args
         if train is True and all(_alike(weight, x) for x in (mean, var)):
             node.args = (*node.args[:3], weight, weight, *node.args[5:])
+
+
+def unread_seeds(graph: Graph) -> None:
+    """Pass zeros in place of the seeds of an attention without dropout, whose gradient does not read them: eager makes them on the
+    host, and a graph of a device cannot be replayed with those."""
+    for node in graph.find_nodes(op="call_function", target=_EFFICIENT_BACKWARD):
+        *before, seed, _, dropout = node.args[:10]
+        if dropout == 0:
+            like = value_of(seed)
+            with graph.inserting_before(node):
+                zero = graph.call_function(
+                    aten.full.default, ([], 0), {"dtype": like.dtype, "device": value_of(node.args[0]).device, "pin_memory": False}
+                )
+            zero.meta["val"] = fake_like(like, device=value_of(node.args[0]).device)
+            node.args = (*before, zero, zero, *node.args[9:])
 
 
 def clamped_by_result(graph: Graph) -> None:

@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
+from fusewright import _torch_compat as compat
 from fusewright.capture.capture import through_aot
+from fusewright.capture.joint import unread_seeds
+from fusewright.graph.spec import value_of
 
 STEP = """
 import sys, torch
@@ -64,6 +67,33 @@ def test_running_statistics_are_not_saved_for_a_gradient_that_reads_none() -> No
     assert saved["backward"] == 5  # the image, the weight, the batch's mean and deviation, the gradient
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_seeds_of_an_attention_without_dropout_are_not_saved(dropout: float) -> None:
+    """On a GPU eager makes them on the host. Swin's step was not replayed, and was compiled again for each kind of window."""
+    mode, graph, rows = compat.fake_mode(), torch.fx.Graph(), (2, 3, 8, 4)
+
+    def given(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.fx.Node:
+        node = graph.placeholder(name)
+        stride = torch.empty(shape, device="meta").stride()
+        node.meta["val"] = compat.fake_tensor(mode, shape, stride, dtype, "cuda:0")
+        return node
+
+    grad, q, k, v, out = (given(n, rows) for n in ("grad", "q", "k", "v", "out"))
+    sums, seeds = given("sums", (2, 3, 32)), [given(n, (), torch.int64) for n in ("seed", "offset")]
+    target = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    node = graph.call_function(target, (grad, q, k, v, None, out, sums, *seeds, dropout, [True, True, True, False]))
+    graph.output(node)
+    unread_seeds(graph)
+    if dropout:
+        assert list(node.args[7:9]) == seeds
+        return
+    assert not any(s.users for s in seeds)
+    zero = node.args[7]
+    assert zero is node.args[8] and zero.target is torch.ops.aten.full.default
+    made = value_of(zero)
+    assert (made.dtype, made.shape, made.device) == (torch.int64, (), torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

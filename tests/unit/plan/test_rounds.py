@@ -38,6 +38,16 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("fusewright_tests::half_untrue", mutates_args=())
+def half_untrue(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x + 1, x.double()
+
+
+@half_untrue.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
 class Difficult(FusedBackend):
     """Declines one op of `declines` per round, and fails to build kernels that contain an op of `unbuilt`. `asked_again` are
     ops that it received again after declining them."""
@@ -105,6 +115,19 @@ def test_declines_kernels_that_cannot_be_built_and_untrue_metadata_at_once(facts
     refused = {n.split("_")[0] for n in facts[-1].refused}
     assert {"sin", "cos", "sigmoid", "mul"} <= refused and facts[-1].mended.total() == 1
     assert not backend.declines and not backend.asked_again
+
+
+@pytest.mark.parametrize("item", [0, 1])
+def test_untrue_metadata_matters_only_where_it_is_read(facts: list[Facts], item: int) -> None:
+    """An attention's unread seed may be on the host, whatever was traced."""
+
+    def program(x: Tensor) -> Tensor:
+        return half_untrue(x.sin())[item].exp() * 2
+
+    x = torch.randn(3, 4)
+    with recording() as graphs:
+        torch.testing.assert_close(compiled(program, Difficult())(x), program(x))
+    assert [g.superseded for g in graphs] == [True] * item + [False]
 
 
 def test_what_a_graph_is_given_is_found_untrue_at_once(facts: list[Facts]) -> None:

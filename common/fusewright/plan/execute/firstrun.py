@@ -17,7 +17,7 @@ from fusewright.errors import without_memory
 from fusewright.interface import Dim
 from fusewright.plan.build import Plan
 from fusewright.plan.execute.opaque import mismatch
-from fusewright.plan.ir import Call, Run, reads
+from fusewright.plan.ir import Call, Ref, Run, reads
 from fusewright.sizes.expr import Atom
 from fusewright.storage import NO_MEMORY, why_not
 
@@ -41,7 +41,9 @@ class Check:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._read = {r for i in (*plan.prepare, *plan.instructions) if not isinstance(i, Call) for r in reads(i)}
+        every = (*plan.prepare, *plan.instructions)
+        self._read = {r for i in every if not isinstance(i, Call) for r in reads(i)}
+        self._used = {r for i in every for r in reads(i)} | {o.id for o in plan.outputs if isinstance(o, Ref)} | {*plan.inputs}
         self._sizes: dict[Atom, int] = {}
         self._compared: set[int] = set()
         self._empty: set[int] = set()
@@ -60,7 +62,7 @@ class Check:
 
     def _untrue(self, id: int, value: Any) -> MetadataMismatch | None:
         spec = self._plan.specs.get(id)
-        if spec is None or not isinstance(value, torch.Tensor):
+        if spec is None or not isinstance(value, torch.Tensor) or id not in self._used:
             return None
         if id in self._read and (reason := why_not(value)):
             if reason is NO_MEMORY:

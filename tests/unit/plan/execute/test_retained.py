@@ -285,11 +285,11 @@ def test_arguments_that_move_are_copied() -> None:
     torch.manual_seed(0)
     layer, recorder = Layer(), Forgetful()
     fast = compiled(lambda x: layer(x), recorder)
-    given = [torch.randn(64, 64) for _ in range(6)]
+    given, gradient = [torch.randn(64, 64) for _ in range(6)], torch.randn(64, 64)
     with recording() as reports:
         for x in given:
             layer.zero_grad(set_to_none=True)
-            fast(x).sum().backward()
+            fast(x).backward(gradient)
     assert [r.replay.partition(",")[0] for r in reports] == ["replayed", "replayed"]
     assert recorder.recorded == 3 and recorder.replays == 2 * (len(given) - 1)
 
