@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright.graph.cse import merge_common
-from fusewright.graph.fills import host_scalars, size_fills
+from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import fake_like
 from fusewright.graph.spec import value_of
 
@@ -49,12 +49,9 @@ def unread_seeds(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=_EFFICIENT_BACKWARD):
         *before, seed, _, dropout = node.args[:10]
         if dropout == 0:
-            like = value_of(seed)
-            with graph.inserting_before(node):
-                zero = graph.call_function(
-                    aten.full.default, ([], 0), {"dtype": like.dtype, "device": value_of(node.args[0]).device, "pin_memory": False}
-                )
-            zero.meta["val"] = fake_like(like, device=value_of(node.args[0]).device)
+            like, device = value_of(seed), value_of(node.args[0]).device
+            zero = full_before(graph, node, 0, like, device)
+            zero.meta["val"] = fake_like(like, device=device)
             node.args = (*before, zero, zero, *node.args[9:])
 
 

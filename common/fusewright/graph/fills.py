@@ -51,13 +51,14 @@ def _size_fill(graph: Graph, node: Node) -> None:
 
 def _fill(graph: Graph, node: Node, number: Any) -> None:
     """Replace a node by a fill of its shape and dtype."""
-    full = _full(graph, node, number, node.meta["val"])
+    full = full_before(graph, node, number, node.meta["val"])
     full.meta.update(node.meta)
     node.replace_all_uses_with(full)
     graph.erase_node(node)
 
 
-def _full(graph: Graph, before: Node, number: Any, like: torch.Tensor, device: torch.device | None = None) -> Node:
+def full_before(graph: Graph, before: Node, number: Any, like: torch.Tensor, device: torch.device | None = None) -> Node:
+    """Insert a fill of the shape and dtype of `like`, on its device unless another is given; the caller adds the metadata."""
     options: dict[str, Any] = {
         "dtype": like.dtype, "layout": like.layout, "device": device or like.device, "pin_memory": False,
     }  # fmt: skip
@@ -141,7 +142,7 @@ def _take_scalars(graph: Graph, node: Node, known: Mapping[Node, torch.Tensor]) 
             node.target, node.args = ops.OPS["masked_fill"].target, (x, mask, known[value].item())
     elif row.name in SELECTIONS:
         for scalar in [n for n in node.all_input_nodes if n in known and known[n].device != val.device]:
-            full = _full(graph, node, known[scalar].item(), known[scalar], val.device)
+            full = full_before(graph, node, known[scalar].item(), known[scalar], val.device)
             full.meta.update(node.meta, val=fake_like(value_of(scalar), device=val.device))
             node.replace_input_with(scalar, full)
 
