@@ -73,7 +73,7 @@ def test_sizes_that_may_grow_wake_all(asked: list[int]) -> None:
     assert not asked
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list a process's threads; Linux does, in /proc")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list threads; Linux does, in /proc")
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_kernels_of_any_size_keep_the_pools_threads(rows: int) -> None:
     """libgomp ends threads that a smaller team leaves out: each op of torch after such a kernel waited for new ones."""
