@@ -20,7 +20,8 @@ LIBRARY_POSTS = ("none", "relu", "gelu", "gelu_tanh")
 @dataclass(frozen=True)
 class Engine:
     """One engine. `linear`, `dynamic`, `conv` and `pack_*` name operators; `linear_tensor` takes scale and zero point as tensors.
-    `residual`: it can add one. `limits`: it can clamp to limits other than the type's."""
+    `adds`: whether it can add a shape's residual; None if it can add any. `posts_of_sums`: its post-ops after an addition.
+    `limits`: it can clamp to limits other than the type's."""
 
     name: str
     linear: str
@@ -30,7 +31,8 @@ class Engine:
     conv: str
     pack_conv: str
     posts: tuple[str, ...]
-    residual: bool
+    posts_of_sums: tuple[str, ...]
+    adds: Callable[[Product | Convolution], bool] | None
     limits: bool
     absent: Callable[[], str | None]
 
@@ -39,15 +41,24 @@ def _no_onednn() -> str | None:
     return None if torch.backends.mkldnn.is_available() else "torch is built without oneDNN"
 
 
+def _onednn_adds(shape: Product | Convolution) -> bool:
+    """oneDNN overwrites a residual by the result, so both are bytes or of one float type. Another operator, of linears only, adds
+    floats to any result; bytes it adds wrongly (seen in torch 2.13)."""
+    residual, out = shape.adds, shape.out
+    if residual is None or not residual.is_floating_point:
+        return residual is not None and not out.is_floating_point
+    return residual is out or isinstance(shape, Product)
+
+
 ENGINES: tuple[Engine, ...] = (
     Engine(
         "core", name("linear"), name("linear_tensor"), name("dynamic_linear"), name("pack_linear"), name("conv"), name("pack_conv"),
-        POSTS, True, True, native.absent,
+        POSTS, POSTS, None, True, native.absent,
     ),
     Engine(
         "onednn", name("linear_onednn"), name("linear_tensor_onednn"), name("dynamic_linear_onednn"), name("pack_linear_onednn"),
         name("conv_onednn"), name("pack_conv_onednn"),
-        LIBRARY_POSTS, False, False, _no_onednn,
+        LIBRARY_POSTS, ("none", "relu"), _onednn_adds, False, _no_onednn,
     ),
 )  # fmt: skip
 """In the order in which they are tried: those that fuse the most neighbours first."""
@@ -61,26 +72,30 @@ def present(engines: Sequence[Engine] = ENGINES) -> tuple[Engine, ...]:
     return tuple(e for e in engines if e.absent() is None)
 
 
+def _adding(residual: torch.dtype | None) -> str:
+    return "" if residual is None else f" adds {residual}".replace("torch.", "")
+
+
 @dataclass(frozen=True)
 class Product:
-    """An 8-bit product x[m, k] @ w[n, k].T into `out`. `adds`: with a residual."""
+    """An 8-bit product x[m, k] @ w[n, k].T into `out`. `adds`: the type of a residual."""
 
     m: int
     k: int
     n: int
     x: torch.dtype
     out: torch.dtype
-    adds: bool = False
+    adds: torch.dtype | None = None
 
     @property
     def key(self) -> str:
         types = "->".join(str(t).removeprefix("torch.") for t in (self.x, self.out))
-        return f"int8 product {types} {self.m}x{self.k}x{self.n}{' adds' if self.adds else ''}"
+        return f"int8 product {types} {self.m}x{self.k}x{self.n}{_adding(self.adds)}"
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """An 8-bit 2-d convolution of x[shape] with w[weight] into `out`. `adds`: with a residual."""
+    """An 8-bit 2-d convolution of x[shape] with w[weight] into `out`. `adds`: the type of a residual."""
 
     shape: tuple[int, ...]
     weight: tuple[int, ...]
@@ -90,13 +105,13 @@ class Convolution:
     groups: int
     x: torch.dtype
     out: torch.dtype
-    adds: bool = False
+    adds: torch.dtype | None = None
 
     @property
     def key(self) -> str:
         types = "->".join(str(t).removeprefix("torch.") for t in (self.x, self.out))
         parts = (self.shape, self.weight, self.stride, self.padding, self.dilation)
-        return f"int8 conv {types} {' '.join('x'.join(map(str, p)) for p in parts)} {self.groups}{' adds' if self.adds else ''}"
+        return f"int8 conv {types} {' '.join('x'.join(map(str, p)) for p in parts)} {self.groups}{_adding(self.adds)}"
 
 
 @dataclass(frozen=True)
@@ -147,11 +162,14 @@ def _after(out: torch.dtype, residual: torch.Tensor | None = None) -> tuple[obje
     return residual, 1.0, 0, "none", (), out, 0.1, 3, low, high
 
 
-def _with_residual(e: Engine, run: Callable[..., torch.Tensor], out: torch.dtype, given: Sequence[Any]) -> Thunk:
-    """Return a call that adds a residual, in the engine or else in a separate pass, as a loop kernel after it would."""
-    y = run(*given, *_after(torch.float32))
-    if e.residual:
-        return lambda: run(*given, *_after(out, y.to(out)))
+def _call(e: Engine, run: Callable[..., torch.Tensor], shape: Product | Convolution, given: Sequence[Any]) -> Thunk:
+    """Return a call of an engine. A residual is added in it, or else in a separate pass, as a loop kernel after it would."""
+    out = shape.out
+    if shape.adds is None:
+        return lambda: run(*given, *_after(out))
+    y = run(*given, *_after(torch.float32)).to(shape.adds)
+    if e.adds is None or e.adds(shape):
+        return lambda: run(*given, *_after(out, y))
     return lambda: torch.add(run(*given, *_after(torch.float32)), y).to(out)
 
 
@@ -166,7 +184,7 @@ def _linear(e: Engine, p: Product) -> Callable[[], Thunk]:
         packed = _operator(e.pack_linear)(_bytes((n, p.k), torch.int8))
         run = _operator(e.linear)
         given = (x, packed, scale, bias, 0.1, 3)
-        return _with_residual(e, run, p.out, given) if p.adds else lambda: run(*given, *_after(p.out))
+        return _call(e, run, p, given)
 
     return make
 
@@ -209,19 +227,19 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
         x = _bytes(c.shape, c.x).contiguous(memory_format=torch.channels_last)
         scale, geometry = torch.full((c.weight[0],), 0.01), (c.stride, c.padding, c.dilation, c.groups)
         weight = _bytes(c.weight, torch.int8)
-        rest = (c.groups,) if e.name == "core" else (scale, 0.1, 3, *geometry)
+        rest = (c.groups,) if e.name == "core" else (scale, 0.1, 3, *geometry, c.shape)
         packed, run = _operator(e.pack_conv)(weight, *rest), _operator(e.conv)
         given = (x, packed, scale, None, 0.1, 3, c.weight[2:], *geometry)
-        return _with_residual(e, run, c.out, given) if c.adds else lambda: run(*given, *_after(c.out))
+        return _call(e, run, c, given)
 
     return make
 
 
 def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> Thunk:
     """Return a float product that reads and stores bytes, as its quantized neighbours require."""
-    if not shape.adds:
+    if shape.adds is None:
         return lambda: run(x.to(dtype)).to(shape.out)
-    y = run(x.to(dtype))
+    y = run(x.to(dtype)).to(shape.adds)
     return lambda: torch.add(run(x.to(dtype)), y).to(shape.out)
 
 

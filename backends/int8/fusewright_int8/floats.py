@@ -205,7 +205,7 @@ def _posts(e: Engine | None) -> Callable[[OpView], Any]:
 
 def _of_engine(e: Engine) -> tuple[Row, ...]:
     dynamic = product("linear", f"int8.dynamic.{e.name}", _posts(None), UNARY, views=True)
-    computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.residual, views=True)
+    computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.adds is None, views=True)
     dynamic = type(dynamic)(dynamic.anchor, dynamic.steps[:-1])  # without the quantize step: the result stays in floats
     return (
         Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -202,12 +203,21 @@ def shape_of(m: Match, b: Builder) -> Product | Convolution:
     op, x, w = m.anchor, static_input(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
     assert x is not None and w is not None
     xs, ws = (tuple(map(hint, spec_of(v).shape)) for v in (x.value, w.value))
-    types = spec_of(x.value).dtype, spec_of(m.out).dtype, residual_of(m) is not None
+    types = spec_of(x.value).dtype, spec_of(m.out).dtype, _type_of_residual(m, b)
     if op.op == "linear":
         rows = spec_of(x.value).numel_hint() // max(xs[-1], 1)
         return Product(rows, ws[1], ws[0], *types)
     stride, padding, dilation, groups = geometry_of(op)
     return Convolution(xs, ws, stride, padding, dilation, groups, *types)
+
+
+def _type_of_residual(m: Match, b: Builder) -> torch.dtype | None:
+    """Return the type in which a match's residual is read."""
+    found = residual_of(m)
+    if found is None:
+        return None
+    q = dequantized(found, b.graph)
+    return spec_of(q.value if isinstance(q, Quantized) and q.static else found).dtype
 
 
 def geometry_of(op: OpView) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
@@ -227,7 +237,8 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
         kernel = tuple(spec_of(w.value).shape[2:])
         geometry = geometry_of(op)
         unsigned = x.zero_point + (128 if spec_of(x.value).dtype is torch.int8 else 0)  # oneDNN's operator multiplies uint8
-        rest = geometry[-1:] if e.name == "core" else (scale, float(x.scale), unsigned, *geometry)
+        shape = tuple(map(hint, spec_of(x.value).shape))
+        rest = geometry[-1:] if e.name == "core" else (scale, float(x.scale), unsigned, *geometry, shape)
         args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, x.value, b))
         b.library(e.conv, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
         b.close_call(m.ops)
@@ -293,23 +304,29 @@ def note(m: Match, b: Builder, text: str) -> None:
             b.notes[p.id] = f"in the call of {m.anchor.op}"
 
 
-def _chain(e: Engine, anchor: str) -> Chain:
-    def posts(op: OpView) -> Any:
-        found = post_of(op)
-        return found if found is not None and found[0] in e.posts else None
-
-    return product(anchor, f"int8.{anchor}.{e.name}", posts, UNARY, residual=e.residual, views=anchor == "linear")
+def _adds(e: Engine, m: Match, b: Builder) -> bool:
+    """Whether there is a residual that this engine adds, which adds only some."""
+    return _when(m, b) and m.get("add") is not None and e.adds is not None and e.adds(shape_of(m, b))
 
 
-def _rows(e: Engine) -> tuple[Row, ...]:
-    return tuple(
-        Row(
-            f"int8.{anchor}.{e.name}", _chain(e, anchor), when=_when, pays=partial(_pays, e), write=partial(_write, e),
-            note=f"int8 {anchor}",
-        )
-        for anchor in ("linear", "conv")
-    )  # fmt: skip
+def _rows(e: Engine, anchor: str) -> Iterator[Row]:
+    """An engine that adds only some residuals has a row for those, and one for products whose residual stays outside."""
+    rule = f"int8.{anchor}.{e.name}"
+    rest: dict[str, Any] = {"pays": partial(_pays, e), "write": partial(_write, e), "note": f"int8 {anchor}"}
+
+    def matched(rule: str, posts: Sequence[str], residual: bool) -> Chain:
+        def among(op: OpView) -> Any:
+            found = post_of(op)
+            return found if found is not None and found[0] in posts else None
+
+        return product(anchor, rule, among, UNARY, residual=residual, views=anchor == "linear")
+
+    if e.adds is not None:
+        yield Row(f"{rule}.sum", matched(f"{rule}.sum", e.posts_of_sums, True), when=partial(_adds, e), **rest)
+    yield Row(rule, matched(rule, e.posts, e.adds is None), when=_when, **rest)
 
 
-ROWS: tuple[Row, ...] = tuple(row for e in ENGINES for row in _rows(e) if e.absent() is None)
+ROWS: tuple[Row, ...] = tuple(
+    row for e in ENGINES if e.absent() is None for anchor in ("linear", "conv") for row in _rows(e, anchor)
+)
 """The rewrite rows, in the order in which they are tried."""

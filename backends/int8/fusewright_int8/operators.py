@@ -112,9 +112,10 @@ _operator("pack_linear_onednn(Tensor weight) -> Tensor")(
 
 @_operator(
     "pack_conv_onednn(Tensor weight, Tensor w_scale, float x_scale, int x_zero_point, int[] stride, int[] padding, "
-    "int[] dilation, int groups) -> Tensor"
+    "int[] dilation, int groups, int[] x_shape) -> Tensor"
 )
 def pack_conv_onednn(weight: Tensor, w_scale: Tensor, *geometry: Any) -> Tensor:
+    """Pack for inputs of `x_shape`. Other shapes compute the same, but may reorder the weight in every call."""
     if weight.dtype.is_floating_point:
         return weight.clone()
     return torch.ops.onednn.qconv_prepack(weight, w_scale, *geometry)
@@ -165,18 +166,40 @@ def _onednn_out(after: Epilogue) -> tuple[Any, ...]:
     return after.out_scale, after.out_zero_point, after.out_dtype, attr, [], algorithm
 
 
+def _summand(residual: Tensor, after: Epilogue) -> tuple[Tensor, int]:
+    """Return a copy of a residual and its zero point, in the result's type: oneDNN overwrites it by the result."""
+    if residual.dtype is after.out_dtype:
+        return residual.clone(), after.residual_zero_point
+    if residual.dtype is torch.int8:
+        return _unsigned(residual, after.residual_zero_point)
+    return residual.view(torch.int8) ^ -128, after.residual_zero_point - 128
+
+
+def _binary(after: Epilogue, zero: int, kind: str) -> tuple[Any, ...]:
+    attr, algorithm = ONEDNN_POSTS[after.post]
+    return (
+        after.out_scale, after.out_zero_point, after.out_dtype, after.residual_scale, zero, kind, 1.0, attr, [], algorithm
+    )  # fmt: skip
+
+
 @_operator(f"linear_onednn({_INPUT}, {_EPILOGUE}) -> Tensor")
 def linear_onednn(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, *rest: Any
 ) -> Tensor:
-    """Compute with oneDNN, which adds no residual and clamps only to the limits of the type."""
+    """Compute with oneDNN, which clamps only to the limits of the type; `engines` says which residuals it adds."""
     after = _epilogue(*rest)
     if packed.dtype.is_floating_point:
         return _wide_linear(x, packed, w_scale, bias, scale, zero, after)
     zeros = _zeros(w_scale.numel())
     bias = None if bias is None else bias.float()
     x, zero = _unsigned(x, zero)
-    return torch.ops.onednn.qlinear_pointwise.default(x, scale, zero, packed, w_scale, zeros, bias, *_onednn_out(after))
+    if (r := after.residual) is None:
+        return torch.ops.onednn.qlinear_pointwise.default(x, scale, zero, packed, w_scale, zeros, bias, *_onednn_out(after))
+    kind, r_zero = "add", 0
+    if not r.dtype.is_floating_point:
+        kind, (r, r_zero) = "sum", _summand(r, after)
+    rest = r, bias, *_binary(after, r_zero, kind)
+    return torch.ops.onednn.qlinear_pointwise.binary(x, scale, zero, packed, w_scale, zeros, *rest)
 
 
 @_operator(f"conv({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")
@@ -202,10 +225,13 @@ def conv_onednn(
         return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, after)
     x, bias = x.contiguous(memory_format=torch.channels_last), None if bias is None else bias.float()
     x, zero = _unsigned(x, zero)
-    zeros = _zeros(w_scale.numel())
-    return torch.ops.onednn.qconv_pointwise.default(
-        x, scale, zero, packed, w_scale, zeros, bias, stride, padding, dilation, groups, *_onednn_out(after)
-    ).contiguous(memory_format=torch.channels_last)
+    given = x, scale, zero, packed, w_scale, _zeros(w_scale.numel())
+    if (r := after.residual) is None:
+        y = torch.ops.onednn.qconv_pointwise.default(*given, bias, *geometry, *_onednn_out(after))
+        return y.contiguous(memory_format=torch.channels_last)
+    y, r_zero = _summand(r.contiguous(memory_format=torch.channels_last), after)
+    torch.ops.onednn.qconv2d_pointwise.binary(*given, y, bias, *geometry, *_binary(after, r_zero, "sum"))
+    return y
 
 
 def _wide_conv(

@@ -178,7 +178,7 @@ def test_onednn_convolves_signed_activations() -> None:
     x = torch.randint(-128, 128, (2, 16, 9, 9), dtype=torch.int8)
     w, scale = torch.randint(-127, 128, (8, 16, 3, 3), dtype=torch.int8), torch.rand(8) * 0.01
     geometry, after = ([1, 1], [1, 1], [1, 1], 1), (None, 1.0, 0, "none", [], torch.float32, 1.0, 0, 0, 0)
-    packed = ops.pack_conv_onednn(w, scale, 0.1, -5 + 128, *geometry)
+    packed = ops.pack_conv_onednn(w, scale, 0.1, -5 + 128, *geometry, x.shape)
     own = ops.conv_onednn(x, packed, scale, None, 0.1, -5, [3, 3], *geometry, *after)
     torch.testing.assert_close(own, reference.conv2d(x, w, scale, None, 0.1, -5, *geometry))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fusewright.interface import Fragment, Value
+from fusewright.plan.ir import Call
 from fusewright_int8.backend import X86Int8
 from fusewright_int8.engines import FLOAT_MAKERS, MAKERS, Convolution, Product, present
 from fusewright_int8.run.native import MOST_K
@@ -122,13 +123,37 @@ def test_a_residual_is_added_behind_a_view_of_the_rows(quantized: bool, shape: t
     assert float((ours.double() - exact).abs().max()) <= 1e-6 * float(exact.abs().max())
 
 
-def test_onednn_leaves_the_residual_to_a_kernel() -> None:
-    g, y, exact = _linear(quantized_input((6, 32), U8), 32, 0.02, 9)
-    r = quantized_input((6, 32), U8)
-    out = quantize(g, g.op("relu", g.op("add", y, dequantize(g, g.input(r), 0.5, 3))), 0.7, 1, U8)
-    ours, fragment = run(g, out, "onednn")
-    assert calls(fragment) == ["fusewright_int8::linear_onednn", "kernel add_quantize"]
-    same_levels(ours, torch.relu(exact + (r.double() - 3) * 0.5), 0.7, 1)
+def _with_residual(
+    g: Sketch, y: Value, exact: torch.Tensor, held: torch.dtype, name: str, out: torch.dtype
+) -> tuple[Value, torch.Tensor]:
+    """Sketch the addition of a residual, a post-op and (for bytes) quantization at 0.7 and 1; also return the floats in fp64."""
+    r = torch.randn(exact.shape) if held.is_floating_point else quantized_input(tuple(exact.shape), held)
+    r = r.to(held).contiguous(memory_format=torch.channels_last) if exact.dim() == 4 else r.to(held)
+    added = g.input(r) if held is F32 else dequantize(g, g.input(r), 0.5, 3)
+    y = post(g, g.op("add", y, added), name)
+    exact = POSTS[name](exact + (r.double() if held is F32 else (r.double() - 3) * 0.5))
+    return (y if out is F32 else quantize(g, y, 0.7, 1, out)), exact
+
+
+def _judge(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    if ours.dtype.is_floating_point:
+        assert float((ours.double() - exact).abs().max()) <= 1e-6 * float(exact.abs().max())
+    else:
+        same_levels(ours, exact, 0.7, 1)
+
+
+@pytest.mark.parametrize("name", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("held", [U8, I8, F32])
+@pytest.mark.parametrize("out", [U8, I8, F32])
+def test_onednn_adds_the_residuals_that_it_can(name: str, held: torch.dtype, out: torch.dtype) -> None:
+    """It leaves the others to a kernel."""
+    for rows in ((6,), (2, 3)):
+        g, y, exact = _linear(quantized_input((*rows, 32), U8), 32, 0.02, 9)
+        result, exact = _with_residual(g, y, exact, held, name, out)
+        ours, fragment = run(g, result, "onednn")
+        fused = name != "gelu" and (held is F32 or out is not F32)
+        assert calls(fragment)[0] == "fusewright_int8::linear_onednn" and (len(calls(fragment)) == 1) == fused
+        _judge(ours, exact)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -220,7 +245,7 @@ def test_a_residual_block_is_two_calls() -> None:
 @needs_core
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_product_for_which_each_engine_prefers_the_other_is_int8_all_the_same(adds: bool) -> None:
-    """Each engine is asked with the ops that it can fuse: our core with the residual, oneDNN without."""
+    """Each engine is asked with the ops that it can fuse."""
 
     def the_other(key: str, candidates: Sequence[str]) -> str:
         return "onednn" if "adds" in key or "->uint8" in key else "core"
@@ -259,22 +284,60 @@ def test_a_layer_whose_floats_are_faster_stays_one_of_floats_and_says_so(op: str
     assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
 
 
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("adds", [None, U8, I8, F32])
 @pytest.mark.parametrize("floats", [F32, BF16])
 @pytest.mark.parametrize("out", [U8, I8, F32, BF16])
-def test_floats_can_be_measured_for_every_result(out: torch.dtype, floats: torch.dtype, adds: bool) -> None:
+def test_floats_can_be_measured_for_every_result(out: torch.dtype, floats: torch.dtype, adds: torch.dtype | None) -> None:
     conv = Convolution((1, 8, 6, 6), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1, U8, out, adds)
     for shape in (Product(4, 32, 16, U8, out, adds), conv):
         assert FLOAT_MAKERS[type(shape)](shape, floats)()().dtype == out
 
 
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("adds", [None, U8, I8, F32])
 @pytest.mark.parametrize("out", [U8, I8, F32, BF16])
-def test_every_engine_can_be_measured_for_every_result(out: torch.dtype, adds: bool) -> None:
+def test_every_engine_can_be_measured_for_every_result(out: torch.dtype, adds: torch.dtype | None) -> None:
     conv = Convolution((1, 8, 6, 6), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1, U8, out, adds)
     for shape in (Product(4, 32, 16, U8, out, adds), conv):
         for e in present():
             assert MAKERS[type(shape)](e, shape)()().dtype == out
+
+
+@pytest.mark.parametrize("case", CONVS)
+@pytest.mark.parametrize("name", ["none", "relu"])
+@pytest.mark.parametrize(("held", "out"), [(U8, U8), (I8, I8), (I8, U8), (U8, I8), (F32, F32), (F32, U8)])
+def test_onednn_adds_the_residual_of_a_convolution(case: str, name: str, held: torch.dtype, out: torch.dtype) -> None:
+    shape, wshape, *geometry, groups = CONVS[case]
+    g = Sketch()
+    x, (w, w64) = quantized_input(shape, U8, channels_last=True), weight(g, _int8(*wshape))
+    y = g.op("conv", dequantize(g, g.input(x), 0.04, 113), w, None, *map(list, geometry), False, [0, 0], groups)
+    exact = F.conv2d((x.double() - 113) * 0.04, w64, None, *geometry, groups)
+    result, exact = _with_residual(g, y, exact, held, name, out)
+    ours, fragment = run(g, result, "onednn")
+    assert calls(fragment)[0] == "fusewright_int8::conv_onednn" and (len(calls(fragment)) == 1) == (held is not F32 or out is F32)
+    _judge(ours, exact)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_residual_that_others_read_is_not_overwritten(engine: str) -> None:
+    g = Sketch()
+    x, (w, w64) = quantized_input((2, 16, 6, 6), U8, channels_last=True), weight(g, _int8(16, 16, 3, 3))
+    held, before = dequantize(g, value := g.input(x), 0.05, 3), x.clone()
+    y = g.op("add", g.op("conv", held, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), held)
+    ours, fragment = run(g, quantize(g, y, 0.9, 7, U8), engine)
+    assert len(calls(fragment)) == 1 and torch.equal(g.tensors[value.id], before)
+    floats = (x.double() - 3) * 0.05
+    same_levels(ours, F.conv2d(floats, w64, None, padding=1) + floats, 0.9, 7)
+
+
+def test_the_weight_of_a_onednn_convolution_is_packed_for_its_input() -> None:
+    """Packed for a guessed shape, it is reordered in every call, which can take longer than the convolution."""
+    g = Sketch()
+    x, (w, _) = quantized_input((2, 64, 14, 14), U8, channels_last=True), weight(g, _int8(128, 64, 1, 1))
+    y = g.op("conv", dequantize(g, g.input(x), 0.05, 0), w, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1)
+    fragment = compiled(g, [quantize(g, y, 0.5, 0, U8)], "onednn")
+    found = [i for i in fragment.instructions if isinstance(i, Call)]
+    (packing,) = (i for i in found if i.target.startswith("fusewright_int8::pack_conv_onednn"))
+    assert packing.args[-1] == (2, 64, 14, 14)
 
 
 # -- activations alone
