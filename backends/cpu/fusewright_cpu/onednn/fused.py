@@ -58,9 +58,10 @@ class OneDnnBackend(FusedBackend):
 
     @imported_later
     def rules(cls) -> Sequence[str]:
+        from fusewright.toolkit.region.activation import ROWS
         from fusewright_cpu.onednn import norms
 
-        return (norms.RULE,)
+        return (norms.RULE, *(row.id for row in ROWS))
 
     def supports(self, op: OpView) -> Verdict:
         """Answer by the table or as a kernel; ops that take any strides may run in between as ATen calls."""
@@ -72,10 +73,13 @@ class OneDnnBackend(FusedBackend):
         return verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
+        from fusewright.toolkit.region.activation import name_activations
         from fusewright.toolkit.region.graph import RegionGraph
         from fusewright_cpu.onednn.region import lowered
 
-        return lowered(self.rewritten(RegionGraph(region), ctx), self.rows, ctx, self)
+        graph = RegionGraph(region)
+        name_activations(graph, ctx.rules)
+        return lowered(self.rewritten(graph, ctx), self.rows, ctx, self)
 
     def rewritten(self, graph: RegionGraph, ctx: CompileContext) -> RegionGraph:
         """Return the region with ops that this backend substitutes before anything is claimed."""

@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Value, Verdict, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.ir.types import from_torch
-from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
+from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides, metadata
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
@@ -143,6 +144,7 @@ def linear(m: Match, b: Builder) -> None:
         b.notes[op.id] = "ATen: faster for this shape"
         return
     x, w, bias = operands(op)
+    x = with_rows(x, m, b)
     weight = weight_of(op, w, b)
     if form == "copied":
         x = b.row_major(x)
@@ -151,6 +153,23 @@ def linear(m: Match, b: Builder) -> None:
     emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
     b.close_call(m.ops)
     note_parts(m, b, f"oneDNN linear, {form}")
+
+
+def with_rows(x: Value, m: Match, b: Builder) -> Value:
+    """Return the input with its rows divided as those of the result: what model code flattened, or a view of it."""
+    rows = m.get("rows")
+    if rows is None:
+        return x
+    shape = (*spec_of(rows.out).shape[:-1], spec_of(x).shape[-1])
+    flat = b.graph.producer(x)
+    x = flat.arg("self") if flat is not None and flat.op == "view" else x
+    if spec_of(x).shape == shape:
+        return x
+    view = ops.OPS["view"]
+    stride = metadata(view.target, view.bind((x, shape)), spec_of).stride()
+    made = b.ctx.value(replace(spec_of(x), shape=shape, stride=tuple(stride)))
+    b.call("aten::view.default", b.exact(x), shape, out=made)
+    return made
 
 
 def weight_of(op: OpView, w: Value, b: Builder) -> Ref:
@@ -188,7 +207,7 @@ def _siblings(m: Match, b: Builder) -> Match | None:
         _, w, bias = operands(op)
         fixed = b.ctx.options["prepack"] != "never" and spec_of(op.arg("input")).static
         alone = find(patterns.PRODUCT, op, b.graph, b, b.ctx.rules.allows)
-        return fixed and b.is_const(w) and b.is_const(bias) and alone is not None and not posts(alone)
+        return fixed and b.is_const(w) and b.is_const(bias) and alone is not None and alone.get("unary") is None
 
     readers = b.graph.ordered(b.graph.users(m.anchor.arg("input")))
     group = next((g for g in siblings(readers, eligible) if g[0] is m.anchor), None)

@@ -78,6 +78,14 @@ def post_op(m: Match) -> tuple[str, Scalars, str]:
     return post.attr, post.scalars(unary) or (), post.algorithm(unary)
 
 
+def unflattens(op: OpView, m: Match, b: Builder) -> bool:
+    """Match a view that divides the rows of a product of matrices: model code flattens them, and an activation may follow."""
+    out, made = m.out.spec, op.out.spec
+    if out is None or made is None or out.rank != 2 or made.rank < 2 or not (out.static and made.static):
+        return False
+    return made.shape[-1] == out.shape[-1] and out.numel_hint() > 0
+
+
 def is_packed(op: OpView, b: Builder) -> bool:
     """Return whether the weight of a convolution is in oneDNN's own layout."""
     return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
@@ -132,6 +140,7 @@ def same_type(a: Value, b: Value) -> bool:
 
 PRODUCT = chain(
     ("linear", "addmm", "mm"),
+    maybe("view", unflattens, "rows", rule="onednn.product.rows"),
     maybe(frozenset(POST_OPS), _unary, "unary", rule="onednn.product.unary"),
 )  # fmt: skip
 """No binary post-op: it measures slower than a separate addition, and up to nine times slower with a bias

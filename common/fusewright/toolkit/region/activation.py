@@ -1,0 +1,163 @@
+"""Activations that model code spells out, such as 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))).
+
+They are recognized by the function that they compute, so that order, powers or products and the notation of constants do not
+matter: a formula of a few analytic ops that equals an activation at many points is that activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.interface import OpView, RuleLog, Value
+from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.rewrite import Row, rewrite
+
+Activation: TypeAlias = tuple[str, tuple[Any, ...]]
+"""A row of the opset, and its arguments after the first."""
+
+ACTIVATIONS: tuple[Activation, ...] = (("gelu", ("tanh",)), ("silu", ()))
+"""Not the gelu of erf: of infinity, eager's makes NaN in places, which the formula does not."""
+
+CURVES = frozenset({"tanh", "sigmoid", "exp"})
+STEPS = CURVES | {"add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "pow_scalar", "cast"}
+"""Rows of the opset in such a formula, all of them analytic."""
+MOST_STEPS = 16
+"""The most ops of a formula; published ones have up to nine."""
+
+RTOL, ATOL = 1e-5, 1e-7
+"""Tolerances for constants that are written with seven digits or more, or rounded to fp32."""
+
+
+def name_activations(graph: RegionGraph, rules: RuleLog) -> None:
+    """Replace each formula whose intermediate results nobody else reads by the activation that it computes."""
+    rewrite(graph, ROWS, graph, rules)
+
+
+def _spelled_out(m: Match, graph: RegionGraph) -> Match | None:
+    """Extend a match of a curve to the whole formula, the longest first."""
+    with torch.no_grad(), compat.without_modes(), compat.disable_autocast():
+        for x in reversed(_variables(m.anchor, graph)):
+            steps = _steps(x, graph)
+            values = _values(steps, x, _points()) if m.anchor in steps else {}
+            for last in reversed(steps if values else ()):
+                inside = _needed(last, steps)
+                if m.anchor not in inside or _spec(last.out).dtype is not _spec(x).dtype or not _closed(inside, last, graph):
+                    continue
+                found = next((a for a in ACTIVATIONS if torch.allclose(values[last.out.id], _curve(a), RTOL, ATOL)), None)
+                if found is not None and _special_values_agree(inside, x, last, found):
+                    return replace(m, ops=inside, at=last, captures={"x": x, "activation": found})
+    return None
+
+
+def _write(m: Match, graph: RegionGraph) -> None:
+    name, more = m["activation"]
+    row = ops.OPS[name]
+    given = row.bind((m["x"], *more))
+    op = replace(m.last, op=name, target=row.target.name(), argnames=tuple(given), args=tuple(given.values()))
+    graph.replace(m.ops, [op])
+
+
+ROWS = (Row("activation", chain(tuple(sorted(CURVES))), _write, "an activation", extend=_spelled_out),)
+
+
+def _spec(value: Value) -> Any:
+    assert value.spec is not None
+    return value.spec
+
+
+def _variables(op: OpView, graph: RegionGraph) -> Sequence[Value]:
+    """The values that `op` may be in a formula of, the nearest first: those read more than once, and what is cast for it."""
+    found: list[Value] = []
+    todo = [op]
+    while todo and len(found) < MOST_STEPS:
+        for value in todo.pop(0).inputs():
+            made = graph.producer(value)
+            if value not in found:
+                found.append(value)
+                todo.extend([made] if made is not None and made.op in STEPS else [])
+
+    def read_often(value: Value) -> bool:
+        users = graph.users(value)
+        return _spec(value).dtype.is_floating_point and (len(users) > 1 or users[0].op == "cast")
+
+    return [v for v in found if v.spec is not None and read_often(v)]
+
+
+def _steps(x: Value, graph: RegionGraph) -> Sequence[OpView]:
+    """The ops that compute something of `x` alone, element by element, each after those that it reads."""
+    known, found, todo = {x.id}, list[OpView](), [x]
+    while todo and len(found) < MOST_STEPS:
+        for op in graph.users(todo.pop(0)):
+            if op.op not in STEPS or op in found or not known.issuperset(v.id for v in op.inputs()):
+                continue
+            spec = _spec(op.out)
+            if spec.shape == _spec(x).shape and spec.dtype.is_floating_point and spec.device == _spec(x).device:
+                found.append(op)
+                known.add(op.out.id)
+                todo.append(op.out)
+    return found
+
+
+def _needed(last: OpView, steps: Sequence[OpView]) -> tuple[OpView, ...]:
+    """`last` and those of the steps that it needs."""
+    needed, found = {last.out.id}, list[OpView]()
+    for op in reversed(steps):
+        if op.out.id in needed:
+            found.append(op)
+            needed.update(v.id for v in op.inputs())
+    return tuple(reversed(found))
+
+
+def _closed(inside: Sequence[OpView], last: OpView, graph: RegionGraph) -> bool:
+    """Whether nobody else reads what the ops before the last compute."""
+    return all(
+        op is last or (not graph.escapes(op.out) and all(user in inside for user in graph.users(op.out))) for op in inside
+    )
+
+
+def _values(steps: Sequence[OpView], x: Value, points: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What eager computes at points. In fp64 nothing is rounded to another type in between."""
+    values = {x.id: points}
+    for op in steps:
+        given: dict[str, Any] = {k: values[a.id] if isinstance(a, Value) else a for k, a in zip(op.argnames, op.args, strict=True)}
+        if op.op == "cast" and points.dtype is torch.float64:
+            values[op.out.id] = given["self"]
+        else:
+            row = ops.OPS[op.op]
+            named = {p.name: given.pop(p.name) for p in row.params if p.kwonly}
+            values[op.out.id] = row.target(*given.values(), **named)
+    return values
+
+
+@cache
+def _points() -> torch.Tensor:
+    return torch.linspace(-7, 7, 101, dtype=torch.float64)
+
+
+@cache
+def _curve(activation: Activation) -> torch.Tensor:
+    return _computed(activation, _points())
+
+
+def _computed(activation: Activation, points: torch.Tensor) -> torch.Tensor:
+    name, more = activation
+    row = ops.OPS[name]
+    made: torch.Tensor = row.target(points, **dict(zip(row.argnames[1:], more, strict=True)))
+    return made
+
+
+def _special_values_agree(inside: Sequence[OpView], x: Value, last: OpView, activation: Activation) -> bool:
+    """Whether NaN comes from the same values, and infinity where it does in eager, also where a power overflows."""
+    most, inf = torch.finfo(_spec(x).dtype).max, float("inf")
+    sizes = [0.0, most**0.25, most**0.5, most**0.75, most / 16, most, inf, float("nan")]
+    points = torch.tensor([*sizes, *(-s for s in sizes)], dtype=_spec(x).dtype)
+    ours, eager = _computed(activation, points), _values(inside, x, points)[last.out.id]
+    return torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours[ours.isinf()], eager[ours.isinf()])
