@@ -15,6 +15,13 @@ constexpr i64 kGathered = i64{1} << 17;  // bytes of gathered rows: with a panel
 constexpr i64 kMostRows = 192;
 constexpr i64 kLeastPixels = 16;
 
+// Scratch memory of the calling thread, kept for its next call.
+std::uint8_t* scratch(i64 bytes) {
+  static thread_local std::vector<std::uint8_t> kept;
+  if (static_cast<i64>(kept.size()) < bytes) kept.resize(static_cast<std::size_t>(bytes));
+  return kept.data();
+}
+
 After from_column(After a, i64 column) {
   auto size = [](Type t) { return t == Type::f32 ? 4 : t == Type::bf16 ? 2 : 1; };
   a.out = static_cast<char*>(a.out) + column * size(a.out_type);
@@ -92,13 +99,12 @@ void run_gathered(const Kernels& kernels, const Conv& c, i64 threads) {
   const i64 channels = c.c / c.groups, k = channels * c.taps();
   const i64 rows = rows_of_part(kernels, c, k, threads);
   parallel((c.pixels() + rows - 1) / rows, threads, [&](i64 part) {
-    static thread_local std::vector<std::uint8_t> kept;
-    if (static_cast<i64>(kept.size()) < rows * k) kept.resize(static_cast<std::size_t>(rows * k));
+    std::uint8_t* gathered = scratch(rows * k);
     i64 pixel = part * rows, count = std::min(rows, c.pixels() - pixel);
     for (i64 group = 0; group < c.groups; ++group) {
       Gemm g = product_of_group(c, group);
-      gather(c, pixel, count, group * channels, channels, kept.data());
-      g.x = kept.data(), g.x_stride = k, g.m = count;
+      gather(c, pixel, count, group * channels, channels, gathered);
+      g.x = gathered, g.x_stride = k, g.m = count;
       g.after = from_row(g.after, pixel);
       kernels.gemm(g, 0, count, 0, panels_of(g.n));
     }
@@ -112,7 +118,8 @@ void run_conv(const Kernels& kernels, const Conv& c, i64 threads) {
   if (c.groups == c.c && c.groups == c.n && c.groups > 1) {
     i64 pixels = std::max(kLeastPixels, c.pixels() / (8 * threads));
     return parallel((c.pixels() + pixels - 1) / pixels, threads, [&](i64 part) {
-      kernels.depthwise(c, part * pixels, std::min(pixels, c.pixels() - part * pixels));
+      std::uint8_t* strip = scratch(strip_bytes(c, pixels_of_strip(c)));
+      kernels.depthwise(c, part * pixels, std::min(pixels, c.pixels() - part * pixels), strip);
     });
   }
   if (!is_pointwise(c)) return run_gathered(kernels, c, threads);

@@ -137,22 +137,24 @@ void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 cou
   if (whole < count) finish_exactly<V, PER_ROW>(a, c, row, first, whole, count - whole, sums, row_scale, zero);
 }
 
-// The fast path for 4 W columns. Row-independent numbers are held in registers, because byte stores may alias anything and would
-// force reloading them. RESIDUAL is f32 if there is none.
-template <class V, Type RESIDUAL> class QuickEnd {
+// The fast path for N W columns, N at most 4. Row-independent numbers are held in registers, because byte stores may alias anything
+// and would force reloading them. RESIDUAL is f32 if there is none.
+template <class V, Type RESIDUAL, int N> class QuickEnd {
  public:
   QuickEnd(const Columns& c, const Levels& l, i64 from) : residual_scale(V::set(l.residual_scale)), bytes(l.low, l.high, l.flip) {
-    for (int v = 0; v < 4; ++v) {
+    for (int v = 0; v < N; ++v) {
       offset[v] = V::load(c.offset + from + v * V::W), scale[v] = V::load(l.scale + from + v * V::W);
       below[v] = V::load(l.below + from + v * V::W), above[v] = V::load(l.above + from + v * V::W);
     }
   }
 
-  // Return false, without storing, if a level is uncertain.
-  bool store(const std::int32_t* sums, const std::uint8_t* residual, std::uint8_t* to) const {
+  // Store the first `count` results. Return false, without storing, if a level is uncertain.
+  template <class... Count> bool store(const std::int32_t* sums, const std::uint8_t* residual, std::uint8_t* to, Count... count) const {
     typename V::I level[4], differing = V::set(0);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
+    for (int v = N; v < 4; ++v) level[v] = V::set(0);
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) {
       auto sum = V::to_float(V::sub(V::load(sums + v * V::W), offset[v]));
       auto low = below[v], high = above[v];
       if constexpr (RESIDUAL != Type::f32) {
@@ -163,39 +165,46 @@ template <class V, Type RESIDUAL> class QuickEnd {
       differing = V::with_difference(differing, level[v], V::round(V::fma(sum, scale[v], high)));
     }
     if (V::any(differing)) return false;
-    bytes.store(to, level);
+    bytes.store(to, level, count...);
     return true;
   }
 
  private:
-  typename V::I offset[4];
-  typename V::F scale[4], below[4], above[4], residual_scale;
+  typename V::I offset[N];
+  typename V::F scale[N], below[N], above[N], residual_scale;
   typename V::Saturated bytes;
 };
+
+// `count` columns, at most 4 W, of which the first is column j of the panel that starts at column `first`.
+template <class V, Type RESIDUAL, int N = 4>
+void finish_columns(const After& a, const Columns& c, const Levels& l, i64 row, i64 rows, i64 first, i64 j, i64 count,
+                    const std::int32_t* sums) {
+  if constexpr (N > 1) {
+    if (count <= (N - 1) * V::W) return finish_columns<V, RESIDUAL, N - 1>(a, c, l, row, rows, first, j, count, sums);
+  }
+  constexpr bool ADDS = RESIDUAL != Type::f32;
+  const QuickEnd<V, RESIDUAL, N> end(c, l, j);
+  auto to = static_cast<std::uint8_t*>(a.out) + row * a.out_stride + first + j;
+  auto residual = ADDS ? static_cast<const std::uint8_t*>(a.residual) + row * a.residual_stride + first + j : nullptr;
+  const auto left = static_cast<std::size_t>(count);
+  for (i64 r = 0; r < rows; ++r, to += a.out_stride, residual += ADDS ? a.residual_stride : 0) {
+    bool done;
+    if (count == 4 * V::W) {
+      done = end.store(sums + r * kPanel + j, residual, to);
+    } else {  // nothing beside them may be touched
+      alignas(64) std::uint8_t in[4 * V::W] = {};
+      if (ADDS) __builtin_memcpy(in, residual, left);
+      done = end.store(sums + r * kPanel + j, in, to, left);
+    }
+    if (!done) finish_exactly<V, false>(a, c, row + r, first, j, count, sums + r * kPanel);
+  }
+}
 
 template <class V, Type RESIDUAL>
 void finish_quickly(const After& a, const Columns& c, const Levels& l, i64 row, i64 rows, i64 first, i64 count,
                     const std::int32_t* sums) {
   constexpr i64 WIDE = 4 * V::W;
-  constexpr bool ADDS = RESIDUAL != Type::f32;
-  for (i64 j = 0; j < count; j += WIDE) {
-    const QuickEnd<V, RESIDUAL> end(c, l, j);
-    auto to = static_cast<std::uint8_t*>(a.out) + row * a.out_stride + first + j;
-    auto residual = ADDS ? static_cast<const std::uint8_t*>(a.residual) + row * a.residual_stride + first + j : nullptr;
-    const auto left = static_cast<std::size_t>(smaller(count - j, WIDE));
-    for (i64 r = 0; r < rows; ++r, to += a.out_stride, residual += ADDS ? a.residual_stride : 0) {
-      bool done;
-      if (left == WIDE) {
-        done = end.store(sums + r * kPanel + j, residual, to);
-      } else {  // through a copy: nothing beside them may be touched
-        alignas(64) std::uint8_t in[WIDE] = {}, out[WIDE];
-        if (ADDS) __builtin_memcpy(in, residual, left);
-        done = end.store(sums + r * kPanel + j, in, out);
-        if (done) __builtin_memcpy(to, out, left);
-      }
-      if (!done) finish_exactly<V, false>(a, c, row + r, first, j, static_cast<i64>(left), sums + r * kPanel);
-    }
-  }
+  for (i64 j = 0; j < count; j += WIDE) finish_columns<V, RESIDUAL>(a, c, l, row, rows, first, j, smaller(count - j, WIDE), sums);
 }
 
 template <class V>

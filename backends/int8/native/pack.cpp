@@ -44,17 +44,16 @@ void pack_conv(const std::int8_t* weight, const i64 (&stride)[4], i64 n, i64 c, 
 }
 
 void pack_depthwise(const std::int8_t* weight, const i64 (&stride)[4], i64 c, i64 kh, i64 kw, std::int8_t* to) {
-  const i64 taps = kh * kw;
-  std::memset(to, 0, static_cast<std::size_t>(depthwise_bytes(c, taps)));
-  auto sums = reinterpret_cast<std::int32_t*>(to + round_up(c, kPanel) * round_up(taps, kQuad));
+  std::memset(to, 0, static_cast<std::size_t>(depthwise_bytes(c, kh, kw)));
+  auto sums = reinterpret_cast<std::int32_t*>(to + depthwise_matrix_bytes(c, kh, kw));
   for (i64 i = 0; i < c; ++i) {
-    i64 in = i % kPanel, lane = in / 16, part = in % 16 / 4, channel = in % 4;
-    std::int8_t* block = to + i / kPanel * depthwise_block(taps);
-    for (i64 t = 0; t < taps; ++t) {
-      std::int8_t w = weight[i * stride[0] + t / kw * stride[2] + t % kw * stride[3]];
-      block[t / kQuad * kQuad * kPanel + 64 * part + 16 * lane + 4 * channel + t % kQuad] = w;
-      sums[i] += w;
-    }
+    std::int8_t* block = to + i / kPanel * depthwise_block(kh, kw);
+    for (i64 y = 0; y < kh; ++y)
+      for (i64 x = 0; x < kw; ++x) {
+        std::int8_t w = weight[i * stride[0] + y * stride[2] + x * stride[3]];
+        block[((x * depthwise_quads(kh) + y / kQuad) * kPanel + i % kPanel) * kQuad + y % kQuad] = w;
+        sums[i] += w;
+      }
   }
 }
 

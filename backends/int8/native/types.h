@@ -94,12 +94,40 @@ struct Conv {
   i64 pixels() const { return batch * oh * ow; }
 };
 
-// Depthwise weights: blocks of 64 channels, each [taps / 4][4][4][4 channels][4 taps], which matches the byte order of four pixels
-// after two rounds of unpack instructions; then int32 sums.
-constexpr i64 depthwise_block(i64 taps) { return kPanel * round_up(taps, kQuad); }
-constexpr i64 depthwise_bytes(i64 c, i64 taps) {
-  return round_up(c, kPanel) * round_up(taps, kQuad) + 4 * round_up(c, kPanel);
+// Depthwise weights: blocks of 64 channels, each [kw][kh / 4][64 channels][4 of kh], zero-padded along kh; then int32 sums.
+constexpr i64 kMostTaps = 1024;
+constexpr i64 depthwise_quads(i64 kh) { return round_up(kh, kQuad) / kQuad; }
+constexpr i64 depthwise_block(i64 kh, i64 kw) { return kPanel * round_up(kh, kQuad) * kw; }
+constexpr i64 depthwise_matrix_bytes(i64 c, i64 kh, i64 kw) { return round_up(c, kPanel) / kPanel * depthwise_block(kh, kw); }
+constexpr i64 depthwise_bytes(i64 c, i64 kh, i64 kw) { return depthwise_matrix_bytes(c, kh, kw) + 4 * round_up(c, kPanel); }
+
+namespace {  // see kernels.cpp
+
+// The columns of the input that some pixels of a row read: each of them once (`shared`), or those of every pixel if they are fewer.
+// `step`: from one pixel to the next; `hop`: from one tap to the next.
+struct Strip {
+  i64 columns, step, hop;
+  bool shared;
+
+  Strip(const Conv& c, i64 pixels)
+      : columns((pixels - 1) * c.stride_w + (c.kw - 1) * c.dilation_w + 1), step(c.stride_w), hop(c.dilation_w) {
+    shared = columns <= pixels * c.kw;
+    if (!shared) columns = pixels * c.kw, step = c.kw, hop = 1;
+  }
+};
+
+constexpr i64 kStripPixels = 16;
+constexpr i64 kStripBytes = i64{1} << 14;  // with the sums they stay in the L1 cache
+
+// Bytes that a strip of `pixels` pixels takes, with four rows of 64 channels interleaved.
+inline i64 strip_bytes(const Conv& c, i64 pixels) { return Strip(c, pixels).columns * depthwise_quads(c.kh) * kQuad * kPanel; }
+inline i64 pixels_of_strip(const Conv& c) {
+  i64 pixels = kStripPixels;
+  while (pixels > 1 && strip_bytes(c, pixels) > kStripBytes) pixels /= 2;
+  return pixels;
 }
+
+}  // namespace
 
 // The minimum and maximum of some floats and 0, and whether one is NaN.
 struct Range {
@@ -113,7 +141,7 @@ struct Kernels {
   i64 rows;  // rows of x that a product takes at a time
   void (*gemm)(const Gemm&, i64 row, i64 rows, i64 panel, i64 panels);
   void (*weight_gemm)(const WeightGemm&, i64 panel, i64 panels);
-  void (*depthwise)(const Conv&, i64 pixel, i64 pixels);
+  void (*depthwise)(const Conv&, i64 pixel, i64 pixels, std::uint8_t* strip);  // `strip_bytes` of scratch
   Range (*range)(const void* x, Type type, i64 count);
   // clamp(round(x * inverse) + zero); with `inverse64`, round(fp64(x) * inverse64 + zero)
   void (*quantize)(const void* x, Type type, i64 count, float inverse, std::int32_t zero, std::int32_t low, std::int32_t high,

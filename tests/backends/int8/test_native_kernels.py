@@ -268,6 +268,37 @@ def test_conv2d_is_the_reference(conv: Any, seed: int, dtype: torch.dtype, chann
     same(own, reference.conv2d(x, w, w_scale, bias, 0.011, zero, *window, Epilogue(**after)))
 
 
+@check
+@given(
+    st.sampled_from([2, 16, 32, 70, 96, 144]), st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 40),
+    st.tuples(st.integers(1, 5), st.integers(1, 12)), SEEDS, BYTES,
+)  # fmt: skip
+def test_depthwise_convolutions_with_any_window_are_the_reference(
+    c: int, kernel: tuple[int, int], width: int, steps: tuple[int, int], seed: int, dtype: torch.dtype
+) -> None:
+    """Windows that share columns of the input and windows that lie apart, of one row and of many."""
+    (kh, kw), (stride, dilation), g = kernel, steps, torch.Generator().manual_seed(seed)
+    down = 1 + seed % 2
+    height, width = max(5, down * (kh - 1) - 1), max(width, dilation * (kw - 1) - 1)
+    x = some_bytes(g, (2, c, height, width), dtype).contiguous(memory_format=torch.channels_last)
+    w, (w_scale, bias), zero = some_bytes(g, (c, 1, kh, kw), torch.int8), factors(g, c), zero_point(g, dtype)
+    window = ((down, stride), (1, 1), (down, dilation), c)
+    shape = tuple(reference.conv2d(x, w, w_scale, bias, 0.011, zero, *window).shape)
+    after = some_epilogue(g, shape, 2.0 * (kh * kw) ** 0.5)
+    own = native.conv2d(x, native.pack_conv2d(w, c), kernel, w_scale, bias, 0.011, zero, *window, **after)
+    same(own, reference.conv2d(x, w, w_scale, bias, 0.011, zero, *window, Epilogue(**after)))
+
+
+@pytest.mark.parametrize("kernel", [(1, 1000), (1000, 1), (31, 33)])
+def test_the_largest_depthwise_windows_are_the_reference(kernel: tuple[int, int]) -> None:
+    g, c = torch.Generator().manual_seed(3), 34
+    x = some_bytes(g, (1, c, kernel[0] + 1, kernel[1] + 2), torch.uint8).contiguous(memory_format=torch.channels_last)
+    w, (w_scale, bias) = some_bytes(g, (c, 1, *kernel), torch.int8), factors(g, c)
+    window = ((1, 1), (0, 0), (1, 1), c)
+    own = native.conv2d(x, native.pack_conv2d(w, c), kernel, w_scale, bias, 0.011, 7, *window)
+    same(own, reference.conv2d(x, w, w_scale, bias, 0.011, 7, *window))
+
+
 @pytest.mark.parametrize("post", ["gelu", "gelu_tanh", "silu"])
 def test_smooth_post_ops_follow_torch_to_a_few_units_in_the_last_place(post: str) -> None:
     values = torch.cat([torch.linspace(-12, 12, 1500), torch.tensor([0.0, 1e-20, -1e-20, 80.0, -80.0])])

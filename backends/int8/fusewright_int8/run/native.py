@@ -172,7 +172,7 @@ def pack_conv2d(weight: Tensor, groups: int = 1) -> Tensor:
     if groups < 1 or n % groups:
         raise ValueError(f"{n} output channels do not make {groups} groups of one size")
     depthwise = _is_depthwise(c * groups, n, groups, kh * kw)
-    packed = torch.empty(_packed_conv(n, c, kh * kw, groups, depthwise), dtype=torch.int8)
+    packed = torch.empty(_packed_conv(n, c, (kh, kw), groups, depthwise), dtype=torch.int8)
     core.extension().pack_conv2d(
         weight.data_ptr(), weight.stride(), (n, c, kh, kw, groups), depthwise, packed.data_ptr()
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _conv_sizes(
     taps = window[0] * window[1]
     oh, ow = (_positions(size, *window[d::2]) for d, size in enumerate((h, w)))
     depthwise = _is_depthwise(c, n, groups, taps)
-    return window, (batch, c, h, w, n, oh, ow, groups), _packed_conv(n, c // groups, taps, groups, depthwise)
+    return window, (batch, c, h, w, n, oh, ow, groups), _packed_conv(n, c // groups, window[:2], groups, depthwise)
 
 
 def _window(*pairs: Sequence[int]) -> tuple[int, ...]:
@@ -251,10 +251,10 @@ def _is_depthwise(c: int, n: int, groups: int, taps: int) -> bool:
     return 1 < groups == c == n and taps <= MOST_TAPS
 
 
-def _packed_conv(n: int, c: int, taps: int, groups: int, depthwise: bool) -> int:
+def _packed_conv(n: int, c: int, kernel: tuple[int, ...], groups: int, depthwise: bool) -> int:
     if depthwise:
-        return int(core.extension().depthwise_bytes(n, taps))
-    return groups * int(core.extension().packed_bytes(n // groups, c * taps))
+        return int(core.extension().depthwise_bytes(n, *kernel))
+    return groups * int(core.extension().packed_bytes(n // groups, c * math.prod(kernel)))
 
 
 # ---------------------------------------------------------------- quantization alone

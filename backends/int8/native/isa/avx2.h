@@ -55,18 +55,18 @@ struct Vec {
     __builtin_memcpy(&word, p, 4);
     return quads(_mm256_set1_epi32(word));
   }
-  static void interleave(const std::uint8_t* const (&t)[4], A (&out)[4]) {
-    __m256i a = raw(t[0]), b = raw(t[1]), c = raw(t[2]), d = raw(t[3]);
+  static A load_a(const std::uint8_t* p) { return quads(raw(p)); }
+  // Unpacking works in 128-bit lanes, so words are first moved to the lane that needs them.
+  static void interleave(const std::uint8_t* const (&t)[4], std::uint8_t flip, bool whole, std::uint8_t* to) {
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), mask = _mm256_set1_epi8(static_cast<char>(flip));
+    auto load = [&](int i) { return _mm256_xor_si256(_mm256_permutevar8x32_epi32(raw(t[i]), order), mask); };
+    auto put = [&](int i, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32 * i), a); };
+    const __m256i a = load(0), b = load(1), c = load(2), d = load(3);
     __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d);
-    out[0] = quads(_mm256_unpacklo_epi16(ab, cd)), out[1] = quads(_mm256_unpackhi_epi16(ab, cd));
+    put(0, _mm256_unpacklo_epi16(ab, cd)), put(1, _mm256_unpackhi_epi16(ab, cd));
+    if (!whole) return;
     ab = _mm256_unpackhi_epi8(a, b), cd = _mm256_unpackhi_epi8(c, d);
-    out[2] = quads(_mm256_unpacklo_epi16(ab, cd)), out[3] = quads(_mm256_unpackhi_epi16(ab, cd));
-  }
-  static void store_interleaved(std::int32_t* to, const I (&acc)[4]) {
-    store(to, _mm256_permute2x128_si256(acc[0], acc[1], 0x20));
-    store(to + 8, _mm256_permute2x128_si256(acc[2], acc[3], 0x20));
-    store(to + 16, _mm256_permute2x128_si256(acc[0], acc[1], 0x31));
-    store(to + 24, _mm256_permute2x128_si256(acc[2], acc[3], 0x31));
+    put(2, _mm256_unpacklo_epi16(ab, cd)), put(3, _mm256_unpackhi_epi16(ab, cd));
   }
 
   static I load(const std::int32_t* p) { return raw(p); }
@@ -98,12 +98,17 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
   }
 
-  // Store four vectors as bytes, clamped to [low, high], then XORed with `flip`.
+  // Store four vectors as bytes, or the first `count` of those, clamped to [low, high], then XORed with `flip`.
   struct Saturated {
     I low, high, flip, order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
 
     Saturated(std::uint8_t low_, std::uint8_t high_, std::uint8_t flip_) : low(all(low_)), high(all(high_)), flip(all(flip_)) {}
     static I all(std::uint8_t x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+    void store(std::uint8_t* p, const I (&a)[4], std::size_t count) const {
+      alignas(32) std::uint8_t copy[32];
+      store(copy, a);
+      __builtin_memcpy(p, copy, count);
+    }
     void store(std::uint8_t* p, const I (&a)[4]) const {
       I bytes = _mm256_packus_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
       bytes = _mm256_xor_si256(_mm256_min_epu8(_mm256_max_epu8(bytes, low), high), flip);

@@ -31,22 +31,18 @@ struct Vec {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
   }
-  static void interleave(const std::uint8_t* const (&t)[4], A (&out)[4]) {
-    A a = _mm512_loadu_si512(t[0]), b = _mm512_loadu_si512(t[1]);
-    A c = _mm512_loadu_si512(t[2]), d = _mm512_loadu_si512(t[3]);
+  static A load_a(const std::uint8_t* p) { return _mm512_loadu_si512(p); }
+  // Unpacking works in 128-bit lanes, so words are first moved to the lane that needs them.
+  static void interleave(const std::uint8_t* const (&t)[4], std::uint8_t flip, bool whole, std::uint8_t* to) {
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const A mask = _mm512_set1_epi8(static_cast<char>(flip));
+    auto load = [&](int i) { return _mm512_xor_si512(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(t[i])), mask); };
+    const A a = load(0), b = load(1), c = load(2), d = load(3);
     A ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
-    out[0] = _mm512_unpacklo_epi16(ab, cd), out[1] = _mm512_unpackhi_epi16(ab, cd);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(ab, cd)), _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi16(ab, cd));
+    if (!whole) return;
     ab = _mm512_unpackhi_epi8(a, b), cd = _mm512_unpackhi_epi8(c, d);
-    out[2] = _mm512_unpacklo_epi16(ab, cd), out[3] = _mm512_unpackhi_epi16(ab, cd);
-  }
-  // A transposition of 4 x 4 blocks of 128 bits.
-  static void store_interleaved(std::int32_t* to, const I (&acc)[4]) {
-    I a = _mm512_shuffle_i32x4(acc[0], acc[1], 0x44), b = _mm512_shuffle_i32x4(acc[2], acc[3], 0x44);
-    I c = _mm512_shuffle_i32x4(acc[0], acc[1], 0xEE), d = _mm512_shuffle_i32x4(acc[2], acc[3], 0xEE);
-    store(to, _mm512_shuffle_i32x4(a, b, 0x88));
-    store(to + 16, _mm512_shuffle_i32x4(a, b, 0xDD));
-    store(to + 32, _mm512_shuffle_i32x4(c, d, 0x88));
-    store(to + 48, _mm512_shuffle_i32x4(c, d, 0xDD));
+    _mm512_storeu_si512(to + 128, _mm512_unpacklo_epi16(ab, cd)), _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi16(ab, cd));
   }
 
   static I load(const std::int32_t* p) { return _mm512_loadu_si512(p); }
@@ -73,16 +69,20 @@ struct Vec {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
   }
 
-  // Store four vectors as bytes, clamped to [low, high], then XORed with `flip`.
+  // Store four vectors as bytes, or the first `count` of those, clamped to [low, high], then XORed with `flip`.
   struct Saturated {
     I low, high, flip, order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 
     Saturated(std::uint8_t low_, std::uint8_t high_, std::uint8_t flip_) : low(all(low_)), high(all(high_)), flip(all(flip_)) {}
     static I all(std::uint8_t x) { return _mm512_set1_epi8(static_cast<char>(x)); }
-    void store(std::uint8_t* p, const I (&a)[4]) const {
+    void store(std::uint8_t* p, const I (&a)[4]) const { _mm512_storeu_si512(p, bytes_of(a)); }
+    void store(std::uint8_t* p, const I (&a)[4], std::size_t count) const {
+      _mm512_mask_storeu_epi8(p, (__mmask64{1} << count) - 1, bytes_of(a));
+    }
+    I bytes_of(const I (&a)[4]) const {
       I bytes = _mm512_packus_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
       bytes = _mm512_xor_si512(_mm512_min_epu8(_mm512_max_epu8(bytes, low), high), flip);
-      _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+      return _mm512_permutexvar_epi32(order, bytes);
     }
   };
 

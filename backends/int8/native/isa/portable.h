@@ -42,16 +42,15 @@ struct Vec {
       for (int j = 0; j < 4; ++j) acc.v[i] += std::int32_t{a.v[4 * i + j]} * b.p[4 * i + j];
     return acc;
   }
-  // Interleave bytes from four places: lane e of the 16-byte part L of out[j] holds byte 16 L + 4 j + e of each.
-  static void interleave(const std::uint8_t* const (&t)[4], A (&out)[4]) {
-    for (int part = 0; part < W / 4; ++part)
-      for (int j = 0; j < 4; ++j)
-        for (int e = 0; e < 4; ++e)
-          for (int s = 0; s < 4; ++s) out[j].v[16 * part + 4 * e + s] = t[s][16 * part + 4 * j + e];
+  static A load_a(const std::uint8_t* p) {
+    A a;
+    std::memcpy(a.v, p, sizeof a.v);
+    return a;
   }
-  static void store_interleaved(std::int32_t* to, const I (&acc)[4]) {
-    for (int part = 0; part < W / 4; ++part)
-      for (int j = 0; j < 4; ++j) std::memcpy(to + 16 * part + 4 * j, acc[j].v + 4 * part, 16);
+  // Interleave 4 W bytes from four places (the first half of them if not `whole`), XORed with `flip`.
+  static void interleave(const std::uint8_t* const (&t)[4], std::uint8_t flip, bool whole, std::uint8_t* to) {
+    for (int i = 0; i < (whole ? 4 : 2) * W; ++i)
+      for (int s = 0; s < 4; ++s) to[4 * i + s] = t[s][i] ^ flip;
   }
 
   // -- integers
@@ -81,13 +80,13 @@ struct Vec {
     for (int i = 0; i < W; ++i) p[i] = static_cast<std::uint16_t>(a.v[i]);
   }
 
-  // Store four vectors as bytes, clamped to [low, high], then XORed with `flip`.
+  // Store four vectors as bytes, or the first `count` of those, clamped to [low, high], then XORed with `flip`.
   struct Saturated {
     std::uint8_t low, high, flip;
 
     Saturated(std::uint8_t low_, std::uint8_t high_, std::uint8_t flip_) : low(low_), high(high_), flip(flip_) {}
-    void store(std::uint8_t* p, const I (&a)[4]) const {
-      for (int i = 0; i < 4 * W; ++i) {
+    void store(std::uint8_t* p, const I (&a)[4], std::size_t count = 4 * W) const {
+      for (std::size_t i = 0; i < count; ++i) {
         std::int32_t x = a[i / W].v[i % W];
         p[i] = static_cast<std::uint8_t>((x < low ? low : x > high ? high : x) ^ flip);
       }
