@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import fake_like
@@ -32,6 +33,7 @@ def before_cut(graph: Graph) -> None:
     clamped_by_result(graph)
     cropped_from_padded(graph)
     merge_common(graph)
+    host_tables(graph)
 
 
 def unread_statistics(graph: Graph) -> None:

@@ -18,10 +18,10 @@ LAST = torch.channels_last
 class Images(nn.Module):
     """Two convolutions followed by other ops."""
 
-    def __init__(self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, **how: Any) -> None:
+    def __init__(self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, width: int = 8, **how: Any) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
-        self.second, self.then = nn.Conv2d(8, outs, kernel, **how), then
+        self.first, self.norm = nn.Conv2d(4, width, 3), nn.BatchNorm2d(width)
+        self.second, self.then = nn.Conv2d(width, outs, kernel, **how), then
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.then(self.second(F.relu(self.norm(self.first(x)))))
@@ -138,10 +138,15 @@ def test_only_half_precision() -> None:
     assert not run(Images(lambda x: x), torch.float32)[0]
 
 
-@pytest.mark.parametrize("how", [{}, {"kernel": 5}, {"kernel": 7}, {"stride": 2}, {"padding": "same"}], ids=str)
-def test_depthwise_convolutions_are_channels_last(how: dict[str, Any]) -> None:
+MANY = {"groups": 2, "width": 64}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"kernel": 5}, {"kernel": 7}, {"stride": 2}, {"padding": "same"}, {**MANY, "outs": 64}], ids=str
+)
+def test_grouped_convolutions_are_channels_last(how: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    module = Images(lambda x: x, groups=8, **how)
+    module = Images(lambda x: x, **{"groups": 8, **how})
     wanted, gradients = eager(module)
     rewritten, results, found = run(module)
     assert rewritten
@@ -150,7 +155,11 @@ def test_depthwise_convolutions_are_channels_last(how: dict[str, Any]) -> None:
         assert a.is_contiguous() and b.is_contiguous()
 
 
-@pytest.mark.parametrize("how", [{"groups": 2}, {"outs": 16}, {"dilation": 2}, {"kernel": (3, 5)}, {"stride": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"groups": 2}, {**MANY, "outs": 32}, {"outs": 16}, {"dilation": 2}, {"kernel": (3, 5)}, {"stride": 3}],
+    ids=str,
+)  # fmt: skip
 def test_groups_without_kernels_of_this_layout_are_left_alone(how: dict[str, Any]) -> None:
     assert not run(Images(lambda x: x, **{"groups": 8, **how}))[0]
 
