@@ -17,6 +17,7 @@ from fusewright.toolkit.ir.serial import structural_hash
 from fusewright.toolkit.ir.types import DType, is_int
 from fusewright.toolkit.rules.offsets import offsets_bound
 from fusewright_triton.emit import reductions as red
+from fusewright_triton.emit.deferred import deferred
 from fusewright_triton.emit.layout import Layout, make_layout, product
 from fusewright_triton.emit.program import Program
 from fusewright_triton.emit.schedule import WIDE, Config
@@ -84,7 +85,7 @@ def emit(
     """
     if wide is None:
         wide = offsets_bound(kernel, kernel.hints) >= WIDE
-    layout = make_layout(kernel, config)
+    layout = make_layout(kernel if config.persistent else deferred(kernel), config)
     base = name or f"{_identifier(kernel.name)}_{structural_hash(kernel)[:8]}"
     parameters = _parameters(layout, wide, check_division)
     texts, functions = [], []
@@ -92,7 +93,7 @@ def emit(
     for k, (first, last) in enumerate(segments):
         own = base if len(segments) == 1 else f"{base}_{k}"
         program = Program(layout, wide, check_division)
-        rows = any(layout.passes_row(s) for s in kernel.stages[first : last + 1])
+        rows = any(layout.passes_row(s) for s in layout.kernel.stages[first : last + 1])
         program.shares_row = config.split > 1 and rows
         program.write(first, last)
         texts.append(_function(own, parameters, program.lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from fusewright.toolkit.ir.index import Index
@@ -134,17 +134,6 @@ class Memory:
         if self._index_dims(index) == dims and not lone:
             return text
         return f"tl.broadcast_to({text}, {self.layout.shape(dims)})"
-
-    def check_recomputed(self, again: Sequence[Node], k: int) -> None:
-        """Refuse to read an element again that an earlier stage may have overwritten (also through an output
-        that aliases an input)."""
-        for n in again:
-            if n.op != "load":
-                continue
-            for s in self.kernel.stages[self.layout.stage_of[n.id] : k]:
-                for m in s.nodes:
-                    if m.op == "store" and (m.buffer == n.buffer or (m.dtype == n.dtype and m.index == n.index)):
-                        raise Unsupported("a long row is needed again after it was overwritten")
 
 
 def _present(n: Node) -> tuple[int, Index]:

@@ -95,7 +95,7 @@ class Program(Values):
             return
         if not self.layout.passes_row(stage):
             return
-        todo = self._closure(stage, k)
+        todo = self._closure(stage)
         self._require(n.id for n in todo)
         begin, end = self._row_range(k)
         for n in todo:
@@ -136,7 +136,7 @@ class Program(Values):
         self.put(f"end{k} = tl.minimum(begin{k} + {atom(chunk)}, {self.limit})")
         return f"begin{k}", f"end{k}"
 
-    def _closure(self, stage: Stage, k: int) -> list[Node]:
+    def _closure(self, stage: Stage) -> list[Node]:
         """Return the stage's nodes, and the row values of earlier stages that they need, which are computed again."""
         todo, found = [n.id for n in self.layout.roots(stage)], set[int]()
         while todo:
@@ -145,9 +145,7 @@ class Program(Values):
                 continue
             found.add(i)
             todo.extend(u for u in self.node(i).uses() if u in self.layout.rowwise)
-        nodes = [self.node(i) for i in sorted(found)]
-        self.memory.check_recomputed([n for n in nodes if self.layout.stage_of[n.id] < k], k)
-        return nodes
+        return [self.node(i) for i in sorted(found)]
 
     def operand_block(self, i: int) -> str:
         """Return a value as a full block over the row, for reductions."""
