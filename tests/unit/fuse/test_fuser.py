@@ -17,7 +17,7 @@ from fusewright.toolkit.rules.space import NotAligned
 from fusewright_cpu.policy import CPU
 from fusewright_cpu.policy import EAGER as CONDITIONS
 from tests.fragments import Context, Sketch
-from tests.unit.fuse.running import LOADERS, fused, kernel_count, run_sketch
+from tests.unit.fuse.running import LOADERS, by_llvm, fused, kernel_count, run_sketch
 
 
 def check(g: Sketch, outputs: list[Value], kernels: int) -> list[Launch]:
@@ -146,6 +146,40 @@ def test_column_reduction_does_not_swallow_a_tensor_that_others_read() -> None:
     g = Sketch()
     x, y = g.input(torch.randn(16, 8)), g.input(torch.randn(16, 8))
     check(g, [g.op("sum", g.op("mul", x, y), [0])], 1)
+
+
+def channels_last() -> torch.Tensor:
+    """Images whose 8192 pixels are rows of 32 columns: each pass over them is a kernel."""
+    return torch.randn(2, 32, 64, 64).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tensor_that_others_read_is_stored_before_the_passes_over_channels_last_images(stored: bool) -> None:
+    """The gradient of a batch norm of a residual's summed gradients: each pass would read what the sum reads."""
+    g = Sketch()
+    x, y, image = (g.input(channels_last()) for _ in range(3))
+    total = g.op("add", x, y)
+    found = g.op("sub", image, g.op("mean", total, [0, 2, 3], True))
+    spread = g.op("mean", g.op("mul", found, total), [0, 2, 3], True)
+    outputs = [g.op("mul", total, spread), *([total] if stored else [])]
+    fragment, got = run_sketch(g, outputs, by_llvm)
+    for ours, eager in zip(got, g.expected(outputs), strict=True):
+        torch.testing.assert_close(ours, eager)
+    launches = [i for i in fragment.instructions if isinstance(i, Launch)]
+    summing = [i for i in launches if {Ref(x.id), Ref(y.id)} <= set(i.inputs)]
+    assert (summing[0].outs == (total.id,)) is stored
+    assert len(summing) == (1 if stored else 3)
+
+
+def test_an_operand_that_passes_may_compute_again_brings_no_other_along() -> None:
+    g = Sketch()
+    x, y, image = (g.input(channels_last()) for _ in range(3))
+    weight, mean, scale = (g.input(torch.rand(32)) for _ in range(3))
+    total, doubled = g.op("add", x, y), g.op("mul", image, 2.0)
+    g.op("batch_norm_backward", total, doubled, weight, None, None, mean, scale, True, 1e-5, [True, True, True])
+    launches = [i for i in run_sketch(g, [g.ops[-1].outs[0], total], by_llvm)[0].instructions if isinstance(i, Launch)]
+    assert [i.outs for i in launches if Ref(x.id) in i.inputs] == [(total.id,)]
+    assert sum(Ref(image.id) in i.inputs for i in launches) == 2
 
 
 def test_scatter_reads_its_messages_where_they_are_made() -> None:

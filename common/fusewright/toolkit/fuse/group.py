@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from fusewright.toolkit.ir.extent import Extent, evaluate
 from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Scatter
-from fusewright.toolkit.rules.space import At, NotAligned, ShapeMismatch, product, shape_of
+from fusewright.toolkit.rules.space import At, NotAligned, ShapeMismatch, product, shape_of, stride_of
 
 MAX_UNITS = 48
 """The most ops in one kernel."""
@@ -252,12 +253,12 @@ class Grouper:
             # in a kernel split by parts of its rows, unsplit rows would run on one worker
             alike = in_parts([unit], wanted, self.splits) and segments(wanted) == group.segments
             return group.domain if alike or n == group.row_numel else None
-        if in_parts([unit], wanted, self.splits) and not self._private(unit, group):
+        if in_parts([unit], wanted, self.splits) and not self._private([unit], group):
             return None
         if isinstance(unit.rule, Row):
             if group.has_rows:
                 return group.domain if segments(wanted) == group.segments else None
-            if n != group.numel or (is_column(wanted) and not self._private(unit, group)):
+            if n != group.numel or (self._stores_first(unit, wanted) and not self._private([unit], group)):
                 return None
             return wanted
         if isinstance(unit.rule, Scatter):
@@ -266,9 +267,14 @@ class Grouper:
             return group.domain if not (group.has_rows and is_column(group.domain)) else None
         return group.domain if n == group.row_numel else None
 
-    def _private(self, unit: Unit, group: Group) -> bool:
-        """Whether only the group and the unit use the group's values, so that a column reduction may absorb it."""
-        inside = {u.op.id for u in group.units} | {unit.op.id}
+    def _stores_first(self, unit: Unit, domain: Domain) -> bool:
+        """Whether the operands of a row unit that others need too are stored before it runs: its kernel would compute them again in
+        each of its passes."""
+        return is_column(domain) or in_passes(unit, domain, self.splits)
+
+    def _private(self, units: Sequence[Unit], group: Group) -> bool:
+        """Whether only the group and these units use the group's values, so that a column reduction may absorb it."""
+        inside = {u.op.id for u in (*group.units, *units)}
         for i in group.levels:
             if i in self.needed or any(user.id not in inside for user in self.flow.users.get(i, ())):
                 return False
@@ -312,6 +318,9 @@ class Grouper:
         if a.numel != b.numel or (a.has_rows and is_column(a.domain)):
             return False
         if any(u.op.id in self.solo for u in b.units):
+            return False
+        passes = not b.has_rows and any(in_passes(u, a.domain, self.splits) for u in a.units)
+        if passes and not self._private(a.units, b):
             return False
         around_a = closure(self._needs[a.id] & ~(1 << b.id | 1 << a.id), self._needs)
         around_b = closure(self._needs[b.id] & ~(1 << a.id | 1 << b.id), self._needs)
@@ -366,6 +375,25 @@ def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
         return False
     rules = [u.rule for u in units if isinstance(u.rule, Row)]
     return bool(rules) and all(level == "row" for rule in rules for level in rule.levels)
+
+
+def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:
+    """Whether a row unit has few long rows that are strided in memory, as those of channels-last images are: each pass over them is
+    then a kernel (see `transform.split_columns`)."""
+    full = [v for v in unit.op.inputs() if v.spec is not None and shape_of(v.spec) == domain.shape]
+    if not isinstance(unit.rule, Row) or not any(_is_strided(v, domain) for v in full):
+        return False
+    sizes = [evaluate(s, size_hints(full)) for s in domain.shape]
+    row, numel = math.prod(sizes[d] for d in domain.dims), math.prod(sizes)
+    few = numel <= splits.few_columns * row
+    return few and row >= splits.column_rows and numel >= splits.column_elements
+
+
+def _is_strided(v: Value, domain: Domain) -> bool:
+    """Whether the neighbours of an element of `v` in memory belong to other rows."""
+    assert v.spec is not None
+    along = [d for d, (size, step) in enumerate(zip(domain.shape, stride_of(v.spec), strict=True)) if step == 1 and size != 1]
+    return bool(along) and not set(along) & set(domain.dims)
 
 
 def is_column(domain: Domain) -> bool:
