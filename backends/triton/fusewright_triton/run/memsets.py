@@ -18,7 +18,9 @@ from fusewright_triton.run.driver import DriverError, driver
 MEMSET = 2
 """CU_GRAPH_NODE_TYPE_MEMSET."""
 
-THREADS = 128
+THREADS = 256
+WORDS = 4
+"""Words that a thread stores: cuDNN clears weight gradients of megabytes, where blocks of one word a thread start too slowly."""
 
 FILL = b"""
 .version 7.0
@@ -26,8 +28,8 @@ FILL = b"""
 .address_size 64
 .visible .entry fill(.param .u64 start, .param .u32 word, .param .u32 words)
 {
-    .reg .pred %beyond;
-    .reg .b32 %r<7>;
+    .reg .pred %p<4>;
+    .reg .b32 %r<9>;
     .reg .b64 %d<4>;
     ld.param.u64 %d1, [start];
     ld.param.u32 %r1, [word];
@@ -36,12 +38,31 @@ FILL = b"""
     mov.u32 %r3, %ctaid.x;
     mov.u32 %r4, %ntid.x;
     mov.u32 %r5, %tid.x;
-    mad.lo.s32 %r6, %r3, %r4, %r5;
-    setp.ge.u32 %beyond, %r6, %r2;
-    @%beyond bra done;
+    mad.lo.u32 %r6, %r3, %r4, %r5;
+    shl.b32 %r6, %r6, 2;
+    setp.ge.u32 %p1, %r6, %r2;
+    @%p1 bra done;
+    sub.u32 %r7, %r2, %r6;
     mul.wide.u32 %d2, %r6, 4;
     add.s64 %d3, %d1, %d2;
+    cvt.u32.u64 %r8, %d3;
+    and.b32 %r8, %r8, 15;
+    setp.lt.u32 %p2, %r7, 4;
+    setp.ne.or.u32 %p2, %r8, 0, %p2;
+    @%p2 bra each;
+    st.global.v4.u32 [%d3], {%r1, %r1, %r1, %r1};
+    ret;
+each:
     st.global.u32 [%d3], %r1;
+    setp.lt.u32 %p3, %r7, 2;
+    @%p3 bra done;
+    st.global.u32 [%d3+4], %r1;
+    setp.lt.u32 %p3, %r7, 3;
+    @%p3 bra done;
+    st.global.u32 [%d3+8], %r1;
+    setp.lt.u32 %p3, %r7, 4;
+    @%p3 bra done;
+    st.global.u32 [%d3+12], %r1;
 done:
     ret;
 }
@@ -74,6 +95,12 @@ def words_of(m: Memset) -> tuple[int, int] | None:
         return None
     value = m.value & ((1 << 8 * m.size) - 1)
     return int.from_bytes(value.to_bytes(m.size, "little") * (4 // m.size), "little"), total // 4
+
+
+def dims(words: int) -> tuple[ctypes.Array[ctypes.c_uint32], ctypes.Array[ctypes.c_uint32]]:
+    """Return the grid and the block that fill so many words."""
+    three = ctypes.c_uint32 * 3
+    return three(-(-words // (WORDS * THREADS)), 1, 1), three(THREADS, 1, 1)
 
 
 @functools.cache
@@ -128,8 +155,7 @@ class _Graph:
         """Add a kernel node that fills memory after the nodes `before`."""
         arguments = (ctypes.c_uint64(start), ctypes.c_uint32(word), ctypes.c_uint32(words))
         addresses = _array([ctypes.addressof(a) for a in arguments])
-        three = ctypes.c_uint32 * 3
-        grid, block = three(-(-words // THREADS), 1, 1), three(THREADS, 1, 1)
+        grid, block = dims(words)
         launch = _Kernel(self.fill, grid, block, 0, ctypes.cast(addresses, ctypes.c_void_p))
         new = ctypes.c_void_p()
         count = ctypes.c_size_t(len(before))
