@@ -21,6 +21,8 @@ LANE_BYTES = 16
 """Bytes of the widest load of one lane."""
 HELD = 8192
 """The most elements of rows next to each other that one program holds."""
+THREADS = 256
+"""The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
 """The least element offset that needs 64-bit arithmetic; the margin covers lanes past the end of a block."""
 
@@ -170,9 +172,10 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
-        across = _across(kernel, shape)
+        across = _across(kernel, shape, target)
         if across is not None and (block := _lines(shape, *across, row, target)) > 1:
-            return Config((Tile(across[:1], block),), row, True, 1, _row_warps(block * row, target))
+            most = _pow2(target.schedule.lane_words // shape.live + 1) // 2
+            return Config((Tile(across[:1], block),), row, True, 1, _row_warps(block * row, target, most))
         block = 1
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
@@ -182,26 +185,45 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
 
 
-def _across(kernel: Kernel, shape: _Shape) -> tuple[int, int] | None:
-    """Return the axis of P along which a large operand is contiguous whose rows are not, and the bytes of its elements: read
-    one row at a time, every element would fetch a sector of memory."""
-    for n in _accesses(kernel):
-        if n.index is None or not _over_row(n, shape) or 2 * _reach(n, shape.sizes) < 100:
-            continue
-        strides = [n.index.stride_of(a) for a in range(len(shape.sizes))]
-        if any(strides[a] in (1, -1) for a in range(shape.n_p, len(strides)) if shape.sizes[a] > 1):
-            continue
-        for a in range(shape.n_p):
-            if strides[a] in (1, -1) and shape.sizes[a] > 1:
-                return a, TYPES[n.dtype].size
-    return None
+def _across(kernel: Kernel, shape: _Shape, target: Target) -> tuple[int, int] | None:
+    """Return the axis of P along which an operand that no L1 cache holds is contiguous whose rows are not, and the bytes of the
+    narrowest elements read so: read one row at a time, every element would fetch a sector of memory."""
+    found = [(a, n) for n in _accesses(kernel) if (a := _transposed(n, shape, target)) is not None]
+    if not found:
+        return None
+    axis, axes = found[0][0], kernel.axes_of()
+    narrow = [TYPES[n.dtype].size for a, n in found if a == axis]
+    for n in _accesses(kernel):  # positions read across rows make neighbouring rows gather neighbours
+        if n.index is not None and any(i.stride == 1 and axis in axes[i.value] for i in n.index.indirect):
+            if not _along_row(n, shape) and _over_row(n, shape):
+                narrow.append(TYPES[n.dtype].size)
+    return axis, min(narrow)
+
+
+def _transposed(n: Node, shape: _Shape, target: Target) -> int | None:
+    """Return the axis of P along which an operand is contiguous whose rows are not."""
+    if n.index is None or not _over_row(n, shape) or _along_row(n, shape):
+        return None
+    if _product(tuple(shape.sizes[a] for a in n.index.axes())) * TYPES[n.dtype].size < target.shared:
+        return None
+    return next((a for a in range(shape.n_p) if shape.sizes[a] > 1 and n.index.stride_of(a) in (1, -1)), None)
+
+
+def _along_row(n: Node, shape: _Shape) -> bool:
+    rows = range(shape.n_p, len(shape.sizes))
+    return n.index is not None and any(shape.sizes[a] > 1 and n.index.stride_of(a) in (1, -1) for a in rows)
 
 
 def _lines(shape: _Shape, axis: int, size: int, row: int, target: Target) -> int:
-    """Return how many rows next to each other along `axis` a program holds: a sector of 32 bytes of the operand whose elements
-    have `size` bytes, if half of the shared memory holds the widest operand, which may pass through it."""
+    """Return how many rows next to each other along `axis` a program holds: a sector of 32 bytes of the operand whose elements have
+    `size` bytes, if registers of `THREADS` threads hold all operands, and half of the shared memory the widest, which may pass
+    through it."""
     block = min(32 // max(size, 2), _pow2(shape.sizes[axis]), HELD // row)
-    while block > 1 and (block * 2 * target.units > shape.points or block * row * shape.width > target.shared // 2):
+    while block > 1 and (
+        block * 2 * target.units > shape.points
+        or block * row * shape.width > target.shared // 2
+        or block * row * shape.live > THREADS * target.schedule.lane_words
+    ):
         block //= 2
     return block
 
@@ -247,10 +269,10 @@ def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Tar
     return Config(tiles, step, step == row, 1, _warps(step, max(4, 16 // matrices), target))
 
 
-def _row_warps(elements: int, target: Target) -> int:
-    """Return the warps for rows that are held in registers."""
+def _row_warps(elements: int, target: Target, most: int = HELD) -> int:
+    """Return the warps for rows that are held in registers, at most so many elements of them to each lane."""
     short, long = target.schedule.row_elements
-    return _warps(elements, short if elements < 1024 else long, target)
+    return _warps(elements, min(short if elements < 1024 else long, most), target)
 
 
 def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:

@@ -48,6 +48,43 @@ def test_a_wide_operand_does_not_narrow_the_sectors_of_a_transposed_one() -> Non
     assert choose(kernel, target.AMD["gfx942"]).tiles == (Tile((1,), 8),), "64 KiB of shared memory, half of it for positions"
 
 
+def gathered(batch: int, rows: int) -> Kernel:
+    """Softmax of DeBERTa's scores: x, y at positions along a row and z at positions across rows, behind a mask."""
+    b = Builder("gathered", p=[batch, rows], r=[rows])
+    x, y, z, mask = b.input("x", "bf16"), b.input("y", "bf16"), b.input("z", "bf16"), b.input("mask", "f32")
+    down, across, out = b.input("down", "i64"), b.input("across", "i64"), b.output("out", "bf16")
+    p, i, r = b.axes
+    matrix = p * (rows * rows)
+    along = b.indirect(b.bound(b.load(down, i * rows + r), rows))
+    over = b.indirect(b.bound(b.load(across, r * rows + i), rows))
+    terms = b.load(x, matrix + i * rows + r).to("f32") + b.load(y, matrix + i * rows + along).to("f32")
+    terms = terms + b.load(z, matrix + r * rows + over).to("f32")
+    terms = b.where(b.load(mask, p * rows + r) > 0.0, terms, -1e9)
+    e = b.op("exp", terms - b.reduce("max", terms))
+    b.store(out, matrix + i * rows + r, (e / b.reduce("sum", e)).to("bf16"))
+    return b.build()
+
+
+def test_rows_that_gather_across_each_other_are_as_many_as_registers_hold() -> None:
+    config = choose(gathered(96, 512), H100)
+    assert config.tiles == (Tile((1,), 8),) and config.warps == 8, "10 words of each element, 16 elements a lane"
+    assert choose(gathered(96, 64), H100).tiles == (Tile((0, 1), 8),), "the first cache holds what is read across rows"
+
+
+def test_rows_that_gather_across_each_other_are_right() -> None:
+    kernel = gathered(4, 256)
+    assert choose(kernel, H100).tiles[0] == Tile((1,), 2)
+    x, y, z = (torch.randn(4, 256, 256).bfloat16() for _ in range(3))
+    i = torch.arange(256)
+    down = (i[:, None] - i + 128).clamp(0, 255)
+    across, mask = down.mT.contiguous(), (torch.rand(4, 256) > 0.1).float()
+    out = torch.empty_like(x)
+    simulate(kernel, [x, y, z, mask, down, across, out], target=H100)
+    terms = x.float() + y.float().gather(2, down.expand(4, -1, -1)) + z.float().gather(2, across.expand(4, -1, -1)).mT
+    wanted = terms.masked_fill(mask[:, None] == 0, -1e9).softmax(-1)
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-4)
+
+
 def test_rows_stay_apart_where_nothing_is_transposed_or_few_programs_would_be_left() -> None:
     for kernel in (
         centered(96, 512, 512, transposed=False),
