@@ -48,7 +48,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "ops/table/backward.py": ("cpu", "the name of an operator of torch"),
     "ops/table/composite.py": ("cpu", "what eager gives there, and the name of an operator of torch"),
     "ops/table/quantized.py": ("onednn x86", "a namespace of torch's operators"),
-    "plan/build.py": ("mkldnn", "a namespace of torch's operators"),
+    "plan/build.py": ("mkldnn mkl", "namespaces of torch's operators"),
     "plan/ir.py": ("mkldnn", "a namespace of torch's operators"),
     "quantization/bench.py": ("onednn", "torch's name of an engine"),
     "report_page/chart.py": ("cpu", "the machine of a figure"),

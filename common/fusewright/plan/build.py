@@ -380,7 +380,7 @@ def may_alias(i: Instruction) -> bool:
     operator = operator_of(i.target)
     if operator is None:
         return False
-    if operator.namespace == "mkldnn":
+    if operator.namespace in ("mkldnn", "mkl"):
         return bool(operator._schema.is_mutable)
     return overload_may_share(operator)
 

@@ -45,7 +45,7 @@ def notes_of_a_linear(width: int) -> set[str]:
 def test_code_that_was_compiled_and_dropped_counts_and_eager_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(left_behind, "MOST", 2)
-    monkeypatch.setattr("fusewright_cpu.onednn.choices.linear_form", lambda ctx, p, forms: asked.append(p.key) or "packed")
+    monkeypatch.setattr("fusewright_cpu.onednn.choices.linear_form", lambda ctx, p, forms, after: asked.append(p.key) or "packed")
     found = [notes_of_a_linear(width) for width in (31, 32, 33, 34, 31)]
     assert [key.partition(" bias")[0].split("x")[1] for key in asked] == ["31", "32", "31"]
     assert found[2] == found[3] and found[0] == found[4] != found[2]

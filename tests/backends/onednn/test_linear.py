@@ -11,11 +11,15 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright.interface import Dim, Why
 from fusewright.plan.ir import Launch
+from fusewright_cpu.onednn.choices import Product, Unary, _linear_thunk, _matrix
 from fusewright_onednn.backend import X86OneDnn
 from tests.backends.onednn.common import BF16, DEVICE, F32, check, close, compiled
 from tests.fragments import Sketch, symbolic, targets
 
 LINEAR, PACK = "mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight"
+MKL, PACK_MKL = "mkl::_mkl_linear", "mkl::_mkl_reorder_linear_weight"
+
+in_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
 
 
 def _linear(dtype: torch.dtype = F32, bias: bool = True, rows: tuple[int, ...] = (2, 8)) -> tuple[Sketch, object]:
@@ -62,6 +66,56 @@ def test_what_loses_nan_rides_only_under_finite_math(name: str, args: tuple[floa
     z = g.op(name, y, *args)
     assert targets(check(g, [z])) == [LINEAR, f"kernel {name}"]
     assert targets(check(g, [z], finite_math=True)) == [LINEAR]
+
+
+@in_mkl
+@pytest.mark.parametrize(("rows", "packs"), [((2, 256), True), ((2, 8), False)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_only_large_fp32_products_are_packed_for_mkl(dtype: torch.dtype, rows: tuple[int, ...], packs: bool) -> None:
+    g, y = _linear(dtype, rows=rows)
+    fragment = check(g, [y], "mkl")
+    taken = packs and dtype is F32
+    assert targets(fragment) == [MKL if taken else LINEAR]
+    assert targets(fragment, prepare=True) == [PACK_MKL if taken else PACK]
+
+
+@in_mkl
+def test_a_unary_op_after_a_product_in_mkl_is_a_kernel() -> None:
+    g, y = _linear(rows=(2, 256))
+    assert targets(check(g, [g.op("gelu", y, approximate="tanh")], "mkl")) == [MKL, "kernel gelu"]
+
+
+@in_mkl
+@pytest.mark.parametrize("kind", ["addmm", "mm"])
+def test_a_product_in_mkl_packs_a_transposed_weight_as_it_is(kind: str) -> None:
+    g = Sketch()
+    x, w = g.input(torch.randn(64, 128).t()), g.input(torch.randn(64, 96), const=True)
+    y = g.op("mm", x, w) if kind == "mm" else g.op("addmm", g.input(torch.randn(96), const=True), x, w)
+    assert targets(check(g, [y], "mkl"), prepare=True) == ["aten::t", PACK_MKL]
+
+
+@in_mkl
+def test_a_product_in_mkl_of_flattened_rows_has_the_rows_of_its_input() -> None:
+    g = Sketch()
+    x, w = g.input(torch.randn(2, 128, 64)), g.input(torch.randn(64, 96), const=True)
+    flat = g.op("addmm", g.input(torch.randn(96), const=True), g.op("view", x, [256, 64]), w)
+    y = g.op("gelu", g.op("view", flat, [2, 128, 96]))
+    assert [t for t in targets(check(g, [y], "mkl")) if "aten::view" not in t] == [MKL, "kernel gelu"]
+
+
+@in_mkl
+def test_the_unary_op_is_timed_in_every_form_of_a_product() -> None:
+    """Regression: a product was timed alone, as if a call without post-ops computed the activation too."""
+    done: list[str] = []
+    after = Unary(("gelu", (), "none"), lambda product: done.append("apart"))
+    product = Product(512, 32, 48, F32)
+    forms = ("aten", "dense", *product.packed_forms)
+    for form in forms:
+        with torch.profiler.profile() as profile:
+            _linear_thunk(product, form, _matrix, product.n, after)()()
+        called = any(e.key == "mkldnn::_linear_pointwise" for e in profile.key_averages())
+        assert called == (form in ("dense", "packed"))
+    assert len(done) == 2  # eager's and MKL's
 
 
 def test_a_value_that_others_use_is_stored() -> None:
@@ -146,7 +200,17 @@ def test_siblings_become_one_product_and_slices() -> None:
     fragment = check(g, outs)
     assert targets(fragment)[:4] == [LINEAR] + ["aten::slice.Tensor"] * 3
     assert not any("clone" in t for t in targets(fragment))
-    assert targets(check(g, outs, "separate")).count(LINEAR) == 3
+    assert targets(check(g, outs, "separate packed")).count(LINEAR) == 3
+
+
+@in_mkl
+def test_siblings_become_one_product_in_mkl() -> None:
+    g, outs = _qkv(2, 256)
+    outs = [g.op("mul", t, 2.0) for t in outs]
+    fragment = check(g, outs, "together mkl")
+    assert targets(fragment)[:4] == [MKL] + ["aten::slice.Tensor"] * 3
+    # the weights side by side are dead once they are packed: the call gets one of them with the sizes of all
+    assert targets(fragment, prepare=True) == ["aten::cat", PACK_MKL, "aten::cat", "aten::as_strided"]
 
 
 def test_a_slice_that_leaves_the_region_gets_eager_strides() -> None:

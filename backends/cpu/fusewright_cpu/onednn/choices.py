@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -71,20 +71,43 @@ class Product:
         most = min(PROXY_FLOPS / (2.0 * self.m * self.k), PROXY_ELEMENTS / self.k)
         if self.n <= most:
             return self
-        return Product(self.m, self.k, max(64, int(most) // 64 * 64), self.dtype, self.bias, self.x_rows, self.w_rows)
+        return replace(self, n=max(64, int(most) // 64 * 64))
+
+    @property
+    def packed_forms(self) -> tuple[str, ...]:
+        """The forms with a weight that was packed for this number of rows: oneDNN's, and MKL's where torch has it."""
+        mkl = self.dtype is torch.float32 and self.flops >= FITTED.mkl_flops and torch.backends.mkl.is_available()
+        return ("mkl", "packed") if mkl else ("packed",)
 
 
-def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str]) -> str:
-    """Return "aten", "dense", "packed" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32); "copied"
+@dataclass(frozen=True)
+class Unary:
+    """A unary op after a product: as oneDNN's post-op (attribute, scalars and algorithm), and as a call that writes eager's result
+    over its argument, in place of the loop kernel that follows a product without post-ops."""
+
+    post: tuple[str, Sequence[float], str] = ("none", (), "")
+    apart: Callable[[torch.Tensor], object] = lambda product: product
+
+    @property
+    def key(self) -> str:
+        attr, scalars, algorithm = self.post
+        return "" if attr == "none" else f" {attr}{list(scalars)}{algorithm}"
+
+
+NOTHING = Unary()
+
+
+def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str], after: Unary = NOTHING) -> str:
+    """Return "aten", "dense", "packed", "mkl" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32); "copied"
     is "dense" after a kernel has copied a transposed x to rows, for which oneDNN's own copy takes several times as long."""
     if len(forms) == 1:
         return forms[0]
     matrix = cache(_matrix)
-    candidates = {f: _linear_thunk(product.proxy(), f, matrix, product.n) for f in forms}
-    return ctx.choose(f"{product.key} {'/'.join(forms)}", Lazy(candidates))
+    candidates = {f: _linear_thunk(product.proxy(), f, matrix, product.n, after) for f in forms}
+    return ctx.choose(f"{product.key}{after.key} {'/'.join(forms)}", Lazy(candidates))
 
 
-def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0) -> Callable[[], Thunk]:
+def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after: Unary = NOTHING) -> Callable[[], Thunk]:
     """Return a product in one form, on operands that `matrix` makes. `p` may be a proxy with fewer columns: the copy of x is then
     scaled in proportion."""
 
@@ -92,34 +115,46 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0) -> Ca
         x = matrix(p.m, p.k, p.x_rows or form == "copied", p.dtype)
         w = matrix(p.n, p.k, p.w_rows, p.dtype)
         b = torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
+
+        def fused(weight: torch.Tensor) -> Any:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, b, *after.post)
+
         if form == "aten":
-            return lambda: torch.nn.functional.linear(x, w, b)
+            return lambda: after.apart(torch.nn.functional.linear(x, w, b))
         if form == "dense":
-            return lambda: torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+            return lambda: fused(w)
         if form == "copied":
             part = x.view(-1)[: max(1, int(FITTED.copy * x.numel() * p.n / max(columns, p.n)))]
             target = torch.empty_like(part)
-            return lambda: (target.copy_(part), torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""))
+            return lambda: (target.copy_(part), fused(w))
+        if form == "mkl":
+            laid_out = torch.ops.mkl._mkl_reorder_linear_weight(w, p.m)
+            return penalised(lambda: after.apart(torch.ops.mkl._mkl_linear(x, laid_out, w, b, p.m)), FITTED.packed_gain)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
-        return penalised(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], ""), FITTED.packed_gain)
+        return penalised(lambda: fused(packed), FITTED.packed_gain)
 
     return make
 
 
-def concat_pays(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> bool:
-    """Return whether one product with concatenated weights beats separate ones, each in its packed form."""
-    key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
-
+def siblings_form(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> str:
+    """Return the packed form of one product with concatenated weights if it beats separate ones, each in its best packed form; else
+    ""."""
     matrix = cache(_matrix)
+    forms = Product(m, k, sum(widths), dtype, bias).packed_forms
 
-    def separate() -> Thunk:
-        thunks = [_linear_thunk(Product(m, k, n, dtype, bias), "packed", matrix)() for n in widths]
-        return lambda: [t() for t in thunks]
+    def separate(form: str) -> Callable[[], Thunk]:
+        def make() -> Thunk:
+            thunks = [_linear_thunk(Product(m, k, n, dtype, bias), form, matrix)() for n in widths]
+            return lambda: [t() for t in thunks]
 
-    def together() -> Thunk:
-        return _linear_thunk(Product(m, k, sum(widths), dtype, bias), "packed", matrix)()
+        return make
 
-    return ctx.choose(key, Lazy({"separate": separate, "together": together})) == "together"
+    together = {f"together {form}": form for form in forms}
+    candidates = {f"separate {form}": separate(form) for form in forms}
+    for name, form in together.items():
+        candidates[name] = _linear_thunk(Product(m, k, sum(widths), dtype, bias), form, matrix)
+    key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
+    return together.get(ctx.choose(key, Lazy(candidates)), "")
 
 
 def attention_form(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SWITCHES = (
     "backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mkldnn.allow_tf32", "backends.mkldnn.fp32_precision",
     "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision", "backends.cpu.get_cpu_capability",
+    "backends.mkl.is_available",
 )  # fmt: skip
 ENV = ("ONEDNN_*", "DNNL_*", "ATEN_CPU_CAPABILITY", "MKL_*")
 
@@ -31,9 +32,9 @@ class OneDnnBackend(FusedBackend):
     device_type = "cpu"
     constant_masks = True  # with `is_causal`, attention skips future keys instead of reading a mask of them
     loader = llvm_loader
-    namespaces: ClassVar[Sequence[str]] = ("mkldnn", "onednn")
+    namespaces: ClassVar[Sequence[str]] = ("mkldnn", "mkl", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
-        # Weights in oneDNN's own layout: "auto" where that measures faster, "never", "always".
+        # Weights in oneDNN's own layout, or in MKL's: "auto" where that measures faster, "never", "always".
         "prepack": "auto",
         # Fuse relu and clamp into a product, which turns a NaN into 0.
         "finite_math": False,

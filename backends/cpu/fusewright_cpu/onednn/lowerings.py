@@ -22,7 +22,7 @@ from fusewright.toolkit.region.pattern import Chain, Match, chain, find, sibling
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.onednn import choices, patterns, sums
-from fusewright_cpu.onednn.choices import Product
+from fusewright_cpu.onednn.choices import NOTHING, Product, Unary
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.patterns import is_packed, other_of, post_op, posts
@@ -34,6 +34,8 @@ OpCode: TypeAlias = Callable[[Match, Builder], None]
 FLOATS = {torch.float32: "", torch.bfloat16: "mkldnn_bf16"}
 LINEAR = "mkldnn::_linear_pointwise.default"
 PACK_LINEAR = "mkldnn::_reorder_linear_weight.default"
+MKL_LINEAR = "mkl::_mkl_linear.default"
+PACK_MKL_LINEAR = "mkl::_mkl_reorder_linear_weight.default"
 CONV = "mkldnn::_convolution_pointwise.default"
 CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
@@ -109,9 +111,10 @@ def product_of(op: OpView) -> Product:
     return Product(x.numel_hint() // max(k, 1), k, n, x.dtype, bias is not None, x_rows, w_rows)
 
 
-def linear_form(op: OpView, b: Builder) -> str:
-    """Return the form of a product: "aten", "dense", "packed" or "copied". Only constants are packed, for a fixed number of
+def linear_form(m: Match, b: Builder) -> str:
+    """Return the form of a product: "aten", "dense", "packed", "mkl" or "copied". Only constants are packed, for a fixed number of
     rows."""
+    op = m.anchor
     product = product_of(op)
     x, w, _ = operands(op)
     if not spec_of(x).static:  # oneDNN generates and keeps code for each number of rows; eager's fp32 library does not
@@ -126,10 +129,19 @@ def linear_form(op: OpView, b: Builder) -> str:
             not product.x_rows and product.dtype is torch.float32
         )  # in bf16 eager calls oneDNN, which handles such rows well
         forms = ("aten", "dense", "copied") if tall else ("aten", "dense")
-        return choices.linear_form(b.ctx, product, forms)
+        return choices.linear_form(b.ctx, product, forms, unary_of(m, b))
     if prepack == "always":
         return "packed"
-    return choices.linear_form(b.ctx, product, ("aten", "dense", "packed"))
+    return choices.linear_form(b.ctx, product, ("aten", "dense", *product.packed_forms), unary_of(m, b))
+
+
+def unary_of(m: Match, b: Builder) -> Unary:
+    """Return what follows a product in a match, for a measurement."""
+    unary = m.get("unary")
+    if unary is None:
+        return NOTHING
+    call, eager = b.ctx.aten(unary), getattr(torch.ops.aten, unary.op)
+    return Unary(post_op(m), lambda product: eager(product, *call.args[1:], **dict(call.kwargs), out=product))
 
 
 @LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=linear_reason)
@@ -137,22 +149,36 @@ def linear_form(op: OpView, b: Builder) -> str:
 def linear(m: Match, b: Builder) -> None:
     """Emit input @ weight.T + bias, and a unary op that follows."""
     op = m.anchor
-    form = linear_form(op, b)
+    form = linear_form(m, b)
     if form == "aten":
         for part in m.ops:
             b.leave(part)
         b.notes[op.id] = "ATen: faster for this shape"
         return
-    x, w, bias = operands(op)
+    x, w, given = operands(op)
     x = with_rows(x, m, b)
-    weight = weight_of(op, w, b)
+    weight, bias = weight_of(op, w, b), None if given is None else b.exact(given)
+    if form == "mkl":
+        return _in_mkl(m, b, x, weight, bias)
     if form == "copied":
         x = b.row_major(x)
     if form == "packed":
         weight = b.prepare(PACK_LINEAR, weight, product_of(op).m)
-    emit_linear(m, b, x, weight, None if bias is None else b.exact(bias))
+    emit_linear(m, b, x, weight, bias)
     b.close_call(m.ops)
     note_parts(m, b, f"oneDNN linear, {form}")
+
+
+def _in_mkl(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
+    """Emit a product with a weight in MKL's layout; the unary op that follows is left to a kernel."""
+    op, out, unary = m.anchor, (m.get("rows") or m.anchor).out, m.get("unary")
+    rows, stride = product_of(op).m, contiguous_strides(spec_of(out).shape)  # type: ignore[arg-type]
+    packed = b.prepare(PACK_MKL_LINEAR, weight, rows)
+    b.library(MKL_LINEAR, b.any_strides(x), packed, weight, bias, rows, out=out, stride=stride, op=op)
+    b.close_call([part for part in m.ops if part is not unary])
+    b.notes[op.id] = "MKL linear, packed"
+    if unary is not None:
+        b.leave(unary)
 
 
 def with_rows(x: Value, m: Match, b: Builder) -> Value:
@@ -216,20 +242,24 @@ def _siblings(m: Match, b: Builder) -> Match | None:
 
 def _concat_pays(m: Match, b: Builder) -> bool:
     """Whether one product for all siblings is faster than one each."""
-    p = product_of(m.anchor)
-    widths = [product_of(op).n for op in m.ops]
-    if not SHAPES.admit(f"{p.key} {widths}", b.owner):
+    if not SHAPES.admit(f"{product_of(m.anchor).key} {[product_of(op).n for op in m.ops]}", b.owner):
         b.ctx.provisional()
         return False
-    return choices.concat_pays(b.ctx, p.m, p.k, widths, p.dtype, p.bias)
+    return bool(_siblings_form(m, b))
+
+
+def _siblings_form(m: Match, b: Builder) -> str:
+    p = product_of(m.anchor)
+    return choices.siblings_form(b.ctx, p.m, p.k, [product_of(op).n for op in m.ops], p.dtype, p.bias)
 
 
 def _concatenated(m: Match, b: Builder) -> None:
     """Emit all siblings as one product; each result is a slice of it, without a copy."""
     group, first = m.ops, m.ops[0]
     x = first.arg("input")
+    p, form = product_of(first), _siblings_form(m, b)
     weights = tuple(b.exact(op.arg("weight")) for op in group)
-    weight = b.prepare(PACK_LINEAR, b.prepare("aten::cat.default", weights, 0), product_of(first).m)
+    weight = b.prepare(PACK_LINEAR if form == "packed" else PACK_MKL_LINEAR, b.prepare("aten::cat.default", weights, 0), p.m)
     bias = None
     if first.arg("bias") is not None:
         bias = b.prepare("aten::cat.default", tuple(b.exact(op.arg("bias")) for op in group), 0)
@@ -237,12 +267,17 @@ def _concatenated(m: Match, b: Builder) -> None:
     shape = (*spec_of(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
     whole = b.ctx.value(TensorSpec(shape, stride, spec_of(first.out).dtype))
-    b.call(LINEAR, b.any_strides(x), weight, bias, "none", (), "", out=whole, op=first)
+    if form == "packed":
+        b.call(LINEAR, b.any_strides(x), weight, bias, "none", (), "", out=whole, op=first)
+    else:  # of the weight as it was it reads only the sizes, so that nothing need keep all of them side by side
+        sizes = b.prepare("aten::as_strided.default", weights[0], (sum(widths), p.k), (0, 0))
+        b.call(MKL_LINEAR, b.any_strides(x), weight, sizes, bias, p.m, out=whole, op=first)
+    library = "oneDNN" if form == "packed" else "MKL"
     start = 0
     for op, width in zip(group, widths, strict=True):
         args = (Ref(whole.id), len(shape) - 1, start, start + width)
         b.library("aten::slice.Tensor", *args, out=op.out, stride=stride, op=op)
-        b.notes[op.id] = f"oneDNN linear, packed, one product for {len(group)}"
+        b.notes[op.id] = f"{library} linear, packed, one product for {len(group)}"
         start += width
     b.close_call(group)
 
