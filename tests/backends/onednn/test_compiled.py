@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from fusewright import report
 from fusewright.cache import tune
 from fusewright.toolkit.region.builder import Builder
+from fusewright_cpu.onednn import choices
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
 
@@ -207,3 +208,63 @@ def test_a_chain_is_longer_than_pythons_stack(step: Callable[[torch.Tensor], tor
     x = torch.randn(8, 8)
     got = torch.compile(f, backend="x86_onednn", dynamic=dynamic, options={"strict": True, "fallback": "allow"})(x)
     torch.testing.assert_close(got, f(x))
+
+
+class _Whisper(torch.nn.Module):
+    """Self-attention as Whisper has it: scaled queries, keys without a bias, and a copy of each by heads."""
+
+    def __init__(self, width: int, heads: int, scale: float) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, scale
+        self.q, self.k, self.v = (torch.nn.Linear(width, width, bias=biased) for biased in (True, False, True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def by_heads(t: torch.Tensor) -> torch.Tensor:
+            return t.view(*x.shape[:2], self.heads, -1).transpose(1, 2).contiguous()
+
+        q, k, v = by_heads(self.q(x) * self.scale), by_heads(self.k(x)), by_heads(self.v(x))
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).contiguous().view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ours", [False, True])
+def test_attention_reads_heads_where_the_projections_left_them(
+    dtype: torch.dtype, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "attention_form", lambda *_: "kernel" if ours else "eager")
+    monkeypatch.setattr(choices, "siblings_form", lambda *_: "packed")
+    m, x = _Whisper(32, 2, 0.25).to(dtype).eval(), torch.randn(2, 40, 32, dtype=dtype)
+    with report.recording() as graphs, torch.no_grad():
+        f = torch.compile(m, backend="x86_onednn", options={"prepack": "always", "strict": True})
+        torch.testing.assert_close(f(x), m(x), rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+    (graph,) = graphs  # the metadata of the rewritten attention is true
+    run = graph.texts["plan"].partition("def run(")[2]
+    assert run.count("linear_pointwise") == 1 and "clone" not in run and run.count("kernel_") == ours
+
+
+def test_a_copy_of_keys_that_is_returned_stays() -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = k.transpose(1, 2).contiguous()
+        return F.scaled_dot_product_attention(q, k, k), k
+
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 7, 2, 16)
+    with torch.no_grad():
+        for made, expected in zip(torch.compile(attention, backend="x86_onednn")(q, k), attention(q, k), strict=True):
+            torch.testing.assert_close(made, expected)
+            assert made.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("factor", [0.125, 4.0, 0.3, -0.5])
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float32, "packed"), (torch.float32, "mkl"), (torch.bfloat16, "dense")])
+def test_a_power_of_two_behind_a_product_is_in_its_weight(
+    factor: float, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "linear_form", lambda *_: form)
+    m, x = torch.nn.Linear(64, 32).to(dtype).eval(), torch.randn(16, 64, dtype=dtype)
+    with report.recording() as graphs, torch.no_grad():
+        made = torch.compile(lambda x: m(x) * factor, backend="x86_onednn")(x)
+        plain = torch.compile(m, backend="x86_onednn")(x)
+    inside = factor in (0.125, 4.0)
+    assert ({op.op: op.note for op in graphs[0].ops}["mul"] == "in the call of linear") == inside
+    if inside:
+        assert torch.equal(made, plain * factor)

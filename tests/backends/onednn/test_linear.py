@@ -206,7 +206,7 @@ def test_siblings_become_one_product_and_slices() -> None:
 @in_mkl
 def test_siblings_become_one_product_in_mkl() -> None:
     g, outs = _qkv(2, 256)
-    outs = [g.op("mul", t, 2.0) for t in outs]
+    outs = [g.op("mul", t, 3.0) for t in outs]
     fragment = check(g, outs, "together mkl")
     assert targets(fragment)[:4] == [MKL] + ["aten::slice.Tensor"] * 3
     # the weights side by side are dead once they are packed: the call gets one of them with the sizes of all

@@ -60,9 +60,9 @@ class OneDnnBackend(FusedBackend):
     @imported_later
     def rules(cls) -> Sequence[str]:
         from fusewright.toolkit.region.activation import ROWS
-        from fusewright_cpu.onednn import norms
+        from fusewright_cpu.onednn import heads, norms
 
-        return (norms.RULE, *(row.id for row in ROWS))
+        return (norms.RULE, *(row.id for row in (*ROWS, *heads.ROWS)))
 
     def supports(self, op: OpView) -> Verdict:
         """Answer by the table or as a kernel; ops that take any strides may run in between as ATen calls."""
@@ -76,10 +76,12 @@ class OneDnnBackend(FusedBackend):
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
         from fusewright.toolkit.region.activation import name_activations
         from fusewright.toolkit.region.graph import RegionGraph
+        from fusewright_cpu.onednn.heads import read_in_place
         from fusewright_cpu.onednn.region import lowered
 
         graph = RegionGraph(region)
         name_activations(graph, ctx.rules)
+        read_in_place(graph, ctx)
         return lowered(self.rewritten(graph, ctx), self.rows, ctx, self)
 
     def rewritten(self, graph: RegionGraph, ctx: CompileContext) -> RegionGraph:

@@ -25,7 +25,7 @@ from fusewright_cpu.onednn import choices, patterns, sums
 from fusewright_cpu.onednn.choices import NOTHING, Product, Unary
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.left_behind import SHAPES
-from fusewright_cpu.onednn.patterns import is_packed, other_of, post_op, posts
+from fusewright_cpu.onednn.patterns import is_packed, operands, other_of, post_op, posts
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
@@ -91,15 +91,6 @@ def _dense_matrix(s: TensorSpec) -> bool:
     return 1 in s.stride and s.rank == 2
 
 
-def operands(op: OpView) -> tuple[Value, Value, Value | None]:
-    """Return input, second matrix and bias of a product."""
-    if op.op == "linear":
-        return op.arg("input"), op.arg("weight"), op.arg("bias")
-    if op.op == "addmm":
-        return op.arg("mat1"), op.arg("mat2"), op.arg("self")
-    return op.arg("self"), op.arg("mat2"), None
-
-
 def product_of(op: OpView) -> Product:
     """Return the product that `op` computes, with hints for symbolic sizes."""
     x, w, bias = (spec_of(v) if v is not None else None for v in operands(op))
@@ -157,7 +148,7 @@ def linear(m: Match, b: Builder) -> None:
         return
     x, w, given = operands(op)
     x = with_rows(x, m, b)
-    weight, bias = weight_of(op, w, b), None if given is None else b.exact(given)
+    weight, bias = scaled(weight_of(op, w, b), m, b), None if given is None else scaled(b.exact(given), m, b)
     if form == "mkl":
         return _in_mkl(m, b, x, weight, bias)
     if form == "copied":
@@ -171,12 +162,13 @@ def linear(m: Match, b: Builder) -> None:
 
 def _in_mkl(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
     """Emit a product with a weight in MKL's layout; the unary op that follows is left to a kernel."""
-    op, out, unary = m.anchor, (m.get("rows") or m.anchor).out, m.get("unary")
+    op, out, unary = m.anchor, (m.get("rows") or m.get("factor") or m.anchor).out, m.get("unary")
     rows, stride = product_of(op).m, contiguous_strides(spec_of(out).shape)  # type: ignore[arg-type]
     packed = b.prepare(PACK_MKL_LINEAR, weight, rows)
     b.library(MKL_LINEAR, b.any_strides(x), packed, weight, bias, rows, out=out, stride=stride, op=op)
-    b.close_call([part for part in m.ops if part is not unary])
-    b.notes[op.id] = "MKL linear, packed"
+    inside = replace(m, ops=tuple(part for part in m.ops if part is not unary))
+    b.close_call(inside.ops)
+    note_parts(inside, b, "MKL linear, packed")
     if unary is not None:
         b.leave(unary)
 
@@ -209,6 +201,12 @@ def weight_of(op: OpView, w: Value, b: Builder) -> Ref:
     return Ref(view.id)
 
 
+def scaled(constant: Ref, m: Match, b: Builder) -> Ref:
+    """Return a weight or bias times the factor that follows the product."""
+    factor = m.get("factor")
+    return constant if factor is None else b.prepare("aten::mul.Scalar", constant, factor.arg("other"))
+
+
 def emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
     out = m.last.out
     attr, scalars, algorithm = post_op(m)
@@ -225,45 +223,66 @@ def note_parts(m: Match, b: Builder, text: str) -> None:
 
 
 def _siblings(m: Match, b: Builder) -> Match | None:
-    """Match, from the first of them, linears of one input with copyable constant weights, static sizes and no fused neighbours."""
+    """Match, from the first of them, linears of one input with copyable constant weights, static sizes and no fused neighbours but
+    factors."""
+    found: dict[int, Match] = {}
 
     def eligible(op: OpView) -> bool:
         if not LOWERINGS.supports(op, b.ctx.device):
             return False
         _, w, bias = operands(op)
         fixed = b.ctx.options["prepack"] != "never" and spec_of(op.arg("input")).static
-        alone = find(patterns.PRODUCT, op, b.graph, b, b.ctx.rules.allows)
-        return fixed and b.is_const(w) and b.is_const(bias) and alone is not None and alone.get("unary") is None
+        alone, part = (find(p, op, b.graph, b, b.ctx.rules.allows) for p in (patterns.PRODUCT, patterns.SCALED))
+        if not (fixed and b.is_const(w) and b.is_const(bias)) or alone is None or part is None or alone.get("unary") is not None:
+            return False
+        found[op.id] = part
+        return True
 
     readers = b.graph.ordered(b.graph.users(m.anchor.arg("input")))
-    group = next((g for g in siblings(readers, eligible) if g[0] is m.anchor), None)
-    return None if group is None else replace(m, ops=group, at=group[0])
+    group = next((g for g in siblings(readers, eligible, any_bias=True) if g[0] is m.anchor), None)
+    if group is None:
+        return None
+    parts = tuple(found[op.id] for op in group)
+    return replace(m, ops=b.graph.ordered(op for part in parts for op in part.ops), at=group[0], captures={"parts": parts})
 
 
 def _concat_pays(m: Match, b: Builder) -> bool:
     """Whether one product for all siblings is faster than one each."""
-    if not SHAPES.admit(f"{product_of(m.anchor).key} {[product_of(op).n for op in m.ops]}", b.owner):
+    widths = [product_of(part.anchor).n for part in m["parts"]]
+    if not SHAPES.admit(f"{product_of(m.anchor).key} {widths}", b.owner):
         b.ctx.provisional()
         return False
     return bool(_siblings_form(m, b))
 
 
 def _siblings_form(m: Match, b: Builder) -> str:
-    p = product_of(m.anchor)
-    return choices.siblings_form(b.ctx, p.m, p.k, [product_of(op).n for op in m.ops], p.dtype, p.bias)
+    p, parts = product_of(m.anchor), m["parts"]
+    return choices.siblings_form(b.ctx, p.m, p.k, [product_of(part.anchor).n for part in parts], p.dtype, _biased(parts))
+
+
+def _biased(parts: Sequence[Match]) -> bool:
+    return any(part.anchor.arg("bias") is not None for part in parts)
+
+
+def _bias_of(part: Match, b: Builder) -> Ref:
+    """Return the bias of one of several linears, or what adds nothing: of 0.0, -0.0 would become 0.0."""
+    bias, weight = part.anchor.arg("bias"), spec_of(part.anchor.arg("weight"))
+    if bias is None:
+        return b.prepare("aten::full.default", (weight.shape[0],), -0.0, dtype=weight.dtype)
+    return scaled(b.exact(bias), part, b)
 
 
 def _concatenated(m: Match, b: Builder) -> None:
     """Emit all siblings as one product; each result is a slice of it, without a copy."""
-    group, first = m.ops, m.ops[0]
+    parts, first = m["parts"], m.anchor
     x = first.arg("input")
     p, form = product_of(first), _siblings_form(m, b)
-    weights = tuple(b.exact(op.arg("weight")) for op in group)
+    weights = tuple(scaled(b.exact(part.anchor.arg("weight")), part, b) for part in parts)
     weight = b.prepare(PACK_LINEAR if form == "packed" else PACK_MKL_LINEAR, b.prepare("aten::cat.default", weights, 0), p.m)
     bias = None
-    if first.arg("bias") is not None:
-        bias = b.prepare("aten::cat.default", tuple(b.exact(op.arg("bias")) for op in group), 0)
-    widths = [product_of(op).n for op in group]
+    if _biased(parts):
+        bias = b.prepare("aten::cat.default", tuple(_bias_of(part, b) for part in parts), 0)
+    widths = [product_of(part.anchor).n for part in parts]
     shape = (*spec_of(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
     whole = b.ctx.value(TensorSpec(shape, stride, spec_of(first.out).dtype))
@@ -274,12 +293,12 @@ def _concatenated(m: Match, b: Builder) -> None:
         b.call(MKL_LINEAR, b.any_strides(x), weight, sizes, bias, p.m, out=whole, op=first)
     library = "oneDNN" if form == "packed" else "MKL"
     start = 0
-    for op, width in zip(group, widths, strict=True):
+    for part, width in zip(parts, widths, strict=True):
         args = (Ref(whole.id), len(shape) - 1, start, start + width)
-        b.library("aten::slice.Tensor", *args, out=op.out, stride=stride, op=op)
-        b.notes[op.id] = f"{library} linear, packed, one product for {len(group)}"
+        b.library("aten::slice.Tensor", *args, out=part.out, stride=stride, op=part.anchor)
+        note_parts(part, b, f"{library} linear, packed, one product for {len(parts)}")
         start += width
-    b.close_call(group)
+    b.close_call(m.ops)
 
 
 # -- convolution

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,23 @@ def post_op(m: Match) -> tuple[str, Scalars, str]:
     return post.attr, post.scalars(unary) or (), post.algorithm(unary)
 
 
+def scales(op: OpView, m: Match, b: Builder) -> bool:
+    """Match a product with a power of two, as queries have it: constant weights and biases are scaled ahead, without rounding."""
+    number, constants = op.args[1], operands(m.anchor)[1:]
+    exact = isinstance(number, int | float) and number > 0 and math.frexp(number)[0] == 0.5
+    ahead = all(map(b.is_const, constants)) and b.ctx.options["prepack"] != "never"
+    return exact and ahead and op.args[0] == m.out and same_type(op.out, m.out)
+
+
+def operands(op: OpView) -> tuple[Value, Value, Value | None]:
+    """Return input, second matrix and bias of a product."""
+    if op.op == "linear":
+        return op.arg("input"), op.arg("weight"), op.arg("bias")
+    if op.op == "addmm":
+        return op.arg("mat1"), op.arg("mat2"), op.arg("self")
+    return op.arg("self"), op.arg("mat2"), None
+
+
 def unflattens(op: OpView, m: Match, b: Builder) -> bool:
     """Match a view that divides the rows of a product of matrices: model code flattens them, and an activation may follow."""
     out, made = m.out.spec, op.out.spec
@@ -138,8 +156,14 @@ def same_type(a: Value, b: Value) -> bool:
     return isinstance(x, TensorSpec) and isinstance(y, TensorSpec) and (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
+PRODUCTS = ("linear", "addmm", "mm")
+FACTOR = maybe("mul", scales, "factor", rule="onednn.product.factor")
+
+SCALED = chain(PRODUCTS, FACTOR)
+
 PRODUCT = chain(
-    ("linear", "addmm", "mm"),
+    PRODUCTS,
+    FACTOR,
     maybe("view", unflattens, "rows", rule="onednn.product.rows"),
     maybe(frozenset(POST_OPS), _unary, "unary", rule="onednn.product.unary"),
 )  # fmt: skip

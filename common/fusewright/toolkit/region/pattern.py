@@ -259,14 +259,18 @@ def _stepped(
     return match if count >= step.least else None
 
 
-def siblings(ops: Iterable[OpView], eligible: Callable[[OpView], bool]) -> list[tuple[OpView, ...]]:
+def siblings(
+    ops: Iterable[OpView], eligible: Callable[[OpView], bool], any_bias: bool = False
+) -> list[tuple[OpView, ...]]:
     """Group linears that read the same value, so that one product with concatenated weights can compute a whole group.
 
-    Weights of a group agree in input size and dtype, and all or none have a bias. Groups are in the order of the region.
+    Weights of a group agree in input size and dtype, and all or none have a bias unless `any_bias`. Groups are in the order of the
+    region.
     """
     groups: dict[Any, list[OpView]] = {}
     for op in ops:
         if op.op == "linear" and eligible(op):
             x, w = op.arg("input"), op.arg("weight")
-            groups.setdefault((x.id, w.spec.shape[1], w.spec.dtype, op.arg("bias") is None), []).append(op)
+            biased = any_bias or op.arg("bias") is not None
+            groups.setdefault((x.id, w.spec.shape[1], w.spec.dtype, biased), []).append(op)
     return [tuple(g) for g in groups.values() if len(g) > 1]
