@@ -268,3 +268,22 @@ def test_a_power_of_two_behind_a_product_is_in_its_weight(
     assert ({op.op: op.note for op in graphs[0].ops}["mul"] == "in the call of linear") == inside
     if inside:
         assert torch.equal(made, plain * factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_torch_shares_what_it_makes_of_a_bool_mask(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "attention_form", lambda *_: "eager")
+
+    def attention(q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(7) < lengths[:, None])[:, None, None, :].expand(2, 1, 7, 7)
+        for _ in range(3):
+            q = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return q
+
+    q, lengths = torch.randn(2, 2, 7, 16, dtype=dtype), torch.tensor([4, 0])
+    with torch.no_grad():
+        f = torch.compile(attention, backend="x86_onednn")
+        assert torch.equal(f(q, lengths), attention(q, lengths))
+        with torch.profiler.profile() as profile:
+            f(q, lengths)
+    assert not [e for e in profile.key_averages() if e.key == "aten::where"]

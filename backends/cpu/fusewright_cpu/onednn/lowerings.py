@@ -482,12 +482,28 @@ def sdpa(m: Match, b: Builder) -> None:
             form = choices.attention_form(b.ctx, kernel, (*specs, spec_of(op.out)), sizes, factor, b.built)
             why = "" if form == "kernel" else "torch's kernel is faster for this shape"
     if why:
-        b.leave(op)
+        b.leave(_with_added_mask(op, b))
         b.notes[op.id] = f"ATen: {why}"
         return
     b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, op=op)
     b.close_call((op,))
     b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
+
+
+def _with_added_mask(op: OpView, b: Builder) -> OpView:
+    """Return an attention left to torch with the mask of zeros and -inf that torch makes of a bool mask in each call, here once for
+    all attention that reads the mask."""
+    mask = op.arg("attn_mask")
+    if op.op != "sdpa" or mask is None or spec_of(mask).dtype is not torch.bool or not spec_of(mask).static:
+        return op
+    dtype = spec_of(op.out).dtype
+
+    def added() -> Value:
+        zeros = b.append_op("full_like", b.at_hand(mask), 0.0, dtype)
+        return b.append_op("masked_fill", zeros, b.append_op("logical_not", b.at_hand(mask)), -math.inf)
+
+    shared = b.once(("added mask", mask.id, dtype), added)
+    return replace(op, args=tuple(shared if a is mask else a for a in op.args))
 
 
 def _not_our_attention(op: OpView, specs: Sequence[TensorSpec], b: Builder) -> str:

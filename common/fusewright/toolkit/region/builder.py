@@ -74,6 +74,7 @@ class Builder:
         self._constants: dict[Any, Ref] = {}
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that replaces it
         self._restored: set[int] = set()
+        self._shared: dict[Any, Value] = {}
 
     # -- constants
 
@@ -207,6 +208,12 @@ class Builder:
         id = self.ctx.value(None).id
         self.ops.append(OpView(id, name, target, tuple(given), tuple(given.values()), (out,)))
         return out
+
+    def once(self, key: Any, make: Callable[[], Value]) -> Value:
+        """A value that several ops read, written before the first of them."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def resolved(self, op: OpView) -> OpView:
         """Return an op with its values replaced by those that hold them."""
