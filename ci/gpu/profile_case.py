@@ -57,6 +57,7 @@ class Job:
     folder: str
     until: float
     dry: bool = False
+    profiled: bool = True
 
     @property
     def name(self) -> str:
@@ -137,7 +138,8 @@ class Case:
         self._measure_again()
         self._time()
         self._save()
-        for step in (self._compare, self._profile, self._profile_by_instruction):
+        profiles = (self._profile, self._profile_by_instruction) if self.job.profiled else ()
+        for step in (self._compare, *profiles):
             try:
                 step()
             except (RuntimeError, ValueError):  # out of memory, or other results than eager's: the other steps can still tell

@@ -1,13 +1,14 @@
 """Time and profile models of `fusewright bench` on a GPU, with their kernels, beside other compilers. The table comes last.
 
     python -m ci.gpu.profiles large:resnet50:train large:deberta_v2:infer [--against inductor,reduce-overhead] [--seconds 480]
-        [--at-once 8] [--out FOLDER] [--json record.json] [--dry]
+        [--at-once 8] [--no-profile] [--out FOLDER] [--json record.json] [--dry]
 
 Cases (MODEL:train under bf16 autocast, MODEL:infer in bf16) compile concurrently, each in its own process; while one is timed and
 profiled, the others are suspended. At most `--at-once` exist at a time, because they share the GPU's memory. When time is short,
-contenders that are not compiled yet are left out. A row has the wall time of a call, the host's time until it returns, the sum of
-its kernels, and how far results are from eager's. `--out` keeps for each case a text (kernels, instructions, graphs, what eager's
-kernels compute) and the plans and the code of all contenders. `--dry` tries the tool without a GPU: small sizes, ours simulated.
+contenders that are not compiled yet are left out (`--no-profile` leaves more time for them). A row has the wall time of a call, the
+host's time until it returns, the sum of its kernels, and how far results are from eager's. `--out` keeps for each case a text
+(kernels, instructions, graphs, what eager's kernels compute) and the plans and the code of all contenders. `--dry` tries the tool
+without a GPU: small sizes, ours simulated.
 
 Exit code 1 if our backend was not timed in some case.
 """
@@ -20,6 +21,7 @@ import gzip
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.out:
                 _keep(jobs, given.out)
     print(f"\n{record.get('device', 'simulated')}, {time.time() - start:.0f} s")
-    print("\n".join(table(rows)))
+    print("\n".join([*table(rows), *summary(rows)]))
     return int(any(r.outcome != "timed" for r in rows if r.contender == given.backend))
 
 
@@ -79,6 +81,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--against", help="comma-separated, besides eager; default: inductor, with --dry aot_eager")
     parser.add_argument("--seconds", type=float, default=480, help="for everything; default: 480")
     parser.add_argument("--at-once", type=int, default=8, help="cases in memory; default: 8")
+    parser.add_argument("--no-profile", action="store_true", help="only times and distances, no kernels")
     parser.add_argument("--out", type=Path, help="a folder for texts, plans and code")
     parser.add_argument("--json", type=Path, help="where the record goes")
     parser.add_argument("--dry", action="store_true", help="without a GPU")
@@ -113,7 +116,7 @@ def _jobs(given: argparse.Namespace, folder: Path, end: float) -> list[Job]:
         own = folder / str(k)
         own.mkdir()
         mode = "train" if train else "infer"
-        found.append(Job(model, mode, given.backend, given.against, str(own), until, given.dry))
+        found.append(Job(model, mode, given.backend, given.against, str(own), until, given.dry, not given.no_profile))
     return found
 
 
@@ -224,6 +227,19 @@ def _figures(r: Row) -> str:
     kernels = "" if r.kernels_ms is None else f"{r.kernels_ms:.2f}"
     off = "" if r.off_median is None else f"{r.off_median:.1e}"
     return f"{r.ms:9.2f} {kernels:>9} {r.host_ms:9.2f} {ratio:>12} {off:>10}"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each mode and contender: how much faster ours is, as a geometric mean and where it is least."""
+    found: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for r in rows:
+        if r.ours_over_it:
+            found.setdefault((r.case.rpartition(":")[2], r.contender), []).append((r.ours_over_it, r.case))
+    lines = []
+    for (mode, name), each in sorted(found.items()):
+        (least, case), mean = min(each), statistics.geometric_mean(x for x, _ in each)
+        lines.append(f"{mode}: {mean:.2f}x over {name} ({len(each)} cases, least {least:.2f}x: {case})")
+    return lines
 
 
 def _keep(jobs: Sequence[Job], out: Path) -> None:

@@ -63,6 +63,15 @@ def test_the_table_has_a_line_for_each_row() -> None:
     assert other.endswith("left out: time was short")
 
 
+def test_the_summary_names_the_case_where_ours_is_least() -> None:
+    ratios = {"a:infer": 4.0, "b:infer": 1.0, "c:train": 1.5}
+    rows = [Row(case, "inductor", "timed", ms=1.0, ours_over_it=x) for case, x in ratios.items()]
+    assert profiles.summary([*rows, Row("d:infer", "inductor", "failed")]) == [
+        "infer: 2.00x over inductor (2 cases, least 1.00x: b:infer)",
+        "train: 1.50x over inductor (1 cases, least 1.50x: c:train)",
+    ]
+
+
 def test_overlapping_kernels_are_counted_once() -> None:
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
