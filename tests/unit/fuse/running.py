@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import Device, Fragment, Region, TensorSpec, Value
+from fusewright.interface import Device, DevicePolicy, Fragment, Region, TensorSpec, Value
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.sizes.expr import Atom, Extent, NumberOf, OffsetOf, SizeOf, evaluate, leaves
 from fusewright.toolkit.fuse.fuser import fuse
@@ -103,9 +103,11 @@ def _resolved(arg: Any, env: Mapping[int, Any]) -> Any:
     return env[arg.id] if isinstance(arg, Ref) else arg
 
 
-def run_sketch(g: Sketch, outputs: Sequence[Value], loader: Loader = by_interpreter) -> tuple[Fragment, list[Any]]:
+def run_sketch(
+    g: Sketch, outputs: Sequence[Value], loader: Loader = by_interpreter, policy: DevicePolicy = CPU
+) -> tuple[Fragment, list[Any]]:
     """Fuse the sketch and run it; return the fragment and the outputs."""
-    fragment, specs = fused(g.region(outputs))
+    fragment, specs = fused(g.region(outputs), policy=policy)
     env = {v.id: g.tensors[v.id] for v in g.inputs}
     before = {i: t.clone() for i, t in env.items()}
     execute(fragment, specs, env, loader)

@@ -182,6 +182,18 @@ def test_an_operand_that_passes_may_compute_again_brings_no_other_along() -> Non
     assert sum(Ref(image.id) in i.inputs for i in launches) == 2
 
 
+def test_what_costs_more_than_memory_is_computed_once_before_passes() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(2, 32, 64, 64).to(memory_format=torch.channels_last))
+    pooled, at = torch.nn.functional.max_pool2d(g.tensors[x.id], 3, 2, 1, return_indices=True)
+    grad, places = g.input(torch.randn_like(pooled)), g.input(at)
+    weight, mean, scale = (g.input(torch.rand(32)) for _ in range(3))
+    inner = g.op("max_pool2d_backward", grad, x, [3, 3], [2, 2], [1, 1], [1, 1], False, places)
+    g.op("batch_norm_backward", inner, x, weight, None, None, mean, scale, True, 1e-5, [True, True, True])
+    fragment, _ = run_sketch(g, list(g.ops[-1].outs), by_llvm, DevicePolicy())
+    assert [i.outs for i in fragment.instructions if isinstance(i, Launch) and Ref(grad.id) in i.inputs] == [(inner.id,)]
+
+
 def test_scatter_reads_its_messages_where_they_are_made() -> None:
     g = Sketch()
     h, source, target = g.input(torch.randn(5, 4)), torch.tensor([0, 4, 4, 2]), torch.tensor([1, 1, 3, 0])

@@ -28,6 +28,9 @@ short.
 """
 
 
+PASS_COST = 40
+"""Vector instructions that take as long as storing an element and reading it again: about six bytes on a GPU."""
+
 TINY = 64
 """Maps of at most this many elements share kernels even without common values: a launch costs more than they do."""
 
@@ -258,19 +261,20 @@ class Grouper:
         if isinstance(unit.rule, Row):
             if group.has_rows:
                 return group.domain if segments(wanted) == group.segments else None
-            if n != group.numel or (self._stores_first(unit, wanted) and not self._private([unit], group)):
-                return None
-            return wanted
+            return None if n != group.numel or self._stores_first([unit], wanted, group) else wanted
         if isinstance(unit.rule, Scatter):
             return group.domain if n == group.numel and not group.has_rows else None
         if n == group.numel:
             return group.domain if not (group.has_rows and is_column(group.domain)) else None
         return group.domain if n == group.row_numel else None
 
-    def _stores_first(self, unit: Unit, domain: Domain) -> bool:
-        """Whether the operands of a row unit that others need too are stored before it runs: its kernel would compute them again in
-        each of its passes."""
-        return is_column(domain) or in_passes(unit, domain, self.splits)
+    def _stores_first(self, units: Sequence[Unit], domain: Domain, group: Group) -> bool:
+        """Whether the values of a group are stored before these units reduce its columns, rather than computed with them: if others
+        need them too, or each of several passes would compute them again at a high cost."""
+        passes = any(in_passes(u, domain, self.splits) for u in units)
+        if passes and any(isinstance(u.rule, Map) and u.rule.cost > PASS_COST for u in group.units):
+            return True
+        return (passes or is_column(domain)) and not self._private(units, group)
 
     def _private(self, units: Sequence[Unit], group: Group) -> bool:
         """Whether only the group and these units use the group's values, so that a column reduction may absorb it."""
@@ -319,8 +323,7 @@ class Grouper:
             return False
         if any(u.op.id in self.solo for u in b.units):
             return False
-        passes = not b.has_rows and any(in_passes(u, a.domain, self.splits) for u in a.units)
-        if passes and not self._private(a.units, b):
+        if a.has_rows and not b.has_rows and self._stores_first(a.units, a.domain, b):
             return False
         around_a = closure(self._needs[a.id] & ~(1 << b.id | 1 << a.id), self._needs)
         around_b = closure(self._needs[b.id] & ~(1 << a.id | 1 << b.id), self._needs)

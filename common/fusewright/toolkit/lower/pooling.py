@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from fusewright.toolkit.rules.space import At, shape_of
 
 MAX_WINDOW = 25
 """Largest window that is unrolled, in elements."""
+MAX_WINDOWS = 4
+"""The most windows of an element whose gradients are gathered."""
 
 
 def _two(value: Any) -> tuple[int, int]:
@@ -97,6 +100,36 @@ def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
     return e.b.cast(e.b.op("add", down * width, right), "i32")
 
 
+def _max_pool_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The sum of the gradients of the windows whose maximum is this element, so that nothing is scattered."""
+    grad, indices = op.arg("grad_output"), op.arg("indices")
+    shape, t = shape_of(grad.spec), out_type(op)
+    here = e.b.cast(e.position(at.dims[-2] * at.shape[-1] + at.dims[-1]), "i32")
+    total = e.const(0, t)
+    for row, above in _windows_over(e, op, at, 0):
+        for column, beside in _windows_over(e, op, at, 1):
+            inside = above if beside is None else beside if above is None else e.b.op("and", above, beside)
+            window = At(shape, (*at.dims[:-2], row, column))
+            with contextlib.nullcontext() if inside is None else e.masked(inside):
+                found, value = e.b.cast(e(indices, window, "i64"), "i32").eq(here), e(grad, window, t)
+            found = found if inside is None else e.b.op("and", found, inside)
+            total = total + e.b.where(found, value, e.const(0, t))
+    return total
+
+
+def _windows_over(e: Evaluator, op: OpView, at: At, d: int) -> Iterator[tuple[Index, Val | None]]:
+    """The windows that may hold an element, along one dimension, and whether they do; None: always."""
+    size, stride, padding = (x[d] for x in _window(op))
+    place, made = at.dims[d - 2] + padding, int(shape_of(op.arg("grad_output").spec)[d - 2])  # type: ignore[arg-type]
+    last = int(at.shape[d - 2]) - 1 + padding  # type: ignore[arg-type]
+    for i in range(-(-size // stride)):
+        there = _inside(e, place // stride - i, padding // stride - i, last // stride - i, made)
+        if (i + 1) * stride > size:  # the window may end before the element
+            reaches = e.position(place % stride) < size - i * stride
+            there = reaches if there is None else e.b.op("and", there, reaches)
+        yield place // stride - i, there
+
+
 def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     """The sum of a window divided by its size, or by the size of the part inside."""
     w, t = _Windows(e, op, at), out_type(op)
@@ -122,13 +155,21 @@ def _plain(op: OpView) -> str | None:
     spec = op.arg("self").spec
     if not spec.static or not spec.dtype.is_floating_point:
         return "a symbolic size, or integers"
-    dilated = op.op == "max_pool2d" and _two(op.arg("dilation")) != (1, 1)
+    dilated = op.op.startswith("max_pool2d") and _two(op.arg("dilation")) != (1, 1)
     if dilated or op.arg("ceil_mode"):
         return "a dilated window, or one that ends outside"
     return "a large window" if math.prod(_window(op)[0]) > MAX_WINDOW else None
 
 
+def _few_windows(op: OpView) -> str | None:
+    size, stride, _ = _window(op)
+    many = math.prod(-(-z // s) for z, s in zip(size, stride, strict=True)) > MAX_WINDOWS
+    dense = op.arg("grad_output").spec.static and not many
+    return _plain(op) if dense else "a symbolic size, or elements in many windows"
+
+
 TABLE: Table = {
     "max_pool2d": (Map(_max_pool, _plain, cost=60),),
+    "max_pool2d_backward": (Map(_max_pool_backward, _few_windows, cost=100),),
     "avg_pool2d": (Map(_avg_pool, _plain, cost=40),),
 }
