@@ -20,6 +20,7 @@ LIBRARY_POSTS = ("none", "relu", "gelu", "gelu_tanh")
 @dataclass(frozen=True)
 class Engine:
     """One engine. `linear`, `dynamic`, `conv` and `pack_*` name operators; `linear_tensor` takes scale and zero point as tensors.
+    `conv_sum` adds a residual, which it may overwrite.
     `adds`: whether it can add a shape's residual; None if it can add any. `posts_of_sums`: its post-ops after an addition.
     `limits`: it can clamp to limits other than the type's."""
 
@@ -29,6 +30,7 @@ class Engine:
     dynamic: str
     pack_linear: str
     conv: str
+    conv_sum: str
     pack_conv: str
     posts: tuple[str, ...]
     posts_of_sums: tuple[str, ...]
@@ -52,12 +54,13 @@ def _onednn_adds(shape: Product | Convolution) -> bool:
 
 ENGINES: tuple[Engine, ...] = (
     Engine(
-        "core", name("linear"), name("linear_tensor"), name("dynamic_linear"), name("pack_linear"), name("conv"), name("pack_conv"),
+        "core", name("linear"), name("linear_tensor"), name("dynamic_linear"), name("pack_linear"), name("conv"), name("conv"),
+        name("pack_conv"),
         POSTS, POSTS, None, True, native.absent,
     ),
     Engine(
         "onednn", name("linear_onednn"), name("linear_tensor_onednn"), name("dynamic_linear_onednn"), name("pack_linear_onednn"),
-        name("conv_onednn"), name("pack_conv_onednn"),
+        name("conv_onednn"), name("conv_sum_onednn"), name("pack_conv_onednn"),
         LIBRARY_POSTS, ("none", "relu"), _onednn_adds, False, _no_onednn,
     ),
 )  # fmt: skip
@@ -162,14 +165,15 @@ def _after(out: torch.dtype, residual: torch.Tensor | None = None) -> tuple[obje
     return residual, 1.0, 0, "none", (), out, 0.1, 3, low, high
 
 
-def _call(e: Engine, run: Callable[..., torch.Tensor], shape: Product | Convolution, given: Sequence[Any]) -> Thunk:
+def _call(e: Engine, op: str, summing: str, shape: Product | Convolution, given: Sequence[Any]) -> Thunk:
     """Return a call of an engine. A residual is added in it, or else in a separate pass, as a loop kernel after it would."""
-    out = shape.out
+    run, out = _operator(op), shape.out
     if shape.adds is None:
         return lambda: run(*given, *_after(out))
     y = run(*given, *_after(torch.float32)).to(shape.adds)
     if e.adds is None or e.adds(shape):
-        return lambda: run(*given, *_after(out, y))
+        added, summed = _operator(summing), y if y.dtype.is_floating_point else y.to(out)
+        return lambda: added(*given, *_after(out, summed))
     return lambda: torch.add(run(*given, *_after(torch.float32)), y).to(out)
 
 
@@ -182,9 +186,7 @@ def _linear(e: Engine, p: Product) -> Callable[[], Thunk]:
         n = min(p.n, max(64, MOST_MEASURED // p.k))
         x, scale, bias = _bytes((p.m, p.k), p.x), torch.full((n,), 0.01), torch.zeros(n)
         packed = _operator(e.pack_linear)(_bytes((n, p.k), torch.int8))
-        run = _operator(e.linear)
-        given = (x, packed, scale, bias, 0.1, 3)
-        return _call(e, run, p, given)
+        return _call(e, e.linear, e.linear, p, (x, packed, scale, bias, 0.1, 3))
 
     return make
 
@@ -228,9 +230,8 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
         scale, geometry = torch.full((c.weight[0],), 0.01), (c.stride, c.padding, c.dilation, c.groups)
         weight = _bytes(c.weight, torch.int8)
         rest = (c.groups,) if e.name == "core" else (scale, 0.1, 3, *geometry, c.shape)
-        packed, run = _operator(e.pack_conv)(weight, *rest), _operator(e.conv)
-        given = (x, packed, scale, None, 0.1, 3, c.weight[2:], *geometry)
-        return _call(e, run, c, given)
+        packed = _operator(e.pack_conv)(weight, *rest)
+        return _call(e, e.conv, e.conv_sum, c, (x, packed, scale, None, 0.1, 3, c.weight[2:], *geometry))
 
     return make
 

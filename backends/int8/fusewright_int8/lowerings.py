@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value, hint, is_static
-from fusewright.plan.ir import Ref
+from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Chain, Match
 from fusewright.toolkit.region.quantized import (
+    BYTES,
     Quantized,
     Weight,
     dequantized,
@@ -230,8 +231,11 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
     assert x is not None and w is not None
     weight, scale = centered(w, b)
     given = (b.any_strides(x.value), None, scale, bias_of(op, b), float(x.scale), x.zero_point)
+    after = epilogue(m, x.value, b)
+    if e.adds is not None and after[0] is not None:
+        after = _summand(after, m, b)
     if op.op == "linear":
-        rest = (b.prepare(e.pack_linear, weight), *given[2:], *epilogue(m, x.value, b))
+        rest = (b.prepare(e.pack_linear, weight), *given[2:], *after)
         emit_rows(e.linear, x.value, rest, m, b)
     else:
         kernel = tuple(spec_of(w.value).shape[2:])
@@ -239,8 +243,9 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
         unsigned = x.zero_point + (128 if spec_of(x.value).dtype is torch.int8 else 0)  # oneDNN's operator multiplies uint8
         shape = tuple(map(hint, spec_of(x.value).shape))
         rest = geometry[-1:] if e.name == "core" else (scale, float(x.scale), unsigned, *geometry, shape)
-        args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *epilogue(m, x.value, b))
-        b.library(e.conv, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
+        args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *after)
+        target = e.conv if after[0] is None else e.conv_sum
+        b.library(target, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
         b.close_call(m.ops)
     note(m, b, f"int8 {op.op}, {e.name}")
 
@@ -294,6 +299,20 @@ def _residual(value: Value, x: Value, m: Match, b: Builder) -> tuple[Any, ...]:
     if isinstance(q, Quantized) and q.static:
         return beside_rows(q.value, x, m, b), float(q.scale), q.zero_point
     return beside_rows(value, x, m, b), 1.0, 0
+
+
+def _summand(after: tuple[Any, ...], m: Match, b: Builder) -> tuple[Any, ...]:
+    """Return an epilogue with its residual in the result's type, for oneDNN. Its convolution overwrites it, so it is copied; a pass
+    over plans drops the copy where nobody reads the original later."""
+    ref, scale, zero, *rest = after
+    held, out, made = _type_of_residual(m, b), spec_of(m.out).dtype, b.ctx.value(None)
+    if held is not out and held in BYTES and out in BYTES:
+        b.call(name("other_sign"), ref, out=made, op=m.anchor)
+        return Ref(made.id), scale, zero + (128 if out is torch.uint8 else -128), *rest
+    if m.anchor.op == "linear":
+        return after
+    b.append(Call("aten::clone.default", (ref,), (made.id,), (("memory_format", torch.channels_last),), op_id=m.anchor.id))
+    return Ref(made.id), scale, zero, *rest
 
 
 def note(m: Match, b: Builder, text: str) -> None:

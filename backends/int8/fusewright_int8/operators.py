@@ -166,20 +166,16 @@ def _onednn_out(after: Epilogue) -> tuple[Any, ...]:
     return after.out_scale, after.out_zero_point, after.out_dtype, attr, [], algorithm
 
 
-def _summand(residual: Tensor, after: Epilogue) -> tuple[Tensor, int]:
-    """Return a copy of a residual and its zero point, in the result's type: oneDNN overwrites it by the result."""
-    if residual.dtype is after.out_dtype:
-        return residual.clone(), after.residual_zero_point
-    if residual.dtype is torch.int8:
-        return _unsigned(residual, after.residual_zero_point)
-    return residual.view(torch.int8) ^ -128, after.residual_zero_point - 128
+@_operator("other_sign(Tensor x) -> Tensor")
+def other_sign(x: Tensor) -> Tensor:
+    """Return bytes in the type of the other sign, 128 more or less."""
+    return x.view(torch.uint8) ^ 0x80 if x.dtype is torch.int8 else x.view(torch.int8) ^ -128
 
 
-def _binary(after: Epilogue, zero: int, kind: str) -> tuple[Any, ...]:
+def _binary(after: Epilogue, kind: str) -> tuple[Any, ...]:
     attr, algorithm = ONEDNN_POSTS[after.post]
-    return (
-        after.out_scale, after.out_zero_point, after.out_dtype, after.residual_scale, zero, kind, 1.0, attr, [], algorithm
-    )  # fmt: skip
+    summand = after.residual_scale, after.residual_zero_point, kind, 1.0
+    return after.out_scale, after.out_zero_point, after.out_dtype, *summand, attr, [], algorithm
 
 
 @_operator(f"linear_onednn({_INPUT}, {_EPILOGUE}) -> Tensor")
@@ -195,11 +191,9 @@ def linear_onednn(
     x, zero = _unsigned(x, zero)
     if (r := after.residual) is None:
         return torch.ops.onednn.qlinear_pointwise.default(x, scale, zero, packed, w_scale, zeros, bias, *_onednn_out(after))
-    kind, r_zero = "add", 0
-    if not r.dtype.is_floating_point:
-        kind, (r, r_zero) = "sum", _summand(r, after)
-    rest = r, bias, *_binary(after, r_zero, kind)
-    return torch.ops.onednn.qlinear_pointwise.binary(x, scale, zero, packed, w_scale, zeros, *rest)
+    # The sum overwrites the residual, the addition does not.
+    r, kind = (r, "add") if r.dtype.is_floating_point else (r.clone(), "sum")
+    return torch.ops.onednn.qlinear_pointwise.binary(x, scale, zero, packed, w_scale, zeros, r, bias, *_binary(after, kind))
 
 
 @_operator(f"conv({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")
@@ -214,10 +208,9 @@ def conv(
     return native.conv2d(x, packed, kernel_size, w_scale, bias, scale, zero, *geometry, **_named(rest))
 
 
-@_operator(f"conv_onednn({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")
-def conv_onednn(
-    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, kernel_size: Sequence[int],
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
+def _conv_onednn(
+    run: Callable[..., Tensor], x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int,
+    kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Compute with oneDNN, with the restrictions of `linear_onednn`."""
     after, geometry = _epilogue(*rest), (stride, padding, dilation, groups)
@@ -225,13 +218,26 @@ def conv_onednn(
         return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, after)
     x, bias = x.contiguous(memory_format=torch.channels_last), None if bias is None else bias.float()
     x, zero = _unsigned(x, zero)
-    given = x, scale, zero, packed, w_scale, _zeros(w_scale.numel())
-    if (r := after.residual) is None:
-        y = torch.ops.onednn.qconv_pointwise.default(*given, bias, *geometry, *_onednn_out(after))
-        return y.contiguous(memory_format=torch.channels_last)
-    y, r_zero = _summand(r.contiguous(memory_format=torch.channels_last), after)
-    torch.ops.onednn.qconv2d_pointwise.binary(*given, y, bias, *geometry, *_binary(after, r_zero, "sum"))
+    return run((x, scale, zero, packed, w_scale, _zeros(w_scale.numel())), bias, geometry, after)
+
+
+def _convolved(given: Any, bias: Tensor | None, geometry: Any, after: Epilogue) -> Tensor:
+    y = torch.ops.onednn.qconv_pointwise.default(*given, bias, *geometry, *_onednn_out(after))
+    return y.contiguous(memory_format=torch.channels_last)
+
+
+def _summed(given: Any, bias: Tensor | None, geometry: Any, after: Epilogue) -> Tensor:
+    assert after.residual is not None
+    y = after.residual.contiguous(memory_format=torch.channels_last)
+    torch.ops.onednn.qconv2d_pointwise.binary(*given, y, bias, *geometry, *_binary(after, "sum"))
     return y
+
+
+_operator(f"conv_onednn({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")(partial(_conv_onednn, _convolved))
+_operator(f"conv_sum_onednn({_INPUT}, {_GEOMETRY}, {_EPILOGUE.replace('Tensor?', 'Tensor(a!)')}) -> Tensor(a!)")(
+    partial(_conv_onednn, _summed)
+)
+"""It overwrites the residual, of the result's type and channels-last, by the result, and returns it."""
 
 
 def _wide_conv(

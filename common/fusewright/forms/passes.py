@@ -26,7 +26,7 @@ from fusewright.interface import Backend, CompileContext, Compiled, Fragment, Re
 from fusewright.partition.partition import partition
 from fusewright.plan.build import build
 from fusewright.plan.execute.replay import DIVIDE
-from fusewright.plan.inplace import copied_together, updated_in_place
+from fusewright.plan.inplace import copied_together, updated_in_place, without_spare_copies
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
 from fusewright.rewrite import expand
 from fusewright.rewrite.engine import Rewriter
@@ -64,6 +64,7 @@ PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: fo
 COMPILE = Pass("compile", "region", FRAGMENT, _compiled, _answers)
 BUILD = Pass("build", "fragment", PLAN, build)
 UPDATE = Pass("updated_in_place", "plan", PLAN, updated_in_place)
+SPARE = Pass("without_spare_copies", "plan", PLAN, without_spare_copies)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
@@ -75,8 +76,8 @@ PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     ("region", "fragment", (COMPILE,)),
     ("values", "kernel", (scheduled,)),
     ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, split_columns, split_scan)),
-    # one flat list; in-place updates and merged copies; the recorded part; placement of temporaries
+    # one flat list; in-place updates, spared and merged copies; the recorded part; placement of temporaries
     ("fragment", "plan", (BUILD,)),
-    ("plan", "plan", (UPDATE, JOIN, DIVIDE)),
+    ("plan", "plan", (UPDATE, SPARE, JOIN, DIVIDE)),
     ("plan", "memory of a plan", (PLACE,)),
 )

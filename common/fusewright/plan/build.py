@@ -346,8 +346,8 @@ def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]
         elif isinstance(i, Launch):
             escapes.update(i.inputs[k].id for _, k in i.updates)
     for i in reversed(flat):
-        if escapes & set(i.outs) and may_alias(i):
-            escapes.update(reads(i))
+        if escapes & set(i.outs):
+            escapes.update(shared_by(i))
     return escapes
 
 
@@ -355,8 +355,8 @@ def written_values(plan: Plan) -> set[int]:
     """Ids of the values that a run of the plan writes in place, and of all that these may be views of."""
     found = {v for i in plan.instructions if isinstance(i, Call) for v in written_by(i)}
     for i in reversed(plan.instructions):
-        if found & set(i.outs) and may_alias(i):
-            found.update(reads(i))
+        if found & set(i.outs):
+            found.update(shared_by(i))
     return found
 
 
@@ -383,6 +383,18 @@ def may_alias(i: Instruction) -> bool:
     if operator.namespace in ("mkldnn", "mkl"):
         return bool(operator._schema.is_mutable)
     return overload_may_share(operator)
+
+
+def shared_by(i: Instruction) -> Sequence[int]:
+    """Ids of the inputs whose memory a result of the instruction may share."""
+    if not may_alias(i):
+        return ()
+    operator = operator_of(i.target) if isinstance(i, Call) else None
+    if isinstance(i, Call) and operator is not None and ops.is_mutating(operator):
+        written, returns = set(written_by(i)), operator._schema.returns
+        if len(written) == len(returns) == 1 and returns[0].alias_info is not None:
+            return tuple(written)  # it returns what it writes
+    return tuple(reads(i))
 
 
 def _needed(

@@ -1,8 +1,10 @@
-"""Update inputs that a graph overwrites in place, if nobody needs the old content any more.
+"""Update inputs and other values in place, if nobody needs the old content any more.
 
 A functional graph computes `new = index_copy(x, ...)` and ends with `copy_(x, new)`: it copies all of `x` twice to change a few
 elements. Here the kernel writes to `x` itself. The final copy becomes one of a tensor to itself, which torch skips; it stays
 because it counts as a change of `x`.
+
+A library call that overwrites one of its operands is given a copy of it. If nobody reads the original later, it is given that.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from itertools import groupby
 from typing import Any
 
 from fusewright.interface import TensorSpec
-from fusewright.plan.build import Plan, written_by
+from fusewright.plan.build import Plan, shared_by, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import COPIES
 
 COPY = "aten::copy_.default"
+CLONE = "aten::clone.default"
 
 
 def updated_in_place(plan: Plan) -> Plan:
@@ -38,6 +41,37 @@ def updated_in_place(plan: Plan) -> Plan:
         if _touched(found, roots, *pair) == 1:
             found = _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair) or found
     return plan if found is plan.instructions else replace(plan, instructions=found)
+
+
+def without_spare_copies(plan: Plan) -> Plan:
+    """Return a plan whose calls overwrite values instead of copies made for them, where nobody reads the values later."""
+    found = plan.instructions
+    for c in plan.instructions:
+        if isinstance(c, Call) and c.target == CLONE and isinstance(c.args[0], Ref):
+            found = _without_copy(found, c, plan) or found
+    return plan if found is plan.instructions else replace(plan, instructions=found)
+
+
+def _without_copy(instructions: list[Instruction], copy: Call, plan: Plan) -> list[Instruction] | None:
+    x, (y,) = copy.args[0].id, copy.outs
+    users = [i for i in instructions if y in reads(i)]
+    if len(users) != 1 or y in {r.id for r in plan.outputs if isinstance(r, Ref)}:
+        return None
+    (user,) = users
+    if not isinstance(user, Call) or list(written_by(user)) != [y] or list(shared_by(user)) != [y] or reads(user).count(y) != 1:
+        return None
+    a, b = plan.specs.get(x), plan.specs.get(user.outs[0])
+    if a is None or b is None or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
+        return None
+    roots = roots_of(instructions)
+    memory = roots.get(x, {x})
+    kept = {*plan.inputs, *plan.attributes, *plan.prepare_outputs}
+    later = [r for i in instructions[instructions.index(copy) + 1 :] for r in reads(i)]
+    later += [r.id for r in plan.outputs if isinstance(r, Ref)]
+    if memory & kept or any(memory & roots.get(r, {r}) for r in later):
+        return None
+    changed = replace(user, args=tuple(Ref(x) if a == Ref(y) else a for a in user.args))
+    return [changed if i is user else i for i in instructions if i is not copy]
 
 
 def copied_together(plan: Plan) -> Plan:

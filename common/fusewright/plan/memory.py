@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fusewright.interface import TensorSpec, hint
 from fusewright.plan.arena import Buffer, layout
-from fusewright.plan.build import Plan, may_alias
+from fusewright.plan.build import Plan, may_alias, shared_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 
 
@@ -53,9 +53,8 @@ def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
     roots: dict[int, set[int]] = {}
     for i in instructions:
         shared: set[int] = set()
-        if may_alias(i):
-            for r in reads(i):
-                shared |= roots.get(r, {r})
+        for r in shared_by(i):
+            shared |= roots.get(r, {r})
         for o in i.outs:
             roots[o] = {o} | shared
     return roots

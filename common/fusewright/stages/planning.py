@@ -54,6 +54,7 @@ def _make_plan(c: Compilation) -> None:
     c.plan.trace = first_trace(c.graph)
     if c.phase != "backward":  # whose inputs may share memory
         c.plan = c.do(passes.UPDATE, c.plan)
+        c.plan = c.do(passes.SPARE, c.plan)
         c.plan = c.do(passes.JOIN, c.plan)
 
 

@@ -66,8 +66,11 @@ class _Texts(list[str]):
 
     def calls(self, k: int = -1) -> list[str]:
         """The int8 calls of a plan in order, without prepared constants."""
-        text = self._reports[k].texts["plan"].partition("def run(")[2]
-        return [w.partition("(")[0].removesuffix("_default") for w in text.split("= fusewright_int8_")[1:]]
+        return [w.partition("(")[0].removesuffix("_default") for w in self.text(k).split("= fusewright_int8_")[1:]]
+
+    def text(self, k: int = -1) -> str:
+        """What runs at each call."""
+        return str(self._reports[k].texts["plan"].partition("def run(")[2])
 
 
 def compiled(model: nn.Module, engine: str = ENGINES[0]) -> Any:
@@ -145,6 +148,37 @@ def test_the_report_finds_the_layer_that_loses_most() -> None:
 
 
 # -- graphs of others
+
+
+class Blocks(nn.Module):
+    """Two residual blocks; `reads`: another convolution reads what goes into them, after them."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(7))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.convs[0](x).relu()
+        for k in (1, 3):
+            x = (self.convs[k + 1](self.convs[k](x).relu()) + x).relu()
+        y = self.convs[5](x)
+        return self.convs[6](first) * y.mean() if self.reads else y
+
+
+@pytest.mark.skipif("onednn" not in ENGINES, reason="torch is built without oneDNN")
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_residual_is_copied_only_if_it_is_read_later(reads: bool, plans: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 12, 12)
+    model = fusewright.quantize(Blocks(reads).eval(), [x], dynamic_batch=False)
+    fast = torch.compile(model, backend="x86_int8", options={"strict": True, "engine": "onednn", "cache": False})
+    with torch.no_grad():
+        for _ in range(3):
+            ours, eager = fast(x), model(x)
+            assert float((ours - eager).abs().max()) <= 0.02 * float(eager.abs().max())
+    assert plans.calls().count("conv_sum_onednn") == 2
+    assert plans.text().count("aten_clone_default(") == reads
 
 
 @needs_core

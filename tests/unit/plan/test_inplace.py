@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusewright import report
+from fusewright.interface import TensorSpec
+from fusewright.plan.build import Plan, shared_by
+from fusewright.plan.inplace import without_spare_copies
+from fusewright.plan.ir import Call, Ref
+from fusewright.plan.memory import roots_of
 
 Tensors = tuple[torch.Tensor, ...]
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -159,3 +165,35 @@ def test_copies_that_touch_each_other_stay_apart() -> None:
         return (x + y,)
 
     assert "_foreach_copy_" not in plan_of(swapped, torch.randn(5, 6), torch.randn(5, 6))
+
+
+def _added_onto_a_copy(source: str, *last: Call, strides: tuple[int, ...] = (3, 1), outputs: tuple[Ref, ...] = (Ref(4),)) -> Plan:
+    """A plan that copies the result of an op on its input, and adds to the copy in place."""
+    spec = TensorSpec((2, 3), (3, 1), torch.float32, "cpu")
+    main = [
+        Call(source, (Ref(1), *((0,) if "select" in source else ())), (2,)), Call("aten::clone.default", (Ref(2),), (3,)),
+        Call("aten::add_.Tensor", (Ref(3), 1), (4,)), *last,
+    ]  # fmt: skip
+    specs = {1: spec, 2: replace(spec, stride=strides), 4: spec, 5: spec}
+    return Plan((1,), outputs, main, [], (), (), specs)
+
+
+def test_a_copy_that_is_made_to_be_overwritten_is_spared_if_nobody_reads_the_original_later() -> None:
+    again = Call("aten::sin.default", (Ref(4),), (5,))
+    for plan in (_added_onto_a_copy("aten::relu.default"), _added_onto_a_copy("aten::relu.default", again, outputs=(Ref(5),))):
+        found = without_spare_copies(plan)
+        assert [i.args[0] for i in found.instructions[:2]] == [Ref(1), Ref(2)]
+        assert len(found.instructions) == len(plan.instructions) - 1
+    read = Call("aten::sin.default", (Ref(2),), (5,))
+    for plan in (
+        _added_onto_a_copy("aten::relu.default", read), _added_onto_a_copy("aten::relu.default", outputs=(Ref(4), Ref(2))),
+        _added_onto_a_copy("aten::select.int"), _added_onto_a_copy("aten::relu.default", strides=(1, 2)),
+        _added_onto_a_copy("aten::relu.default", Call("aten::sin.default", (Ref(3),), (5,))),
+    ):  # fmt: skip
+        assert without_spare_copies(plan) is plan
+
+
+def test_the_result_of_a_call_that_overwrites_shares_the_memory_of_what_it_overwrites_alone() -> None:
+    call = Call("aten::add_.Tensor", (Ref(1), Ref(2)), (3,))
+    assert list(shared_by(call)) == [1] and roots_of([call])[3] == {3, 1}
+    assert list(shared_by(Call("aten::add.Tensor", (Ref(1), Ref(2)), (3,)))) == []
