@@ -287,3 +287,17 @@ def test_attention_of_torch_shares_what_it_makes_of_a_bool_mask(dtype: torch.dty
         with torch.profiler.profile() as profile:
             f(q, lengths)
     assert not [e for e in profile.key_averages() if e.key == "aten::where"]
+
+
+def test_windows_put_back_and_rolled_are_read_by_the_addition() -> None:
+    """Swin's shifted blocks: the position in a window is a quotient of a shifted quotient."""
+
+    def residual(windows: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        rows = windows.view(1, 2, 2, 7, 7, 16).transpose(2, 3).contiguous().view(1, 14, 14, 16)
+        return image + rows.roll((3, 3), (1, 2)).view(1, 196, 16)
+
+    windows, image = torch.randn(4, 49, 16), torch.randn(1, 196, 16)
+    with report.recording() as graphs, torch.no_grad():
+        assert torch.equal(torch.compile(residual, backend="x86_onednn")(windows, image), residual(windows, image))
+    notes = {op.op: op.note for op in graphs[0].ops}
+    assert notes["add"].startswith("kernel") and not notes["roll"] and not notes["clone"]

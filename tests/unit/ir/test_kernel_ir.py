@@ -104,6 +104,31 @@ def test_division_of_a_division_is_refused_or_simplified() -> None:
         _ = ((i // 2) % 12) // 5
 
 
+@pytest.mark.parametrize("shift", [0, 3, 53])
+def test_a_shifted_quotient_is_divided_again(shift: int) -> None:
+    """Rows of an image that is rolled, out of windows of 7 x 7."""
+    y = torch.arange(96)
+    i = Index(coefs=((0, 1),), sizes=(96,))
+    cases = [
+        ((i // 8 + shift) % 12, (y // 8 + shift) % 12),
+        (i // 8 + shift, y // 8 + shift),
+        ((i // 8 + shift) // 3, (y // 8 + shift) // 3),
+        ((i % 12 + shift) % 12, (y % 12 + shift) % 12),
+        ((i % 12 + shift) % 4, (y % 12 + shift) % 4),
+        ((i // 8 + shift) % 12 // 3, (y // 8 + shift) % 12 // 3),
+        ((i // 8 + shift) % 12 % 3, (y // 8 + shift) % 12 % 3),
+    ]
+    for index, expected in cases:
+        b = Builder("shifted", p=[96])
+        x, out = b.input("x", "f32"), b.output("out", "f32")
+        b.store(out, b.axes[0], b.load(x, index))
+        made = torch.empty(96)
+        interpret(b.build(), [torch.arange(200.0), made])
+        assert torch.equal(made, expected.float())
+    with pytest.raises(IndexTooComplex):
+        _ = (i % 12 + 1) // 3
+
+
 def test_verifier_names_the_offending_line() -> None:
     k = softmax()
     first = k.stages[0]

@@ -238,10 +238,14 @@ def _below(ix: Index, d: Extent) -> bool:
 
 
 def _nested(ix: Index, d: Extent, want_mod: bool) -> Index:
-    """Divide `(base // div) % mod` where the divisors fit, else raise `IndexTooComplex`."""
-    if len(ix.divmods) == 1 and not ix.coefs and ix.offset == 0 and ix.divmods[0].stride == 1:
+    """Divide `(base // div) % mod + offset` where the divisors fit, else raise `IndexTooComplex`."""
+    if len(ix.divmods) == 1 and not ix.coefs and ix.divmods[0].stride == 1:
         t = ix.divmods[0]
         fits = None if t.mod is None else divide(t.mod, d)
+        if t.mod is None or (want_mod and fits is not None):  # what is added to a quotient is added to its dividend, times the divisor
+            t, ix = replace(t, offset=t.offset + ix.offset * t.div), replace(ix, offset=0)
+        if ix.offset != 0:
+            raise IndexTooComplex(f"a division by {d} of {ix}")
         if want_mod and (t.mod is None or fits is not None):
             return Index(divmods=(replace(t, mod=d),), sizes=ix.sizes)
         if want_mod and t.mod is not None and nonnegative(d - t.mod):
