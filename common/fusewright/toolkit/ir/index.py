@@ -242,7 +242,7 @@ def _nested(ix: Index, d: Extent, want_mod: bool) -> Index:
     if len(ix.divmods) == 1 and not ix.coefs and ix.divmods[0].stride == 1:
         t = ix.divmods[0]
         fits = None if t.mod is None else divide(t.mod, d)
-        if t.mod is None or (want_mod and fits is not None):  # what is added to a quotient is added to its dividend, times the divisor
+        if t.mod is None or (want_mod and fits is not None):  # what is added to a quotient may be added to the dividend
             t, ix = replace(t, offset=t.offset + ix.offset * t.div), replace(ix, offset=0)
         if ix.offset != 0:
             raise IndexTooComplex(f"a division by {d} of {ix}")
