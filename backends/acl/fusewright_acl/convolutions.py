@@ -19,12 +19,12 @@ from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright.toolkit.region.pattern import Match
 from fusewright_acl import fpmath
+from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.lowerings import (
     CONV,
     as_image,
     channels_last_of,
     emit_conv,
-    folded,
     geometry_of,
     note_parts,
     packed_conv,

@@ -156,6 +156,10 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
     return _needless_copy(r, node, env)
 
 
+def _no_padding(r: Rewriter, node: Node, env: Env) -> Node | None:
+    return _needless_copy(r, node, env) if not any(isinstance(n, Node) or n for n in env["pad"]) else None
+
+
 _OF_GPUS = tuple(f"aten._scaled_dot_product_{kind}_attention.default" for kind in ("cudnn", "efficient", "flash"))
 """AOTAutograd's forms of attention on GPUs: torch's own kernel choice, which the same inputs reproduce."""
 
@@ -179,5 +183,6 @@ RULES: tuple[Rule, ...] = (
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),
+    Rule("pad.none", p("constant_pad_nd", "x", "pad"), _no_padding, "constant_pad_nd(x, [0, 0, ...]) = x"),
     Rule("clone.same", p("clone", "x"), _needless_copy, "clone(x) = x where nothing is written in place"),
 )

@@ -83,6 +83,10 @@ REWRITES: dict[str, tuple[str, str]] = {
         X + "%1: f32[2,3] = cast(%0, dtype=torch.float32)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
     ),
+    "pad.none": (
+        X + "%1: f32[2,3] = constant_pad_nd(%0, [0, 0, 0, 0], 0.0)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
     "clone.same": (
         X + "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
@@ -136,6 +140,11 @@ KEPT: dict[str, list[str]] = {
     "cast.same": [
         X + "%1: f64[2,3] = cast(%0, dtype=torch.float64)\n%2: f64[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = cast(%0, dtype=torch.float32)\n%2: f32[3,2]{1,3} = t(%1)\nreturn [%2]\n",
+    ],
+    "pad.none": [
+        X + "%1: f32[2,4] = constant_pad_nd(%0, [0, 1], 0.0)\n%2: f32[2,4] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = constant_pad_nd(%0, [1, -1], 0.0)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = constant_pad_nd(%0, [0, 0], 0.0)\nreturn [%1]\n",
     ],
     "clone.same": [
         "%0: f32[3,2]{1,3} = input('x')\n%1: f32[3,2] = clone(%0, memory_format=torch.contiguous_format)\n"

@@ -5,8 +5,9 @@ that name."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -311,19 +312,23 @@ def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
 
 
 def to_bf16(f: Fn, x: V) -> V:
-    """Round to nearest even; NaN stays NaN. The conversion instruction flushes subnormals, so those use
-    integer arithmetic."""
+    """Round to nearest even; NaN stays NaN."""
+    return to_bf16s(f, [x])[0]
+
+
+def to_bf16s(f: Fn, xs: Sequence[V]) -> list[V]:
+    """Round vectors of one width. The conversion instruction flushes subnormals, so if there is one, all use integer arithmetic."""
     if f.module.target.arm and f.module.target.has("bf16"):  # this one keeps subnormals
-        return f.conv("bitcast", f.conv("fptrunc", x, "bfloat"), "i16")
-    if not (f.module.target.has("avx512bf16") and x.w == 16):
-        return _round_bf16(f, x)
-    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    f.module.declare(name, "<16 x bfloat>", [x.ty])
-    fast = f.conv("bitcast", f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})"), "i16")
-    test = "llvm.x86.avx512.fpclass.ps.512"  # llvm.is.fpclass becomes three instructions
-    f.module.declare(test, "<16 x i1>", [x.ty, "i32"])
-    tiny = f.let("i1", 16, f"call <16 x i1> @{test}({x}, i32 {SUBNORMAL})")
-    return f.when(f.any(tiny), lambda: [_round_bf16(f, x)], [fast])[0]
+        return [f.conv("bitcast", f.conv("fptrunc", x, "bfloat"), "i16") for x in xs]
+    if not (f.module.target.has("avx512bf16") and all(x.w == 16 for x in xs)):
+        return [_round_bf16(f, x) for x in xs]
+    name, test = "llvm.x86.avx512bf16.cvtneps2bf16.512", "llvm.x86.avx512.fpclass.ps.512"  # llvm.is.fpclass: three instructions
+    f.module.declare(name, "<16 x bfloat>", [xs[0].ty])
+    f.module.declare(test, "<16 x i1>", [xs[0].ty, "i32"])
+    fast = [f.conv("bitcast", f.let("bfloat", 16, f"call <16 x bfloat> @{name}({x})"), "i16") for x in xs]
+    tiny = [f.let("i1", 16, f"call <16 x i1> @{test}({x}, i32 {SUBNORMAL})") for x in xs]
+    found = functools.reduce(lambda a, b: f.bin("or", a, b), tiny)
+    return f.when(f.any(found), lambda: [_round_bf16(f, x) for x in xs], fast)
 
 
 def _round_bf16(f: Fn, x: V) -> V:

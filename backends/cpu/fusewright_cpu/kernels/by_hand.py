@@ -220,3 +220,57 @@ class Bf16Linear:
     def refused(self, target: CpuTarget) -> str:
         """Return why the target is not supported, or ""."""
         return "" if target.arm and target.has("bf16") else "needs an Arm CPU with bfmmla"
+
+
+DEPTHWISE_CHANNELS = 32
+"""Channels of a work item: whole cache lines, in bf16 one. Weights are padded to a multiple of it."""
+LIMITED = frozenset({"clamp"})
+"""Activations with two limits, which are arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depthwise:
+    """A depthwise convolution of images, whose activations before and after it ("", "relu", "clamp" and, after it, "silu" and
+    "hardswish") keep NaN.
+
+    `x` is [n, c, h, w] with dense channels and any other strides, `out` dense and channels-last; fp32 `weight` is [taps, channels]
+    and `bias` [channels], padded to whole work items. Outside of the image there are zeros, also where `before` would make another
+    number of them. `columns` pixels of a row are computed together. `part`: the channels may end within a vector.
+    """
+
+    dtype: str
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    columns: int
+    before: str = ""
+    after: str = ""
+    part: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel", tuple(self.kernel))  # JSON has lists
+        object.__setattr__(self, "stride", tuple(self.stride))
+
+    @property
+    def name(self) -> str:
+        size, step = ("x".join(map(str, pair)) for pair in (self.kernel, self.stride))
+        around = "".join(f"_{a}" for a in (self.before and f"of_{self.before}", self.after) if a)
+        return f"depthwise_{self.dtype}_{size}_by_{step}_{self.columns}{around}{'_part' if self.part else ''}"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        read = (Buffer("x", self.dtype, "in"), Buffer("weight", "f32", "in"), Buffer("bias", "f32", "in"))
+        return (*read, Buffer("out", self.dtype, "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Sizes of both images, zeros above and left of `x`, and its strides in elements."""
+        return ("n", "c", "h", "w", "oh", "ow", "pad_y", "pad_x", "step_n", "step_y", "step_x")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        sides = (side for side in ("before", "after") if getattr(self, side) in LIMITED)
+        return tuple(Scalar(f"{side}_{end}", "f32") for side in sides for end in ("low", "high"))
+
+    def refused(self, target: CpuTarget) -> str:
+        """Return why the target is not supported, or ""."""
+        return "" if target.masks and target.fma else "needs AVX2 with FMA, AVX-512, or NEON"

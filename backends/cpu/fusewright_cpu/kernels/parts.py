@@ -48,12 +48,12 @@ def load(f: Fn, t: str, p: V, w: int = 1, align: int = 4, there: int | V | None 
     return f.let(t, w, f"call {ty} @{name}({p}, i32 {align}, {mask}, {ty} zeroinitializer)")
 
 
-def store(f: Fn, x: V, p: V, align: int = 4, there: int | None = None) -> None:
-    """Store a vector, or the first `there` of its lanes."""
+def store(f: Fn, x: V, p: V, align: int = 4, there: int | V | None = None) -> None:
+    """Store a vector, or those of its lanes that are `there` (a count or a mask)."""
     if there is None or there == x.w:
         f.raw(f"store {x}, {p}, align {align}")
         return
-    mask = f.cmp("icmp slt", f.iota(x.w), i64(there))
+    mask = f.cmp("icmp slt", f.iota(x.w), i64(there)) if isinstance(there, int) else there
     name = f"llvm.masked.store.v{x.w}{_SHORT.get(x.t, x.t)}.p0"
     f.module.declare(name, "void", [x.ty, "ptr", "i32", mask.ty])
     f.raw(f"call void @{name}({x}, {p}, i32 {align}, {mask})")

@@ -3,6 +3,7 @@ that the host remembers."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ import torch
 
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright_cpu.kernels.by_hand import Attention
+from fusewright.toolkit.ir.types import to_torch
+from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise
 from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
 
 PROXY_FLOPS = 8e8
@@ -181,6 +184,50 @@ def attention_form(
 
     key = f"{kernel.name} eager/kernel {'x'.join(map(str, sizes))}"
     return ctx.choose(key, Lazy({"eager": eager, "kernel": own}))
+
+
+_EAGER = {"silu": torch.ops.aten.silu.out, "hardswish": torch.ops.aten.hardswish.out}
+"""Activations that cost more than a pass over memory."""
+
+
+def depthwise_form(
+    ctx: CompileContext,
+    kernel: Depthwise,
+    sizes: Sequence[int],
+    padding: Sequence[int],
+    limits: Sequence[float],
+    built: list[object],
+) -> str:
+    """Return "onednn" or "kernel" for a depthwise convolution of dense channels-last images. `sizes`, `limits`: the kernel's
+    arguments; `built` as in `attention_form`. In front of oneDNN's, another call of it computes the kernel's first activation,
+    which takes as long as eager's at least."""
+    n, c, h, w, oh, ow, *_ = sizes
+    dtype = to_torch(kernel.dtype)
+
+    def image(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+    def onednn() -> Thunk:
+        x, weight, bias = image(n, c, h, w), image(c, 1, *kernel.kernel), torch.zeros(c, dtype=dtype)
+        geometry = (list(padding), list(kernel.stride), [1, 1], c)
+        packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *geometry, list(x.shape))
+        scalars = [v for s, v in zip(kernel.scalars, limits, strict=True) if s.name.startswith("after")]
+        post = (POST_OPS[kernel.after].attr, scalars, "") if kernel.after else ("none", [], "")
+        call, made = torch.ops.mkldnn._convolution_pointwise, torch.empty_like(x)
+        if kernel.before in _EAGER:
+            first = _EAGER[kernel.before]
+            return lambda: (first(x, out=made), call(x, packed, bias, *geometry, *post))
+        return lambda: call(x, packed, bias, *geometry, *post)
+
+    def own() -> Thunk:
+        launcher, width = compile_kernels([kernel]).launcher(kernel), -(-c // DEPTHWISE_CHANNELS) * DEPTHWISE_CHANNELS
+        built.append(launcher)
+        weight, bias = torch.full((math.prod(kernel.kernel), width), 0.5), torch.zeros(width)
+        given = [image(n, c, h, w), weight, bias, image(n, c, oh, ow)]
+        return lambda: launcher(given, sizes, limits)
+
+    key = f"{kernel.name} onednn/kernel {'x'.join(map(str, sizes))}"
+    return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
 
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:

@@ -21,9 +21,10 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides, co
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
-from fusewright_cpu.onednn import choices, patterns, sums
+from fusewright_cpu.onednn import choices, depthwise, patterns, sums
 from fusewright_cpu.onednn.choices import NOTHING, Product, Unary
 from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.patterns import is_packed, operands, other_of, post_op, posts
 from fusewright_cpu.run.sources import hash_of
@@ -406,45 +407,6 @@ def emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Bui
     b.library("aten::squeeze.dim", Ref(image.id), 2, out=out, stride=(*stride[:2], stride[3]), op=op)
 
 
-def folded(m: Match, b: Builder) -> tuple[Ref, Ref | None]:
-    """Return weight and bias with the batch norm's scale and shift folded in (in fp32), in channels-last order.
-
-    The bias stays in fp32: its rounding error would be the same at every point of the image, so averaging over the image would
-    not reduce it.
-    """
-    op, norm = m.anchor, m.get("batch_norm")
-    weight = b.exact(op.arg("weight"))
-    if spec_of(op.arg("weight")).rank == 3:
-        weight = b.prepare("aten::unsqueeze.default", weight, 2)
-    bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
-    if norm is not None:
-        dtype = spec_of(op.arg("weight")).dtype
-        weight, bias = _fold(weight, bias, norm, b, dtype)
-    return weight, bias
-
-
-def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.dtype) -> tuple[Ref, Ref]:
-    def wide(value: Value | Ref) -> Ref:
-        return b.prepare(
-            "aten::_to_copy.default", value if isinstance(value, Ref) else b.exact(value), dtype=torch.float32
-        )
-
-    variance = b.prepare("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps"))
-    scale = b.prepare("aten::rsqrt.default", variance)
-    if norm.arg("weight") is not None:
-        scale = b.prepare("aten::mul.Tensor", scale, wide(norm.arg("weight")))
-    shift = b.prepare("aten::neg.default", wide(norm.arg("running_mean")))
-    if bias is not None:
-        shift = b.prepare("aten::add.Tensor", shift, wide(bias))
-    shift = b.prepare("aten::mul.Tensor", shift, scale)
-    if norm.arg("bias") is not None:
-        shift = b.prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
-    column = b.prepare("aten::view.default", scale, (-1, 1, 1, 1))
-    scaled = b.prepare("aten::mul.Tensor", wide(weight), column)
-    rounded = scaled if dtype is torch.float32 else b.prepare("aten::_to_copy.default", scaled, dtype=dtype)
-    return rounded, shift
-
-
 # -- attention
 
 
@@ -552,6 +514,7 @@ ROWS = (
         note="one product for several",
     ),
     of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
+    depthwise.ROW,
     of_table(LOWERINGS, "onednn.conv", patterns.CONV, "convolution"),
     of_table(LOWERINGS, "onednn.attention", patterns.ATTENTION, "attention"),
 )  # fmt: skip

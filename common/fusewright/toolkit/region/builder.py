@@ -75,6 +75,7 @@ class Builder:
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that replaces it
         self._restored: set[int] = set()
         self._shared: dict[Any, Value] = {}
+        self._copies: dict[int, Value] = {}  # id in the graph -> its copy with other strides for the call being written
 
     # -- constants
 
@@ -129,6 +130,7 @@ class Builder:
     def _dense(self, value: Value, strides: Callable[..., tuple[int, ...]], layout: torch.memory_format) -> Value:
         made = self.ctx.value(replace(self.spec(value), stride=strides(self.spec(value).shape)))
         self._copy(self.at_hand(value), made, layout)
+        self._copies[value.id] = made
         return made
 
     def _restore(self, source: Value, value: Value) -> None:
@@ -174,6 +176,7 @@ class Builder:
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall(tuple(op.id for op in ops), instructions))
         self.ops.extend(self.resolved(op) for op in ops)
+        self._copies.clear()
 
     def write_claims(self, context: Any) -> None:
         """Write every claim of the region as a library call, in order; leave the other ops to the fuser."""
@@ -192,6 +195,7 @@ class Builder:
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall((op.id,), instructions))
         self.ops.append(replace(self.resolved(op), outs=made))
+        self._copies.clear()
 
     def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:
         """Add an op of the opset, for the fuser, over values of this builder. `out`: its result; by default a new value with
@@ -222,7 +226,7 @@ class Builder:
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Value):
-            return self._moved.get(arg.id, arg)
+            return self._copies.get(arg.id) or self._moved.get(arg.id, arg)
         return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def with_layout(self, out: Value, stride: Sequence[int] | None) -> Value:

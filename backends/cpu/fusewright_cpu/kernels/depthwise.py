@@ -1,0 +1,211 @@
+"""A depthwise convolution of channels-last images with the activations around it: `out = after(conv(before(x), weight) + bias)`.
+
+A work item is a row of the result in CHANNELS channels. The rows of `x` that it reads lie in a ring, widened to fp32, with `before`
+applied and zeros around the image, so that each element is prepared once and no border is tested. Successive items of a thread
+add only the rows that are new. A vector is one pixel's channels; the products of several pixels share loads of weights and of `x`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from fusewright_cpu.emit.entry import share, start
+from fusewright_cpu.emit.math import exp
+from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
+from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS as CHANNELS
+from fusewright_cpu.kernels.by_hand import Depthwise
+from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, store, word
+from fusewright_cpu.policy import LOOPS
+
+STAGED = 4
+"""Pixels per step of the loop that prepares rows."""
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def emit_depthwise(module: Module, d: Depthwise, name: str, parallel: bool) -> None:
+    """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
+    _Body(module, d, f"{name}.body").write()
+    if parallel:
+        share(module, name)
+    f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
+    block, threads = f.args
+    size = _sizes(f, d, block)
+    items = f.mul(f.mul(size["n"], ceil_div(f, size["c"], i64(CHANNELS))), size["oh"])
+    points = f.mul(f.mul(size["n"], size["c"]), f.mul(size["oh"], size["ow"]))
+    work = f.mul(points, i64(d.kernel[0] * d.kernel[1] + 2 * d.stride[0] * d.stride[1]))
+    team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
+    start(f, name, block, items, f.alloca("i64", 1, 8), team if parallel else None)
+    f.raw("ret i64 0")
+    f.finish()
+
+
+def _sizes(f: Fn, d: Depthwise, block: V) -> dict[str, V]:
+    return {s: word(f, block, len(d.buffers) + at) for at, s in enumerate(d.symbols)}
+
+
+# -- activations; a comparison with NaN is false, which keeps it
+
+
+def _at_least(f: Fn, x: V, low: V) -> V:
+    return f.select(f.cmp("fcmp olt", x, low), low, x)
+
+
+def _at_most(f: Fn, x: V, high: V) -> V:
+    return f.select(f.cmp("fcmp ogt", x, high), high, x)
+
+
+def _silu(f: Fn, x: V) -> V:
+    return f.bin("fdiv", x, f.bin("fadd", const(1.0, x.t), exp(f, f.fneg(x))))
+
+
+def _hardswish(f: Fn, x: V) -> V:
+    inner = _at_most(f, _at_least(f, f.bin("fadd", x, const(3.0, x.t)), const(0.0, x.t)), const(6.0, x.t))
+    return f.bin("fdiv", f.bin("fmul", x, inner), const(6.0, x.t))
+
+
+ACTIVATIONS: Mapping[str, Callable[..., V]] = {
+    "": lambda f, x: x,
+    "relu": lambda f, x: _at_least(f, x, const(0.0, x.t)),
+    "clamp": lambda f, x, low, high: _at_most(f, _at_least(f, x, low), high),
+    "silu": _silu,
+    "hardswish": _hardswish,
+}
+"""Name -> code for a vector, and for each limit that is an argument."""
+
+
+class _Body:
+    """`void body(ptr block, i64 lo, i64 hi, ptr)`: work items lo to hi, rows of a block of channels after each other."""
+
+    def __init__(self, module: Module, d: Depthwise, name: str) -> None:
+        self.d = d
+        self.f = f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
+        self.w = module.target.vector_bytes // 4
+        self.element = memory_type(d.dtype)
+        block = f.args[0]
+        self.base = {b.name: f.conv("inttoptr", word(f, block, at), "ptr") for at, b in enumerate(d.buffers)}
+        self.size = _sizes(f, d, block)
+        first = len(d.buffers) + len(d.symbols)
+        words = [f.conv("bitcast", word(f, block, first + at), "double") for at in range(len(d.scalars))]
+        limits = dict(zip((s.name for s in d.scalars), (f.conv("fptrunc", x, "float") for x in words), strict=True))
+        self.limits = {side: [v for name, v in limits.items() if name.startswith(side)] for side in ("before", "after")}
+
+    def write(self) -> None:
+        f, d, size = self.f, self.d, self.size
+        self.blocks = ceil_div(f, size["c"], i64(CHANNELS))
+        self.width = f.add(f.mul(f.bin("sub", size["ow"], i64(1)), i64(d.stride[1])), i64(d.kernel[1]))
+        """Pixels of a row in the ring, for each vector of channels."""
+        self.row = f.mul(self.width, i64(CHANNELS))
+        f.module.declare("malloc", "ptr", ["i64"], external=True)
+        f.module.declare("free", "void", ["ptr"], external=True)
+        bytes_ = f.add(f.mul(self.row, i64(4 * d.kernel[0])), i64(LINE))
+        memory = f.let("ptr", 1, f"call ptr @malloc({bytes_})")
+        line = f.bin("and", f.add(f.conv("ptrtoint", memory, "i64"), i64(LINE - 1)), i64(-LINE))
+        self.ring = f.conv("inttoptr", line, "ptr")
+        f.loop(f.args[1], f.args[2], i64(1), [i64(-1), i64(0)], self._item)
+        f.raw(f"call void @free({memory})")
+        f.raw("ret void")
+        f.finish()
+
+    def _item(self, i: V, carried: list[V]) -> list[V]:
+        """Compute a row. Carried: the image and block of channels whose rows are in the ring, and the row after the last of them.
+        Rows are counted from the first one of the padded image."""
+        f, d, size = self.f, self.d, self.size
+        part, y = f.bin("sdiv", i, size["oh"]), f.bin("srem", i, size["oh"])
+        image, channel = f.bin("sdiv", part, self.blocks), f.mul(f.bin("srem", part, self.blocks), i64(CHANNELS))
+        top = f.mul(y, i64(d.stride[0]))
+        end = f.add(top, i64(d.kernel[0]))
+        new = f.select(f.cmp("icmp eq", part, carried[0]), most(f, top, carried[1]), top)
+        there = least(f, f.bin("sub", size["c"], channel), i64(CHANNELS))
+        source = f.add(f.mul(image, size["step_n"]), channel)
+        target = f.add(f.mul(f.mul(f.add(f.mul(image, size["oh"]), y), size["ow"]), size["c"]), channel)
+        each(f, new, end, 1, lambda r: self._vectors(there, lambda v, left: self._stage(r, source, v, left)))
+        self._vectors(there, lambda v, left: self._products(top, channel, target, v, left))
+        return [part, end]
+
+    def _vectors(self, there: V, body: Callable[[V, V | None], None]) -> None:
+        """Emit `body(v, None)` for each whole vector of channels from v on, and `body(v, left)` for the rest."""
+        f = self.f
+        whole = f.bin("and", there, i64(-self.w)) if self.d.part else there
+        each(f, i64(0), whole, self.w, lambda v: body(v, None))
+        if not self.d.part:
+            return
+
+        def rest() -> list[V]:
+            body(whole, f.cmp("icmp slt", f.iota(self.w), f.bin("sub", there, whole)))
+            return []
+
+        f.when(f.cmp("icmp slt", whole, there), rest)
+
+    def _pixels(self, r: V, v: V) -> V:
+        """Return the address of a row's vectors in the ring."""
+        f = self.f
+        slot = f.mul(f.bin("srem", r, i64(self.d.kernel[0])), self.row)
+        return f.gep("float", self.ring, f.add(slot, f.mul(v, self.width)))
+
+    def _stage(self, r: V, source: V, v: V, left: V | None) -> None:
+        """Put one vector of every pixel of a row into the ring."""
+        f, size = self.f, self.size
+        y = f.bin("sub", r, size["pad_y"])
+        inside = f.bin("and", f.cmp("icmp sge", y, i64(0)), f.cmp("icmp slt", y, size["h"]))
+        begin = f.select(inside, least(f, size["pad_x"], self.width), self.width)
+        end = least(f, f.add(begin, size["w"]), self.width)
+        to = self._pixels(r, v)
+        x = f.add(f.add(source, f.mul(y, size["step_y"])), v)
+        zero = V("zeroinitializer", "float", self.w)
+
+        def put(p: V, value: V) -> None:
+            store(f, value, f.gep("float", to, f.mul(p, i64(self.w))), 4 * self.w)
+
+        def pixels(first: V, count: int) -> None:
+            for k in range(count):
+                p = f.add(first, i64(k))
+                at = f.add(x, f.mul(f.bin("sub", p, begin), size["step_x"]))
+                loaded = self._read(at, left)
+                put(p, ACTIVATIONS[self.d.before](f, loaded, *self.limits["before"]))
+
+        each(f, i64(0), begin, 1, lambda p: put(p, zero))
+        most_of_them = f.add(begin, f.bin("and", f.bin("sub", end, begin), i64(-STAGED)))
+        each(f, begin, most_of_them, STAGED, lambda p: pixels(p, STAGED))
+        each(f, most_of_them, end, 1, lambda p: pixels(p, 1))
+        each(f, end, self.width, 1, lambda p: put(p, zero))
+
+    def _read(self, at: V, left: V | None) -> V:
+        f = self.f
+        x = load(f, self.element, f.gep(self.element, self.base["x"], at), self.w, 2, left)
+        return cast(f, x, self.d.dtype, "f32")
+
+    def _products(self, top: V, channel: V, target: V, v: V, left: V | None) -> None:
+        """Compute one vector of every pixel of a row."""
+        f, (ky, kx) = self.f, self.d.kernel
+        padded, at = f.mul(self.blocks, i64(CHANNELS)), f.add(channel, v)
+        rows = [self._pixels(f.add(top, i64(k)), v) for k in range(ky)]
+
+        def vector(name: str, row: int) -> V:
+            return load(f, "float", f.gep("float", self.base[name], f.add(f.mul(i64(row), padded), at)), self.w)
+
+        weights = [vector("weight", k) for k in range(ky * kx)]
+        bias = vector("bias", 0)
+        to, ow = f.add(target, v), self.size["ow"]
+        main = f.bin("sub", ow, f.bin("srem", ow, i64(self.d.columns)))
+        for first, end, count in ((i64(0), main, self.d.columns), (main, ow, 1)):
+            each(f, first, end, count, partial(self._some, rows, weights, bias, count, to, left))
+
+    def _some(self, rows: Sequence[V], weights: Sequence[V], bias: V, count: int, to: V, left: V | None, first: V) -> None:
+        """Compute one vector of `count` pixels."""
+        f, kx, step = self.f, self.d.kernel[1], self.d.stride[1]
+        sums = [bias] * count
+        for y, row in enumerate(rows):
+            for j in range((count - 1) * step + kx):
+                reads = [(o, j - o * step) for o in range(count) if 0 <= j - o * step < kx]
+                if reads:
+                    at = f.mul(f.add(f.mul(first, i64(step)), i64(j)), i64(self.w))
+                    x = load(f, "float", f.gep("float", row, at), self.w, 4 * self.w)
+                    for o, k in reads:
+                        sums[o] = f.fma(x, weights[y * kx + k], sums[o])
+        made = [ACTIVATIONS[self.d.after](f, total, *self.limits["after"]) for total in sums]
+        for o, x in enumerate(to_bf16s(f, made) if self.d.dtype == "bf16" else made):
+            at = f.add(to, f.mul(f.add(first, i64(o)), self.size["c"]))
+            store(f, x, f.gep(self.element, self.base["out"], at), 2, left)
