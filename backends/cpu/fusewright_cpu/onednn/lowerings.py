@@ -428,7 +428,7 @@ def sdpa_reason(op: OpView) -> str | None:
 def sdpa(m: Match, b: Builder) -> None:
     """Emit softmax(q k^T * scale + mask) v with our own kernel (`fusewright_cpu.kernels.attention`) if it measures faster than
     torch's."""
-    op = m.anchor
+    op = _with_dense_mask(m.anchor, b)
     mask, scale = op.arg("attn_mask"), op.arg("scale")
     values = [op.arg(n) for n in ("query", "key", "value")] + ([mask] if mask is not None else [])
     specs = [b.spec(v) for v in values]
@@ -450,6 +450,20 @@ def sdpa(m: Match, b: Builder) -> None:
     b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, op=op)
     b.close_call((op,))
     b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
+
+
+def _with_dense_mask(op: OpView, b: Builder) -> OpView:
+    """Return an attention whose mask has a dense last dimension: another (T5's positions, whose heads are last) is copied once for
+    all attention that reads it. Torch copies it in each call."""
+    mask = op.arg("attn_mask")
+    if mask is None or not b.spec(mask).static:
+        return op
+    spec = b.spec(mask)
+    repeated = any(step == 0 and n != 1 for n, step in zip(spec.shape, spec.stride, strict=True))
+    if repeated or spec.shape[-1] == 1 or spec.stride[-1] == 1:
+        return op
+    dense = b.once(("dense mask", mask.id), lambda: b.row_major(mask))
+    return replace(op, args=tuple(dense if a is mask else a for a in op.args))
 
 
 def _with_added_mask(op: OpView, b: Builder) -> OpView:
