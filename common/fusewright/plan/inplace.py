@@ -44,7 +44,8 @@ def updated_in_place(plan: Plan) -> Plan:
 
 
 def without_spare_copies(plan: Plan) -> Plan:
-    """Return a plan whose calls overwrite values instead of copies made for them, where nobody reads the values later."""
+    """Return a plan without copies that nobody reads, and whose calls overwrite values instead of copies made for them where nobody
+    reads the values later."""
     found = plan.instructions
     for c in plan.instructions:
         if isinstance(c, Call) and c.target == CLONE and isinstance(c.args[0], Ref):
@@ -55,8 +56,10 @@ def without_spare_copies(plan: Plan) -> Plan:
 def _without_copy(instructions: list[Instruction], copy: Call, plan: Plan) -> list[Instruction] | None:
     x, (y,) = copy.args[0].id, copy.outs
     users = [i for i in instructions if y in reads(i)]
-    if len(users) != 1 or y in {r.id for r in plan.outputs if isinstance(r, Ref)}:
+    if len(users) > 1 or y in {r.id for r in plan.outputs if isinstance(r, Ref)}:
         return None
+    if not users:  # a lowering restored strides for an op that it then had no need of
+        return [i for i in instructions if i is not copy]
     (user,) = users
     if not isinstance(user, Call) or list(written_by(user)) != [y] or list(shared_by(user)) != [y] or reads(user).count(y) != 1:
         return None

@@ -193,6 +193,13 @@ def test_a_copy_that_is_made_to_be_overwritten_is_spared_if_nobody_reads_the_ori
         assert without_spare_copies(plan) is plan
 
 
+def test_a_copy_that_nobody_reads_is_dropped() -> None:
+    plan = _added_onto_a_copy("aten::relu.default", Call("aten::clone.default", (Ref(4),), (5,)))
+    assert [i.target for i in without_spare_copies(plan).instructions] == ["aten::relu.default", "aten::add_.Tensor"]
+    returned = replace(plan, outputs=(Ref(4), Ref(5)))
+    assert "aten::clone.default" in [i.target for i in without_spare_copies(returned).instructions]
+
+
 def test_the_result_of_a_call_that_overwrites_shares_the_memory_of_what_it_overwrites_alone() -> None:
     call = Call("aten::add_.Tensor", (Ref(1), Ref(2)), (3,))
     assert list(shared_by(call)) == [1] and roots_of([call])[3] == {3, 1}
