@@ -17,7 +17,7 @@ from fusewright.toolkit.ir import Builder, Kernel, interpret, to_text
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.types import from_torch, to_torch
 from fusewright_cpu.emit.math import MATH
-from fusewright_cpu.kernels.by_hand import Attention, Gemv
+from fusewright_cpu.kernels.by_hand import Attention, Depthwise, Gemv
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu import test_attention as attention
@@ -26,6 +26,7 @@ from tests.backends.cpu.emit import test_math as elementary
 from tests.backends.cpu.test_aarch64_assembly import KERNELS, reversed_places
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs
+from tests.backends.onednn import test_depthwise_kernel as depthwise
 from tests.kernels import cumsum
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -192,3 +193,15 @@ def test_products_of_few_rows(arm: Emulator, rows: int) -> None:
     for g in kinds:
         for n, k in gemv.SIZES:
             gemv.assert_exact(g, n, k, emulated)
+
+
+@pytest.mark.parametrize("d", [d for d in depthwise.KINDS if d.stride == (1, 1) or d.dtype == "f32"], ids=lambda d: d.name)
+def test_depthwise_convolutions(arm: Emulator, d: Depthwise, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = arm.build([d])[hash_of(d)]
+
+    def emulated(d: Depthwise, tensors: list[torch.Tensor], sizes: list[int], limits: list[float]) -> None:
+        assert arm.run(d, library, tensors, sizes, limits, threads=2) == 0
+
+    monkeypatch.setattr(depthwise, "launch", emulated)
+    for n, c, h, w in ((1, 1, 5, 5), (2, 37, 6, 9)):
+        depthwise.Case.random(d, n, c, h, w, (1, 2, 2, 1)).check()
