@@ -301,3 +301,26 @@ def test_windows_put_back_and_rolled_are_read_by_the_addition() -> None:
         assert torch.equal(torch.compile(residual, backend="x86_onednn")(windows, image), residual(windows, image))
     notes = {op.op: op.note for op in graphs[0].ops}
     assert notes["add"].startswith("kernel") and not notes["roll"] and not notes["clone"]
+
+
+class _RelativePositions(torch.nn.Module):
+    """Attention with a bias from an embedding of distances, as in T5: heads are its last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Embedding(8, 3)
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        distances = (torch.arange(24)[:, None] - torch.arange(24)).abs().clamp(max=7)
+        mask = self.bias(distances).permute(2, 0, 1)[None]
+        return F.scaled_dot_product_attention(F.scaled_dot_product_attention(q, q, q, mask), q, q, mask)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_bias_without_dense_rows_is_copied_ahead(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "attention_form", lambda *_: "kernel" if ours else "eager")
+    m, q = _RelativePositions().eval(), torch.randn(1, 3, 24, 16)
+    with report.recording() as graphs, torch.no_grad():
+        torch.testing.assert_close(torch.compile(m, backend="x86_onednn")(q), m(q))
+    ahead, _, run = graphs[0].texts["plan"].partition("def run(")
+    assert ahead.count("clone") == 1 and "clone" not in run and run.count("kernel_") == (2 if ours else 0)
