@@ -21,7 +21,7 @@ LANE_BYTES = 16
 """Bytes of the widest load of one lane."""
 HELD = 8192
 """The most elements of rows next to each other that one program holds."""
-THREADS = 256
+THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
 """The least element offset that needs 64-bit arithmetic; the margin covers lanes past the end of a block."""

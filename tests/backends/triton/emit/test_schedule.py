@@ -67,7 +67,7 @@ def gathered(batch: int, rows: int) -> Kernel:
 
 def test_rows_that_gather_across_each_other_are_as_many_as_registers_hold() -> None:
     config = choose(gathered(96, 512), H100)
-    assert config.tiles == (Tile((1,), 8),) and config.warps == 8, "10 words of each element, 16 elements a lane"
+    assert config.tiles == (Tile((1,), 8),) and config.warps == 4, "10 words of each element, 32 elements a lane"
     assert choose(gathered(96, 64), H100).tiles == (Tile((0, 1), 8),), "the first cache holds what is read across rows"
 
 
