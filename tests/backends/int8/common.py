@@ -31,7 +31,7 @@ def compiled(g: Sketch, outputs: list[Value], engine: str = "core", **options: A
     """Lower the whole sketch with one engine."""
     g.temporaries.clear()
     given = {**X86Int8.options, "engine": engine, **options}
-    ctx = Context(given, DEVICE, by_preference(engine, "packed", "aten", "together packed", "kernel"), specs=g.temporaries)
+    ctx = Context(given, DEVICE, by_preference(engine, "packed", "aten", "together", "kernel"), specs=g.temporaries)
     found = X86Int8(DEVICE).compile(g.region(outputs), ctx)
     assert isinstance(found, Fragment)
     return found

@@ -276,7 +276,7 @@ def test_a_layer_whose_floats_are_faster_stays_one_of_floats_and_says_so(op: str
         y = g.op("conv", dequantize(g, g.input(x), 0.05, 3), w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     out = quantize(g, g.op("relu", y), 2.0, 0, U8)
     g.temporaries.clear()
-    pick = by_preference("floats", "packed", "aten", "together packed", "kernel")
+    pick = by_preference("floats", "packed", "aten", "together", "kernel")
     fragment = X86Int8(DEVICE).compile(g.region([out]), Context(dict(X86Int8.options), DEVICE, pick, specs=g.temporaries))
     assert isinstance(fragment, Fragment)
     assert not [c for c in calls(fragment) if "fusewright_int8" in c]

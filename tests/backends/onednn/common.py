@@ -17,7 +17,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 def compiled(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Fragment:
     """Lower the whole sketch, choosing the first available form of `prefer`."""
-    pick = by_preference(*prefer, "packed", "dense", "aten", "together packed", "kernel")
+    pick = by_preference(*prefer, "packed", "dense", "aten", "together", "kernel")
     g.temporaries.clear()  # those of an earlier fragment
     ctx = Context({**OPTIONS, **options}, DEVICE, pick, specs=g.temporaries)
     result = X86OneDnn(DEVICE).compile(g.region(outputs), ctx)

@@ -200,14 +200,14 @@ def test_siblings_become_one_product_and_slices() -> None:
     fragment = check(g, outs)
     assert targets(fragment)[:4] == [LINEAR] + ["aten::slice.Tensor"] * 3
     assert not any("clone" in t for t in targets(fragment))
-    assert targets(check(g, outs, "separate packed")).count(LINEAR) == 3
+    assert targets(check(g, outs, "separate")).count(LINEAR) == 3
 
 
 @in_mkl
 def test_siblings_become_one_product_in_mkl() -> None:
     g, outs = _qkv(2, 256)
     outs = [g.op("mul", t, 3.0) for t in outs]
-    fragment = check(g, outs, "together mkl")
+    fragment = check(g, outs, "mkl")
     assert targets(fragment)[:4] == [MKL] + ["aten::slice.Tensor"] * 3
     # the weights side by side are dead once they are packed: the call gets one of them with the sizes of all
     assert targets(fragment, prepare=True) == ["aten::cat", PACK_MKL, "aten::cat", "aten::as_strided"]

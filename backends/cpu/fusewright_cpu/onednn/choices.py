@@ -140,24 +140,18 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
 
 
 def siblings_form(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> str:
-    """Return the packed form of one product with concatenated weights if it beats separate ones, each in its best packed form; else
-    ""."""
+    """Return the packed form of one product with concatenated weights if it beats separate ones; else "". Whether it does is
+    measured in oneDNN's form alone: packing every weight for MKL too would make first calls longer."""
     matrix = cache(_matrix)
-    forms = Product(m, k, sum(widths), dtype, bias).packed_forms
+    whole = Product(m, k, sum(widths), dtype, bias)
 
-    def separate(form: str) -> Callable[[], Thunk]:
-        def make() -> Thunk:
-            thunks = [_linear_thunk(Product(m, k, n, dtype, bias), form, matrix)() for n in widths]
-            return lambda: [t() for t in thunks]
+    def separate() -> Thunk:
+        thunks = [_linear_thunk(Product(m, k, n, dtype, bias), "packed", matrix)() for n in widths]
+        return lambda: [t() for t in thunks]
 
-        return make
-
-    together = {f"together {form}": form for form in forms}
-    candidates = {f"separate {form}": separate(form) for form in forms}
-    for name, form in together.items():
-        candidates[name] = _linear_thunk(Product(m, k, sum(widths), dtype, bias), form, matrix)
     key = f"siblings {str(dtype).removeprefix('torch.')} {m}x{k}x{'+'.join(map(str, widths))}"
-    return together.get(ctx.choose(key, Lazy(candidates)), "")
+    candidates = Lazy({"separate": separate, "together": _linear_thunk(whole, "packed", matrix)})
+    return linear_form(ctx, whole, whole.packed_forms) if ctx.choose(key, candidates) == "together" else ""
 
 
 def attention_form(
