@@ -47,6 +47,7 @@ def compile_dynamo(
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
     from fusewright.capture import capture, layouts, masks
+    from fusewright.capture.tables import host_tables
 
     cls = registry.info(name).cls
     parsed = _parsed(cls, options, mode)
@@ -66,6 +67,8 @@ def compile_dynamo(
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
+            if phase == "infer":  # in training, the joint graph has been rewritten
+                host_tables(aten.graph)
             return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison)
 
     laid = layouts.channels_last(gm) if backend.channels_last_training else None

@@ -1,7 +1,7 @@
 """Tables that the host computes from literals alone, in graphs of another device: computed once, and kept on that device.
 
 A model may build the index of its relative positions on the host at every call. A graph that reads such a tensor cannot be
-replayed, and in training the table would be saved for backward.
+replayed, and in training the table would be saved for backward. Runs before a plan's cache key is made from the graph.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.constants import fits, is_repeatable
+from fusewright.graph.constants import is_repeatable
 from fusewright.graph.effects import exposed
 from fusewright.graph.retrace import fake_like
 from fusewright.graph.spec import tensor_spec, value_of
 from fusewright.graph.view import is_op
-from fusewright.interface import HOST
+from fusewright.interface import HOST, TensorSpec, is_static
+
+MOST_BYTES = 1 << 24
+"""Size of a table: one of 64-bit positions of 1,024 tokens fits twice."""
 
 INDEXED = frozenset({"index", "index_put"})
 """Rows of which eager accepts indices of the host for a tensor of another device."""
@@ -28,7 +31,7 @@ def host_tables(graph: Graph) -> None:
     """Rewrite an ATen graph in place: indices that the host computes from literals alone, and copies of such tensors on another
     device, become tensors of that device that the graph holds.
 
-    Excluded are tensors that the caller may write to, and those of more than a megabyte (`constants.FOLD_LIMIT`).
+    Excluded are tensors that the caller may write to, and those of more than MOST_BYTES.
     """
     if any(_is_elsewhere(n) for n in graph.nodes):
         with torch.no_grad(), compat.without_modes(), compat.disable_autocast():
@@ -66,7 +69,7 @@ def _is_elsewhere(node: Node) -> bool:
 def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
     """The value of a tensor of the host, or of its copy on another device, by eager's own call, if it depends on known ones."""
     val = value_of(node)
-    if not isinstance(val, torch.Tensor) or val.layout != torch.strided or not fits([tensor_spec(val)], []):
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided or not _fits(tensor_spec(val)):
         return None
     if compat.is_literal(node):
         value = getattr(node.graph.owning_module, str(node.target))
@@ -82,6 +85,10 @@ def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | 
             return None
     alike = not compat.is_fake(value) and (value.dtype, value.shape, value.device) == (val.dtype, val.shape, val.device)
     return value if alike else None
+
+
+def _fits(spec: TensorSpec) -> bool:
+    return is_static(spec.shape) and spec.bytes_hint() <= MOST_BYTES
 
 
 def _row(node: Node) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,6 +42,7 @@ def devices(gm: GraphModule) -> set[str]:
         lambda x: x[:, positions() % 2],
         lambda x: x[:9] + torch.arange(9).double().cos()[:, None].to(x.device, x.dtype),
         lambda x: x[torch.tensor([3, 0, 3])],
+        lambda x: F.embedding((torch.arange(512) - torch.arange(512)[:, None]).abs().clamp(max=24).to(x.device), x),
     ],
 )
 def test_nothing_of_the_host_is_left(fn: Any) -> None:
@@ -58,7 +60,7 @@ def test_nothing_of_the_host_is_left(fn: Any) -> None:
     [
         lambda x: (x[positions()], positions()),  # the caller may write to it
         lambda x: x[torch.randint(0, 25, (4,))],
-        lambda x: x[torch.arange(200_000) % 25],  # more than a megabyte
+        lambda x: x[torch.arange(3_000_000) % 25],  # more than 16 MiB
         lambda x: positions().to(x.device),
     ],
 )
@@ -68,14 +70,28 @@ def test_what_the_caller_sees_or_chance_decides_stays(fn: Any) -> None:
     assert "cpu" in devices(gm)
 
 
+def is_float(node: Node) -> bool:
+    """Tensors of floats pass for those of another device, so that a graph can run."""
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.is_floating_point()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_plans_for_other_tables_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan reads the table that its own graph holds, also where it comes from the cache."""
+    monkeypatch.setattr(tables, "_is_elsewhere", is_float)
+    x = torch.randn(25, 2)
+    for shift in (1, 2):
+
+        def fn(x: torch.Tensor, shift: int = shift) -> torch.Tensor:
+            return x[(positions() + shift) % 25] * 2
+
+        with torch.no_grad():
+            assert torch.equal(torch.compile(fn, backend="x86_onednn")(x), fn(x))
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_step_saves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of floats pass for those of another device, so that the step can run."""
-
-    def is_float(node: Node) -> bool:
-        val = node.meta.get("val")
-        return isinstance(val, torch.Tensor) and val.is_floating_point()
-
     found: dict[str, list[Node]] = {}
 
     def keep(aten: GraphModule, phase: str, constants: Any, mode: str) -> Any:
