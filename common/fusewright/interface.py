@@ -262,6 +262,8 @@ class Splits:
     """With more rows than this, every worker has work without a split."""
     few_columns: int = 512
     """Column reductions are split up to this many adjacent columns."""
+    passes_again: int = 512
+    """Up to this many columns, each pass over long columns reads its operands from memory again. Since interface 1.5."""
     column_rows: int = 2048
     """Minimum length of such a column, in elements."""
     column_elements: int = 1 << 18

@@ -27,6 +27,7 @@ from fusewright.interface import (
     OpView,
     Recorder,
     Region,
+    Splits,
     Unavailable,
     Verdict,
     Why,
@@ -77,6 +78,11 @@ EAGER = (
     ),
 )  # fmt: skip
 """Ops that torch's own kernels compute faster; for smaller results the call overhead dominates."""
+
+
+ALL = 1 << 31
+"""Long columns never stay in registers between passes: on an H200 the gradient of a norm of 1024 x 25088 took 217 us with the sum
+of gradients inside, eager's four kernels 167 (2026-11-23, docs/studies/gpu-models.md)."""
 
 
 class TritonLoader:
@@ -192,7 +198,8 @@ class TritonBackend(FusedBackend):
     def policy(self) -> DevicePolicy:
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
         by = self.target(self.running_on()).bounds
-        return DevicePolicy(eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth)
+        splits = Splits(passes_again=ALL)
+        return DevicePolicy(splits=splits, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth)
 
     def prepare(self) -> None:
         """Start the compiler processes while the graph is traced."""

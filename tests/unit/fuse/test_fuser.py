@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusewright.interface import Device, DevicePolicy, Value
+from fusewright.interface import Device, DevicePolicy, Splits, Value
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.fuse import fuser
 from fusewright.toolkit.fuse.build import Built
@@ -169,6 +169,18 @@ def test_a_tensor_that_others_read_is_stored_before_the_passes_over_channels_las
     summing = [i for i in launches if {Ref(x.id), Ref(y.id)} <= set(i.inputs)]
     assert (summing[0].outs == (total.id,)) is stored
     assert len(summing) == (1 if stored else 3)
+
+
+@pytest.mark.parametrize(("again", "names"), [(16, ["add_sum_mul"]), (32, ["add", "sum_mul"])])
+def test_a_device_that_holds_no_columns_stores_first_what_its_passes_read(again: int, names: list[str]) -> None:
+    g = Sketch()
+    x, y = g.input(channels_last()), g.input(channels_last())
+    total = g.op("add", x, y)
+    outputs = [g.op("mul", total, g.op("sum", total, [0, 2, 3], True)), total]
+    policy = DevicePolicy(splits=Splits(few_columns=16, passes_again=again))
+    fragment, got = run_sketch(g, outputs, by_llvm, policy)
+    torch.testing.assert_close(got, list(g.expected(outputs)), rtol=1e-4, atol=1e-3)
+    assert [fragment.kernels[i.kernel].name for i in fragment.instructions if isinstance(i, Launch)] == names
 
 
 def test_an_operand_that_passes_may_compute_again_brings_no_other_along() -> None:

@@ -381,14 +381,14 @@ def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
 
 
 def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:
-    """Whether a row unit has few long rows that are strided in memory, as those of channels-last images are: each pass over them is
-    then a kernel (see `transform.split_columns`)."""
+    """Whether a row unit has long rows that are strided in memory, as those of channels-last images are, which nothing holds from
+    one pass to the next (where they are few, each pass is a kernel: see `transform.split_columns`)."""
     full = [v for v in unit.op.inputs() if v.spec is not None and shape_of(v.spec) == domain.shape]
     if not isinstance(unit.rule, Row) or not any(_is_strided(v, domain) for v in full):
         return False
     sizes = [evaluate(s, size_hints(full)) for s in domain.shape]
     row, numel = math.prod(sizes[d] for d in domain.dims), math.prod(sizes)
-    few = numel <= splits.few_columns * row
+    few = numel <= splits.passes_again * row
     return few and row >= splits.column_rows and numel >= splits.column_elements
 
 
