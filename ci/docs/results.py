@@ -16,6 +16,7 @@ NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)-(?P<machine>[a-z0-9]+)(?:-(?P<what
 MACHINES = {
     "x86": "2-core AMD Zen 5 virtual machine (AVX-512, VNNI, BF16), 2 threads",
     "h100": "NVIDIA H100 80 GB",
+    "h200": "NVIDIA H200; Intel Xeon with AMX, 16 cores",
     "h200x2": "Two NVIDIA H200; Intel Xeon with AMX, 32 cores",
     "xeon": "Intel Xeon with AMX, torch 2.11",
     "gpu": "Six GPU targets, built without a GPU",
