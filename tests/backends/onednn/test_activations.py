@@ -86,6 +86,17 @@ class _Conv1D(torch.nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
 
 
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16])
+def test_an_explicit_cast_to_fewer_digits_rounds(rounded: torch.dtype) -> None:
+    def curve(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x.to(rounded).float())
+
+    product, x = torch.nn.Linear(32, 32, bias=False).eval(), torch.randn(16, 32)
+    torch.nn.init.eye_(product.weight)
+    made, _ = compiled(curve, product, x)
+    torch.testing.assert_close(made, curve(x))
+
+
 @pytest.mark.parametrize("squeezed", [False, True])
 def test_a_product_of_flattened_rows_has_its_activation(squeezed: bool) -> None:
     product, x = _Conv1D(64, 32).eval(), torch.randn(2, 16, 64)

@@ -92,14 +92,19 @@ def _variables(op: OpView, graph: RegionGraph) -> Sequence[Value]:
 
 
 def _steps(x: Value, graph: RegionGraph) -> Sequence[OpView]:
-    """The ops that compute something of `x` alone, element by element, each after those that it reads."""
+    """The ops that compute something of `x` alone, element by element, each after those that it reads.
+
+    A cast to a type of fewer digits is none of them: it rounds, as kernels do there, which an activation does not.
+    """
     known, found, todo = {x.id}, list[OpView](), [x]
+    digits = torch.finfo(_spec(x).dtype).eps
     while todo and len(found) < MOST_STEPS:
         for op in graph.users(todo.pop(0)):
             if op.op not in STEPS or op in found or not known.issuperset(v.id for v in op.inputs()):
                 continue
             spec = _spec(op.out)
-            if spec.shape == _spec(x).shape and spec.dtype.is_floating_point and spec.device == _spec(x).device:
+            alike = spec.shape == _spec(x).shape and spec.device == _spec(x).device
+            if alike and spec.dtype.is_floating_point and torch.finfo(spec.dtype).eps <= digits:
                 found.append(op)
                 known.add(op.out.id)
                 todo.append(op.out)
