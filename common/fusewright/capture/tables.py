@@ -105,5 +105,5 @@ def _hold(graph: Graph, like: Node, value: torch.Tensor) -> Node:
     root.register_buffer(name, value, persistent=False)
     with graph.inserting_before(like):
         node = graph.get_attr(name)
-    node.meta.update(like.meta, val=fake_like(value_of(like), device=value.device))
+    node.meta.update(like.meta, val=fake_like(value_of(like), stride=value.stride(), device=value.device))
     return node

@@ -55,6 +55,15 @@ def test_nothing_of_the_host_is_left(fn: Any) -> None:
     assert gm(x).shape == fn(x).shape
 
 
+@pytest.mark.parametrize("table", [lambda: torch.arange(20)[::2], lambda: torch.arange(3).expand(4, 3)])
+def test_a_copy_has_the_strides_that_it_is_said_to_have(table: Any) -> None:
+    """The copy of a tensor with gaps, or with elements at one address, is dense."""
+    gm = make_fx(torch.func.functionalize(lambda x: x[table()]), tracing_mode="fake")(torch.empty(25, 2, device="meta"))
+    host_tables(gm.graph)
+    (node,) = gm.graph.find_nodes(op="get_attr")
+    assert node.meta["val"].stride() == getattr(gm, node.target).stride()
+
+
 @pytest.mark.parametrize(
     "fn",
     [
