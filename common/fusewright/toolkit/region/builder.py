@@ -243,7 +243,7 @@ class Builder:
         if self.row_major_norms and any_strides:
             self._turn(op)
         moved = [v for v in op.inputs() if v.id in self._moved and not _own_strides(op)]
-        strides = self._strides_for(op) if moved and any_strides else None
+        strides = self._strides_for(op) if moved and any_strides and not self._returned_with_others(op) else None
         if moved and strides is None:
             for v in moved:
                 self.exact(v)
@@ -253,6 +253,25 @@ class Builder:
                 if s is not None:
                     self.with_layout(o, s)
             self.ops.append(self.resolved(op))
+
+    def _returned_with_others(self, op: OpView) -> bool:
+        """Whether `op` is a view of memory of which several values leave the region: copied to the graph's strides one by one,
+        they would no longer share it."""
+        if not _is_view(op) or not any(map(self.graph.escapes, self._views(op))):
+            return False
+        base = next(op.inputs())
+        while (made := self.graph.producer(base)) is not None and _is_view(made):
+            base = next(made.inputs())
+        views = [v for user in self.graph.users(base) if _is_view(user) for v in self._views(user)]
+        return sum(map(self.graph.escapes, [base, *views])) > 1
+
+    def _views(self, op: OpView) -> list[Value]:
+        """The results of a view, and the views of those."""
+        found = [*op.outs]
+        for out in op.outs:
+            for user in self.graph.users(out):
+                found += self._views(user) if _is_view(user) else []
+        return found
 
     def _turn(self, op: OpView) -> None:
         """Copy column-major inputs of `op` to row-major if it is pointwise and a norm reads its result. Otherwise a residual
@@ -289,6 +308,11 @@ class Builder:
         region = replace(self.graph.source, ops=tuple(self.ops))
         verify(region, "calls were written", ordered=False)  # the fuser puts ops in order
         return region
+
+
+def _is_view(op: OpView) -> bool:
+    row = ops.OPS.get(op.op)
+    return row is not None and row.kind is ops.Kind.VIEW and any(True for _ in op.inputs())
 
 
 def _own_strides(op: OpView) -> bool:
