@@ -124,6 +124,19 @@ def test_narrow_tiles_and_pairs(isa: str, dtype: str) -> None:
     assert torch.equal(out, pairs[::2].float() + 2 * pairs[1::2].float())
 
 
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "avx"])
+@pytest.mark.parametrize("dtype", ["i8", "i32", "i64"])
+def test_floats_that_no_integer_has_are_cast_as_in_eager(isa: str, dtype: str) -> None:
+    """LLVM replaced a cast and the one back to floats by a rounding where the sign of zero does not matter."""
+    b = Builder("whole", p=[7])
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i).to(dtype).to("f32") + 1)
+    xs, got = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 3.7, -0.5]), torch.empty(7)
+    narrow(b.build(), isa).checked([xs, got])
+    assert torch.equal(got, xs.to(to_torch(dtype)).float() + 1)
+
+
 def test_an_instruction_set_that_is_not_there_is_an_error_that_names_the_others() -> None:
     with pytest.raises(ValueError, match=r"no level .sse9. of x86-64 .*known are avx512, avx2, avx"):
         x86_target("sse9")

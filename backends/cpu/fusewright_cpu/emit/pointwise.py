@@ -304,8 +304,10 @@ def cast(f: Fn, x: V, src: DType, dst: DType) -> V:
     if kinds[1] == "float":
         return f.conv("uitofp" if unsigned else "sitofp", x, t)
     if kinds[0] == "float":
-        # narrow integers go through i32, like torch's C cast on x86
-        return f.conv("trunc", f.conv("fptosi", x, "i32"), t) if BITS[t] < 32 else f.conv("fptosi", x, t)
+        # narrow integers go through i32, like torch's C cast on x86; unless frozen, LLVM makes a rounding of this cast and one
+        # back to floats, which keeps NaN and values that no integer has
+        whole = f.conv("fptosi", x, "i32" if BITS[t] < 32 else t)
+        return f.conv("trunc", f.let(whole.t, whole.w, f"freeze {whole}"), t)
     if BITS[t] < BITS[x.t]:
         return f.conv("trunc", x, t)
     return f.conv("zext" if unsigned else "sext", x, t)
