@@ -230,7 +230,10 @@ class TritonBackend(FusedBackend):
             if reason is not None:
                 raise Decline(reason, ops=i.op_ids)
         notes = {**fragment.notes, **b.notes}
-        return replace(fragment, notes=self._tune(fragment, ctx, notes) if self.values["autotune"] else notes)
+        if self.values["autotune"]:
+            return replace(fragment, notes=self._tune(fragment, ctx, notes))
+        self._ask(fragment)
+        return replace(fragment, notes=notes)
 
     def _precompile(self, b: Builder) -> None:
         """Start building handwritten kernels in the compiler processes while the rest of the region is lowered."""
@@ -239,6 +242,15 @@ class TritonBackend(FusedBackend):
             for order in orders(b):
                 self._by_hand[order] = None
                 library(self.target(device)).ask(order)
+
+    def _ask(self, fragment: Fragment) -> None:
+        """Start building the kernels while the plan is made."""
+        from fusewright_triton.build import workers
+        from fusewright_triton.runtime import ask_for_kernels
+
+        device = self.running_on()
+        if not device.simulated and workers.processors() > 1:
+            ask_for_kernels(fragment.kernels, self.target(device))
 
     def _tune(self, fragment: Fragment, ctx: CompileContext, notes: Mapping[int, str]) -> Mapping[int, str]:
         """Choose configurations for the kernels of a fragment; the returned notes describe the choices."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -27,7 +28,7 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.serial import positional, structural_hash
 from fusewright.toolkit.ir.types import to_torch
 from fusewright.toolkit.rules.offsets import offsets_bound
-from fusewright_triton.build.binaries import Built, Variant, Wanted, build
+from fusewright_triton.build.binaries import Built, Variant, Wanted, ask, build
 from fusewright_triton.emit import schedule
 from fusewright_triton.emit.emitter import Source, emit
 from fusewright_triton.emit.operators import Unsupported
@@ -71,23 +72,33 @@ class Library:
         self.target = target
         self.lock = threading.RLock()
         self.built: dict[tuple[str, schedule.Config, Variant], Built] = {}
+        self.asked: dict[tuple[str, schedule.Config, Variant], Future[Built]] = {}
         self.configs: dict[tuple[str, tuple[int, ...]], schedule.Config] = {}
 
+    def ask(self, orders: Mapping[str, Wanted]) -> None:
+        """Start building every ordered kernel that is missing."""
+        with self.lock:
+            missing = {at: o for at, o in self._missing(orders).items() if at not in self.asked}
+            self.asked.update(zip(missing, ask(list(missing.values()), self.target), strict=True))
+
     def get(self, orders: Mapping[str, Wanted]) -> None:
-        """Build every ordered kernel that is missing; `orders` are keyed by structural hash."""
+        """Build every ordered kernel that is missing, or wait for it; `orders` are keyed by structural hash."""
         with self.lock:
             missing = self._missing(orders)
-            for key, result in zip(missing, build(list(missing.values()), self.target), strict=True):
-                self.built[key, result.config, missing[key].variant] = result
+            new = {at: o for at, o in missing.items() if at not in self.asked}
+            self.built.update(zip(new, build(list(new.values()), self.target), strict=True))
+            for at in [at for at in missing if at not in new]:
+                self.built[at] = self.asked.pop(at).result()
 
-    def _missing(self, orders: Mapping[str, Wanted]) -> dict[str, Wanted]:
-        return {key: o for key, o in orders.items() if (key, o.config, o.variant) not in self.built}
+    def _missing(self, orders: Mapping[str, Wanted]) -> dict[tuple[str, schedule.Config, Variant], Wanted]:
+        found = {(key, o.config, o.variant): o for key, o in orders.items()}
+        return {at: o for at, o in found.items() if at not in self.built}
 
     def variant(self, key: str, kernel: Kernel, how: schedule.Config, variant: Variant) -> Built:
         """Return one binary of a kernel, built on first request."""
         with self.lock:
             if (key, how, variant) not in self.built:
-                self.built[key, how, variant] = build([Wanted(kernel, how, variant)], self.target)[0]
+                self.get({key: Wanted(kernel, how, variant)})
             return self.built[key, how, variant]
 
     def config(self, key: str, kernel: Kernel) -> schedule.Config:
@@ -120,9 +131,19 @@ def compile_kernels(
     by_hash = {structural_hash(k): positional(k) for k in kernels}
     lib = library(target)
     how = _configs(lib, by_hash, configs)
-    orders = {key: Wanted(k, how[key], first_variant(k)) for key, k in by_hash.items()}
-    lib.get(orders)
+    lib.get(_orders(by_hash, how))
     return _module(lib, by_hash, how)
+
+
+def ask_for_kernels(kernels: Mapping[str, Kernel], target: Target) -> None:
+    """Start building kernels, by structural hash, that `compile_kernels` will be called with, while this process goes on."""
+    by_hash = {key: positional(k) for key, k in kernels.items()}
+    lib = library(target)
+    lib.ask(_orders(by_hash, _configs(lib, by_hash, {})))
+
+
+def _orders(kernels: Mapping[str, Kernel], how: Mapping[str, schedule.Config]) -> dict[str, Wanted]:
+    return {key: Wanted(k, how[key], first_variant(k)) for key, k in kernels.items()}
 
 
 def _configs(

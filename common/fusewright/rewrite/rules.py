@@ -8,7 +8,6 @@ from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import has_writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import READER, Env, Rewriter, Rule, p
@@ -144,7 +143,7 @@ def _attention(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 def _needless_copy(r: Rewriter, node: Node, env: Env) -> Node | None:
     """Drop a copy that changes nothing, unless its memory is visible outside or the graph writes in place."""
-    if node in r.exposed or has_writes(r.graph):
+    if node in r.exposed or r.has_writes:
         return None
     return _identity_view(r, node, env)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -286,12 +287,15 @@ def test_strict_raises_what_does_not_build(monkeypatch: pytest.MonkeyPatch) -> N
         compiled(Small().eval(), strict=True)(torch.randn(3, 8))
 
 
-def test_a_compiler_process_that_is_killed_is_named() -> None:
-    worker = workers.Worker()
-    worker.process.kill()
-    worker.process.wait()
-    with pytest.raises(workers.BuildError, match="a compiler process ended with code -9"):
-        worker.build({"text": ""})
+def test_a_compiler_process_that_ends_is_named() -> None:
+    connection, its = socket.socketpair()
+    worker = workers.Worker(connection)
+    assert worker.alive()
+    its.close()
+    assert not worker.alive()
+    for _ in range(2):
+        with pytest.raises(workers.BuildError, match="a compiler process ended"):
+            worker.build({"text": ""})
     worker.close()
 
 
@@ -300,42 +304,58 @@ class Answering:
 
     def __init__(self, ends: bool = False) -> None:
         self.ends = ends
-        self.process = SimpleNamespace(poll=lambda: 1 if self.ends else None)
+
+    def alive(self) -> bool:
+        return not self.ends
+
+    def close(self) -> None: ...
 
     def build(self, request: workers.Request) -> workers.Answer:
         if self.ends:
-            raise workers.Ended("a compiler process ended with code -11")
+            raise workers.Ended("a compiler process ended")
         return [{"name": request["text"]}]
+
+
+REQUEST = {"text": "k", "target": ["cuda", 90, 32]}
 
 
 def test_a_compiler_process_that_ends_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, crashing = workers.Pool(), Answering()
-    pool.free = [crashing]  # type: ignore[list-item]
     monkeypatch.setattr(crashing, "build", Answering(ends=True).build)
-    crashing.process = SimpleNamespace(poll=iter([None, 1]).__next__)
-    monkeypatch.setattr(workers, "Worker", Answering)
-    assert pool.build({"text": "k"}) == [{"name": "k"}]
-    monkeypatch.setattr(workers, "Worker", lambda: Answering(ends=True))
+    pool.free = [crashing, Answering(ends=True)]  # type: ignore[list-item]
+    monkeypatch.setattr(pool, "_new", lambda target: Answering())
+    assert pool.build(REQUEST) == [{"name": "k"}]
+    monkeypatch.setattr(pool, "_new", lambda target: Answering(ends=True))
     pool.free = []
-    with pytest.raises(workers.BuildError, match="ended with code -11"):
-        pool.build({"text": "k"})
+    with pytest.raises(workers.BuildError, match="a compiler process ended"):
+        pool.build(REQUEST)
 
 
-def test_compiler_processes_may_be_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    firsts: list[Any] = []
-    monkeypatch.setattr(workers, "Worker", lambda first: firsts.append(first["target"]) or Answering())
+def test_the_parent_of_compiler_processes_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Parent:
+        def __init__(self, target: Any) -> None:
+            started.append(target)
+            self.process = SimpleNamespace(poll=lambda: None)
+
+        def worker(self) -> Answering:
+            return Answering()
+
     pool = workers.Pool()
-    for told, there in (("8", 3), ("8", 3), ("16", 7)):
-        monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", told)
+    monkeypatch.setattr(workers, "Parent", Parent)
+    for _ in range(2):
         pool.warm_up(["cuda", 90, 32])
-        assert len(pool.free) == len(firsts) == there
+    assert started == [["cuda", 90, 32]] and not pool.free
     monkeypatch.setattr(workers, "pool", lambda: pool)
+    monkeypatch.setattr(workers, "processors", lambda: 4)
     monkeypatch.setattr(workers, "_here", pytest.fail)
-    assert workers.build_all([{"text": "k"}]) == [[{"name": "k"}]], "they are used for a single kernel too"
-    monkeypatch.setenv("FUSEWRIGHT_TRITON_WORKERS", "2")
+    assert workers.build_all([REQUEST]) == [[{"name": "k"}]], "its workers are used for a single kernel too"
+    pool.parent.process.poll = lambda: 0  # type: ignore[union-attr]
     pool.free = []
-    pool.warm_up(["cuda", 90, 32])
-    assert pool.free == [], "few processors have enough to do"
+    pool.build(REQUEST)
+    assert len(started) == 2, "another one replaces it when it has ended"
+    pool.free, pool.parent = [], None
 
 
 def test_only_a_graph_on_a_real_device_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:

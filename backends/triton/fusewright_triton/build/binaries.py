@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright_triton.build import workers
@@ -14,6 +15,9 @@ from fusewright_triton.emit.emitter import Source, emit
 from fusewright_triton.emit.operators import SIGNATURE
 from fusewright_triton.emit.schedule import Config
 from fusewright_triton.target import Target
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Variant(NamedTuple):
@@ -81,6 +85,13 @@ def build(wanted: Sequence[Wanted], target: Target) -> list[Built]:
     return [_built(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
 
 
+def ask(wanted: Sequence[Wanted], target: Target) -> list[Future[Built]]:
+    """Like `build`, but in the background."""
+    sources = [w.source() for w in wanted]
+    answers = workers.submitted(_requests(wanted, sources, target))
+    return [_later(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
+
+
 def build_each(wanted: Sequence[Wanted], target: Target) -> list[Built | BuildError]:
     """Like `build`, but a kernel that fails gives its error and the others are built."""
     sources = [w.source() for w in wanted]
@@ -97,6 +108,25 @@ def _requests(wanted: Sequence[Wanted], sources: Sequence[Source], target: Targe
 
 def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) -> Built:
     return Built(wanted.kernel, wanted.config, source, [binary(b) for b in answer])
+
+
+def _later(wanted: Wanted, source: Source, answer: Future[workers.Answer]) -> Future[Built]:
+    return then(answer, lambda found: _built(wanted, source, found))
+
+
+def then(answer: Future[T], make: Callable[[T], R]) -> Future[R]:
+    """Return a future of what `make` returns for an answer."""
+    made: Future[R] = Future()
+
+    def done(answer: Future[T]) -> None:
+        error = answer.exception()
+        if error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(make(answer.result()))
+
+    answer.add_done_callback(done)
+    return made
 
 
 def binary(data: Mapping[str, Any], name: str = "") -> Binary:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,12 +22,8 @@ Request = Mapping[str, Any]
 Answer = list[dict[str, Any]]
 
 ALONE = 4
-"""Up to this many kernels are built in this process when no worker is running: a worker must first import Triton."""
+"""Up to this many kernels are built in this process when no compiler process is running: it must first import Triton."""
 MOST = 16
-
-AHEAD, FOR_EACH = 8, 2
-"""The most workers that are started before it is known what to build, and processors per worker. With four of them on an
-H100's 16 cores BERT's first call took 2.98 s instead of 3.54."""
 
 FIRST: Request = {
     "text": "@triton.jit\ndef first(x_ptr):\n    tl.store(x_ptr, tl.load(x_ptr) + 1.0)\n",
@@ -35,7 +32,7 @@ FIRST: Request = {
     "aligned": [],
     "options": {},
 }
-"""The throwaway kernel that warms up such a worker: with its first kernel, Triton hashes its own files (0.3 s)."""
+"""The throwaway kernel that warms up the parent of all workers: with its first kernel, Triton hashes its own files (0.3 s)."""
 
 
 class BuildError(RuntimeError):
@@ -49,29 +46,28 @@ class Ended(BuildError):
 class Worker:
     """One process. It lives as long as this process, and builds one kernel at a time."""
 
-    def __init__(self, first: Request | None = None) -> None:
-        """`first` is built as a warm-up, before any request."""
-        program = Path(compiler.__file__)
-        # -P: the folder of compiler.py must not hide top-level modules of the same names
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(program), *([] if first is None else [json.dumps(first)])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            close_fds=True,
-        )
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.stream = connection.makefile("rw", encoding="utf-8")
+
+    def alive(self) -> bool:
+        """Whether an idle worker is still there: of one that has ended, the end of its answers can be read."""
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def build(self, request: Request) -> Answer:
-        if self.process.stdin is None or self.process.stdout is None:
-            raise BuildError("a worker without pipes")
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
+            self.stream.write(json.dumps(request) + "\n")
+            self.stream.flush()
+            line = self.stream.readline()
+        except OSError:  # its end of the connection is closed
             line = ""
         if not line:
-            raise Ended(f"a compiler process ended with code {self.process.wait()}")
+            raise Ended("a compiler process ended: out of memory, or Triton crashed")
         answer = json.loads(line)
         if "error" in answer:
             raise BuildError(answer["error"])
@@ -79,12 +75,39 @@ class Worker:
         return found
 
     def close(self) -> None:
-        """End the process at once: an idle worker may still be warming up."""
+        """End the process, after the kernel that it builds."""
+        with contextlib.suppress(BrokenPipeError):  # it ended by itself, with a request unread
+            self.stream.close()
+        self.connection.close()
+
+
+class Parent:
+    """The process that workers are forked from, once it has imported Triton and built a throwaway kernel for a target."""
+
+    def __init__(self, target: Sequence[int | str]) -> None:
+        program = Path(compiler.__file__)
+        self.control, its = socket.socketpair()
+        with its:
+            # -P: the folder of compiler.py must not hide top-level modules of the same names
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(program), str(its.fileno()), json.dumps({**FIRST, "target": target})],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+            )
+
+    def worker(self) -> Worker:
+        """Return a worker, which starts as soon as this process is warm."""
+        connection, its = socket.socketpair()
+        with its, contextlib.suppress(OSError):  # this process has ended: so has the worker
+            socket.send_fds(self.control, [b"w"], [its.fileno()])
+        return Worker(connection)
+
+    def close(self) -> None:
+        """End the process at once: it may still be warming up."""
         self.process.terminate()
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended by itself, with a request unread
-                self.process.stdin.close()
         self.process.wait()
+        self.control.close()
 
 
 class Pool:
@@ -93,7 +116,7 @@ class Pool:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.free: list[Worker] = []
-        self.busy = 0
+        self.parent: Parent | None = None
         self.threads = ThreadPoolExecutor(processors(), "fusewright-build")
         atexit.register(self.close)
 
@@ -107,40 +130,46 @@ class Pool:
         if worker is not None:
             with contextlib.suppress(Ended):
                 return self._built(worker, request)
-        return self._built(Worker(), request)
+        return self._built(self._new(request["target"]), request)
 
     def _built(self, worker: Worker, request: Request) -> Answer:
-        with self.lock:
-            self.busy += 1
         try:
             return worker.build(request)
         finally:
             with self.lock:
-                self.busy -= 1
-                if worker.process.poll() is None:
-                    self.free.append(worker)
+                self.free.append(worker)
 
     def warm_up(self, target: Sequence[int | str]) -> None:
-        """Start a few workers, which prepare Triton for a target while this process does something else."""
+        """Start the parent of all workers, which prepares Triton for a target while this process does something else."""
         with self.lock:
-            more = min(AHEAD, processors() // FOR_EACH - 1) - len(self.free) - self.busy
-            self.free += [Worker({**FIRST, "target": target}) for _ in range(more)]
+            self._parent(target)
+
+    def _parent(self, target: Sequence[int | str]) -> Parent:
+        if self.parent is None or self.parent.process.poll() is not None:  # it ends when no worker is wanted for long
+            self.parent = Parent(target)
+        return self.parent
+
+    def _new(self, target: Sequence[int | str]) -> Worker:
+        with self.lock:
+            return self._parent(target).worker()
 
     def _alive(self) -> Worker | None:
-        """Return a free worker; drop those that were killed from outside (when memory ran out, say)."""
+        """Return a free worker; drop those that ended (when memory ran out, say)."""
         with self.lock:
             while self.free:
                 worker = self.free.pop()
-                if worker.process.poll() is None:
+                if worker.alive():
                     return worker
+                worker.close()
         return None
 
     def close(self) -> None:
-        """End the workers; the next build starts new ones."""
+        """End the processes; the next build starts new ones."""
         with self.lock:
-            workers, self.free = self.free, []
-        for w in workers:
-            w.close()
+            ending: list[Worker | Parent] = [*self.free, *([self.parent] if self.parent else [])]
+            self.free, self.parent = [], None
+        for process in ending:
+            process.close()
 
 
 @functools.cache
@@ -158,9 +187,16 @@ def processors() -> int:
 
 def build_all(requests: Sequence[Request]) -> list[Answer]:
     """Return answers in the order of the requests. Raise `BuildError` for the first that fails."""
-    if not requests or processors() == 1 or (len(requests) <= ALONE and not (pool().free or pool().busy)):
+    if not requests or processors() == 1 or (len(requests) <= ALONE and pool().parent is None):
         return [_here(r) for r in requests]
-    return [answer.result() for answer in [pool().submit(r) for r in requests]]
+    return [answer.result() for answer in submitted(requests)]
+
+
+def submitted(requests: Sequence[Request]) -> list[Future[Answer]]:
+    """Build in the background, those with the longest text first, so that no long one is left at the end."""
+    order = sorted(range(len(requests)), key=lambda k: -len(requests[k].get("text", "")))
+    answers = {k: pool().submit(requests[k]) for k in order}
+    return [answers[k] for k in range(len(requests))]
 
 
 def build_each(requests: Sequence[Request]) -> list[Answer | BuildError]:
@@ -172,7 +208,7 @@ def build_each(requests: Sequence[Request]) -> list[Answer | BuildError]:
         except BuildError as e:
             return e
 
-    return [one(answer) for answer in [pool().submit(r) for r in requests]]
+    return [one(answer) for answer in submitted(requests)]
 
 
 def _here(request: Request) -> Answer:

@@ -123,7 +123,8 @@ class Library:
             if found is None or (ended and order not in self.again):
                 if ended:
                     self.again.add(order)
-                found = self.built[order] = _then(workers.pool().submit(order.request(self.target)))
+                answer = workers.pool().submit(order.request(self.target))
+                found = self.built[order] = binaries.then(answer, lambda made: binaries.binary(made[0]))
         return found
 
     def code(self, order: Order) -> Binary:
@@ -188,21 +189,6 @@ def _warn(e: Unbuilt, instead: str) -> None:
     if e.kernel not in _warned:
         _warned.add(e.kernel)
         log.warning("fusewright: the kernel %s cannot be built, and %s: %s", e.kernel, instead, e.words)
-
-
-def _then(answer: Future[workers.Answer]) -> Future[Binary]:
-    """Return a future of the only binary of an answer."""
-    made: Future[Binary] = Future()
-
-    def done(answer: Future[workers.Answer]) -> None:
-        error = answer.exception()
-        if error is not None:
-            made.set_exception(error)
-        else:
-            made.set_result(binaries.binary(answer.result()[0]))
-
-    answer.add_done_callback(done)
-    return made
 
 
 @functools.cache

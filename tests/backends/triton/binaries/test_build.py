@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
 
+import torch
+
+from fusewright import registry
+from fusewright.interface import Device, KernelCode
+from fusewright.toolkit.backend import fused
 from fusewright.toolkit.ir import Kernel, structural_hash
-from fusewright_triton import target
+from fusewright_cpu import llvm_loader
+from fusewright_triton import runtime, target
+from fusewright_triton.backend import NvidiaTriton
 from fusewright_triton.build import binaries, workers
 from fusewright_triton.build.binaries import Binary, Built, Variant, Wanted
 from fusewright_triton.build.resources import over_limits, resources
@@ -106,11 +117,76 @@ def test_a_worker_answers_what_this_process_would() -> None:
     t = TARGETS["sm_90"]
     wanted = Wanted(kernels.softmax(), choose(kernels.softmax(), t), Variant())
     request = binaries.request(wanted.source(), wanted.variant, t)
-    worker = workers.Worker()
+    parent = workers.Parent(t.compiler)
+    worker = parent.worker()
     try:
         assert worker.build(request) == workers._here(request)
         broken = {**request, "text": request["text"].replace("tl.program_id(0)", "tl.program_id(7)")}
         with pytest.raises(workers.BuildError, match=r"program_id|axis"):
             worker.build(broken)
+        parent.close()
+        assert worker.alive() and worker.build(request), "it does not end with its parent"
+        late = parent.worker()
+        with pytest.raises(workers.Ended):
+            late.build(request)
     finally:
         worker.close()
+
+
+def test_a_kernel_that_was_asked_for_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it cannot be built: then the next request builds it again."""
+    lib, k = Library(TARGETS["sm_90"]), kernels.add_gelu(1000)
+    orders = {structural_hash(k): Wanted(k, choose(k, lib.target), Variant())}
+    asked: list[Future[workers.Answer]] = []
+    monkeypatch.setattr(workers, "submitted", lambda r: [asked.append(Future()) or asked[-1] for _ in r])
+    for _ in range(2):
+        lib.ask(orders)
+    assert len(asked) == 1
+    asked[0].set_exception(workers.BuildError("no memory"))
+    with pytest.raises(workers.BuildError, match="no memory"):
+        lib.get(orders)
+    lib.ask(orders)
+    (order,) = orders.values()
+    asked[1].set_result(workers._here(binaries.request(order.source(), order.variant, lib.target)))
+    monkeypatch.setattr(workers, "_here", pytest.fail)
+    lib.get(orders)
+    lib.ask(orders)
+    assert len(asked) == 2 and [b.binaries[0].code[:4] for b in lib.built.values()] == [b"\x7fELF"]
+
+
+def test_kernels_of_long_text_are_started_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def submit(request: Any) -> Future[Any]:
+        started.append(request["text"])
+        answer: Future[Any] = Future()
+        answer.set_result([request["text"]])
+        return answer
+
+    monkeypatch.setattr(workers, "pool", lambda: SimpleNamespace(submit=submit, parent=object()))
+    monkeypatch.setattr(workers, "processors", lambda: 4)
+    assert workers.build_all([{"text": "a"}, {"text": "abc"}, {"text": "ab"}]) == [["a"], ["abc"], ["ab"]]
+    assert started == ["abc", "ab", "a"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("simulated", [False, True])
+def test_kernels_are_asked_for_before_the_plan_is_made(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, set[str]]] = []
+
+    def load(self: NvidiaTriton, wanted: Mapping[str, Kernel]) -> Mapping[str, KernelCode]:
+        events.append(("load", set(wanted)))
+        return llvm_loader(wanted)
+
+    monkeypatch.setattr(registry, "create", lambda name, _: NvidiaTriton(Device("cuda", "sm_90", simulated=simulated)))
+    monkeypatch.setattr(fused, "elsewhere", lambda spec, device: None)  # the tensors are on the CPU
+    monkeypatch.setattr(NvidiaTriton, "load", load)
+    monkeypatch.setattr(NvidiaTriton, "recorder", lambda self: None)
+    monkeypatch.setattr(workers, "processors", lambda: 4)
+    monkeypatch.setattr(runtime, "ask_for_kernels", lambda wanted, target: events.append(("ask", set(wanted))))
+    torch.compiler.reset()
+    x = torch.randn(5, 64)
+    fast = torch.compile(lambda x: torch.softmax(x.exp() + 1, -1), backend="nvidia_triton", options={"cache": False})
+    torch.testing.assert_close(fast(x), torch.softmax(x.exp() + 1, -1))
+    *asked, loaded = events
+    assert loaded[0] == "load" and loaded[1] and asked == ([] if simulated else [("ask", loaded[1])])

@@ -69,7 +69,7 @@ from types import SimpleNamespace
 def no_build(*_):
     raise AssertionError("something is built")
 
-workers.Worker.__init__ = workers._here = no_build
+workers.Parent.__init__ = workers._here = no_build
 driver = Recorder()
 driver.load = lambda code, name, shared: print(name, code[:4], len(code)) or 1
 launch.driver = lambda kind: driver

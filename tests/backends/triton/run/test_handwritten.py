@@ -166,20 +166,6 @@ def test_equal_orders_are_built_once_and_again_after_an_accident(building: Build
     assert again.result().code == b"machine code" and lib.ask(some_order()) is again
 
 
-def test_a_build_beside_others_uses_the_compiler_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even while all of them are busy, nothing is built in this process."""
-    pool = workers.Pool()
-    pool.busy = 1
-    monkeypatch.setattr(workers, "pool", lambda: pool)
-    monkeypatch.setattr(workers, "processors", lambda: 4)
-    monkeypatch.setattr(workers, "_here", pytest.fail)
-    monkeypatch.setattr(workers, "Worker", lambda: SimpleNamespace(
-        build=lambda request: [{"name": request["text"]}], process=SimpleNamespace(poll=lambda: None))
-    )  # fmt: skip
-    assert workers.build_all([{"text": "k"}]) == [[{"name": "k"}]]
-    pool.free = []
-
-
 GLUON = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -349,7 +335,7 @@ from fusewright_triton.target import NVIDIA
 def no_build(*_):
     raise AssertionError("something is built")
 
-workers.Worker.__init__ = no_build
+workers.Parent.__init__ = no_build
 driver = SimpleNamespace(load=lambda *code: print(*code) or 3, launcher=lambda: lambda *args: print(args[:9]) or 0)
 handwritten.driver = lambda kind: driver
 torch.cuda.current_device = lambda: 0

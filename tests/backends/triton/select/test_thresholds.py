@@ -164,7 +164,6 @@ def test_every_row_says_where_its_numbers_come_from(source: Any) -> None:
 
 ELSEWHERE: dict[str, str] = {
     "backend.py": "a row of where eager is faster, with its source",
-    "build/workers.py": "processes of a compiler, by cores of the host",
     "emit/layout.py": "why lanes take neighbours: no number is fitted",
     "emit/memory.py": "why a mark stands in the code: its number is in the table",
     "emit/prefetch.py": "what a rule is worth; it counts registers",
