@@ -245,11 +245,10 @@ class TritonBackend(FusedBackend):
 
     def _ask(self, fragment: Fragment) -> None:
         """Start building the kernels while the plan is made."""
-        from fusewright_triton.build import workers
         from fusewright_triton.runtime import ask_for_kernels
 
         device = self.running_on()
-        if not device.simulated and workers.processors() > 1:
+        if not device.simulated:
             ask_for_kernels(fragment.kernels, self.target(device))
 
     def _tune(self, fragment: Fragment, ctx: CompileContext, notes: Mapping[int, str]) -> Mapping[int, str]:

@@ -28,7 +28,7 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.serial import positional, structural_hash
 from fusewright.toolkit.ir.types import to_torch
 from fusewright.toolkit.rules.offsets import offsets_bound
-from fusewright_triton.build.binaries import Built, Variant, Wanted, ask, build
+from fusewright_triton.build.binaries import Built, Code, Variant, Wanted, ask
 from fusewright_triton.emit import schedule
 from fusewright_triton.emit.emitter import Source, emit
 from fusewright_triton.emit.operators import Unsupported
@@ -73,21 +73,20 @@ class Library:
         self.lock = threading.RLock()
         self.built: dict[tuple[str, schedule.Config, Variant], Built] = {}
         self.asked: dict[tuple[str, schedule.Config, Variant], Future[Built]] = {}
+        self.code: dict[str, Future[Code]] = {}
         self.configs: dict[tuple[str, tuple[int, ...]], schedule.Config] = {}
 
     def ask(self, orders: Mapping[str, Wanted]) -> None:
-        """Start building every ordered kernel that is missing."""
+        """Start building every ordered kernel that is missing; `orders` are keyed by structural hash."""
         with self.lock:
             missing = {at: o for at, o in self._missing(orders).items() if at not in self.asked}
-            self.asked.update(zip(missing, ask(list(missing.values()), self.target), strict=True))
+            self.asked.update(zip(missing, ask(list(missing.values()), self.target, self.code), strict=True))
 
     def get(self, orders: Mapping[str, Wanted]) -> None:
-        """Build every ordered kernel that is missing, or wait for it; `orders` are keyed by structural hash."""
+        """Build every ordered kernel that is missing, and wait for them."""
         with self.lock:
-            missing = self._missing(orders)
-            new = {at: o for at, o in missing.items() if at not in self.asked}
-            self.built.update(zip(new, build(list(new.values()), self.target), strict=True))
-            for at in [at for at in missing if at not in new]:
+            self.ask(orders)
+            for at in self._missing(orders):
                 self.built[at] = self.asked.pop(at).result()
 
     def _missing(self, orders: Mapping[str, Wanted]) -> dict[tuple[str, schedule.Config, Variant], Wanted]:

@@ -350,7 +350,7 @@ def test_the_parent_of_compiler_processes_is_started_ahead(monkeypatch: pytest.M
     monkeypatch.setattr(workers, "pool", lambda: pool)
     monkeypatch.setattr(workers, "processors", lambda: 4)
     monkeypatch.setattr(workers, "_here", pytest.fail)
-    assert workers.build_all([REQUEST]) == [[{"name": "k"}]], "its workers are used for a single kernel too"
+    assert workers.submitted([REQUEST])[0].result() == [{"name": "k"}], "its workers are used for a single kernel too"
     pool.parent.process.poll = lambda: 0  # type: ignore[union-attr]
     pool.free = []
     pool.build(REQUEST)

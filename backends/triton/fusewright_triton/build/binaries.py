@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright_triton.build import workers
-from fusewright_triton.build.workers import BuildError, build_all
+from fusewright_triton.build.workers import BuildError
 from fusewright_triton.emit.emitter import Source, emit
 from fusewright_triton.emit.operators import SIGNATURE
 from fusewright_triton.emit.schedule import Config
@@ -42,6 +44,10 @@ class Binary:
     descriptors: Sequence[Mapping[str, Any]] = ()
 
 
+Code: TypeAlias = Sequence[Binary]
+"""Of each function of a source."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A kernel to build, with its configuration."""
@@ -56,7 +62,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A kernel's source and the machine code of its functions."""
+    """A kernel's source and the machine code of its functions, which may have the names of an equal kernel's."""
 
     kernel: Kernel
     config: Config
@@ -80,16 +86,22 @@ def request(source: Source, variant: Variant, target: Target) -> dict[str, Any]:
 
 def build(wanted: Sequence[Wanted], target: Target) -> list[Built]:
     """Build kernels in parallel; results keep the order of `wanted`. Raise `workers.BuildError` when Triton fails on one."""
-    sources = [w.source() for w in wanted]
-    answers = build_all(_requests(wanted, sources, target))
-    return [_built(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
+    return [answer.result() for answer in ask(wanted, target, {})]
 
 
-def ask(wanted: Sequence[Wanted], target: Target) -> list[Future[Built]]:
-    """Like `build`, but in the background."""
+def ask(wanted: Sequence[Wanted], target: Target, code: MutableMapping[str, Future[Code]]) -> list[Future[Built]]:
+    """Like `build`, but in the background. `code` holds earlier answers by `unnamed` request, and gets the new ones: kernels that
+    differ only in their names, or in sizes that their text does not show, share the code of the first."""
     sources = [w.source() for w in wanted]
-    answers = workers.submitted(_requests(wanted, sources, target))
-    return [_later(w, s, answer) for w, s, answer in zip(wanted, sources, answers, strict=True)]
+    requests = _requests(wanted, sources, target)
+    keys = [unnamed(r) for r in requests]
+    new = dict[str, dict[str, Any]]()
+    for key, r in zip(keys, requests, strict=True):
+        if key not in code or _failed(code[key]):
+            new.setdefault(key, r)
+    answers = [then(answer, _code) for answer in workers.submitted(list(new.values()))]
+    code.update(zip(new, answers, strict=True))
+    return [then(code[key], partial(Built, w.kernel, w.config, s)) for w, s, key in zip(wanted, sources, keys, strict=True)]
 
 
 def build_each(wanted: Sequence[Wanted], target: Target) -> list[Built | BuildError]:
@@ -106,12 +118,23 @@ def _requests(wanted: Sequence[Wanted], sources: Sequence[Source], target: Targe
     return [request(s, w.variant, target) for s, w in zip(sources, wanted, strict=True)]
 
 
-def _built(wanted: Wanted, source: Source, answer: Sequence[Mapping[str, Any]]) -> Built:
-    return Built(wanted.kernel, wanted.config, source, [binary(b) for b in answer])
+def _built(wanted: Wanted, source: Source, answer: workers.Answer) -> Built:
+    return Built(wanted.kernel, wanted.config, source, _code(answer))
 
 
-def _later(wanted: Wanted, source: Source, answer: Future[workers.Answer]) -> Future[Built]:
-    return then(answer, lambda found: _built(wanted, source, found))
+def unnamed(request: Mapping[str, Any]) -> str:
+    """Return a request as text, without what does not change the code: comments and the names of functions."""
+    lines = [line for line in request["text"].splitlines() if not line.startswith("#")]
+    text = [f"def {line.partition('(')[2]}" if line.startswith("def ") else line for line in lines]
+    return json.dumps({**request, "text": text, "functions": len(request["functions"])})
+
+
+def _failed(answer: Future[Code]) -> bool:
+    return answer.done() and answer.exception() is not None
+
+
+def _code(answer: workers.Answer) -> Code:
+    return [binary(b) for b in answer]
 
 
 def then(answer: Future[T], make: Callable[[T], R]) -> Future[R]:

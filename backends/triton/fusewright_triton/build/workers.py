@@ -185,15 +185,15 @@ def processors() -> int:
     return max(1, min(int(told) if told else have, MOST))
 
 
-def build_all(requests: Sequence[Request]) -> list[Answer]:
-    """Return answers in the order of the requests. Raise `BuildError` for the first that fails."""
-    if not requests or processors() == 1 or (len(requests) <= ALONE and pool().parent is None):
-        return [_here(r) for r in requests]
-    return [answer.result() for answer in submitted(requests)]
-
-
 def submitted(requests: Sequence[Request]) -> list[Future[Answer]]:
-    """Build in the background, those with the longest text first, so that no long one is left at the end."""
+    """Build in the background, those with the longest text first, so that no long one is left at the end. Few kernels without
+    a compiler process are built here."""
+    if processors() == 1 or (len(requests) <= ALONE and pool().parent is None):
+        return [_here(r) for r in requests]
+    return _in_background(requests)
+
+
+def _in_background(requests: Sequence[Request]) -> list[Future[Answer]]:
     order = sorted(range(len(requests)), key=lambda k: -len(requests[k].get("text", "")))
     answers = {k: pool().submit(requests[k]) for k in order}
     return [answers[k] for k in range(len(requests))]
@@ -208,11 +208,13 @@ def build_each(requests: Sequence[Request]) -> list[Answer | BuildError]:
         except BuildError as e:
             return e
 
-    return [one(answer) for answer in submitted(requests)]
+    return [one(answer) for answer in _in_background(requests)]
 
 
-def _here(request: Request) -> Answer:
+def _here(request: Request) -> Future[Answer]:
+    answer: Future[Answer] = Future()
     try:
-        return compiler.build(request)
-    except Exception as e:
-        raise BuildError(f"{type(e).__name__}: {e}") from e
+        answer.set_result(compiler.build(request))
+    except Exception as e:  # of any kind, as a compiler process answers it
+        answer.set_exception(BuildError(f"{type(e).__name__}: {e}"))
+    return answer

@@ -103,8 +103,8 @@ def test_what_exceeds_a_target_is_named() -> None:
 
 def test_equal_kernels_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
-    real = binaries.build_all
-    monkeypatch.setattr(binaries, "build_all", lambda r: built.append(len(r)) or real(r))
+    real = workers.submitted
+    monkeypatch.setattr(workers, "submitted", lambda r: built.append(len(r)) or real(r))
     lib = Library(TARGETS["sm_90"])
     for name in ("first", "second"):
         k = kernels.add_gelu(1000)
@@ -120,7 +120,7 @@ def test_a_worker_answers_what_this_process_would() -> None:
     parent = workers.Parent(t.compiler)
     worker = parent.worker()
     try:
-        assert worker.build(request) == workers._here(request)
+        assert worker.build(request) == workers._here(request).result()
         broken = {**request, "text": request["text"].replace("tl.program_id(0)", "tl.program_id(7)")}
         with pytest.raises(workers.BuildError, match=r"program_id|axis"):
             worker.build(broken)
@@ -147,11 +147,45 @@ def test_a_kernel_that_was_asked_for_is_built_once(monkeypatch: pytest.MonkeyPat
         lib.get(orders)
     lib.ask(orders)
     (order,) = orders.values()
-    asked[1].set_result(workers._here(binaries.request(order.source(), order.variant, lib.target)))
+    asked[1].set_result(workers._here(binaries.request(order.source(), order.variant, lib.target)).result())
     monkeypatch.setattr(workers, "_here", pytest.fail)
     lib.get(orders)
     lib.ask(orders)
     assert len(asked) == 2 and [b.binaries[0].code[:4] for b in lib.built.values()] == [b"\x7fELF"]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_equal_texts_are_built_once(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size is a kernel with a name and a grid of its own, but without masks the texts are equal."""
+    t, texts = TARGETS["sm_90"], []
+
+    def submitted(requests: Any) -> list[Future[workers.Answer]]:
+        texts.extend(r["text"] for r in requests)
+        answers = [Future[workers.Answer]() for _ in requests]
+        for answer, r in zip(answers, requests, strict=True):
+            if failing:
+                answer.set_exception(workers.BuildError("no memory"))
+            else:
+                answer.set_result([{"name": n, "code": "", "shared": 0, "threads": 128} for n in r["functions"]])
+        return answers
+
+    monkeypatch.setattr(workers, "submitted", submitted)
+    ks = [kernels.add_gelu(n) for n in (1 << 20, 1 << 21, 1000)]
+    wanted = [Wanted(k, choose(k, t), first_variant(k)) for k in ks]
+    first, second, third = (w.source() for w in wanted)
+    assert first.functions[0].programs(()) * 2 == second.functions[0].programs(()), "the grid is not in the text"
+    code: dict[str, Any] = {}
+    if failing:
+        for n in (2, 4):
+            found = binaries.ask(wanted, t, code)
+            assert all(f.exception() for f in found) and len(texts) == n, "what failed is tried again"
+        return
+    built = [f.result() for f in binaries.ask(wanted, t, code)]
+    assert texts == [first.text, third.text]
+    assert built[1].binaries is built[0].binaries and built[2].binaries is not built[0].binaries
+    assert [b.source.functions[0].name for b in built] == [s.functions[0].name for s in (first, second, third)]
+    binaries.ask(wanted[1:], t, code)
+    assert len(texts) == 2
 
 
 def test_kernels_of_long_text_are_started_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +199,8 @@ def test_kernels_of_long_text_are_started_first(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(workers, "pool", lambda: SimpleNamespace(submit=submit, parent=object()))
     monkeypatch.setattr(workers, "processors", lambda: 4)
-    assert workers.build_all([{"text": "a"}, {"text": "abc"}, {"text": "ab"}]) == [["a"], ["abc"], ["ab"]]
+    answers = workers.submitted([{"text": "a"}, {"text": "abc"}, {"text": "ab"}])
+    assert [answer.result() for answer in answers] == [["a"], ["abc"], ["ab"]]
     assert started == ["abc", "ab", "a"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +46,15 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
     """Replace the compiler by one that only records its orders. The process's kernels are cleared before and after."""
     asked: list[Wanted] = []
 
-    def build(orders: Sequence[Wanted], t: target.Target) -> list[Built]:
+    def ask(orders: Sequence[Wanted], t: target.Target, code: Any) -> list[Future[Built]]:
         asked.extend(orders)
-        return [
-            Built(o.kernel, o.config, o.source(), [Binary(f.name, b"1", 64, 128) for f in o.source().functions])
-            for o in orders
-        ]
+        answers = [Future[Built]() for _ in orders]
+        for answer, o in zip(answers, orders, strict=True):
+            binaries = [Binary(f.name, b"1", 64, 128) for f in o.source().functions]
+            answer.set_result(Built(o.kernel, o.config, o.source(), binaries))
+        return answers
 
-    monkeypatch.setattr(runtime, "build", build)
+    monkeypatch.setattr(runtime, "ask", ask)
     monkeypatch.setattr(Recorder, "load", lambda self, code, name, shared: 1)
     library.cache_clear()
     yield asked  # type: ignore[misc]

@@ -201,7 +201,7 @@ def test_a_compiler_process_builds_gluon_too(monkeypatch: pytest.MonkeyPatch, tm
         Kernel("gluon_copy", "copied").launch(
             H100, 4, (TensorDescriptor(x, (32, 64)), x, 100), {"BM": 32, "BN": 64}, num_warps=4
         )
-    (answer,) = workers._here(found[0].request(H100))
+    (answer,) = workers._here(found[0].request(H100)).result()
     assert answer["threads"] == 128 and ".target sm_90a" in answer["listing"]
     assert [d["block_size"] for d in answer["descriptors"]] == [[32, 64]]
 
