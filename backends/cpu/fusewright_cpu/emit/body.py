@@ -363,13 +363,15 @@ class Body:
     # row stages
 
     def _row_stage(self, stage: Stage) -> None:
-        """Emit loops over R: each node in the outermost loop where its operands are known, reductions in the
-        innermost."""
+        """Emit loops over R: each node in the outermost loop where its operands are known, reductions and what row buffers
+        hold in the innermost."""
         rows = self.rows
-        depth = {n.id: max((k for k, a in enumerate(rows) if a in self.axes[n.id]), default=-1) for n in stage.nodes}
+        last = len(rows) - 1
+        depth = dict.fromkeys(self.keeps, last)
         for n in stage.nodes:
-            if n.keep or n.op in ("reduce", "scan"):
-                depth[n.id] = len(rows) - 1
+            own = [k for k, a in enumerate(rows) if a in self.axes[n.id]]
+            held = n.keep or n.op in ("reduce", "scan")
+            depth[n.id] = last if held else max([*own, *(depth.get(i, -1) for i in n.uses())], default=-1)
         self.nodes([n for n in stage.nodes if depth[n.id] < 0], len(self.units))
         RowLoops(self, stage, depth).run()
 

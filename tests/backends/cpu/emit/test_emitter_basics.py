@@ -42,6 +42,22 @@ def test_softmax(shape: tuple[int, int], dtype: str) -> None:
     torch.testing.assert_close(got, xs.softmax(-1))
 
 
+def test_a_kept_value_that_is_the_same_along_the_innermost_axis() -> None:
+    """What reads it belongs into the innermost loop as well, where the row buffer has the value."""
+    b = Builder("softmax_of_an_expanded_tensor", p=[3], r=[5, 20])
+    x, once, out = b.input("x", "f32"), b.output("once", "f32"), b.output("out", "f32")
+    i, j, k = b.axes
+    e = b.op("exp", b.op("exp", b.load(x, i * 5 + j)))
+    b.store(once, i * 100 + j * 20 + k, e + 1)
+    b.store(out, i * 100 + j * 20 + k, e / b.reduce("sum", e))
+    xs = torch.randn(3, 5)
+    got = torch.empty(2, 3, 5, 20)
+    run(b.build(), xs, *got)
+    wanted = xs.exp().exp()[..., None].expand(3, 5, 20)
+    torch.testing.assert_close(got[0], wanted + 1)
+    torch.testing.assert_close(got[1], wanted / wanted.sum((1, 2), keepdim=True))
+
+
 def test_out_of_range_index_is_reported_after_the_launch() -> None:
     b = Builder("embedding", p=[3, 40])
     ids, table, y = b.input("ids", "i64"), b.input("table", "f32"), b.output("y", "f32")
