@@ -261,6 +261,11 @@ def profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+def intercepted() -> bool:
+    """Whether a mode sees every operator that runs now (a counter of flops, a tracer)."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def may_return_alias(op: Any) -> bool:
     """Whether a result of the operator may share memory with an argument.
 
@@ -713,7 +718,12 @@ def communicates(namespace: str, unknown: bool = True) -> bool:
     """Whether operators of a namespace may wait for other processes. Unknown ones may, unless there is only one process."""
     if namespace in _COLLECTIVE:
         return True
-    return unknown and namespace not in _LOCAL and not namespace.startswith("fusewright") and several_processes()
+    return unknown and not only_computes(namespace) and several_processes()
+
+
+def only_computes(namespace: str) -> bool:
+    """Whether operators of a namespace are known to have no effect besides their results, writes and random numbers."""
+    return namespace in _LOCAL or namespace.startswith("fusewright")
 
 
 def several_processes() -> bool:
@@ -737,12 +747,6 @@ def _current_stream(index: int) -> int:
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 """The handle of a GPU's current stream, by GPU index, without allocating an object."""
-
-
-def in_process_group() -> bool:
-    """Whether this process belongs to a process group."""
-    d = torch.distributed
-    return d.is_available() and d.is_initialized() and d.get_world_size() > 1
 
 
 @contextlib.contextmanager

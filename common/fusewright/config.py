@@ -48,8 +48,8 @@ class Options:
         "at its first run, 'weights' looks at every call for weights that were written behind torch's back", "CHECK", compiled=True
     )  # fmt: skip
     never_slower: bool = _option(
-        False, "compare a graph with eager in some of its first calls, and let eager run what is slower by more than 3%; not with "
-        "'strict', nor in a process group", "NEVER_SLOWER",
+        True, "run eager beside a graph in a few of its first calls, and let eager run what is slower by more than 3%; not with "
+        "'strict' or fallback='error', nor in a process group", "NEVER_SLOWER",
     )  # fmt: skip
     cache: bool = _option(True, "keep plans and measured choices on disk", "CACHE")
     fuel: int | None = _option(

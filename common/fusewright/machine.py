@@ -73,6 +73,32 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
+def free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that can be had without swapping or exceeding the control group's limit (v2 or v1): a quarter of all
+    memory where the system does not tell, 0 if it tells nothing."""
+    try:
+        if not meminfo.exists():
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        (available,) = re.findall(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        free = int(available) << 10
+        for limit, used, cached in _MEMORY_LIMITS:
+            text = (group / limit).read_text().strip() if (group / limit).exists() else "max"
+            if text != "max":
+                stat = (group / limit).with_name("memory.stat").read_text()
+                (reclaimable,) = re.findall(rf"^{cached} (\d+)$", stat, re.MULTILINE)
+                free = min(free, int(text) - int((group / used).read_text()) + int(reclaimable))
+        return max(0, free)
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+_MEMORY_LIMITS = (
+    ("memory.max", "memory.current", "file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_cache"),
+)
+"""Files of a control group with its limit and its use, and the line of memory.stat with what of that is cached files."""
+
+
 def torch_switches(*names: str) -> str:
     """Values of torch's settings, given by dotted names such as "backends.cudnn.enabled", for fingerprints. "-" for those that
     this torch lacks or refuses to read."""

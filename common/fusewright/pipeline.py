@@ -49,25 +49,24 @@ def compile_graph(
 ) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Run every stage on one ATen graph, or find its plan in the cache. Return a callable that takes (and empties) a list of
     inputs; with a `comparison`, eager may replace it."""
-    traced = (compared.text_of(gm.graph), compared.eager_of(gm), compared.classes(gm.graph)) if comparison else None
+    half = comparison.half(gm, phase) if comparison is not None else None
     run = _found_or_compiled(backend, options, gm, phase, const, mode)
-    if comparison is not None and traced is not None:
-        text, eager, sizes = traced
-        return comparison.add(phase, text, run, eager, sizes)
+    if comparison is not None and half is not None:
+        return comparison.add(half, run)
     return strictly(run) if options.strict else run
 
 
 def comparison(backend: Backend, options: Options) -> compared.Comparison | None:
-    """Return what compares the graphs of one traced graph with eager; None if not requested, or if everything must run
-    compiled."""
-    if not options.never_slower or options.strict or options.simulate or "contract" in options.check:
+    """Return what compares the graphs of one traced graph with eager; None if not requested, if everything must run compiled, or
+    in a process group, where each rank would decide for itself."""
+    compiled = options.strict or options.fallback == "error" or options.simulate or "contract" in options.check
+    if not options.never_slower or compiled or compat.several_processes():
         return None
-    recorder = backend.recorder()
+    module = torch.get_device_module(backend.device_type)
+    capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     def may() -> bool:
-        if compat.in_process_group():  # each rank would decide for itself
-            return False
-        return recorder is None or recorder.stream(backend.device_type) is not None
+        return not (compat.several_processes() or compat.profiling() or compat.intercepted() or capturing())
 
     scope = f"{backend.fingerprint()}|workers={backend.policy().count_workers()}"
     return compared.Comparison(backend.name, scope, options.cache, may)

@@ -11,7 +11,7 @@ from fusewright.graph.origin import first_trace
 from fusewright.interface import Verdict, Why
 from fusewright.partition.cost import work
 from fusewright.plan import labels
-from fusewright.plan.execute.compared import eager_of
+from fusewright.plan.execute.shadow import Eager
 from fusewright.plan.ir import Launch
 from fusewright.plan.verify import PlanError
 from fusewright.plan.vocabulary import is_size
@@ -32,7 +32,7 @@ def plan(c: Compilation) -> Refused:
         _report_plan(c, e)
         if c.compiled:  # each fragment is valid, but the plan made of them is not
             return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
-        c.run = eager_of(c.gm)
+        c.run = Eager(c.gm).run
         return {}
     if unsayable := _unsayable(c):
         return unsayable

@@ -1,19 +1,23 @@
-"""Never slower than eager, by measurement: some of a graph's first calls run in eager, and a plan that is slower is dropped.
+"""Never slower than eager, by measurement: a plan is compared with eager in its first calls, and dropped if it is slower.
 
-Every call runs once, by the plan or in eager, so random numbers are drawn and inputs written as the program expects. Calls
-alternate until one side has won LEAD more turns than the other; a plan loses a turn if it takes more than SLOWER times eager's
-time. Without such a lead the plan stays and no verdict is stored. Forward decides for both halves of a training step: a
-backward runs as the latest forward did, and its time counts as part of it.
+Callers always get the plan's results until a verdict: eager runs in addition, as a shadow (`shadow.py`) whose results are
+dropped. After one warm-up, shadows are spread so that their time is at most SHARE of the plan's. A pair is the time of a
+shadow and of the plan's call after it, which favours the plan: its inputs are then in the cache. The plan stays after WINS
+pairs in which it is not slower, and eager replaces it after LOSSES in which it is. Forward and backward have one verdict, because
+kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import filelock
@@ -22,182 +26,317 @@ from torch.fx import Graph, GraphModule
 
 from fusewright.cache import store
 from fusewright.interface import HOST, Phase
+from fusewright.plan.execute.shadow import Eager, TooLong, Unfit, why_not
 from fusewright.plan.ir import Run
 
 log = logging.getLogger("fusewright")
 
 clock = time.perf_counter
 
-Way = Literal["plan", "eager"]
+Verdict = Literal["plan", "eager"]
 
-SETTLED = 3
-"""First calls that always run the plan: the first is checked, the second recorded."""
+WARM_UP = 3
+"""The call with eager's warm-up: the plan's first call is checked, the second recorded."""
 
-LEAD = 3
-"""Lead in turns that decides."""
+SAMPLED = 4
+"""One call in so many is timed on the host, where that costs little more than the clock. The device is not waited for."""
 
-MOST_TURNS = 7
+FIRST = 20
+"""The call with the first pair."""
+
+SHARE = 20
+"""Calls of the plan in which shadows may take the time of one."""
+
+APART = 10
+"""Calls between two pairs at least, since a disturbance lasts for several."""
+
+WINS, LOSSES = 2, 5
 
 SLOWER = 1.03
 
-BUDGET = 5.0
-"""Limit on the extra time of eager's calls, in calls of the plan: 5% of a hundred. Two always run: a warm-up, which does not
-count, and one to measure eager."""
+STOPPED = 1.5
+"""Eager is stopped after so many times the plan's usual time: it has lost, and would cost too much."""
+
+WARM_UP_SECONDS = 0.5
+"""Eager's warm-up may take so long in any case: libraries load and choose their kernels."""
 
 MOST_CLASSES = 16
 """Number of size classes that are measured; all others run the plan."""
 
+MOST_STORED = 4096
+"""Verdicts kept on disk for one device."""
+
+
+@dataclass
+class Times:
+    """Of calls of a plan."""
+
+    best: float = math.inf
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=15))
+
+    def add(self, seconds: float) -> None:
+        self.best = min(self.best, seconds)
+        self.latest.append(seconds)
+
+    def usual(self) -> float:
+        """The median of the latest calls: on a busy machine some take many times longer."""
+        return sorted(self.latest)[len(self.latest) // 2] if self.latest else 0.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds of eager (at least so many if it was `stopped`) and of the plan in one call; `cost` is what the call took longer."""
+
+    eager: float = 0.0
+    plan: float = 0.0
+    cost: float = 0.0
+    stopped: bool = False
+
+    def __add__(self, other: Pair) -> Pair:
+        both = (self.eager + other.eager, self.plan + other.plan, self.cost + other.cost)
+        return Pair(*both, self.stopped or other.stopped)
+
 
 @dataclass
 class Trial:
-    """The comparison for one class of sizes. `lost` and `won` are turns of the plan, `spent` the extra time of eager's calls.
-    Only a `sure` verdict is stored."""
+    """The comparison for one class of sizes, which are all the same if `alike`. `spent` and `cheapest` are costs of pairs in calls
+    of the plan; `forward` is the first half of a pair whose backward is to come. Only a `sure` verdict is stored."""
 
-    verdict: Way | None = None
+    sizes: Hashable = ()
+    alike: bool = True
+    verdict: Verdict | None = None
     sure: bool = False
     calls: int = 0
+    next: int = WARM_UP
+    warm: bool = False
     won: int = 0
     lost: int = 0
     spent: float = 0.0
-    best: dict[Way, float] = field(default_factory=dict)
-    _turn: dict[Way, _Sample] = field(default_factory=dict)
+    cheapest: float = math.inf
+    forward: Pair | None = None
+    plan: float = math.inf
+    eager: float = math.inf
+    times: dict[Phase, Times] = field(default_factory=lambda: defaultdict(Times))
 
-    def way(self) -> tuple[Way, bool]:
-        """Which side runs the next call, and whether to measure it."""
-        if self.verdict is not None:
-            return self.verdict, False
-        self.calls += 1
-        after = self.calls - SETTLED
-        if after <= 0:
-            return "plan", False
-        return ("eager" if after % 2 else "plan"), after > 1
+    def usual(self) -> float:
+        """Seconds that the plan takes."""
+        return sum(t.usual() for t in self.times.values())
 
-    def add(self, sample: _Sample) -> None:
-        """Count a measured call; a turn is one call of each side."""
-        self._turn[sample.way] = sample
-        self.best[sample.way] = min(sample.seconds, self.best.get(sample.way, sample.seconds))
-        if len(self._turn) < 2:
+    def limit(self) -> float:
+        """Seconds after which eager is stopped."""
+        most = STOPPED * self.usual()
+        if not self.warm:
+            return max(WARM_UP_SECONDS, most)
+        return most - (self.forward.eager if self.forward is not None else 0.0)
+
+    def add(self, pair: Pair) -> None:
+        """Count a pair; decide, or choose the call of the next one."""
+        if not self.warm:
+            self.warm, self.next = True, max(FIRST, self.calls + 1)
             return
-        plan, eager = self._turn["plan"], self._turn["eager"]
-        self._turn = {}
-        if plan.phases != eager.phases:  # only one of them ran a backward
-            return
-        self.spent += max(0.0, eager.seconds - plan.seconds)
-        slower = plan.seconds > SLOWER * eager.seconds
-        self.lost, self.won = self.lost + slower, self.won + (not slower)
-        self._decide()
+        self.plan, self.eager = min(self.plan, pair.plan), min(self.eager, pair.eager)
+        cost = pair.cost / self.usual()
+        self.spent, self.cheapest = self.spent + cost, min(self.cheapest, cost)
+        self.next = max(self.calls + APART, math.ceil(SHARE * (self.spent + self.cheapest)))
+        slower = pair.plan > SLOWER * pair.eager
+        self.won += not slower
+        self.lost += slower and not pair.stopped  # one that was stopped in a call that is slow anyway tells nothing
+        if self.won >= WINS:
+            self.verdict, self.sure = "plan", True
+        elif self.lost >= LOSSES:
+            # Noise only adds time, so the plan's best of many calls must be slower than eager's of a few.
+            best = sum(t.best for t in self.times.values()) if self.alike else math.inf
+            self.sure = min(self.plan, best) > SLOWER * self.eager
+            self.verdict = "eager" if self.sure else "plan"
 
-    def _decide(self) -> None:
-        lead = self.won - self.lost
-        if abs(lead) >= LEAD:
-            self.verdict, self.sure = ("plan" if lead > 0 else "eager"), True
-        elif self.won + self.lost >= MOST_TURNS or self._costly():
-            self.verdict, self.sure = "plan", self.won > 1 and not self.lost
-
-    def _costly(self) -> bool:
-        """Whether one more call of eager would exceed the budget."""
-        next_one = max(0.0, self.best["eager"] - self.best["plan"])
-        return self.spent + next_one > BUDGET * self.best["plan"]
+    def end(self) -> None:
+        """Keep the plan, though it is not known to be faster."""
+        self.verdict = self.verdict or "plan"
 
 
-@dataclass
-class _Sample:
-    way: Way
-    seconds: float = 0.0
-    phases: tuple[Phase, ...] = ()
+class Half:
+    """A graph that is compared: all of inference, or a forward or backward. `sizes` maps the arguments of a call to a class, None
+    if there is only one. After a verdict for the plan, `eager` is None."""
+
+    def __init__(self, phase: Phase, eager: Eager, sizes: Callable[[list[Any]], Hashable] | None = None) -> None:
+        self.phase, self.sizes = phase, sizes
+        self.eager: Eager | None = eager
+        self.thread: int | None = None
+        self._wait: Callable[[], None] | None = None
+
+    def waiting(self, args: Sequence[Any]) -> Callable[[], None]:
+        """A function that waits for the graph's device, given the arguments of any call; `at_once` on the host."""
+        if self._wait is None:
+            device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.device.type != HOST), None)
+            self._wait = at_once if device is None else partial(torch.get_device_module(device).synchronize, device)
+        return self._wait
+
+
+def at_once() -> None:
+    """Wait for nothing."""
+
+
+_one = threading.Lock()
+"""Held while a shadow and its plan run: shadows of two graphs would disturb each other."""
 
 
 class Comparison:
     """The graphs that one traced graph becomes: one for inference, or a forward and its backward.
 
-    `may` tells at each call whether measuring is allowed (not while other processes wait or the device's work is being
+    `may` tells whether measuring is allowed here and now (not while other processes wait or the device's work is being
     captured); `name` is the backend's, `scope` is part of a stored verdict's key.
     """
 
     def __init__(self, name: str, scope: str, persist: bool, may: Callable[[], bool]) -> None:
         self.name, self.scope, self._persist, self._may = name, f"{scope}|never_slower", persist, may
         self._trials: dict[Hashable, Trial] = {}
-        self._lock = threading.RLock()
-        self._running = 0
-        self._open: tuple[Hashable, _Sample] | None = None
-        self._latest: Way = "plan"
+        self._known: dict[str, str] = {}
         self._text = ""
+        self._alike = True
 
-    def add(self, phase: Phase, text: str, plan: Run, eager: Run, sizes: Callable[[list[Any]], Hashable]) -> Run:
-        """Return `plan`, or `eager` if that turns out faster. `text` is the graph's, `sizes` maps the arguments of a call to a
-        class."""
-        self._text = text if phase != "backward" else self._text
-        runs: dict[Way, Run] = {"plan": plan, "eager": eager}
+    def half(self, gm: GraphModule, phase: Phase) -> Half | None:
+        """A graph that is about to be compiled, for `add`; None if its plan stays in any case."""
+        why = why_not(gm.graph)
         if phase == "backward":
-            return lambda args: self._follow(runs, args)
-        return lambda args: self._lead(phase, runs, sizes(args), args)
+            trial = self._trials.get(())
+            if trial is not None and why:
+                trial.end()
+            return Half(phase, Eager(gm)) if trial is not None and trial.verdict != "plan" else None
+        self._trials = {}
+        if why:
+            log.info("%s: a graph is not compared with eager: %s", self.name, why)
+            return None
+        self._text = text_of(gm.graph)
+        known = store.read_choices().get(self.scope) if self._persist else None
+        self._known = known if isinstance(known, dict) else {}
+        by_size = classes(gm.graph)
+        self._alike = by_size is None
+        if by_size is not None and phase == "infer":
+            return Half(phase, Eager(gm), by_size)
+        return Half(phase, Eager(gm)) if self._trial(()).verdict != "plan" else None
 
-    def _lead(self, phase: Phase, runs: dict[Way, Run], sizes: Hashable, args: list[Any]) -> Any:
-        with self._lock:
-            self._close()
-            trial = self._trial(sizes)
-            way, measured = trial.way() if trial is not None and (trial.verdict or self._may()) else ("plan", False)
-            self._latest = way
-            sample = _Sample(way)
-            self._open = (sizes, sample) if measured else None
-        return self._run(phase, runs[way], args, sample if measured else None)
+    def add(self, half: Half, plan: Run) -> Run:
+        """Return `plan`, or what replaces it by eager if that is faster."""
+        if half.sizes is not None:
+            return partial(self._by_size, half, half.sizes, plan)
+        trial = self._trial(())
+        final: Run | None = None
 
-    def _follow(self, runs: dict[Way, Run], args: list[Any]) -> Any:
-        with self._lock:
-            opened = self._open
-            again = opened is not None and "backward" in opened[1].phases
-            if (
-                again
-            ):  # a retained graph, or several forwards before their backwards: the time cannot be attributed
-                self._open = opened = None
-        return self._run("backward", runs[self._latest], args, opened[1] if opened is not None else None)
+        def call(args: list[Any]) -> Any:
+            nonlocal final
+            if final is not None:
+                return final(args)
+            if trial.verdict is None:
+                return self._call(half, plan, trial, args)
+            if trial.verdict == "eager" and half.eager is not None:
+                final = half.eager.run
+            else:
+                final, half.eager = plan, None
+            return final(args)
 
-    def _run(self, phase: Phase, run: Run, args: list[Any], sample: _Sample | None) -> Any:
-        """Run, and measure for `sample`. Calls that overlap another one are not counted."""
-        wait = _waiting(args) if sample is not None else None
-        self._running += 1
-        try:
-            if sample is None or wait is None:
-                return run(args)
-            alone = self._running == 1
-            wait()
-            start = clock()
-            result = run(args)
-            wait()
-            sample.seconds += clock() - start
-            sample.phases += (phase,)
-            if not alone or self._running != 1:
-                self._open = None
+        return call
+
+    def _by_size(self, half: Half, sizes: Callable[[list[Any]], Hashable], plan: Run, args: list[Any]) -> Any:
+        found = sizes(args)
+        if found not in self._trials and len(self._trials) >= MOST_CLASSES:
+            return plan(args)
+        trial = self._trial(found)
+        if trial.verdict == "plan":
+            return plan(args)
+        if trial.verdict == "eager" and half.eager is not None:
+            return half.eager.run(args)
+        return self._call(half, plan, trial, args)
+
+    def _call(self, half: Half, plan: Run, trial: Trial, args: list[Any]) -> Any:
+        """A call before the verdict."""
+        if half.thread != threading.get_ident():
+            if half.thread is not None:  # times and random numbers of threads would mix
+                trial.end()
+                return plan(args)
+            half.thread = threading.get_ident()
+        if half.phase != "backward":
+            trial.calls += 1
+            due = trial.calls >= trial.next and trial.forward is None
+        else:
+            due = trial.forward is not None
+        if due or trial.calls % SAMPLED == 0:
+            return self._measured(half, plan, trial, args, due)
+        return plan(args)
+
+    def _measured(self, half: Half, plan: Run, trial: Trial, args: list[Any], due: bool) -> Any:
+        """A call that is timed, beside eager if that is `due`."""
+        if due and self._may() and _one.acquire(blocking=False):
+            try:
+                return self._compare(half, plan, trial, args)
+            finally:
+                _one.release()
+        if half.waiting(args) is not at_once or not trial.warm:  # a device would have to be waited for
+            return plan(args)
+        start = clock()
+        result = plan(args)
+        trial.times[half.phase].add(clock() - start)
+        return result
+
+    def _compare(self, half: Half, plan: Run, trial: Trial, args: list[Any]) -> Any:
+        """Run the shadow, then the plan."""
+        if half.eager is None:  # another thread has ended the comparison
+            return plan(args)
+        trial.next = trial.calls + SHARE  # unless this call completes a pair
+        wait, limit = half.waiting(args), trial.limit()
+        wait()
+        start = clock()
+        eager = self._seconds(half.eager, trial, args, limit, wait)
+        begin = clock()
+        result = plan(args)
+        wait()
+        end = clock()
+        trial.times[half.phase].add(end - begin)
+        if eager is None:
             return result
-        except BaseException:  # whatever ends a call early, including an interrupt: no measurement
-            self._open = None
-            raise
-        finally:
-            self._running -= 1
+        pair = (trial.forward or Pair()) + Pair(min(eager, limit), end - begin, begin - start, eager > limit)
+        trial.forward = None
+        if half.phase == "forward":
+            if not (pair.stopped and trial.warm):
+                trial.forward = pair
+                return result
+            pair += Pair(plan=trial.times["backward"].usual())  # which need not be measured
+        trial.add(pair)
+        if trial.verdict is not None:
+            self._tell(trial)
+        return result
 
-    def _close(self) -> None:
-        """Count the latest measured call, which is complete when the next one begins."""
-        opened, self._open = self._open, None
-        if opened is None or not opened[1].phases:
-            return
-        trial = self._trials[opened[0]]
-        if trial.verdict is None:
-            trial.add(opened[1])
-            if trial.verdict is not None:
-                self._tell(opened[0], trial)
+    def _seconds(
+        self, eager: Eager, trial: Trial, args: list[Any], limit: float, wait: Callable[[], None]
+    ) -> float | None:
+        """Seconds of eager, infinite if it was stopped; None if it cannot run, which ends the comparison."""
+        try:
+            return eager.seconds(args, limit, wait)
+        except TooLong:
+            wait()
+            return math.inf
+        except Unfit as e:
+            why = str(e)
+        except Exception as e:  # eager may raise anything; a mistake of the caller is reported by the plan
+            why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+            if isinstance(e, torch.OutOfMemoryError):
+                torch.accelerator.empty_cache()
+        log.info("%s: a graph is no longer compared with eager: %s", self.name, why)
+        trial.end()
+        return None
 
-    def _trial(self, sizes: Hashable) -> Trial | None:
-        if sizes not in self._trials and len(self._trials) < MOST_CLASSES:
-            known = store.read_choices().get(self.scope) if self._persist else None
-            told = known.get(self._key(sizes)) if isinstance(known, dict) else None
-            self._trials[sizes] = Trial(told if told in ("plan", "eager") else None)
-        return self._trials.get(sizes)
+    def _trial(self, sizes: Hashable) -> Trial:
+        """The comparison for a class of sizes, with what is known of it."""
+        if sizes not in self._trials:
+            told = self._known.get(self._key(sizes))
+            verdict: Verdict | None = "eager" if told == "eager" else "plan" if told == "plan" else None
+            self._trials[sizes] = Trial(sizes, self._alike, verdict)
+        return self._trials[sizes]
 
     def _key(self, sizes: Hashable) -> str:
-        return hashlib.sha256(f"{self._text}\n{sizes}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._text}\n{sizes}".encode()).hexdigest()[:32]
 
-    def _tell(self, sizes: Hashable, trial: Trial) -> None:
-        plan, eager = (trial.best[w] * 1e3 for w in ("plan", "eager"))
+    def _tell(self, trial: Trial) -> None:
+        plan, eager = trial.plan * 1e3, trial.eager * 1e3
         log.info("%s: plan %.3f ms, eager %.3f ms: %s", self.name, plan, eager, trial.verdict)
         if trial.verdict == "eager":
             log.warning(
@@ -205,44 +344,18 @@ class Comparison:
                 self.name, plan, eager,
             )  # fmt: skip
         if trial.sure and self._persist:
-            self._remember(self._key(sizes), str(trial.verdict))
+            self._remember(self._key(trial.sizes), str(trial.verdict))
 
     def _remember(self, key: str, verdict: str) -> None:
         def add(everything: dict[str, Any]) -> None:
             held = everything.get(self.scope)
-            everything[self.scope] = {**(held if isinstance(held, dict) else {}), key: verdict}
+            others = list(held.items())[-MOST_STORED:] if isinstance(held, dict) else []
+            everything[self.scope] = {**dict(others), key: verdict}
 
         try:
             store.write_choices(add)
         except (OSError, filelock.Timeout) as e:
             log.info("a comparison with eager was not saved: %s", e)
-
-
-def _waiting(args: Sequence[Any]) -> Callable[[], None]:
-    """A function that waits for work on the device of a call's arguments; it does nothing on the host."""
-    device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.device.type != HOST), None)
-    if device is None:
-        return lambda: None
-    module = torch.get_device_module(device)
-    return lambda: module.synchronize(device)
-
-
-def eager_of(gm: GraphModule) -> Run:
-    """A traced graph as eager runs it. Copies the graph now, and generates code at the first call."""
-    copied = Graph()
-    result = copied.graph_copy(gm.graph, {}, return_output_node=True)
-    value = result[0] if isinstance(result, tuple) else result
-    copied.output(value)
-    held: list[GraphModule] = []
-
-    def run(args: list[Any]) -> Any:
-        if not held:
-            held.append(GraphModule(gm, copied))
-        given = tuple(args)
-        args.clear()
-        return held[0].forward(*given)
-
-    return run
 
 
 def text_of(graph: Graph) -> str:
@@ -259,8 +372,8 @@ def _metadata(value: Any) -> str:
     return str([_metadata(v) for v in value]) if isinstance(value, tuple | list) else str(value)
 
 
-def classes(graph: Graph) -> Callable[[list[Any]], Hashable]:
-    """Map a call to its size class: for each symbolic input size, its power of two."""
+def classes(graph: Graph) -> Callable[[list[Any]], Hashable] | None:
+    """Map a call to its size class: for each symbolic input size, its power of two. None if all sizes are static."""
     numbers: list[int] = []
     shapes: list[tuple[int, int]] = []
     for k, n in enumerate(graph.find_nodes(op="placeholder")):
@@ -270,7 +383,7 @@ def classes(graph: Graph) -> Callable[[list[Any]], Hashable]:
         elif isinstance(value, torch.Tensor):
             shapes += [(k, d) for d, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
     if not numbers and not shapes:
-        return lambda args: ()
+        return None
     return lambda args: (
         *(int(args[k]).bit_length() for k in numbers), *(args[k].shape[d].bit_length() for k, d in shapes)
     )  # fmt: skip

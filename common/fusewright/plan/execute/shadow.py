@@ -1,0 +1,206 @@
+"""A traced graph run in eager beside its plan: measured, its results dropped, with no effect on the program but its time.
+
+What the graph writes is written to copies, and random number generators are put back. Graphs whose effects cannot be undone in
+this way have no shadow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import machine, storage
+from fusewright.graph.effects import communicates, draws, may_share, writes, written
+from fusewright.graph.view import is_op, is_projection
+from fusewright.interface import HOST
+from fusewright.plan.execute.firstrun import generators
+
+clock = time.perf_counter
+
+CHECKED_EVERY = 8
+"""Calls of a graph between two looks at the clock."""
+
+ROOM = 2
+"""A shadow needs this many times its memory to be free."""
+
+
+LITTLE = 1 << 26
+"""Bytes that are taken without asking."""
+
+
+class TooLong(Exception):
+    """Eager was stopped, because it takes far longer than the plan."""
+
+
+class Unfit(Exception):
+    """Eager must not run: there is too little free memory, or an argument has none, which crashes eager's kernels."""
+
+
+class Eager:
+    """A traced graph as eager runs it. Copies the graph now, and generates code when it is first needed."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._root, self._graph = gm, _copy(gm.graph)
+        places = {n: k for k, n in enumerate(self._graph.find_nodes(op="placeholder"))}
+        self._written = sorted({places[r] for r in _written_roots(self._graph) if r in places})
+        self._draws = any(draws(n) for n in self._graph.nodes)
+        self._measured: Callable[..., Any] | None = None
+        self._plain: Callable[..., Any] | None = None
+        self._until = math.inf
+        self._bytes = 0
+        self._devices: set[str] = set()
+        self._held: list[Any] = []
+
+    def run(self, args: list[Any]) -> Any:
+        """Run for the caller, in the plan's place."""
+        if self._plain is None:
+            self._plain = GraphModule(self._root, self._graph).forward
+        given = tuple(args)
+        args.clear()
+        return self._plain(*given)
+
+    def seconds(self, args: Sequence[Any], limit: float, wait: Callable[[], None]) -> float:
+        """The time of a run whose effects are undone. Raises `Unfit`, `TooLong` after `limit`, and eager's own errors."""
+        if self._measured is None:
+            self._bytes = peak_bytes(self._graph)
+            self._measured = GraphModule(self._root, _watched(self._graph, self._look)).forward
+            self._devices = {str(a.device) for a in args if isinstance(a, torch.Tensor)}
+            self._held = [attrgetter(n.target)(self._root) for n in self._graph.find_nodes(op="get_attr")]
+        odd = (why for t in (*args, *self._held) if isinstance(t, torch.Tensor) and (why := storage.why_not(t)))
+        if why := next(odd, ""):
+            raise Unfit(f"an argument {why}")
+        needed = self._needed(args)
+        if needed > LITTLE and needed * ROOM > min(map(free_bytes, self._devices)):
+            raise Unfit(f"it may need {needed >> 20} MiB")
+        given = self._with_copies(args)
+        with _undone(self._devices) if self._draws else contextlib.nullcontext():
+            wait()
+            start = clock()
+            self._until = start + limit
+            self._measured(*given)
+            wait()
+            return clock() - start
+
+    def _look(self) -> None:
+        if clock() > self._until:
+            raise TooLong
+
+    def _with_copies(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with copies of those that the graph writes, of the same layout in their memory."""
+        given = list(args)
+        memory: dict[int, Any] = {}
+        with torch.no_grad():
+            for k in self._written:
+                t, owner = args[k], compat.storage_id(args[k])
+                if owner not in memory:
+                    memory[owner] = t.untyped_storage().clone()
+                like = torch.empty(0, dtype=t.dtype, device=t.device)
+                given[k] = like.set_(memory[owner], t.storage_offset(), t.size(), t.stride())
+        return given
+
+    def _needed(self, args: Sequence[Any]) -> int:
+        """An estimate: values grow at most with the square of symbolic sizes."""
+        tensors = [
+            (n.meta.get("val"), a)
+            for n, a in zip(self._graph.find_nodes(op="placeholder"), args, strict=True)
+            if isinstance(a, torch.Tensor)
+        ]
+        traced = sum(_bytes(val) for val, _ in tensors)
+        grown = max(1.0, sum(a.numel() * a.element_size() for _, a in tensors) / max(1, traced)) ** 2
+        copied = sum(args[k].untyped_storage().nbytes() for k in self._written)
+        return int(self._bytes * grown) + copied
+
+
+@contextlib.contextmanager
+def _undone(devices: set[str]) -> Iterator[None]:
+    """Put the random number generators of the host and of these devices back at the end."""
+    put_back = generators(devices - {HOST})
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def why_not(graph: Graph) -> str:
+    """Why a graph must run exactly once per call, or ""."""
+    for n in graph.nodes:
+        if n.op in ("call_module", "call_method") or communicates(n):
+            return f"it calls {n.target}"
+        known = compat.only_computes(n.target.namespace) if is_op(n) else compat.computes(n.target)
+        if n.op == "call_function" and not known:
+            return f"{n.target} may have effects of its own"
+    held = any(r.op == "get_attr" for r in _written_roots(graph))
+    return "it writes a tensor that the graph holds" if held else ""
+
+
+def _written_roots(graph: Graph) -> set[Node]:
+    """The nodes that may own the memory written by the graph."""
+    found: set[Node] = set()
+    todo = [w for n in graph.nodes if writes(n) for w in written(n)]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if may_share(node) or is_projection(node) or writes(node):
+                todo.extend(node.all_input_nodes)
+    return found
+
+
+def _copy(graph: Graph) -> Graph:
+    copied = Graph()
+    result = copied.graph_copy(graph, {}, return_output_node=True)
+    value = result[0] if isinstance(result, tuple) else result
+    copied.output(value)
+    return copied
+
+
+def _watched(graph: Graph, look: Callable[[], None]) -> Graph:
+    """A copy that calls `look` from time to time."""
+    copied = _copy(graph)
+    for k, n in enumerate([n for n in copied.nodes if is_op(n)]):
+        if k % CHECKED_EVERY == CHECKED_EVERY - 1:
+            with copied.inserting_after(n):
+                copied.call_function(look)
+    return copied
+
+
+def peak_bytes(graph: Graph) -> int:
+    """The most bytes that values made by a traced graph occupy at a time."""
+    last = {a: n for n in graph.nodes for a in n.all_input_nodes}
+    dying: dict[Node, list[Node]] = defaultdict(list)
+    for value, reader in last.items():
+        dying[reader].append(value)
+    held: dict[Node, int] = {}
+    now = peak = 0
+    for n in graph.nodes:
+        if is_op(n) and not may_share(n):
+            held[n] = _bytes(n.meta.get("val"))
+            now += held[n]
+            peak = max(peak, now)
+        now -= sum(held.pop(value, 0) for value in (dying[n] if n.users else [*dying[n], n]))
+    return peak
+
+
+def _bytes(value: Any) -> int:
+    """The bytes of a traced value, with the sizes that tracing saw."""
+    if isinstance(value, torch.Tensor):
+        return math.prod(compat.traced_size(s) or 1 for s in value.shape) * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, tuple | list) else 0
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can be allocated on a device; 0 where that is not known."""
+    kind = torch.device(device).type
+    module: Any = torch.get_device_module(kind) if kind != HOST else None
+    if not hasattr(module, "mem_get_info"):  # the host, or a device that uses the host's memory
+        return machine.free_memory()
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
