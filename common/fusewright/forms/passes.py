@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.fx import Graph
 
+from fusewright import _torch_compat as compat
 from fusewright.forms.spec import Pass, in_place
 from fusewright.graph.canonicalize import CANONICALIZE
 from fusewright.graph.cse import merge_common
@@ -50,7 +51,8 @@ def _rules(graph: Graph, log: RuleLog) -> None:
 def _compiled(
     region: Region, backend: Backend, context: CompileContext, temporaries: Mapping[int, TensorSpec]
 ) -> Compiled:
-    return backend.compile(region, context)
+    with compat.without_modes():  # AOTAutograd compiles inside a FakeTensorMode, the direct capture does not
+        return backend.compile(region, context)
 
 
 def _answers(args: tuple[Any, ...], result: Compiled) -> list[Answer]:

@@ -16,7 +16,10 @@ from torch import Tensor
 from fusewright import report
 from fusewright.bench import suite
 from fusewright.bench.accuracy import compare
+from fusewright.capture import direct
 from fusewright_triton import runtime
+from fusewright_triton.backend import NvidiaTriton
+from fusewright_triton.kernels.precompile import orders
 from tests.models.test_suite import gradient_verdict, outputs, wide
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -262,3 +265,25 @@ def test_positions_of_a_gather_inside_a_softmax_are_checked() -> None:
     at[6, 8] = 9
     with pytest.raises(RuntimeError, match="index 9 is out of bounds for dimension 2 with size 9"):
         fn(x, x, at)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("aot", [False, True])
+def test_handwritten_kernels_are_requested_whatever_captures_the_graph(
+    aot: bool, monkeypatch: pytest.MonkeyPatch, thresholds: Callable[..., None]
+) -> None:
+    """AOTAutograd compiles inside a FakeTensorMode, where a call on meta tensors requested nothing: kernels were built one after the
+    other, by their first launches, and were missing in the plan cache."""
+    thresholds(product_results=1)
+    asked: list[str] = []
+
+    def unsupported(*_: Any) -> Any:
+        raise direct.UnsupportedCapture("of this test")
+
+    if aot:
+        monkeypatch.setattr(direct, "capture", unsupported)
+    monkeypatch.setattr(NvidiaTriton, "_precompile", lambda self, b: asked.extend(o.function for o in orders(b)))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU()).to(torch.bfloat16).eval()
+    x = torch.randn(128, 64, dtype=torch.bfloat16)
+    simulated(model, "nvidia_triton", cache=False, fallback="allow")(x)
+    assert asked == ["product"]
