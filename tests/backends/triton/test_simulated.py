@@ -272,8 +272,8 @@ def test_positions_of_a_gather_inside_a_softmax_are_checked() -> None:
 def test_handwritten_kernels_are_requested_whatever_captures_the_graph(
     aot: bool, monkeypatch: pytest.MonkeyPatch, thresholds: Callable[..., None]
 ) -> None:
-    """AOTAutograd compiles inside a FakeTensorMode, where a call on meta tensors requested nothing: kernels were built one after the
-    other, by their first launches, and were missing in the plan cache."""
+    """AOTAutograd compiles inside a FakeTensorMode, where a call on meta tensors requested nothing: kernels were built one after
+    the other, by their first launches, and were missing in the plan cache."""
     thresholds(product_results=1)
     asked: list[str] = []
 
