@@ -45,10 +45,8 @@ FIRST = 20
 """The call with the first pair."""
 
 SHARE = 20
-"""Calls of the plan in which shadows may take the time of one."""
-
-APART = 10
-"""Calls between two pairs at least, since a disturbance lasts for several."""
+"""Calls of the plan in which shadows may take the time of one, and calls from pair to pair at least: a disturbance lasts for
+several calls, and plans of layers are recorded one by one."""
 
 WINS, LOSSES = 2, 5
 
@@ -137,7 +135,7 @@ class Trial:
         self.plan, self.eager = min(self.plan, pair.plan), min(self.eager, pair.eager)
         cost = pair.cost / self.usual()
         self.spent, self.cheapest = self.spent + cost, min(self.cheapest, cost)
-        self.next = max(self.calls + APART, math.ceil(SHARE * (self.spent + self.cheapest)))
+        self.next = max(self.calls + SHARE, math.ceil(SHARE * (self.spent + self.cheapest)))
         slower = pair.plan > SLOWER * pair.eager
         self.won += not slower
         self.lost += slower and not pair.stopped  # one that was stopped in a call that is slow anyway tells nothing
