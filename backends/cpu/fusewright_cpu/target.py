@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import sys
 from dataclasses import dataclass
 
 import llvmlite
@@ -81,6 +83,14 @@ def _from_features(triple: str, cpu: str, features: str) -> CpuTarget:
     return CpuTarget(triple, cpu, features, 16, masks=False, fma="+fma" in on)
 
 
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18
+
+
+def _permitted_tiles() -> bool:
+    """Ask Linux for the tiles of AMX, which it gives a process only on demand (Documentation/arch/x86/xstate.rst)."""
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
+
+
 @functools.cache
 def host_target() -> CpuTarget:
     """Return this machine's target. The environment variable FUSEWRIGHT_CPU_ISA narrows it, for tests: "avx2" or "avx" on x86, a
@@ -89,6 +99,8 @@ def host_target() -> CpuTarget:
     llvm.initialize_native_asmprinter()
     triple = llvm.get_process_triple()
     name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    if "+amx-tile" in features.split(",") and not _permitted_tiles():
+        features = ",".join(f.replace("+", "-") if f.startswith("+amx") else f for f in features.split(","))
     narrow = os.environ.get("FUSEWRIGHT_CPU_ISA", "")
     if triple.startswith(("aarch64", "arm64")):
         return aarch64_target(narrow, triple) if narrow else _arm_host(triple)

@@ -118,7 +118,7 @@ class Fn:
 
     def let(self, t: str, w: int, text: str) -> V:
         """Define a value by an instruction. An equal instruction of the same block is reused."""
-        pure = not text.startswith(("load", "call", "phi", "tail"))
+        pure = not text.startswith(("load", "call", "phi", "tail", "atomicrmw"))
         key = (self.here, text)
         if pure and key in self.memo:
             return self.memo[key]

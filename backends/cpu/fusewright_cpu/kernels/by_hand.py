@@ -3,6 +3,7 @@ Launching code from the plan cache needs only these."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -274,3 +275,43 @@ class Depthwise:
     def refused(self, target: CpuTarget) -> str:
         """Return why the target is not supported, or ""."""
         return "" if target.masks and target.fma else "needs AVX2 with FMA, AVX-512, or NEON"
+
+
+AMX_BLOCK = 32
+"""Columns of a panel of weights, and rows that are multiplied together: the least rows of a product."""
+SCALARS: Mapping[str, tuple[str, ...]] = {"clamp": ("low", "high"), "leaky_relu": ("slope",)}
+"""Activations with numbers that are arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmxLinear:
+    """A linear of bf16 with at least AMX_BLOCK rows. `x` is [m, k], its rows `step` elements apart, `k` a multiple of 32; `weight`
+    is made by `amx_linear.packed`; fp32 `bias` is padded to whole panels; bf16 `other` and `out` are [m, n] and dense. The
+    activation `after` keeps NaN."""
+
+    bias: bool = False
+    add: bool = False
+    after: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = ("bias" if self.bias else "", "add" if self.add else "", self.after)
+        return "_".join(("amx_linear", *filter(None, parts)))
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        bias = (Buffer("bias", "f32", "in"),) if self.bias else ()
+        other = (Buffer("other", "bf16", "in"),) if self.add else ()
+        return (Buffer("x", "bf16", "in"), Buffer("weight", "bf16", "in"), *bias, *other, Buffer("out", "bf16", "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ("m", "n", "k", "step")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return tuple(Scalar(name, "f32") for name in SCALARS.get(self.after, ()))
+
+    def refused(self, target: CpuTarget) -> str:
+        """Return why the target is not supported, or ""."""
+        return "" if target.has("amx-bf16") and target.vector_bytes == 64 else "needs AMX with bf16"

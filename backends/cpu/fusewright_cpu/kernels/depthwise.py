@@ -7,13 +7,13 @@ add only the rows that are new. A vector is one pixel's channels; the products o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fusewright_cpu.emit.entry import share, start
-from fusewright_cpu.emit.math import exp
 from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
-from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.emit.text import Fn, Module, V, i64
+from fusewright_cpu.kernels.activations import ACTIVATIONS
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS as CHANNELS
 from fusewright_cpu.kernels.by_hand import Depthwise
 from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, store, word
@@ -44,36 +44,6 @@ def emit_depthwise(module: Module, d: Depthwise, name: str, parallel: bool) -> N
 
 def _sizes(f: Fn, d: Depthwise, block: V) -> dict[str, V]:
     return {s: word(f, block, len(d.buffers) + at) for at, s in enumerate(d.symbols)}
-
-
-# -- activations; a comparison with NaN is false, which keeps it
-
-
-def _at_least(f: Fn, x: V, low: V) -> V:
-    return f.select(f.cmp("fcmp olt", x, low), low, x)
-
-
-def _at_most(f: Fn, x: V, high: V) -> V:
-    return f.select(f.cmp("fcmp ogt", x, high), high, x)
-
-
-def _silu(f: Fn, x: V) -> V:
-    return f.bin("fdiv", x, f.bin("fadd", const(1.0, x.t), exp(f, f.fneg(x))))
-
-
-def _hardswish(f: Fn, x: V) -> V:
-    inner = _at_most(f, _at_least(f, f.bin("fadd", x, const(3.0, x.t)), const(0.0, x.t)), const(6.0, x.t))
-    return f.bin("fdiv", f.bin("fmul", x, inner), const(6.0, x.t))
-
-
-ACTIVATIONS: Mapping[str, Callable[..., V]] = {
-    "": lambda f, x: x,
-    "relu": lambda f, x: _at_least(f, x, const(0.0, x.t)),
-    "clamp": lambda f, x, low, high: _at_most(f, _at_least(f, x, low), high),
-    "silu": _silu,
-    "hardswish": _hardswish,
-}
-"""Name -> code for a vector, and for each limit that is an argument."""
 
 
 class _Body:

@@ -57,3 +57,31 @@ def store(f: Fn, x: V, p: V, align: int = 4, there: int | V | None = None) -> No
     name = f"llvm.masked.store.v{x.w}{_SHORT.get(x.t, x.t)}.p0"
     f.module.declare(name, "void", [x.ty, "ptr", "i32", mask.ty])
     f.raw(f"call void @{name}({x}, {p}, i32 {align}, {mask})")
+
+
+def fetch(f: Fn, p: V) -> None:
+    """Bring a cache line to the second-level cache; any address is fine."""
+    f.module.declare("llvm.prefetch.p0", "void", ["ptr", "i32", "i32", "i32"])
+    f.raw(f"call void @llvm.prefetch.p0({p}, i32 0, i32 2, i32 1)")
+
+
+def taken(f: Fn, counter: V, end: V, body: Callable[[V, V], None]) -> None:
+    """Emit a loop over work items that threads take from a shared counter: `body(item, the one after it)`. The counter starts
+    at 0."""
+    head, inside, done = f.new_label("take"), f.new_label("body"), f.new_label("done")
+
+    def take() -> V:
+        return f.let("i64", 1, f"atomicrmw add {counter}, i64 1 monotonic, align 8")
+
+    first, before = take(), f.here
+    f.raw(f"br label %{head}")
+    f.label(head)
+    item, at = V(f.fresh(), "i64"), len(f.lines)
+    f.raw("")
+    f.raw(f"br i1 {f.cmp('icmp slt', item, end).name}, label %{inside}, label %{done}")
+    f.label(inside)
+    following = take()
+    body(item, following)
+    f.lines[at] = f"  {item.name} = phi i64 [ {first.name}, %{before} ], [ {following.name}, %{f.here} ]"
+    f.raw(f"br label %{head}")
+    f.label(done)

@@ -15,7 +15,8 @@ import torch
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.ir.types import to_torch
-from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise
+from fusewright_cpu.kernels.by_hand import AMX_BLOCK, DEPTHWISE_CHANNELS, AmxLinear, Attention, Depthwise
+from fusewright_cpu.onednn import amx
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
@@ -78,9 +79,11 @@ class Product:
 
     @property
     def packed_forms(self) -> tuple[str, ...]:
-        """The forms with a weight that was packed for this number of rows: oneDNN's, and MKL's where torch has it."""
+        """The forms with a weight that was packed for this number of rows: oneDNN's, MKL's where torch has it, and our kernel's for
+        AMX."""
         mkl = self.dtype is torch.float32 and self.flops >= FITTED.mkl_flops and torch.backends.mkl.is_available()
-        return ("mkl", "packed") if mkl else ("packed",)
+        own = self.x_rows and amx.fits(self.m, self.k, self.dtype)
+        return (*(("mkl",) if mkl else ()), *((amx.FORM,) if own else ()), "packed")
 
 
 @dataclass(frozen=True)
@@ -90,19 +93,24 @@ class Unary:
 
     post: tuple[str, Sequence[float], str] = ("none", (), "")
     apart: Callable[[torch.Tensor], object] = lambda product: product
+    rides: bool = True
+    """Whether oneDNN computes it in its call."""
+    own: tuple[str, tuple[float, ...]] = ("", ())
+    """Name and scalars of our own kernel's activation."""
 
     @property
     def key(self) -> str:
         attr, scalars, algorithm = self.post
-        return "" if attr == "none" else f" {attr}{list(scalars)}{algorithm}"
+        return "" if attr == "none" else f" {attr}{list(scalars)}{algorithm}{'' if self.rides else ' apart'}"
 
 
 NOTHING = Unary()
 
 
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str], after: Unary = NOTHING) -> str:
-    """Return "aten", "dense", "packed", "mkl" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32); "copied"
-    is "dense" after a kernel has copied a transposed x to rows, for which oneDNN's own copy takes several times as long."""
+    """Return "aten", "dense", "packed", "mkl", "amx" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32);
+    "copied" is "dense" after a kernel has copied a transposed x to rows, for which oneDNN's own copy takes several times as
+    long; "amx" is our own kernel."""
     if len(forms) == 1:
         return forms[0]
     matrix = cache(_matrix)
@@ -120,7 +128,9 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
         b = torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
 
         def fused(weight: torch.Tensor) -> Any:
-            return torch.ops.mkldnn._linear_pointwise(x, weight, b, *after.post)
+            if after.rides:
+                return torch.ops.mkldnn._linear_pointwise(x, weight, b, *after.post)
+            return after.apart(torch.ops.mkldnn._linear_pointwise(x, weight, b, *NOTHING.post))
 
         if form == "aten":
             return lambda: after.apart(torch.nn.functional.linear(x, w, b))
@@ -130,6 +140,8 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
             part = x.view(-1)[: max(1, int(FITTED.copy * x.numel() * p.n / max(columns, p.n)))]
             target = torch.empty_like(part)
             return lambda: (target.copy_(part), fused(w))
+        if form == amx.FORM:
+            return penalised(_amx_thunk(p, x, after), FITTED.packed_gain)
         if form == "mkl":
             laid_out = torch.ops.mkl._mkl_reorder_linear_weight(w, p.m)
             return penalised(lambda: after.apart(torch.ops.mkl._mkl_linear(x, laid_out, w, b, p.m)), FITTED.packed_gain)
@@ -137,6 +149,14 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
         return penalised(lambda: fused(packed), FITTED.packed_gain)
 
     return make
+
+
+def _amx_thunk(p: Product, x: torch.Tensor, after: Unary) -> Thunk:
+    kernel = AmxLinear(p.bias, False, after.own[0])
+    launcher = compile_kernels([kernel]).launcher(kernel)
+    columns = -(-p.n // AMX_BLOCK) * AMX_BLOCK
+    given = [x, torch.full((columns, p.k), 0.5, dtype=p.dtype), *([torch.full((columns,), 0.5)] if p.bias else [])]
+    return lambda: launcher([*given, torch.empty(p.m, p.n, dtype=p.dtype)], (p.m, p.n, p.k, p.k), after.own[1])
 
 
 def siblings_form(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> str:

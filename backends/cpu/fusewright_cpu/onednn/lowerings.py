@@ -21,12 +21,12 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides, co
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
-from fusewright_cpu.onednn import choices, depthwise, patterns, sums
+from fusewright_cpu.onednn import amx, choices, depthwise, patterns, sums
 from fusewright_cpu.onednn.choices import NOTHING, Product, Unary
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
-from fusewright_cpu.onednn.patterns import is_packed, operands, other_of, post_op, posts
+from fusewright_cpu.onednn.patterns import POST_OPS, is_packed, operands, other_of, post_op, posts, rides
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
@@ -133,7 +133,10 @@ def unary_of(m: Match, b: Builder) -> Unary:
     if unary is None:
         return NOTHING
     call, eager = b.ctx.aten(unary), getattr(torch.ops.aten, unary.op)
-    return Unary(post_op(m), lambda product: eager(product, *call.args[1:], **dict(call.kwargs), out=product))
+    own = (amx.activation(unary), POST_OPS[unary.op].scalars(unary) or ())
+    return Unary(
+        post_op(m), lambda product: eager(product, *call.args[1:], **dict(call.kwargs), out=product), rides(unary, b), own
+    )
 
 
 @LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=linear_reason)
@@ -148,30 +151,30 @@ def linear(m: Match, b: Builder) -> None:
         b.notes[op.id] = "ATen: faster for this shape"
         return
     x, w, given = operands(op)
-    x = with_rows(x, m, b)
+    unary = m.get("unary")
+    if unary is not None and form != amx.FORM and (form == "mkl" or not rides(unary, b)):
+        m = replace(m, ops=tuple(part for part in m.ops if part is not unary), captures={**m.captures, "unary": None})
     weight, bias = scaled(weight_of(op, w, b), m, b), None if given is None else scaled(b.exact(given), m, b)
-    if form == "mkl":
-        return _in_mkl(m, b, x, weight, bias)
-    if form == "copied":
-        x = b.row_major(x)
-    if form == "packed":
-        weight = b.prepare(PACK_LINEAR, weight, product_of(op).m)
-    emit_linear(m, b, x, weight, bias)
+    if form == amx.FORM:
+        after = unary_of(m, b).own
+        amx.emit(_before_view(x, m, b), weight, bias, product_of(op).n, after, m.last.out, op, b)
+    else:
+        x = with_rows(x, m, b)
+        emit_linear(m, b, b.row_major(x) if form == "copied" else x, weight, bias, form)
     b.close_call(m.ops)
-    note_parts(m, b, f"oneDNN linear, {form}")
-
-
-def _in_mkl(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
-    """Emit a product with a weight in MKL's layout; the unary op that follows is left to a kernel."""
-    op, out, unary = m.anchor, (m.get("rows") or m.get("factor") or m.anchor).out, m.get("unary")
-    rows, stride = product_of(op).m, contiguous_strides(spec_of(out).shape)  # type: ignore[arg-type]
-    packed = b.prepare(PACK_MKL_LINEAR, weight, rows)
-    b.library(MKL_LINEAR, b.any_strides(x), packed, weight, bias, rows, out=out, stride=stride, op=op)
-    inside = replace(m, ops=tuple(part for part in m.ops if part is not unary))
-    b.close_call(inside.ops)
-    note_parts(inside, b, "MKL linear, packed")
-    if unary is not None:
+    note_parts(m, b, LIBRARIES.get(form, f"oneDNN linear, {form}"))
+    if unary is not None and m.get("unary") is None:
         b.leave(unary)
+
+
+LIBRARIES = {"mkl": "MKL linear, packed", amx.FORM: "linear in one kernel, AMX"}
+"""How reports call the forms that are not oneDNN's."""
+
+
+def _before_view(x: Value, m: Match, b: Builder) -> Value:
+    """Return what model code flattened for a product whose rows a view divides again; else the input."""
+    flat = b.graph.producer(x)
+    return flat.arg("self") if m.get("rows") is not None and flat is not None and flat.op == "view" else x
 
 
 def with_rows(x: Value, m: Match, b: Builder) -> Value:
@@ -180,8 +183,7 @@ def with_rows(x: Value, m: Match, b: Builder) -> Value:
     if rows is None:
         return x
     shape = (*spec_of(rows.out).shape[:-1], spec_of(x).shape[-1])
-    flat = b.graph.producer(x)
-    x = flat.arg("self") if flat is not None and flat.op == "view" else x
+    x = _before_view(x, m, b)
     if spec_of(x).shape == shape:
         return x
     view = ops.OPS["view"]
@@ -208,13 +210,17 @@ def scaled(constant: Ref, m: Match, b: Builder) -> Ref:
     return constant if factor is None else b.prepare("aten::mul.Scalar", constant, factor.arg("other"))
 
 
-def emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None) -> None:
-    out = m.last.out
-    attr, scalars, algorithm = post_op(m)
+def emit_linear(m: Match, b: Builder, x: Value, weight: Ref, bias: Ref | None, form: str = "dense") -> None:
+    out, rows = m.last.out, product_of(m.anchor).m
     shape = spec_of(out).shape
     stride = contiguous_strides(shape) if spec_of(out).static else None  # type: ignore[arg-type]
-    args = (b.any_strides(x), weight, bias, attr, scalars, algorithm)
-    b.library(LINEAR, *args, out=out, stride=stride, op=m.anchor)
+    if form == "mkl":
+        packed = b.prepare(PACK_MKL_LINEAR, weight, rows)
+        b.library(MKL_LINEAR, b.any_strides(x), packed, weight, bias, rows, out=out, stride=stride, op=m.anchor)
+        return
+    if form == "packed":
+        weight = b.prepare(PACK_LINEAR, weight, rows)
+    b.library(LINEAR, b.any_strides(x), weight, bias, *post_op(m), out=out, stride=stride, op=m.anchor)
 
 
 def note_parts(m: Match, b: Builder, text: str) -> None:
@@ -279,7 +285,9 @@ def _concatenated(m: Match, b: Builder) -> None:
     x = first.arg("input")
     p, form = product_of(first), _siblings_form(m, b)
     weights = tuple(scaled(b.exact(part.anchor.arg("weight")), part, b) for part in parts)
-    weight = b.prepare(PACK_LINEAR if form == "packed" else PACK_MKL_LINEAR, b.prepare("aten::cat.default", weights, 0), p.m)
+    weight = b.prepare("aten::cat.default", weights, 0)
+    if form != amx.FORM:
+        weight = b.prepare(PACK_LINEAR if form == "packed" else PACK_MKL_LINEAR, weight, p.m)
     bias = None
     if _biased(parts):
         bias = b.prepare("aten::cat.default", tuple(_bias_of(part, b) for part in parts), 0)
@@ -287,17 +295,18 @@ def _concatenated(m: Match, b: Builder) -> None:
     shape = (*spec_of(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
     whole = b.ctx.value(TensorSpec(shape, stride, spec_of(first.out).dtype))
-    if form == "packed":
+    if form == amx.FORM:
+        amx.emit(x, weight, bias, sum(widths), NOTHING.own, whole, first, b)
+    elif form == "packed":
         b.call(LINEAR, b.any_strides(x), weight, bias, "none", (), "", out=whole, op=first)
     else:  # of the weight as it was it reads only the sizes, so that nothing need keep all of them side by side
         sizes = b.prepare("aten::as_strided.default", weights[0], (sum(widths), p.k), (0, 0))
         b.call(MKL_LINEAR, b.any_strides(x), weight, sizes, bias, p.m, out=whole, op=first)
-    library = "oneDNN" if form == "packed" else "MKL"
     start = 0
     for part, width in zip(parts, widths, strict=True):
         args = (Ref(whole.id), len(shape) - 1, start, start + width)
         b.library("aten::slice.Tensor", *args, out=part.out, stride=stride, op=part.anchor)
-        note_parts(part, b, f"{library} linear, packed, one product for {len(parts)}")
+        note_parts(part, b, f"{LIBRARIES.get(form, 'oneDNN linear, packed')}, one product for {len(parts)}")
         start += width
     b.close_call(m.ops)
 

@@ -12,7 +12,7 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.pattern import Match, chain, maybe
-from fusewright_cpu.onednn import sums
+from fusewright_cpu.onednn import amx, sums
 
 Scalars = tuple[float, ...]
 
@@ -109,12 +109,22 @@ def is_packed(op: OpView, b: Builder) -> bool:
     return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
 
 
+def rides(op: OpView, b: Builder) -> bool:
+    """Return whether a unary op may be computed in a call of oneDNN."""
+    return POST_OPS[op.op].exact or bool(b.ctx.options["finite_math"])
+
+
+def _reads(op: OpView, m: Match) -> bool:
+    return op.args[0] == m.out and same_type(op.out, m.out) and POST_OPS[op.op].scalars(op) is not None
+
+
 def _unary(op: OpView, m: Match, b: Builder) -> bool:
-    post = POST_OPS[op.op]
-    if op.args[0] != m.out or not same_type(op.out, m.out) or post.scalars(op) is None:
-        return False
     after_add = m.get("add") is None or op.op in AFTER_ADD
-    return after_add and (post.exact or bool(b.ctx.options["finite_math"]))
+    return _reads(op, m) and after_add and rides(op, b)
+
+
+def _unary_of_product(op: OpView, m: Match, b: Builder) -> bool:
+    return _reads(op, m) and (rides(op, b) or amx.takes(m.anchor, operands(m.anchor), b))
 
 
 def _unary_of_conv(op: OpView, m: Match, b: Builder) -> bool:
@@ -165,7 +175,7 @@ PRODUCT = chain(
     PRODUCTS,
     FACTOR,
     maybe("view", unflattens, "rows", rule="onednn.product.rows"),
-    maybe(frozenset(POST_OPS), _unary, "unary", rule="onednn.product.unary"),
+    maybe(frozenset(POST_OPS), _unary_of_product, "unary", rule="onednn.product.unary"),
 )  # fmt: skip
 """No binary post-op: it measures slower than a separate addition, and up to nine times slower with a bias
 (docs/studies/onednn.md)."""

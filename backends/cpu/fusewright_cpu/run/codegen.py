@@ -10,9 +10,10 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright_cpu.emit.entry import emit_kernel, new_module
 from fusewright_cpu.emit.text import Module
 from fusewright_cpu.emit.unroll import unrolled
+from fusewright_cpu.kernels.amx_linear import emit_amx_linear
 from fusewright_cpu.kernels.attention import emit_attention
 from fusewright_cpu.kernels.bf16_linear import emit_bf16_linear
-from fusewright_cpu.kernels.by_hand import Attention, Bf16Linear, Depthwise, Gemv, Int8Conv, Int8Linear
+from fusewright_cpu.kernels.by_hand import AmxLinear, Attention, Bf16Linear, Depthwise, Gemv, Int8Conv, Int8Linear
 from fusewright_cpu.kernels.depthwise import emit_depthwise
 from fusewright_cpu.kernels.gemv import emit_gemv
 from fusewright_cpu.kernels.int8_conv import emit_int8_conv
@@ -46,6 +47,8 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_bf16_linear(module, source, name, parallel)
         case Depthwise():
             emit_depthwise(module, source, name, parallel)
+        case AmxLinear():
+            emit_amx_linear(module, source, name, parallel)
 
 
 def to_object(text: str, machine: llvm.TargetMachine) -> bytes:

@@ -1,0 +1,79 @@
+"""Products of bf16 with a constant weight as our own kernel for AMX (`fusewright_cpu.kernels.amx_linear`), where it measures faster
+than oneDNN's. Its activations keep NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value, hint
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.builder import Builder, contiguous_strides
+from fusewright_cpu.kernels.amx_linear import STEP, packing
+from fusewright_cpu.kernels.by_hand import AMX_BLOCK, AmxLinear
+from fusewright_cpu.run.sources import hash_of
+from fusewright_cpu.target import host_target
+
+FORM = "amx"
+"""The form of a product (see `choices.linear_form`)."""
+
+
+def fits(m: int, k: int, dtype: torch.dtype) -> bool:
+    """Return whether the kernel computes products of m rows of k elements on this machine."""
+    return dtype is torch.bfloat16 and m >= AMX_BLOCK and k % STEP == 0 and k > 0 and not AmxLinear().refused(host_target())
+
+
+def takes(op: OpView, operands: Sequence[Value | None], b: Builder) -> bool:
+    """Return whether the kernel may compute a product, given its input, weight and bias."""
+    x = operands[0].spec if operands[0] is not None else None
+    if x is None or not x.static or b.ctx.options["prepack"] != "auto" or not all(map(b.is_const, operands[1:])):
+        return False
+    k = hint(x.shape[-1])
+    return fits(x.numel_hint() // max(k, 1), k, x.dtype)
+
+
+def activation(op: OpView | None) -> str:
+    """Return the kernel's name of a unary op, "" for none."""
+    if op is None:
+        return ""
+    return "gelu_tanh" if op.op == "gelu" and op.arg("approximate") == "tanh" else op.op
+
+
+def emit(
+    x: Value, weight: Ref, bias: Ref | None, n: int, after: tuple[str, tuple[float, ...]], out: Value, op: OpView, b: Builder
+) -> None:
+    """Emit the launch; `weight` is [n, k], `after` the activation and its scalars, and `out` may have more dimensions."""
+    step = _row_step(b.spec(x))
+    if step is None:
+        x = b.row_major(x)
+        step = hint(b.spec(x).shape[-1])
+    k = hint(b.spec(x).shape[-1])
+    kernel = AmxLinear(bias is not None, False, after[0])
+    values = [x, Value(_packed(weight, n, k, b).id, None)]
+    if bias is not None:
+        wide = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
+        values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, -n % AMX_BLOCK)).id, None))
+    shape = b.spec(out).shape
+    made = b.with_layout(out, contiguous_strides(shape))  # type: ignore[arg-type]
+    sizes = (b.spec(x).numel_hint() // k, n, k, step)
+    b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=made, op=op)
+
+
+def _packed(weight: Ref, n: int, k: int, b: Builder) -> Ref:
+    pad, shape, order = packing(n, k)
+    padded = b.prepare("aten::constant_pad_nd.default", weight, pad)
+    panels = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, shape), order)
+    return b.prepare("aten::clone.default", panels, memory_format=torch.contiguous_format)
+
+
+def _row_step(spec: TensorSpec) -> int | None:
+    """Return how far the rows of a tensor of fixed size are apart, in elements; None if that differs or rows are not dense."""
+    *shape, k = (hint(n) for n in spec.shape)
+    *steps, dense = (hint(n) for n in spec.stride)
+    rows = [(size, step) for size, step in zip(shape, steps, strict=True) if size != 1]
+    if not rows:
+        return k if dense == 1 else None
+    even = all(outer == size * step for (_, outer), (size, step) in pairwise(rows))
+    return rows[-1][1] if even and dense == 1 and rows[-1][1] >= k else None
