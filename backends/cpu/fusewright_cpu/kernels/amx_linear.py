@@ -1,9 +1,9 @@
 """A linear of bf16 on AMX: `out = after(x @ weight.T (+ bias) (+ other))`, with fp32 sums that are rounded once, behind all of it.
 
-Weights are packed in panels of 32 columns, tile after tile in the order of reading. A work item is a number of panels for up to
-128 rows: for each part of k that leaves weights in the first cache, 32 rows by 32 columns at a time, in four tiles of sums.
-Threads take the next item when they are done: cores of a virtual machine differ in speed from one moment to the next. While an item
-is computed, the first panel of the next one is fetched, for the weights of a model come from memory (docs/studies/onednn.md).
+Weights are packed in panels of 32 columns, tile after tile in the order of reading. A work item is one panel for up to 128 rows, 32
+rows by 32 columns at a time, in four tiles of sums. Each thread has a share of successive items, whose results lie side by side;
+when it is done it takes items of others, because cores of a virtual machine differ in speed from one moment to the next. While an
+item is computed, the next panel is fetched, for the weights of a model come from memory (docs/studies/onednn.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusewright_cpu.kernels.activations import ACTIVATIONS
 from fusewright_cpu.kernels.amx import PAIRS, TILE_ROWS, Tiles
 from fusewright_cpu.kernels.by_hand import AMX_BLOCK as BLOCK
 from fusewright_cpu.kernels.by_hand import AmxLinear
-from fusewright_cpu.kernels.parts import ceil_div, each, fetch, least, load, most, store, taken, word
+from fusewright_cpu.kernels.parts import ceil_div, each, fetch, least, load, store, taken, word
 from fusewright_cpu.policy import LOOPS
 
 STEP = 2 * PAIRS
@@ -28,12 +28,10 @@ TILE = 1024
 """Bytes of a tile."""
 PANEL = 2 * TILE
 """Bytes of a panel of weights per step of k."""
-DEEP = 16
-"""Steps of k per part: with 32 rows of x, their weights stay in the first cache."""
 CHUNK = 4
 """Blocks of rows of a work item."""
-SHARE = 4
-"""Work items per thread, at least, where there are enough panels."""
+APART = 8
+"""Words between the counters of threads: a cache line."""
 LINES = 8
 """Cache lines of the next panel that are fetched per step: all of it in four blocks of rows."""
 TOGETHER = 4
@@ -61,30 +59,27 @@ def emit_amx_linear(module: Module, a: AmxLinear, name: str, parallel: bool, til
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     m, n, k = (word(f, block, len(a.buffers) + at) for at in range(3))
-    panels, chunks = ceil_div(f, n, i64(BLOCK)), ceil_div(f, m, i64(CHUNK * BLOCK))
-    group = most(f, f.bin("sdiv", f.mul(panels, chunks), f.mul(threads, i64(SHARE))), i64(1))
-    groups = ceil_div(f, panels, group)
-    items = f.mul(chunks, groups)
-    shared = f.alloca("i64", 4)
-    for at, value in enumerate((i64(0), group, groups, items)):
-        f.raw(f"store {value}, {f.gep('i64', shared, i64(at))}")
+    items = f.mul(ceil_div(f, n, i64(BLOCK)), ceil_div(f, m, i64(CHUNK * BLOCK)))
     work = f.mul(f.mul(m, n), f.add(f.bin("sdiv", k, i64(2 * STEP)), i64(2)))
     team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
+    shared = f.let("ptr", 1, f"alloca i64, {f.mul(team, i64(APART))}, align 64")
+    each(f, i64(0), team, 1, lambda t: f.raw(f"store i64 0, {f.gep('i64', shared, f.mul(t, i64(APART)))}"))
+    f.raw(f"store {team}, {f.gep('i64', shared, i64(1))}")
     start(f, name, block, team, shared, team if parallel else None)
     f.raw("ret i64 0")
     f.finish()
 
 
 class _Body:
-    """`void body(ptr block, i64 lo, i64 hi, ptr shared)`: work items until none is left; a call for each thread. `shared` holds the
-    number of the next item, the panels of an item, the items of a chunk of rows, and the number of all items."""
+    """`void body(ptr block, i64 lo, i64 hi, ptr shared)`: a thread, number `lo`. `shared` holds for each thread, APART words apart,
+    how many items of its share are taken, and in its second word the number of threads."""
 
     def __init__(self, module: Module, a: AmxLinear, name: str, tiles: type[Tiles]) -> None:
         self.a = a
         self.f = f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
         self.tiles = tiles(f)
         self.w = min(module.target.vector_bytes // 4, PAIRS)
-        self.sums = f.alloca("float", CHUNK * BLOCK * BLOCK)
+        self.sums = f.alloca("float", BLOCK * BLOCK)
         block, names = f.args[0], [b.name for b in a.buffers]
         self.base = {name: f.conv("inttoptr", word(f, block, at), "ptr") for at, name in enumerate(names)}
         self.size = {s: word(f, block, len(names) + at) for at, s in enumerate(a.symbols)}
@@ -98,71 +93,44 @@ class _Body:
         self.panel = f.mul(self.steps, i64(PANEL))
         """Bytes of a panel of weights."""
         self.row_bytes = f.mul(self.size["step"], i64(2))
-        self.group, self.groups, items = (f.let("i64", 1, f"load i64, {f.gep('i64', f.args[3], i64(at))}") for at in (1, 2, 3))
         self.panels = ceil_div(f, self.size["n"], i64(BLOCK))
+        items = f.mul(self.panels, ceil_div(f, self.size["m"], i64(CHUNK * BLOCK)))
+        team = f.let("i64", 1, f"load i64, {f.gep('i64', f.args[3], i64(1))}")
+
+        def share(t: V) -> None:
+            whose = f.bin("srem", f.add(f.args[1], t), team)
+            first, end = (f.bin("sdiv", f.mul(items, n), team) for n in (whose, f.add(whose, i64(1))))
+            taken(f, f.gep("i64", f.args[3], f.mul(whose, i64(APART))), f.bin("sub", end, first), partial(self._item, first))
+
         self.tiles.configure()
-        taken(f, f.args[3], items, self._item)
+        each(f, i64(0), team, 1, share)
         self.tiles.release()
         f.raw("ret void")
         f.finish()
 
-    def _item(self, item: V, following: V) -> None:
-        """Compute some panels for the rows of a chunk."""
-        f = self.f
-        first = self._first_panel(item)
-        end = least(f, f.add(first, self.group), self.panels)
-        row = f.mul(f.bin("sdiv", item, self.groups), i64(CHUNK * BLOCK))
-        rows = least(f, f.bin("sub", self.size["m"], row), i64(CHUNK * BLOCK))
+    def _item(self, first: V, taken: V, following: V) -> None:
+        """Compute a panel for the rows of a chunk."""
+        f, size = self.f, self.size
+        item = f.add(first, taken)
+        panel, row = f.bin("srem", item, self.panels), f.mul(f.bin("sdiv", item, self.panels), i64(CHUNK * BLOCK))
+        weights, ahead = (self._weights(p) for p in (panel, f.bin("srem", f.add(first, following), self.panels)))
+        last = f.bin("sub", size["m"], i64(BLOCK))
 
-        def panel(p: V) -> None:
-            more = f.add(p, i64(1))
-            self._panel(p, f.select(f.cmp("icmp slt", more, end), more, self._first_panel(following)), row, rows)
+        def block(at: V) -> None:
+            here = least(f, f.add(row, at), last)  # the last block overlaps the one before it
+            self._products(here, weights, f.gep("i8", ahead, f.mul(at, i64(LINES * 64 // BLOCK))))
+            self._finish(here, panel)
 
-        each(f, first, end, 1, panel)
-
-    def _first_panel(self, item: V) -> V:
-        return self.f.mul(self.f.bin("srem", item, self.groups), self.group)
+        each(f, i64(0), least(f, f.bin("sub", size["m"], row), i64(CHUNK * BLOCK)), BLOCK, block)
 
     def _weights(self, panel: V) -> V:
         return self.f.gep("i8", self.base["weight"], self.f.mul(panel, self.panel))
 
-    def _panel(self, p: V, following: V, row: V, rows: V) -> None:
-        f = self.f
-        weights, ahead = self._weights(p), self._weights(following)
-        last = f.bin("sub", self.size["m"], i64(BLOCK))
-
-        def part(s: V) -> None:
-            end = least(f, f.add(s, i64(DEEP)), self.steps)
-
-            def block(at: V) -> None:
-                here = least(f, f.add(row, at), last)  # the last block overlaps the one before it
-                sums = f.gep("float", self.sums, f.mul(at, i64(BLOCK)))
-                self._products(here, weights, s, end, f.gep("i8", ahead, f.mul(at, i64(LINES * 64 // BLOCK))), sums)
-                done = f.cmp("icmp eq", end, self.steps)
-                f.when(done, partial(self._finish, here, p, sums))
-
-            each(f, i64(0), rows, BLOCK, block)
-
-        each(f, i64(0), self.steps, DEEP, part)
-
-    def _products(self, row: V, weights: V, first: V, end: V, ahead: V, sums: V) -> None:
-        """Add the products of some steps of k to the sums of a block, which begin at the first step."""
+    def _products(self, row: V, weights: V, ahead: V) -> None:
+        """Compute the sums of a block."""
         f, t = self.f, self.tiles
-        places = [f.gep("float", sums, i64(i * TILE_ROWS * BLOCK + j * PAIRS)) for i in (0, 1) for j in (0, 1)]
-        width = i64(4 * BLOCK)
-
-        def begin() -> list[V]:
-            for tile in range(4):
-                t.zero(tile)
-            return []
-
-        def resume() -> list[V]:
-            for tile, p in enumerate(places):
-                t.load(tile, p, width)
-            return []
-
-        f.when(f.cmp("icmp eq", first, i64(0)), begin)
-        f.when(f.cmp("icmp ne", first, i64(0)), resume)
+        for tile in (SUM00, SUM01, SUM10, SUM11):
+            t.zero(tile)
         upper = f.gep("i16", self.base["x"], f.mul(row, self.size["step"]))
         lower = f.gep("i16", upper, f.mul(self.size["step"], i64(TILE_ROWS)))
 
@@ -180,13 +148,13 @@ class _Body:
             t.multiply(SUM10, X1, W0)
             t.multiply(SUM11, X1, W1)
 
-        each(f, first, end, 1, step)
-        for tile, p in enumerate(places):
-            t.store(tile, p, width)
+        each(f, i64(0), self.steps, 1, step)
+        for tile, (i, j) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+            t.store(tile, f.gep("float", self.sums, i64(i * TILE_ROWS * BLOCK + j * PAIRS)), i64(4 * BLOCK))
 
-    def _finish(self, row: V, p: V, sums: V) -> list[V]:
+    def _finish(self, row: V, p: V) -> None:
         """Store the results of a block."""
-        f, a = self.f, self.a
+        f, a, sums = self.f, self.a, self.sums
         column = f.mul(p, i64(BLOCK))
         parts = range(0, BLOCK, self.w)
         left = f.bin("sub", self.size["n"], column)
@@ -211,4 +179,3 @@ class _Body:
                 store(f, x, p, 2, mask)
 
         each(f, i64(0), i64(BLOCK), TOGETHER, rows)
-        return []

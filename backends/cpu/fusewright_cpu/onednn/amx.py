@@ -1,5 +1,5 @@
 """Products of bf16 with a constant weight as our own kernel for AMX (`fusewright_cpu.kernels.amx_linear`), where it measures faster
-than oneDNN's. Its activations keep NaN."""
+than oneDNN's calls. Its activations keep NaN, so it computes those as well that oneDNN's calls must not."""
 
 from __future__ import annotations
 
@@ -44,21 +44,28 @@ def activation(op: OpView | None) -> str:
 def emit(
     x: Value, weight: Ref, bias: Ref | None, n: int, after: tuple[str, tuple[float, ...]], out: Value, op: OpView, b: Builder
 ) -> None:
-    """Emit the launch; `weight` is [n, k], `after` the activation and its scalars, and `out` may have more dimensions."""
+    """Emit a linear; `weight` is [n, k], `after` the activation and its scalars, and `out` may have more dimensions."""
     step = _row_step(b.spec(x))
     if step is None:
         x = b.row_major(x)
-        step = hint(b.spec(x).shape[-1])
-    k = hint(b.spec(x).shape[-1])
-    kernel = AmxLinear(bias is not None, False, after[0])
+    k, shape = hint(b.spec(x).shape[-1]), b.spec(out).shape
+    made = b.with_layout(out, contiguous_strides(shape))  # type: ignore[arg-type]
+    launch(x, weight, bias, None, after, (b.spec(x).numel_hint() // k, n, k, step or k), made, op, b)
+
+
+def launch(
+    x: Value, weight: Ref, bias: Ref | None, other: Value | None, after: tuple[str, tuple[float, ...]], sizes: tuple[int, ...],
+    out: Value, op: OpView, b: Builder,
+) -> None:  # fmt: skip
+    """Emit the launch of a linear, `weight` [n, k], whose `x`, `other` and `out` have the strides that `sizes` tell."""
+    _, n, k, _ = sizes
+    kernel = AmxLinear(bias is not None, other is not None, after[0])
     values = [x, Value(_packed(weight, n, k, b).id, None)]
     if bias is not None:
         wide = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
         values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, -n % AMX_BLOCK)).id, None))
-    shape = b.spec(out).shape
-    made = b.with_layout(out, contiguous_strides(shape))  # type: ignore[arg-type]
-    sizes = (b.spec(x).numel_hint() // k, n, k, step)
-    b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=made, op=op)
+    values += [] if other is None else [other]
+    b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=out, op=op)
 
 
 def _packed(weight: Ref, n: int, k: int, b: Builder) -> Ref:

@@ -244,6 +244,39 @@ def depthwise_form(
     return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
 
 
+def pointwise_form(
+    ctx: CompileContext, kernel: AmxLinear, image: Sequence[int], columns: int, scalars: Sequence[float], apart: bool,
+    built: list[object],
+) -> str:  # fmt: skip
+    """Return "onednn" or "kernel" for a 1x1 convolution of dense channels-last images of bf16. `apart`: its activation is not
+    computed in oneDNN's call, nor is an addition; `built` as in `attention_form`."""
+    n, c, h, w = image
+    dtype = torch.bfloat16
+
+    def filled(channels: int) -> torch.Tensor:
+        return torch.full((n, channels, h, w), 0.5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+    def onednn() -> Thunk:
+        x, other = filled(c), filled(columns)
+        weight, bias = torch.full((columns, c, 1, 1), 0.5, dtype=dtype), torch.zeros(columns)
+        geometry = ([0, 0], [1, 1], [1, 1], 1)
+        packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *geometry, list(x.shape))
+        call = torch.ops.mkldnn._convolution_pointwise
+        if kernel.add:  # one loop kernel adds and activates
+            return lambda: call(x, packed, bias, *geometry, "none", [], "").add_(other)
+        return lambda: (made := call(x, packed, bias, *geometry, "none", [], ""), made.relu_() if apart else None)
+
+    def own() -> Thunk:
+        launcher, m = compile_kernels([kernel]).launcher(kernel), n * h * w
+        built.append(launcher)
+        wide = -(-columns // AMX_BLOCK) * AMX_BLOCK
+        given = [filled(c), torch.full((wide, c), 0.5, dtype=dtype), torch.zeros(wide), *([filled(columns)] if kernel.add else [])]
+        return lambda: launcher([*given, torch.empty(m, columns, dtype=dtype)], (m, columns, c, c), scalars)
+
+    key = f"{kernel.name} onednn/kernel {'x'.join(map(str, image))}x{columns}{' apart' if apart else ''}"
+    return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
+
+
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:
     if row_major:
         return torch.full((rows, columns), 0.5, dtype=dtype)

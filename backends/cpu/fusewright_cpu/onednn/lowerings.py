@@ -21,7 +21,7 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides, co
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
-from fusewright_cpu.onednn import amx, choices, depthwise, patterns, sums
+from fusewright_cpu.onednn import amx, choices, depthwise, patterns, pointwise_conv, sums
 from fusewright_cpu.onednn.choices import NOTHING, Product, Unary
 from fusewright_cpu.onednn.fitted import FITTED
 from fusewright_cpu.onednn.folding import folded
@@ -538,6 +538,7 @@ ROWS = (
     ),
     of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
     depthwise.ROW,
+    pointwise_conv.ROW,
     of_table(LOWERINGS, "onednn.conv", patterns.CONV, "convolution"),
     of_table(LOWERINGS, "onednn.attention", patterns.ATTENTION, "attention"),
 )  # fmt: skip

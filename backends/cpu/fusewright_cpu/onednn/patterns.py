@@ -114,17 +114,18 @@ def rides(op: OpView, b: Builder) -> bool:
     return POST_OPS[op.op].exact or bool(b.ctx.options["finite_math"])
 
 
-def _reads(op: OpView, m: Match) -> bool:
+def reads(op: OpView, m: Match) -> bool:
+    """Match a unary op of `POST_OPS` on the result, of the same type."""
     return op.args[0] == m.out and same_type(op.out, m.out) and POST_OPS[op.op].scalars(op) is not None
 
 
 def _unary(op: OpView, m: Match, b: Builder) -> bool:
     after_add = m.get("add") is None or op.op in AFTER_ADD
-    return _reads(op, m) and after_add and rides(op, b)
+    return reads(op, m) and after_add and rides(op, b)
 
 
 def _unary_of_product(op: OpView, m: Match, b: Builder) -> bool:
-    return _reads(op, m) and (rides(op, b) or amx.takes(m.anchor, operands(m.anchor), b))
+    return reads(op, m) and (rides(op, b) or amx.takes(m.anchor, operands(m.anchor), b))
 
 
 def _unary_of_conv(op: OpView, m: Match, b: Builder) -> bool:

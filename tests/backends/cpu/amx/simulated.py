@@ -1,4 +1,4 @@
-"""The tile instructions of AMX, simulated, so that kernels run on CPUs without them: a kernel calls Python functions in their place."""
+"""The tile instructions of AMX as Python functions that kernels call in their place, on CPUs without them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fusewright_cpu.run.launch import float_bits
 from fusewright_cpu.run.linker import Linker
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import CpuTarget, host_target, target_machine, x86_target
-from tests.backends.cpu.amx_simulated import ADDRESSES, SimulatedTiles
+from tests.backends.cpu.amx.simulated import ADDRESSES, SimulatedTiles
 
 SCALARS = {"clamp": (-0.5, 0.75), "leaky_relu": (0.25,)}
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

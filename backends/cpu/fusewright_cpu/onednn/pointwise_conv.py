@@ -1,0 +1,99 @@
+"""1x1 convolutions of channels-last images as linears on AMX, with the batch norm, the addition and the activation that follow.
+
+oneDNN's relu and additions lose NaN, so each is a pass over memory behind its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusewright.interface import OpView, TensorSpec, Value, hint
+from fusewright.toolkit.region.builder import Builder, channels_last_strides
+from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_cpu.kernels.by_hand import AmxLinear
+from fusewright_cpu.onednn import amx, choices
+from fusewright_cpu.onednn.folding import folded
+from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of, reads, same_type
+
+
+def _adds(op: OpView, m: Match, b: Builder) -> bool:
+    """Match the addition of another image."""
+    other = next((v for v in op.args[:2] if v != m.out), None)
+    return op.arg("alpha") == 1 and isinstance(other, Value) and same_type(op.out, m.out) and same_type(other, m.out)
+
+
+CONV = chain(
+    "conv",
+    maybe("batch_norm", folds_batch_norm, "batch_norm", rule="onednn.pointwise.batch_norm"),
+    maybe("add", _adds, "add", rule="onednn.pointwise.add"),
+    maybe(frozenset(POST_OPS), lambda op, m, b: reads(op, m), "unary", rule="onednn.pointwise.unary"),
+)
+
+
+def _spec(value: Any) -> TensorSpec:
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec
+
+
+def _fits(m: Match, b: Builder) -> bool:
+    """Match a convolution of images of fixed size whose pixels do not mix."""
+    op = m.anchor
+    x, weight = _spec(op.arg("input")), _spec(op.arg("weight"))
+    if x.rank != 4 or not (x.static and weight.static) or not is_packed(op, b) or b.ctx.options["prepack"] != "auto":
+        return False
+    one = all(set(sizes) == {1} for sizes in (weight.shape[2:], op.arg("stride"), (op.arg("groups"),)))
+    plain = one and set(op.arg("padding")) == {0}
+    typed = all(v.spec is not None and v.spec.dtype == x.dtype for v in op.inputs()) and b.is_const(op.arg("bias"))
+    return plain and typed and amx.fits(_rows(x), hint(x.shape[1]), x.dtype)
+
+
+def _rows(x: TensorSpec) -> int:
+    return x.numel_hint() // hint(x.shape[1])
+
+
+def _after(m: Match) -> tuple[str, tuple[float, ...]]:
+    unary = m.get("unary")
+    return (amx.activation(unary), POST_OPS[unary.op].scalars(unary) or ()) if unary is not None else ("", ())
+
+
+def _pays(m: Match, b: Builder) -> bool:
+    x, out = _spec(m.anchor.arg("input")), _spec(m.anchor.out)
+    name, scalars = _after(m)
+    kernel = AmxLinear(True, m.get("add") is not None, name)
+    unary = m.get("unary")
+    apart = unary is not None and (not POST_OPS[unary.op].exact and not b.ctx.options["finite_math"])
+    image = tuple(map(hint, x.shape))
+    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, apart, b.built) == "kernel"
+
+
+def _write(m: Match, b: Builder) -> None:
+    op = m.anchor
+    weight, bias = folded(m, b)
+    x, other = _channels_last(op.arg("input"), b), other_of(m)
+    given = _spec(op.arg("weight")).shape
+    n, k = hint(given[0]), hint(given[1])
+    rows = b.prepare("aten::reshape.default", weight, (n, k))
+    out = b.with_layout(m.out, _strides(_spec(m.out).shape))
+    amx.launch(
+        x, rows, bias, None if other is None else _channels_last(other, b), _after(m), (_rows(b.spec(x)), n, k, k), out, op, b
+    )
+    b.close_call(m.ops)
+    b.notes[op.id] = " + ".join(["1x1 convolution in one kernel, AMX", *(p.op for p in m.ops[1:])])
+    for part in m.ops[1:]:
+        b.notes[part.id] = "in the kernel of conv"
+
+
+def _strides(shape: Sequence[Any]) -> tuple[int, ...]:
+    return channels_last_strides(tuple(map(hint, shape)))
+
+
+def _channels_last(image: Value, b: Builder) -> Value:
+    """Return the image with dense channels-last strides, copied if it has others."""
+    spec = b.spec(image)
+    same = all(n == 1 or a == s for n, a, s in zip(spec.shape, spec.stride, _strides(spec.shape), strict=True))
+    return image if same else b.channels_last(image)
+
+
+ROW = Row("onednn.pointwise", CONV, when=_fits, pays=_pays, write=_write, note="1x1 convolution on AMX")
