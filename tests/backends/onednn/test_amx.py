@@ -74,6 +74,15 @@ def test_rows_that_are_apart_are_read_in_place_and_others_copied() -> None:
     assert "kernel amx_linear_bias" in kernels(g, linear(g, turned, 32))
 
 
+@pytest.mark.parametrize("shape", [(2, 20, 64), (2, 20, 2, 32)])
+def test_flattened_rows_are_read_in_place(shape: tuple[int, ...]) -> None:
+    g = Sketch()
+    flat = g.op("view", g.input(torch.randn(*shape, dtype=BF16)), [40, 64])
+    w, bias = (g.input(torch.randn(*s, dtype=BF16) / 8, const=True) for s in ((64, 32), (32,)))
+    y = g.op("relu", g.op("view", g.op("addmm", bias, flat, w), [2, 20, 32]))
+    assert kernels(g, y)[-1] == "kernel amx_linear_bias_relu"
+
+
 def test_siblings_become_one_launch() -> None:
     g = Sketch()
     x = g.input(torch.randn(2, 32, 32, dtype=BF16))

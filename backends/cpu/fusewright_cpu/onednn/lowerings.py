@@ -157,7 +157,9 @@ def linear(m: Match, b: Builder) -> None:
     weight, bias = scaled(weight_of(op, w, b), m, b), None if given is None else scaled(b.exact(given), m, b)
     if form == amx.FORM:
         after = unary_of(m, b).own
-        amx.emit(_before_view(x, m, b), weight, bias, product_of(op).n, after, m.last.out, op, b)
+        source = _before_view(x, m, b)
+        same = spec_of(source).shape[-1] == spec_of(x).shape[-1]
+        amx.emit(source if same else x, weight, bias, product_of(op).n, after, m.last.out, op, b)
     else:
         x = with_rows(x, m, b)
         emit_linear(m, b, b.row_major(x) if form == "copied" else x, weight, bias, form)
