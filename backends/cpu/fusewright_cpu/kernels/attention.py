@@ -32,9 +32,10 @@ BLOCK = 1 << 14
 UNROLL = 4
 
 
-def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> None:
+def emit_attention(module: Module, a: Attention, name: str, parallel: bool, of: type[Body]) -> None:
     """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`)."""
-    _Body(module, a, f"{name}.body").write()
+    body = of(module, a, f"{name}.body")
+    body.write()
     if parallel:
         share(module, name)
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
@@ -43,8 +44,8 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
     groups = f.mul(batch, heads)
     some = most(f, rows, i64(1))
     wanted = least(f, ceil_div(f, f.mul(threads, i64(4)), most(f, groups, i64(1))), ceil_div(f, some, i64(LEAST_ROWS)))
-    chunks = most(f, ceil_div(f, some, i64(MOST_ROWS)), wanted)
-    chunk = f.mul(ceil_div(f, ceil_div(f, some, chunks), i64(ROWS)), i64(ROWS))
+    chunks = most(f, ceil_div(f, some, i64(body.most_rows)), wanted)
+    chunk = f.mul(ceil_div(f, ceil_div(f, some, chunks), i64(body.rows)), i64(body.rows))
     shared = f.alloca("i64", 1, 8)
     f.raw(f"store {chunk}, {shared}")
     items = f.mul(groups, ceil_div(f, rows, chunk))
@@ -55,12 +56,14 @@ def emit_attention(module: Module, a: Attention, name: str, parallel: bool) -> N
     f.finish()
 
 
-class _Body:
+class Body:
     """`void body(ptr block, i64 lo, i64 hi, ptr chunk)`: work items lo to hi, each a number of rows of one head.
 
     `word` is the unit of products: a float, or with `pairs` two bf16 in an i32. Packed widths are padded with zeros to whole
     vectors.
     """
+
+    rows, most_rows = ROWS, MOST_ROWS
 
     def __init__(self, module: Module, a: Attention, name: str) -> None:
         self.a = a
@@ -77,16 +80,21 @@ class _Body:
         """Words of a packed row of values, and floats of an accumulated row."""
         self.unroll = 2 if target.arm else UNROLL
         """Words per step of a product, at most the keys of a vector. With four, LLVM spills sums on Arm."""
-        self.block = max(w, BLOCK // self.width // w * w)
+        self.step = self.keys_per_step()
+        """Keys that are multiplied together; their number is rounded up to it."""
+        self.block = max(self.step, BLOCK // self.width // self.step * self.step)
         """Keys of one block."""
-        self.q_pack, self.k_pack = f.alloca(self.word, ROWS * self.words), f.alloca(self.word, self.block * self.words)
+        self.q_pack, self.k_pack = f.alloca(self.word, self.rows * self.words), f.alloca(self.word, self.block * self.words)
         self.v_pack = f.alloca(self.word, self.block // self.per * self.width)
-        self.scores = f.alloca("float", ROWS * self.block)
-        self.weights = f.alloca("bfloat", ROWS * self.block) if self.pairs else self.scores
-        self.acc = f.alloca("float", MOST_ROWS * self.width)
-        self.top, self.total = f.alloca("float", MOST_ROWS + w), f.alloca("float", MOST_ROWS + w)
-        self.fresh, self.fade, self.sums = (f.alloca("float", ROWS + w) for _ in range(3))
+        self.scores = f.alloca("float", self.rows * self.block)
+        self.weights = f.alloca("bfloat", self.rows * self.block) if self.pairs else self.scores
+        self.acc = f.alloca("float", self.most_rows * self.width)
+        self.top, self.total = f.alloca("float", self.most_rows + w), f.alloca("float", self.most_rows + w)
+        self.fresh, self.fade, self.sums = (f.alloca("float", self.rows + w) for _ in range(3))
         """Per row of a tile: the largest new score (later the shift of scores), the factor for the old sums, and the new sums."""
+
+    def keys_per_step(self) -> int:
+        return self.w
 
     def write(self) -> None:
         f, a, block = self.f, self.a, self.f.args[0]
@@ -107,9 +115,16 @@ class _Body:
             first = f.mul(part, chunk)
             self._rows(first, least(f, f.add(first, chunk), self.size["rows"]))
 
-        self._each(f.args[1], f.args[2], 1, item)
+        self.run(lambda: self._each(f.args[1], f.args[2], 1, item))
         f.raw("ret void")
         f.finish()
+
+    def run(self, items: Callable[[], None]) -> None:
+        items()
+
+    def whole(self, keys: V) -> V:
+        """Round a number of keys up to whole steps."""
+        return self.f.mul(ceil_div(self.f, keys, i64(self.step)), i64(self.step))
 
     # memory
 
@@ -164,7 +179,7 @@ class _Body:
         """Process rows first to last of a head, block of keys by block of keys."""
         f = self.f
         low, zero = const(-math.inf, "float"), const(0.0, "float")
-        count = f.mul(ceil_div(f, f.bin("sub", last, first), i64(ROWS)), i64(ROWS))
+        count = f.mul(ceil_div(f, f.bin("sub", last, first), i64(self.rows)), i64(self.rows))
 
         def clear(i: V) -> None:
             self._store(low, f.gep("float", self.top, i))
@@ -184,10 +199,10 @@ class _Body:
             def some(r0: V) -> None:
                 seen = count
                 if self.a.causal:
-                    seen = least(f, count, f.bin("sub", f.add(r0, i64(ROWS)), k0))
+                    seen = least(f, count, f.bin("sub", f.add(r0, i64(self.rows)), k0))
                 f.when(f.cmp("icmp sgt", seen, i64(0)), lambda: self._tile(f.bin("sub", r0, first), r0, k0, seen))
 
-            self._each(first, last, ROWS, some)
+            self._each(first, last, self.rows, some)
 
         self._each(i64(0), end, self.block, keys)
         self._each(first, last, 1, lambda r: self._result(f.bin("sub", r, first), r))
@@ -228,13 +243,13 @@ class _Body:
 
             self._columns(w * self.per, square)
 
-        self._each(i64(0), count, w, pack)
+        self._each(i64(0), count if self.step == w else self.whole(count), w, pack)
 
     def _pack_values(self, k0: V, count: V) -> None:
         """Pack rows of values one after another, or with pairs two rows as one; pad with zeros after the last to whole vectors of
         keys."""
         f, w = self.f, self.w
-        stop = f.mul(ceil_div(f, count, i64(w)), i64(w))
+        stop = self.whole(count)
         last = f.bin("sub", count, i64(1))
 
         def pack(j: V) -> None:
@@ -264,19 +279,27 @@ class _Body:
         low, high = (f.conv("zext", x, "i32") for x in parts)
         return f.bin("or", low, f.bin("shl", high, const(16, "i32")))
 
-    # one tile: ROWS rows and the keys of a block
+    # one tile: some rows and the keys of a block
 
     def _tile(self, here: V, r0: V, k0: V, seen: V) -> list[V]:
         f, w = self.f, self.w
         self._pack_queries(r0)
-        queries = [f.gep(self.word, self.q_pack, i64(i * self.words)) for i in range(ROWS)]
-        vectors = ceil_div(f, seen, i64(w))
+        vectors = ceil_div(f, seen, i64(w)) if self.step == w else f.bin("sdiv", self.whole(seen), i64(w))
+        self.multiply_keys(vectors)
+        self._softmax(r0, k0, here, seen, vectors)
+        self.add_values(here, seen)
+        return []
+
+    def multiply_keys(self, vectors: V) -> None:
+        """Compute the scores of a tile's rows with some vectors of keys."""
+        f, w = self.f, self.w
+        queries = [f.gep(self.word, self.q_pack, i64(i * self.words)) for i in range(self.rows)]
         whole = f.mul(f.bin("sdiv", vectors, i64(self.vectors)), i64(self.vectors))
         count = i64(-(-self.a.width // (self.per * self.unroll)) * self.unroll)
 
         def scores(n: int, j: V) -> None:
             keys = f.gep(self.word, self.k_pack, f.mul(j, i64(self.words * w)))
-            start = [[V("zeroinitializer", "float", w)] * n for _ in range(ROWS)]
+            start = [[V("zeroinitializer", "float", w)] * n for _ in range(self.rows)]
             for i, row in enumerate(self._product(queries, keys, w, self.words * w, count, start)):
                 for v, x in enumerate(row):
                     at = f.add(f.mul(f.add(j, i64(v)), i64(w)), i64(i * self.block))
@@ -284,9 +307,6 @@ class _Body:
 
         self._each(i64(0), whole, self.vectors, lambda j: scores(self.vectors, j))
         self._each(whole, vectors, 1, lambda j: scores(1, j))
-        self._softmax(r0, k0, here, seen, vectors)
-        self._add_values(here, seen)
-        return []
 
     def _pack_queries(self, r0: V) -> None:
         """Pack the rows of a tile; past the last row, repeat it."""
@@ -302,7 +322,7 @@ class _Body:
 
             self._columns(self.w * self.per, column)
 
-        self._each(i64(0), i64(ROWS), 1, pack)
+        self._each(i64(0), i64(self.rows), 1, pack)
 
     def _product(
         self, rows: Sequence[V], right: V, step: int, apart: int, count: V, start: list[list[V]]
@@ -346,9 +366,10 @@ class _Body:
             top = self._weigh(self._scores_of(i), row, k0, seen, vectors)
             self._store(self._across(top, _largest), f.gep("float", self.fresh, i))
 
-        self._each(i64(0), i64(ROWS), 1, weigh)
+        rows = self.rows_from(r0)
+        self._each(i64(0), rows, 1, weigh)
         low, log2e = const(-math.inf, "float"), const(math.log2(math.e), "float")
-        for c in range(0, ROWS, w):
+        for c in range(0, self.rows, w):
             top_at, fresh_at, fade_at = (
                 f.gep("float", p, i)
                 for p, i in ((self.top, f.add(here, i64(c))), (self.fresh, i64(c)), (self.fade, i64(c)))
@@ -359,7 +380,7 @@ class _Body:
             shift = f.fneg(f.select(none, const(0.0, "float"), f.bin("fmul", most, log2e)))
             self._store(exp2(f, f.fma(before, log2e, shift)), fade_at)
             self._store(shift, fresh_at)
-            self._store(most, top_at, 4, min(w, ROWS - c))
+            self._store(most, top_at, 4, min(w, self.rows - c))
 
         def power(i: V) -> None:
             scores, shift = self._scores_of(i), self._load("float", f.gep("float", self.fresh, i))
@@ -373,11 +394,15 @@ class _Body:
             (total,) = f.loop(i64(0), f.mul(vectors, i64(w)), i64(w), [zero], step)
             self._store(self._across(total, lambda f, a, b: f.bin("fadd", a, b)), f.gep("float", self.sums, i))
 
-        self._each(i64(0), i64(ROWS), 1, power)
-        for c in range(0, ROWS, w):
+        self._each(i64(0), rows, 1, power)
+        for c in range(0, self.rows, w):
             at = f.gep("float", self.total, f.add(here, i64(c)))
             sums, fade = (self._load("float", f.gep("float", p, i64(c)), w) for p in (self.sums, self.fade))
-            self._store(f.fma(self._load("float", at, w), fade, sums), at, 4, min(w, ROWS - c))
+            self._store(f.fma(self._load("float", at, w), fade, sums), at, 4, min(w, self.rows - c))
+
+    def rows_from(self, r0: V) -> V:
+        """Return for how many rows of a tile probabilities are computed."""
+        return i64(self.rows)
 
     def _scores_of(self, i: V) -> V:
         return self.f.gep("float", self.scores, self.f.mul(i, i64(self.block)))
@@ -430,13 +455,13 @@ class _Body:
             x = join(f, *(f.lanes(x, range(at, at + w)) if w > 1 else f.extract(x, at) for at in (0, w)))
         return x
 
-    def _add_values(self, here: V, seen: V) -> None:
+    def add_values(self, here: V, seen: V) -> None:
         """Compute acc = acc * fade + weights @ values, for the rows of a tile."""
         f, w = self.f, self.w
         count = f.mul(ceil_div(f, seen, i64(self.per * self.unroll)), i64(self.unroll))
-        weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i64(i * self.block)) for i in range(ROWS)]
-        fades = [self._load("float", f.gep("float", self.fade, i64(i))) for i in range(ROWS)]
-        rows = [f.gep("float", self.acc, f.mul(f.add(here, i64(i)), i64(self.width))) for i in range(ROWS)]
+        weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i64(i * self.block)) for i in range(self.rows)]
+        fades = [self._load("float", f.gep("float", self.fade, i64(i))) for i in range(self.rows)]
+        rows = [f.gep("float", self.acc, f.mul(f.add(here, i64(i)), i64(self.width))) for i in range(self.rows)]
 
         def columns(c: V, n: int) -> None:
             places = [[f.gep("float", row, f.add(c, i64(v * w))) for v in range(n)] for row in rows]

@@ -10,8 +10,9 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright_cpu.emit.entry import emit_kernel, new_module
 from fusewright_cpu.emit.text import Module
 from fusewright_cpu.emit.unroll import unrolled
+from fusewright_cpu.kernels.amx_attention import OnTiles
 from fusewright_cpu.kernels.amx_linear import emit_amx_linear
-from fusewright_cpu.kernels.attention import emit_attention
+from fusewright_cpu.kernels.attention import Body, emit_attention
 from fusewright_cpu.kernels.bf16_linear import emit_bf16_linear
 from fusewright_cpu.kernels.by_hand import AmxLinear, Attention, Bf16Linear, Depthwise, Gemv, Int8Conv, Int8Linear
 from fusewright_cpu.kernels.depthwise import emit_depthwise
@@ -36,7 +37,7 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
         case Kernel():
             emit_kernel(module, unrolled(source), name, parallel)
         case Attention():
-            emit_attention(module, source, name, parallel)
+            emit_attention(module, source, name, parallel, OnTiles if OnTiles.takes(source, module.target) else Body)
         case Gemv():
             emit_gemv(module, source, name, parallel)
         case Int8Linear():
