@@ -22,8 +22,7 @@ from fusewright_acl import fpmath
 from fusewright_acl.int8 import COLUMNS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Bf16Linear, Gemv
-from fusewright_cpu.onednn.choices import Product, penalised
-from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.choices import FITTED, Product, penalised
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.lowerings import (
     CONV,

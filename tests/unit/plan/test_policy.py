@@ -22,7 +22,7 @@ from fusewright.reference import Interp
 from fusewright.toolkit.backend.fused import FusedBackend
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright_cpu import llvm_loader
-from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.choices import FITTED
 from fusewright_cpu.policy import CPU, LOOPS
 from tests.fragments import Context, Sketch
 from tests.plugin_example.fusewright_example.backend import Example

@@ -22,8 +22,7 @@ from fusewright.toolkit.region.pattern import Chain, Match, chain, find, sibling
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.onednn import amx, choices, depthwise, patterns, pointwise_conv, sums
-from fusewright_cpu.onednn.choices import NOTHING, Product, Unary
-from fusewright_cpu.onednn.fitted import FITTED
+from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.patterns import POST_OPS, is_packed, operands, other_of, post_op, posts, rides
