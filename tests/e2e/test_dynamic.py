@@ -181,3 +181,15 @@ def test_a_size_whose_formula_is_too_long_for_a_plan_is_eagers(monkeypatch: pyte
     (found,) = reports
     assert {r.verdict.detail for r in found.fallbacks} == {"the formula of a size is too long"}
     assert found.count("lowered") and not found.bugs
+
+
+def test_a_divisor_that_guessed_sizes_make_zero() -> None:
+    """Where a region shows no tensor with a symbol as its size, the symbol is guessed, and a quotient of it may be zero."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(2 * (x.shape[1] // 100), -1)
+        wide = torch.cat([rows, rows], 1).exp()
+        return wide.softmax(-1) * 2 + wide
+
+    x = torch.randn(4, 300)
+    torch.testing.assert_close(torch.compile(fn, backend=BACKEND, dynamic=True, options={"strict": True})(x), fn(x))

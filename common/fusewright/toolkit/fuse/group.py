@@ -10,7 +10,8 @@ from fusewright.interface import OpView, Splits, Value
 from fusewright.plan.order import closure
 from fusewright.toolkit.fuse.build import Unit, loop_order, segments, size_hints, space_for, units_of
 from fusewright.toolkit.ir import Builder, IndexTooComplex, Val
-from fusewright.toolkit.ir.extent import Extent, evaluate
+from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.symbols import size_hint
 from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Scatter
@@ -374,7 +375,7 @@ def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
     points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
     known = isinstance(row, int) and isinstance(points, int)
     hints = {} if known else size_hints([v for u in units for v in (*u.op.inputs(), *u.op.outs)])
-    if evaluate(row, hints) < splits.long_row or evaluate(points, hints) > splits.few_points:
+    if size_hint(row, hints) < splits.long_row or size_hint(points, hints) > splits.few_points:
         return False
     rules = [u.rule for u in units if isinstance(u.rule, Row)]
     return bool(rules) and all(level == "row" for rule in rules for level in rule.levels)
@@ -386,7 +387,7 @@ def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:
     full = [v for v in unit.op.inputs() if v.spec is not None and shape_of(v.spec) == domain.shape]
     if not isinstance(unit.rule, Row) or not any(_is_strided(v, domain) for v in full):
         return False
-    sizes = [evaluate(s, size_hints(full)) for s in domain.shape]
+    sizes = [size_hint(s, size_hints(full)) for s in domain.shape]
     row, numel = math.prod(sizes[d] for d in domain.dims), math.prod(sizes)
     few = numel <= splits.passes_again * row
     return few and row >= splits.column_rows and numel >= splits.column_elements

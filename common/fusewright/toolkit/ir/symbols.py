@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusewright.toolkit.ir.extent import Atom, Extent, evaluate, rename, symbol
+from fusewright.toolkit.ir.extent import Atom, Extent, atoms, evaluate, rename, symbol
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage, used_symbols
 from fusewright.toolkit.ir.simplify import in_order, simplify_axes
 from fusewright.toolkit.ir.verify import kernel_pass
@@ -58,6 +58,11 @@ def numbered(kernel: Kernel, order: Sequence[Atom], hints: Mapping[Atom, int]) -
     stages = tuple(Stage(s.over, tuple(move(n) for n in s.nodes)) for s in kernel.stages)
     n_p = len(kernel.p)
     return replace(kernel, p=sizes[:n_p], r=sizes[n_p:], stages=stages, hints=seen)
+
+
+def size_hint(e: Extent, hints: Mapping[Atom, int]) -> int:
+    """The size seen when tracing, with those of its atoms that a finished kernel has."""
+    return evaluate(e, {a: hint_of(a, hints) for a in atoms(e)})
 
 
 def hint_of(a: Atom, hints: Mapping[Atom, int]) -> int:
