@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from fusewright.interface import CompileContext
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright_cpu.kernels.by_hand import AmxLinear
+from fusewright_cpu.onednn import amx
+from fusewright_cpu.onednn.choices import amx_product
 from fusewright_int8.operators import name
 from fusewright_int8.run import native
 
@@ -135,6 +138,9 @@ class Dynamic:
 FLOATS = "floats"
 """The answer of `fastest` when a float product beats every engine."""
 
+OWN_FLOATS = "floats, amx"
+"""The candidate that stands for our own float kernel, beside oneDNN's."""
+
 
 def fastest(
     ctx: CompileContext, shape: Product | Convolution | Dynamic, among: Sequence[Engine] | None = None,
@@ -148,9 +154,12 @@ def fastest(
     if any(e.name == wanted for e in there):
         return wanted
     candidates: dict[str, Callable[[], Thunk]] = {e.name: make(e, shape) for e in there}
+    around = ""
     if floats is not None and torch.backends.mkldnn.is_available():
-        candidates[FLOATS] = FLOAT_MAKERS[type(shape)](shape, floats)
-    return ctx.choose(f"{shape.key} {'/'.join(candidates)}", Lazy(candidates))
+        candidates.update(FLOAT_MAKERS[type(shape)](shape, floats, ctx.options["prepack"] == "auto"))
+        around = f" {floats}".replace("torch.", "")
+    found = ctx.choose(f"{shape.key} {'/'.join(candidates)}{around}", Lazy(candidates))
+    return FLOATS if found == OWN_FLOATS else found
 
 
 def _operator(target: str) -> Callable[..., torch.Tensor]:
@@ -205,23 +214,29 @@ def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype
     """Whether our core, which reads the 8-bit weight, is faster than a float product with the weight widened beforehand."""
     if native.absent():
         return False
+    width = min(n, max(64, MOST_MEASURED // k))
 
     def core() -> Thunk:
-        x, scale, width = torch.ones(m, k, dtype=dtype), torch.full((n,), 0.01), min(n, max(64, MOST_MEASURED // k))
+        x, scale = torch.ones(m, k, dtype=dtype), torch.full((n,), 0.01)
         packed, run = _operator(name("pack_linear"))(_bytes((width, k), torch.int8)), _operator(name("weight_linear"))
         return lambda: run(x, packed, scale[:width], None, None, "none", (), dtype)
 
     def widened() -> Thunk:
-        x, w = torch.ones(m, k, dtype=dtype), torch.ones(min(n, max(64, MOST_MEASURED // k)), k, dtype=dtype)
+        x, w = torch.ones(m, k, dtype=dtype), torch.ones(width, k, dtype=dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, m) if torch.backends.mkldnn.is_available() else w
         if packed is w:
             return lambda: torch.nn.functional.linear(x, w)
         return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
+    def widened_on_amx() -> Thunk:
+        x, run = torch.ones(m, k, dtype=dtype), amx_product(AmxLinear(True, False), m, k, width)
+        return lambda: run(x)
+
     if ctx.options.get("engine") == "core":
         return True
-    key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}"
-    return ctx.choose(key, Lazy({"float": widened, "core": core})) == "core"
+    own = {OWN_FLOATS: widened_on_amx} if ctx.options["prepack"] == "auto" and amx.fits(m, k, dtype) else {}
+    key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}{''.join(f' {name}' for name in own)}"
+    return ctx.choose(key, Lazy({"float": widened, **own, "core": core})) == "core"
 
 
 def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
@@ -236,6 +251,9 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
     return make
 
 
+Makers: TypeAlias = dict[str, Callable[[], Thunk]]
+
+
 def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> Thunk:
     """Return a float product that reads and stores bytes, as its quantized neighbours require."""
     if shape.adds is None:
@@ -244,30 +262,44 @@ def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.d
     return lambda: torch.add(run(x.to(dtype)), y).to(shape.out)
 
 
-def _linear_floats(p: Product, dtype: torch.dtype) -> Callable[[], Thunk]:
-    def make() -> Thunk:
-        n = min(p.n, max(64, MOST_MEASURED // p.k))
+def _linear_floats(p: Product, dtype: torch.dtype, own: bool) -> Makers:
+    n = min(p.n, max(64, MOST_MEASURED // p.k))
+
+    def library() -> Thunk:
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(n, p.k, dtype=dtype), p.m)
         run = torch.ops.mkldnn._linear_pointwise
         return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, lambda x: run(x, packed, None, "none", [], ""))
 
-    return make
+    def kernel() -> Thunk:
+        return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, amx_product(AmxLinear(True, False), p.m, p.k, n))
+
+    return {FLOATS: library, **({OWN_FLOATS: kernel} if own and amx.fits(p.m, p.k, dtype) else {})}
 
 
-def _conv_floats(c: Convolution, dtype: torch.dtype) -> Callable[[], Thunk]:
-    def make() -> Thunk:
+def _conv_floats(c: Convolution, dtype: torch.dtype, own: bool) -> Makers:
+    batch, channels, height, width = c.shape
+    pixels, n = batch * height * width, c.weight[0]
+    pointwise = c.groups == 1 and set(c.weight[2:]) == set(c.stride) == {1} and set(c.padding) == {0}
+
+    def library() -> Thunk:
         geometry = c.padding, c.stride, c.dilation, c.groups
         x = _bytes(c.shape, c.x).contiguous(memory_format=torch.channels_last)
         packed = torch.ops.mkldnn._reorder_convolution_weight(torch.ones(c.weight, dtype=dtype), *geometry, c.shape)
         run = torch.ops.mkldnn._convolution_pointwise
         return _between_bytes(c, x, dtype, lambda x: run(x, packed, None, *geometry, "none", [], ""))
 
-    return make
+    def kernel() -> Thunk:
+        """A residual of the kernel's type is added in its call."""
+        adds = c.adds is dtype
+        run, others = amx_product(AmxLinear(True, adds), pixels, channels, n), [torch.ones(pixels, n, dtype=dtype)] * adds
+        shape = replace(c, adds=None) if adds else c
+        return _between_bytes(shape, _bytes((pixels, channels), c.x), dtype, lambda x: run(x, *others))
+
+    return {FLOATS: library, **({OWN_FLOATS: kernel} if own and pointwise and amx.fits(pixels, channels, dtype) else {})}
 
 
-FLOAT_MAKERS: Mapping[type, Callable[[Any, torch.dtype], Callable[[], Thunk]]] = {
-    Product: _linear_floats, Convolution: _conv_floats,
-}  # fmt: skip
+FLOAT_MAKERS: Mapping[type, Callable[[Any, torch.dtype, bool], Makers]] = {Product: _linear_floats, Convolution: _conv_floats}
+"""Makers of a float layer's timed calls: oneDNN's and, if the last argument admits it, our own kernel's."""
 MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
     Product: _linear,
     Convolution: _conv,

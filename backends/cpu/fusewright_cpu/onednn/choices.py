@@ -173,11 +173,22 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
 
 
 def _amx_thunk(p: Product, x: torch.Tensor, after: Unary) -> Thunk:
-    kernel = AmxLinear(p.bias, False, after.own[0])
-    launcher = compile_kernels([kernel]).launcher(kernel)
-    columns = -(-p.n // AMX_BLOCK) * AMX_BLOCK
-    given = [x, torch.full((columns, p.k), 0.5, dtype=p.dtype), *([torch.full((columns,), 0.5)] if p.bias else [])]
-    return lambda: launcher([*given, torch.empty(p.m, p.n, dtype=p.dtype)], (p.m, p.n, p.k, p.k), after.own[1])
+    run = amx_product(AmxLinear(p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
+    return lambda: run(x)
+
+
+def amx_product(kernel: AmxLinear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
+    """Return our own kernel with a weight [n, k] to measure it with: a function of m dense rows, and of those that it adds."""
+    launcher, wide = compile_kernels([kernel]).launcher(kernel), -(-n // AMX_BLOCK) * AMX_BLOCK
+    constants = [torch.full((wide, k), 0.5, dtype=torch.bfloat16), *([torch.full((wide,), 0.5)] if kernel.bias else [])]
+
+    def run(*rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(m, n, dtype=torch.bfloat16)
+        x, *other = rows
+        launcher([x, *constants, *other, out], (m, n, k, k), scalars)
+        return out
+
+    return run
 
 
 def siblings_form(ctx: CompileContext, m: int, k: int, widths: Sequence[int], dtype: torch.dtype, bias: bool) -> str:
@@ -288,11 +299,9 @@ def pointwise_form(
         return lambda: (made := call(x, packed, bias, *geometry, "none", [], ""), made.relu_() if apart else None)
 
     def own() -> Thunk:
-        launcher, m = compile_kernels([kernel]).launcher(kernel), n * h * w
-        built.append(launcher)
-        wide = -(-columns // AMX_BLOCK) * AMX_BLOCK
-        given = [filled(c), torch.full((wide, c), 0.5, dtype=dtype), torch.zeros(wide), *([filled(columns)] if kernel.add else [])]
-        return lambda: launcher([*given, torch.empty(m, columns, dtype=dtype)], (m, columns, c, c), scalars)
+        run, rows = amx_product(kernel, n * h * w, c, columns, scalars), [filled(c), *([filled(columns)] if kernel.add else [])]
+        built.append(run)
+        return lambda: run(*rows)
 
     key = f"{kernel.name} onednn/kernel {'x'.join(map(str, image))}x{columns}{' apart' if apart else ''}"
     return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))

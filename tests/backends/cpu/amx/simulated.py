@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+import pytest
 
 from fusewright_cpu.kernels.amx import TILE_BYTES, TILE_ROWS, TILES, Tiles
+from fusewright_cpu.kernels.amx_linear import emit_amx_linear
+from fusewright_cpu.kernels.by_hand import AmxLinear
+from fusewright_cpu.run import codegen, jit
+from fusewright_cpu.run.pool import symbol_address
 
 _tiles = np.zeros((TILES, TILE_ROWS, TILE_BYTES), np.uint8)
 _configured = False
@@ -77,3 +83,10 @@ class SimulatedTiles(Tiles):
         wide = [t.replace("i8 immarg", "i32") for t in types]
         self.f.module.declare(f"simulated_{name}", "void", wide, external=True)
         self.f.raw(f"call void @simulated_{name}({args.replace('i8 ', 'i32 ')})")
+
+
+def simulate_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let linears run on any CPU with masked stores."""
+    monkeypatch.setattr(AmxLinear, "refused", lambda self, target: "")
+    monkeypatch.setattr(codegen, "emit_amx_linear", partial(emit_amx_linear, tiles=SimulatedTiles))
+    monkeypatch.setattr(jit, "symbol_address", lambda name: ADDRESSES.get(name) or symbol_address(name))

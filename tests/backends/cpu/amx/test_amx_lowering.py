@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
-from fusewright_cpu.kernels.amx_linear import emit_amx_linear
-from fusewright_cpu.kernels.by_hand import AmxLinear
-from fusewright_cpu.run import codegen, jit
-from fusewright_cpu.run.pool import symbol_address
 from fusewright_cpu.target import host_target
-from tests.backends.cpu.amx.simulated import ADDRESSES, SimulatedTiles
+from tests.backends.cpu.amx.simulated import simulate_linears
 from tests.backends.onednn.common import BF16, F32, check
 from tests.backends.onednn.test_conv import Net
 from tests.fragments import Sketch, targets
@@ -23,9 +18,7 @@ pytestmark = pytest.mark.skipif(not host_target().masks, reason="this CPU has no
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AmxLinear, "refused", lambda self, target: "")
-    monkeypatch.setattr(codegen, "emit_amx_linear", partial(emit_amx_linear, tiles=SimulatedTiles))
-    monkeypatch.setattr(jit, "symbol_address", lambda name: ADDRESSES.get(name) or symbol_address(name))
+    simulate_linears(monkeypatch)
 
 
 def kernels(g: Sketch, *outputs: object, **options: object) -> list[str]:
