@@ -62,7 +62,7 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
     compiled = options.strict or options.fallback == "error" or options.simulate or "contract" in options.check
     if not options.never_slower or compiled or compat.several_processes():
         return None
-    module = torch.get_device_module(backend.device_type)
+    module = getattr(torch, backend.device_type, None)  # None for a device that torch has no module for
     capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     def may() -> bool:

@@ -131,8 +131,11 @@ def _undone(devices: set[str]) -> Iterator[None]:
 
 
 def why_not(graph: Graph) -> str:
-    """Why a graph must run exactly once per call, or ""."""
+    """Why a graph must run exactly once per call, or cannot be timed, or ""."""
     for n in graph.nodes:
+        device = n.meta["val"].device.type if isinstance(n.meta.get("val"), torch.Tensor) else HOST
+        if device != HOST and not hasattr(getattr(torch, device, None), "synchronize"):
+            return f"torch cannot wait for the device {device}"
         if n.op in ("call_module", "call_method") or communicates(n):
             return f"it calls {n.target}"
         known = compat.only_computes(n.target.namespace) if is_op(n) else compat.computes(n.target)

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 def traced(op: Any = aten.sin.default) -> GraphModule:
     graph = Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(3, device="meta")
+    x.meta["val"] = torch.empty(3)
     graph.output((graph.call_function(op, (x,)),))
     return GraphModule(torch.nn.Module(), graph)
 
@@ -298,6 +298,16 @@ def test_it_is_off_in_a_process_group_while_profiling_and_under_modes(monkeypatc
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert not found._may()
     assert pipeline.comparison(registry.create("fusewright_null", parsed), parsed) is None
+
+
+def test_a_device_that_torch_has_no_module_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = registry.create("fusewright_null", Options())
+    monkeypatch.setattr(type(backend), "device_type", "unheard_of")
+    found = pipeline.comparison(backend, Options())
+    assert found is not None
+    gm = traced()
+    next(iter(gm.graph.nodes)).meta["val"] = torch.empty(3, device="meta")
+    assert found.half(gm, "infer") is None
 
 
 @pytest.fixture
